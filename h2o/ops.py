@@ -1,0 +1,322 @@
+"""The operations of H2O on tensors of any library.
+
+Every function takes DLPack tensors (torch, NumPy, CuPy, JAX, ...) of one
+device and one floating dtype (float32, float16 or bfloat16; scores are always
+float32), reads them without a copy and writes its results into tensors that
+the caller owns. None of them is differentiable.
+
+Shape letters: B batch rows, H query heads, G key/value heads (H = G * R), Q
+new tokens, S slots, D head dimension.
+
+What is computed is H2O (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient
+Generative Inference of Large Language Models", NeurIPS 2023, Algorithm 1 with
+accumulated scores and a reserved recent window):
+
+1. `attend`: new queries see all stored keys and, causally, the new ones;
+2. every key's score grows by the attention that it received;
+3. `evict`: the sinks, the most recent and the highest ranked keys stay.
+
+`step` is the three in one call for a single new token, without moving a byte
+of the cache.
+
+Errors, for all of them: ValueError for a wrong shape, stride, value or
+overlap, TypeError for a wrong dtype or a thing that is no tensor, BufferError
+for memory that cannot be shared, RuntimeError for a device that this build has
+no kernels for, MemoryError. They name the argument and are raised before
+anything is written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from h2o import _core
+
+Tensor = Any  # whatever speaks DLPack
+
+__all__ = ["Slots", "attend", "evict", "info", "new_slots", "simulate", "step"]
+
+UNLIMITED = 2**31 - 1
+"""A `heavy` or `recent` budget that never bites."""
+
+
+class Slots(NamedTuple):
+    """What one layer holds; the operations update the tensors in place.
+
+    A slot is an index on axis S. A row that has seen `lengths[b]` tokens and may
+    keep k = sinks + heavy + recent of them holds min(lengths[b], k), in the
+    lowest slots, except that `free[b, g]` may be a hole among them.
+    """
+
+    keys: Tensor
+    """[B, G, S, D]"""
+    values: Tensor
+    """[B, G, S, D]"""
+    scores: Tensor
+    """[B, G, S] float32: attention that each key has received"""
+    positions: Tensor
+    """[B, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
+    free: Tensor
+    """[B, G] int32: the slot that the next token takes"""
+    lengths: Tensor
+    """[B] int64: tokens that the row has seen, pads not counted"""
+    budget: Tensor
+    """[B, 2] int32: heavy, recent"""
+    lost: Tensor
+    """[B, G] float64: sum of the scores of evicted keys at their eviction"""
+    norms: Tensor | None = None
+    """[B, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
+
+
+def new_slots(
+    keys: Tensor,
+    capacity: int,
+    heavy: int = UNLIMITED,
+    recent: int = 0,
+    *,
+    value_weighted: bool = False,
+) -> Slots:
+    """Empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
+
+    `capacity` is S. A row of budget k needs min(k, tokens) slots after `evict`
+    and one more for each `step`, k + 1 at most. `heavy` and `recent` are
+    numbers of tokens, the same for every row; write into `budget` to give rows
+    their own.
+    """
+    B, G, _, D = keys.shape
+    S = capacity
+    full = _full_for(keys)
+    budget = full((B, 2), heavy, "int32")
+    budget[:, 1] = recent
+    return Slots(
+        keys=full((B, G, S, D), 0, keys.dtype),
+        values=full((B, G, S, D), 0, keys.dtype),
+        scores=full((B, G, S), 0, "float32"),
+        positions=full((B, G, S), -1, "int32"),
+        free=full((B, G), 0, "int32"),
+        lengths=full((B,), 0, "int64"),
+        budget=budget,
+        lost=full((B, G), 0, "float64"),
+        norms=full((B, G, S), 0, "float32") if value_weighted else None,
+    )
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Slots | None = None,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    decay: float = 1.0,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of new queries, with the scores of every key that they see.
+
+    Args:
+        query: [B, H, Q, D].
+        keys, values: [B, G, Q, D], the new tokens' own.
+        slots: stored keys that the queries see as well. `slots.scores` becomes
+            decay^n * scores + what the n real new queries gave; nothing else
+            changes.
+        mask: [B, Q] bool or uint8; 0 is a pad: never attended, scored or
+            counted, and its output is 0. Pads may stand anywhere.
+        scale: factor of q.k, 1 / sqrt(D) by default.
+        decay: in [0, 1]; see `evict`.
+        softcap: c > 0 turns logits x into c * tanh(x / c).
+        out: [B, Q, H, D], written; made like `query` when not given (torch, NumPy).
+        scores: [B, G, Q] float32, written.
+
+    Returns:
+        (out, scores): scores of a new key j are the sum over new queries i >= j
+        and over the R query heads of its group of decay^(n-1-i) * p(i, j).
+
+    Memory is O(Q + S) beyond the outputs; no Q x S matrix is made.
+    """
+    B, H, Q, D = query.shape
+    empty = _empty_for(query)
+    if out is None:
+        out = empty((B, Q, H, D), query.dtype)
+    if scores is None:
+        scores = empty((B, keys.shape[1], Q), "float32")
+    if scale is None:
+        scale = D**-0.5
+    _core.attend(query, keys, values, mask, slots, out, scores, scale, decay, softcap)
+    return out, scores
+
+
+def evict(
+    keys: Tensor,
+    values: Tensor,
+    scores: Tensor,
+    slots: Slots,
+    *,
+    mask: Tensor | None = None,
+    sinks: int = 0,
+    rank_by: str = "sum",
+    decay: float = 1.0,
+    value_weighted: bool = False,
+) -> None:
+    """Take new keys into the slots, and drop for good what the budget has no room for.
+
+    Of the stored and new keys of a row, those at the first `sinks` positions
+    and the `recent` highest positions stay, and of the others the `heavy`
+    highest ranks. Equal ranks: the lower position stays. A NaN rank is lower
+    than every number.
+
+    Args:
+        keys, values: [B, G, Q, D] new tokens, as given to `attend`.
+        scores: [B, G, Q] float32, as returned by `attend`.
+        slots: updated in place: the survivors with scores and positions,
+            `lengths`, `lost`, `free`. S must be at least min(k, stored + new).
+        mask: [B, Q] bool or uint8, 0 is a pad.
+        sinks: positions that are never evicted.
+        rank_by: "sum": the score; "mean": the score per query that has seen the
+            key (with decay: per sum of decay^age over these queries).
+        decay: what `attend` was given.
+        value_weighted: multiply the rank by the L2 norm of the key's value.
+    """
+    _core.evict(keys, values, scores, mask, slots, sinks, rank_by, decay, value_weighted)
+
+
+def step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Slots,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: int = 0,
+    rank_by: str = "sum",
+    decay: float = 1.0,
+    value_weighted: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One decode step: store the new key, attend, score, choose who leaves.
+
+    The same as `attend` and `evict` with Q = 1, but the new key and value go
+    straight into `slots.free`, and the evicted key's slot becomes the next free
+    one: K and V are read once and never moved.
+
+    Args:
+        query: [B, H, 1, D].
+        key, value: [B, G, 1, D].
+        slots: updated in place. Each row's `free` must be below S.
+        mask: [B, 1] bool or uint8; a row with 0 stays as it is, its output is 0.
+        out: [B, 1, H, D], written; made like `query` when not given.
+        others: as in `attend` and `evict`.
+
+    Returns:
+        out
+    """
+    B, H, Q, D = query.shape
+    if out is None:
+        out = _empty_for(query)((B, Q, H, D), query.dtype)
+    if scale is None:
+        scale = D**-0.5
+    _core.step(
+        query, key, value, mask, slots, out, scale, softcap, sinks, rank_by, decay, value_weighted
+    )
+    return out
+
+
+def simulate(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    prompt: Tensor,
+    budget: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: int = 0,
+    rank_by: str = "sum",
+    decay: float = 1.0,
+    value_weighted: bool = False,
+    out: Tensor | None = None,
+    evicted_at: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a cache would have answered, for a whole text in one call.
+
+    Equal to feeding the first `prompt[b]` tokens of each row through `attend` and
+    `evict`, and each later one through `step`. A dropped key never returns, so
+    the whole history is one number per key: row i sees key j exactly when
+    j <= i < evicted_at[j] and j is no pad.
+
+    Args:
+        query: [B, H, Q, D], all Q tokens of the text.
+        keys, values: [B, G, Q, D].
+        prompt: [B] int32, at least 1: tokens (pads not counted) of the prompt.
+            1 evicts from the very beginning, as in the paper's Algorithm 1.
+        budget: [B, 2] int32: heavy, recent.
+        mask: [B, Q] bool or uint8, 0 is a pad.
+        others: as in `attend` and `evict`.
+
+    Returns:
+        (out, evicted_at, scores): [B, Q, H, D]; [B, G, Q] int32, the first row
+        (column number, pads counted) that no longer sees the key, Q if none, 0
+        for a pad; [B, G, Q] float32, the score at the end or at eviction.
+    """
+    B, H, Q, D = query.shape
+    G = keys.shape[1]
+    empty = _empty_for(query)
+    if out is None:
+        out = empty((B, Q, H, D), query.dtype)
+    if evicted_at is None:
+        evicted_at = empty((B, G, Q), "int32")
+    if scores is None:
+        scores = empty((B, G, Q), "float32")
+    if scale is None:
+        scale = D**-0.5
+    _core.simulate(
+        query, keys, values, mask, prompt, budget, out, evicted_at, scores,
+        scale, softcap, sinks, rank_by, decay, value_weighted,
+    )  # fmt: skip
+    return out, evicted_at, scores
+
+
+def info() -> dict[str, Any]:
+    """What the core runs on: level, levels, features, threads, thread_source, version."""
+    return _core.info()
+
+
+def _empty_for(like: Tensor) -> Callable[..., Tensor]:
+    """A function (shape, dtype) that makes uninitialised tensors of like's library and device."""
+    if isinstance(like, np.ndarray):
+        return np.empty
+    if hasattr(like, "new_empty"):
+        torch = sys.modules["torch"]
+
+        def empty(shape, dtype):
+            return like.new_empty(
+                shape, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype
+            )
+
+        return empty
+    raise TypeError(
+        f"outputs can be made for torch tensors and NumPy arrays, not for {type(like).__name__}: "
+        "pass the output tensors yourself"
+    )
+
+
+def _full_for(like: Tensor) -> Callable[..., Tensor]:
+    """A function (shape, value, dtype) that makes filled tensors of like's library and device."""
+    empty = _empty_for(like)
+
+    def full(shape, value, dtype):
+        tensor = empty(shape, dtype)
+        tensor[...] = value
+        return tensor
+
+    return full
