@@ -1,0 +1,71 @@
+"""Builds h2o._core: every csrc/*.c and csrc/cpu/*.c, one C11 extension, nothing but numpy needed.
+
+What the environment may say:
+
+H2O_WERROR=1     warnings are errors
+H2O_DEBUG=1      unoptimised, with debug information and assertions
+H2O_SANITIZE=x   instrumented with -fsanitize=x: "address,undefined", "thread", ...
+H2O_COVERAGE=1   instrumented for gcov
+
+Objects are rebuilt when a source or header changes, not when these variables
+do: give an instrumented build a folder of its own, with --build-temp and
+--build-lib.
+"""
+
+import os
+from glob import glob
+
+import numpy
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+def wanted(name):
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+# ISO mode would forbid a*b+c in one rounding; kernels are written for it. Errors
+# are never reported through errno or the floating-point flags.
+compile_args = [
+    "-std=c11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+    "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread",
+]  # fmt: skip
+link_args = ["-pthread"]
+undefined_macros = []
+
+if wanted("H2O_WERROR"):
+    compile_args += ["-Werror"]
+if wanted("H2O_DEBUG"):
+    compile_args += ["-O0", "-g3"]
+    undefined_macros += ["NDEBUG"]
+if sanitize := os.environ.get("H2O_SANITIZE"):
+    flags = [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
+    compile_args += ["-O1", *flags]
+    link_args += flags
+    undefined_macros += ["NDEBUG"]
+if wanted("H2O_COVERAGE"):
+    compile_args += ["-O0", "-g", "--coverage"]
+    link_args += ["--coverage"]
+
+
+class BuildCore(build_ext):
+    """Tells the core the version that pyproject.toml gives, so that it is written once."""
+
+    def build_extension(self, extension):
+        version = self.distribution.get_version()
+        extension.define_macros.append(("H2O_VERSION", f'"{version}"'))
+        super().build_extension(extension)
+
+
+core = Extension(
+    "h2o._core",
+    sources=sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c")),
+    depends=["setup.py", *sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.inc", recursive=True))],
+    include_dirs=["csrc", numpy.get_include()],
+    libraries=["m", "dl"],
+    extra_compile_args=compile_args,
+    extra_link_args=link_args,
+    undef_macros=undefined_macros,
+)  # fmt: skip
+
+setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})
