@@ -1,0 +1,297 @@
+"""H2O in plain torch, written to be read: the truth that every kernel is tested against.
+
+The functions take the arguments of their namesakes in `h2o.ops` and update
+the same slots in place, but need neither the compiled core nor speed: they loop
+over batch rows and key/value heads and compute in float64.
+
+The algorithm is H2O (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient
+Generative Inference of Large Language Models", NeurIPS 2023, Algorithm 1), with
+accumulated scores and a part of the budget reserved for recent tokens:
+
+1. Attend. A new query sees every stored key, and the new keys up to its own.
+2. Score. A key's score is the attention that it has received, summed over
+   queries and over the query heads of its group.
+3. Evict. Beyond the budget of k = sinks + heavy + recent keys, the first `sinks`
+   positions stay, the `recent` highest positions, and of the others the `heavy`
+   highest scores. The rest is dropped for good.
+
+Shape letters: B batch rows, H query heads, G key/value heads, R = H / G query
+heads to a group, Q new tokens, S slots, D head dimension, n real tokens (no
+pads) among the new ones, m stored keys of a row and head plus n.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["attend", "evict", "kept", "simulate", "step"]
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Any = None,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    decay: float = 1.0,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Steps 1 and 2. Arguments and results as in `h2o.ops.attend`."""
+    B, H, Q, D = query.shape
+    G = keys.shape[1]
+    R = H // G
+    if scale is None:
+        scale = D**-0.5
+    out = query.new_empty(B, Q, H, D) if out is None else out
+    scores = query.new_empty(B, G, Q, dtype=torch.float32) if scores is None else scores
+    out.zero_()
+    scores.zero_()
+    for b in range(B):
+        new = _real_columns(mask, b, Q, query.device)
+        for g in range(G):
+            head_keys, head_values = keys[b, g, new], values[b, g, new]
+            if slots is not None:
+                held = _held_slots(slots, b, g)
+                head_keys = torch.cat([slots.keys[b, g, held], head_keys])
+                head_values = torch.cat([slots.values[b, g, held], head_values])
+            group = slice(g * R, (g + 1) * R)
+            p = _probabilities(query[b, group, new], head_keys, scale, softcap)
+            out[b, new, group] = (p @ head_values.double()).transpose(0, 1).to(out.dtype)
+            received = _received(p, decay)
+            if slots is not None:
+                old = slots.scores[b, g, held].double()
+                received[: len(held)] += decay ** len(new) * old
+                slots.scores[b, g, held] = received[: len(held)].float()
+            scores[b, g, new] = received[len(head_keys) - len(new) :].float()
+    return out, scores
+
+
+def _probabilities(query: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
+    """p [R, n, m] of queries [R, n, D] over keys [m, D]; the last n keys are the queries' own."""
+    logits = scale * (query.double() @ keys.double().T)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    n, m = logits.shape[1:]
+    visible = torch.ones(n, m, dtype=torch.bool, device=keys.device).tril(m - n)
+    return logits.masked_fill(~visible, -torch.inf).softmax(-1)
+
+
+def _received(p: Tensor, decay: float) -> Tensor:
+    """[m]: sum over heads and queries i of decay^(n-1-i) * p[:, i] (decay^0 is 1, also for 0)."""
+    n = p.shape[1]
+    age = torch.arange(n - 1, -1, -1, dtype=torch.float64, device=p.device)
+    return torch.einsum("rim,i->m", p, decay**age)
+
+
+def evict(
+    keys: Tensor,
+    values: Tensor,
+    scores: Tensor,
+    slots: Any,
+    *,
+    mask: Tensor | None = None,
+    sinks: int = 0,
+    rank_by: str = "sum",
+    decay: float = 1.0,
+    value_weighted: bool = False,
+) -> None:
+    """Step 3. Arguments and effect as in `h2o.ops.evict`; survivors lie in order of position."""
+    B, G, Q, _ = keys.shape
+    for b in range(B):
+        new = _real_columns(mask, b, Q, keys.device)
+        before = int(slots.lengths[b])
+        seen = before + len(new)
+        heavy, recent = slots.budget[b].tolist()
+        for g in range(G if len(new) else 0):
+            held = _held_slots(slots, b, g)
+            position = torch.cat([slots.positions[b, g, held].long(), before + _range_like(new)])
+            score = torch.cat([slots.scores[b, g, held], scores[b, g, new]])
+            key = torch.cat([slots.keys[b, g, held], keys[b, g, new]])
+            value = torch.cat([slots.values[b, g, held], values[b, g, new]])
+            rank = score.double()
+            if rank_by == "mean":
+                rank = rank / _queries(seen - 1 - position, decay)
+            if value_weighted:
+                norm = torch.cat([slots.norms[b, g, held], _norms(values[b, g, new])])
+                rank = rank * norm
+            stay, leave = _choose(position.tolist(), rank.tolist(), sinks, heavy, recent)
+            slots.lost[b, g] += score[leave].double().sum()
+            slots.positions[b, g] = -1
+            slots.positions[b, g, : len(stay)] = position[stay].int()
+            slots.scores[b, g, : len(stay)] = score[stay]
+            slots.keys[b, g, : len(stay)] = key[stay]
+            slots.values[b, g, : len(stay)] = value[stay]
+            if value_weighted:
+                slots.norms[b, g, : len(stay)] = norm[stay]
+            slots.free[b, g] = len(stay)
+        slots.lengths[b] = seen
+
+
+def _choose(
+    position: list[int], rank: list[float], sinks: int, heavy: int, recent: int
+) -> tuple[list[int], list[int]]:
+    """Indices that stay and that leave, both ascending, of keys in ascending position."""
+    count = len(position)
+    if count <= sinks + heavy + recent:
+        return list(range(count)), []
+    candidates = [i for i in range(count - recent) if position[i] >= sinks]
+
+    def worst_last(i: int) -> tuple[bool, float, int]:
+        nan = rank[i] != rank[i]
+        return nan, 0.0 if nan else -rank[i], position[i]
+
+    leave = sorted(sorted(candidates, key=worst_last)[heavy:])
+    return [i for i in range(count) if i not in leave], leave
+
+
+def _queries(age: Tensor, decay: float) -> Tensor:
+    """How many queries have seen a key of this age: itself and `age` later ones, decayed."""
+    terms = decay ** torch.arange(int(age.max()) + 1, dtype=torch.float64, device=age.device)
+    return terms.cumsum(0)[age]
+
+
+def _norms(values: Tensor) -> Tensor:
+    """L2 norms [n] float32 of values [n, D]."""
+    return values.double().norm(dim=-1).float()
+
+
+def step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Any,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: int = 0,
+    rank_by: str = "sum",
+    decay: float = 1.0,
+    value_weighted: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`attend` and `evict` for one new token. Arguments and result as in `h2o.ops.step`."""
+    out, scores = attend(
+        query, key, value, slots, mask=mask, scale=scale, decay=decay, softcap=softcap, out=out
+    )
+    evict(
+        key, value, scores, slots,
+        mask=mask, sinks=sinks, rank_by=rank_by, decay=decay, value_weighted=value_weighted,
+    )  # fmt: skip
+    return out
+
+
+def simulate(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    prompt: Tensor,
+    budget: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: int = 0,
+    rank_by: str = "sum",
+    decay: float = 1.0,
+    value_weighted: bool = False,
+    out: Tensor | None = None,
+    evicted_at: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A whole text through a cache, token by token. As `h2o.ops.simulate`.
+
+    A key that the row in column c evicts has `evicted_at` c + 1.
+    """
+    B, H, Q, D = query.shape
+    G = keys.shape[1]
+    out = query.new_empty(B, Q, H, D) if out is None else out
+    if evicted_at is None:
+        evicted_at = query.new_empty(B, G, Q, dtype=torch.int32)
+    scores = query.new_empty(B, G, Q, dtype=torch.float32) if scores is None else scores
+    out.zero_()
+    evicted_at.zero_()
+    scores.zero_()
+    for b in range(B):
+        real = _real_columns(mask, b, Q, query.device)
+        evicted_at[b, :, real] = Q
+        slots = _new_slots(keys, len(real), budget[b])
+        cut = min(int(prompt[b]), len(real))
+        calls = [real[:cut], *real[cut:].split(1)]
+        for new in calls if len(real) else []:
+            q, k, v = (x[b : b + 1, :, new] for x in (query, keys, values))
+            answer, new_scores = attend(q, k, v, slots, scale=scale, decay=decay, softcap=softcap)
+            out[b, new] = answer[0]
+            scores[b, :, new] = new_scores[0]
+            held = [real[slots.positions[0, g, : slots.free[0, g]].long()] for g in range(G)]
+            for g in range(G):
+                scores[b, g, held[g]] = slots.scores[0, g, : len(held[g])]
+            evict(
+                k, v, new_scores, slots,
+                sinks=sinks, rank_by=rank_by, decay=decay, value_weighted=value_weighted,
+            )  # fmt: skip
+            for g in range(G):
+                before = torch.cat([held[g], new])
+                after = real[slots.positions[0, g, : slots.free[0, g]].long()]
+                evicted_at[b, g, before[~torch.isin(before, after)]] = int(new[-1]) + 1
+    return out, evicted_at, scores
+
+
+def kept(slots: Any) -> tuple[Tensor, Tensor]:
+    """What the slots hold: positions [B, G, K] int64, ascending, and scores [B, G, K] float32.
+
+    K is the largest number held by any row and head; the others are padded with -1 and 0.
+    """
+    B, G, _ = slots.positions.shape
+    K = int((slots.positions >= 0).sum(-1).max())
+    positions = slots.positions.new_full((B, G, K), -1, dtype=torch.int64)
+    scores = slots.scores.new_zeros((B, G, K))
+    for b in range(B):
+        for g in range(G):
+            held = _held_slots(slots, b, g)
+            positions[b, g, : len(held)] = slots.positions[b, g, held].long()
+            scores[b, g, : len(held)] = slots.scores[b, g, held]
+    return positions, scores
+
+
+def _held_slots(slots: Any, b: int, g: int) -> Tensor:
+    """The filled slots of one row and head, in ascending order of position."""
+    position = slots.positions[b, g]
+    order = position.argsort(stable=True)
+    return order[position[order] >= 0]
+
+
+def _real_columns(mask: Tensor | None, b: int, Q: int, device: torch.device) -> Tensor:
+    """The columns of row b that are no pads, ascending."""
+    if mask is None:
+        return torch.arange(Q, device=device)
+    return mask[b].nonzero()[:, 0]
+
+
+def _range_like(x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device)
+
+
+def _new_slots(keys: Tensor, capacity: int, budget: Tensor) -> SimpleNamespace:
+    """Empty slots for one row of keys [B, G, Q, D]."""
+    G, D = keys.shape[1], keys.shape[3]
+    f32 = keys.new_zeros(1, G, capacity, dtype=torch.float32)
+    return SimpleNamespace(
+        keys=keys.new_zeros(1, G, capacity, D),
+        values=keys.new_zeros(1, G, capacity, D),
+        scores=f32,
+        positions=torch.full_like(f32, -1, dtype=torch.int32),
+        free=keys.new_zeros(1, G, dtype=torch.int32),
+        lengths=keys.new_zeros(1, dtype=torch.int64),
+        budget=budget[None],
+        lost=keys.new_zeros(1, G, dtype=torch.float64),
+        norms=torch.zeros_like(f32),
+    )

@@ -1,0 +1,346 @@
+"""Inputs that every test shares: texts whose heavy set keeps moving, masks, policies, golden data.
+
+NumPy only, so that the tests of the core run without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+GOLDEN = Path(__file__).parent / "golden"
+CACHE_CASES = sorted(path.stem for path in GOLDEN.glob("d_*.npz"))
+MASK_CASES = sorted(path.stem for path in GOLDEN.glob("bc_*.npz"))
+
+# ---- Texts -------------------------------------------------------------------------------------
+
+
+class Text(NamedTuple):
+    """Rotated queries and keys, and values, of N tokens, float32."""
+
+    query: np.ndarray
+    """[B, H, N, D]"""
+    keys: np.ndarray
+    """[B, G, N, D]"""
+    values: np.ndarray
+    """[B, G, N, D]"""
+
+    def cut(self, start: int, stop: int) -> Text:
+        return Text(*(x[:, :, start:stop] for x in self))
+
+
+def drifting(
+    seed: int,
+    B: int = 2,
+    H: int = 4,
+    G: int = 2,
+    N: int = 64,
+    D: int = 16,
+    *,
+    turn: float = 0.08,
+    sharp: float = 1.5,
+    sink: bool = False,
+) -> Text:
+    """A text whose heavy hitters change while it is read.
+
+    Queries look along a direction that turns by `turn` radians a token, keys lie near the
+    direction of their own time and matter very unevenly, so that keys which were heavy
+    fade and new ones overtake them. With plain Gaussian inputs the first heavy set is the last.
+    `sharp` scales the logits; `sink` gives token 0 the attention that models give it.
+    """
+    rng = np.random.default_rng(seed)
+    R = H // G
+    axes = rng.standard_normal((B, G, 2, D))
+    axes /= np.linalg.norm(axes, axis=-1, keepdims=True)
+
+    def direction(angle: np.ndarray) -> np.ndarray:  # [B, G, N] -> [B, G, N, D]
+        return np.cos(angle)[..., None] * axes[:, :, :1] + np.sin(angle)[..., None] * axes[:, :, 1:]
+
+    angle = turn * np.arange(N) + rng.uniform(0, 2 * np.pi, (B, G, 1))
+    importance = rng.exponential(1.0, (B, G, N, 1))
+    keys = importance * direction(angle + 0.5 * rng.standard_normal((B, G, N)))
+    keys = keys + 0.3 * rng.standard_normal((B, G, N, D)) / D**0.5
+    if sink:
+        keys[:, :, 0] = 3.0 * axes.sum(2) / np.linalg.norm(axes.sum(2), axis=-1, keepdims=True)
+    query = (
+        np.repeat(direction(angle), R, axis=1) + 0.5 * rng.standard_normal((B, H, N, D)) / D**0.5
+    )
+    if sink:
+        query = query + np.repeat(keys[:, :, :1], R, axis=1) / 2
+    values = rng.standard_normal((B, G, N, D)) * rng.uniform(0.2, 2.0, (B, G, N, 1))
+    query = query * (sharp * D**0.5)
+    return Text(*(x.astype(np.float32) for x in (query, keys, values)))
+
+
+def swaps(kept: list[np.ndarray], k: int, recent: int) -> int:
+    """How often a decode step dropped a heavy key for the one that left the recent window.
+
+    kept: sorted positions [B, G, K], -1 after the last, after each step of one token, of rows
+    that have all seen the same number of tokens.
+    """
+    count = 0
+    for before, after in itertools.pairwise(kept):
+        newest = after.max()
+        for old, new in zip(
+            before.reshape(-1, before.shape[-1]), after.reshape(-1, after.shape[-1]), strict=True
+        ):
+            if (old >= 0).sum() == k:
+                gone = set(old.tolist()) | {newest.item()}
+                gone -= set(new.tolist())
+                count += gone != {newest.item() - recent}
+    return count
+
+
+# ---- Masks -------------------------------------------------------------------------------------
+
+
+def left(lengths: list[int], Q: int) -> np.ndarray:
+    """[B, Q] bool: row b has its lengths[b] tokens at the end."""
+    return np.arange(Q) >= Q - np.asarray(lengths)[:, None]
+
+
+def right(lengths: list[int], Q: int) -> np.ndarray:
+    """[B, Q] bool: row b has its lengths[b] tokens at the beginning."""
+    return np.arange(Q) < np.asarray(lengths)[:, None]
+
+
+def holes(seed: int, lengths: list[int], Q: int) -> np.ndarray:
+    """[B, Q] bool: row b has its lengths[b] tokens anywhere."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros((len(lengths), Q), bool)
+    for row, length in zip(mask, lengths, strict=True):
+        row[rng.choice(Q, length, replace=False)] = True
+    return mask
+
+
+def pad(text: Text, mask: np.ndarray, seed: int = 0) -> Text:
+    """A [B, ., Q, D] text with row b's first tokens where mask is true, rubbish elsewhere."""
+    rng = np.random.default_rng(seed)
+    padded = []
+    for x in text:
+        y = (9.0 * rng.standard_normal((*x.shape[:2], mask.shape[1], x.shape[3]))).astype(x.dtype)
+        for b, row in enumerate(mask):
+            y[b][:, row] = x[b, :, : row.sum()]
+        padded.append(y)
+    return Text(*padded)
+
+
+# ---- Policies ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What `evict` and `step` are told beside the slots. `heavy`, `recent`: of every row."""
+
+    heavy: int = 4
+    recent: int = 4
+    sinks: int = 0
+    rank_by: str = "sum"
+    decay: float = 1.0
+    value_weighted: bool = False
+
+    @property
+    def k(self) -> int:
+        return self.sinks + self.heavy + self.recent
+
+    @property
+    def ranking(self) -> dict[str, Any]:
+        """Keyword arguments of `evict` and `step`."""
+        return {
+            "sinks": self.sinks,
+            "rank_by": self.rank_by,
+            "decay": self.decay,
+            "value_weighted": self.value_weighted,
+        }
+
+
+POLICIES = {
+    "h2o": Policy(),
+    "sinks": Policy(3, 4, sinks=2),
+    "local": Policy(0, 8),
+    "heavy-only": Policy(8, 0),
+    "streaming": Policy(0, 5, sinks=3),
+    "one-heavy": Policy(1, 0),
+    "one-recent": Policy(0, 1),
+    "mean": Policy(4, 4, rank_by="mean"),
+    "decay": Policy(4, 4, decay=0.9),
+    "last-query": Policy(4, 4, decay=0.0),
+    "decayed-mean": Policy(4, 3, sinks=1, rank_by="mean", decay=0.8),
+    "value-weighted": Policy(4, 4, value_weighted=True),
+    "everything": Policy(5, 2, sinks=1, rank_by="mean", decay=0.95, value_weighted=True),
+    "full": Policy(1000, 0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """A conversation to try: shapes, the calls that it is fed in, padding and policy."""
+
+    seed: int
+    lengths: list[int]
+    """[B] real tokens of each row's prompt"""
+    calls: list[int]
+    """columns of each call, the first at least max(lengths)"""
+    G: int
+    R: int
+    D: int
+    padding: str
+    policy: Policy
+    softcap: float
+
+    @property
+    def B(self) -> int:
+        return len(self.lengths)
+
+    def text(self) -> Text:
+        N = sum(self.calls)
+        text = drifting(self.seed, self.B, self.G * self.R, self.G, N, self.D)
+        return pad(text, self.mask(), self.seed)
+
+    def mask(self) -> np.ndarray:
+        """[B, sum(calls)] bool: pads in the prompt; what follows is all real."""
+        Q = self.calls[0]
+        prompt = {
+            "left": lambda: left(self.lengths, Q),
+            "right": lambda: right(self.lengths, Q),
+            "holes": lambda: holes(self.seed, self.lengths, Q),
+        }[self.padding]()
+        return np.concatenate([prompt, np.ones((self.B, sum(self.calls[1:])), bool)], axis=1)
+
+
+@st.composite
+def policies(draw: st.DrawFn, largest: int = 12) -> Policy:
+    heavy = draw(st.integers(0, largest))
+    recent = draw(st.integers(0, largest))
+    sinks = draw(st.integers(0, 3))
+    if heavy + recent + sinks == 0:
+        heavy = 1
+    return Policy(
+        heavy,
+        recent,
+        sinks,
+        draw(st.sampled_from(["sum", "mean"])),
+        draw(st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.0])),
+        draw(st.booleans()),
+    )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    lengths = draw(st.lists(st.integers(0, 24), min_size=1, max_size=3))
+    prompt = max(1, *lengths) + draw(st.integers(0, 5))
+    rest = draw(st.lists(st.sampled_from([1, 1, 1, 1, 2, 5]), max_size=12))
+    return Scenario(
+        seed=draw(st.integers(0, 2**20)),
+        lengths=lengths,
+        calls=[prompt, *rest],
+        G=draw(st.integers(1, 3)),
+        R=draw(st.integers(1, 4)),
+        D=draw(st.sampled_from([1, 2, 3, 8, 20])),
+        padding=draw(st.sampled_from(["left", "right", "holes"])),
+        policy=draw(policies()),
+        softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
+    )
+
+
+# ---- Golden data -------------------------------------------------------------------------------
+
+
+class GoldenCache(NamedTuple):
+    """One `d_*.npz`: a batch of one row, query and keys rotated where the case has rotary keys."""
+
+    text: Text
+    """[1, H, N, d] each; G = H"""
+    calls: list[int]
+    heavy: int
+    recent: int
+    kept: list[np.ndarray]
+    """after each call [1, H, K] int64, ascending"""
+    scores: list[np.ndarray]
+    """after each call [1, H, K] float32"""
+    out: np.ndarray
+    """[1, N, H, d] float32"""
+    swaps: int
+
+    def pieces(self) -> Iterator[Text]:
+        stop = 0
+        for tokens in self.calls:
+            start, stop = stop, stop + tokens
+            yield self.text.cut(start, stop)
+
+
+def golden_cache(name: str) -> GoldenCache:
+    """A case of CACHE_CASES."""
+    with np.load(GOLDEN / f"{name}.npz") as data:
+        q, k, v = (data[x].astype(np.float32)[None] for x in "qkv")
+        if data["rope"].item() == "original":
+            q, k = (rotate(x, data["rope_base"].item()) for x in (q, k))
+        lengths = data["kept_len"].tolist()
+        return GoldenCache(
+            text=Text(q, k, v),
+            calls=data["calls"].tolist(),
+            heavy=data["hh_size"].item(),
+            recent=data["recent_size"].item(),
+            kept=[
+                x[None, :, :n].astype(np.int64) for x, n in zip(data["kept"], lengths, strict=True)
+            ],
+            scores=[x[None, :, :n] for x, n in zip(data["score"], lengths, strict=True)],
+            out=data["out"].swapaxes(0, 1)[None],
+            swaps=data["swaps"].item(),
+        )
+
+
+class GoldenMasks(NamedTuple):
+    """One `bc_*.npz`, with the budgets as fractions [(heavy, recent)] and as tokens."""
+
+    logits: np.ndarray
+    """[1, H, S, S] float32"""
+    ratios: list[tuple[float, float]]
+    tokens: list[tuple[int, int]]
+    local: np.ndarray
+    """[4, H, S, S] bool"""
+    future: np.ndarray
+    """[4, H, S, S] bool"""
+
+
+def golden_masks(name: str) -> GoldenMasks:
+    """A case of MASK_CASES."""
+    with np.load(GOLDEN / f"{name}.npz") as data:
+        return GoldenMasks(
+            logits=data["logits"].astype(np.float32)[None],
+            ratios=[(h, r) for h, r in data["ratios"].tolist()],
+            tokens=list(zip(data["heavy"].tolist(), data["recent"].tolist(), strict=True)),
+            local=data["b_mask"],
+            future=data["c_mask"],
+        )
+
+
+def rotate(x: np.ndarray, base: float = 10000.0) -> np.ndarray:
+    """Rotary embedding of [..., N, d] at positions 0 to N - 1, first half paired with the second.
+
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.
+    """
+    N, d = x.shape[-2:]
+    angle = np.outer(np.arange(N), base ** (-np.arange(0, d, 2) / d)).astype(np.float32)
+    cos, sin = (np.concatenate([y, y], axis=-1) for y in (np.cos(angle), np.sin(angle)))
+    a, b = np.split(x, 2, axis=-1)
+    return x * cos + np.concatenate([-b, a], axis=-1) * sin
+
+
+def kept(slots: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Positions [B, G, K] int64, ascending, and scores [B, G, K], padded with -1 and 0.
+
+    What `cache.kept()` gives, for slots of NumPy arrays or CPU torch tensors.
+    """
+    positions, scores = np.asarray(slots.positions).astype(np.int64), np.asarray(slots.scores)
+    K = int((positions >= 0).sum(-1).max())
+    empty_last = np.where(positions < 0, np.iinfo(np.int64).max, positions)
+    order = empty_last.argsort(axis=-1)[..., :K]
+    position = np.take_along_axis(positions, order, -1)
+    return position, np.where(position < 0, 0, np.take_along_axis(scores, order, -1))
