@@ -1,0 +1,126 @@
+"""h2o.variants against the authors' masks and against the readable masks of h2o.masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from h2o import masks, variants
+from tests import inputs
+
+
+def visibility(evicted_at: Tensor) -> Tensor:
+    """[..., n, n] of evicted_at [..., n]."""
+    n = evicted_at.shape[-1]
+    row, key = torch.arange(n)[:, None], torch.arange(n)
+    return (key <= row) & (row < evicted_at[..., None, :])
+
+
+def through(variant: str, logits: Tensor, heavy: int, recent: int, **kwargs):
+    """The variant on logits [H, n, n]: queries are the rows, keys and values unit vectors."""
+    H, n, _ = logits.shape
+    unit = torch.eye(n).expand(H, n, n)
+    return variants.simulate(variant, logits, unit, unit, heavy, recent, scale=1.0, **kwargs)
+
+
+@pytest.mark.parametrize("name", inputs.MASK_CASES)
+@pytest.mark.parametrize("variant", ["local", "global"])
+def test_golden(name, variant):
+    golden = inputs.golden_masks(name)
+    logits = torch.from_numpy(golden.logits[0])
+    for case, (heavy, recent) in enumerate(golden.tokens):
+        out, evicted_at = through(variant, logits, heavy, recent)
+        want = torch.from_numpy((golden.local if variant == "local" else golden.future)[case])
+        assert torch.equal(visibility(evicted_at), want)
+        weights = logits.masked_fill(~want, -torch.inf).softmax(-1)
+        torch.testing.assert_close(out.transpose(0, 1), weights, atol=1e-6, rtol=0)
+
+
+def drifting_logits(seed: int, n: int, H: int = 4) -> Tensor:
+    text = inputs.drifting(seed, B=1, H=H, G=H, N=n)
+    q, k = torch.from_numpy(text.query[0]), torch.from_numpy(text.keys[0])
+    return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).float()
+
+
+# Shorter than, equal to and beyond the blocks of rows; budgets from nothing heavy to everything.
+@pytest.mark.parametrize("n", [1, 40, variants.ROWS, 150])
+@pytest.mark.parametrize(
+    ("heavy", "recent"), [(3, 2), (0, 6), (6, 0), (1, 1), (12, 11), (30, 5), (400, 1)]
+)
+@pytest.mark.parametrize("variant", variants.VARIANTS)
+def test_readable_masks(variant, heavy, recent, n):
+    logits = drifting_logits(n + heavy, n)
+    _, evicted_at = through(variant, logits, heavy, recent)
+    want = masks.simulation_mask(logits[None], heavy, recent, variant)[0]
+    assert torch.equal(visibility(evicted_at), want)
+
+
+@pytest.mark.parametrize("prompt_len", [2, 20, 70, 150])
+def test_flexgen_prompt(prompt_len):
+    logits = drifting_logits(prompt_len, 120)
+    _, evicted_at = through("flexgen", logits, 8, 7, prompt_len=prompt_len)
+    want = masks.simulation_mask(logits[None], 8, 7, "flexgen", prompt_len=prompt_len)[0]
+    assert torch.equal(visibility(evicted_at), want)
+
+
+def test_the_variants_differ():
+    """On the inputs of these tests, or they could not tell one from the other."""
+    logits = drifting_logits(7, 120)
+    seen = [visibility(through(variant, logits, 8, 7)[1]) for variant in variants.VARIANTS]
+    seen.append(masks.simulation_mask(logits[None], 8, 7, "h2o")[0])
+    for i, a in enumerate(seen):
+        for b in seen[:i]:
+            assert not torch.equal(a, b)
+
+
+def test_equal_scores_keep_the_lower_position():
+    logits = torch.zeros(1, 6, 6)
+    _, evicted_at = through("local", logits, 3, 0)
+    assert torch.equal(
+        visibility(evicted_at), masks.simulation_mask(logits[None], 3, 0, "local")[0]
+    )
+
+
+def test_groups():
+    """ "local" and "global" choose for each query head, "flexgen" for a group of them."""
+    text = inputs.drifting(3, B=1, H=6, G=2, N=90)
+    q, k, v = (torch.from_numpy(x[0]) for x in text)
+    for variant in ("local", "global"):
+        out, evicted_at = variants.simulate(variant, q, k, v, 6, 5)
+        repeated = k.repeat_interleave(3, 0), v.repeat_interleave(3, 0)
+        alone = variants.simulate(variant, q, *repeated, 6, 5)
+        assert torch.equal(out, alone[0])
+        assert torch.equal(evicted_at, alone[1])
+    shared = variants.simulate("flexgen", q, k, v, 6, 5)[1].view(2, 3, -1)
+    assert torch.equal(shared, shared[:, :1].expand_as(shared))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    """Chooses from float32 values: the kept sets are those of the rounded inputs in float32."""
+    text = inputs.drifting(5, B=1, H=4, G=2, N=80)
+    q, k, v = (torch.from_numpy(x[0]).to(dtype) for x in text)
+    for variant in variants.VARIANTS:
+        out, evicted_at = variants.simulate(variant, q, k, v, 6, 5)
+        want, want_evicted_at = variants.simulate(variant, q.float(), k.float(), v.float(), 6, 5)
+        assert out.dtype == dtype
+        assert torch.equal(evicted_at, want_evicted_at)
+        torch.testing.assert_close(out, want.to(dtype), rtol=0, atol=0)
+
+
+def test_retained_mass():
+    logits = drifting_logits(11, 100)
+    _, evicted_at = through("local", logits, 6, 5)
+    unit = torch.eye(100).expand(4, 100, 100)
+    mass = variants.retained_mass(logits, unit, evicted_at, scale=1.0)
+    future = torch.ones(100, 100, dtype=torch.bool).triu(1)
+    full = logits.masked_fill(future, -torch.inf).softmax(-1)
+    want = (full * visibility(evicted_at)).sum((-1, -2)) / 100
+    np.testing.assert_allclose(mass, want, rtol=1e-5)
+    assert (mass < 0.99).all()
+    everything = torch.full_like(evicted_at, 100)
+    np.testing.assert_allclose(
+        variants.retained_mass(logits, unit, everything, scale=1.0), 1.0, rtol=1e-6
+    )
