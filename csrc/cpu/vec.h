@@ -1,0 +1,127 @@
+/* vec.h - the vector layer over which every kernel body is written once.
+ *
+ * A level_<name>.c switches the compiler to its instruction set, defines one
+ * of H2O_VEC_GENERIC, _AVX2, _AVX512, _NEON (and H2O_DOT_BF16 where dpbf16
+ * exists), then includes this file and the bodies. Everything here is static
+ * and always inlined, so each level gets its own copies.
+ *
+ * The level's own header gives, with n any int (n <= 0: no lane, n >= VL: all):
+ *
+ *   vf, VL, REGISTERS       VL floats; how many of them the machine has
+ *   vf_set1 vf_zero
+ *   vf_load vf_store        from and to any address
+ *   vf_load_n vf_store_n    the first n lanes; the others read as 0, touch nothing
+ *   vf_add _sub _mul _div
+ *   vf_fma(a, b, c)         a * b + c, fused where the machine can
+ *   vf_max(a, b) _min       b where either is NaN
+ *   vf_abs vf_copysign(magnitude, sign)
+ *   vf_less(a, b, yes, no)  per lane a < b ? yes : no; NaN gives no
+ *   vf_any_greater(a, b)    is a > b in any lane; NaN is not
+ *   vf_first_n(n, a, b)     lanes below n from a, the others from b
+ *   vf_hsum vf_hmax         over all lanes, in a fixed order
+ *   vf_exp2_parts(x, *f)    x = i + f with |f| <= 1/2, returns i as a float
+ *   vf_scale2(x, i)         x * 2^i for integral i in -125..127
+ *   vf_load_f16 _bf16, vf_store_f16 _bf16, and with _n: conversions
+ *   vf_transpose(v)         v[VL] as a VL x VL matrix, in place
+ *
+ * and with H2O_DOT_BF16, where a vf may carry 2 * VL bf16 as bits, each lane a
+ * pair whose low half is the first:
+ *
+ *   vf_dot_bf16(a, b, c)    c + a.first * b.first + a.second * b.second per lane
+ *   vf_pair_bf16(a, b)      2 * VL floats rounded to bf16: a's in the low half
+ *   vf_zip_bf16(a, b, *lo, *hi)  rows of bf16 to pairs: lo holds the pairs
+ *                           (a0 b0) (a1 b1) ..., hi those from a[VL] on
+ */
+#ifndef H2O_VEC_H
+#define H2O_VEC_H
+
+#include "half.h"
+
+#define VEC static inline __attribute__((always_inline))
+
+/* Before a loop of constant length over vectors: unrolled completely, so that
+ * arrays of vectors become registers. */
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 32")
+#endif
+
+#if defined(H2O_VEC_AVX512)
+#include "vec_avx512.h"
+#elif defined(H2O_VEC_AVX2)
+#include "vec_avx2.h"
+#elif defined(H2O_VEC_NEON)
+#include "vec_neon.h"
+#else
+#include "vec_generic.h"
+#endif
+
+/* ---- Elements of any dtype --------------------------------------------- */
+
+/* With a constant type the switch folds away. p points at the element. */
+VEC vf vf_load_as(const void *p, h2o_dtype type) {
+    if (type == H2O_F32) return vf_load(p);
+    return type == H2O_F16 ? vf_load_f16(p) : vf_load_bf16(p);
+}
+
+VEC vf vf_load_as_n(const void *p, h2o_dtype type, int n) {
+    if (type == H2O_F32) return vf_load_n(p, n);
+    return type == H2O_F16 ? vf_load_f16_n(p, n) : vf_load_bf16_n(p, n);
+}
+
+VEC void vf_store_as(void *p, h2o_dtype type, vf x) {
+    if (type == H2O_F32)
+        vf_store(p, x);
+    else if (type == H2O_F16)
+        vf_store_f16(p, x);
+    else
+        vf_store_bf16(p, x);
+}
+
+VEC void vf_store_as_n(void *p, h2o_dtype type, vf x, int n) {
+    if (type == H2O_F32)
+        vf_store_n(p, x, n);
+    else if (type == H2O_F16)
+        vf_store_f16_n(p, x, n);
+    else
+        vf_store_bf16_n(p, x, n);
+}
+
+/* ---- Functions --------------------------------------------------------- */
+
+/* 2^x. Below -125 (-infinity too) exactly 0, so that no subnormal is ever
+ * made; 2^0 is exactly 1; above 127 it stays at 2^127; NaN stays NaN.
+ * A polynomial of degree 5 on [-1/2, 1/2], fitted for the smallest relative
+ * error with the constant term fixed at 1: 9e-8, 1.7e-7 with rounding. */
+VEC vf vf_exp2(vf x) {
+    vf f;
+    const vf capped = vf_min(vf_set1(127.0f), vf_max(vf_set1(-126.0f), x));
+    const vf whole = vf_exp2_parts(capped, &f);
+    vf p = vf_set1(1.3264727e-3f);
+    p = vf_fma(p, f, vf_set1(9.671513e-3f));
+    p = vf_fma(p, f, vf_set1(5.5507336e-2f));
+    p = vf_fma(p, f, vf_set1(2.4022242e-1f));
+    p = vf_fma(p, f, vf_set1(6.93147e-1f));
+    p = vf_fma(p, f, vf_set1(1.0f));
+    return vf_less(x, vf_set1(-125.0f), vf_zero(), vf_scale2(p, whole));
+}
+
+/* tanh(x) to about 2e-7 relative: an odd polynomial near 0, where the formula
+ * with the exponential would cancel, and (1 - t) / (1 + t), t = e^(-2|x|),
+ * elsewhere. */
+VEC vf vf_tanh(vf x) {
+    const vf size = vf_abs(x), z = vf_mul(x, x);
+    vf p = vf_set1(-5.70499e-3f);
+    p = vf_fma(p, z, vf_set1(2.063909e-2f));
+    p = vf_fma(p, z, vf_set1(-5.373971e-2f));
+    p = vf_fma(p, z, vf_set1(1.3331442e-1f));
+    p = vf_fma(p, z, vf_set1(-3.3333282e-1f));
+    p = vf_fma(vf_mul(p, z), x, x);
+    const vf t = vf_exp2(vf_mul(size, vf_set1(-2.88539008f)));
+    const vf one = vf_set1(1.0f);
+    const vf q = vf_div(vf_sub(one, t), vf_add(one, t));
+    return vf_less(size, vf_set1(0.625f), p, vf_copysign(q, x));
+}
+
+#endif

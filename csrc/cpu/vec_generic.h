@@ -1,0 +1,127 @@
+/* vec_generic.h - four floats by the compilers' vector extension: SSE2 on
+ * x86-64, and whatever a compiler makes of it elsewhere. See vec.h. */
+#ifndef H2O_VEC_GENERIC_H
+#define H2O_VEC_GENERIC_H
+
+enum { VL = 4, REGISTERS = 16 };
+
+typedef float vf __attribute__((vector_size(16)));
+typedef int32_t vi __attribute__((vector_size(16)));
+typedef uint32_t vu __attribute__((vector_size(16)));
+
+VEC vf vf_set1(float x) { return (vf){x, x, x, x}; }
+VEC vf vf_zero(void) { return vf_set1(0.0f); }
+
+VEC vf vf_load(const void *p) {
+    vf x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+VEC void vf_store(void *p, vf x) { memcpy(p, &x, sizeof x); }
+
+VEC vf vf_load_n(const void *p, int n) {
+    if (n >= VL) return vf_load(p);
+    float x[VL] = {0};
+    for (int i = 0; i < n; i++) memcpy(x + i, (const float *)p + i, sizeof *x);
+    return vf_load(x);
+}
+
+VEC void vf_store_n(void *p, vf x, int n) {
+    for (int i = 0; i < (n < VL ? n : VL); i++) {
+        const float lane = x[i];
+        memcpy((float *)p + i, &lane, sizeof lane);
+    }
+}
+
+VEC vf vf_add(vf a, vf b) { return a + b; }
+VEC vf vf_sub(vf a, vf b) { return a - b; }
+VEC vf vf_mul(vf a, vf b) { return a * b; }
+VEC vf vf_div(vf a, vf b) { return a / b; }
+VEC vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
+
+VEC vf vf_choose(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+VEC vf vf_max(vf a, vf b) { return vf_choose(a > b, a, b); }
+VEC vf vf_min(vf a, vf b) { return vf_choose(a < b, a, b); }
+VEC vf vf_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
+
+VEC vf vf_copysign(vf magnitude, vf sign) {
+    return (vf)(((vi)magnitude & 0x7fffffff) | ((vi)sign & INT32_MIN));
+}
+
+VEC vf vf_less(vf a, vf b, vf yes, vf no) { return vf_choose(a < b, yes, no); }
+
+VEC bool vf_any_greater(vf a, vf b) {
+    const vi m = a > b;
+    return (m[0] | m[1] | m[2] | m[3]) != 0;
+}
+
+VEC vf vf_first_n(int n, vf a, vf b) {
+    return vf_choose((vi){0, 1, 2, 3} < (vi){n, n, n, n}, a, b);
+}
+
+VEC float vf_hsum(vf x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+
+VEC float vf_hmax(vf x) {
+    const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+    return a > b ? a : b;
+}
+
+/* Adding 1.5 * 2^23 leaves no bits for a fraction: the unit rounds. */
+VEC vf vf_exp2_parts(vf x, vf *f) {
+    const vf whole = x + 12582912.0f - 12582912.0f;
+    *f = x - whole;
+    return whole;
+}
+
+/* The same sum has the integer in its lowest bits. */
+VEC vf vf_scale2(vf x, vf i) {
+    const vu bits = (vu)(i + 12582912.0f);
+    return (vf)((vu)x + (bits << 23));
+}
+
+VEC vf vf_load_f16(const void *p) {
+    const char *h = p;
+    return (vf){load_scalar(h, H2O_F16), load_scalar(h + 2, H2O_F16), load_scalar(h + 4, H2O_F16),
+                load_scalar(h + 6, H2O_F16)};
+}
+
+VEC vf vf_load_bf16(const void *p) {
+    uint16_t h[VL];
+    memcpy(h, p, sizeof h);
+    return (vf)((vu){h[0], h[1], h[2], h[3]} << 16);
+}
+
+VEC vf vf_load_f16_n(const void *p, int n) {
+    uint16_t h[VL] = {0};
+    memcpy(h, p, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
+    return vf_load_f16(h);
+}
+
+VEC vf vf_load_bf16_n(const void *p, int n) {
+    uint16_t h[VL] = {0};
+    memcpy(h, p, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
+    return vf_load_bf16(h);
+}
+
+VEC void vf_store_f16_n(void *p, vf x, int n) {
+    for (int i = 0; i < (n < VL ? n : VL); i++) store_scalar((char *)p + 2 * i, H2O_F16, x[i]);
+}
+
+VEC void vf_store_bf16_n(void *p, vf x, int n) {
+    for (int i = 0; i < (n < VL ? n : VL); i++) store_scalar((char *)p + 2 * i, H2O_BF16, x[i]);
+}
+
+VEC void vf_store_f16(void *p, vf x) { vf_store_f16_n(p, x, VL); }
+VEC void vf_store_bf16(void *p, vf x) { vf_store_bf16_n(p, x, VL); }
+
+VEC void vf_transpose(vf v[VL]) {
+    const vf a = v[0], b = v[1], c = v[2], d = v[3];
+    v[0] = (vf){a[0], b[0], c[0], d[0]};
+    v[1] = (vf){a[1], b[1], c[1], d[1]};
+    v[2] = (vf){a[2], b[2], c[2], d[2]};
+    v[3] = (vf){a[3], b[3], c[3], d[3]};
+}
+
+#endif

@@ -1,0 +1,105 @@
+/* vec_neon.h - four floats: aarch64 Advanced SIMD. See vec.h. */
+#ifndef H2O_VEC_NEON_H
+#define H2O_VEC_NEON_H
+
+#include <arm_neon.h>
+
+enum { VL = 4, REGISTERS = 32 };
+
+typedef float32x4_t vf;
+
+VEC vf vf_set1(float x) { return vdupq_n_f32(x); }
+VEC vf vf_zero(void) { return vdupq_n_f32(0.0f); }
+VEC vf vf_load(const void *p) { return vld1q_f32(p); }
+VEC void vf_store(void *p, vf x) { vst1q_f32(p, x); }
+
+VEC vf vf_load_n(const void *p, int n) {
+    float x[VL] = {0};
+    memcpy(x, p, sizeof *x * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
+    return vf_load(x);
+}
+
+VEC void vf_store_n(void *p, vf x, int n) {
+    float lanes[VL];
+    vf_store(lanes, x);
+    memcpy(p, lanes, sizeof *lanes * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
+}
+
+VEC vf vf_add(vf a, vf b) { return vaddq_f32(a, b); }
+VEC vf vf_sub(vf a, vf b) { return vsubq_f32(a, b); }
+VEC vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
+VEC vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
+VEC vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+/* Not vmaxq_f32, which gives NaN where either is NaN. */
+VEC vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+VEC vf vf_min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+VEC vf vf_abs(vf x) { return vabsq_f32(x); }
+
+VEC vf vf_copysign(vf magnitude, vf sign) {
+    return vbslq_f32(vdupq_n_u32(0x80000000u), sign, magnitude);
+}
+
+VEC vf vf_less(vf a, vf b, vf yes, vf no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
+VEC bool vf_any_greater(vf a, vf b) { return vmaxvq_u32(vcgtq_f32(a, b)) != 0; }
+
+VEC vf vf_first_n(int n, vf a, vf b) {
+    const int32x4_t lane = {0, 1, 2, 3};
+    return vbslq_f32(vcltq_s32(lane, vdupq_n_s32(n)), a, b);
+}
+
+VEC float vf_hsum(vf x) { return vaddvq_f32(x); }
+VEC float vf_hmax(vf x) { return vmaxnmvq_f32(x); }
+
+VEC vf vf_exp2_parts(vf x, vf *f) {
+    const vf whole = vrndnq_f32(x);
+    *f = vsubq_f32(x, whole);
+    return whole;
+}
+
+VEC vf vf_scale2(vf x, vf i) {
+    const int32x4_t shift = vshlq_n_s32(vcvtq_s32_f32(i), 23);
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), shift));
+}
+
+VEC uint16x4_t half_n(const void *p, int n) {
+    uint16_t h[VL] = {0};
+    memcpy(h, p, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
+    return vld1_u16(h);
+}
+
+VEC void half_store_n(void *p, uint16x4_t x, int n) {
+    uint16_t h[VL];
+    vst1_u16(h, x);
+    memcpy(p, h, 2 * (size_t)(n < 0 ? 0 : n < VL ? n : VL));
+}
+
+VEC vf widen_f16(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
+VEC vf widen_bf16(uint16x4_t h) { return vreinterpretq_f32_u32(vshll_n_u16(h, 16)); }
+VEC uint16x4_t narrow_f16(vf x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+
+VEC uint16x4_t narrow_bf16(vf x) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(x);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t number = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    const uint32x4_t nan = vorrq_u32(bits, vdupq_n_u32(0x400000));
+    return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), number, nan), 16);
+}
+
+VEC vf vf_load_f16(const void *p) { return widen_f16(half_n(p, VL)); }
+VEC vf vf_load_bf16(const void *p) { return widen_bf16(half_n(p, VL)); }
+VEC vf vf_load_f16_n(const void *p, int n) { return widen_f16(half_n(p, n)); }
+VEC vf vf_load_bf16_n(const void *p, int n) { return widen_bf16(half_n(p, n)); }
+VEC void vf_store_f16(void *p, vf x) { half_store_n(p, narrow_f16(x), VL); }
+VEC void vf_store_bf16(void *p, vf x) { half_store_n(p, narrow_bf16(x), VL); }
+VEC void vf_store_f16_n(void *p, vf x, int n) { half_store_n(p, narrow_f16(x), n); }
+VEC void vf_store_bf16_n(void *p, vf x, int n) { half_store_n(p, narrow_bf16(x), n); }
+
+VEC void vf_transpose(vf v[VL]) {
+    const float32x4x2_t a = vtrnq_f32(v[0], v[1]), b = vtrnq_f32(v[2], v[3]);
+    v[0] = vcombine_f32(vget_low_f32(a.val[0]), vget_low_f32(b.val[0]));
+    v[1] = vcombine_f32(vget_low_f32(a.val[1]), vget_low_f32(b.val[1]));
+    v[2] = vcombine_f32(vget_high_f32(a.val[0]), vget_high_f32(b.val[0]));
+    v[3] = vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1]));
+}
+
+#endif
