@@ -1,0 +1,89 @@
+/* policy.c - the part of the policy that runs once per prompt or chunk. */
+#include "policy.h"
+
+#include <math.h>
+
+h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heavy, int32_t recent,
+                               int64_t length) {
+    const int64_t may_leave = length - recent - policy->sinks;
+    h2o_ranking ranking = {
+        .budget = h2o_policy_budget(policy, heavy, recent),
+        .first = policy->sinks,
+        .span = may_leave > 0 ? (uint32_t)may_leave : 0,
+        .length = (int32_t)length,
+        .kind = H2O_BY_SUM,
+        .value_weighted = policy->value_weighted,
+    };
+    if (policy->rank_by == H2O_RANK_MEAN) {
+        ranking.kind = policy->decay < 1.0f ? H2O_BY_DECAYED_MEAN : H2O_BY_MEAN;
+    }
+    if (ranking.kind == H2O_BY_DECAYED_MEAN) {
+        ranking.log_decay = (float)log((double)policy->decay);
+        ranking.all_ages = 1.0f / (policy->decay - 1.0f);
+    }
+    return ranking;
+}
+
+/* The nth highest of n keys, counted from 1; *among is how many of the keys
+ * equal to it belong to the nth highest. Radix select: each pass counts the
+ * keys that agree with the digits known so far by their next digit. */
+static uint32_t nth_highest(const uint32_t *keys, int64_t n, int64_t nth, int64_t *among) {
+    static const struct {
+        int shift;
+        uint32_t digits;
+    } passes[] = {{21, 2047}, {10, 2047}, {0, 1023}};
+    uint32_t counts[2048];
+    uint32_t known = 0, mask = 0;
+    for (size_t pass = 0; pass < sizeof passes / sizeof passes[0]; pass++) {
+        const int shift = passes[pass].shift;
+        const uint32_t digits = passes[pass].digits;
+        memset(counts, 0, sizeof counts);
+        for (int64_t i = 0; i < n; i++) {
+            if ((keys[i] & mask) == known) {
+                counts[(keys[i] >> shift) & digits]++;
+            }
+        }
+        uint32_t digit = digits;
+        while (digit > 0 && nth > counts[digit]) {
+            nth -= counts[digit--];
+        }
+        known |= digit << shift;
+        mask |= digits << shift;
+    }
+    *among = nth;
+    return known;
+}
+
+/* Of the n positions whose key is tied, the highest that stays when the
+ * `among` lowest do. */
+static int32_t last_of_ties(const uint32_t *keys, uint32_t tied, const int32_t *positions,
+                            int64_t n, int64_t among, uint32_t *scratch) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        scratch[count] = ~(uint32_t)positions[i];
+        count += keys[i] == tied;
+    }
+    if (count <= among) {
+        return INT32_MAX;
+    }
+    return (int32_t)~nth_highest(scratch, count, among, &among);
+}
+
+int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *scores,
+                          const int32_t *positions, const float *norms, uint8_t *keep,
+                          uint32_t *keys) {
+    if (n <= ranking->budget) {
+        memset(keep, 1, (size_t)n);
+        return n;
+    }
+    h2o_policy_keys(ranking, n, scores, positions, norms, keys);
+    int64_t among;
+    const uint32_t lowest = nth_highest(keys, n, ranking->budget, &among);
+    const int32_t last = last_of_ties(keys, lowest, positions, n, among, keys + n);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n; i++) {
+        keep[i] = (keys[i] > lowest) | ((keys[i] == lowest) & (positions[i] <= last));
+        kept += keep[i];
+    }
+    return kept;
+}

@@ -1,0 +1,176 @@
+/* policy.h - H2O itself: which keys of a row stay and which leave.
+ *
+ * Every decision of the project is made here, on plain arrays, for one row and
+ * one key/value head at a time:
+ *
+ *   budget   k = sinks + heavy + recent keys stay;
+ *   spared   the positions below sinks, and the recent highest ones;
+ *   rank     of the others the highest ranked stay: the score, on request per
+ *            query that has seen the key and weighted by the norm of its value;
+ *   ties     the lower position stays; NaN ranks below every number.
+ *
+ * Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference
+ * of Large Language Models" (NeurIPS 2023), section 4, Algorithm 1.
+ *
+ * Ranks are compared as order-preserving unsigned integers, never as floats,
+ * so that the order is total. What runs once per decoded token is inline: each
+ * instruction set level compiles it with its own flags, and the loops are
+ * written without branches so that compilers vectorise them.
+ */
+#ifndef H2O_POLICY_H
+#define H2O_POLICY_H
+
+#include "h2o.h"
+
+#include <string.h>
+
+/* How the rank follows from the score. */
+typedef enum { H2O_BY_SUM, H2O_BY_MEAN, H2O_BY_DECAYED_MEAN } h2o_rank_kind;
+
+/* The policy of one row at one moment. */
+typedef struct {
+    int64_t budget;   /* k */
+    int32_t first;    /* the lowest position that may leave, ... */
+    uint32_t span;    /* ... and how many positions from there on may */
+    int32_t length;   /* tokens seen, the newest included */
+    float log_decay;  /* H2O_BY_DECAYED_MEAN: ln(decay), and */
+    float all_ages;   /*   1 / (decay - 1), minus the sum over infinitely many ages */
+    h2o_rank_kind kind;
+    bool value_weighted;
+} h2o_ranking;
+
+/* k; 64 bits, since each part may be "unlimited" by itself. */
+static inline int64_t h2o_policy_budget(const h2o_policy *policy, int32_t heavy, int32_t recent) {
+    return (int64_t)policy->sinks + heavy + recent;
+}
+
+/* How many keys a row keeps that has seen length tokens. */
+static inline int64_t h2o_policy_held(int64_t budget, int64_t length) {
+    return length < budget ? length : budget;
+}
+
+/* The policy of a row that has seen length tokens, the newest included. */
+h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heavy, int32_t recent,
+                               int64_t length);
+
+/* Of n > 0 candidates in any order sets keep[i] to 1 for the min(n, k) that
+ * stay and to 0 for the others; returns how many stay. positions must differ.
+ * norms may be NULL unless the policy is value_weighted. O(n).
+ * keep [n], keys [2n]: scratch. */
+int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *scores,
+                          const int32_t *positions, const float *norms, uint8_t *keep,
+                          uint32_t *keys);
+
+/* The same order as the floats', as unsigned integers: NaN is 0, below
+ * -infinity, and -0 equals +0. */
+static inline uint32_t h2o_policy_key(float rank) {
+    const float sum = rank + 0.0f; /* -0 + 0 is +0 */
+    uint32_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    const uint32_t flip = (uint32_t)((int32_t)bits >> 31) | 0x80000000u;
+    return (bits ^ flip) & (0u - (rank == rank));
+}
+
+/* decay^0 + ... + decay^(age-1) = (decay^age - 1) / (decay - 1): how much all
+ * the queries that saw the key could have given it. Near decay 1 the power
+ * minus 1 must not cancel, so this is expm1: 2^n (e^r - 1) + (2^n - 1). */
+static inline float h2o_policy_decayed_ages(const h2o_ranking *ranking, float age) {
+    const float raw = age * ranking->log_decay;
+    const float x = raw > -87.0f ? raw : -87.0f; /* e^-87: still a normal number */
+    const float shifted = x * 1.44269504f + 12582912.0f; /* rounds to an integer: 1.5 * 2^23 */
+    const float n = shifted - 12582912.0f;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float tail = 1.0f / 5040;
+    tail = tail * r + 1.0f / 720;
+    tail = tail * r + 1.0f / 120;
+    tail = tail * r + 1.0f / 24;
+    tail = tail * r + 1.0f / 6;
+    tail = tail * r + 0.5f;
+    const float small = tail * (r * r) + r;
+    const uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return (power * small + (power - 1.0f)) * ranking->all_ages;
+}
+
+static inline float h2o_policy_rank(const h2o_ranking *ranking, h2o_rank_kind kind, bool weighted,
+                                    float score, int32_t position, float norm) {
+    float rank = score;
+    if (kind != H2O_BY_SUM) {
+        const int32_t queries = (int32_t)((uint32_t)ranking->length - (uint32_t)position);
+        const float age = (float)(queries > 1 ? queries : 1);
+        rank /= kind == H2O_BY_MEAN ? age : h2o_policy_decayed_ages(ranking, age);
+    }
+    return weighted ? rank * norm : rank;
+}
+
+static inline bool h2o_policy_may_leave(const h2o_ranking *ranking, int32_t position) {
+    return (uint32_t)position - (uint32_t)ranking->first < ranking->span;
+}
+
+/* Writes the keys of the ranks, the highest one for spared positions, and
+ * returns the lowest key. */
+static inline uint32_t h2o_policy_fill_keys(const h2o_ranking *ranking, h2o_rank_kind kind, bool weighted,
+                             int64_t n, const float *restrict scores,
+                             const int32_t *restrict positions, const float *restrict norms,
+                             uint32_t *restrict keys) {
+    const h2o_ranking local = *ranking;
+    uint32_t lowest = UINT32_MAX;
+    for (int64_t i = 0; i < n; i++) {
+        const float norm = weighted ? norms[i] : 1.0f;
+        const float rank =
+            h2o_policy_rank(&local, kind, weighted, scores[i], positions[i], norm);
+        const bool spared = !h2o_policy_may_leave(&local, positions[i]);
+        const uint32_t key = h2o_policy_key(rank) | (0u - spared);
+        keys[i] = key;
+        lowest = key < lowest ? key : lowest;
+    }
+    return lowest;
+}
+
+/* The same, with one loop per kind of rank, none of which branches. */
+static inline uint32_t h2o_policy_keys(const h2o_ranking *ranking, int64_t n, const float *scores,
+                                       const int32_t *positions, const float *norms,
+                                       uint32_t *keys) {
+#define FILL(kind) \
+    (ranking->value_weighted \
+         ? h2o_policy_fill_keys(ranking, kind, true, n, scores, positions, norms, keys) \
+         : h2o_policy_fill_keys(ranking, kind, false, n, scores, positions, norms, keys))
+    switch (ranking->kind) {
+    case H2O_BY_MEAN:
+        return FILL(H2O_BY_MEAN);
+    case H2O_BY_DECAYED_MEAN:
+        return FILL(H2O_BY_DECAYED_MEAN);
+    default:
+        return FILL(H2O_BY_SUM);
+    }
+#undef FILL
+}
+
+/* Which of n > 0 keys in any order leaves, as an index: the lowest rank, of
+ * equal ones the highest position. positions must differ. When all are spared,
+ * as no consistent state has it, the newest.
+ * keys [n]: scratch.
+ *
+ * Three sweeps over memory that is in L1, each a reduction that vectorises:
+ * the lowest key, the highest position with it, the index of that. */
+static inline int64_t h2o_policy_victim(const h2o_ranking *ranking, int64_t n,
+                                        const float *scores, const int32_t *positions,
+                                        const float *norms, uint32_t *restrict keys) {
+    const uint32_t lowest = h2o_policy_keys(ranking, n, scores, positions, norms, keys);
+    const int32_t count = (int32_t)n;
+    /* Masks instead of conditions: gcc would turn those into branches. */
+    uint32_t newest = 0;
+    for (int32_t i = 0; i < count; i++) {
+        const uint32_t position = (uint32_t)positions[i] & (0u - (keys[i] == lowest));
+        newest = position > newest ? position : newest;
+    }
+    int32_t victim = 0;
+    for (int32_t i = 0; i < count; i++) {
+        const int32_t found = (keys[i] == lowest) & ((uint32_t)positions[i] == newest);
+        victim |= i & -found;
+    }
+    return victim;
+}
+
+#endif
