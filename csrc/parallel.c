@@ -1,0 +1,299 @@
+/* parallel.c - threads, borrowed wherever a pool is already running.
+ *
+ * A second pool next to torch's would make both slower: workers of one spin or
+ * wake while those of the other compute. So the lanes of a call run, in this
+ * order of preference,
+ *
+ *   torch  on torch's own pool: torch_parallel_for of its stable C interface
+ *          (torch/csrc/stable/c/shim.h), found in the libtorch_cpu that the
+ *          process has already loaded; torch.set_num_threads is honoured;
+ *   gomp   on the pool of a libgomp that is already loaded, through
+ *          GOMP_parallel, which is what `#pragma omp parallel` compiles to;
+ *   own    on a few threads of our own that sleep on a condition variable.
+ *          H2O_THREADS says how many, by default one per processor.
+ *
+ * Nothing is linked: the libraries are looked up by name, again after each
+ * load of a library until torch has been found, since torch may be imported
+ * after h2o.
+ *
+ * However many threads a pool really brings, each takes the next lane that
+ * nobody has, so every lane runs exactly once. Inside a lane everything is
+ * serial. The workers of any pool are lost in a forked child, and some OpenMP
+ * runtimes then wait for theirs forever, so a child always uses own threads.
+ */
+#define _GNU_SOURCE
+#include "h2o.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- A call ------------------------------------------------------------ */
+
+typedef struct {
+    h2o_lane_fn function;
+    void *context;
+    int lanes;
+    atomic_int next; /* the first lane that nobody has taken */
+} job;
+
+enum { MAX_THREADS = 256 };
+
+static _Thread_local bool inside; /* this thread is running a lane */
+
+/* What every thread of a pool does with a job. */
+static void take_part(void *argument) {
+    job *const work = argument;
+    const bool nested = inside;
+    inside = true;
+    int lane;
+    while ((lane = atomic_fetch_add(&work->next, 1)) < work->lanes) {
+        work->function(lane, work->lanes, work->context);
+    }
+    inside = nested;
+}
+
+/* ---- Borrowed pools ---------------------------------------------------- */
+
+typedef enum { TORCH, GOMP, OWN } pool;
+
+static const char *const pool_names[] = {"torch", "gomp", "own"};
+
+/* Each entry is written once, under search_lock and before chosen names its
+ * pool. */
+static struct {
+    int32_t (*torch_parallel_for)(int64_t begin, int64_t end, int64_t grain,
+                                  void (*function)(int64_t, int64_t, void *), void *context);
+    int32_t (*torch_get_num_threads)(uint32_t *threads);
+    void (*gomp_parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
+    int (*omp_get_max_threads)(void);
+} borrowed;
+
+static pthread_mutex_t search_lock = PTHREAD_MUTEX_INITIALIZER;
+static unsigned long long loads_searched; /* libraries ever loaded when last searched */
+static _Atomic pool chosen = OWN;
+static atomic_bool forked;
+
+/* What dl_iterate_phdr finds. It holds the loader's lock, so dlopen has to
+ * wait until it has returned. */
+typedef struct {
+    unsigned long long loads;
+    char torch[4096], gomp[4096]; /* paths, empty where there is none */
+} libraries;
+
+static int visit(struct dl_phdr_info *info, size_t size, void *context) {
+    libraries *const found = context;
+    (void)size;
+    found->loads = info->dlpi_adds;
+    if (found->loads == loads_searched) {
+        return 1; /* nothing new: stop at the first */
+    }
+    const char *const slash = strrchr(info->dlpi_name, '/');
+    const char *const name = slash ? slash + 1 : info->dlpi_name;
+    char *const path = strncmp(name, "libtorch_cpu.", 13) == 0 ? found->torch
+                       : strncmp(name, "libgomp", 7) == 0      ? found->gomp
+                                                               : NULL;
+    if (path && strlen(info->dlpi_name) < sizeof found->torch) {
+        strcpy(path, info->dlpi_name);
+    }
+    return 0;
+}
+
+/* Sets *function to what a loaded library calls symbol, if it has that. The
+ * reference that dlopen takes is kept, and the library with it. POSIX lets an
+ * object pointer carry a function's address where ISO C has no cast. */
+static bool find(const char *path, const char *symbol, void *function) {
+    void *const library = path[0] ? dlopen(path, RTLD_NOLOAD | RTLD_LAZY) : NULL;
+    void *const address = library ? dlsym(library, symbol) : NULL;
+    memcpy(function, &address, sizeof address);
+    return address != NULL;
+}
+
+static void search(void) {
+    libraries found = {0};
+    dl_iterate_phdr(visit, &found);
+    loads_searched = found.loads;
+    if (find(found.torch, "torch_parallel_for", &borrowed.torch_parallel_for) &&
+        find(found.torch, "torch_get_num_threads", &borrowed.torch_get_num_threads)) {
+        chosen = TORCH;
+    } else if (chosen == OWN &&
+               find(found.gomp, "GOMP_parallel", &borrowed.gomp_parallel) &&
+               find(found.gomp, "omp_get_max_threads", &borrowed.omp_get_max_threads)) {
+        chosen = GOMP;
+    }
+}
+
+static pool choose(void) {
+    if (forked) {
+        return OWN;
+    }
+    if (chosen != TORCH) {
+        pthread_mutex_lock(&search_lock);
+        if (chosen != TORCH) {
+            search();
+        }
+        pthread_mutex_unlock(&search_lock);
+    }
+    return chosen;
+}
+
+static void take_part_in_range(int64_t begin, int64_t end, void *context) {
+    (void)begin, (void)end;
+    take_part(context);
+}
+
+/* ---- The own pool ------------------------------------------------------ */
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake, idle;
+    job *work;         /* what the workers are to take part in, or NULL */
+    unsigned long run; /* counts the jobs, so that no worker takes part twice */
+    int running;       /* workers that are taking part */
+    int workers;
+    bool busy; /* a caller has the pool */
+} own = {.lock = PTHREAD_MUTEX_INITIALIZER,
+         .wake = PTHREAD_COND_INITIALIZER,
+         .idle = PTHREAD_COND_INITIALIZER};
+
+static void *worker(void *unused) {
+    unsigned long seen = 0;
+    pthread_mutex_lock(&own.lock);
+    for (;;) {
+        while (!own.work || own.run == seen) {
+            pthread_cond_wait(&own.wake, &own.lock);
+        }
+        job *const work = own.work;
+        seen = own.run;
+        own.running++;
+        pthread_mutex_unlock(&own.lock);
+        take_part(work);
+        pthread_mutex_lock(&own.lock);
+        if (--own.running == 0) {
+            pthread_cond_signal(&own.idle);
+        }
+    }
+    return unused;
+}
+
+/* Signals belong to the application's threads. A thread that cannot be had is
+ * no error: the others take its lanes. */
+static void start_workers(int wanted) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (own.workers < wanted) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, worker, NULL) != 0) {
+            break;
+        }
+        pthread_detach(thread);
+        own.workers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+/* A second caller does not wait for the first: it does its lanes itself. */
+static void run_on_own(job *work) {
+    pthread_mutex_lock(&own.lock);
+    if (own.busy) {
+        pthread_mutex_unlock(&own.lock);
+        return;
+    }
+    own.busy = true;
+    start_workers(work->lanes - 1);
+    own.work = work;
+    own.run++;
+    pthread_cond_broadcast(&own.wake);
+    pthread_mutex_unlock(&own.lock);
+    take_part(work);
+    pthread_mutex_lock(&own.lock);
+    own.work = NULL;
+    while (own.running > 0) {
+        pthread_cond_wait(&own.idle, &own.lock);
+    }
+    own.busy = false;
+    pthread_mutex_unlock(&own.lock);
+}
+
+static int own_threads(void) {
+    static atomic_int known; /* the environment is read once */
+    if (known == 0) {
+        const char *const wanted = getenv("H2O_THREADS");
+        long threads = wanted ? strtol(wanted, NULL, 10) : 0;
+        cpu_set_t processors;
+        if (threads < 1 && sched_getaffinity(0, sizeof processors, &processors) == 0) {
+            threads = CPU_COUNT(&processors);
+        }
+        known = threads < 1 ? 1 : threads < MAX_THREADS ? (int)threads : MAX_THREADS;
+    }
+    return known;
+}
+
+/* ---- Fork -------------------------------------------------------------- */
+
+static void before_fork(void) {
+    pthread_mutex_lock(&search_lock);
+    pthread_mutex_lock(&own.lock);
+}
+
+static void after_fork_in_parent(void) {
+    pthread_mutex_unlock(&own.lock);
+    pthread_mutex_unlock(&search_lock);
+}
+
+/* The child has one thread, whatever the pool's numbers were. */
+static void after_fork_in_child(void) {
+    forked = true;
+    own.work = NULL;
+    own.running = own.workers = 0;
+    own.busy = false;
+    pthread_cond_init(&own.wake, NULL);
+    pthread_cond_init(&own.idle, NULL);
+    after_fork_in_parent();
+}
+
+/* When the library is loaded, since torch may have started threads before the
+ * first call of ours. */
+__attribute__((constructor)) static void survive_fork(void) {
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+/* ---- Interface --------------------------------------------------------- */
+
+const char *h2o_thread_source(void) { return pool_names[choose()]; }
+
+int h2o_threads(void) {
+    const pool from = choose();
+    int threads = from == GOMP ? borrowed.omp_get_max_threads() : 0;
+    uint32_t torch_threads = 0;
+    if (chosen == TORCH && borrowed.torch_get_num_threads(&torch_threads) == 0) {
+        threads = (int)torch_threads; /* in a forked child too */
+    }
+    if (threads < 1) {
+        threads = own_threads();
+    }
+    return threads < MAX_THREADS ? threads : MAX_THREADS;
+}
+
+void h2o_parallel(int lanes, h2o_lane_fn function, void *context) {
+    job work = {.function = function, .context = context, .lanes = lanes};
+    if (lanes > 1 && !inside) {
+        switch (choose()) {
+        case TORCH:
+            borrowed.torch_parallel_for(0, lanes, 1, take_part_in_range, &work);
+            break;
+        case GOMP:
+            borrowed.gomp_parallel(take_part, &work, (unsigned)lanes, 0);
+            break;
+        default:
+            run_on_own(&work);
+        }
+    }
+    take_part(&work); /* the lanes that no pool has run */
+}

@@ -1,0 +1,109 @@
+/* scratch.c - workspace that is kept between calls.
+ *
+ * A model calls the same few operations once per layer, so the same few sizes
+ * come again and again. A fresh mapping each time would cost a page fault for
+ * every 4 KiB of it; instead, released blocks wait in one list, the latest
+ * first, and a request takes the smallest that is large enough. The list never
+ * holds more than KEEP_BYTES in KEEP_BLOCKS blocks: what was unused for longest
+ * goes back to the system, so one very long prompt leaves nothing behind.
+ */
+#include "h2o.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+enum { ALIGNMENT = 64, KEEP_BLOCKS = 16 };
+
+static const size_t KEEP_BYTES = (size_t)64 << 20;
+
+/* Stands in front of each block, ALIGNMENT bytes before what the caller gets. */
+typedef struct block {
+    struct block *next; /* in a list */
+    size_t bytes;       /* usable */
+} block;
+
+_Static_assert(sizeof(block) <= ALIGNMENT, "the header fits in front of the block");
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static block *released;
+
+static void lock_list(void) { pthread_mutex_lock(&lock); }
+static void unlock_list(void) { pthread_mutex_unlock(&lock); }
+
+/* Were the process to fork while another thread holds the lock, the child
+ * would wait for that thread forever. */
+static void survive_fork(void) { pthread_atfork(lock_list, unlock_list, unlock_list); }
+
+/* Removes and returns the smallest block of at least that size, or NULL. One
+ * that is far too large is left for those who need it. */
+static block *take(size_t bytes) {
+    block **best = NULL;
+    for (block **at = &released; *at; at = &(*at)->next) {
+        const size_t size = (*at)->bytes;
+        if (size >= bytes && size / 8 <= bytes && (!best || size < (*best)->bytes)) {
+            best = at;
+        }
+    }
+    if (!best) {
+        return NULL;
+    }
+    block *const found = *best;
+    *best = found->next;
+    return found;
+}
+
+/* Cuts off and returns the blocks behind those that may be kept. */
+static block *trim(void) {
+    size_t bytes = 0;
+    int blocks = 0;
+    block **at = &released;
+    while (*at && blocks < KEEP_BLOCKS && (*at)->bytes <= KEEP_BYTES - bytes) {
+        bytes += (*at)->bytes;
+        blocks++;
+        at = &(*at)->next;
+    }
+    block *const rest = *at;
+    *at = NULL;
+    return rest;
+}
+
+void *h2o_scratch_acquire(size_t bytes) {
+    if (bytes > SIZE_MAX / 2) {
+        return NULL;
+    }
+    const size_t rounded = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    pthread_once(&once, survive_fork);
+    lock_list();
+    block *found = take(rounded);
+    unlock_list();
+    if (!found) {
+        found = aligned_alloc(ALIGNMENT, ALIGNMENT + rounded);
+        if (!found) {
+            return NULL;
+        }
+        found->bytes = rounded;
+    }
+    return (char *)found + ALIGNMENT;
+}
+
+void h2o_scratch_release(void *memory) {
+    if (!memory) {
+        return;
+    }
+    block *const given = (block *)(void *)((char *)memory - ALIGNMENT);
+    if (given->bytes > KEEP_BYTES) {
+        free(given);
+        return;
+    }
+    lock_list();
+    given->next = released;
+    released = given;
+    block *rest = trim();
+    unlock_list();
+    while (rest) {
+        block *const next = rest->next;
+        free(rest);
+        rest = next;
+    }
+}
