@@ -23,6 +23,7 @@
  *   vf_scale2(x, i)         x * 2^i for integral i in -125..127
  *   vf_load_f16 _bf16, vf_store_f16 _bf16, and with _n: conversions
  *   vf_transpose(v)         v[VL] as a VL x VL matrix, in place
+ *   vf_hsums(v)             lane i is the sum over the lanes of v[i], i < VL
  *
  * and with H2O_DOT_BF16, where a vf may carry 2 * VL bf16 as bits, each lane a
  * pair whose low half is the first:

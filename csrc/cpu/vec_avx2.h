@@ -136,4 +136,22 @@ VEC void vf_transpose(vf v[VL]) {
     }
 }
 
+/* The rounds of a transposition, each followed by the additions that it
+ * allows, so that half as many vectors go on. */
+VEC vf vf_hsums(const vf v[VL]) {
+    vf a[VL / 2], b[VL / 4];
+    UNROLL
+    for (int i = 0; i < VL / 2; i++) {
+        a[i] = _mm256_add_ps(_mm256_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                             _mm256_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    }
+    UNROLL
+    for (int i = 0; i < VL / 4; i++) {
+        b[i] = _mm256_add_ps(_mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0x44),
+                             _mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0xee));
+    }
+    return _mm256_add_ps(_mm256_permute2f128_ps(b[0], b[1], 0x20),
+                         _mm256_permute2f128_ps(b[0], b[1], 0x31));
+}
+
 #endif

@@ -115,6 +115,29 @@ VEC void vf_transpose(vf v[VL]) {
     }
 }
 
+/* The rounds of a transposition, each followed by the additions that it
+ * allows, so that half as many vectors go on. */
+VEC vf vf_hsums(const vf v[VL]) {
+    vf a[VL / 2], b[VL / 4], c[VL / 8];
+    UNROLL
+    for (int i = 0; i < VL / 2; i++) {
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                             _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    }
+    UNROLL
+    for (int i = 0; i < VL / 4; i++) {
+        b[i] = _mm512_add_ps(_mm512_shuffle_ps(a[2 * i], a[2 * i + 1], 0x44),
+                             _mm512_shuffle_ps(a[2 * i], a[2 * i + 1], 0xee));
+    }
+    UNROLL
+    for (int i = 0; i < VL / 8; i++) {
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    }
+    return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88),
+                         _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+
 #ifdef H2O_DOT_BF16
 
 VEC vf vf_dot_bf16(vf a, vf b, vf c) {

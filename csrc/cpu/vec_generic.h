@@ -124,4 +124,10 @@ VEC void vf_transpose(vf v[VL]) {
     v[3] = (vf){a[3], b[3], c[3], d[3]};
 }
 
+VEC vf vf_hsums(const vf v[VL]) {
+    vf t[VL] = {v[0], v[1], v[2], v[3]};
+    vf_transpose(t);
+    return (t[0] + t[2]) + (t[1] + t[3]);
+}
+
 #endif

@@ -102,4 +102,8 @@ VEC void vf_transpose(vf v[VL]) {
     v[3] = vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1]));
 }
 
+VEC vf vf_hsums(const vf v[VL]) {
+    return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
+}
+
 #endif
