@@ -1,8 +1,22 @@
-/* check.c - what a call must satisfy before a kernel sees it. */
+/* check.c - what a call must satisfy before a kernel sees it.
+ *
+ * Each operation states its tensors as a table of rules: the shape in letters,
+ * the dtype, whether it is written. Letters get their sizes from the first
+ * tensor that has them, and every later one must agree. What the table cannot
+ * say, numbers in tensors that kernels use as indices or counts, follows in
+ * functions of their own.
+ *
+ * Overlap is judged by address ranges: a written tensor's range, from its first
+ * to its last byte, may not touch that of any other tensor of the call. This
+ * also refuses some that are interleaved without sharing an element.
+ */
 #include "h2o.h"
 
+#include <inttypes.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 int h2o_fail(h2o_error *error, h2o_status status, const char *format, ...) {
     va_list arguments;
@@ -11,4 +25,588 @@ int h2o_fail(h2o_error *error, h2o_status status, const char *format, ...) {
     va_end(arguments);
     error->status = status;
     return (int)status;
+}
+
+/* ---- Rules ------------------------------------------------------------- */
+
+enum {
+    OPTIONAL = 1, /* may be absent */
+    WRITTEN = 2,
+    DENSE = 4 /* the last stride must be 1: kernels read whole vectors */
+};
+
+typedef struct {
+    h2o_view *view;
+    const char *letters; /* one for each dimension; a digit stands for itself */
+    h2o_dtype dtype;     /* H2O_NONE: the floating dtype of the call */
+    unsigned flags;
+} rule;
+
+enum { MAX_RULES = 16 };
+
+typedef struct {
+    uintptr_t first, last; /* addresses of the first and the last byte */
+} range;
+
+static const char *dtype_name(h2o_dtype dtype) {
+    static const char *const names[] = {
+        [H2O_NONE] = "none",    [H2O_F32] = "float32", [H2O_F16] = "float16",
+        [H2O_BF16] = "bfloat16", [H2O_F64] = "float64", [H2O_I32] = "int32",
+        [H2O_I64] = "int64",    [H2O_U8] = "bool or uint8"};
+    return names[dtype];
+}
+
+static int64_t dtype_size(h2o_dtype dtype) {
+    static const uint8_t sizes[] = {[H2O_F32] = 4, [H2O_F16] = 2, [H2O_BF16] = 2, [H2O_F64] = 8,
+                                    [H2O_I32] = 4, [H2O_I64] = 8, [H2O_U8] = 1};
+    return sizes[dtype];
+}
+
+static const char *device_text(const h2o_view *view, char text[40]) {
+    static const char *const names[] = {[1] = "CPU",   [2] = "CUDA",  [8] = "Metal",
+                                        [10] = "ROCm", [13] = "CUDA", [14] = "oneAPI"};
+    const int32_t type = view->device_type;
+    if (type >= 0 && type < (int32_t)(sizeof names / sizeof names[0]) && names[type] != NULL) {
+        snprintf(text, 40, "%s device %d", names[type], (int)view->device_id);
+    } else {
+        snprintf(text, 40, "DLPack device type %d", (int)type);
+    }
+    return text;
+}
+
+/* "[2, 3, 4]" */
+static const char *shape_text(const h2o_view *view, char text[100]) {
+    int used = snprintf(text, 100, "[");
+    for (int32_t i = 0; i < view->ndim && i < H2O_MAX_DIMS; i++) {
+        used += snprintf(text + used, 100 - (size_t)used, i > 0 ? ", %" PRId64 : "%" PRId64,
+                         view->shape[i]);
+    }
+    snprintf(text + used, 100 - (size_t)used, "]");
+    return text;
+}
+
+static int64_t *size_of(h2o_dims *dims, char letter) {
+    switch (letter) {
+    case 'B':
+        return &dims->B;
+    case 'H':
+        return &dims->H;
+    case 'G':
+        return &dims->G;
+    case 'Q':
+        return &dims->Q;
+    case 'S':
+        return &dims->S;
+    case 'D':
+        return &dims->D;
+    default:
+        return NULL;
+    }
+}
+
+/* "[B, G, Q, D] with B = 2, Q = 4": what the letters mean so far. */
+static const char *letters_text(const char *letters, h2o_dims *dims, char text[160]) {
+    int used = snprintf(text, 160, "[");
+    for (int i = 0; letters[i] != '\0'; i++) {
+        used += snprintf(text + used, 160 - (size_t)used, "%s%c", i > 0 ? ", " : "", letters[i]);
+    }
+    used += snprintf(text + used, 160 - (size_t)used, "]");
+    const char *joint = " with";
+    for (int i = 0; letters[i] != '\0'; i++) {
+        const int64_t *size = size_of(dims, letters[i]);
+        if (size != NULL && *size > 0) {
+            used += snprintf(text + used, 160 - (size_t)used, "%s %c = %" PRId64, joint, letters[i],
+                             *size);
+            joint = ",";
+        }
+    }
+    return text;
+}
+
+static int fail_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
+    char shape[100], wanted[160];
+    letters_text(rule->letters, dims, wanted);
+    if (rule->view->ndim > H2O_MAX_DIMS) {
+        return h2o_fail(error, H2O_EVALUE, "%s: has %d dimensions, wanted %s", rule->view->name,
+                        (int)rule->view->ndim, wanted);
+    }
+    return h2o_fail(error, H2O_EVALUE, "%s: has shape %s, wanted %s", rule->view->name,
+                    shape_text(rule->view, shape), wanted);
+}
+
+/* Sizes are kept within int32 because positions, slots and rows are counted so. */
+static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
+    h2o_view *view = rule->view;
+    if (view->ndim != (int32_t)strlen(rule->letters)) {
+        return fail_shape(rule, dims, error);
+    }
+    for (int32_t i = 0; i < view->ndim; i++) {
+        const char letter = rule->letters[i];
+        const int64_t got = view->shape[i];
+        int64_t *size = size_of(dims, letter);
+        if (size == NULL ? got != letter - '0' : *size != 0 && got != *size) {
+            return fail_shape(rule, dims, error);
+        }
+        if (got < 1 || got > INT32_MAX) {
+            char shape[100];
+            return h2o_fail(error, H2O_EVALUE, "%s: has shape %s; every size must lie in 1..%d",
+                            view->name, shape_text(view, shape), INT32_MAX);
+        }
+        if (size != NULL) {
+            *size = got;
+        }
+    }
+    return H2O_OK;
+}
+
+static int check_dtype(const rule *rule, h2o_dtype *floating, const char *leader,
+                       h2o_error *error) {
+    const h2o_view *view = rule->view;
+    if (rule->dtype != H2O_NONE) {
+        if (view->dtype == rule->dtype) {
+            return H2O_OK;
+        }
+        return h2o_fail(error, H2O_ETYPE, "%s: has dtype %s, wanted %s", view->name,
+                        dtype_name(view->dtype), dtype_name(rule->dtype));
+    }
+    if (*floating == H2O_NONE) {
+        if (view->dtype != H2O_F32 && view->dtype != H2O_F16 && view->dtype != H2O_BF16) {
+            return h2o_fail(error, H2O_ETYPE,
+                            "%s: has dtype %s, wanted float32, float16 or bfloat16", view->name,
+                            dtype_name(view->dtype));
+        }
+        *floating = view->dtype;
+    } else if (view->dtype != *floating) {
+        return h2o_fail(error, H2O_ETYPE, "%s: has dtype %s, wanted %s like %s", view->name,
+                        dtype_name(view->dtype), dtype_name(*floating), leader);
+    }
+    return H2O_OK;
+}
+
+static int check_device(const h2o_view *view, const h2o_view *leader, h2o_error *error) {
+    char device[40], other[40];
+    if (h2o_table(view->device_type) == NULL) {
+        return h2o_fail(error, H2O_EBACKEND,
+                        "%s: is on %s, for which this build of h2o has no kernels; "
+                        "move the tensors to the CPU",
+                        view->name, device_text(view, device));
+    }
+    if (view->device_type != leader->device_type || view->device_id != leader->device_id) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is on %s, but %s on %s", view->name,
+                        device_text(view, device), leader->name, device_text(leader, other));
+    }
+    return H2O_OK;
+}
+
+/* Gives dimensions of size 1, whose stride says nothing, the stride of C order,
+ * so that kernels may look at strides alone. */
+static void settle_strides(h2o_view *view) {
+    uint64_t inner = 1;
+    for (int32_t i = view->ndim - 1; i >= 0; i--) {
+        if (view->shape[i] == 1) {
+            view->stride[i] = (int64_t)inner;
+        }
+        inner *= (uint64_t)view->shape[i];
+    }
+}
+
+/* The bytes that a tensor spans; false when they cannot be counted. */
+static bool find_range(const h2o_view *view, range *bytes) {
+    const int64_t size = dtype_size(view->dtype);
+    int64_t count = size, below = 0, above = size - 1, reach;
+    for (int32_t i = 0; i < view->ndim; i++) {
+        if (__builtin_mul_overflow(count, view->shape[i], &count) ||
+            __builtin_mul_overflow(view->shape[i] - 1, view->stride[i], &reach) ||
+            __builtin_mul_overflow(reach, size, &reach) ||
+            __builtin_add_overflow(reach < 0 ? below : above, reach, reach < 0 ? &below : &above)) {
+            return false;
+        }
+    }
+    const uintptr_t data = (uintptr_t)view->data;
+    const uintptr_t before = 0 - (uintptr_t)below;
+    bytes->first = data - before;
+    return data >= before && !__builtin_add_overflow(data, (uintptr_t)above, &bytes->last);
+}
+
+/* Whether no element of the tensor lies in the place of another: from the
+ * smallest stride up, each must step over all that the smaller ones reach. */
+static bool is_injective(const h2o_view *view) {
+    bool done[H2O_MAX_DIMS] = {false};
+    int64_t reach = 0;
+    for (int32_t round = 0; round < view->ndim; round++) {
+        int32_t next = -1;
+        for (int32_t i = 0; i < view->ndim; i++) {
+            if (!done[i] && (next < 0 || view->stride[i] < view->stride[next])) {
+                next = i;
+            }
+        }
+        done[next] = true;
+        if (view->shape[next] > 1) {
+            if (view->stride[next] <= reach) {
+                return false;
+            }
+            reach += (view->shape[next] - 1) * view->stride[next];
+        }
+    }
+    return true;
+}
+
+static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
+    h2o_view *view = rule->view;
+    settle_strides(view);
+    if (!find_range(view, bytes)) {
+        char shape[100];
+        return h2o_fail(error, H2O_EVALUE, "%s: of shape %s is larger than any memory", view->name,
+                        shape_text(view, shape));
+    }
+    if (rule->flags & WRITTEN) {
+        if (view->readonly) {
+            return h2o_fail(error, H2O_EVALUE,
+                            "%s: is written, but its memory is read-only or a copy", view->name);
+        }
+        if (!is_injective(view)) {
+            return h2o_fail(error, H2O_EVALUE,
+                            "%s: is written, so its strides must be positive and its elements "
+                            "must not share memory",
+                            view->name);
+        }
+    }
+    if ((rule->flags & DENSE) && view->stride[view->ndim - 1] != 1) {
+        return h2o_fail(error, H2O_EVALUE, "%s: the stride of the last dimension is %" PRId64
+                        ", wanted 1 (make it contiguous)",
+                        view->name, view->stride[view->ndim - 1]);
+    }
+    return H2O_OK;
+}
+
+static int check_overlap(const rule *rules, const range *ranges, int count, h2o_error *error) {
+    for (int i = 0; i < count; i++) {
+        for (int j = i + 1; j < count; j++) {
+            const bool apart = ranges[i].last < ranges[j].first || ranges[j].last < ranges[i].first;
+            if (!apart && ((rules[i].flags | rules[j].flags) & WRITTEN)) {
+                const bool first = rules[i].flags & WRITTEN;
+                return h2o_fail(error, H2O_EVALUE, "%s: is written and shares memory with %s",
+                                rules[first ? i : j].view->name, rules[first ? j : i].view->name);
+            }
+        }
+    }
+    return H2O_OK;
+}
+
+/* Checks all tensors of a call and finds the sizes. */
+static int check_tensors(const rule *all, int count, h2o_dims *dims, h2o_error *error) {
+    rule rules[MAX_RULES]; /* of the tensors that are given */
+    range ranges[MAX_RULES];
+    h2o_dtype floating = H2O_NONE;
+    int given = 0;
+    for (int i = 0; i < count; i++) {
+        const rule *rule = &all[i];
+        int status;
+        if (!h2o_given(rule->view)) {
+            if (rule->flags & OPTIONAL) {
+                continue;
+            }
+            char wanted[160];
+            return h2o_fail(error, H2O_ETYPE, "%s: is None, wanted a tensor %s", rule->view->name,
+                            letters_text(rule->letters, dims, wanted));
+        }
+        if ((status = check_device(rule->view, all[0].view, error)) ||
+            (status = check_dtype(rule, &floating, all[0].view->name, error)) ||
+            (status = check_shape(rule, dims, error)) ||
+            (status = check_layout(rule, &ranges[given], error))) {
+            return status;
+        }
+        rules[given++] = *rule;
+    }
+    if (dims->H != 0) {
+        if (dims->H % dims->G != 0) {
+            return h2o_fail(error, H2O_EVALUE,
+                            "%s: has %" PRId64 " heads, which is no multiple of the %" PRId64
+                            " key/value heads of %s",
+                            all[0].view->name, dims->H, dims->G, all[1].view->name);
+        }
+        dims->R = dims->H / dims->G;
+    }
+    return check_overlap(rules, ranges, given, error);
+}
+
+/* ---- Scalars ----------------------------------------------------------- */
+
+static int check_logits(float scale, float softcap, h2o_error *error) {
+    if (!isfinite(scale)) {
+        return h2o_fail(error, H2O_EVALUE, "scale: is %g, wanted a finite float32", (double)scale);
+    }
+    if (!isfinite(softcap) || softcap < 0.0f) {
+        return h2o_fail(error, H2O_EVALUE, "softcap: is %g, wanted 0 (none) or a positive float32",
+                        (double)softcap);
+    }
+    return H2O_OK;
+}
+
+static int check_decay(float decay, h2o_error *error) {
+    if (!(decay >= 0.0f && decay <= 1.0f)) {
+        return h2o_fail(error, H2O_EVALUE, "decay: is %g, wanted a number in [0, 1]",
+                        (double)decay);
+    }
+    return H2O_OK;
+}
+
+static int check_policy(const h2o_policy *policy, h2o_error *error) {
+    if (policy->sinks < 0) {
+        return h2o_fail(error, H2O_EVALUE, "sinks: is %d, wanted at least 0", (int)policy->sinks);
+    }
+    return check_decay(policy->decay, error);
+}
+
+/* Whether norms come exactly when they are needed. */
+static int check_norms(const h2o_view *norms, bool value_weighted, h2o_error *error) {
+    if (h2o_given(norms) != value_weighted) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is %s, but value_weighted is %s", norms->name,
+                        value_weighted ? "None" : "given", value_weighted ? "true" : "false");
+    }
+    return H2O_OK;
+}
+
+/* ---- Numbers in tensors ------------------------------------------------ */
+
+static const void *element(const h2o_view *view, int64_t i, int64_t j) {
+    const int64_t offset = i * view->stride[0] + (view->ndim > 1 ? j * view->stride[1] : 0);
+    return (const char *)view->data + offset * dtype_size(view->dtype);
+}
+
+static int32_t i32_at(const h2o_view *view, int64_t i, int64_t j) {
+    return *(const int32_t *)element(view, i, j);
+}
+
+static int64_t count_tokens(const h2o_view *mask, int64_t b, int64_t Q) {
+    if (!h2o_given(mask)) {
+        return Q;
+    }
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < Q; i++) {
+        tokens += *(const uint8_t *)element(mask, b, i) != 0;
+    }
+    return tokens;
+}
+
+/* *k is what row b may keep; each part may be "unlimited" by itself. */
+static int read_budget(const h2o_view *budget, int64_t b, int32_t sinks, int64_t *k,
+                       h2o_error *error) {
+    const int32_t heavy = i32_at(budget, b, 0), recent = i32_at(budget, b, 1);
+    *k = (int64_t)sinks + heavy + recent;
+    if (heavy < 0 || recent < 0) {
+        return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is (%d, %d), wanted at least 0",
+                        budget->name, b, (int)heavy, (int)recent);
+    }
+    if (*k == 0) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s[%" PRId64 "]: sinks + heavy + recent is 0, wanted at least 1 token",
+                        budget->name, b);
+    }
+    return H2O_OK;
+}
+
+/* What a row holds before the call, and would hold after it. */
+static int read_row(const h2o_slots *slots, const h2o_policy *policy, int64_t b, int64_t tokens,
+                    int64_t *k, int64_t *held, h2o_error *error) {
+    const int status = read_budget(&slots->budget, b, policy->sinks, k, error);
+    if (status != H2O_OK) {
+        return status;
+    }
+    const int64_t length = *(const int64_t *)element(&slots->lengths, b, 0);
+    if (length < 0 || length > INT32_MAX - tokens) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s[%" PRId64 "]: is %" PRId64 ", wanted 0..%d less the new tokens",
+                        slots->lengths.name, b, length, INT32_MAX);
+    }
+    *held = length < *k ? length : *k;
+    return H2O_OK;
+}
+
+/* Slots 0..held hold what lengths and budget say: otherwise evict would count
+ * more keys than it has room for. */
+static int check_filled(const h2o_slots *slots, int64_t b, int64_t G, int64_t S, int64_t held,
+                        h2o_error *error) {
+    for (int64_t g = 0; g < G; g++) {
+        const int32_t *positions = element(&slots->positions, b, g); /* [S] */
+        int64_t filled = 0, early = 0;
+        for (int64_t s = 0; s < S; s++) {
+            filled += positions[s] >= 0;
+            early += positions[s] >= 0 && s <= held;
+        }
+        if (filled != held || early != held) {
+            return h2o_fail(error, H2O_EVALUE,
+                            "%s[%" PRId64 ", %" PRId64 "]: %" PRId64 " of the slots are filled, %"
+                            PRId64 " of these among the first %" PRId64 ", but lengths and budget "
+                            "say that %" PRId64 " are",
+                            slots->positions.name, b, g, filled, early, held + 1, held);
+        }
+    }
+    return H2O_OK;
+}
+
+static int check_free(const h2o_slots *slots, int64_t b, int64_t G, int64_t held,
+                      h2o_error *error) {
+    for (int64_t g = 0; g < G; g++) {
+        const int32_t free = i32_at(&slots->free, b, g);
+        if (free < 0 || free > held) {
+            return h2o_fail(error, H2O_EVALUE,
+                            "%s[%" PRId64 ", %" PRId64 "]: is %d, wanted 0..%" PRId64
+                            ", as the row holds %" PRId64 " tokens",
+                            slots->free.name, b, g, (int)free, held, held);
+        }
+    }
+    return H2O_OK;
+}
+
+/* ---- Operations -------------------------------------------------------- */
+
+enum { RULES_OF_SLOTS = 9 };
+
+static void slot_rules(h2o_slots *slots, rule rules[RULES_OF_SLOTS]) {
+    const rule all[RULES_OF_SLOTS] = {
+        {&slots->keys, "BGSD", H2O_NONE, WRITTEN | DENSE},
+        {&slots->values, "BGSD", H2O_NONE, WRITTEN | DENSE},
+        {&slots->scores, "BGS", H2O_F32, WRITTEN | DENSE},
+        {&slots->positions, "BGS", H2O_I32, WRITTEN | DENSE},
+        {&slots->free, "BG", H2O_I32, WRITTEN},
+        {&slots->lengths, "B", H2O_I64, WRITTEN},
+        {&slots->budget, "B2", H2O_I32, 0},
+        {&slots->lost, "BG", H2O_F64, WRITTEN},
+        {&slots->norms, "BGS", H2O_F32, OPTIONAL | WRITTEN | DENSE},
+    };
+    memcpy(rules, all, sizeof all);
+}
+
+int h2o_check_attend(h2o_attend_params *params, h2o_error *error) {
+    h2o_slots *slots = &params->slots;
+    const rule rules[] = {
+        {&params->query, "BHQD", H2O_NONE, 0},
+        {&params->keys, "BGQD", H2O_NONE, 0},
+        {&params->values, "BGQD", H2O_NONE, 0},
+        {&params->mask, "BQ", H2O_U8, OPTIONAL},
+        {&params->out, "BQHD", H2O_NONE, WRITTEN},
+        {&params->scores, "BGQ", H2O_F32, WRITTEN},
+        {&slots->keys, "BGSD", H2O_NONE, DENSE},
+        {&slots->values, "BGSD", H2O_NONE, DENSE},
+        {&slots->scores, "BGS", H2O_F32, WRITTEN | DENSE},
+        {&slots->positions, "BGS", H2O_I32, DENSE},
+    };
+    int status;
+    params->dims = (h2o_dims){0};
+    if ((status = check_logits(params->scale, params->softcap, error)) ||
+        (status = check_decay(params->decay, error))) {
+        return status;
+    }
+    return check_tensors(rules, params->has_slots ? 10 : 6, &params->dims, error);
+}
+
+int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
+    rule rules[4 + RULES_OF_SLOTS] = {
+        {&params->keys, "BGQD", H2O_NONE, 0},
+        {&params->values, "BGQD", H2O_NONE, 0},
+        {&params->scores, "BGQ", H2O_F32, 0},
+        {&params->mask, "BQ", H2O_U8, OPTIONAL},
+    };
+    slot_rules(&params->slots, rules + 4);
+    int status;
+    params->dims = (h2o_dims){0};
+    if ((status = check_policy(&params->policy, error)) ||
+        (status = check_tensors(rules, 4 + RULES_OF_SLOTS, &params->dims, error)) ||
+        (status = check_norms(&params->slots.norms, params->policy.value_weighted, error))) {
+        return status;
+    }
+    const h2o_dims *dims = &params->dims;
+    for (int64_t b = 0; b < dims->B; b++) {
+        const int64_t tokens = count_tokens(&params->mask, b, dims->Q);
+        int64_t k = 0, held = 0;
+        if ((status = read_row(&params->slots, &params->policy, b, tokens, &k, &held, error))) {
+            return status;
+        }
+        const int64_t keeps = held + tokens < k ? held + tokens : k;
+        if (keeps > dims->S) {
+            return h2o_fail(error, H2O_EVALUE,
+                            "%s: has %" PRId64 " slots, but row %" PRId64 " is to keep %" PRId64
+                            " tokens; make larger slots",
+                            params->slots.keys.name, dims->S, b, keeps);
+        }
+        if ((status = check_filled(&params->slots, b, dims->G, dims->S, held, error))) {
+            return status;
+        }
+    }
+    return H2O_OK;
+}
+
+int h2o_check_step(h2o_step_params *params, h2o_error *error) {
+    rule rules[5 + RULES_OF_SLOTS] = {
+        {&params->query, "BH1D", H2O_NONE, 0},
+        {&params->key, "BG1D", H2O_NONE, 0},
+        {&params->value, "BG1D", H2O_NONE, 0},
+        {&params->mask, "B1", H2O_U8, OPTIONAL},
+        {&params->out, "B1HD", H2O_NONE, WRITTEN},
+    };
+    slot_rules(&params->slots, rules + 5);
+    int status;
+    params->dims = (h2o_dims){0};
+    if ((status = check_logits(params->scale, params->softcap, error)) ||
+        (status = check_policy(&params->policy, error)) ||
+        (status = check_tensors(rules, 5 + RULES_OF_SLOTS, &params->dims, error)) ||
+        (status = check_norms(&params->slots.norms, params->policy.value_weighted, error))) {
+        return status;
+    }
+    params->dims.Q = 1;
+    const h2o_dims *dims = &params->dims;
+    for (int64_t b = 0; b < dims->B; b++) {
+        const int64_t tokens = count_tokens(&params->mask, b, 1);
+        int64_t k = 0, held = 0;
+        if ((status = read_row(&params->slots, &params->policy, b, tokens, &k, &held, error))) {
+            return status;
+        }
+        if (tokens == 0) {
+            continue;
+        }
+        if (held >= dims->S) {
+            return h2o_fail(error, H2O_EVALUE,
+                            "%s: all %" PRId64 " slots of row %" PRId64 " are taken; make larger "
+                            "slots",
+                            params->slots.keys.name, dims->S, b);
+        }
+        if ((status = check_free(&params->slots, b, dims->G, held, error))) {
+            return status;
+        }
+    }
+    return H2O_OK;
+}
+
+int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error) {
+    const rule rules[] = {
+        {&params->query, "BHQD", H2O_NONE, 0},
+        {&params->keys, "BGQD", H2O_NONE, 0},
+        {&params->values, "BGQD", H2O_NONE, 0},
+        {&params->mask, "BQ", H2O_U8, OPTIONAL},
+        {&params->prompt, "B", H2O_I32, 0},
+        {&params->budget, "B2", H2O_I32, 0},
+        {&params->out, "BQHD", H2O_NONE, WRITTEN},
+        {&params->evicted_at, "BGQ", H2O_I32, WRITTEN},
+        {&params->scores, "BGQ", H2O_F32, WRITTEN},
+    };
+    int status;
+    params->dims = (h2o_dims){0};
+    if ((status = check_logits(params->scale, params->softcap, error)) ||
+        (status = check_policy(&params->policy, error)) ||
+        (status = check_tensors(rules, 9, &params->dims, error))) {
+        return status;
+    }
+    for (int64_t b = 0; b < params->dims.B; b++) {
+        const int32_t prompt = i32_at(&params->prompt, b, 0);
+        int64_t k = 0;
+        if (prompt < 1) {
+            return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is %d, wanted at least 1",
+                            params->prompt.name, b, (int)prompt);
+        }
+        if ((status = read_budget(&params->budget, b, params->policy.sinks, &k, error))) {
+            return status;
+        }
+    }
+    return H2O_OK;
 }

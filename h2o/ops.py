@@ -21,15 +21,20 @@ of the cache.
 
 Errors, for all of them: ValueError for a wrong shape, stride, value or
 overlap, TypeError for a wrong dtype or a thing that is no tensor, BufferError
-for memory that cannot be shared, RuntimeError for a device that this build has
-no kernels for, MemoryError. They name the argument and are raised before
-anything is written.
+for memory that cannot be shared and for tensors that require grad outside
+`torch.no_grad()`, RuntimeError for a device that this build has no kernels for,
+MemoryError. They name the argument and are raised before anything is written.
+
+Inputs may have any strides, also 0 or negative ones, and may be read-only.
+Written tensors must have positive strides without overlap, and the range of
+memory that one spans must not touch that of another tensor of the call; the
+last stride of the keys, values, scores, positions and norms of slots must be 1.
+No size may be 0.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,21 +92,23 @@ def new_slots(
     numbers of tokens, the same for every row; write into `budget` to give rows
     their own.
     """
-    B, G, _, D = keys.shape
+    sizes = _sizes(keys)
+    if sizes is None:
+        raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")
+    B, G, _, D = sizes
     S = capacity
-    full = _full_for(keys)
-    budget = full((B, 2), heavy, "int32")
+    budget = _full(keys, (B, 2), heavy, "int32")
     budget[:, 1] = recent
     return Slots(
-        keys=full((B, G, S, D), 0, keys.dtype),
-        values=full((B, G, S, D), 0, keys.dtype),
-        scores=full((B, G, S), 0, "float32"),
-        positions=full((B, G, S), -1, "int32"),
-        free=full((B, G), 0, "int32"),
-        lengths=full((B,), 0, "int64"),
+        keys=_full(keys, (B, G, S, D), 0),
+        values=_full(keys, (B, G, S, D), 0),
+        scores=_full(keys, (B, G, S), 0, "float32"),
+        positions=_full(keys, (B, G, S), -1, "int32"),
+        free=_full(keys, (B, G), 0, "int32"),
+        lengths=_full(keys, (B,), 0, "int64"),
         budget=budget,
-        lost=full((B, G), 0, "float64"),
-        norms=full((B, G, S), 0, "float32") if value_weighted else None,
+        lost=_full(keys, (B, G), 0, "float64"),
+        norms=_full(keys, (B, G, S), 0, "float32") if value_weighted else None,
     )
 
 
@@ -140,14 +147,17 @@ def attend(
 
     Memory is O(Q + S) beyond the outputs; no Q x S matrix is made.
     """
-    B, H, Q, D = query.shape
-    empty = _empty_for(query)
-    if out is None:
-        out = empty((B, Q, H, D), query.dtype)
-    if scores is None:
-        scores = empty((B, keys.shape[1], Q), "float32")
-    if scale is None:
-        scale = D**-0.5
+    sizes, key_sizes = _sizes(query), _sizes(keys)
+    if sizes is not None and key_sizes is not None:
+        B, H, Q, D = sizes
+        if out is None:
+            out = _empty(query, (B, Q, H, D))
+        if scores is None:
+            scores = _empty(query, (B, key_sizes[1], Q), "float32")
+        if scale is None:
+            scale = D**-0.5
+    if _grad_enabled():
+        _refuse_grad("query keys values out scores", query, keys, values, out, scores, slots=slots)
     _core.attend(query, keys, values, mask, slots, out, scores, scale, decay, softcap)
     return out, scores
 
@@ -183,6 +193,8 @@ def evict(
         decay: what `attend` was given.
         value_weighted: multiply the rank by the L2 norm of the key's value.
     """
+    if _grad_enabled():
+        _refuse_grad("keys values scores", keys, values, scores, slots=slots)
     _core.evict(keys, values, scores, mask, slots, sinks, rank_by, decay, value_weighted)
 
 
@@ -218,11 +230,15 @@ def step(
     Returns:
         out
     """
-    B, H, Q, D = query.shape
-    if out is None:
-        out = _empty_for(query)((B, Q, H, D), query.dtype)
-    if scale is None:
-        scale = D**-0.5
+    sizes = _sizes(query)
+    if sizes is not None:
+        B, H, Q, D = sizes
+        if out is None:
+            out = _empty(query, (B, Q, H, D))
+        if scale is None:
+            scale = D**-0.5
+    if _grad_enabled():
+        _refuse_grad("query key value out", query, key, value, out, slots=slots)
     _core.step(
         query, key, value, mask, slots, out, scale, softcap, sinks, rank_by, decay, value_weighted
     )
@@ -268,17 +284,19 @@ def simulate(
         (column number, pads counted) that no longer sees the key, Q if none, 0
         for a pad; [B, G, Q] float32, the score at the end or at eviction.
     """
-    B, H, Q, D = query.shape
-    G = keys.shape[1]
-    empty = _empty_for(query)
-    if out is None:
-        out = empty((B, Q, H, D), query.dtype)
-    if evicted_at is None:
-        evicted_at = empty((B, G, Q), "int32")
-    if scores is None:
-        scores = empty((B, G, Q), "float32")
-    if scale is None:
-        scale = D**-0.5
+    sizes, key_sizes = _sizes(query), _sizes(keys)
+    if sizes is not None and key_sizes is not None:
+        (B, H, Q, D), G = sizes, key_sizes[1]
+        if out is None:
+            out = _empty(query, (B, Q, H, D))
+        if evicted_at is None:
+            evicted_at = _empty(query, (B, G, Q), "int32")
+        if scores is None:
+            scores = _empty(query, (B, G, Q), "float32")
+        if scale is None:
+            scale = D**-0.5
+    if _grad_enabled():
+        _refuse_grad("query keys values out scores", query, keys, values, out, scores)
     _core.simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
         scale, softcap, sinks, rank_by, decay, value_weighted,
@@ -291,32 +309,51 @@ def info() -> dict[str, Any]:
     return _core.info()
 
 
-def _empty_for(like: Tensor) -> Callable[..., Tensor]:
-    """A function (shape, dtype) that makes uninitialised tensors of like's library and device."""
+def _sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
+    """The four sizes of a tensor; None for what has others, so that the core can refuse it."""
+    try:
+        a, b, c, d = tensor.shape
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+    return a, b, c, d
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Tensor:
+    """An uninitialised tensor of like's library, device and (if no other is given) dtype."""
     if isinstance(like, np.ndarray):
-        return np.empty
-    if hasattr(like, "new_empty"):
-        torch = sys.modules["torch"]
+        return np.empty(shape, dtype or like.dtype)
+    if not hasattr(like, "new_empty"):
+        raise TypeError(
+            "outputs can be made for torch tensors and NumPy arrays, not for "
+            f"{type(like).__name__}: pass the output tensors yourself"
+        )
+    try:
+        if dtype is None:
+            return like.new_empty(shape)
+        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+    except RuntimeError as error:
+        raise MemoryError(f"no memory for an output of shape {list(shape)}") from error
 
-        def empty(shape, dtype):
-            return like.new_empty(
-                shape, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+def _full(like: Tensor, shape: tuple[int, ...], value: int, dtype: str | None = None) -> Tensor:
+    tensor = _empty(like, shape, dtype)
+    tensor[...] = value
+    return tensor
+
+
+def _grad_enabled() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled()
+
+
+def _refuse_grad(names: str, *tensors: Tensor, slots: Slots | None = None) -> None:
+    """Raises BufferError for torch tensors whose gradient the operations would lose."""
+    if isinstance(slots, Slots):
+        tensors += slots
+    for i, tensor in enumerate(tensors):
+        if getattr(tensor, "requires_grad", False):
+            name = [*names.split(), *(f"slots.{field}" for field in Slots._fields)][i]
+            raise BufferError(
+                f"{name}: requires grad, but h2o's operations are not differentiable; "
+                "call them under torch.no_grad() or pass tensor.detach()"
             )
-
-        return empty
-    raise TypeError(
-        f"outputs can be made for torch tensors and NumPy arrays, not for {type(like).__name__}: "
-        "pass the output tensors yourself"
-    )
-
-
-def _full_for(like: Tensor) -> Callable[..., Tensor]:
-    """A function (shape, value, dtype) that makes filled tensors of like's library and device."""
-    empty = _empty_for(like)
-
-    def full(shape, value, dtype):
-        tensor = empty(shape, dtype)
-        tensor[...] = value
-        return tensor
-
-    return full

@@ -1,0 +1,423 @@
+/* exchange.c - tensors of any library as h2o_view, without a copy.
+ *
+ * An object lends its memory by the first of three routes that it offers:
+ *
+ *   table    type(x).__dlpack_c_exchange_api__, DLPack's C functions: tens of
+ *            nanoseconds and nothing to give back (torch >= 2.10);
+ *   numpy    NumPy's C API, which also knows read-only arrays and says more than
+ *            NumPy's DLPack when it has to refuse;
+ *   dunder   x.__dlpack__(), for all others: runs Python, and hands over a
+ *            managed tensor whose deleter must be called exactly once.
+ *
+ * The dunder route goes first, for all arguments. It may run any code, which
+ * could take away memory that another argument has merely shown us; after it
+ * no Python runs until the kernel.
+ */
+#include <Python.h>
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include <numpy/arrayobject.h>
+
+#include "exchange.h"
+
+int h2o_exchange_init(void) { return PyArray_ImportNumPyAPI(); }
+
+int h2o_exchange_traverse(h2o_exchange *exchange, visitproc visit, void *arg) {
+    for (int i = 0; i < H2O_PRODUCERS; i++) {
+        Py_VISIT(exchange->producers[i].type);
+    }
+    return 0;
+}
+
+void h2o_exchange_clear(h2o_exchange *exchange) {
+    for (int i = 0; i < H2O_PRODUCERS; i++) {
+        Py_CLEAR(exchange->producers[i].type);
+    }
+}
+
+/* ---- Common to all routes ---------------------------------------------- */
+
+static size_t element_size(h2o_dtype dtype) {
+    switch (dtype) {
+    case H2O_U8:
+        return 1;
+    case H2O_F16:
+    case H2O_BF16:
+        return 2;
+    case H2O_F32:
+    case H2O_I32:
+        return 4;
+    case H2O_F64:
+    case H2O_I64:
+        return 8;
+    case H2O_NONE:
+        break;
+    }
+    return 0;
+}
+
+static bool has_elements(const h2o_view *view) {
+    for (int32_t i = 0; i < view->ndim; i++) {
+        if (view->shape[i] <= 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* What no kernel could read, whatever the operation. */
+static int require_memory(const h2o_view *view, PyObject *object) {
+    if (view->ndim > H2O_MAX_DIMS || !has_elements(view)) {
+        return 0; /* check.c tells what is wrong with the shape */
+    }
+    if (view->data == NULL) {
+        PyErr_Format(PyExc_BufferError,
+                     "%s: this %.100s has no memory (a fake, meta or wrapped tensor?)",
+                     view->name, Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    if ((uintptr_t)view->data % element_size(view->dtype) != 0) {
+        PyErr_Format(PyExc_BufferError,
+                     "%s: memory at %p is not aligned to its elements of %zu bytes; pass a copy",
+                     view->name, view->data, element_size(view->dtype));
+        return -1;
+    }
+    return 0;
+}
+
+/* ---- NumPy ------------------------------------------------------------- */
+
+static h2o_dtype numpy_dtype(int type) {
+    switch (type) {
+    case NPY_FLOAT32:
+        return H2O_F32;
+    case NPY_FLOAT16:
+        return H2O_F16;
+    case NPY_FLOAT64:
+        return H2O_F64;
+    case NPY_INT32:
+        return H2O_I32;
+    case NPY_INT64:
+        return H2O_I64;
+    case NPY_BOOL:
+    case NPY_UINT8:
+        return H2O_U8;
+    default:
+        return H2O_NONE;
+    }
+}
+
+static int borrow_numpy(PyArrayObject *array, h2o_view *view) {
+    view->dtype = numpy_dtype(PyArray_TYPE(array));
+    if (view->dtype == H2O_NONE || !PyArray_ISNOTSWAPPED(array)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: NumPy arrays of dtype %R cannot be used, only float32, float16, float64, "
+                     "int32, int64, bool and uint8 in native byte order (NumPy has no bfloat16: "
+                     "pass such data as a tensor of a library that has it)",
+                     view->name, (PyObject *)PyArray_DESCR(array));
+        return -1;
+    }
+    view->data = PyArray_DATA(array);
+    view->ndim = PyArray_NDIM(array);
+    view->device_type = 1;
+    view->readonly = !PyArray_ISWRITEABLE(array);
+    if (view->ndim > H2O_MAX_DIMS) {
+        return 0;
+    }
+    const npy_intp size = (npy_intp)element_size(view->dtype);
+    for (int i = 0; i < view->ndim; i++) {
+        view->shape[i] = PyArray_DIM(array, i);
+        view->stride[i] = PyArray_STRIDE(array, i) / size;
+        if (view->shape[i] > 1 && PyArray_STRIDE(array, i) % size != 0) {
+            PyErr_Format(PyExc_BufferError,
+                         "%s: a stride of %zd bytes is no multiple of the element size %zd; "
+                         "pass a copy",
+                         view->name, (Py_ssize_t)PyArray_STRIDE(array, i), (Py_ssize_t)size);
+            return -1;
+        }
+    }
+    return require_memory(view, (PyObject *)array);
+}
+
+/* ---- DLPack ------------------------------------------------------------ */
+
+static h2o_dtype dlpack_dtype(dl_dtype dtype) {
+    static const struct {
+        uint8_t code, bits;
+        h2o_dtype dtype;
+    } known[] = {
+        {DL_FLOAT, 32, H2O_F32}, {DL_FLOAT, 16, H2O_F16}, {DL_BFLOAT, 16, H2O_BF16},
+        {DL_FLOAT, 64, H2O_F64}, {DL_INT, 32, H2O_I32},   {DL_INT, 64, H2O_I64},
+        {DL_BOOL, 8, H2O_U8},    {DL_UINT, 8, H2O_U8},
+    };
+    for (size_t i = 0; i < sizeof known / sizeof known[0] && dtype.lanes == 1; i++) {
+        if (known[i].code == dtype.code && known[i].bits == dtype.bits) {
+            return known[i].dtype;
+        }
+    }
+    return H2O_NONE;
+}
+
+static int read_dltensor(const dl_tensor *tensor, PyObject *object, h2o_view *view) {
+    view->dtype = dlpack_dtype(tensor->dtype);
+    if (view->dtype == H2O_NONE) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: DLPack dtype (code %d, %d bits, %d lanes) cannot be used, only float32, "
+                     "float16, bfloat16, float64, int32, int64, bool and uint8",
+                     view->name, tensor->dtype.code, tensor->dtype.bits, tensor->dtype.lanes);
+        return -1;
+    }
+    if (tensor->ndim < 0 || (tensor->ndim > 0 && tensor->shape == NULL)) {
+        PyErr_Format(PyExc_BufferError, "%s: this %.100s describes its shape wrongly", view->name,
+                     Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    view->ndim = tensor->ndim;
+    view->device_type = tensor->device_type;
+    view->device_id = tensor->device_id;
+    if (view->ndim > H2O_MAX_DIMS) {
+        return 0;
+    }
+    uint64_t inner = 1; /* may wrap around; check.c refuses such shapes */
+    for (int32_t i = view->ndim - 1; i >= 0; i--) {
+        view->shape[i] = tensor->shape[i];
+        view->stride[i] = tensor->strides != NULL ? tensor->strides[i] : (int64_t)inner;
+        inner *= (uint64_t)tensor->shape[i];
+    }
+    if (tensor->data != NULL) {
+        view->data = (void *)((uintptr_t)tensor->data + (uintptr_t)tensor->byte_offset);
+    }
+    return require_memory(view, object);
+}
+
+static const char *const capsule_names[2] = {"dltensor", "dltensor_versioned"};
+static const char *const used_names[2] = {"used_dltensor", "used_dltensor_versioned"};
+
+/* From here on the managed tensor is ours to give back: renaming the capsule
+ * tells its destructor so. */
+static int take_capsule(PyObject *capsule, h2o_loan_entry *entry) {
+    const char *const argument = entry->view->name;
+    for (int versioned = 0; versioned < 2; versioned++) {
+        if (PyCapsule_IsValid(capsule, used_names[versioned])) {
+            PyErr_Format(PyExc_BufferError,
+                         "%s: __dlpack__ gave a capsule that has been used before", argument);
+            return -1;
+        }
+        if (PyCapsule_IsValid(capsule, capsule_names[versioned])) {
+            void *managed = PyCapsule_GetPointer(capsule, capsule_names[versioned]);
+            if (PyCapsule_SetName(capsule, used_names[versioned]) < 0) {
+                return -1;
+            }
+            entry->managed = managed;
+            entry->versioned = versioned;
+            return 0;
+        }
+    }
+    if (!PyCapsule_CheckExact(capsule)) {
+        PyErr_Format(PyExc_TypeError, "%s: __dlpack__ gave a %.100s, wanted a DLPack capsule",
+                     argument, Py_TYPE(capsule)->tp_name);
+        return -1;
+    }
+    const char *name = PyCapsule_GetName(capsule);
+    PyErr_Format(PyExc_BufferError,
+                 "%s: __dlpack__ gave a capsule named \"%.100s\", wanted \"dltensor\" or "
+                 "\"dltensor_versioned\"",
+                 argument, name != NULL ? name : "");
+    return -1;
+}
+
+static int read_managed(h2o_loan_entry *entry) {
+    h2o_view *view = entry->view;
+    if (!entry->versioned) {
+        return read_dltensor(&((const dl_managed *)entry->managed)->tensor, entry->object, view);
+    }
+    const dl_managed_versioned *managed = entry->managed;
+    if (managed->version.major != DL_MAJOR) {
+        PyErr_Format(PyExc_BufferError, "%s: came as DLPack version %u.%u, h2o reads version %d",
+                     view->name, managed->version.major, managed->version.minor, DL_MAJOR);
+        return -1;
+    }
+    /* What is written into a producer's private copy would be lost. */
+    view->readonly = managed->flags & (DL_FLAG_READ_ONLY | DL_FLAG_IS_COPIED);
+    return read_dltensor(&managed->tensor, entry->object, view);
+}
+
+/* Turns what a producer raised into a BufferError that names the argument, with
+ * the original as its cause. Memory errors, and what is no Exception at all
+ * (KeyboardInterrupt), stay themselves. */
+static void explain_refusal(const h2o_loan_entry *entry) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        return;
+    }
+    PyObject *type, *cause, *traceback;
+    PyErr_Fetch(&type, &cause, &traceback);
+    PyErr_NormalizeException(&type, &cause, &traceback);
+    if (traceback != NULL) {
+        PyException_SetTraceback(cause, traceback);
+    }
+    PyObject *text = PyObject_Str(cause);
+    const char *reason = text != NULL ? PyUnicode_AsUTF8(text) : NULL;
+    if (reason == NULL) {
+        PyErr_Clear();
+        reason = "";
+    }
+    /* torch appends a C++ stack trace: the first line says it all. */
+    PyObject *line = PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strcspn(reason, "\n"), "replace");
+    if (line != NULL) {
+        PyErr_Format(PyExc_BufferError, "%s: this %.100s cannot share its memory: %U",
+                     entry->view->name, Py_TYPE(entry->object)->tp_name, line);
+        PyObject *error_type, *error, *error_traceback;
+        PyErr_Fetch(&error_type, &error, &error_traceback);
+        PyErr_NormalizeException(&error_type, &error, &error_traceback);
+        PyException_SetCause(error, Py_NewRef(cause));
+        PyErr_Restore(error_type, error, error_traceback);
+    }
+    Py_XDECREF(line);
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(cause);
+    Py_XDECREF(traceback);
+}
+
+/* Producers from before DLPack 1.0 do not know max_version. */
+static PyObject *call_dunder(PyObject *method) {
+    PyObject *arguments = PyTuple_New(0);
+    PyObject *keywords = Py_BuildValue("{s(ii)}", "max_version", DL_MAJOR, DL_MINOR);
+    PyObject *capsule = NULL;
+    if (arguments != NULL && keywords != NULL) {
+        capsule = PyObject_Call(method, arguments, keywords);
+        if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            capsule = PyObject_CallNoArgs(method);
+        }
+    }
+    Py_XDECREF(keywords);
+    Py_XDECREF(arguments);
+    return capsule;
+}
+
+static int borrow_dunder(h2o_loan_entry *entry) {
+    PyObject *method = PyObject_GetAttrString(entry->object, "__dlpack__");
+    if (method == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_TypeError,
+                         "%s: a %.100s is no tensor; wanted a torch tensor, a NumPy array or "
+                         "another object with __dlpack__",
+                         entry->view->name, Py_TYPE(entry->object)->tp_name);
+        }
+        return -1;
+    }
+    PyObject *capsule = call_dunder(method);
+    Py_DECREF(method);
+    if (capsule == NULL) {
+        explain_refusal(entry);
+        return -1;
+    }
+    const int taken = take_capsule(capsule, entry);
+    Py_DECREF(capsule);
+    return taken < 0 ? -1 : read_managed(entry);
+}
+
+static int borrow_from_table(h2o_loan_entry *entry) {
+    dl_tensor tensor;
+    if (entry->api->borrow(entry->object, &tensor) != 0) {
+        explain_refusal(entry);
+        return -1;
+    }
+    return read_dltensor(&tensor, entry->object, entry->view);
+}
+
+/* The newest table of the major version that we know, or NULL. */
+static const dl_exchange_api *usable_table(PyTypeObject *type) {
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+    const dl_exchange_header *header = NULL;
+    if (capsule != NULL) {
+        if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+            header = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+        }
+        Py_DECREF(capsule);
+    }
+    PyErr_Clear(); /* no such attribute: the type has other routes */
+    while (header != NULL && header->version.major != DL_MAJOR) {
+        header = header->previous;
+    }
+    const dl_exchange_api *api = (const dl_exchange_api *)header;
+    return api != NULL && api->borrow != NULL ? api : NULL;
+}
+
+static const dl_exchange_api *find_table(h2o_exchange *exchange, PyTypeObject *type) {
+    for (int i = 0; i < H2O_PRODUCERS; i++) {
+        if (exchange->producers[i].type == type) {
+            return exchange->producers[i].api;
+        }
+    }
+    const dl_exchange_api *api = usable_table(type);
+    if (api != NULL) {
+        const int i = exchange->next;
+        exchange->next = (i + 1) % H2O_PRODUCERS;
+        exchange->producers[i].api = api;
+        Py_INCREF(type);
+        Py_XSETREF(exchange->producers[i].type, type);
+    }
+    return api;
+}
+
+/* ---- All arguments of a call ------------------------------------------- */
+
+int h2o_borrow(h2o_exchange *exchange, h2o_loans *loans) {
+    for (int i = 0; i < loans->count; i++) {
+        h2o_loan_entry *entry = &loans->entries[i];
+        if (PyArray_Check(entry->object)) {
+            entry->route = H2O_VIA_NUMPY;
+        } else if ((entry->api = find_table(exchange, Py_TYPE(entry->object))) != NULL) {
+            entry->route = H2O_VIA_TABLE;
+        } else if (borrow_dunder(entry) < 0) {
+            return -1;
+        }
+    }
+    for (int i = 0; i < loans->count; i++) {
+        h2o_loan_entry *entry = &loans->entries[i];
+        int status = 0;
+        if (entry->route == H2O_VIA_TABLE) {
+            status = borrow_from_table(entry);
+        } else if (entry->route == H2O_VIA_NUMPY) {
+            status = borrow_numpy((PyArrayObject *)entry->object, entry->view);
+        }
+        if (status < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+void h2o_give_back(h2o_loans *loans) {
+    PyObject *type = NULL, *error = NULL, *traceback = NULL;
+    bool fetched = false;
+    for (int i = 0; i < loans->count; i++) {
+        h2o_loan_entry *entry = &loans->entries[i];
+        if (entry->managed == NULL) {
+            continue;
+        }
+        if (!fetched) {
+            PyErr_Fetch(&type, &error, &traceback); /* deleters may run Python */
+            fetched = true;
+        }
+        if (entry->versioned) {
+            dl_managed_versioned *managed = entry->managed;
+            if (managed->deleter != NULL) {
+                managed->deleter(managed);
+            }
+        } else {
+            dl_managed *managed = entry->managed;
+            if (managed->deleter != NULL) {
+                managed->deleter(managed);
+            }
+        }
+        entry->managed = NULL;
+    }
+    if (fetched) {
+        PyErr_Restore(type, error, traceback);
+    }
+}
