@@ -63,7 +63,7 @@ def drifting(
         return np.cos(angle)[..., None] * axes[:, :, :1] + np.sin(angle)[..., None] * axes[:, :, 1:]
 
     angle = turn * np.arange(N) + rng.uniform(0, 2 * np.pi, (B, G, 1))
-    importance = rng.exponential(1.0, (B, G, N, 1))
+    importance = rng.exponential(1.0, (B, G, N, 1)) ** 1.5
     keys = importance * direction(angle + 0.5 * rng.standard_normal((B, G, N)))
     keys = keys + 0.3 * rng.standard_normal((B, G, N, D)) / D**0.5
     if sink:
@@ -81,19 +81,14 @@ def drifting(
 def swaps(kept: list[np.ndarray], k: int, recent: int) -> int:
     """How often a decode step dropped a heavy key for the one that left the recent window.
 
-    kept: sorted positions [B, G, K], -1 after the last, after each step of one token, of rows
-    that have all seen the same number of tokens.
+    kept: positions [B, G, K], padded with -1, after each step of one token; recent > 0.
     """
     count = 0
     for before, after in itertools.pairwise(kept):
-        newest = after.max()
-        for old, new in zip(
-            before.reshape(-1, before.shape[-1]), after.reshape(-1, after.shape[-1]), strict=True
-        ):
-            if (old >= 0).sum() == k:
-                gone = set(old.tolist()) | {newest.item()}
-                gone -= set(new.tolist())
-                count += gone != {newest.item() - recent}
+        for b, g in np.ndindex(*after.shape[:2]):
+            old, new = set(before[b, g].tolist()), set(after[b, g].tolist())
+            if len(old - {-1}) == k and old != new:
+                count += old - new != {max(new) - recent}
     return count
 
 
@@ -161,19 +156,19 @@ class Policy:
 
 
 POLICIES = {
-    "h2o": Policy(),
-    "sinks": Policy(3, 4, sinks=2),
-    "local": Policy(0, 8),
-    "heavy-only": Policy(8, 0),
-    "streaming": Policy(0, 5, sinks=3),
+    "h2o": Policy(10, 6),
+    "sinks": Policy(8, 5, sinks=3),
+    "local": Policy(0, 12),
+    "heavy-only": Policy(12, 0),
+    "streaming": Policy(0, 9, sinks=4),
     "one-heavy": Policy(1, 0),
     "one-recent": Policy(0, 1),
-    "mean": Policy(4, 4, rank_by="mean"),
-    "decay": Policy(4, 4, decay=0.9),
-    "last-query": Policy(4, 4, decay=0.0),
-    "decayed-mean": Policy(4, 3, sinks=1, rank_by="mean", decay=0.8),
-    "value-weighted": Policy(4, 4, value_weighted=True),
-    "everything": Policy(5, 2, sinks=1, rank_by="mean", decay=0.95, value_weighted=True),
+    "mean": Policy(10, 6, rank_by="mean"),
+    "decay": Policy(10, 6, decay=0.9),
+    "last-query": Policy(10, 6, decay=0.0),
+    "decayed-mean": Policy(9, 5, sinks=2, rank_by="mean", decay=0.8),
+    "value-weighted": Policy(10, 6, value_weighted=True),
+    "everything": Policy(11, 3, sinks=1, rank_by="mean", decay=0.95, value_weighted=True),
     "full": Policy(1000, 0),
 }
 

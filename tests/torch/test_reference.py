@@ -9,18 +9,19 @@ import torch
 from h2o import reference
 from h2o.masks import simulation_mask
 from tests import inputs
-from tests.torch.engines import Conversation, oracle
+from tests.conversation import Conversation
+from tests.torch.engines import oracle
 
 
 @pytest.mark.parametrize("name", inputs.CACHE_CASES)
 def test_cache_keeps_what_the_authors_cache_keeps(name):
     golden = inputs.golden_cache(name)
-    talk = Conversation(oracle, golden.text, inputs.Policy(golden.heavy, golden.recent))
-    out = [talk.feed(tokens) for tokens in golden.calls]
-    for step, (positions, scores) in enumerate(talk.kept):
-        np.testing.assert_array_equal(positions, golden.kept[step])
-        np.testing.assert_allclose(scores, golden.scores[step], rtol=0, atol=5e-5)
-    np.testing.assert_allclose(np.concatenate(out, axis=1), golden.out, rtol=0, atol=1e-5)
+    talk = Conversation(oracle(), golden.text, inputs.Policy(golden.heavy, golden.recent))
+    talk.feed_all(golden.calls)
+    for call, (positions, scores) in enumerate(talk.kept):
+        np.testing.assert_array_equal(positions, golden.kept[call])
+        np.testing.assert_allclose(scores, golden.scores[call], rtol=0, atol=5e-5)
+    np.testing.assert_allclose(talk.answer, golden.out, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [c for c in inputs.CACHE_CASES if "chunks" not in c])

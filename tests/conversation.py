@@ -1,0 +1,114 @@
+"""Feeding a text, piece by piece, to anything with the functions of `h2o.ops`. NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from h2o import ops
+from tests.inputs import Policy, Text, kept
+
+
+class Engine(NamedTuple):
+    """A module with attend, evict, step and simulate, and the tensors that it is given."""
+
+    name: str
+    module: Any
+    tensor: Callable[[np.ndarray], Any]
+    """from NumPy; texts may change dtype"""
+    exact: Callable[[np.ndarray], np.ndarray] = np.asarray
+    """what `tensor` makes of a float32 text, as float32"""
+
+
+numpy_core = Engine("numpy", ops, np.ascontiguousarray)
+
+
+class Conversation:
+    """A text fed piece by piece to one engine, with what it held after each piece.
+
+    Pieces of one column go through `step`, longer ones through `attend` and `evict`;
+    `stepwise=False` sends those of one column the long way too. After each piece the
+    slots must be as `h2o.ops.Slots` promises.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        text: Text,
+        policy: Policy,
+        *,
+        mask: np.ndarray | None = None,
+        softcap: float = 0.0,
+        budget: np.ndarray | None = None,
+        capacity: int | None = None,
+        stepwise: bool = True,
+    ):
+        self.do, self.policy, self.softcap, self.stepwise = (
+            engine.module, policy, softcap, stepwise,
+        )  # fmt: skip
+        self.query, self.keys, self.values = (engine.tensor(x) for x in text)
+        self.mask = None if mask is None else engine.tensor(mask)
+        N = self.query.shape[2]
+        rows = np.array([[policy.heavy, policy.recent]]) if budget is None else budget
+        if capacity is None:
+            capacity = min(N, int(rows.sum(1).max()) + policy.sinks + 1)
+        self.slots = ops.new_slots(self.keys, capacity, value_weighted=policy.value_weighted)
+        self.slots.budget[:] = engine.tensor(rows)
+        self.column = 0
+        self.out: list[np.ndarray] = []
+        """[B, Q, H, D] float64 of each piece"""
+        self.kept: list[tuple[np.ndarray, np.ndarray]] = []
+        """positions and scores after each piece"""
+
+    def feed(self, columns: int) -> None:
+        """Goes on with the next columns of the text."""
+        new = slice(self.column, self.column + columns)
+        self.column += columns
+        q, k, v = (x[:, :, new] for x in (self.query, self.keys, self.values))
+        mask = None if self.mask is None else self.mask[:, new]
+        ranking, softcap = self.policy.ranking, self.softcap
+        if columns == 1 and self.stepwise:
+            out = self.do.step(q, k, v, self.slots, mask=mask, softcap=softcap, **ranking)
+        else:
+            out, scores = self.do.attend(
+                q, k, v, self.slots, mask=mask, softcap=softcap, decay=self.policy.decay
+            )
+            self.do.evict(k, v, scores, self.slots, mask=mask, **ranking)
+        self.out.append(as_float64(out))
+        self.kept.append(kept(self.slots))
+        check_slots(self.slots, self.policy.sinks)
+
+    def feed_all(self, calls: list[int]) -> Conversation:
+        for columns in calls:
+            self.feed(columns)
+        return self
+
+    @property
+    def answer(self) -> np.ndarray:
+        """[B, N, H, D] of all that was fed."""
+        return np.concatenate(self.out, axis=1)
+
+
+def as_float64(tensor: Any) -> np.ndarray:
+    """A copy of a NumPy array or a CPU torch tensor (which NumPy cannot read when bfloat16)."""
+    return np.array(tensor if isinstance(tensor, np.ndarray) else tensor.double().numpy(), float)
+
+
+def check_slots(slots: Any, sinks: int) -> None:
+    """Held slots are where `h2o.ops.Slots` says, and `free` is the one to fill."""
+    positions, free, lengths, budget = (
+        np.asarray(x) for x in (slots.positions, slots.free, slots.lengths, slots.budget)
+    )
+    S = positions.shape[-1]
+    for b, length in enumerate(lengths.tolist()):
+        held = min(length, int(budget[b].astype(np.int64).sum()) + sinks)
+        for row, hole in zip(positions[b], free[b].tolist(), strict=True):
+            filled = np.flatnonzero(row >= 0)
+            assert len(filled) == held
+            assert np.isin(np.delete(np.arange(held + 1), hole), filled).all(), (filled, hole)
+            assert 0 <= hole <= held <= S
+            assert len(set(row[filled].tolist())) == held
+            assert (row[filled] < length).all()
+            assert (np.delete(row, filled) == -1).all()

@@ -1,0 +1,137 @@
+"""What a cache should answer, from whole-text matrices in NumPy and float64.
+
+A second way to the truth, next to `h2o.reference`: nothing is stored or moved. Every key of
+the text keeps its column, and a boolean says whether it is still held. The tests of the core
+use it because they run without torch, and the oracle is tested against it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from tests.inputs import Policy, Text
+
+
+@dataclasses.dataclass
+class Answers:
+    out: np.ndarray
+    """[B, N, H, D] float64, 0 at pads"""
+    held: list[np.ndarray]
+    """after each call, [B, G, N] bool"""
+    scores: list[np.ndarray]
+    """after each call, [B, G, N] float64, 0 where not held"""
+    lost: np.ndarray
+    """[B, G] float64"""
+    position: np.ndarray
+    """[B, N] int64: index of a column's token in its row, pads not counted"""
+    evicted_at: np.ndarray
+    """[B, G, N]: column after the call that evicted the key, N if none did, 0 for a pad"""
+    last_scores: np.ndarray
+    """[B, G, N] float64: at the end, or at eviction"""
+    gap: float
+    """smallest relative distance between the lowest rank kept and the highest dropped"""
+
+    def kept(self, call: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions [B, G, K] and scores, as `tests.inputs.kept`."""
+        held, scores = self.held[call], self.scores[call]
+        K = int(held.sum(-1).max())
+        order = np.argsort(~held, axis=-1, kind="stable")[..., :K]
+        real = np.take_along_axis(held, order, -1)
+        position = np.take_along_axis(
+            np.broadcast_to(self.position[:, None], held.shape), order, -1
+        )
+        return np.where(real, position, -1), np.take_along_axis(scores, order, -1) * real
+
+
+def answers(
+    text: Text,
+    calls: list[int],
+    policy: Policy,
+    *,
+    mask: np.ndarray | None = None,
+    budget: np.ndarray | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+) -> Answers:
+    """The text fed in these calls; `budget` [B, 2] instead of the policy's heavy and recent."""
+    query, keys, values = (x.astype(np.float64) for x in text)
+    B, H, N, D = query.shape
+    G = keys.shape[1]
+    real = np.ones((B, N), bool) if mask is None else mask.astype(bool)
+    if budget is None:
+        budget = np.broadcast_to([policy.heavy, policy.recent], (B, 2))
+    logits = np.einsum("bgrid,bgjd->bgrij", query.reshape(B, G, H // G, N, D), keys)
+    logits *= D**-0.5 if scale is None else scale
+    if softcap:
+        logits = softcap * np.tanh(logits / softcap)
+    norm = np.sqrt((values**2).sum(-1)) if policy.value_weighted else np.ones((B, G, N))
+    position = np.cumsum(real, axis=1) - 1
+    causal = np.tri(N, dtype=bool)
+
+    out = np.zeros((B, G, H // G, N, D))
+    held, score = np.zeros((B, G, N), bool), np.zeros((B, G, N))
+    done = Answers(
+        out,
+        [],
+        [],
+        np.zeros((B, G)),
+        position,
+        np.where(real[:, None], N, 0).repeat(G, 1),
+        score,
+        np.inf,
+    )
+    start = 0
+    for columns in calls:
+        new = slice(start, start + columns)
+        fresh = np.zeros((B, 1, N), bool)
+        fresh[:, 0, new] = real[:, new]
+        held = held | fresh
+        visible = (held[:, :, None] & causal[new])[:, :, None]
+        p = np.where(visible, logits[..., new, :], -np.inf)
+        p = np.exp(p - np.where(visible.any(-1, keepdims=True), p, 0).max(-1, keepdims=True))
+        p /= np.maximum(p.sum(-1, keepdims=True), np.finfo(float).tiny)
+        p *= real[:, None, None, new, None]
+        out[..., new, :] = p @ values[:, :, None]
+        tokens = real[:, new].sum(1)
+        age = real[:, new][:, ::-1].cumsum(1)[:, ::-1] - 1
+        score = score * np.where(held, policy.decay ** tokens[:, None, None], 1.0)
+        score = score + np.einsum("bgrij,bi->bgj", p, policy.decay ** np.maximum(age, 0.0))
+        start += columns
+        seen = position[:, start - 1] + 1
+        for b in np.flatnonzero(tokens):
+            for g in range(G):
+                stay = _stay(b, g, held, score, norm, position, seen, policy, budget[b], done)
+                gone = held[b, g] & ~stay
+                done.lost[b, g] += score[b, g, gone].sum()
+                done.evicted_at[b, g, gone] = start
+                done.last_scores = np.where(held, score, done.last_scores)
+                held[b, g] = stay
+        done.last_scores = np.where(held, score, done.last_scores)
+        done.held.append(held.copy())
+        done.scores.append(np.where(held, score, 0.0))
+    done.out = out.transpose(0, 3, 1, 2, 4).reshape(B, N, H, D)
+    return done
+
+
+def _stay(b, g, held, score, norm, position, seen, policy, budget, done):
+    """[N] bool: what row b and head g go on holding; notes how close the choice was."""
+    heavy, recent = budget
+    here = held[b, g]
+    if here.sum() <= heavy + recent + policy.sinks:
+        return here.copy()
+    age = seen[b] - 1 - position[b]
+    rank = score[b, g] * norm[b, g]
+    if policy.rank_by == "mean":
+        ages = np.maximum(age, 0)
+        rank = rank / np.cumsum(policy.decay ** np.arange(ages.max() + 1.0))[ages]
+    spared = here & ((position[b] < policy.sinks) | (age < recent))
+    candidates = np.flatnonzero(here & ~spared)
+    order = candidates[np.lexsort((candidates, -rank[candidates]))]
+    stay = spared.copy()
+    stay[order[:heavy]] = True
+    if 0 < heavy < len(order):
+        lowest, highest = rank[order[heavy - 1]], rank[order[heavy]]
+        done.gap = min(done.gap, (lowest - highest) / max(abs(lowest), np.finfo(np.float32).tiny))
+    return stay

@@ -1,0 +1,377 @@
+"""The operations of the core on NumPy arrays: one table of cases, judged by whole-text matrices.
+
+Kept positions must be equal. Every case first shows that it has no near tie, so there is nothing
+to be lenient about.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from h2o import ops
+from tests import inputs
+from tests.conversation import Conversation, check_slots, numpy_core
+from tests.core.dense import answers
+from tests.inputs import POLICIES, Policy, Scenario
+
+CLEAR = 3e-5
+"""Ranks further apart than this (relatively) cannot change places by float32 rounding."""
+
+BASE = Scenario(
+    seed=7,
+    lengths=[30, 21],
+    calls=[32, *[1] * 12, 5, *[1] * 6, 2, 33, *[1] * 6],
+    G=2,
+    R=2,
+    D=16,
+    padding="left",
+    policy=POLICIES["h2o"],
+    softcap=0.0,
+)
+"""A prompt, steps, a chunk into slots with a hole, steps, and a chunk beyond a block of rows."""
+
+
+def case(**changes) -> Scenario:
+    return dataclasses.replace(BASE, **changes)
+
+
+TABLE = {
+    **{f"policy {name}": case(policy=policy) for name, policy in POLICIES.items()},
+    **{f"head dimension {D}": case(D=D) for D in (1, 3, 20, 64, 80, 96, 128, 256)},
+    **{f"group of {R}": case(R=R, G=3) for R in (1, 3, 4, 8)},
+    **{f"padding {padding}": case(padding=padding) for padding in ("right", "holes")},
+    **{
+        f"prompt of {Q}": case(calls=[Q, *[1] * 20], lengths=[Q], policy=Policy(4, 3), G=3)
+        for Q in (1, 2, 31, 33, 100)
+    },
+    "ragged": case(lengths=[1, 0, 17, 64, 33], calls=[64, *[1] * 8, 3, 1, 1], padding="holes"),
+    "softcap": case(softcap=2.0),
+    "everything at once": case(
+        lengths=[40, 0, 3],
+        calls=[41, *[1] * 9, 4, 1, 1],
+        G=3,
+        R=3,
+        D=20,
+        padding="holes",
+        policy=POLICIES["everything"],
+        softcap=3.0,
+    ),
+    "long": case(lengths=[300, 170], calls=[300, *[1] * 6, 70, 1], policy=Policy(60, 30), D=64),
+}
+REAL = {"float32": (np.float32, 2e-5), "float16": (np.float16, 2e-3)}
+"""What NumPy can express, and how far an output of values around 1 may be off."""
+
+
+def rounded(text: inputs.Text, dtype: type) -> inputs.Text:
+    return inputs.Text(*(x.astype(dtype) for x in text))
+
+
+@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize("name", TABLE)
+def test_table(name, dtype):
+    scenario = TABLE[name]
+    real, tolerance = REAL[dtype]
+    text = rounded(scenario.text(), real)
+    want = answers(
+        text, scenario.calls, scenario.policy, mask=scenario.mask(), softcap=scenario.softcap
+    )
+    assert want.gap > CLEAR, "a near tie: choose another seed"
+    talk = Conversation(
+        numpy_core, text, scenario.policy, mask=scenario.mask(), softcap=scenario.softcap
+    )
+    talk.feed_all(scenario.calls)
+    compare(talk, want, tolerance)
+
+
+def compare(talk: Conversation, want, tolerance: float) -> None:
+    for call, (positions, scores) in enumerate(talk.kept):
+        wanted_positions, wanted_scores = want.kept(call)
+        np.testing.assert_array_equal(positions, wanted_positions, err_msg=f"call {call}")
+        np.testing.assert_allclose(scores, wanted_scores, rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(talk.answer, want.out, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(talk.slots.lost, want.lost, rtol=2e-5, atol=1e-5)
+
+
+def test_the_heavy_set_of_the_table_moves():
+    """Otherwise nothing above would notice a wrong score."""
+    policy, text = POLICIES["h2o"], inputs.drifting(BASE.seed, N=90)
+    want = answers(text, [30, *[1] * 60], policy)
+    kept = [want.kept(call)[0] for call in range(len(want.held))]
+    assert inputs.swaps(kept, policy.k, policy.recent) > 15
+
+
+@given(inputs.scenarios())
+def test_any_conversation(scenario):
+    text, mask = scenario.text(), scenario.mask()
+    want = answers(text, scenario.calls, scenario.policy, mask=mask, softcap=scenario.softcap)
+    assume(want.gap > CLEAR)
+    talk = Conversation(numpy_core, text, scenario.policy, mask=mask, softcap=scenario.softcap)
+    compare(talk.feed_all(scenario.calls), want, REAL["float32"][1])
+
+
+@pytest.mark.parametrize("name", [name for name, s in TABLE.items() if len(s.lengths) == 2])
+def test_step_is_attend_and_evict(name):
+    scenario = TABLE[name]
+    calls = [scenario.calls[0], *[1] * 12]
+    talks = [
+        Conversation(
+            numpy_core, scenario.text(), scenario.policy,
+            mask=scenario.mask(), softcap=scenario.softcap, stepwise=stepwise,
+        ).feed_all(calls)
+        for stepwise in (True, False)
+    ]  # fmt: skip
+    for (positions, scores), (wanted_positions, wanted_scores) in zip(
+        talks[0].kept, talks[1].kept, strict=True
+    ):
+        np.testing.assert_array_equal(positions, wanted_positions)
+        np.testing.assert_allclose(scores, wanted_scores, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=1e-5, atol=1e-5)
+
+
+def test_budgets_of_rows():
+    budget = np.array([[3, 4], [0, 9], [12, 0], [900, 900], [1, 1]], np.int32)
+    policy, calls = Policy(sinks=1), [25, *[1] * 15, 4, 1, 1]
+    text = inputs.drifting(11, B=5, N=sum(calls))
+    want = answers(text, calls, policy, budget=budget)
+    assert want.gap > CLEAR
+    talk = Conversation(numpy_core, text, policy, budget=budget, capacity=sum(calls) + 1)
+    compare(talk.feed_all(calls), want, REAL["float32"][1])
+
+
+def test_rows_whose_token_is_masked_stay_as_they_are():
+    policy, N = POLICIES["h2o"], 40
+    text = inputs.drifting(5, B=3, N=N)
+    mask = np.ones((3, N), bool)
+    mask[1, 24:] = False
+    mask[2, 25::2] = False
+    talk = Conversation(numpy_core, text, policy, mask=mask).feed_all([24])
+    before = [np.array(x[1]) for x in talk.slots if x is not None]
+    talk.feed_all([1] * (N - 24))
+    for old, new in zip(before, talk.slots, strict=False):
+        np.testing.assert_array_equal(new[1], old)
+    assert not talk.answer[1, 24:].any()
+    compare(talk, answers(text, [24, *[1] * (N - 24)], policy, mask=mask), 2e-5)
+
+
+# ---- Strides ------------------------------------------------------------------------------------
+
+
+def transposed(x):  # [B, N, heads, D] in memory, as models project it
+    return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def backwards(x):
+    return np.ascontiguousarray(x[..., ::-1, ::-1])[..., ::-1, ::-1]
+
+
+def gapped(x):
+    return np.repeat(np.repeat(x, 2, axis=-1), 3, axis=-2)[..., ::3, ::2]
+
+
+def fused(x):  # the middle third of a wider projection
+    return np.concatenate([x, x, x], axis=-1)[..., x.shape[-1] : 2 * x.shape[-1]]
+
+
+def expanded(x):  # every row the same memory
+    return np.broadcast_to(x[:1], x.shape)
+
+
+@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize("layout", [transposed, backwards, gapped, fused, expanded])
+def test_strides_do_not_matter(layout, dtype):
+    text = rounded(inputs.drifting(3, B=2, N=48, D=20), REAL[dtype][0])
+    if layout is expanded:
+        text = inputs.Text(*(np.array(expanded(x)) for x in text))
+    viewed = inputs.Text(*(layout(x) for x in text))
+    for x, y in zip(text, viewed, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.strides != y.strides
+        y.setflags(write=False)
+    calls, policy = [30, *[1] * 10, 8], POLICIES["value-weighted"]
+    plain = Conversation(numpy_core, text, policy).feed_all(calls)
+    as_is = numpy_core._replace(tensor=np.asarray)
+    strided = Conversation(as_is, viewed, policy).feed_all(calls)
+    np.testing.assert_array_equal(strided.answer, plain.answer)
+    for a, b in zip(strided.slots, plain.slots, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_outputs_are_written_where_they_are():
+    q, k, v = inputs.drifting(3, N=20)
+    wide = np.full((2, 20, 9, 16), 7.0, np.float32)
+    out, scores = wide[:, :, 2:6], np.full((2, 2, 20), 7.0, np.float32)
+    got = ops.attend(q, k, v, out=out, scores=scores)
+    assert got[0] is out
+    assert got[1] is scores
+    want = ops.attend(q, k, v)
+    np.testing.assert_array_equal(out, want[0])
+    np.testing.assert_array_equal(scores, want[1])
+    assert (wide[:, :, :2] == 7).all()
+    assert (wide[:, :, 6:] == 7).all()
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.uint8])
+def test_masks_of_either_dtype(kind):
+    text, mask = inputs.drifting(3, N=20), inputs.holes(3, [20, 11], 20)
+    want = ops.attend(*text, mask=mask)
+    got = ops.attend(*text, mask=(mask * 255).astype(kind))
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[1], want[1])
+
+
+# ---- Eviction alone -----------------------------------------------------------------------------
+
+NUMBERS = [0.0, -0.0, 1.0, 2.0, 0.5, -1.0, np.inf, -np.inf, np.nan, -np.nan, 1e-40, 3e38]
+
+
+def chosen(scores: list[float], policy: Policy) -> list[int]:
+    """Positions that stay, by the definition."""
+    n = len(scores)
+    if n <= policy.k:
+        return list(range(n))
+    candidates = range(policy.sinks, n - policy.recent)
+    best = sorted(
+        candidates,
+        key=lambda j: (
+            np.isnan(scores[j]),
+            -np.nan_to_num(scores[j], posinf=np.inf, neginf=-np.inf),
+            j,
+        ),
+    )[: policy.heavy]
+    return sorted([*range(policy.sinks), *best, *range(n - policy.recent, n)])
+
+
+@given(
+    st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=60),
+    inputs.policies(20),
+    st.integers(1, 60),
+)
+def test_ties_and_nan(scores, policy, first):
+    """Handmade scores, the prompt evicted at once or the rest as a chunk."""
+    n = len(scores)
+    first = min(first, n)
+    policy = Policy(policy.heavy, policy.recent, policy.sinks)
+    keys = np.arange(n, dtype=np.float32)[None, None, :, None] + np.float32([[[[0, 0.5]]]])
+    given_scores = np.array(scores, np.float32)[None, None]
+    slots = ops.new_slots(keys, n)
+    slots.budget[:] = 2**31 - 1, 0
+    ops.evict(keys[:, :, :first], -keys[:, :, :first], given_scores[:, :, :first], slots)
+    assert slots.positions[0, 0, :first].tolist() == list(range(first))
+    slots.budget[:] = policy.heavy, policy.recent
+    if first < n:
+        ops.evict(
+            keys[:, :, first:], -keys[:, :, first:], given_scores[:, :, first:], slots,
+            sinks=policy.sinks,
+        )  # fmt: skip
+    else:
+        slots = ops.new_slots(keys, n)
+        slots.budget[:] = policy.heavy, policy.recent
+        ops.evict(keys, -keys, given_scores, slots, sinks=policy.sinks)
+    check_slots(slots, policy.sinks)
+    positions, kept_scores = inputs.kept(slots)
+    assert positions[0, 0].tolist() == chosen(given_scores[0, 0].tolist(), policy)
+    np.testing.assert_array_equal(kept_scores[0, 0], given_scores[0, 0, positions[0, 0]])
+    filled = slots.positions[0, 0] >= 0
+    np.testing.assert_array_equal(slots.keys[0, 0, filled, 0], slots.positions[0, 0, filled])
+    np.testing.assert_array_equal(slots.values[0, 0, filled], -slots.keys[0, 0, filled])
+
+
+def test_the_capacity_need_not_exceed_what_is_kept():
+    q, k, v = inputs.drifting(9, N=50)
+    policy = POLICIES["sinks"]
+    talk = Conversation(numpy_core, inputs.Text(q, k, v), policy, capacity=policy.k)
+    compare(talk.feed_all([40, 10]), answers(inputs.Text(q, k, v), [40, 10], policy), 2e-5)
+
+
+def test_survivors_stay_in_their_slots():
+    talk = Conversation(numpy_core, inputs.drifting(9, N=70), POLICIES["h2o"])
+    talk.feed_all([30, *[1] * 9])
+    before = talk.slots.positions.copy()
+    talk.feed(5)
+    after = talk.slots.positions
+    for b, g in itertools.product(range(2), range(2)):
+        for slot, position in enumerate(before[b, g].tolist()):
+            if position >= 0 and position in after[b, g]:
+                assert after[b, g, slot] == position
+
+
+def test_a_nan_key_is_dropped_first():
+    """One NaN in a key makes scores NaN for good; the cache must get rid of it."""
+    text = inputs.drifting(2, B=1, H=1, G=1, N=40)
+    policy = Policy(6, 4)
+    slots = ops.new_slots(text.keys, policy.k + 1, policy.heavy, policy.recent)
+    q, k, v = text.cut(0, 9)
+    _, scores = ops.attend(q, k, v, slots)
+    scores[0, 0, 3] = np.nan
+    ops.evict(k, v, scores, slots)
+    ops.step(*text.cut(9, 10), slots)
+    assert 3 in slots.positions
+    ops.step(*text.cut(10, 11), slots)
+    assert 3 not in slots.positions
+    assert np.isfinite(slots.scores[slots.positions >= 0]).all()
+
+
+# ---- Simulation ---------------------------------------------------------------------------------
+
+
+def rows_alone(text, policy, prompt, budget, mask, softcap):
+    """What caches answer that are fed each row by itself, the prompt at once."""
+    N = text.query.shape[2]
+    for b, row in enumerate(mask):
+        real = np.flatnonzero(row)
+        cut = int(real[min(prompt[b], len(real)) - 1]) + 1 if len(real) else N
+        one = slice(b, b + 1)
+        yield answers(
+            inputs.Text(*(x[one] for x in text)),
+            [cut, *[1] * (N - cut)],
+            policy,
+            mask=mask[one],
+            budget=budget[one],
+            softcap=softcap,
+        )
+
+
+def compare_simulation(got, mask, alone, tolerance):
+    for b, want in enumerate(alone):
+        out, evicted_at, scores = (x[b] for x in got)
+        np.testing.assert_allclose(out, want.out[0], rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(scores, want.last_scores[0], rtol=5e-5, atol=2e-5)
+        tokens = np.concatenate([[0], mask[b].cumsum()])  # real columns before a column
+        np.testing.assert_array_equal(tokens[evicted_at], tokens[want.evicted_at[0]])
+        assert not evicted_at[:, ~mask[b]].any()
+
+
+@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize("name", TABLE)
+def test_simulation_table(name, dtype):
+    scenario = TABLE[name]
+    real, tolerance = REAL[dtype]
+    text, policy, softcap = rounded(scenario.text(), real), scenario.policy, scenario.softcap
+    mask = scenario.mask()
+    mask[:, -3:-1] = False
+    budget = np.array([[policy.heavy, policy.recent]] * scenario.B, np.int32)
+    prompt = np.array([1, 25, 7, 300, 60][: scenario.B], np.int32)
+    alone = list(rows_alone(text, policy, prompt, budget, mask, softcap))
+    assert min(want.gap for want in alone) > CLEAR, "a near tie: choose another seed"
+    got = ops.simulate(*text, prompt, budget, mask=mask, softcap=softcap, **policy.ranking)
+    compare_simulation(got, mask, alone, tolerance)
+
+
+@given(inputs.scenarios(), st.data())
+def test_any_simulation(scenario, data):
+    rows = st.lists(st.integers(1, 40), min_size=scenario.B, max_size=scenario.B)
+    prompt = np.array(data.draw(rows, label="prompt"), np.int32)
+    heavy = data.draw(rows, label="heavy")
+    policy, softcap = scenario.policy, scenario.softcap
+    budget = np.array([[h, policy.recent] for h in heavy], np.int32)
+    text, mask = scenario.text(), scenario.mask()
+    alone = list(rows_alone(text, policy, prompt, budget, mask, softcap))
+    assume(min(want.gap for want in alone) > CLEAR)
+    got = ops.simulate(*text, prompt, budget, mask=mask, softcap=softcap, **policy.ranking)
+    compare_simulation(got, mask, alone, REAL["float32"][1])

@@ -1,0 +1,255 @@
+"""What follows from the definition of H2O, held against the oracle and the core alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from torch.nn.functional import scaled_dot_product_attention
+
+from h2o import ops
+from tests import inputs
+from tests.conversation import Conversation
+from tests.core.dense import answers
+from tests.inputs import POLICIES, Policy, Text
+from tests.torch.engines import core, oracle
+
+CLEAR = 3e-5
+"""Ranks further apart than this (relatively) cannot change places by float32 rounding."""
+
+ENGINES = {"oracle": oracle(), "core": core()}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return ENGINES[request.param]
+
+
+def assert_same_state(one: Conversation, other: Conversation, tolerance: float = 0.0) -> None:
+    """After every piece the same keys and scores."""
+    assert len(one.kept) == len(other.kept)
+    for (positions, scores), (wanted_positions, wanted_scores) in zip(
+        one.kept, other.kept, strict=True
+    ):
+        np.testing.assert_array_equal(positions, wanted_positions)
+        np.testing.assert_allclose(scores, wanted_scores, rtol=tolerance, atol=tolerance)
+
+
+# ---- The oracle itself, and the core against it ------------------------------------------------
+
+
+@given(inputs.scenarios())
+def test_oracle_agrees_with_whole_text_matrices(scenario):
+    text, mask, policy = scenario.text(), scenario.mask(), scenario.policy
+    want = answers(text, scenario.calls, policy, mask=mask, softcap=scenario.softcap)
+    assume(want.gap > CLEAR)
+    talk = Conversation(oracle(), text, policy, mask=mask, softcap=scenario.softcap)
+    talk.feed_all(scenario.calls)
+    for call, (positions, scores) in enumerate(talk.kept):
+        np.testing.assert_array_equal(positions, want.kept(call)[0])
+        np.testing.assert_allclose(scores, want.kept(call)[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(talk.answer, want.out, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(talk.slots.lost, want.lost, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_core_keeps_what_the_oracle_keeps(name):
+    """At every step, through a prompt, steps and chunks."""
+    policy, calls = POLICIES[name], [24, *[1] * 25, 7, *[1] * 8]
+    text = inputs.drifting(21, B=2, H=6, G=2, N=sum(calls), sink=True)
+    assert answers(text, calls, policy).gap > CLEAR, "a near tie: choose another seed"
+    talks = [Conversation(e, text, policy).feed_all(calls) for e in ENGINES.values()]
+    assert_same_state(*talks, tolerance=1e-5)
+    np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=1e-5, atol=1e-5)
+
+
+def test_the_heavy_set_moves():
+    """Otherwise the tests here would not notice a wrong score."""
+    policy, N = POLICIES["h2o"], 64
+    text = inputs.drifting(21, B=2, H=6, G=2, N=N, sink=True)
+    want = answers(text, [24, *[1] * (N - 24)], policy)
+    kept = [want.kept(call)[0] for call in range(len(want.held))]
+    assert inputs.swaps(kept, policy.k, policy.recent) > 15
+
+
+def test_engines_continue_from_each_others_slots():
+    """The oracle stores in order of position, the core leaves holes: both are valid states."""
+    policy, calls = POLICIES["everything"], [24, *[1] * 40]
+    text = inputs.drifting(23, N=64)
+    alone = Conversation(oracle(), text, policy).feed_all(calls)
+    mixed = Conversation(oracle(), text, policy)
+    for i, columns in enumerate(calls):
+        mixed.do = ENGINES["oracle" if i // 3 % 2 else "core"].module
+        mixed.feed(columns)
+    assert_same_state(mixed, alone, tolerance=1e-5)
+
+
+# ---- Consequences ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", ["none", "holes"])
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(60, 0), Policy(0, 60), Policy(30, 30), Policy(20, 35, sinks=5), Policy(0, 0, sinks=60)],
+    ids=str,
+)
+def test_a_budget_for_everything_is_dense_attention(engine, policy, padding):
+    calls = [30, *[1] * 10, 12, *[1] * 8]
+    N = sum(calls)
+    text = inputs.drifting(31, B=2, H=4, G=2, N=N)
+    mask = np.ones((2, N), bool)
+    if padding == "holes":
+        mask[:, :30] = inputs.holes(31, [30, 11], 30)
+    talk = Conversation(engine, text, policy, mask=mask).feed_all(calls)
+    for b, row in enumerate(mask):
+        everything = list(range(row.sum()))
+        assert [x[x >= 0].tolist() for x in talk.kept[-1][0][b]] == [everything] * 2
+        q, k, v = (torch.from_numpy(x[b : b + 1, :, row]).double() for x in text)
+        dense = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        np.testing.assert_allclose(
+            talk.answer[b, row], dense[0].transpose(0, 1), rtol=1e-5, atol=1e-5
+        )
+    assert not talk.slots.lost.any()
+    full = Conversation(engine, text, Policy(ops.UNLIMITED, 0), mask=mask, capacity=N)
+    assert_same_state(talk, full.feed_all(calls))
+    np.testing.assert_array_equal(talk.answer, full.answer)
+
+
+@pytest.mark.parametrize("name", [name for name, p in POLICIES.items() if p.decay == 1.0])
+def test_every_query_gives_each_of_its_heads_one_unit_of_attention(engine, name):
+    policy, calls = POLICIES[name], [24, *[1] * 15, 7, 1, 1]
+    text = inputs.drifting(37, B=3, H=6, G=2, N=sum(calls))
+    mask = np.concatenate(
+        [inputs.left([24, 5, 0], 24), np.ones((3, sum(calls) - 24), bool)], axis=1
+    )
+    talk = Conversation(engine, text, policy, mask=mask)
+    stop = 0
+    for columns in calls:
+        talk.feed(columns)
+        stop += columns
+        given_out = talk.kept[-1][1].sum(-1, dtype=float) + np.asarray(talk.slots.lost)
+        queries = mask[:, :stop].sum(1, keepdims=True)
+        np.testing.assert_allclose(given_out, 3 * queries.repeat(2, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["h2o", "heavy-only", "everything"])
+@pytest.mark.parametrize("padding", ["left", "right", "holes"])
+def test_a_row_in_a_batch_is_the_row_alone(engine, padding, name):
+    """To the last bit, whatever its neighbours and wherever its pads."""
+    policy, rest = POLICIES[name], [*[1] * 12, 6, 1, 1]
+    lengths, Q = [40, 1, 23, 0, 33], 41
+    N = Q + sum(rest)
+    padder = {
+        "left": lambda: inputs.left(lengths, Q),
+        "right": lambda: inputs.right(lengths, Q),
+        "holes": lambda: inputs.holes(5, lengths, Q),
+    }[padding]
+    mask = np.concatenate([padder(), np.ones((5, N - Q), bool)], axis=1)
+    text = inputs.drifting(41, B=5, N=N)
+    batch = Conversation(engine, inputs.pad(text, mask), policy, mask=mask).feed_all([Q, *rest])
+    for b, length in enumerate(lengths):
+        row = Text(*(x[b : b + 1] for x in text))
+        alone = Conversation(engine, row, policy)
+        alone.feed_all([length, *rest] if length else rest)
+        first = 0 if length else 1
+        for (positions, scores), (wanted_positions, wanted_scores) in zip(
+            batch.kept[first:], alone.kept, strict=True
+        ):
+            held = wanted_positions.shape[-1]
+            np.testing.assert_array_equal(positions[b, :, :held], wanted_positions[0])
+            np.testing.assert_array_equal(scores[b, :, :held], wanted_scores[0])
+            assert (positions[b, :, held:] == -1).all()
+        np.testing.assert_array_equal(batch.answer[b, mask[b]], alone.answer[0])
+        assert not batch.answer[b, ~mask[b]].any()
+        np.testing.assert_array_equal(batch.slots.lost[b], alone.slots.lost[0])
+
+
+@pytest.mark.parametrize("calls", [[30, 10], [1] * 40, [7, 33], [39, 1], [2, 1, 31, 6]], ids=str)
+@pytest.mark.parametrize("decay", [1.0, 0.9, 0.0])
+def test_chunks_are_one_prompt_while_nothing_is_evicted(engine, calls, decay):
+    policy = Policy(30, 10, rank_by="mean", decay=decay)
+    text = inputs.drifting(43, B=2, N=60)
+    mask = np.concatenate([inputs.holes(43, [40, 17], 40), np.ones((2, 20), bool)], axis=1)
+    once, chunks = (
+        Conversation(engine, text, policy, mask=mask).feed_all(c) for c in ([40], calls)
+    )
+    np.testing.assert_allclose(chunks.answer, once.answer, rtol=1e-5, atol=1e-5)
+    once.kept, chunks.kept = once.kept[-1:], chunks.kept[-1:]
+    for talk in (once, chunks):
+        talk.feed_all([1] * 20)
+    assert_same_state(chunks, once, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", ["h2o", "everything"])
+def test_permuted_rows_are_permuted_state(engine, name):
+    """Beam search: rows are reordered and repeated between steps, scores and all."""
+    policy, order = POLICIES[name], [2, 0, 0, 1]
+    text = inputs.drifting(47, B=4, N=60)
+    moved = Conversation(engine, text, policy).feed_all([24, *[1] * 10])
+    stayed = Conversation(engine, text, policy).feed_all([24, *[1] * 10])
+    for tensor in moved.slots:
+        if tensor is not None:
+            tensor.copy_(tensor[order])
+    moved.query, moved.keys, moved.values = (
+        x[order] for x in (stayed.query, stayed.keys, stayed.values)
+    )
+    for talk in (moved, stayed):
+        talk.feed_all([1] * 15 + [5, 1])
+    for (positions, scores), (wanted_positions, wanted_scores) in zip(
+        moved.kept[11:], stayed.kept[11:], strict=True
+    ):
+        np.testing.assert_array_equal(positions, wanted_positions[order])
+        np.testing.assert_array_equal(scores, wanted_scores[order])
+    np.testing.assert_array_equal(moved.answer[:, 34:], stayed.answer[order][:, 34:])
+
+
+@pytest.mark.parametrize("name", ["h2o", "everything", "local"])
+def test_simulation_is_the_cache(engine, name):
+    """Outputs, scores and who was dropped when, token by token."""
+    policy, prompt, N = POLICIES[name], [20, 35], 60
+    text = inputs.drifting(53, B=2, N=N)
+    q, k, v = (engine.tensor(x) for x in text)
+    budget = torch.tensor([[policy.heavy, policy.recent]] * 2, dtype=torch.int32)
+    out, evicted_at, scores = engine.module.simulate(
+        q, k, v, torch.tensor(prompt, dtype=torch.int32), budget, **policy.ranking
+    )
+    for b in range(2):
+        row = Text(*(x[b : b + 1] for x in text))
+        talk = Conversation(engine, row, policy).feed_all([prompt[b], *[1] * (N - prompt[b])])
+        np.testing.assert_allclose(out[b], talk.answer[0], rtol=1e-5, atol=1e-5)
+        for stop, (positions, _) in enumerate(talk.kept[:-1], prompt[b]):
+            for g in range(2):
+                alive = evicted_at[b, g, :stop] > stop
+                assert alive.nonzero()[:, 0].tolist() == positions[0, g].tolist()
+        positions, last = talk.kept[-1]
+        np.testing.assert_allclose(
+            np.take_along_axis(scores[b].numpy(), positions[0], -1), last[0], rtol=2e-5, atol=1e-5
+        )
+
+
+# ---- Threads -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1, 300), (2, 4, 4, 150), (3, 6, 2, 64)], ids=str)
+def test_results_do_not_depend_on_threads(shape):
+    """Bit for bit: prompts, chunks, steps and simulation, with torch's threads."""
+    B, H, G, N = shape
+    policy = POLICIES["everything"]
+    text = inputs.drifting(59, B, H, G, N, D=64)
+    prompt = torch.full((B,), N // 2, dtype=torch.int32)
+    budget = torch.tensor([[policy.heavy, policy.recent]] * B, dtype=torch.int32)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            talk = Conversation(core(), text, policy).feed_all([N - 40, *[1] * 20, 20])
+            simulated = ops.simulate(
+                talk.query, talk.keys, talk.values, prompt, budget, **policy.ranking
+            )
+            results.append([torch.from_numpy(talk.answer), *talk.slots, *simulated])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert torch.equal(one, two)
