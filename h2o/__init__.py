@@ -1,0 +1,99 @@
+"""h2o: heavy-hitter (H2O) KV-cache eviction for Hugging Face transformers, with a C core.
+
+```python
+import h2o
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="h2o")
+cache = h2o.H2OCache(model.config, heavy=256, recent=256)
+model.generate(**inputs, past_key_values=cache)
+```
+
+Importing h2o needs numpy only. torch and transformers are imported when something
+that needs them is asked for. The attention name "h2o" is registered with
+transformers at once if that is already imported, and otherwise as soon as it is,
+so the order of imports does not matter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from typing import Any
+
+try:
+    from h2o import ops
+except ImportError as error:
+    if importlib.util.find_spec("h2o._core") is not None:
+        raise
+    raise ImportError(
+        "h2o._core, the compiled core, is missing. From a source tree, build it: "
+        "pip install -e .  Otherwise two packages may have met: H2O.ai's client, `h2o` on PyPI, "
+        "has the same import name as h2o-kv, and both cannot be in one environment: "
+        "pip uninstall h2o h2o-kv && pip install h2o-kv"
+    ) from error
+
+from h2o.config import H2OConfig
+
+__version__: str = ops.info()["version"]
+
+_LAZY = {
+    "H2OCache": "h2o.cache",
+    "H2OLayer": "h2o.cache",
+    "Unsupported": "h2o.cache",
+    "disable": "h2o.patching",
+    "enable": "h2o.patching",
+    "patched": "h2o.patching",
+    "supports": "h2o.attention",
+}
+
+__all__ = ["H2OConfig", "__version__", "ops", *_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'h2o' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
+_INTERFACE = "transformers.modeling_utils"  # where transformers keeps its attention functions
+
+
+def _register() -> None:
+    """Tells transformers; an older one than 5.4 is refused when H2OCache is asked for."""
+    version = sys.modules["transformers"].__version__
+    if tuple(int(part) for part in version.split(".")[:2]) >= (5, 4):
+        importlib.import_module("h2o.attention").register()
+
+
+class _AfterTransformers:
+    """On sys.meta_path until transformers has been imported; its own finder does the finding."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _INTERFACE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                if cls in sys.meta_path:
+                    sys.meta_path.remove(cls)  # type: ignore[arg-type]
+                _register()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if _INTERFACE in sys.modules:
+    _register()
+else:
+    sys.meta_path.insert(0, _AfterTransformers)  # type: ignore[arg-type]

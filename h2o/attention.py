@@ -1,0 +1,242 @@
+"""What transformers runs for attn_implementation="h2o".
+
+Two functions are registered under that name: the attention, and the maker of
+its mask. Keys that come out of an `H2OCache` carry their layer, which then does
+the work; all others (no cache, transformers' own caches, training) get dense
+attention, the same as under "sdpa".
+
+An H2O layer is told of pads by a mask [B, Q] of the new tokens alone: whatever
+it holds is visible, and causality among new tokens follows from their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from h2o.cache import H2OLayer, Unsupported, transformers_layers
+from h2o.support import Support
+
+__all__ = ["h2o_attention_forward", "h2o_mask", "register", "supports"]
+
+_FOREIGN = {
+    "s_aux": "attention sinks as parameters",
+    "sinks": "attention sinks as parameters",
+    "position_bias": "an additive position bias",
+    "block_indices": "block-sparse attention",
+    "cache": "paged attention (continuous batching)",
+    "output_attentions": "output_attentions=True (attention weights are never made whole)",
+}
+"""Keyword arguments of attention functions that change what attention is."""
+
+
+def h2o_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers' AttentionInterface.
+
+    Args:
+        query: [B, H, Q, D]; key, value: [B, G, N, D], with N = Q out of an `H2OCache`.
+        attention_mask: None, [B, Q] or [B, N] bool as `h2o_mask` makes it, or 4-D for dense
+            attention.
+
+    Returns:
+        (output [B, Q, H, D], None).
+
+    Errors: `Unsupported` for what a model asks for and h2o does not do, RuntimeError in training.
+    """
+    layer: H2OLayer | None = getattr(key, "h2o_layer", None)
+    for name, argument in kwargs.items():
+        if name in _FOREIGN and argument is not None and argument is not False:
+            raise _refused(layer, _FOREIGN[name])
+    if layer is None:
+        mask = _dense_mask(module, query, key, attention_mask, is_causal)
+        if softcap is not None:
+            return _softcapped(query, key, value, mask, scaling, softcap, dropout), None
+        return sdpa_attention_forward(
+            module, query, key, value, mask,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+        )  # fmt: skip
+    if module.training or dropout:
+        layer.forget_update()
+        raise RuntimeError(
+            "an H2OCache is for inference: call model.eval(), or train with use_cache=False"
+        )
+    if sliding_window is not None:
+        raise _refused(
+            layer,
+            f"a sliding window of {sliding_window} in a layer that its H2OCache takes for full "
+            "attention: make the cache from the config of the model that uses it",
+        )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise _refused(
+            layer,
+            "4-D masks and other attention patterns of one's own (packed texts, prefix or block "
+            "attention): give a 2-D attention_mask, or use DynamicCache",
+        )
+    if layer.slots is None and getattr(module.config, "output_attentions", False):
+        raise _refused(layer, _FOREIGN["output_attentions"])
+    if not torch.is_grad_enabled() or not (query.requires_grad or value.requires_grad):
+        return layer.attend(query, key, value, attention_mask, scaling, softcap or 0.0), None
+    with torch.no_grad():
+        out = layer.attend(
+            query.detach(), key.detach(), value.detach(), attention_mask, scaling, softcap or 0.0
+        )
+    return _Undifferentiable.apply(out, query, key, value), None
+
+
+def _refused(layer: H2OLayer | None, feature: str) -> Unsupported:
+    """The error to raise; leaves the cache as it was before this forward pass reached the layer."""
+    if layer is not None:
+        layer.forget_update()
+    return Unsupported(f"h2o attention does not support {feature}")
+
+
+def h2o_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """A mask function of transformers' AttentionMaskInterface.
+
+    Returns:
+        For plain causal attention the part of the 2-D mask that belongs to the keys: [B, Q] for
+        an `H2OCache`, which announces kv_length = q_length; [B, N] otherwise; None without
+        pads. For any other pattern (a window, packed texts, both directions) the 4-D mask of
+        "sdpa", which dense attention takes and an H2O layer refuses.
+
+    Errors: `Unsupported` for a cache that lays its keys out otherwise (StaticCache),
+    ValueError for a mask of the wrong length.
+    """
+    if mask_function is not causal_mask_function:
+        return sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
+            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, **kwargs,
+        )  # fmt: skip
+    ours = kv_length == q_length and kv_offset == q_offset
+    if not ours and (kv_offset != 0 or kv_length != q_length + q_offset):
+        raise Unsupported(
+            f"h2o attention was given a cache with {kv_length} places for {q_offset} + {q_length} "
+            "tokens, such as StaticCache: use H2OCache or DynamicCache"
+        )
+    if attention_mask is None:
+        return None
+    length = attention_mask.shape[1]
+    if length not in (q_offset + q_length, kv_length):
+        raise ValueError(
+            f"attention_mask has {length} columns; {q_offset + q_length} are needed: "
+            f"{q_offset} tokens seen and {q_length} new ones"
+        )
+    return attention_mask[:, length - kv_length :]
+
+
+def _dense_mask(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
+) -> Tensor | None:
+    """The mask that "sdpa" expects, from what `h2o_mask` gave."""
+    if mask is not None and mask.ndim != 2:
+        return mask
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if mask is None and not causal:
+        return None
+    Q, N = query.shape[2], key.shape[2]
+    if mask is None and Q in (1, N):
+        return None  # sdpa_attention_forward is causal by itself here
+    return sdpa_mask(
+        batch_size=query.shape[0], q_length=Q, kv_length=N, q_offset=N - Q,
+        attention_mask=mask, device=query.device,
+    )  # fmt: skip
+
+
+def _softcapped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float,
+    dropout: float,
+) -> Tensor:
+    """Dense attention with logits squeezed into (-softcap, softcap), which "sdpa" lacks."""
+    B, H, Q, D = query.shape
+    G, N = key.shape[1:3]
+    grouped = query.reshape(B, G, H // G, Q, D)
+    logits = grouped @ key[:, :, None].mT * (D**-0.5 if scale is None else scale)
+    logits = softcap * torch.tanh(logits / softcap)
+    if mask is None and Q > 1:
+        mask = torch.ones(Q, N, dtype=torch.bool, device=query.device).tril(N - Q)[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        # The lowest number, not -inf: a query that sees nothing must not become NaN.
+        logits = logits.masked_fill(~mask[:, :, None], torch.finfo(logits.dtype).min)
+    elif mask is not None:
+        logits = logits + mask[:, :, None]
+    weights = logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if dropout:
+        weights = nn.functional.dropout(weights, dropout)
+    return (weights @ value[:, :, None]).reshape(B, H, Q, D).transpose(1, 2).contiguous()
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """The output of an H2O layer where gradients are recorded: an error if they are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "attention through an H2OCache has no gradient: train with use_cache=False, or run "
+            "the model under torch.no_grad()"
+        )
+
+
+def register() -> None:
+    """Makes the name "h2o" known to transformers. Done by `import h2o`."""
+    AttentionInterface.register("h2o", h2o_attention_forward)
+    AttentionMaskInterface.register("h2o", h2o_mask)
+
+
+def supports(config: Any) -> Support:
+    """Whether h2o can serve the causal language model that a config describes, and how.
+
+    Goes by the config and by the model's class; needs no weights. What only a forward pass
+    can show (a model that alters keys after the cache) is found there and raises.
+    """
+    model_type = config.get_text_config(decoder=True).model_type
+    try:
+        layers = transformers_layers(config)
+    except Unsupported as error:
+        return Support(model_type, False, str(error).partition(": ")[2], ())
+    try:
+        model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        return Support(model_type, False, "transformers has no causal language model of it", ())
+    if not model_class._can_set_attn_implementation():
+        return Support(
+            model_type, False, "it has attention code of its own instead of AttentionInterface", ()
+        )
+    kinds = tuple("sliding" if layer.is_sliding else "h2o" for layer in layers)
+    return Support(model_type, True, "", kinds)

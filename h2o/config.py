@@ -1,0 +1,205 @@
+"""What an H2O cache keeps: budgets and ranking, as one immutable record.
+
+Imports neither torch nor transformers, so that a command line, a result file
+or a test can speak about policies without loading a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["UNLIMITED", "H2OConfig"]
+
+UNLIMITED = 2**31 - 1
+"""A `heavy` or `recent` budget that never bites."""
+
+Amount = int | float
+"""An int counts tokens; a float in [0, 1] is a fraction of the row's prompt length."""
+
+Budget = Amount | Sequence[Amount] | Callable[[int, int], Amount]
+"""The same for every layer, one amount per layer, or a function (layer, layers) -> amount."""
+
+
+@dataclasses.dataclass(frozen=True)
+class H2OConfig:
+    """How many keys each row, layer and key/value head may keep, and which.
+
+    The budget is k = sinks + heavy + recent. The first `sinks` tokens of a row
+    and its `recent` newest ones stay, and of the others the `heavy` highest ranks.
+    Without arguments it is the authors' setting: a tenth of the prompt for heavy hitters
+    and a tenth for recent tokens (Zhang et al., "H2O: Heavy-Hitter Oracle for
+    Efficient Generative Inference of Large Language Models", NeurIPS 2023).
+
+    Errors: TypeError for a thing that is no number (a bool is none), ValueError for a
+    number out of range and for a budget of 0 in total.
+    """
+
+    heavy: Budget = 0.1
+    """Tokens kept for the attention that they have received. An int is a number of
+    tokens, a float in [0, 1] a fraction of the row's own prompt, `int(fraction * n)`: 1 is
+    one token, 1.0 the whole prompt. A list gives one amount per layer of the model, a
+    function `(layer, layers) -> amount` computes it."""
+    recent: Budget = 0.1
+    """Newest tokens kept whatever their rank; given like `heavy`."""
+    sinks: int = 0
+    """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
+    Language Models with Attention Sinks", ICLR 2024)."""
+    rank_by: str = "sum"
+    """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
+    age is no advantage."""
+    decay: float = 1.0
+    """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
+    query alone."""
+    value_weighted: bool = False
+    """Multiply the rank by the L2 norm of the key's value."""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # frozen: what users gave becomes plain Python numbers
+        for name in ("heavy", "recent"):
+            put(self, name, _budget(name, getattr(self, name)))
+        put(self, "sinks", _tokens("sinks", self.sinks))
+        if self.rank_by not in ("sum", "mean"):
+            raise ValueError(f'rank_by must be "sum" or "mean", not {self.rank_by!r}')
+        if isinstance(self.decay, bool) or not isinstance(self.decay, numbers.Real):
+            raise TypeError(f"decay must be a number in [0, 1], not {self.decay!r}")
+        if not 0 <= self.decay <= 1:  # refuses NaN as well
+            raise ValueError(f"decay must be in [0, 1], not {self.decay!r}")
+        put(self, "decay", float(self.decay))
+        if not isinstance(self.value_weighted, bool):
+            raise TypeError(f"value_weighted must be True or False, not {self.value_weighted!r}")
+        self._check_total()
+
+    @classmethod
+    def full(cls) -> H2OConfig:
+        """No budget: every token is kept. The baseline."""
+        return cls(heavy=UNLIMITED, recent=0)
+
+    @classmethod
+    def local(cls, recent: Budget) -> H2OConfig:
+        """Only the `recent` newest tokens: a sliding window."""
+        return cls(heavy=0, recent=recent)
+
+    @classmethod
+    def heavy_only(cls, heavy: Budget) -> H2OConfig:
+        """No reserved window: the newest token competes like any other."""
+        return cls(heavy=heavy, recent=0)
+
+    @classmethod
+    def streaming(cls, recent: Budget, sinks: int = 4) -> H2OConfig:
+        """First and newest tokens, nothing by rank: StreamingLLM (Xiao et al., ICLR 2024)."""
+        return cls(heavy=0, recent=recent, sinks=sinks)
+
+    @property
+    def ranking(self) -> dict[str, Any]:
+        """What `h2o.ops.evict` and `h2o.ops.step` are told beside the slots."""
+        return {
+            "sinks": self.sinks,
+            "rank_by": self.rank_by,
+            "decay": self.decay,
+            "value_weighted": self.value_weighted,
+        }
+
+    @property
+    def needs_prompt_length(self) -> bool:
+        """Whether a budget is a fraction. For layer budgets ask the layer's own config."""
+        return isinstance(self.heavy, float) or isinstance(self.recent, float)
+
+    def for_layer(self, layer: int, layers: int) -> H2OConfig:
+        """This config with the amounts of one of the model's `layers` layers, counted from 0.
+
+        Errors: ValueError when a list has not one amount per layer.
+        """
+        return dataclasses.replace(
+            self,
+            heavy=_of_layer("heavy", self.heavy, layer, layers),
+            recent=_of_layer("recent", self.recent, layer, layers),
+        )
+
+    def tokens(self, n: int) -> tuple[int, int]:
+        """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.
+
+        Errors: ValueError when nothing at all may be kept.
+        """
+        heavy, recent = (
+            int(amount * n) if isinstance(amount, float) else amount
+            for amount in (self.heavy, self.recent)
+        )
+        if self.sinks + heavy + recent == 0:
+            raise ValueError(
+                f"heavy={self.heavy} and recent={self.recent} of a prompt of {n} tokens leave a "
+                "budget of 0 tokens: give larger fractions, numbers of tokens, or sinks"
+            )
+        return heavy, recent
+
+    def _check_total(self) -> None:
+        """A budget that is 0 whatever the prompt, in any layer, is an error now."""
+        amounts = [self.heavy, self.recent]
+        if self.sinks or any(callable(amount) for amount in amounts):
+            return
+        layers = max(len(amount) if isinstance(amount, tuple) else 1 for amount in amounts)
+        rows = [amount if isinstance(amount, tuple) else (amount,) * layers for amount in amounts]
+        if len(rows[0]) != len(rows[1]):
+            raise ValueError(
+                f"heavy has {len(rows[0])} amounts and recent {len(rows[1])}: "
+                "each needs one per layer of the model"
+            )
+        if any(heavy == 0 and recent == 0 for heavy, recent in zip(*rows, strict=True)):
+            raise ValueError(
+                "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "
+                f"than 0 (heavy={self.heavy}, recent={self.recent}, sinks=0)"
+            )
+
+
+def _budget(name: str, value: Any) -> Any:
+    """A budget with its numbers checked: an amount, a tuple of amounts, or a function."""
+    if callable(value):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if not value:
+            raise ValueError(f"{name} is an empty list: give one amount per layer of the model")
+        return tuple(_amount(f"{name}[{i}]", amount) for i, amount in enumerate(value))
+    return _amount(name, value)
+
+
+def _amount(name: str, value: Any) -> Amount:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return _tokens(name, value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        fraction = float(value)
+        if math.isnan(fraction) or not 0 <= fraction <= 1:
+            raise ValueError(
+                f"{name}={value!r}: a float is a fraction of the prompt and must be in [0, 1]; "
+                "for a number of tokens give an int"
+            )
+        return fraction
+    raise TypeError(
+        f"{name} must be a number of tokens (int) or a fraction of the prompt (float in [0, 1]), "
+        f"not {value!r}"
+    )
+
+
+def _tokens(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a number of tokens (int), not {value!r}")
+    tokens = operator.index(value)
+    if not 0 <= tokens <= UNLIMITED:
+        raise ValueError(f"{name} must be from 0 to {UNLIMITED} tokens, not {tokens}")
+    return tokens
+
+
+def _of_layer(name: str, budget: Any, layer: int, layers: int) -> Amount:
+    if callable(budget):
+        return _amount(f"{name}({layer}, {layers})", budget(layer, layers))
+    if isinstance(budget, tuple):
+        if len(budget) != layers:
+            raise ValueError(
+                f"{name} has {len(budget)} amounts, but the model has {layers} layers: "
+                "give one amount per layer"
+            )
+        return budget[layer]
+    return budget

@@ -1,0 +1,226 @@
+"""H2O for code that only calls model.generate(), model(...) or a pipeline.
+
+Three things of the one model instance are changed, and all of them put back: the
+name of its attention implementation, the method with which `generate()` makes
+its cache, and a hook that gives direct forward passes one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+from h2o.cache import H2OCache, Unsupported, one_config, transformers_layers
+from h2o.config import H2OConfig
+
+__all__ = ["Patch", "disable", "enable", "patched"]
+
+_PREPARE = "_prepare_cache_for_generation"  # the method of GenerationMixin, 5.4 to 5.23
+_STACK = "_h2o_patches"  # attribute of a patched model: its patches, the latest last
+
+
+class Patch:
+    """One `enable` of one model.
+
+    `cache` is the latest cache that was made, for `print(patch.cache.report())`; it is kept
+    until the next one is made or the patch is dropped.
+    """
+
+    def __init__(self, model: Any, config: H2OConfig, *, trace: bool = False) -> None:
+        self.model = model
+        self.config = config
+        self.traced = trace
+        self.cache: H2OCache | None = None
+
+    def make_cache(self, prompt_length: Any = None) -> H2OCache:
+        """A fresh cache for the model."""
+        self.cache = H2OCache(
+            self.model.config, self.config, prompt_length=prompt_length, trace=self.traced
+        )
+        return self.cache
+
+    def apply(self) -> None:
+        """Errors: `Unsupported`, with the model as it was."""
+        model = self.model
+        transformers_layers(model.config)  # refuses models that cannot be served
+        if not model._can_set_attn_implementation():  # setting it would only log a warning
+            raise Unsupported(
+                f"{type(model).__name__} has attention code of its own instead of transformers' "
+                "AttentionInterface, so h2o cannot take its place"
+            )
+        self.place = list(inspect.signature(model.forward).parameters).index("past_key_values")
+        self.configs = _switch(model)
+        model.__dict__.setdefault(_STACK, []).append(self)
+        self.before = model.__dict__.get(_PREPARE)
+        self.original = getattr(model, _PREPARE)
+        model.__dict__[_PREPARE] = MethodType(self._prepare, model)
+        # Before the hooks of outer patches: the innermost one gives the cache.
+        self.hook = model.register_forward_pre_hook(
+            self._before_forward, prepend=True, with_kwargs=True
+        )
+
+    def undo(self) -> None:
+        """Errors: RuntimeError when a later patch of the same model is still in place."""
+        stack = self.model.__dict__.get(_STACK, [])
+        if not stack or stack[-1] is not self:
+            raise RuntimeError("patches of a model must be undone in reverse order, each once")
+        self.hook.remove()
+        if self.before is None:
+            del self.model.__dict__[_PREPARE]
+        else:
+            self.model.__dict__[_PREPARE] = self.before
+        stack.pop()
+        if not stack:
+            del self.model.__dict__[_STACK]
+        _switch_back(self.configs)
+
+    def _prepare(
+        self,
+        model: Any,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Instead of `GenerationMixin._prepare_cache_for_generation`."""
+        given = model_kwargs.get("past_key_values")
+        if given is not None or generation_config.use_cache is False:
+            return self.original(generation_config, model_kwargs, *args, **kwargs)
+        wanted = generation_config.cache_implementation
+        if wanted not in (None, "dynamic"):
+            raise Unsupported(
+                f"cache_implementation={wanted!r} inside h2o.patched(): a model has one cache, and "
+                "this one would keep everything; drop the argument, or leave patched()"
+            )
+        prompt_length = None
+        if generation_config.prefill_chunk_size is not None:
+            prompt_length = _prompt_length(generation_config, model_kwargs)
+        model_kwargs["past_key_values"] = self.make_cache(prompt_length)
+        return None
+
+    def _before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gives a forward pass that would make a cache of its own one of ours."""
+        if kwargs.get("past_key_values") is not None or model.training:
+            return None
+        if len(args) > self.place:  # given by position
+            return None
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(model.config.get_text_config(decoder=True), "use_cache", True)
+        if not use_cache:
+            return None
+        return args, {**kwargs, "past_key_values": self.make_cache(), "use_cache": True}
+
+
+def enable(
+    model: Any, h2o_config: H2OConfig | None = None, *, trace: bool = False, **parameters: Any
+) -> Patch:
+    """From now on every generate() and forward pass of this model has a fresh `H2OCache`.
+
+    Where the caller gives a cache of their own, or `use_cache=False`, that is used. Undone by
+    `disable(model)`; `patched` does both. Nested calls stack: the latest one counts.
+
+    Args:
+        model: a causal language model of transformers, or a PEFT model around one.
+        h2o_config, parameters: as for `H2OCache`.
+        trace: as for `H2OCache`.
+
+    Errors: `Unsupported` (a ValueError) for a model that h2o cannot serve, naming the reason.
+    generate() raises it for `cache_implementation="static"` and other caches that are not H2O.
+    """
+    patch = Patch(_base(model), one_config(h2o_config, parameters), trace=trace)
+    patch.apply()
+    return patch
+
+
+def disable(model: Any) -> None:
+    """Undoes the latest `enable` of this model. Errors: RuntimeError without one."""
+    stack = _base(model).__dict__.get(_STACK)
+    if not stack:
+        raise RuntimeError("h2o is not enabled for this model")
+    stack[-1].undo()
+
+
+@contextlib.contextmanager
+def patched(
+    model: Any, h2o_config: H2OConfig | None = None, *, trace: bool = False, **parameters: Any
+) -> Iterator[Patch]:
+    """`enable` for the length of a with block, undone on exit, also after an error.
+
+    ```python
+    with h2o.patched(model, heavy=0.1, recent=0.1) as patch:
+        pipe("...")
+        print(patch.cache.report())
+    ```
+    """
+    patch = enable(model, h2o_config, trace=trace, **parameters)
+    try:
+        yield patch
+    finally:
+        patch.undo()
+
+
+def _base(model: Any) -> Any:
+    """The model whose generate() makes the cache: inside PEFT, the wrapped one."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, _PREPARE):
+        raise TypeError(
+            f"expected a model of transformers with generate(), not {type(model).__name__}"
+            + ("; a pipeline has it as .model" if hasattr(base, "model") else "")
+        )
+    return base
+
+
+def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """Tokens of the whole prompt of each row, before it is cut into chunks."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return mask.sum(1).tolist()
+    return generation_config._mask_length  # transformers drops a mask of ones and notes its length
+
+
+# ---- The name of the attention implementation --------------------------------------------------
+#
+# It lives in the config, which models made from one config share. Each switched config is
+# therefore counted, and put back when the last of its models is: in whatever order that happens.
+
+_lock = threading.Lock()
+_switched: dict[int, tuple[Any, Any, int]] = {}
+"""id of a config: the config (so that the id stays its own), what it said before, a count."""
+
+
+def _switch(model: Any) -> list[Any]:
+    """Switches a model to "h2o"; returns its configs, for `_switch_back`."""
+    with _lock:
+        configs = _configs(model)
+        for config in configs:
+            _, first, count = _switched.get(id(config), (None, config._attn_implementation, 0))
+            _switched[id(config)] = (config, first, count + 1)
+        model.set_attn_implementation("h2o")
+        return configs
+
+
+def _switch_back(configs: list[Any]) -> None:
+    with _lock:
+        for config in configs:
+            _, first, count = _switched.pop(id(config))
+            if count > 1:
+                _switched[id(config)] = (config, first, count - 1)
+            else:
+                config._attn_implementation_internal = first
+
+
+def _configs(model: Any) -> list[Any]:
+    """The configs that `set_attn_implementation` may change: the model's and its parts'."""
+    found = {}
+    waiting = [module.config for module in model.modules() if hasattr(module, "config")]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found and hasattr(config, "_attn_implementation"):
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())

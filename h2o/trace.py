@@ -1,0 +1,56 @@
+"""When each key of a layer was evicted, so that what every token saw can be rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+
+__all__ = ["Trace"]
+
+
+class Trace:
+    """The history of one layer: one number per key, because an evicted key never returns.
+
+    Columns are places in the padded batch, positions count a row's real tokens.
+    """
+
+    def __init__(self) -> None:
+        self.real: Tensor | None = None
+        """[B, N] bool: columns that are no pads"""
+        self.left: Tensor | None = None
+        """[B, G, N] int32, by position: columns seen when the key was evicted, or -1"""
+
+    def record(self, slots: ops.Slots, Q: int, mask: Tensor | None) -> None:
+        """After a forward pass of Q columns: what is no longer in the slots was evicted by it."""
+        B, G, _ = slots.positions.shape
+        real = slots.lengths.new_ones((B, Q), dtype=torch.bool) if mask is None else mask.bool()
+        left = slots.positions.new_full((B, G, Q), -1)
+        if self.real is not None:
+            real = torch.cat([self.real, real], dim=1)
+            left = torch.cat([self.left, left], dim=2)
+        N = real.shape[1]
+        held = torch.zeros((B, G, N + 1), dtype=torch.bool, device=left.device)
+        held.scatter_(2, slots.positions.long() % (N + 1), True)  # empty slots: -1 becomes N
+        position = torch.arange(N, device=left.device)
+        seen = position < slots.lengths[:, None, None]
+        left[seen & ~held[..., :N] & (left < 0)] = N
+        self.real, self.left = real, left
+
+    def evicted_at(self) -> Tensor:
+        """int32 [B, G, N]: see `h2o.H2OCache.evicted_at`."""
+        if self.real is None or self.left is None:
+            return torch.zeros(0, 0, 0, dtype=torch.int32)
+        N = self.real.shape[1]
+        position = (self.real.cumsum(1) - 1).clamp(min=0)[:, None].expand_as(self.left)
+        left = self.left.gather(2, position)
+        left[left < 0] = N
+        return left * self.real[:, None]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Batch rows were selected or repeated."""
+        if self.real is not None and self.left is not None:
+            self.real, self.left = change(self.real), change(self.left)

@@ -1,0 +1,126 @@
+"""Tiny models of many families, with random weights that make attention sharp.
+
+One table: what a family is called, what its config needs beyond the common
+numbers, and which of its layers are H2O's. Tests cross it with modes and policies.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY = 97
+SPREAD = 0.5  # of the weights: at the usual 0.02 attention is flat and every token the same
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    name: str
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model_type: str = ""
+    layers: tuple[str, ...] = ("h2o", "h2o")
+
+    def build_config(self) -> Any:
+        numbers = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "num_hidden_layers": len(self.layers),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "max_position_embeddings": 512,
+            "initializer_range": SPREAD,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+        }
+        return AutoConfig.for_model(self.model_type or self.name, **(numbers | self.config))
+
+
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4}
+_SLIDING = {"sliding_window": 10}
+
+FAMILIES = {
+    family.name: family
+    for family in [
+        Family("llama"),
+        Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": SPREAD}),
+        Family("gpt_neox"),
+        Family("qwen2"),
+        Family("qwen3"),
+        Family("mistral", {"sliding_window": None}),
+        Family("mixtral", {**_MOE, "sliding_window": None}),
+        Family("qwen3_moe", {**_MOE, "num_experts": 4, "decoder_sparse_step": 1}),
+        Family("phi"),
+        Family("phi3", {"sliding_window": None}),
+        Family("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512}),
+        Family("gemma"),
+        Family("olmo2"),
+        Family("granite"),
+        Family("smollm3"),
+        Family("stablelm"),
+        Family("cohere"),
+        Family("starcoder2", {"sliding_window": None}),
+        Family("gemma2", _SLIDING, layers=("sliding", "h2o", "sliding", "h2o")),
+        Family(
+            "gemma3",
+            {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            model_type="gemma3_text",
+            layers=("sliding", "h2o", "sliding", "h2o"),
+        ),
+        Family(
+            "qwen2-mixed",
+            {**_SLIDING, "use_sliding_window": True, "max_window_layers": 1},
+            model_type="qwen2",
+            layers=("h2o", "sliding", "sliding"),
+        ),
+        Family("mistral-window", _SLIDING, model_type="mistral", layers=("sliding", "sliding")),
+    ]
+}
+PURE = [name for name, family in FAMILIES.items() if "sliding" not in family.layers]
+HYBRID = [name for name in FAMILIES if name not in PURE and "h2o" in FAMILIES[name].layers]
+
+
+@functools.cache
+def _model(name: str) -> Any:
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(FAMILIES[name].build_config())
+    return model.eval()
+
+
+def model(name: str, attention: str = "h2o") -> Any:
+    """A model of its own, always with the same weights, in fp32."""
+    twin = copy.deepcopy(_model(name))
+    twin.set_attn_implementation(attention)
+    return twin
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    """Token ids [1, length] each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, VOCABULARY, (1, length), generator=generator) for length in lengths]
+
+
+def batch(rows: list[torch.Tensor], side: str = "left") -> dict[str, torch.Tensor]:
+    """Rows of different lengths as one padded batch: input_ids and attention_mask [B, N]."""
+    N = max(row.shape[1] for row in rows)
+    ids = torch.zeros(len(rows), N, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for b, row in enumerate(rows):
+        place = slice(N - row.shape[1], None) if side == "left" else slice(row.shape[1])
+        ids[b, place] = row[0]
+        mask[b, place] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def greedy(model: Any, inputs: dict[str, Any], tokens: int = 16, **kwargs: Any) -> torch.Tensor:
+    """The new tokens [B, tokens]."""
+    out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **kwargs)
+    return out[:, -tokens:]
