@@ -39,11 +39,13 @@ __version__: str = ops.info()["version"]
 
 _LAZY = {
     "H2OCache": "h2o.cache",
-    "H2OLayer": "h2o.cache",
-    "Unsupported": "h2o.cache",
+    "H2OLayer": "h2o.layer",
+    "Unsupported": "h2o.support",
     "disable": "h2o.patching",
     "enable": "h2o.patching",
     "patched": "h2o.patching",
+    "simulated": "h2o.simulation",
+    "simulation_mask": "h2o.masks",
     "supports": "h2o.attention",
 }
 
@@ -69,7 +71,7 @@ def _register() -> None:
     """Tells transformers; an older one than 5.4 is refused when H2OCache is asked for."""
     version = sys.modules["transformers"].__version__
     if tuple(int(part) for part in version.split(".")[:2]) >= (5, 4):
-        importlib.import_module("h2o.attention").register()
+        importlib.import_module("h2o.attention")  # registers when imported
 
 
 class _AfterTransformers:

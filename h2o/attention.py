@@ -19,11 +19,22 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils.output_capturing import _active_collector
 
-from h2o.cache import H2OLayer, Unsupported, transformers_layers
-from h2o.support import Support
+from h2o.cache import transformers_layers
+from h2o.layer import H2OLayer
+from h2o.support import Support, Unsupported
 
-__all__ = ["h2o_attention_forward", "h2o_mask", "register", "supports"]
+__all__ = [
+    "Undifferentiable",
+    "h2o_attention_forward",
+    "h2o_mask",
+    "refuse_foreign",
+    "register",
+    "supports",
+    "switch",
+    "unregister",
+]
 
 _FOREIGN = {
     "s_aux": "attention sinks as parameters",
@@ -62,10 +73,8 @@ def h2o_attention_forward(
     Errors: `Unsupported` for what a model asks for and h2o does not do, RuntimeError in training.
     """
     layer: H2OLayer | None = getattr(key, "h2o_layer", None)
-    for name, argument in kwargs.items():
-        if name in _FOREIGN and argument is not None and argument is not False:
-            raise _refused(layer, _FOREIGN[name])
     if layer is None:
+        refuse_foreign(module, kwargs)
         mask = _dense_mask(module, query, key, attention_mask, is_causal)
         if softcap is not None:
             return _softcapped(query, key, value, mask, scaling, softcap, dropout), None
@@ -73,39 +82,56 @@ def h2o_attention_forward(
             module, query, key, value, mask,
             dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
         )  # fmt: skip
-    if module.training or dropout:
+    try:
+        refuse_foreign(module, kwargs, attention_mask, sliding_window)
+        if kwargs.get("use_cache") is False:
+            raise ValueError("use_cache=False with an H2OCache: give one of the two only")
+        if module.training or dropout:
+            raise RuntimeError(
+                "an H2OCache is for inference: call model.eval(), or train with use_cache=False"
+            )
+    except Exception:
         layer.forget_update()
-        raise RuntimeError(
-            "an H2OCache is for inference: call model.eval(), or train with use_cache=False"
-        )
-    if sliding_window is not None:
-        raise _refused(
-            layer,
-            f"a sliding window of {sliding_window} in a layer that its H2OCache takes for full "
-            "attention: make the cache from the config of the model that uses it",
-        )
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise _refused(
-            layer,
-            "4-D masks and other attention patterns of one's own (packed texts, prefix or block "
-            "attention): give a 2-D attention_mask, or use DynamicCache",
-        )
-    if layer.slots is None and getattr(module.config, "output_attentions", False):
-        raise _refused(layer, _FOREIGN["output_attentions"])
+        raise
     if not torch.is_grad_enabled() or not (query.requires_grad or value.requires_grad):
         return layer.attend(query, key, value, attention_mask, scaling, softcap or 0.0), None
     with torch.no_grad():
         out = layer.attend(
             query.detach(), key.detach(), value.detach(), attention_mask, scaling, softcap or 0.0
         )
-    return _Undifferentiable.apply(out, query, key, value), None
+    return Undifferentiable.apply(out, query, key, value), None
 
 
-def _refused(layer: H2OLayer | None, feature: str) -> Unsupported:
-    """The error to raise; leaves the cache as it was before this forward pass reached the layer."""
-    if layer is not None:
-        layer.forget_update()
-    return Unsupported(f"h2o attention does not support {feature}")
+def refuse_foreign(
+    module: nn.Module,
+    kwargs: dict[str, Any],
+    attention_mask: Tensor | None = None,
+    sliding_window: int | None = None,
+) -> None:
+    """Errors: `Unsupported` where a model asks for more than full causal attention.
+
+    `kwargs` are the attention function's further keyword arguments. The mask and the window
+    are those of a layer that h2o is to serve.
+    """
+    for name, argument in kwargs.items():
+        if name in _FOREIGN and argument is not None and argument is not False:
+            raise _unsupported(module, _FOREIGN[name])
+    if sliding_window is not None:
+        raise _unsupported(
+            module,
+            f"a sliding window of {sliding_window} in a layer that the H2OCache takes for full "
+            "attention: make the cache from the config of this model",
+        )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise _unsupported(
+            module,
+            "4-D masks and other patterns (packed texts, prefix or block attention): give a 2-D "
+            "attention_mask, or use DynamicCache",
+        )
+
+
+def _unsupported(module: nn.Module, feature: str) -> Unsupported:
+    return Unsupported(f"h2o attention ({type(module).__name__}) does not support {feature}")
 
 
 def h2o_mask(
@@ -127,13 +153,16 @@ def h2o_mask(
         pads. For any other pattern (a window, packed texts, both directions) the 4-D mask of
         "sdpa", which dense attention takes and an H2O layer refuses.
 
-    Errors: `Unsupported` for a cache that lays its keys out otherwise (StaticCache),
-    ValueError for a mask of the wrong length.
+    Errors: `Unsupported` for output_attentions=True and for a cache that lays its keys out
+    otherwise (StaticCache), ValueError for a mask of the wrong length.
     """
+    if "attentions" in (_active_collector.get() or ()):  # not every model tells its attention
+        raise Unsupported(f"h2o attention does not support {_FOREIGN['output_attentions']}")
     if mask_function is not causal_mask_function:
         return sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
-            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, **kwargs,
+            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
+            **kwargs,
         )  # fmt: skip
     ours = kv_length == q_length and kv_offset == q_offset
     if not ours and (kv_offset != 0 or kv_length != q_length + q_offset):
@@ -198,7 +227,7 @@ def _softcapped(
     return (weights @ value[:, :, None]).reshape(B, H, Q, D).transpose(1, 2).contiguous()
 
 
-class _Undifferentiable(torch.autograd.Function):
+class Undifferentiable(torch.autograd.Function):
     """The output of an H2O layer where gradients are recorded: an error if they are asked for."""
 
     @staticmethod
@@ -213,10 +242,30 @@ class _Undifferentiable(torch.autograd.Function):
         )
 
 
-def register() -> None:
-    """Makes the name "h2o" known to transformers. Done by `import h2o`."""
-    AttentionInterface.register("h2o", h2o_attention_forward)
-    AttentionMaskInterface.register("h2o", h2o_mask)
+def register(name: str, function: Any) -> None:
+    """Makes an attention function known to transformers, with the mask that h2o's layers take."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, h2o_mask)
+
+
+def unregister(name: str) -> None:
+    """Takes a name back."""
+    del AttentionInterface._global_mapping[name]
+    del AttentionMaskInterface._global_mapping[name]
+
+
+def switch(model: Any, name: str) -> None:
+    """Makes a model use the attention registered under a name.
+
+    Errors: `Unsupported` for a model with attention code of its own; transformers would only
+    log a warning and go on as before.
+    """
+    if not model._can_set_attn_implementation():
+        raise Unsupported(
+            f"h2o cannot serve {type(model).__name__}: it has attention code of its own instead "
+            "of transformers' AttentionInterface"
+        )
+    model.set_attn_implementation(name)
 
 
 def supports(config: Any) -> Support:
@@ -240,3 +289,6 @@ def supports(config: Any) -> Support:
         )
     kinds = tuple("sliding" if layer.is_sliding else "h2o" for layer in layers)
     return Support(model_type, True, "", kinds)
+
+
+register("h2o", h2o_attention_forward)

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
-from h2o.cache import H2OCache, Unsupported, one_config, transformers_layers
+from h2o.attention import switch
+from h2o.cache import H2OCache, one_config, transformers_layers
 from h2o.config import H2OConfig
+from h2o.support import Unsupported
 
 __all__ = ["Patch", "disable", "enable", "patched"]
 
@@ -47,11 +49,6 @@ class Patch:
         """Errors: `Unsupported`, with the model as it was."""
         model = self.model
         transformers_layers(model.config)  # refuses models that cannot be served
-        if not model._can_set_attn_implementation():  # setting it would only log a warning
-            raise Unsupported(
-                f"{type(model).__name__} has attention code of its own instead of transformers' "
-                "AttentionInterface, so h2o cannot take its place"
-            )
         self.place = list(inspect.signature(model.forward).parameters).index("past_key_values")
         self.configs = _switch(model)
         model.__dict__.setdefault(_STACK, []).append(self)
@@ -196,11 +193,12 @@ _switched: dict[int, tuple[Any, Any, int]] = {}
 def _switch(model: Any) -> list[Any]:
     """Switches a model to "h2o"; returns its configs, for `_switch_back`."""
     with _lock:
-        configs = _configs(model)
-        for config in configs:
-            _, first, count = _switched.get(id(config), (None, config._attn_implementation, 0))
+        configs = configs_of(model)
+        before = [config._attn_implementation for config in configs]
+        switch(model, "h2o")
+        for config, name in zip(configs, before, strict=True):
+            _, first, count = _switched.get(id(config), (None, name, 0))
             _switched[id(config)] = (config, first, count + 1)
-        model.set_attn_implementation("h2o")
         return configs
 
 
@@ -214,7 +212,7 @@ def _switch_back(configs: list[Any]) -> None:
                 config._attn_implementation_internal = first
 
 
-def _configs(model: Any) -> list[Any]:
+def configs_of(model: Any) -> list[Any]:
     """The configs that `set_attn_implementation` may change: the model's and its parts'."""
     found = {}
     waiting = [module.config for module in model.modules() if hasattr(module, "config")]

@@ -1,0 +1,388 @@
+"""One layer of an `H2OCache`: what it holds, and a forward pass through it.
+
+transformers calls `cache.update(key, value, layer)` and then the attention
+function, which never sees the cache. So `update` returns the new keys as a
+view that carries the layer (`view.h2o_layer`), and the attention function of
+h2o.attention hands everything back to that layer's `attend`. A view per call
+keeps two threads apart and makes no reference cycle between layer and tensor.
+
+Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
+S slots, D head dimension, K keys held. A column is a place in the padded
+batch; a position is a token's index in its own row, pads not counted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from h2o import ops
+from h2o.config import H2OConfig
+from h2o.report import LayerReport
+from h2o.support import Unsupported
+from h2o.trace import Trace
+
+__all__ = ["NO_ROLLBACK", "Conversation", "H2OLayer"]
+
+NO_ROLLBACK = (
+    "an H2OCache cannot go back: what was evicted is gone. Assisted decoding (assistant_model, "
+    "prompt_lookup_num_tokens) and cache.crop() need a cache that can, such as DynamicCache"
+)
+
+
+class Conversation:
+    """What the layers of one cache share."""
+
+    def __init__(self, prompt_length: Any = None) -> None:
+        if prompt_length is not None and not isinstance(prompt_length, Sequence):
+            prompt_length = operator.index(prompt_length)
+        self.waiting: int | None = None
+        """The layer whose new keys have not been through attention yet."""
+        self.prompt_length: int | Sequence[int] | None = prompt_length
+        """Tokens of the whole prompt, where it is known to come in chunks."""
+
+
+class H2OLayer(CacheLayerMixin):
+    """One layer's store: at most k = sinks + heavy + recent keys of each row and head.
+
+    Takes a `H2OConfig` of its own, with one amount per budget.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        config: H2OConfig | None = None,
+        layer_idx: int = 0,
+        conversation: Conversation | None = None,
+        *,
+        trace: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config or H2OConfig()
+        self.layer_idx = layer_idx
+        self.conversation = conversation or Conversation()
+        self.ranking = self.config.ranking
+        self.traced = trace
+        self.reset()
+
+    # ---- One forward pass: update, then attend -----------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values [B, G, Q, D], the keys as a view that carries this layer.
+
+        Nothing is stored before attention has been through `attend`. Errors: RuntimeError when
+        an earlier layer's keys never got there, ValueError for another batch size or shape.
+        """
+        if self.conversation.waiting is not None:
+            raise RuntimeError(_never_attended(self.conversation.waiting))
+        if self.slots is None:
+            if key_states.shape != value_states.shape:
+                raise Unsupported(
+                    f"layer {self.layer_idx} has keys of shape {tuple(key_states.shape)} and values "
+                    f"of {tuple(value_states.shape)}: h2o needs one head dimension for both"
+                )
+        elif key_states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"this cache holds a batch of {self.batch_size} rows and was given "
+                f"{key_states.shape[0]}: one cache is one batch of conversations, so use a new "
+                "H2OCache, or cache.reset()"
+            )
+        # A detached view is the cheapest one; where gradients are wanted the
+        # graph must stay, so that attention can refuse them.
+        key = key_states[:] if key_states.requires_grad else key_states.detach()
+        key.h2o_layer = self  # type: ignore[attr-defined]
+        self.conversation.waiting = self.layer_idx
+        return key, value_states
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Attention of the new queries over what is held and the new keys; then eviction.
+
+        Args:
+            query: [B, H, Q, D].
+            key, value: [B, G, Q, D], as `update` returned them.
+            mask: [B, Q] bool, False at a pad; None: no pads.
+            scale, softcap: as in `h2o.ops.attend`.
+
+        Returns:
+            [B, Q, H, D]. When it raises, the layer is as it was before `update`.
+        """
+        if self.conversation.waiting != self.layer_idx:
+            raise RuntimeError(
+                f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
+                "cannot be used where forward passes are repeated (gradient checkpointing)"
+            )
+        self.conversation.waiting = None
+        slots = self.slots
+        if slots is None or query.shape[2] != 1:
+            return self._attend_many(query, key, value, mask, scale, softcap)
+        if self.capacity <= self.longest and self.capacity <= self.widest:
+            slots = self._with_room(self.longest + 1)
+        if self._out is None:
+            self._out = query.new_empty((query.shape[0], 1, query.shape[1], query.shape[3]))
+        out = ops.step(
+            query,
+            key,
+            value,
+            slots,
+            mask=mask,
+            scale=scale,
+            softcap=softcap,
+            out=torch.empty_like(self._out),
+            **self.ranking,
+        )
+        self.longest += 1
+        self._count(1, mask)
+        return out
+
+    def forget_update(self) -> None:
+        """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
+        self.conversation.waiting = None
+
+    def _attend_many(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        softcap: float,
+    ) -> Tensor:
+        """The first forward pass, or a later one of several tokens: a chunk, a chat turn."""
+        B, _, Q, _ = key.shape
+        if Q == 0:
+            raise ValueError(
+                f"no new tokens: the cache has seen {self.seen}, and generate() needs input_ids "
+                "with these and more, or a new H2OCache"
+            )
+        stored = self.slots
+        if stored is None:
+            lengths = [Q] * B if mask is None else mask.sum(1).tolist()
+            budget = self._budget(lengths)
+            longest = max(lengths)
+            widest = self.config.sinks + max(map(sum, budget))
+        else:
+            self._refuse_chunk()
+            longest = self.longest + Q
+            widest = self.widest
+            stored = self._with_room(longest)
+            scores_before = stored.scores.clone()
+        try:
+            out, scores = ops.attend(
+                query,
+                key,
+                value,
+                stored,
+                mask=mask,
+                scale=scale,
+                decay=self.config.decay,
+                softcap=softcap,
+            )
+            slots = stored
+            if slots is None:
+                slots = ops.new_slots(
+                    key, min(widest, longest) + 1, value_weighted=self.config.value_weighted
+                )
+                slots.budget.copy_(torch.tensor(budget, dtype=torch.int32))
+            ops.evict(key, value, scores, slots, mask=mask, **self.ranking)
+        except BaseException:  # the scores are all that attend has touched
+            if stored is not None:
+                stored.scores.copy_(scores_before)
+            raise
+        if stored is None:
+            self._hold(slots)
+            self.widest = widest
+            self.prompt_columns = Q
+        self.longest = longest
+        self._count(Q, mask)
+        return out
+
+    def _count(self, Q: int, mask: Tensor | None) -> None:
+        """Q more columns have been seen."""
+        self.seen += Q
+        if self.trace is not None:
+            self.trace.record(self.slots, Q, mask)
+
+    def _budget(self, lengths: list[int]) -> list[tuple[int, int]]:
+        """Heavy and recent tokens of each row, from the tokens that the rows' prompts have."""
+        given = self.conversation.prompt_length
+        if given is None:
+            if self.config.needs_prompt_length and max(lengths) == 1:
+                raise ValueError(
+                    "a fraction of a prompt of 1 token is no budget; if the prompt comes in "
+                    "chunks, tell H2OCache its prompt_length, or give numbers of tokens"
+                )
+        elif isinstance(given, int):
+            lengths = [given] * len(lengths)
+        elif len(given) != len(lengths):
+            raise ValueError(
+                f"prompt_length has {len(given)} entries for a batch of {len(lengths)} rows"
+            )
+        else:
+            lengths = list(given)
+        return [self.config.tokens(n) for n in lengths]
+
+    def _refuse_chunk(self) -> None:
+        """A second forward of several tokens, with no decode step before it, is a chunk."""
+        if (
+            self.config.needs_prompt_length
+            and self.conversation.prompt_length is None
+            and self.seen == self.prompt_columns
+        ):
+            raise ValueError(
+                "the prompt comes in chunks, but the budget is a fraction of its length: tell "
+                "H2OCache its prompt_length, use h2o.patched(), or give numbers of tokens"
+            )
+
+    def _with_room(self, tokens: int) -> ops.Slots:
+        """The slots, enlarged where rows of so many tokens and the next one might not fit."""
+        needed = min(self.widest, tokens) + 1
+        if needed > self.capacity:
+            larger = max(needed, min(self.widest + 1, self.capacity + self.capacity // 2))
+            self._hold(_enlarged(self.slots, larger))
+        return self.slots
+
+    def _hold(self, slots: ops.Slots | None) -> None:
+        """Takes these as the layer's slots. keys and values are named for transformers' tools."""
+        self.slots = slots
+        self.keys = None if slots is None else slots.keys
+        self.values = None if slots is None else slots.values
+        self.is_initialized = slots is not None
+        self.batch_size, _, self.capacity = (0, 0, 0) if slots is None else slots.scores.shape
+        self._out: Tensor | None = None  # what a decode step's output looks like
+
+    # ---- What transformers asks --------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: slots are made when the prompt's length is known."""
+
+    def get_seq_length(self) -> int:
+        """Columns seen, pads and evicted tokens included: positions go on counting from here."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
+        return query_length, self.seen
+
+    def get_max_length(self) -> int:
+        """-1: unbounded."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.16
+
+    def reset(self) -> None:
+        """As new. Keeps no memory."""
+        self._hold(None)
+        self.seen = 0
+        self.longest = 0  # at least the tokens of the longest row
+        self.widest = 0  # the largest row budget k
+        self.prompt_columns = 0
+        self.trace = Trace() if self.traced else None
+        self.conversation.waiting = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, in this order."""
+        self._each(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows."""
+        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def _each(self, change: Any) -> None:
+        if self.slots is not None:
+            self._hold(ops.Slots(*(x if x is None else change(x) for x in self.slots)))
+            if self.trace is not None:
+                self.trace.each(change)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Errors: NotImplementedError, except for 0: what was evicted cannot come back."""
+        if tokens_to_remove != 0:
+            raise NotImplementedError(NO_ROLLBACK)
+
+    def activate_past_recording(self) -> None:
+        """Errors: NotImplementedError; transformers asks before assisted decoding."""
+        raise NotImplementedError(NO_ROLLBACK)
+
+    def offload(self) -> None:
+        """Errors: NotImplementedError."""
+        raise NotImplementedError("an H2O layer cannot be offloaded; it is small by its budget")
+
+    prefetch = offload
+
+    # ---- What users ask ----------------------------------------------------------------------
+
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """What is held: see `H2OCache.kept`."""
+        if self.slots is None:
+            return torch.zeros(0, 0, 0, dtype=torch.int64), torch.zeros(0, 0, 0)
+        positions = self.slots.positions.long()
+        empty = positions < 0
+        K = int((~empty).sum(-1).max())
+        last = positions.masked_fill(empty, torch.iinfo(torch.int64).max)
+        order = last.argsort(dim=-1)[..., :K]
+        positions = positions.gather(-1, order)
+        scores = self.slots.scores.gather(-1, order)
+        return positions, scores.masked_fill(positions < 0, 0.0)
+
+    def report(self) -> LayerReport:
+        """Numbers of this layer; see `h2o.report`."""
+        slots = self.slots
+        if slots is None:
+            return LayerReport(self.layer_idx, "h2o")
+        filled = slots.positions >= 0
+        per_column = 2 * slots.keys[:, :, 0].numel() * slots.keys.element_size()
+        return LayerReport(
+            layer=self.layer_idx,
+            kind="h2o",
+            seen=slots.lengths.tolist(),
+            kept=filled.sum(-1)[:, 0].tolist(),  # the same for every head
+            budget=(slots.budget.sum(1) + self.config.sinks).tolist(),
+            bytes_held=per_column * self.capacity,
+            bytes_full=per_column * self.seen,
+            bytes_bookkeeping=sum(x.numel() * x.element_size() for x in slots[2:] if x is not None),
+            mass_evicted=slots.lost.sum().item(),
+            mass_kept=slots.scores.double()[filled].sum().item(),
+        )
+
+
+def _enlarged(slots: ops.Slots, capacity: int) -> ops.Slots:
+    """The same content in `capacity` slots."""
+    larger = ops.new_slots(slots.keys, capacity, value_weighted=slots.norms is not None)
+    for name in ("keys", "values", "scores", "positions", "norms"):
+        old = getattr(slots, name)
+        if old is not None:
+            getattr(larger, name)[:, :, : old.shape[2]] = old
+    same = {name: getattr(slots, name) for name in ("free", "lengths", "budget", "lost")}
+    return larger._replace(**same)
+
+
+def _never_attended(layer: int) -> str:
+    return (
+        f"layer {layer} updated its H2OCache, but its keys never reached h2o's attention. Either "
+        'the model runs another one: load it with attn_implementation="h2o", or call '
+        'model.set_attn_implementation("h2o"). Or it changes the keys after the cache (latent '
+        "attention, repeated heads), which h2o cannot serve. Or the last forward pass was "
+        "interrupted: call cache.reset()"
+    )
