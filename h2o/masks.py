@@ -92,7 +92,8 @@ def _cache_mask(
     for i in range(n):
         held[..., i] = True
         seen[..., i, :] = held
-        score += logits[..., i, :].masked_fill(~held, -torch.inf).softmax(-1)
+        p = logits[..., i, :].masked_fill(~held, -torch.inf).softmax(-1)
+        score += p.masked_fill(~held, 0.0)  # where one logit is NaN, all of p is
         if i + 1 < prompt_len or i + 1 <= sinks + heavy + recent:
             continue
         reserved = (position < sinks) | (position > i - recent)

@@ -57,38 +57,34 @@ def attend(
     for b in range(B):
         new = _real_columns(mask, b, Q, query.device)
         for g in range(G):
-            head_keys, head_values = keys[b, g, new], values[b, g, new]
+            key, value, score = (
+                keys[b, g, new],
+                values[b, g, new],
+                torch.zeros_like(scores[b, g, new]),
+            )
             if slots is not None:
                 held = _held_slots(slots, b, g)
-                head_keys = torch.cat([slots.keys[b, g, held], head_keys])
-                head_values = torch.cat([slots.values[b, g, held], head_values])
+                key = torch.cat([slots.keys[b, g, held], key])
+                value = torch.cat([slots.values[b, g, held], value])
+                score = torch.cat([slots.scores[b, g, held], score])
+            key, value, score = key.double(), value.double(), score.double()
             group = slice(g * R, (g + 1) * R)
-            p = _probabilities(query[b, group, new], head_keys, scale, softcap)
-            out[b, new, group] = (p @ head_values.double()).transpose(0, 1).to(out.dtype)
-            received = _received(p, decay)
+            for seen, column in enumerate(new.tolist(), start=len(key) - len(new) + 1):
+                p = _probabilities(query[b, group, column].double(), key[:seen], scale, softcap)
+                out[b, column, group] = (p @ value[:seen]).to(out.dtype)
+                score[:seen] = decay * score[:seen] + p.sum(0)
             if slots is not None:
-                old = slots.scores[b, g, held].double()
-                received[: len(held)] += decay ** len(new) * old
-                slots.scores[b, g, held] = received[: len(held)].float()
-            scores[b, g, new] = received[len(head_keys) - len(new) :].float()
+                slots.scores[b, g, held] = score[: len(held)].float()
+            scores[b, g, new] = score[len(key) - len(new) :].float()
     return out, scores
 
 
 def _probabilities(query: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
-    """p [R, n, m] of queries [R, n, D] over keys [m, D]; the last n keys are the queries' own."""
-    logits = scale * (query.double() @ keys.double().T)
+    """[R, seen]: the attention of one token's queries [R, D] to the keys [seen, D] it sees."""
+    logits = scale * (query @ keys.T)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    n, m = logits.shape[1:]
-    visible = torch.ones(n, m, dtype=torch.bool, device=keys.device).tril(m - n)
-    return logits.masked_fill(~visible, -torch.inf).softmax(-1)
-
-
-def _received(p: Tensor, decay: float) -> Tensor:
-    """[m]: sum over heads and queries i of decay^(n-1-i) * p[:, i] (decay^0 is 1, also for 0)."""
-    n = p.shape[1]
-    age = torch.arange(n - 1, -1, -1, dtype=torch.float64, device=p.device)
-    return torch.einsum("rim,i->m", p, decay**age)
+    return logits.softmax(-1)
 
 
 def evict(

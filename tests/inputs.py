@@ -114,12 +114,15 @@ def holes(seed: int, lengths: list[int], Q: int) -> np.ndarray:
     return mask
 
 
-def pad(text: Text, mask: np.ndarray, seed: int = 0) -> Text:
-    """A [B, ., Q, D] text with row b's first tokens where mask is true, rubbish elsewhere."""
-    rng = np.random.default_rng(seed)
+def pad(text: Text, mask: np.ndarray) -> Text:
+    """A [B, ., Q, D] text with row b's first tokens where mask is true, NaN and infinity elsewhere.
+
+    What stands at a pad must not matter, not even when it is multiplied by 0.
+    """
     padded = []
     for x in text:
-        y = (9.0 * rng.standard_normal((*x.shape[:2], mask.shape[1], x.shape[3]))).astype(x.dtype)
+        y = np.full((*x.shape[:2], mask.shape[1], x.shape[3]), np.nan, x.dtype)
+        y[:, :, ::3] = np.inf
         for b, row in enumerate(mask):
             y[b][:, row] = x[b, :, : row.sum()]
         padded.append(y)
@@ -196,7 +199,7 @@ class Scenario:
     def text(self) -> Text:
         N = sum(self.calls)
         text = drifting(self.seed, self.B, self.G * self.R, self.G, N, self.D)
-        return pad(text, self.mask(), self.seed)
+        return pad(text, self.mask())
 
     def mask(self) -> np.ndarray:
         """[B, sum(calls)] bool: pads in the prompt; what follows is all real."""

@@ -30,6 +30,8 @@ class Answers:
     """[B, G, N]: column after the call that evicted the key, N if none did, 0 for a pad"""
     last_scores: np.ndarray
     """[B, G, N] float64: at the end, or at eviction"""
+    visible: np.ndarray
+    """[B, G, N, N] bool: which keys each row attends to"""
     gap: float
     """smallest relative distance between the lowest rank kept and the highest dropped"""
 
@@ -60,6 +62,7 @@ def answers(
     B, H, N, D = query.shape
     G = keys.shape[1]
     real = np.ones((B, N), bool) if mask is None else mask.astype(bool)
+    query, keys, values = (np.where(real[:, None, :, None], x, 0) for x in (query, keys, values))
     if budget is None:
         budget = np.broadcast_to([policy.heavy, policy.recent], (B, 2))
     logits = np.einsum("bgrid,bgjd->bgrij", query.reshape(B, G, H // G, N, D), keys)
@@ -73,14 +76,15 @@ def answers(
     out = np.zeros((B, G, H // G, N, D))
     held, score = np.zeros((B, G, N), bool), np.zeros((B, G, N))
     done = Answers(
-        out,
-        [],
-        [],
-        np.zeros((B, G)),
-        position,
-        np.where(real[:, None], N, 0).repeat(G, 1),
-        score,
-        np.inf,
+        out=out,
+        held=[],
+        scores=[],
+        lost=np.zeros((B, G)),
+        position=position,
+        evicted_at=np.where(real[:, None], N, 0).repeat(G, 1),
+        last_scores=score,
+        visible=np.zeros((B, G, N, N), bool),
+        gap=np.inf,
     )
     start = 0
     for columns in calls:
@@ -88,11 +92,9 @@ def answers(
         fresh = np.zeros((B, 1, N), bool)
         fresh[:, 0, new] = real[:, new]
         held = held | fresh
-        visible = (held[:, :, None] & causal[new])[:, :, None]
-        p = np.where(visible, logits[..., new, :], -np.inf)
-        p = np.exp(p - np.where(visible.any(-1, keepdims=True), p, 0).max(-1, keepdims=True))
-        p /= np.maximum(p.sum(-1, keepdims=True), np.finfo(float).tiny)
-        p *= real[:, None, None, new, None]
+        visible = held[:, :, None] & causal[new] & real[:, None, new, None]
+        done.visible[:, :, new] = visible
+        p = _softmax(logits[..., new, :], visible[:, :, None])
         out[..., new, :] = p @ values[:, :, None]
         tokens = real[:, new].sum(1)
         age = real[:, new][:, ::-1].cumsum(1)[:, ::-1] - 1
@@ -100,19 +102,25 @@ def answers(
         score = score + np.einsum("bgrij,bi->bgj", p, policy.decay ** np.maximum(age, 0.0))
         start += columns
         seen = position[:, start - 1] + 1
+        done.last_scores = np.where(held, score, done.last_scores)
         for b in np.flatnonzero(tokens):
             for g in range(G):
                 stay = _stay(b, g, held, score, norm, position, seen, policy, budget[b], done)
                 gone = held[b, g] & ~stay
                 done.lost[b, g] += score[b, g, gone].sum()
                 done.evicted_at[b, g, gone] = start
-                done.last_scores = np.where(held, score, done.last_scores)
                 held[b, g] = stay
-        done.last_scores = np.where(held, score, done.last_scores)
         done.held.append(held.copy())
         done.scores.append(np.where(held, score, 0.0))
     done.out = out.transpose(0, 3, 1, 2, 4).reshape(B, N, H, D)
     return done
+
+
+def _softmax(logits: np.ndarray, visible: np.ndarray) -> np.ndarray:
+    """Over the last axis, where visible; 0 elsewhere."""
+    top = np.where(visible, logits, -np.inf).max(-1, keepdims=True)
+    p = np.exp(np.where(visible, logits, -np.inf) - np.where(np.isfinite(top), top, 0))
+    return p / np.maximum(p.sum(-1, keepdims=True), np.finfo(float).tiny)
 
 
 def _stay(b, g, held, score, norm, position, seen, policy, budget, done):

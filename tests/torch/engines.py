@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,17 +22,22 @@ def _engine(name: str, module, dtype: torch.dtype) -> Engine:
     return Engine(name, module, tensor, lambda x: tensor(x).float().numpy())
 
 
-def _on_one_thread(function):
-    """On the oracle's tiny products torch's threads cost twenty times what they save."""
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """On tiny products torch's threads cost twenty times what they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
+
+def _on_one_thread(function):
     @functools.wraps(function)
     def run(*args, **kwargs):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with one_thread():
             return function(*args, **kwargs)
-        finally:
-            torch.set_num_threads(threads)
 
     return run
 

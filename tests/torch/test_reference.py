@@ -10,7 +10,13 @@ from h2o import reference
 from h2o.masks import simulation_mask
 from tests import inputs
 from tests.conversation import Conversation
-from tests.torch.engines import oracle
+from tests.torch.engines import one_thread, oracle
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
 
 
 @pytest.mark.parametrize("name", inputs.CACHE_CASES)
@@ -68,3 +74,72 @@ def test_masks_of_the_authors_evaluation(name, variant):
         for heavy, recent in (fractions, golden.tokens[case]):
             name = {"local": "local", "future": "global"}[variant]
             assert torch.equal(simulation_mask(logits, heavy, recent, name), want)
+
+
+@pytest.mark.parametrize(
+    ("heavy", "recent", "sinks", "prompt_len"),
+    [(10, 6, 0, 24), (10, 6, 0, 1), (0, 9, 3, 1), (9, 0, 0, 12), (7, 5, 2, 40), (0.1, 0.05, 1, 6)],
+)
+def test_mask_h2o_is_the_oracles_cache(heavy, recent, sinks, prompt_len):
+    n = 60
+    q, k, v = (torch.from_numpy(x) for x in inputs.drifting(71, B=2, H=3, G=3, N=n))
+    tokens = [int(x * n) if isinstance(x, float) else x for x in (heavy, recent)]
+    _, evicted_at, _ = reference.simulate(
+        q, k, v, torch.tensor([prompt_len] * 2), torch.tensor([tokens] * 2), sinks=sinks
+    )
+    row, key = torch.arange(n)[:, None], torch.arange(n)
+    want = (key <= row) & (row < evicted_at[..., None, :])
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    mask = simulation_mask(logits, heavy, recent, prompt_len=prompt_len, sinks=sinks)
+    assert torch.equal(mask, want)
+    assert not mask.all()
+
+
+def test_mask_flexgen_lets_in_whatever_leaves_the_window():
+    """Key 0 takes nearly all attention, the others share the rest equally."""
+    logits = torch.zeros(1, 1, 7, 7)
+    logits[..., 0] = 9.0
+
+    def rows(**kwargs) -> list[list[int]]:
+        return [row.nonzero()[:, 0].tolist() for row in simulation_mask(logits, **kwargs)[0, 0]]
+
+    start = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert rows(heavy=2, recent=1) == [*start, [0, 1, 3, 4], [0, 1, 4, 5], [0, 1, 5, 6]]
+    flexgen = rows(heavy=2, recent=1, variant="flexgen")
+    assert flexgen == [*start, [0, 2, 3, 4], [0, 3, 4, 5], [0, 4, 5, 6]]
+    # Even the only heavy key gives way; the prompt is cut by scores as everywhere.
+    flexgen = rows(heavy=1, recent=1, variant="flexgen", prompt_len=4)
+    assert flexgen == [*start, [0, 3, 4], [3, 4, 5], [4, 5, 6]]
+
+
+def test_mask_puts_ties_at_the_lower_position_and_nan_last():
+    logits = torch.zeros(1, 1, 6, 6)
+    mask = simulation_mask(logits, heavy=2, recent=0, prompt_len=5, variant="h2o")
+    assert mask[0, 0, 5].tolist() == [True, True, False, False, False, True]
+    equal_columns = torch.full((1, 1, 6, 6), -torch.inf)
+    equal_columns[..., 0] = 0.0
+    mask = simulation_mask(equal_columns, heavy=2, recent=0, variant="global")
+    assert mask[0, 0, 5].tolist() == [True, True, False, False, False, True]
+    logits[0, 0, 3, 3] = torch.nan  # row 3 makes keys 0 to 3 NaN, 4 is a number
+    mask = simulation_mask(logits, heavy=2, recent=0, prompt_len=5)
+    assert mask[0, 0, 5].tolist() == [True, False, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"variant": "paper"}, "'h2o', 'local', 'global' or 'flexgen'"),
+        ({"heavy": -1}, "heavy must not be negative"),
+        ({"recent": 1.5}, r"recent as a fraction lies in \[0, 1\]"),
+        ({"heavy": float("nan")}, r"heavy as a fraction lies in \[0, 1\]"),
+        ({"heavy": 0, "recent": 0.1}, "no key at all"),
+        ({"sinks": 1, "variant": "local"}, "'local' has no sinks"),
+        ({"prompt_len": 2, "variant": "global"}, "'global' has no prompt"),
+        ({"prompt_len": 0}, "prompt_len must be at least 1"),
+        ({"logits": torch.zeros(1, 1, 4, 5)}, r"\[B, H, n, n\], not \[1, 1, 4, 5\]"),
+    ],
+)
+def test_mask_refuses(arguments, message):
+    arguments = {"logits": torch.zeros(1, 1, 4, 4), "heavy": 2, "recent": 1, **arguments}
+    with pytest.raises(ValueError, match=message):
+        simulation_mask(**arguments)

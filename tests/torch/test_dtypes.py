@@ -1,0 +1,176 @@
+"""The core in float32, float16 and bfloat16, over the shapes that models have.
+
+How wrong may a kernel be? Truth is float64 on the very numbers that it was given. Plain torch
+in the same dtype is also off by something: at most twice that is allowed, for outputs
+and for scores. Kept positions must be equal, in every dtype, because scores are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from h2o import ops
+from tests import inputs
+from tests.conversation import Conversation, as_float64
+from tests.core.dense import Answers, answers
+from tests.inputs import POLICIES, Policy, Scenario, Text
+from tests.torch.engines import core
+
+CLEAR = 3e-5
+"""Ranks further apart than this (relatively) cannot change places by float32 rounding."""
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+BASE = Scenario(
+    seed=3,
+    lengths=[40, 23],
+    calls=[41, *[1] * 9, 6, 1, 1],
+    G=2,
+    R=2,
+    D=64,
+    padding="left",
+    policy=Policy(14, 6),
+    softcap=0.0,
+)
+"""A padded prompt, steps, a chunk into slots with holes, steps."""
+
+
+def case(**changes) -> Scenario:
+    return dataclasses.replace(BASE, **changes)
+
+
+TABLE = {
+    **{
+        f"D{D}-R{R}": case(D=D, R=R)
+        for D in (1, 20, 64, 80, 96, 128, 256)
+        for R in (1, 3, 4, 8)
+    },
+    **{
+        f"chunk of {Q}, {padding}": case(
+            lengths=[27, 30, 0], calls=[30, *[1] * 7, Q, 1, 1], padding=padding, D=80
+        )
+        for Q in (2, 31, 33, 100)
+        for padding in ("left", "right", "holes")
+    },
+    "softcap": case(softcap=4.0),
+    "decay": case(policy=POLICIES["decay"]),
+    "everything": case(policy=POLICIES["everything"], softcap=4.0, D=96, R=3, padding="holes"),
+    "no prompt": case(lengths=[1, 1], calls=[1] * 40),
+    "long": case(lengths=[400, 270], calls=[400, *[1] * 5, 150, 1], policy=Policy(90, 40)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", TABLE)
+def test_table(name, dtype):
+    scenario, engine = TABLE[name], core(dtype)
+    given = scenario.text()
+    text, mask, policy = Text(*map(engine.exact, given)), scenario.mask(), scenario.policy
+    want = answers(text, scenario.calls, policy, mask=mask, softcap=scenario.softcap)
+    assert want.gap > CLEAR, "a near tie: choose another seed"
+    talk = Conversation(engine, text, policy, mask=mask, softcap=scenario.softcap)
+    talk.feed_all(scenario.calls)
+    for call, (positions, scores) in enumerate(talk.kept):
+        np.testing.assert_array_equal(positions, want.kept(call)[0])
+        np.testing.assert_allclose(scores, want.kept(call)[1], rtol=3e-5, atol=1e-5)
+    np.testing.assert_allclose(talk.slots.lost, want.lost, rtol=3e-5, atol=1e-5)
+
+    plain_out, plain_scores = in_plain_torch(scenario, engine, given, want)
+    assert worst(talk.answer, want.out) <= allowed(plain_out, want.out)
+    if policy.decay == 1.0:
+        given_out = want.kept(-1)[1]
+        columns = [np.take_along_axis(x, order(want), -1) for x in (plain_scores, want.last_scores)]
+        assert worst(talk.kept[-1][1], given_out) <= allowed(*columns)
+
+
+def order(want: Answers) -> np.ndarray:
+    """Columns of the keys held at the end."""
+    held = want.held[-1]
+    return np.argsort(~held, axis=-1, kind="stable")[..., : int(held.sum(-1).max())]
+
+
+def worst(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(got - want).max())
+
+
+def allowed(plain: np.ndarray, want: np.ndarray) -> float:
+    """Twice the error of plain torch; where that is lucky, an ulp of float32 at the top."""
+    return max(2.0 * worst(plain, want), float(np.abs(want).max()) * 2**-23)
+
+
+def in_plain_torch(scenario: Scenario, engine, given: Text, want: Answers):
+    """Attention as one would write it in this dtype, where the truth says who sees whom."""
+    q, k, v = (engine.tensor(x).nan_to_num(0, 0, 0) for x in given)  # there is NaN at pads
+    visible = torch.from_numpy(want.visible).repeat_interleave(scenario.R, dim=1)
+    k, v = (x.repeat_interleave(scenario.R, dim=1) for x in (k, v))
+    logits = (q @ k.mT) * scenario.D**-0.5
+    if scenario.softcap:
+        logits = scenario.softcap * torch.tanh(logits / scenario.softcap)
+    p = logits.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0.0)
+    B, _, N, _ = p.shape
+    scores = p.float().view(B, scenario.G, scenario.R, N, N).sum((2, 3))
+    return as_float64((p @ v).transpose(1, 2)), as_float64(scores)
+
+
+# ---- Layouts of torch tensors -------------------------------------------------------------------
+
+
+def transposed(x):  # [B, N, heads, D] in memory, as models project it
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def fused(x):  # the middle third of a projection to query, key and value
+    return torch.cat([x, x, x], dim=-1).chunk(3, dim=-1)[1]
+
+
+def columns_first(x):  # last stride not 1
+    return x.mT.contiguous().mT
+
+
+def expanded(x):  # every head the same memory
+    return x[:, :1].expand(x.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", [transposed, fused, columns_first, expanded])
+def test_strides_do_not_matter(layout, dtype):
+    policy, calls = POLICIES["value-weighted"], [30, *[1] * 10, 8, 1]
+    talk = Conversation(core(dtype), inputs.drifting(3, B=2, N=49, D=64), policy)
+    if layout is expanded:
+        talk.query, talk.keys, talk.values = (
+            expanded(x).contiguous() for x in (talk.query, talk.keys, talk.values)
+        )
+    viewed = Conversation(core(dtype), inputs.drifting(3, B=2, N=49, D=64), policy)
+    viewed.query, viewed.keys, viewed.values = (
+        layout(x) for x in (talk.query, talk.keys, talk.values)
+    )
+    assert viewed.keys.stride() != talk.keys.stride()
+    for conversation in (talk, viewed):
+        conversation.feed_all(calls)
+    np.testing.assert_array_equal(viewed.answer, talk.answer)
+    for one, two in zip(talk.slots, viewed.slots, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_simulation_answers_as_the_cache(dtype):
+    policy, prompt, N = POLICIES["h2o"], 20, 90
+    text = inputs.drifting(61, B=1, H=6, N=N, D=64)
+    talk = Conversation(core(dtype), text, policy).feed_all([prompt, *[1] * (N - prompt)])
+    assert answers(Text(*map(core(dtype).exact, text)), [prompt, *[1] * 70], policy).gap > CLEAR
+    out, evicted_at, scores = ops.simulate(
+        talk.query, talk.keys, talk.values,
+        torch.tensor([prompt], dtype=torch.int32),
+        torch.tensor([[policy.heavy, policy.recent]], dtype=torch.int32),
+    )  # fmt: skip
+    eps = torch.finfo(dtype).eps
+    np.testing.assert_allclose(as_float64(out), talk.answer, rtol=2 * eps, atol=4 * eps)
+    positions, last = talk.kept[-1]
+    np.testing.assert_allclose(np.take_along_axis(scores.numpy(), positions, -1), last, rtol=3e-5)
+    for g in range(2):
+        for stop, (kept, _) in enumerate(talk.kept[:-1], prompt):
+            assert (evicted_at[0, g, :stop] > stop).nonzero()[:, 0].tolist() == kept[0, g].tolist()
