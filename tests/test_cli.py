@@ -1,0 +1,366 @@
+"""The command line, as processes where that is the point and as function calls elsewhere."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from h2o import cli
+
+ROOT = Path(cli.__file__).parent
+DEADLINE = 120  # seconds after which a process counts as hanging
+
+
+def h2o(*arguments, **kwargs):
+    """A finished process of the command."""
+    return subprocess.run(
+        [sys.executable, "-m", "h2o", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Folder of a Llama with random weights and a tokenizer of bytes; never ends by itself."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2000,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+def generated(capsys, *arguments):
+    """The --json output of a run in this process."""
+    assert cli.main(["generate", *arguments, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+PROMPT = "".join(chr(97 + i * i % 26) for i in range(200))
+
+
+def test_nothing_heavy_is_imported_for_help():
+    """Loaded by itself, without the package around it, it pulls in the standard library alone."""
+    program = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.spec_from_file_location('cli', sys.argv[1])\n"
+        "cli = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(cli)\n"
+        "print(*{name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"
+    )
+    arguments = [sys.executable, "-I", "-S", "-c", program, str(ROOT / "cli.py")]
+    out = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=DEADLINE)
+    assert set(out.stdout.split()) <= {"cli", "__main__", "__mp_main__"}
+
+
+def test_info_for_machines():
+    from h2o import ops
+
+    done = h2o("info", "--json")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    facts = json.loads(done.stdout)
+    assert facts["h2o"].keys() == ops.info().keys()
+    assert facts["h2o"]["level"] == ops.info()["level"]
+    assert facts["versions"]["python"] == sys.version.split()[0]
+
+
+def test_info_for_readers(capsys):
+    from h2o import ops
+
+    assert cli.main(["info"]) == 0
+    lines = dict(
+        re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines()
+    )
+    assert lines["level"] == ops.info()["level"]
+    assert {"thread source", "features", "version", "python", "numpy", "torch"} <= lines.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ([], "command"),
+        (["no-such-command"], "no-such-command"),
+        (["info", "--loud"], "--loud"),
+        (["generate", "--heavy", "many"], "--heavy"),
+        (["generate", "--heavy", "1.5"], "heavy"),
+        (["generate", "--heavy", "-1"], "heavy"),
+        (["generate", "--heavy", "nan"], "heavy"),
+        (["generate", "--heavy", "0", "--recent", "0"], "budget"),
+        (["generate", "--sinks", "-4"], "sinks"),
+        (["generate", "--decay", "2"], "decay"),
+        (["generate", "--rank-by", "age"], "--rank-by"),
+        (["generate", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["generate", "--dtype", "int8"], "--dtype"),
+        (["generate", "--prompt-file", "no/such/file"], "no/such/file"),
+    ],
+)
+def test_wrong_arguments(arguments, word, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert word in captured.err
+
+
+def test_binary_prompt_file(tmp_path, capsys):
+    (tmp_path / "prompt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["generate", "--prompt-file", str(tmp_path / "prompt")])
+    assert exit_.value.code == 2
+    assert "UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--model", "no/such/folder"], "no/such/folder"),
+        (["--prompt", ""], "empty"),
+        (["--prompt", "x" * 1990], "2000"),
+        (["--prompt", "x", "--chat"], "chat template"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(tiny, arguments, word, capsys):
+    if "--model" not in arguments:
+        arguments = [*arguments, "--model", tiny]
+    assert cli.main(["generate", *arguments, "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert word in captured.err
+
+
+def test_comparison_in_numbers(tiny, capsys):
+    new, heavy, recent = 30, 20, 25
+    result = generated(
+        capsys, "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", str(new), "--compare",
+        "--heavy", str(heavy), "--recent", str(recent), "--sinks", "2",
+    )  # fmt: skip
+    assert result["prompt_tokens"] == len(PROMPT)
+    assert result["dtype"] == "float32"
+    assert result["budget"]["heavy"] == heavy
+    full, ours, local = result["runs"]
+    assert [run["mode"] for run in result["runs"]] == ["full", "h2o", "local"]
+    seen = len(PROMPT) + new - 1  # the last token has not been fed
+    held = heavy + recent + 2
+    per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head dimension, float32
+    assert full["tokens_held"] == full["tokens_seen"] == seen
+    assert full["kv_bytes_held"] == full["kv_bytes_full"] == seen * per_token
+    assert (full["tokens_evicted"], full["mass_evicted"], full["tokens_agree"]) == (0, 0.0, new)
+    for run in (ours, local):
+        assert run["tokens_seen"] == seen
+        assert run["tokens_held"] == held
+        assert run["tokens_evicted"] == seen - held
+        assert run["kv_bytes_full"] == seen * per_token
+        assert held * per_token <= run["kv_bytes_held"] <= (held + 1) * per_token
+        assert 0 < run["mass_evicted"] < 1
+        assert 0 <= run["tokens_agree"] <= new
+    assert ours["mass_evicted"] < local["mass_evicted"]
+    for run in result["runs"]:
+        assert run["new_tokens"] == new
+        assert run["prefill_tokens_per_second"] == pytest.approx(
+            len(PROMPT) / run["prefill_seconds"]
+        )
+        assert run["decode_tokens_per_second"] == pytest.approx((new - 1) / run["decode_seconds"])
+
+
+def test_full_run_is_the_models_own_generate(tiny, capsys):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    full = generated(
+        capsys, "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "20", "--compare"
+    )["runs"][0]
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tiny),
+        AutoModelForCausalLM.from_pretrained(tiny),
+    )
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    wanted = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False
+    )
+    assert full["text"] == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_generous_budget_agrees_everywhere(tiny, capsys):
+    result = generated(
+        capsys, "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "20", "--compare",
+        "--heavy", "300", "--recent", "1.0",
+    )  # fmt: skip
+    full, ours, local = result["runs"]
+    assert ours["text"] == full["text"] == local["text"]
+    assert ours["tokens_agree"] == local["tokens_agree"] == 20
+    assert ours["tokens_evicted"] == 0
+    assert ours["mass_evicted"] == 0
+
+
+def test_policy_options_reach_the_cache(tiny, capsys):
+    """Each changes what is kept, so each changes the text or what was evicted."""
+    base = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "40",
+            "--heavy", "6", "--recent", "2"]  # fmt: skip
+    plain = generated(capsys, *base)["runs"][0]
+    for options in (["--rank-by", "mean"], ["--decay", "0.5"], ["--value-weighted"],
+                    ["--sinks", "3"], ["--heavy", "0.2"], ["--dtype", "bfloat16"]):  # fmt: skip
+        other = generated(capsys, *base, *options)["runs"][0]
+        names = ("text", "mass_evicted", "kv_bytes_held")
+        assert any(other[name] != plain[name] for name in names), options
+
+
+def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):
+    (tmp_path / "document").write_text(PROMPT, "utf-8")
+    options = ["--model", tiny, "--max-new-tokens", "5"]
+    both = generated(
+        capsys, *options, "--prompt", "Now: ", "--prompt-file", str(tmp_path / "document")
+    )
+    one = generated(capsys, *options, "--prompt", f"Now:\n\n{PROMPT}")
+    assert both["prompt_tokens"] == one["prompt_tokens"] == len(PROMPT) + 6
+    assert both["runs"][0]["text"] == one["runs"][0]["text"]
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(tiny):
+    options = ["generate", "--model", tiny, "--max-new-tokens", "12"]
+    done = h2o(*options, "--prompt-file", "-", input=PROMPT)
+    assert done.returncode == 0
+    wanted = json.loads(h2o(*options, "--prompt", PROMPT, "--json").stdout)["runs"][0]["text"]
+    assert done.stdout.startswith(wanted)
+    assert "decode, tokens/s" in done.stdout
+    assert f"{len(PROMPT)} tokens" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr  # no terminal, no control codes
+    assert "Traceback" not in done.stderr
+
+
+def test_comparison_for_readers(tiny, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    arguments = ["generate", "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "60"]
+    assert cli.main([*arguments, "--compare"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert re.fullmatch(r"full +\| h2o +\| local", lines[0])
+    table = text[text.index("prompt of") :].splitlines()[1:]
+    assert table[0].split() == ["full", "h2o", "local"]
+    rows = {line[:30].strip(): line[30:].split() for line in table[1:]}
+    assert rows["attention mass evicted"][0] == "0.0%"
+    assert rows["leading tokens as with full"][0] == "60"
+    assert all(len(line) <= 90 for line in lines)
+
+
+def test_half_characters_are_not_streamed(tiny):
+    from transformers import AutoTokenizer
+
+    from h2o.generate import Progress, Streamer
+
+    torch = pytest.importorskip("torch")
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    text = "aé€😀b"
+    pieces = []
+    streamer = Streamer("h2o", tokenizer, Progress(quiet=True), pieces.append, 99)
+    streamer.put(torch.zeros(1, 5, dtype=torch.int64))  # the prompt
+    for token in tokenizer(text).input_ids:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert [piece for piece in pieces if piece] == list(text)
+    assert streamer.text == text
+    assert len(streamer.seconds) == len(streamer.tokens) == len(text.encode())
+
+
+def test_agreement():
+    from h2o.generate import leading_agreement
+
+    assert leading_agreement([1, 2, 3], [1, 2, 4]) == 2
+    assert leading_agreement([1, 2], [1, 2, 4]) == 2
+    assert leading_agreement([5], [1]) == 0
+    assert leading_agreement([], [1]) == 0
+
+
+def test_interruption_is_quiet(tiny):
+    """Ctrl-C while text is coming: exit code 130, one word, no traceback."""
+    arguments = ["generate", "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "1700"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "h2o", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert errors.splitlines()[-1] == b"interrupted"
+
+
+def test_reader_that_goes_away(tiny):
+    """As under `h2o generate | head -c 1`."""
+    arguments = ["generate", "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "1700"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "h2o", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait(timeout=DEADLINE) == 1
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert b"Traceback" not in errors
+    assert b"BrokenPipe" not in errors
+
+
+@pytest.mark.slow
+def test_shipped_document_with_the_default_model(capsys):
+    """What `make demo` shows: a fifth of the cache keeps the subject, a window of that size not."""
+    from h2o import models
+
+    try:
+        models.find_weights()
+    except models.UserError as error:
+        pytest.skip(str(error))
+    result = generated(capsys, "--compare")
+    assert result["prompt_tokens"] > 2000
+    full, ours, local = result["runs"]
+    for run in (ours, local):
+        assert run["kv_bytes_held"] < 0.21 * run["kv_bytes_full"]
+    assert ours["mass_evicted"] < local["mass_evicted"]
+    assert ours["tokens_agree"] > local["tokens_agree"]
+    for run, subject in ((full, True), (ours, True), (local, False)):
+        assert ("Marrow Point" in run["text"]) is subject, run["text"]

@@ -1,0 +1,175 @@
+"""The project's layers, as regular expressions over its sources.
+
+What may include, import, allocate or remember what is easier to keep than to
+restore. CONTRIBUTING.md says why; here each rule is a test.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+GENERATED = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}
+LIBC = {
+    "assert", "ctype", "errno", "float", "inttypes", "limits", "math", "stdalign", "stdarg",
+    "stdatomic", "stdbool", "stddef", "stdint", "stdio", "stdlib", "string",
+}  # fmt: skip
+
+if not (ROOT / "csrc").is_dir():
+    pytest.skip("the sources are not here", allow_module_level=True)
+
+
+def sources(folder: str, *endings: str) -> dict[str, str]:
+    """Text of the files below a folder by path from the root."""
+    found = {}
+    for path in sorted((ROOT / folder).rglob("*")):
+        name = path.relative_to(ROOT)
+        hidden = any(part in GENERATED or part.endswith("_cache") for part in name.parts)
+        if path.is_file() and not hidden and path.name.endswith(endings):
+            found[name.as_posix()] = path.read_text("utf-8")
+    return found
+
+
+C = sources("csrc", ".c", ".h", ".inc", ".cu", ".cuh")
+PYTHON = sources("h2o", ".py")
+
+
+def includes(text: str) -> list[str]:
+    """What a C source includes, in order: names in quotes or angle brackets."""
+    return re.findall(r'^\s*#\s*include\s+(["<][^">]+[">])', text, re.MULTILINE)
+
+
+def imports(text: str) -> set[str]:
+    """Modules that a Python source imports at any depth, "from a import b" as a and a.b."""
+    found = set(re.findall(r"^\s*import ([\w.]+)", text, re.MULTILINE))
+    pattern = r"^\s*from ([\w.]+) import (?:\(([^)]*)\)|(.*))"
+    for module, many, few in re.findall(pattern, text, re.MULTILINE):
+        names = re.findall(r"(\w+)(?: as \w+)?", many or few)
+        found |= {module, *(f"{module}.{name}" for name in names)}
+    return found
+
+
+def importers(module: str) -> set[str]:
+    """Files of the package that import a module or something inside it."""
+    return {
+        name
+        for name, text in PYTHON.items()
+        if any(x == module or x.startswith(f"{module}.") for x in imports(text))
+    }
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
+
+
+def test_sources_are_found():
+    """An empty list would make every rule hold."""
+    assert {"csrc/h2o.h", "csrc/policy.c", "csrc/module.c", "csrc/exchange.c"} <= set(C)
+    assert {"h2o/ops.py", "h2o/cache.py", "h2o/config.py", "h2o/cli.py"} <= set(PYTHON)
+    assert '"h2o.h"' in includes(C["csrc/check.c"])
+    assert importers("h2o._core")
+    assert importers("transformers")
+
+
+def test_python_is_known_to_the_border_only():
+    border = {"csrc/module.c", "csrc/exchange.c", "csrc/exchange.h"}
+    assert {name for name, text in C.items() if "<Python.h>" in includes(text)} <= border
+    for name in ("csrc/module.c", "csrc/exchange.c"):
+        assert includes(C[name])[0] in ("<Python.h>", '"exchange.h"'), f"{name}: Python.h first"
+    assert includes(C["csrc/exchange.h"])[0] == "<Python.h>"
+    for name, text in C.items():
+        assert name == "csrc/exchange.c" or not re.search(r"include\s*<numpy/", text), name
+
+
+def test_pure_rooms_include_only_their_own_headers_and_libc():
+    own = {"h2o.h", "policy.h", "../h2o.h", "../policy.h"}
+    intrinsics = {"<immintrin.h>", "<arm_neon.h>"}
+    for name, text in C.items():
+        in_cpu = name.startswith("csrc/cpu/")
+        if not (in_cpu or name in ("csrc/policy.c", "csrc/policy.h", "csrc/check.c")):
+            continue
+        for include in includes(text):
+            inner = include[1:-1]
+            allowed = (
+                (include[0] == "<" and inner.removesuffix(".h") in LIBC)
+                or inner in own
+                or (in_cpu and include[0] == '"' and "/" not in inner)
+                or (include in intrinsics and re.match(r"csrc/cpu/(vec|level)_", name))
+            )
+            assert allowed, f"{name} includes {include}"
+
+
+def test_libraries_are_opened_in_two_places():
+    for name, text in C.items():
+        driver = name.startswith("csrc/cuda/driver.")
+        if "<dlfcn.h>" in includes(text):
+            assert driver or name == "csrc/parallel.c", name
+        if re.search(r"\bCU(context|module|function|stream|deviceptr|result)\b", text):
+            assert driver, name
+
+
+def test_core_allocates_no_tensors_and_remembers_nothing():
+    """Scratch is kept by scratch.c; what else lives longer than a call is written once."""
+    allocators = {"csrc/scratch.c"}
+    state = {"csrc/dispatch.c", "csrc/parallel.c", "csrc/scratch.c"}
+    static_tables = r"PyMethodDef|PyModuleDef|struct PyModuleDef|PyModuleDef_Slot"
+    for name, text in C.items():
+        if name.startswith("csrc/cuda/driver."):
+            continue
+        code = without_comments(text)
+        if name not in allocators:
+            call = re.search(r"\b(malloc|calloc|realloc|aligned_alloc|posix_memalign|mmap)\(", code)
+            assert not call, f"{name} calls {call[0]}...)"
+        if name not in state:
+            # A definition outside of functions (column 0), or static inside of one, that is
+            # neither const nor a function.
+            for line in re.findall(r"^(?:\s*static|_Thread_local)\b[^(){;=]*[;={]", code, re.M):
+                assert re.search(rf"\bconst\b|{static_tables}", line), f"{name}: {line.strip()}"
+
+
+def test_core_is_imported_by_ops_only():
+    assert importers("h2o._core") == {"h2o/ops.py"}
+
+
+def test_transformers_is_imported_where_it_is_served():
+    allowed = {
+        "h2o/cache.py", "h2o/attention.py", "h2o/models.py", "h2o/generate.py", "h2o/simulation.py",
+    }  # fmt: skip
+    for name in importers("transformers"):
+        assert name in allowed or name.startswith(("h2o/evaluate/", "h2o/bench/")), name
+
+
+def test_config_needs_neither_torch_nor_transformers():
+    assert not {"h2o/config.py"} & (importers("torch") | importers("transformers"))
+
+
+def test_nothing_is_registered_but_the_two_documented_names():
+    for name, text in PYTHON.items():
+        for call in re.findall(
+            r"\b(?:AttentionInterface|AttentionMaskInterface)\.register\(", text
+        ):
+            assert name in ("h2o/attention.py", "h2o/simulation.py"), f"{name}: {call}"
+
+
+def test_any_torch_will_do():
+    for name, text in C.items():
+        for include in includes(text):
+            assert not re.match(r'["<](torch|ATen|c10|caffe2|pybind11)/', include), name
+    assert not re.search(r"^\s*(import|from) torch", (ROOT / "setup.py").read_text(), re.M)
+
+
+def test_files_stay_small_enough_to_read():
+    limits = {".c": 600, ".inc": 600, ".cu": 600, ".py": 400, ".h": 300, ".cuh": 300}
+    for name, text in {**C, **PYTHON}.items():
+        assert len(text.splitlines()) <= limits[Path(name).suffix], name
+
+
+def test_project_stands_alone():
+    """No paths of the machine that it was written on, no folder beside it."""
+    homes = "|".join(("work", "root", "home", "opt", "Users"))
+    paths = re.compile(rf"(?<![\w.}}/-])/(?:{homes})/\w|\.\./share" "d")
+    endings = (".md", ".toml", ".txt", ".py", ".c", ".h", ".inc", ".ipynb", "Makefile", "run")
+    for name, text in sources(".", *endings).items():
+        found = paths.search(text)
+        assert not found, f"{name}: {found[0]}"

