@@ -1,0 +1,202 @@
+"""The command line `h2o eval`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from h2o.config import H2OConfig
+from h2o.evaluate.results import fingerprint
+from h2o.evaluate.setting import GRAMMAR, Setting, parse_all
+from h2o.models import UserError
+
+__all__ = ["main", "parser"]
+
+DESCRIPTION = """\
+What eviction costs: accuracy on lm-eval's tasks, ROUGE of summaries, or perplexity.
+
+  h2o eval --tasks copa,openbookqa --num_fewshot 5 --heavy 0.1 --recent 0.1
+  h2o eval --tasks copa --num_fewshot 5 --compare full,h2o,local --budgets 0.04,0.1,0.2,0.4,0.6
+  h2o eval --summarize articles.jsonl --compare full,h2o:0.1+0.1,local:0.2
+  h2o eval --perplexity book.txt --compare full,h2o:0.1+0.1,sink:4+0.2
+
+With --tasks this is lm-eval's own `run` command: every option of it that is not named here
+(--num_fewshot, --limit, --include_path, --batch_size, --log_samples, ...) goes there unchanged.
+"""
+
+
+def parser(**kwargs: Any) -> argparse.ArgumentParser:
+    """The parser of what is h2o's own; lm-eval's options it does not know."""
+    p = argparse.ArgumentParser(
+        prog="h2o eval",
+        description=DESCRIPTION,
+        epilog="settings of --compare, separated by commas:\n" + GRAMMAR,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **kwargs,
+    )
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--tasks", "-t", nargs="+", metavar="TASK", help="lm-eval tasks")
+    what.add_argument("--summarize", type=Path, metavar="FILE", help="JSON lines of articles")
+    what.add_argument("--perplexity", type=Path, metavar="FILE", help="a long plain text")
+    p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
+    p.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default)")
+    p.add_argument(
+        "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
+        help="for result files, from which an interrupted run goes on; default: h2o-eval",
+    )  # fmt: skip
+    p.add_argument(
+        "--use_cache", "-c", metavar="PATH",
+        help="lm-eval's memory of answers, with which an interrupted --tasks run goes on; a file "
+        "for each model and setting",
+    )  # fmt: skip
+    p.add_argument("--limit", "-L", type=float, help="only the first so many rows or windows")
+
+    one = p.add_argument_group("the cache")
+    one.add_argument("--protocol", choices=["simulate", "drop"],
+                     help="one forward with masks (default), or a real cache, token by token; "
+                     "summaries always use a real cache")  # fmt: skip
+    one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
+    for name in ("heavy", "recent"):
+        one.add_argument(f"--{name}", type=amount, help="tokens, or a fraction (default 0.1)")
+    one.add_argument("--sinks", type=int, help="first tokens that are never evicted (default 0)")
+    one.add_argument("--rank-by", choices=["sum", "mean"], help="default sum")
+    one.add_argument("--decay", type=float, help="of scores, per token (default 1)")
+    one.add_argument("--value-weighted", action="store_true", default=None)
+    one.add_argument("--prompt-len", type=int, help="simulation: tokens before the first eviction")
+    one.add_argument("--ratio-of", choices=["text", "prompt"], help="what fractions refer to")
+
+    many = p.add_argument_group("several settings in one table")
+    many.add_argument("--compare", metavar="SETTINGS", help="see below")
+    many.add_argument(
+        "--budgets", metavar="AMOUNTS", help="for settings without one, e.g. 0.04,0.2"
+    )
+
+    text = p.add_argument_group("summaries and perplexity")
+    text.add_argument("--chat", action="store_true", help="summaries: use the chat template")
+    text.add_argument("--max-new-tokens", type=int, default=64, help="of a summary (default 64)")
+    text.add_argument("--window", type=int, default=1024, help="of perplexity (default 1024)")
+    return p
+
+
+def amount(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; UserError for what the user can put right."""
+    args, rest = parser().parse_known_args(arguments)
+    if rest and not args.tasks:
+        raise UserError(f"unknown option {rest[0]}; lm-eval's options go with --tasks")
+    try:
+        settings = parse_all(args.compare, args.budgets) if args.compare else []
+        if args.budgets and not args.compare:
+            raise ValueError("--budgets goes with --compare")
+        if settings and single(args):
+            raise ValueError(f"{single(args)[0]} is for one setting; write it into --compare")
+        if args.tasks:
+            return tasks(args, settings, rest)
+        settings = settings or [setting(args)]
+        output = args.output_path or Path("h2o-eval")
+        limit = None if args.limit is None else int(args.limit)
+        loading = {"model_name": args.model, "dtype": args.dtype, "limit": limit}
+        if args.summarize:
+            from h2o.evaluate import summarize
+
+            refuse(args, "summaries", "protocol", "prompt_len", "ratio_of", protocol="drop")
+            print(summarize.compare(
+                args.summarize, settings, output, chat=args.chat,
+                max_new_tokens=args.max_new_tokens, **loading,
+            ))  # fmt: skip
+        else:
+            from h2o.evaluate import perplexity
+
+            refuse(args, "perplexity", "ratio_of", ratio_of="text")
+            print(perplexity.compare(
+                args.perplexity, settings, output, window=args.window,
+                protocol=args.protocol or "simulate", prompt_len=args.prompt_len or 1, **loading,
+            ))  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    return 0
+
+
+CACHE = ("variant", "heavy", "recent", "sinks", "rank_by", "decay", "value_weighted")
+"""Options that describe one setting."""
+
+
+def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def single(args: argparse.Namespace) -> list[str]:
+    return [f"--{name.replace('_', '-')}" for name in given(args, CACHE)]
+
+
+def setting(args: argparse.Namespace) -> Setting:
+    """The one setting that the options describe."""
+    policy = given(args, CACHE)
+    variant = policy.pop("variant", "h2o")
+    if variant == "full":
+        if policy:
+            raise ValueError("--variant full keeps everything and takes no budget")
+        return Setting("full", "full", "full", H2OConfig.full())
+    config = H2OConfig(**policy)
+    rest = "".join(f"/{k}={v}" for k, v in policy.items() if k not in ("heavy", "recent"))
+    return Setting(f"{variant}:{config.heavy}+{config.recent}{rest}", variant, variant, config)
+
+
+def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) -> None:
+    """ValueError for options that `what` does not have, unless they say what holds anyway."""
+    for name, value in given(args, names).items():
+        if harmless.get(name) != value:
+            hint = f" but {harmless[name]}" if name in harmless else ""
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: {what} have no such choice{hint}"
+            )
+
+
+def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) -> int:
+    """lm-eval with its own command line."""
+    try:
+        from h2o.evaluate import tasks as lm_eval_tasks
+    except ImportError as error:
+        raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
+    arguments = ["--tasks", *args.tasks, *rest]
+    if args.limit is not None:
+        arguments += ["--limit", f"{args.limit:g}"]
+    how = given(args, ("protocol", "prompt_len", "ratio_of"))
+    model_args = {"pretrained": args.model} if args.model else {}
+    if args.dtype != "auto":
+        model_args["dtype"] = args.dtype
+    if settings:
+        if args.use_cache:
+            raise ValueError("--compare remembers answers by itself: drop --use_cache")
+        output = args.output_path or Path("h2o-eval")
+        arguments += as_model_args(model_args)
+        print(lm_eval_tasks.compare(arguments, settings, output, **how))
+        return 0
+    cache = given(args, CACHE)
+    model_type = "h2o"
+    if args.model and lm_eval_tasks.is_model_type(args.model):
+        model_type = model_args.pop("pretrained")
+        if model_type != "h2o" and (cache or how):
+            raise ValueError(f"--model {model_type} is lm-eval's own and has no cache of h2o")
+    model_args |= how | cache
+    arguments += ["--model", model_type, *as_model_args(model_args)]
+    if args.output_path:
+        arguments += ["--output_path", str(args.output_path)]
+    if args.use_cache:
+        # lm-eval files answers under the question alone. Those of another budget or model must
+        # not be taken for this one's.
+        name = fingerprint({"model": model_type, **model_args, "arguments": rest})
+        arguments += ["--use_cache", f"{args.use_cache}-{name}"]
+    lm_eval_tasks.run(arguments)
+    return 0
+
+
+def as_model_args(values: dict[str, Any]) -> list[str]:
+    return ["--model_args", json.dumps(values)] if values else []

@@ -1,0 +1,356 @@
+"""The lm-eval model "h2o": log-likelihoods and texts of a model with an evicting cache.
+
+lm-eval's own Hugging Face model (`HFLM`) loads, tokenises and generates; what is new here is
+how a log-likelihood comes about:
+
+- `protocol="simulate"`: one forward over context and continuation, in which every row sees what
+  a cache would have kept (`h2o.simulated`), from the first token on.
+- `protocol="drop"`: the context as prompt through an `H2OCache`, then the continuation token by
+  token. Its first token is predicted from the full prompt, before anything is dropped,
+  so answers of one token cannot feel the budget; `tally` counts them.
+
+Rows are padded with a mask, budgets are each row's own, and no logits are reused between
+requests, so that numbers do not depend on batches. lm-eval: Gao et al., "A framework for
+few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
+
+from h2o import models
+from h2o.cache import H2OCache
+from h2o.config import H2OConfig
+from h2o.evaluate.setting import Setting
+from h2o.simulation import simulated
+from h2o.variants import VARIANTS
+
+__all__ = ["H2OLM", "PROTOCOLS", "Tally"]
+
+PROTOCOLS = ("simulate", "drop")
+
+log = logging.getLogger(__name__)
+
+Request = tuple[Any, list[int], list[int]]  # what lm-eval passes: (key, context, continuation)
+
+
+@dataclasses.dataclass
+class Tally:
+    """What happened since `H2OLM.use`; part of every result file."""
+
+    requests: int = 0
+    one_token_answers: int = 0
+    truncated: int = 0
+    tokens_seen: int = 0
+    tokens_kept: int = 0
+    """Summed over requests, as `tokens_seen`: at the end of the text ("simulate") or of the
+    prompt ("drop")."""
+
+
+@register_model("h2o")
+class H2OLM(HFLM):
+    """`--model h2o`; arguments beside HFLM's own:
+
+    Args:
+        pretrained: a name or folder; without it the embedded SmolLM2-135M-Instruct.
+        protocol: "simulate" or "drop".
+        variant: "h2o", "full", or in simulation "local", "global", "flexgen".
+        heavy, recent, sinks, rank_by, decay, value_weighted: as in `H2OConfig`.
+        prompt_len: "simulate" only: tokens before the first eviction.
+        ratio_of: what fractions refer to: "text" (default in simulation) or "prompt" (always
+            so in "drop", where the prompt is the context).
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = "",
+        protocol: str = "simulate",
+        variant: str = "h2o",
+        heavy: int | float = 0.1,
+        recent: int | float = 0.1,
+        sinks: int = 0,
+        rank_by: str = "sum",
+        decay: float = 1.0,
+        value_weighted: bool = False,
+        prompt_len: int = 1,
+        ratio_of: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if variant not in ("full", "h2o", *VARIANTS):
+            raise ValueError(f"variant is full, h2o or one of {VARIANTS}, not {variant!r}")
+        config = H2OConfig(heavy, recent, sinks, rank_by, decay, value_weighted)
+        name = "full" if variant == "full" else f"{variant}:{heavy}+{recent}"
+        setting = Setting(name, variant, variant, H2OConfig.full() if name == "full" else config)
+        check(setting, protocol, prompt_len, ratio_of)
+        if isinstance(pretrained, str) and pretrained in ("", models.DEFAULT_MODEL):
+            pretrained = str(models.embedded_folder(log.info))
+        kwargs["logits_cache"] = False  # it would lend one request's logits to another
+        super().__init__(pretrained, **kwargs)
+        if self.backend != "causal":
+            raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
+        self._own_attention = self.model.config._attn_implementation
+        self.use(setting, protocol, prompt_len=prompt_len, ratio_of=ratio_of)
+
+    def use(
+        self,
+        setting: Setting,
+        protocol: str = "simulate",
+        *,
+        prompt_len: int = 1,
+        ratio_of: str | None = None,
+        journal: Path | None = None,
+    ) -> None:
+        """Evaluate with this setting from now on, the model staying loaded.
+
+        `journal` is a file that remembers answers, so that an interrupted run can be completed.
+        It must belong to this model and setting alone.
+        """
+        self.ratio_of = check(setting, protocol, prompt_len, ratio_of)
+        self.journal = journal
+        self.setting, self.protocol, self.prompt_len = setting, protocol, prompt_len
+        self.tally = Tally()
+        wanted = "h2o" if protocol == "drop" else self._own_attention
+        self.model.set_attn_implementation(wanted)
+        if self.model.config._attn_implementation != wanted:
+            raise ValueError(
+                f"{type(self.model).__name__} does not take its attention from transformers' "
+                "attention interface, so h2o cannot evict for it"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """How numbers come about, for result files."""
+        return {
+            "protocol": self.protocol,
+            **self.setting.describe(),
+            "ratio_of": self.ratio_of,
+            "prompt_len": self.prompt_len if self.protocol == "simulate" else "context",
+            **dataclasses.asdict(self.tally),
+        }
+
+    def get_model_info(self) -> dict[str, Any]:
+        if self.protocol == "drop" and self.tally.one_token_answers:
+            log.warning(one_token_note(self.tally.one_token_answers, self.tally.requests))
+        return super().get_model_info() | {"h2o": self.describe()}
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[Request],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        for _, context, continuation in requests:
+            self._count(context, continuation)
+        if self.setting.variant == "full" and self.protocol == "simulate":
+            score = self._as_hflm
+        else:
+            score = self._simulate if self.protocol == "simulate" else self._drop
+        known = Journal(self.journal)
+        answers = [known.get(request) for request in requests]
+        # Longest first, as in HFLM: the largest batch comes at once, and the time left is
+        # never understated.
+        order = sorted(
+            (i for i, answer in enumerate(answers) if answer is None),
+            key=lambda i: (-len(requests[i][1]) - len(requests[i][2]), *requests[i][1:]),
+        )
+        size = override_bs or self._batch_size()
+        with tqdm(
+            total=len(requests),
+            initial=len(requests) - len(order),
+            disable=disable_tqdm or self.rank != 0,
+            desc=self.setting.name,
+        ) as bar:
+            for start in range(0, len(order), size):
+                places = order[start : start + size]
+                batch = [requests[i] for i in places]
+                for i, request, answer in zip(places, batch, score(batch), strict=True):
+                    answers[i] = answer
+                    known.put(request, answer)
+                    if request[0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", request[0], answer)
+                bar.update(len(batch))
+        return answers
+
+    def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
+        return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
+
+    def _batch_size(self) -> int:
+        if self.batch_size != "auto":
+            return int(self.batch_size)
+        return self._detect_batch_size()
+
+    def _fit(self, context: list[int], continuation: list[int]) -> list[int]:
+        """The text, cut from the left to what the model takes, as HFLM does."""
+        return (context + continuation)[-(self.max_length + 1) :]
+
+    def _count(self, context: list[int], continuation: list[int]) -> None:
+        if not context or not 0 < len(continuation) <= self.max_length:
+            raise ValueError(
+                f"a request has {len(context)} context and {len(continuation)} continuation "
+                f"tokens: both must have some, and the model takes {self.max_length}"
+            )
+        text = self._fit(context, continuation)
+        cut = len(context) + len(continuation) - len(text)
+        if cut and not self.tally.truncated:
+            log.warning(
+                "a request of %d tokens exceeds the model's %d: its first %d tokens are cut, and "
+                "further ones likewise (their number is in the result file)",
+                len(context) + len(continuation), self.max_length, cut,
+            )  # fmt: skip
+        held = len(text) - (1 if self.protocol == "simulate" else len(continuation))
+        base = min(self.prompt_len, held) if self.ratio_of == "prompt" else held
+        if self.protocol == "drop":
+            base = held
+        heavy, recent = self.setting.config.tokens(base)
+        self.tally.requests += 1
+        self.tally.one_token_answers += len(continuation) == 1
+        self.tally.truncated += cut > 0
+        self.tally.tokens_seen += held
+        self.tally.tokens_kept += min(held, self.setting.config.sinks + heavy + recent)
+
+    def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
+        """One forward over the whole texts, right-padded."""
+        texts = [self._fit(context, continuation) for _, context, continuation in batch]
+        longest = max(map(len, texts)) - 1
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, text in enumerate(texts):
+            ids[row, : len(text) - 1] = torch.tensor(text[:-1])
+            mask[row, : len(text) - 1] = 1
+        starts = [len(t) - 1 - len(c) for t, (_, _, c) in zip(texts, batch, strict=True)]
+        first = min(starts)
+        config = self.setting.config
+        with simulated(
+            self.model,
+            config,
+            variant=self.setting.variant,
+            prompt_len=self.prompt_len,
+            ratio_of=self.ratio_of,
+        ):
+            logits = self._forward(longest - first, ids, mask, use_cache=False)
+        return [
+            self._answer(
+                logits[row, start - first : start - first + len(continuation)], continuation
+            )
+            for row, (start, (_, _, continuation)) in enumerate(zip(starts, batch, strict=True))
+        ]
+
+    def _drop(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
+        """The contexts as one left-padded prompt, then all continuations token by token."""
+        continuations = [continuation for _, _, continuation in batch]
+        prompts = [self._fit(c, a)[: -len(a)] for _, c, a in batch]
+        longest, steps = max(map(len, prompts)), max(map(len, continuations))
+        ids = torch.zeros(len(batch), longest + steps - 1, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
+            stop = longest + len(continuation) - 1
+            ids[row, longest - len(prompt) : stop] = torch.tensor(prompt + continuation[:-1])
+            mask[row, longest - len(prompt) : stop] = 1
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = H2OCache(self.model.config, self.setting.config)
+        logits = []
+        for start, stop in [(0, longest), *((t, t + 1) for t in range(longest, ids.shape[1]))]:
+            logits.append(
+                self._forward(
+                    1,
+                    ids[:, start:stop],
+                    mask[:, :stop],
+                    position_ids=positions[:, start:stop].to(self.device),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+            )
+        stacked = torch.cat(logits, dim=1)
+        return [self._answer(stacked[row, : len(c)], c) for row, c in enumerate(continuations)]
+
+    def _forward(self, last: int, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
+        """Logits [B, last, vocabulary] of the last columns."""
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            kwargs["logits_to_keep"] = last  # the vocabulary is the largest matrix of small models
+        mixed = self.mixed_precision_dtype
+        with (
+            torch.no_grad(),
+            torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None),
+        ):
+            out = self.model(ids.to(self.device), attention_mask=mask.to(self.device), **kwargs)
+        return out.logits[:, -last:]
+
+    def _answer(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
+        """(log-likelihood, whether greedy decoding writes it) from logits [tokens, vocabulary]."""
+        target = torch.tensor(continuation, device=logits.device)
+        logprobs = logits.log_softmax(-1, dtype=self.softmax_dtype)
+        chosen = logprobs.gather(-1, target[:, None]).sum()
+        return float(chosen), bool((logprobs.argmax(-1) == target).all())
+
+    def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.protocol == "drop":
+            kwargs["past_key_values"] = H2OCache(self.model.config, self.setting.config)
+        elif self.setting.variant != "full":
+            raise ValueError(
+                "this task generates text, which cannot be simulated: use protocol=drop"
+            )
+        return super()._model_generate(context, *args, **kwargs)
+
+
+class Journal:
+    """Answers of an evaluation in a file, one line each, written as they come. Without a path
+    it remembers nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.answers: dict[str, tuple[float, bool]] = {}
+        for line in path.read_text("utf-8").splitlines() if path and path.exists() else []:
+            with contextlib.suppress(ValueError):  # a last line that was cut short
+                key, logprob, greedy = json.loads(line)
+                self.answers[key] = (logprob, greedy)
+
+    def get(self, request: Request) -> tuple[float, bool] | None:
+        return self.answers.get(self._key(request))
+
+    def put(self, request: Request, answer: tuple[float, bool]) -> None:
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps([self._key(request), *answer]))
+
+    @staticmethod
+    def _key(request: Request) -> str:
+        return hashlib.sha256(json.dumps(request[1:]).encode()).hexdigest()
+
+
+def check(setting: Setting, protocol: str, prompt_len: int, ratio_of: str | None) -> str:
+    """What fractions refer to; ValueError for what does not go together."""
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"protocol is simulate or drop, not {protocol!r}")
+    if protocol == "drop":
+        if not setting.dropping:
+            raise ValueError(f"{setting.name}: a mask, no cache; use protocol=simulate")
+        if prompt_len != 1 or ratio_of not in (None, "prompt"):
+            raise ValueError(
+                "protocol=drop takes the context as prompt, and fractions of it: prompt_len and "
+                "ratio_of are for protocol=simulate"
+            )
+        return "prompt"
+    if ratio_of not in (None, "text", "prompt"):
+        raise ValueError(f"ratio_of is text or prompt, not {ratio_of!r}")
+    return ratio_of or "text"
+
+
+def one_token_note(answers: int, requests: int) -> str:
+    return (
+        f"protocol=drop: {answers} of {requests} requests have answers of one "
+        "token, which is predicted before anything is dropped: no budget can change them"
+    )

@@ -1,0 +1,214 @@
+"""`h2o eval --perplexity`: how well a model predicts a long text with an evicting cache.
+
+The text is cut into windows that know nothing of each other. In each, the model predicts every
+token but the first, evicting from the first token on. Two ways lead to the same
+numbers: the simulation, one forward a window, and the real cache, token by token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from h2o import models
+from h2o.cache import H2OCache
+from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
+from h2o.evaluate.setting import Setting
+from h2o.models import UserError
+from h2o.simulation import simulated
+
+__all__ = ["by_cache", "by_simulation", "compare"]
+
+
+def compare(
+    file: Path,
+    settings: Sequence[Setting],
+    output: Path,
+    *,
+    model_name: str | None = None,
+    dtype: str = "auto",
+    protocol: str = "simulate",
+    window: int = 1024,
+    limit: int | None = None,
+    prompt_len: int = 1,
+) -> str:
+    """Perplexity of a text file with each setting.
+
+    Args:
+        file: plain text, UTF-8.
+        settings: what to compare; fractions are of the window.
+        output: folder for perplexity.json, which a second run completes, and perplexity.png.
+        protocol: "simulate", or "drop" for the real cache.
+        window: tokens of a window; the last one may be shorter.
+        limit: use only the first so many windows.
+        prompt_len: tokens of each window before the first eviction.
+
+    Returns:
+        the table, as text.
+    """
+    for setting in settings:
+        if protocol == "drop" and not setting.dropping:
+            raise UserError(f"{setting.name}: a mask, no cache; use --protocol simulate")
+    model, tokenizer = models.load(model_name, dtype=dtype, say=print)
+    windows, total = read_windows(file, tokenizer, model.config, window, limit)
+    origin = provenance(model, model_name or models.DEFAULT_MODEL)
+    cells = Cells(output / "perplexity.json", "h2o eval --perplexity")
+    measure = by_simulation if protocol == "simulate" else by_cache
+    results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
+    with tqdm(total=len(windows) * len(settings), desc="windows") as bar:
+        for number, ids in enumerate(windows):
+            for setting in settings:
+                facts = origin | {
+                    "file": file.name,
+                    "window": number,
+                    "tokens": fingerprint({"ids": ids}),
+                    "protocol": protocol,
+                    "ratio_of": "text",
+                    "prompt_len": prompt_len,
+                    **setting.describe(),
+                }
+                result = cells.find(facts)
+                if result is None:
+                    start = time.perf_counter()
+                    loss, share = measure(model, torch.tensor([ids]), setting, prompt_len)
+                    heavy, recent = setting.config.tokens(len(ids))
+                    result = cells.put(
+                        facts,
+                        {
+                            "loss": loss.double().sum().item(),
+                            "predicted": loss.numel(),
+                            "seen": len(ids),
+                            "kept": min(len(ids), setting.config.sinks + heavy + recent),
+                            "seconds": time.perf_counter() - start,
+                            MASS[protocol]: share,
+                        },
+                    )
+                results[setting.name].append(result)
+                bar.update()
+    curves: dict[str, list[tuple[float, float, float]]] = {}
+    for setting in settings:
+        share, value, error = summary(results[setting.name])[:3]
+        curves.setdefault(setting.kind, []).append((share, value, error))
+    drawn = plot_curves(output / "perplexity.png", [(file.name, curves)], "perplexity")
+    written = f"{output / 'perplexity.json'}" + (f", {output / 'perplexity.png'}" if drawn else "")
+    note = "" if len(windows) == total else f", the first of {total}"
+    return "\n".join(
+        [
+            f"{origin['model']}, {file.name} in {len(windows)} windows of {window} tokens{note}",
+            f"protocol {protocol}, first eviction after {prompt_len}, fractions of the window",
+            "",
+            as_table(results, protocol),
+            "",
+            f"written: {written}",
+        ]
+    )
+
+
+MASS = {"simulate": "retained_mass", "drop": "share_held"}
+"""What is told of attention, by layer. In simulation: the share of a full cache's
+attention that falls on keys still held (`h2o.Simulation.retained_mass`), mean over heads. By the
+real cache, which no longer has the others: the share of the attention given that went to
+keys held at the end (1 - `share_evicted` of `H2OCache.report`)."""
+
+
+def by_simulation(
+    model: Any, ids: Tensor, setting: Setting, prompt_len: int = 1
+) -> tuple[Tensor, dict[int, float]]:
+    """(loss of tokens 1 to n-1 of ids [1, n], retained mass by layer) from one forward."""
+    if setting.variant == "full":
+        with torch.no_grad():
+            return _loss(model(ids, use_cache=False).logits, ids), {}
+    policy = {"variant": setting.variant, "prompt_len": prompt_len, "mass": True}
+    with simulated(model, setting.config, **policy) as simulation, torch.no_grad():
+        loss = _loss(model(ids, use_cache=False).logits, ids)
+    layers = simulation.layers()
+    return loss, {layer: simulation.retained_mass(layer).mean().item() for layer in layers}
+
+
+def by_cache(
+    model: Any, ids: Tensor, setting: Setting, prompt_len: int = 1
+) -> tuple[Tensor, dict[int, float]]:
+    """(loss of tokens 1 to n-1 of ids [1, n], share held by layer), token by token."""
+    heavy, recent = setting.config.tokens(ids.shape[1])
+    cache = H2OCache(model.config, dataclasses.replace(setting.config, heavy=heavy, recent=recent))
+    before = model.config._attn_implementation
+    model.set_attn_implementation("h2o")
+    try:
+        with torch.no_grad():
+            chunks = [ids[:, :prompt_len], *ids[:, prompt_len:].split(1, dim=1)]
+            logits = [
+                model(chunk, past_key_values=cache, use_cache=True).logits for chunk in chunks
+            ]
+    finally:
+        model.set_attn_implementation(before)
+    own = [layer for layer in cache.report().layers if layer.kind == "h2o"]
+    held = {layer.layer: 1 - layer.share_evicted for layer in own}
+    return _loss(torch.cat(logits, dim=1), ids), held
+
+
+def _loss(logits: Tensor, ids: Tensor) -> Tensor:
+    """-log p of each token but the first, [n - 1]."""
+    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
+
+
+def read_windows(
+    file: Path, tokenizer: Any, config: Any, window: int, limit: int | None
+) -> tuple[list[list[int]], int]:
+    """(windows of token ids, how many the whole text has)."""
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if window < 2 or (longest and window > longest):
+        raise UserError(f"--window {window}: from 2 to the model's {longest} positions")
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if len(ids) < 2:
+        raise UserError(f"{file} has {len(ids)} tokens: nothing to predict")
+    windows = [ids[start : start + window] for start in range(0, len(ids), window)]
+    if len(windows[-1]) < 2:  # a last token alone has nothing to be predicted from
+        windows.pop()
+    return windows[:limit], len(windows)
+
+
+def summary(windows: list[dict[str, Any]]) -> tuple[float, float, float, dict[str, float]]:
+    """(% kept, perplexity, its standard error over windows, attention by layer)."""
+    predicted = sum(window["predicted"] for window in windows)
+    mean = sum(window["loss"] for window in windows) / predicted
+    deviation = 0.0
+    if len(windows) > 1:
+        means = torch.tensor([w["loss"] / w["predicted"] for w in windows], dtype=torch.float64)
+        deviation = means.std().item() / math.sqrt(len(windows))
+    share = 100 * sum(w["kept"] for w in windows) / sum(w["seen"] for w in windows)
+    shares = [next(iter(w[key] for key in MASS.values() if key in w)) for w in windows]
+    layers = {layer: sum(s[layer] for s in shares) / len(shares) for layer in shares[0]}
+    return share, math.exp(mean), math.exp(mean) * deviation, layers
+
+
+def as_table(results: dict[str, list[dict[str, Any]]], protocol: str) -> str:
+    name = MASS[protocol].replace("_", " ")
+    rows = []
+    for setting, windows in results.items():
+        share, perplexity, error, layers = summary(windows)
+        lowest = min(layers, key=layers.__getitem__, default="")
+        rows.append(
+            [
+                setting,
+                f"{share:.1f}%",
+                f"{sum(w['kept'] for w in windows) / len(windows):.0f}",
+                f"{perplexity:.2f} ±{error:.2f}",
+                f"{sum(layers.values()) / len(layers):.1%}" if layers else "",
+                f"{layers[lowest]:.1%} (layer {lowest})" if layers else "",
+                f"{sum(w['seconds'] for w in windows):.0f} s",
+            ]
+        )
+    header = ["setting", "kept", "tokens", "perplexity", name, "lowest layer", "time"]
+    return table(header, rows)

@@ -1,0 +1,132 @@
+"""What all evaluations share: provenance, files that survive interruption, tables, plots."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from h2o import ops
+
+__all__ = ["Cells", "fingerprint", "plot_curves", "provenance", "table"]
+
+PACKAGES = ("h2o-kv", "torch", "transformers", "lm-eval", "rouge-score", "numpy")
+
+
+def provenance(model: Any, name: str, seeds: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a result depends on beside its setting: model, versions, machine, seeds."""
+    return {
+        "model": name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "versions": {package: _version(package) for package in PACKAGES},
+        "python": platform.python_version(),
+        "core": ops.info()["level"],
+        "seeds": seeds or {},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class Cells:
+    """A JSON file of results, one cell per thing measured, that a second run completes.
+
+    Every cell is filed under all that its numbers depend on. A run that finds a cell under the
+    same facts takes it instead of measuring again; cells under other facts stay in the file
+    untouched. The file is replaced as a whole, never written in part.
+    """
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path, self.kind = path, kind
+        self.cells: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            try:
+                content = json.loads(path.read_text("utf-8"))
+                if content["kind"] != kind:
+                    raise ValueError(f"it is of {content['kind']!r}")
+                self.cells = {fingerprint(cell["facts"]): cell for cell in content["cells"]}
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path} is no result file of {kind!r} ({error}): move it, or write elsewhere"
+                ) from error
+
+    def find(self, facts: dict[str, Any]) -> dict[str, Any] | None:
+        cell = self.cells.get(fingerprint(facts))
+        return cell and cell["result"]
+
+    def put(self, facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+        """Returns the result as the file has it."""
+        cell = _plain({"facts": facts, "result": result})
+        self.cells[fingerprint(facts)] = cell
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".tmp")
+        content = {"kind": self.kind, "cells": list(self.cells.values())}
+        draft.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        os.replace(draft, self.path)
+        return cell["result"]
+
+
+def fingerprint(facts: dict[str, Any]) -> str:
+    """A short name for facts, for files that belong to them."""
+    text = json.dumps(_plain(facts), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """As it will be read back from JSON."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Plain text in columns; all but the first are aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        first, *rest = zip(row, widths, strict=True)
+        texts = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
+        lines.append("  ".join(texts).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def plot_curves(
+    path: Path,
+    panels: Sequence[tuple[str, dict[str, list[tuple[float, float, float]]]]],
+    ylabel: str,
+) -> bool:
+    """One panel per (title, {curve: [(budget in per cent, value, standard error)]}), as PNG.
+
+    A curve with one point at 100% is drawn as a dashed line: the full cache. False, and nothing
+    is written, without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
+    for index, (title, curves) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), index + 1)
+        ticks = sorted({round(point[0], 3) for points in curves.values() for point in points})
+        for name, points in sorted(curves.items()):
+            x, y, error = zip(*sorted(points), strict=True)
+            if x == (100.0,):
+                axes.axhline(y[0], linestyle="--", color="grey", label=name)
+            else:
+                axes.errorbar(x, y, yerr=error, marker="o", capsize=2, label=name)
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set(title=title, xlabel="keys kept, % of the text", ylabel=ylabel)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    return True

@@ -1,0 +1,138 @@
+"""Settings to compare: "full", "h2o:0.1+0.1", "local:0.2", "sink:4+0.2" and their like."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from h2o.config import H2OConfig
+
+__all__ = ["GRAMMAR", "Setting", "parse", "parse_all"]
+
+GRAMMAR = """\
+full                    every key is kept
+h2o:HEAVY+RECENT        heavy hitters and recent keys; h2o:0.2+0 is heavy hitters only
+h2o:BUDGET              the same with half of the budget each
+local:RECENT            the recent keys only, a sliding window
+sink:SINKS+RECENT       the first keys and the recent ones (StreamingLLM)
+authors:BUDGET          H2OConfig.authors(BUDGET)
+robust:BUDGET           H2OConfig.robust(BUDGET)
+mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
+mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
+mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
+A number with a point is a fraction of the text, one without is a number of tokens. Options
+follow after slashes: h2o:0.1+0.1/sinks=4/rank_by=mean/decay=0.99/value_weighted=true."""
+
+OPTIONS = ("sinks", "rank_by", "decay", "value_weighted")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One column of a comparison: a policy, or a variant of the simulation."""
+
+    name: str
+    """As the user wrote it."""
+    kind: str
+    """What stands before the colon: settings of one kind and different budgets make a curve."""
+    variant: str
+    """"full", "h2o", or one of `h2o.variants.VARIANTS`."""
+    config: H2OConfig
+    """H2OConfig.full() for "full"."""
+
+    @property
+    def dropping(self) -> bool:
+        """Whether a real cache can do it."""
+        return self.variant in ("full", "h2o")
+
+    def describe(self) -> dict[str, Any]:
+        """For result files: plain values only."""
+        budget = {} if self.variant == "full" else dataclasses.asdict(self.config)
+        return {"setting": self.name, "variant": self.variant, **budget}
+
+
+def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
+    """The settings of a comma-separated list.
+
+    With `budgets` ("0.04,0.1,0.2"), a name without numbers (h2o, local, sink, ...) stands for
+    itself at each of these.
+    """
+    amounts = [_number(part, "--budgets") for part in (budgets or "").split(",") if part]
+    settings: dict[str, Setting] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        head, *options = part.split("/")
+        names = [part]
+        if ":" not in head and head != "full":
+            if not amounts:
+                raise ValueError(f"{part!r} has no budget: write {head}:BUDGET, or add --budgets")
+            names = ["/".join([_at(head, amount), *options]) for amount in amounts]
+        for name in names:
+            settings[name] = parse(name)
+    if not settings:
+        raise ValueError("no settings to compare; one of:\n" + GRAMMAR)
+    return list(settings.values())
+
+
+def parse(text: str) -> Setting:
+    """One setting; ValueError with the whole grammar if it is none."""
+    head, *options = text.strip().split("/")
+    kind, colon, numbers = head.partition(":")
+    try:
+        if kind == "full" and not colon and not options:
+            return Setting(text, kind, "full", H2OConfig.full())
+        amounts = [_number(number, text) for number in numbers.split("+")] if colon else []
+        config, variant = _build(kind, amounts)
+        if options:
+            if variant != "h2o":
+                raise ValueError(f"{kind} has no options")
+            config = dataclasses.replace(config, **dict(map(_option, options)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"setting {text!r}: {error}\nSettings are:\n{GRAMMAR}") from None
+    return Setting(text, kind, variant, config)
+
+
+def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
+    match kind, amounts:
+        case "h2o", [heavy, recent]:
+            return H2OConfig(heavy, recent), "h2o"
+        case "h2o" | "authors", [budget]:
+            return H2OConfig.authors(budget), "h2o"
+        case "robust", [budget]:
+            return H2OConfig.robust(budget), "h2o"
+        case "local", [recent]:
+            return H2OConfig.local(recent), "h2o"
+        case "sink", [int() as sinks, recent]:
+            return H2OConfig.streaming(recent, sinks), "h2o"
+        case "mask-local" | "mask-global" | "mask-flexgen", [heavy, recent]:
+            return H2OConfig(heavy, recent), kind.removeprefix("mask-")
+    raise ValueError("unknown, or not the numbers that it takes")
+
+
+def _at(kind: str, budget: int | float) -> str:
+    """The setting of a kind at a budget, half of it heavy where there are two parts."""
+    if kind == "sink":
+        return f"sink:4+{budget}"
+    if kind.startswith("mask-"):
+        half = budget / 2 if isinstance(budget, float) else budget // 2
+        rest = half if isinstance(budget, float) else budget - half
+        return f"{kind}:{half}+{rest}"
+    return f"{kind}:{budget}"
+
+
+def _number(text: str, where: str) -> int | float:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} in {where!r} is no number") from None
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    if name not in OPTIONS:
+        raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
+    if name == "rank_by":
+        return name, value
+    if name == "value_weighted":
+        if value.lower() not in ("", "true", "false"):
+            raise ValueError(f"value_weighted is true or false, not {value!r}")
+        return name, value.lower() != "false"
+    return name, int(value) if name == "sinks" else float(value)

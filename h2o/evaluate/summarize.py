@@ -1,0 +1,248 @@
+"""`h2o eval --summarize`: summaries written with an evicting cache, judged by ROUGE.
+
+The article is the prompt, the summary is generated greedily through a real `H2OCache` (or
+transformers' own for "full"). ROUGE-1, ROUGE-2 and ROUGE-L are F-measures with stemming, from the
+rouge-score package (Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from h2o import models
+from h2o.cache import H2OCache
+from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
+from h2o.evaluate.setting import Setting
+from h2o.generate import encode
+from h2o.models import UserError
+
+__all__ = ["Row", "compare", "read_rows"]
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+INSTRUCTION = "Summarize the above article"
+TEMPLATE = "###\nArticle: {article}\n\n" + INSTRUCTION + " in {sentences}.\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One article."""
+
+    name: str
+    prompt: str
+    reference: str
+    stop: tuple[str, ...] = ("###",)
+
+
+def read_rows(file: Path, limit: int | None = None) -> list[Row]:
+    """The rows of a JSON-lines file.
+
+    Two forms are known: requests as in HELM (`article`, `summary_gt` or `summary`, perhaps
+    `stop`) and articles as in CNN/DailyMail (`article`, `highlights`, perhaps `id`). An article
+    without an instruction gets one, for one sentence or, with `highlights`, three.
+
+    Errors: UserError that names file, line and field.
+    """
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        where = f"{file}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where}: no JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: expected an object with article and summary")
+        known = [name for name in ("summary_gt", "summary", "highlights") if name in record]
+        if not known:
+            raise UserError(f"{where}: no summary_gt, summary or highlights")
+        article = _text(record, "article", where)
+        if INSTRUCTION not in article:
+            sentences = "3 sentences" if known[0] == "highlights" else "1 sentence"
+            article = TEMPLATE.format(article=article.strip(), sentences=sentences)
+        stop = record.get("stop") or Row.stop
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise UserError(f"{where}: stop is a list of texts, not {stop!r}")
+        name = str(record.get("id", number))
+        rows.append(Row(name, article, _text(record, known[0], where), tuple(stop)))
+    if not rows:
+        raise UserError(f"{file} has no rows")
+    return rows[:limit]
+
+
+def _text(record: dict[str, Any], field: str, where: str) -> str:
+    text = record.get(field)
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"{where}: {field} is missing, empty or no text")
+    return text
+
+
+def compare(
+    file: Path,
+    settings: Sequence[Setting],
+    output: Path,
+    *,
+    model_name: str | None = None,
+    dtype: str = "auto",
+    chat: bool = False,
+    max_new_tokens: int = 64,
+    limit: int | None = None,
+) -> str:
+    """ROUGE of each setting over a file of articles.
+
+    Args:
+        file: see `read_rows`.
+        settings: what to compare; fractions are of the prompt.
+        output: folder for summaries.json, which holds every summary and which a second run
+            completes, and summaries.png.
+        chat: give the prompt as a user's turn of the model's chat template.
+
+    Returns:
+        the table, as text.
+    """
+    for setting in settings:
+        if not setting.dropping:
+            raise UserError(f"{setting.name}: a mask, no cache; it cannot generate")
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
+    rows = read_rows(file, limit)
+    model, tokenizer = models.load(model_name, dtype=dtype, say=print)
+    prompts = [encode(tokenizer, row.prompt, chat) for row in rows]
+    check_lengths(rows, prompts, model.config, max_new_tokens)
+    origin = provenance(model, model_name or models.DEFAULT_MODEL)
+    cells = Cells(output / "summaries.json", "h2o eval --summarize")
+    scorer = RougeScorer(ROUGE, use_stemmer=True)
+    results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
+    with tqdm(total=len(rows) * len(settings), desc="summaries") as bar:
+        for row, ids in zip(rows, prompts, strict=True):
+            for setting in settings:
+                facts = origin | {
+                    "file": file.name,
+                    "row": row.name,
+                    "content": fingerprint(dataclasses.asdict(row)),
+                    "chat": chat,
+                    "max_new_tokens": max_new_tokens,
+                    "decoding": "greedy",
+                    "protocol": "drop",
+                    "ratio_of": "prompt",
+                    **setting.describe(),
+                }
+                result = cells.find(facts)
+                if result is None:
+                    result = summarize(model, tokenizer, ids, setting, max_new_tokens, row.stop)
+                    score = scorer.score(row.reference, result["summary"])
+                    result |= {name: score[name].fmeasure for name in ROUGE}
+                    result = cells.put(facts, result | {"reference": row.reference})
+                results[setting.name].append(result)
+                bar.update()
+    curves: dict[str, list[tuple[float, float, float]]] = {}
+    for setting in settings:
+        found = results[setting.name]
+        point = (share_kept(found), *mean_and_error(found, "rougeL"))
+        curves.setdefault(setting.kind, []).append(point)
+    drawn = plot_curves(output / "summaries.png", [(file.name, curves)], "ROUGE-L")
+    written = f"{output / 'summaries.json'}" + (f", {output / 'summaries.png'}" if drawn else "")
+    first = f"{origin['model']}, {len(rows)} rows of {file.name}, fractions of the prompt"
+    return "\n".join([first, "", as_table(results), "", f"written: {written}"])
+
+
+def summarize(
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    setting: Setting,
+    max_new_tokens: int,
+    stop: Sequence[str],
+) -> dict[str, Any]:
+    """One summary: its text up to the first stop text, and what it took."""
+    if setting.variant == "full":
+        attention, cache = "sdpa", DynamicCache(config=model.config)
+    else:
+        attention, cache = "h2o", H2OCache(model.config, setting.config)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attention)
+    start = time.perf_counter()
+    try:
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                stop_strings=list(stop),
+                tokenizer=tokenizer,
+            )
+    finally:
+        model.set_attn_implementation(before)
+    seconds = time.perf_counter() - start
+    prompt = ids.shape[1]
+    text = tokenizer.decode(out[0, prompt:], skip_special_tokens=True)
+    for end in stop:
+        text = text.partition(end)[0]
+    heavy, recent = setting.config.tokens(prompt)
+    return {
+        "summary": text.strip(),
+        "prompt_tokens": prompt,
+        "new_tokens": out.shape[1] - prompt,
+        "kept": min(prompt, setting.config.sinks + heavy + recent),
+        "seconds": seconds,
+    }
+
+
+def check_lengths(
+    rows: Sequence[Row], prompts: Sequence[torch.Tensor], config: Any, max_new_tokens: int
+) -> None:
+    """UserError if an article does not fit into the model, before hours are spent on others."""
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for row, ids in zip(rows, prompts, strict=True):
+        if positions and ids.shape[1] + max_new_tokens > positions:
+            raise UserError(
+                f"row {row.name}: {ids.shape[1]} tokens and {max_new_tokens} new ones are more "
+                f"than the model's {positions} positions: shorten the article or leave the row out"
+            )
+
+
+def share_kept(rows: Sequence[dict[str, Any]]) -> float:
+    return 100 * sum(row["kept"] for row in rows) / sum(row["prompt_tokens"] for row in rows)
+
+
+def mean_and_error(rows: Sequence[dict[str, Any]], name: str) -> tuple[float, float]:
+    values = [row[name] for row in rows]
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return statistics.fmean(values), error
+
+
+def as_table(results: dict[str, list[dict[str, Any]]]) -> str:
+    lines = []
+    for setting, rows in results.items():
+        scores = [mean_and_error(rows, name) for name in ROUGE]
+        lines.append(
+            [
+                setting,
+                f"{share_kept(rows):.1f}%",
+                f"{statistics.fmean(row['kept'] for row in rows):.0f}",
+                *(f"{mean:.3f} ±{error:.3f}" for mean, error in scores),
+                f"{statistics.fmean(row['new_tokens'] for row in rows):.0f}",
+                f"{sum(row['seconds'] for row in rows):.0f} s",
+            ]
+        )
+    header = ["setting", "kept", "tokens", "ROUGE-1", "ROUGE-2", "ROUGE-L", "new tokens", "time"]
+    return table(header, lines)

@@ -1,0 +1,236 @@
+"""`h2o eval --tasks`: lm-eval's own command line, and settings side by side on its tasks."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.__main__ import cli_evaluate
+from lm_eval._cli import HarnessCLI
+from lm_eval.api.registry import model_registry
+from lm_eval.config.evaluate_config import EvaluatorConfig
+
+from h2o.config import H2OConfig
+from h2o.evaluate.lm import H2OLM, one_token_note
+from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
+from h2o.evaluate.setting import Setting
+from h2o.models import DEFAULT_MODEL, UserError
+
+__all__ = ["compare", "is_model_type", "run"]
+
+
+def run(arguments: Sequence[str]) -> None:
+    """lm-eval's `run` with these arguments; the model "h2o" is registered."""
+    with lm_eval_arguments(arguments), readable_errors():
+        cli_evaluate()
+
+
+def is_model_type(name: str) -> bool:
+    """Whether lm-eval knows a kind of model by this name, as --model has it there."""
+    return name in model_registry
+
+
+def compare(
+    arguments: Sequence[str],
+    settings: Sequence[Setting],
+    output: Path,
+    *,
+    protocol: str = "simulate",
+    prompt_len: int = 1,
+    ratio_of: str | None = None,
+) -> str:
+    """Each setting on each task; the model is loaded once.
+
+    Args:
+        arguments: lm-eval's, without those that say what the cache does.
+        settings: what to compare.
+        output: folder for compare.json and compare.png. What compare.json already has, from a
+            run of the same model, tasks, protocol and versions, is not measured again.
+
+    Returns:
+        the table, as text.
+    """
+    with lm_eval_arguments(arguments), readable_errors():
+        config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
+        manager = config.process_tasks(config.metadata)
+    own = set(config.model_args) & {field.name for field in dataclasses.fields(H2OConfig)}
+    own |= set(config.model_args) & {"protocol", "variant", "prompt_len", "ratio_of"}
+    if own:
+        raise UserError(f"--model_args {sorted(own)[0]}: settings of the cache go into --compare")
+    common = {"batch_size": config.batch_size, "device": config.device}
+    lm = H2OLM(**config.model_args, **{k: v for k, v in common.items() if v is not None})
+    for setting in settings:  # before anything long is started
+        lm.use(setting, protocol, prompt_len=prompt_len, ratio_of=ratio_of)
+    seeds = dict(zip(("random", "numpy", "torch", "fewshot"), config.seed or (), strict=False))
+    origin = provenance(lm.model, config.model_args.get("pretrained") or DEFAULT_MODEL, seeds)
+    cells = Cells(output / "compare.json", "h2o eval --compare on lm-eval tasks")
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    notes: set[str] = set()
+    for task in config.tasks:
+        name = task if isinstance(task, str) else task.get("task", str(task))
+        for setting in settings:
+            facts = origin | {
+                "task": name,
+                "num_fewshot": config.num_fewshot,
+                "limit": config.limit,
+                "samples": config.samples,
+                "include_path": config.include_path and str(Path(config.include_path).resolve()),
+                "apply_chat_template": config.apply_chat_template,
+                "system_instruction": config.system_instruction,
+                "gen_kwargs": config.gen_kwargs,
+                "max_length": lm.max_length,
+                "protocol": protocol,
+                "ratio_of": lm.ratio_of,
+                "prompt_len": prompt_len,
+                **setting.describe(),
+            }
+            result = cells.find(facts)
+            if result is None:
+                journal = output / f"answers-{fingerprint(facts)}.jsonl"
+                lm.use(setting, protocol, prompt_len=prompt_len, ratio_of=ratio_of, journal=journal)
+                with readable_errors(name):
+                    result = cells.put(facts, measure(lm, task, config, manager))
+                journal.unlink(missing_ok=True)
+            if protocol == "drop" and result["one_token_answers"]:
+                notes.add(
+                    f"{name}: " + one_token_note(result["one_token_answers"], result["requests"])
+                )
+            results.setdefault(setting.name, {})[name] = result
+    drawn = plot_curves(output / "compare.png", panels(results, settings), "accuracy")
+    written = f"{output / 'compare.json'}" + (f", {output / 'compare.png'}" if drawn else "")
+    first = f"{origin['model']}, protocol {protocol}, fractions of the {lm.ratio_of}"
+    return "\n".join([first, "", as_table(results), "", *sorted(notes), f"written: {written}"])
+
+
+def measure(lm: H2OLM, task: Any, config: EvaluatorConfig, manager: Any) -> dict[str, Any]:
+    """One task with the setting in use: {"metrics": {(sub)task: {metric: value}}, ...}."""
+    start = time.perf_counter()
+    seeds = config.seed or [None] * 4
+    results = simple_evaluate(
+        model=lm,
+        tasks=[task],
+        num_fewshot=config.num_fewshot,
+        limit=config.limit,
+        samples=config.samples,
+        gen_kwargs=config.gen_kwargs,
+        task_manager=manager,
+        log_samples=False,
+        system_instruction=config.system_instruction,
+        apply_chat_template=config.apply_chat_template,
+        fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
+        random_seed=seeds[0],
+        numpy_random_seed=seeds[1],
+        torch_random_seed=seeds[2],
+        fewshot_random_seed=seeds[3],
+        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+        metadata=config.metadata,
+    )
+    metrics = {
+        name: {
+            key.removesuffix(",none"): value
+            for key, value in entry.items()
+            if isinstance(value, float | int) and key != "sample_len"
+        }
+        for name, entry in results["results"].items()
+    }
+    return {
+        "metrics": metrics,
+        "samples": results["n-samples"],
+        "seconds": time.perf_counter() - start,
+        **lm.describe(),
+    }
+
+
+def main_metric(metrics: dict[str, float]) -> tuple[str, float, float]:
+    """(name, value, standard error): accuracy where there is one."""
+    for name in ("acc", "exact_match", "f1", *metrics):
+        if name in metrics:
+            error = metrics.get(f"{name}_stderr", 0.0)
+            return name, metrics[name], error
+    return "nothing measured", float("nan"), 0.0
+
+
+def share_kept(results: Sequence[dict[str, Any]]) -> float:
+    seen = sum(result["tokens_seen"] for result in results)
+    return 100 * sum(result["tokens_kept"] for result in results) / seen if seen else 100.0
+
+
+def as_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Settings down, tasks across: {setting: {task: what `measure` gave}}."""
+    columns: dict[str, None] = {}
+    for tasks in results.values():
+        for result in tasks.values():
+            for name, metrics in result["metrics"].items():
+                columns[f"{name} {main_metric(metrics)[0]}"] = None
+    rows = []
+    for setting, tasks in results.items():
+        cells = dict.fromkeys(columns, "")
+        for result in tasks.values():
+            for name, metrics in result["metrics"].items():
+                metric, value, error = main_metric(metrics)
+                cells[f"{name} {metric}"] = f"{value:.3f} ±{error:.3f}"
+        measured = list(tasks.values())
+        tokens = sum(result["tokens_kept"] for result in measured)
+        requests = sum(result["requests"] for result in measured)
+        rows.append(
+            [
+                setting,
+                f"{share_kept(measured):.1f}%",
+                f"{tokens / requests:.0f}" if requests else "",
+                *cells.values(),
+                f"{sum(result['seconds'] for result in measured):.0f} s",
+            ]
+        )
+    return table(["setting", "kept", "tokens", *columns, "time"], rows)
+
+
+def panels(
+    results: dict[str, dict[str, dict[str, Any]]], settings: Sequence[Setting]
+) -> list[tuple[str, dict[str, list[tuple[float, float, float]]]]]:
+    """For `plot_curves`: one panel per (sub)task, one curve per kind of setting."""
+    kinds = {setting.name: setting.kind for setting in settings}
+    found: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for setting, tasks in results.items():
+        for result in tasks.values():
+            for name, metrics in result["metrics"].items():
+                point = (share_kept([result]), *main_metric(metrics)[1:])
+                found.setdefault(name, {}).setdefault(kinds[setting], []).append(point)
+    return list(found.items())
+
+
+@contextmanager
+def lm_eval_arguments(arguments: Sequence[str]) -> Iterator[None]:
+    """lm-eval reads the command line itself, so for its sake this is it."""
+    own = sys.argv
+    sys.argv = ["h2o eval", "run", *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = own
+
+
+@contextmanager
+def readable_errors(task: str = "") -> Iterator[None]:
+    """What a wrong task file does to lm-eval, in one line."""
+    from datasets.exceptions import DatasetsError
+
+    where = f"task {task}: " if task else ""
+    try:
+        yield
+    except jinja2.UndefinedError as error:
+        raise UserError(f"{where}a field that its task file names is missing: {error}") from error
+    except jinja2.TemplateError as error:
+        raise UserError(f"{where}a template of its task file is wrong: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}its task file is no YAML: {error}") from error
+    except (DatasetsError, OSError, KeyError, ValueError) as error:
+        reason = f"{error}" if isinstance(error, ValueError | OSError) else repr(error)
+        raise UserError(f"{where}{reason}") from error

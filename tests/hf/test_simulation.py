@@ -1,0 +1,451 @@
+"""The main proof: one simulated forward answers as the real cache does, token by token.
+
+`simulated(prompt_len=P)` over a text must give, at every position, the logits of an `H2OCache`
+fed with the first P tokens and then one at a time, and keep the same keys at every step.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import h2o
+from h2o import masks, variants
+from tests.hf import tiny
+
+TEXT, PROMPT = 96, 8
+POLICIES = {
+    "h2o": {"heavy": 5, "recent": 4},
+    "tiny": {"heavy": 1, "recent": 1},
+    "one": {"heavy": 0, "recent": 1},
+    "local": {"heavy": 0, "recent": 9},
+    "heavy-only": {"heavy": 9, "recent": 0},
+    "streaming": {"heavy": 0, "recent": 5, "sinks": 4},
+    "sinks": {"heavy": 3, "recent": 3, "sinks": 3},
+    "decay": {"heavy": 5, "recent": 4, "decay": 0.8},
+    "last-query": {"heavy": 5, "recent": 2, "decay": 0.0},
+    "mean": {"heavy": 5, "recent": 2, "rank_by": "mean"},
+    "decayed-mean": {"heavy": 5, "recent": 2, "rank_by": "mean", "decay": 0.9},
+    "value-weighted": {"heavy": 5, "recent": 2, "value_weighted": True},
+    "everything": {
+        "heavy": 6,
+        "recent": 3,
+        "sinks": 2,
+        "rank_by": "mean",
+        "decay": 0.95,
+        "value_weighted": True,
+    },
+    "large": {"heavy": 40, "recent": 30},
+    "full": {"heavy": TEXT, "recent": 0},
+    "by-layer": {"heavy": [2, 9, 3, 7], "recent": 3},
+}
+
+
+def text(seed: int = 0, tokens: int = TEXT) -> torch.Tensor:
+    """Token ids [1, tokens]. Words come in fashion and go, and so does what matters."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(0, 3, (tokens,), generator=generator)
+    return 2 + (words + torch.arange(tokens) // 9 * 7)[None] % (tiny.VOCABULARY - 2)
+
+
+def policy(name: str, layers: int) -> dict:
+    chosen = dict(POLICIES[name])
+    if isinstance(chosen["heavy"], list):
+        chosen["heavy"] = chosen["heavy"][:layers]
+    return chosen
+
+
+def prove(model, ids: torch.Tensor, prompt_len: int, atol: float = 2e-4, **chosen) -> int:
+    """Both ways through one text [1, N]; returns how often a heavy key was dropped for another."""
+    N = ids.shape[1]
+    with h2o.simulated(model, prompt_len=prompt_len, trace=True, **chosen) as simulation:
+        with torch.no_grad():
+            simulated = model(ids, use_cache=False).logits
+    layers = simulation.layers()
+    evicted_at = {layer: simulation.evicted_at(layer) for layer in layers}
+    model.set_attn_implementation("h2o")
+    cache = h2o.H2OCache(model.config, **chosen)
+    column = torch.arange(N)
+    for start, stop in [(0, prompt_len), *((i, i + 1) for i in range(prompt_len, N))]:
+        with torch.no_grad():
+            logits = model(ids[:, start:stop], past_key_values=cache).logits
+        torch.testing.assert_close(logits, simulated[:, start:stop], atol=atol, rtol=0)
+        for layer in layers:
+            kept, _ = cache.kept(layer)
+            seen = (column < stop) & (evicted_at[layer][0] > stop)
+            if stop < N:  # evicted_at does not tell whom the last row drops, nobody being after it
+                assert torch.equal(kept[0], torch.stack([column[head] for head in seen])), stop
+            else:
+                assert (evicted_at[layer][0].gather(1, kept[0]) == N).all()
+    for layer in layers:
+        want = simulation.scores(layer)[0].gather(1, kept_last := cache.kept(layer)[0][0])
+        assert kept_last.shape[1] > 0
+        torch.testing.assert_close(cache.kept(layer)[1][0], want, atol=1e-4, rtol=1e-4)
+    recent = chosen["recent"]
+    left = torch.cat([evicted_at[layer].reshape(-1, N) for layer in layers])
+    return int(((left > prompt_len) & (left < N) & (left - column - 1 != recent)).sum())
+
+
+@pytest.mark.parametrize("chosen", POLICIES)
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
+def test_equals_the_cache(family, chosen):
+    model = tiny.model(family, "sdpa")
+    layers = model.config.num_hidden_layers
+    swaps = prove(model, text(), PROMPT, **policy(chosen, layers))
+    if chosen not in ("local", "streaming", "tiny", "one", "full", "large"):
+        assert swaps >= 3, "the heavy set of this text never changes: a test of nothing"
+
+
+@pytest.mark.parametrize("prompt_len", [1, 2, 40, TEXT - 1, TEXT])
+def test_any_prompt_length(prompt_len):
+    prove(tiny.model("llama", "sdpa"), text(1), prompt_len, heavy=4, recent=3)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen2-mixed"])
+def test_hybrids(family):
+    """Layers with a sliding window keep transformers' own attention; gemma2 caps its logits."""
+    model = tiny.model(family, "h2o")
+    prove(model, text(2), PROMPT, heavy=4, recent=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prompt_len", "chosen"),
+    [
+        (1, {"heavy": 10, "recent": 10}),
+        (1, {"heavy": 0, "recent": 12, "sinks": 4}),
+        (40, {"heavy": 16, "recent": 8, "sinks": 4, "rank_by": "mean", "value_weighted": True}),
+        (40, {"heavy": 12, "recent": 12, "decay": 0.9}),
+        (60, {"heavy": 200, "recent": 0}),
+    ],
+)
+def test_equals_the_cache_smollm2(smollm2, prompt_len, chosen):
+    model, tokenizer = smollm2
+    ids = tokenizer(PROSE, return_tensors="pt")["input_ids"][:, :140]
+    assert ids.shape[1] == 140
+    swaps = prove(model, ids, prompt_len, atol=2e-3, **chosen)
+    assert swaps > 100 or chosen["heavy"] in (0, 200)
+
+
+PROSE = """\
+The harbour of the old town lies where the river meets the sea, and for four hundred years its
+people have lived from both. In spring the fishermen paint their boats; in summer the boats go
+out before sunrise and come home at noon, followed by gulls. Nobody could say who built the
+first pier. The mayor believed that it was a monk, the teacher that it was a merchant from the
+north who needed a place to unload salt. The fishermen did not care. They knew that the third
+post from the left was loose, that the water under it was deep enough for a keel, and that
+children should not play there when the wind came from the west. One winter the pier burned."""
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    from h2o import models
+
+    try:
+        model, tokenizer = models.load(dtype="float32")
+    except models.UserError as error:
+        pytest.skip(str(error))
+    return model, tokenizer
+
+
+# ---- Fractions, padding, batches ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("variant", "ratio_of"),
+    [(variant, "text") for variant in ("h2o", *variants.VARIANTS)]
+    + [("h2o", "prompt"), ("flexgen", "prompt")],
+)
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_rows_of_a_batch_are_alone(family, variant, ratio_of, side):
+    model = tiny.model(family, "sdpa")
+    rows = [text(seed, tokens) for seed, tokens in enumerate([50, 23, 64, 31])]
+    prompts = [20, 9, 30, 12] if ratio_of == "prompt" else [1] * 4
+    inputs = tiny.batch(rows, side)
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    chosen = {"variant": variant, "heavy": 0.2, "recent": 0.15, "ratio_of": ratio_of}
+    record = {"trace": True, "mass": True}
+    with torch.no_grad():
+        with h2o.simulated(model, prompt_len=prompts, **chosen, **record) as together:
+            batched = model(**inputs, use_cache=False).logits
+        for b, row in enumerate(rows):
+            with h2o.simulated(model, prompt_len=prompts[b], **chosen, **record) as alone:
+                logits = model(row, use_cache=False).logits[0]
+            real = inputs["attention_mask"][b].bool()
+            torch.testing.assert_close(batched[b, real], logits, atol=2e-4, rtol=0)
+            first = int(real.nonzero()[0])
+            for layer in together.layers():
+                left = together.evicted_at(layer)[b]
+                assert (left[:, ~real] == 0).all() or variant != "h2o"
+                n = row.shape[1]
+                ordinals = torch.where(left[:, real] == real.shape[0], n, left[:, real] - first)
+                assert torch.equal(ordinals, alone.evicted_at(layer)[0].long())
+                torch.testing.assert_close(
+                    together.retained_mass(layer)[b], alone.retained_mass(layer)[0]
+                )
+
+
+def test_fractions_of_text_and_prompt():
+    model, ids = tiny.model("llama", "sdpa"), text()
+    for ratio_of, base in (("text", TEXT), ("prompt", PROMPT)):
+        tokens = {"heavy": int(0.3 * base), "recent": int(0.1 * base)}
+        with torch.no_grad():
+            with h2o.simulated(model, heavy=0.3, recent=0.1, prompt_len=PROMPT, ratio_of=ratio_of):
+                fraction = model(ids, use_cache=False).logits
+            with h2o.simulated(model, prompt_len=PROMPT, **tokens):
+                exact = model(ids, use_cache=False).logits
+        assert torch.equal(fraction, exact)
+
+
+def test_full_budget_is_dense():
+    model, ids = tiny.model("llama", "sdpa"), text()
+    with torch.no_grad():
+        dense = model(ids, use_cache=False).logits
+        for chosen in ({"heavy": TEXT, "recent": 0}, {"heavy": 0, "recent": 1.0}):
+            for variant in ("h2o", "local", "global", "flexgen"):
+                with h2o.simulated(model, variant=variant, mass=True, **chosen) as simulation:
+                    logits = model(ids, use_cache=False).logits
+                torch.testing.assert_close(logits, dense, atol=1e-4, rtol=0)
+                mass = simulation.retained_mass(1)
+                torch.testing.assert_close(mass, torch.ones_like(mass))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """As far from the float32 answer as the dense model in this dtype is, about."""
+    ids = text()
+    exact, half = tiny.model("llama", "sdpa"), tiny.model("llama", "sdpa").to(dtype)
+    errors = {}
+    for name, chosen in {"dense": {"heavy": TEXT}, "small": {"heavy": 0, "recent": 8}}.items():
+        with torch.no_grad():
+            with h2o.simulated(exact, **{"recent": 0, **chosen}):
+                want = exact(ids, use_cache=False).logits
+            with h2o.simulated(half, **{"recent": 0, **chosen}):
+                got = half(ids, use_cache=False).logits
+            assert got.dtype == dtype
+            errors[name] = (got.float() - want).abs().mean() / want.abs().mean()
+    with torch.no_grad():
+        want, got = (m(ids, use_cache=False).logits.float() for m in (exact, half))
+    errors["sdpa"] = (got - want).abs().mean() / want.abs().mean()
+    assert errors["dense"] <= 2 * errors["sdpa"]
+    assert errors["small"] <= 3 * errors["sdpa"]
+
+
+# ---- Variants against the readable masks, in a model -------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["h2o", "local", "global", "flexgen"])
+def test_masks_in_a_model(variant, monkeypatch):
+    """The first layer's queries and keys do not depend on what is dropped: its mask can be had
+    from dense logits."""
+    model, ids = tiny.model("opt", "eager"), text()
+    seen = {}
+    projected = torch.nn.Linear.forward
+
+    def forward(self, x):
+        out = seen[self] = projected(self, x)
+        return out
+
+    attention = model.model.decoder.layers[0].self_attn
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
+    chosen = {"heavy": 6, "recent": 5}
+    with h2o.simulated(model, variant=variant, trace=True, **chosen) as simulation:
+        with torch.no_grad():
+            model(ids, use_cache=False)
+    H, D = attention.num_heads, attention.head_dim
+    q, k = (seen[x].view(TEXT, H, D).transpose(0, 1) for x in (attention.q_proj, attention.k_proj))
+    logits = (q @ k.mT)[None] * D**-0.5
+    want = masks.simulation_mask(logits, variant=variant, **chosen)
+    row = torch.arange(TEXT)
+    left = simulation.evicted_at(0)[:, :, None]
+    assert torch.equal((row <= row[:, None]) & (row[:, None] < left), want)
+
+
+# ---- What simulated() leaves behind, and what it refuses ---------------------------------------
+
+
+def state(model) -> tuple:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    return (
+        model.config._attn_implementation,
+        sorted(model.__dict__),
+        len(model._forward_hooks) + len(model._forward_pre_hooks),
+        sorted(AttentionInterface()),
+        sorted(AttentionMaskInterface._global_mapping),
+    )
+
+
+def test_everything_is_put_back():
+    model, ids = tiny.model("llama", "sdpa"), text()
+    before, dense = state(model), model(ids).logits
+    with h2o.simulated(model, heavy=2, recent=2), torch.no_grad():
+        outer = model(ids, use_cache=False).logits
+        with h2o.simulated(model, heavy=9, recent=9):
+            inner = model(ids, use_cache=False).logits
+        assert torch.equal(outer, model(ids, use_cache=False).logits)
+        assert not torch.allclose(outer, inner)
+    assert state(model) == before
+    with pytest.raises(KeyError, match="on purpose"), h2o.simulated(model, heavy=2, recent=2):
+        raise KeyError("on purpose")
+    assert state(model) == before
+    assert torch.equal(dense, model(ids).logits)
+
+
+def test_threads_with_models_of_their_own():
+    ids = text()
+    budgets = [(2, 2), (5, 3), (0, 7), (11, 1)]
+    models = [tiny.model("llama", "sdpa") for _ in budgets]
+
+    def answer(model, heavy, recent):
+        with h2o.simulated(model, heavy=heavy, recent=recent), torch.no_grad():
+            return model(ids, use_cache=False).logits
+
+    want = [answer(m, *budget) for m, budget in zip(models, budgets, strict=True)]
+    got = [[] for _ in budgets]
+
+    def work(i):
+        for _ in range(5):
+            got[i].append(answer(models[i], *budgets[i]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(budgets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, many in zip(want, got, strict=True):
+        assert len(many) == 5
+        assert all(torch.equal(one, other) for other in many)
+
+
+def test_threads_within_one_block():
+    model = tiny.model("llama", "sdpa")
+    texts = [text(seed, 30 + 7 * seed) for seed in range(4)]
+    got = {}
+    with h2o.simulated(model, heavy=0.1, recent=0.1):
+        with torch.no_grad():
+            want = [model(ids, use_cache=False).logits for ids in texts]
+
+        def work(i):
+            with torch.no_grad():
+                got[i] = model(texts[i], use_cache=False).logits
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(want[i], got[i]) for i in range(4))
+
+
+def test_one_model_in_two_threads_is_refused():
+    model = tiny.model("llama", "sdpa")
+    errors = []
+
+    def work():
+        try:
+            with h2o.simulated(model, heavy=2, recent=2):
+                pass
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with h2o.simulated(model, heavy=2, recent=2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
+    assert "another thread" in errors[0]
+    work()
+    assert len(errors) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_peft_models():
+    peft = pytest.importorskip("peft")
+    base, ids = tiny.model("llama", "sdpa"), text()
+    with h2o.simulated(base, heavy=3, recent=3), torch.no_grad():
+        want = base(ids, use_cache=False).logits
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=2)).eval()
+    with h2o.simulated(wrapped, heavy=3, recent=3), torch.no_grad():
+        assert torch.equal(wrapped(ids, use_cache=False).logits, want)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "error", "words"),
+    [
+        ({"variant": "best"}, ValueError, "variant must be"),
+        ({"variant": "local", "sinks": 2}, ValueError, "heavy and recent only"),
+        ({"variant": "global", "prompt_len": 5}, ValueError, "no prompt"),
+        ({"prompt_len": 0}, ValueError, "prompt_len must be a number of tokens"),
+        ({"prompt_len": [4, 0]}, ValueError, "prompt_len must be a number of tokens"),
+        ({"prompt_len": 2.5}, ValueError, "prompt_len must be a number of tokens"),
+        ({"ratio_of": "page"}, ValueError, "ratio_of must be"),
+        ({"heavy": 0, "recent": 0}, ValueError, "budget of 0"),
+        ({"heavier": 1}, TypeError, "unknown parameter"),
+        ({"heavy": [1, 2, 3]}, ValueError, "each needs one per layer|amounts"),
+    ],
+)
+def test_arguments_that_do_not_fit(chosen, error, words):
+    model = tiny.model("llama", "sdpa")
+    with pytest.raises(error, match=words), h2o.simulated(model, **chosen):
+        pass
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_calls_that_are_no_whole_text():
+    model, ids = tiny.model("llama", "sdpa"), text()
+    with h2o.simulated(model, heavy=3, recent=3):
+        with torch.no_grad():
+            past = DynamicCache(config=model.config)
+            model(ids[:, :5], past_key_values=past)  # the first of several is a whole text
+            with pytest.raises(ValueError, match="whole texts"):
+                model(ids[:, 5:], past_key_values=past)
+            with pytest.raises(ValueError, match="whole texts"):
+                model(ids, past_key_values=h2o.H2OCache(model.config, heavy=2, recent=2))
+            with pytest.raises(ValueError, match="whole texts"):
+                model.generate(ids, max_new_tokens=3, do_sample=False)
+            with pytest.raises(h2o.Unsupported, match="4-D masks"):
+                model(ids, attention_mask=torch.ones(1, 1, TEXT, TEXT, dtype=torch.bool))
+            with (
+                pytest.raises(ValueError, match="budget of 0"),
+                h2o.simulated(model, heavy=0.01, recent=0.01),
+            ):
+                model(ids, use_cache=False)
+            with (
+                pytest.raises(ValueError, match="2 entries for a batch of 1"),
+                h2o.simulated(model, heavy=2, recent=2, prompt_len=[3, 4]),
+            ):
+                model(ids, use_cache=False)
+        model.train()
+        with pytest.raises(RuntimeError, match="inference"):
+            model(ids, use_cache=False)
+        model.eval()
+        with pytest.raises(RuntimeError, match="no gradient"):
+            model(ids, use_cache=False).logits.sum().backward()
+
+
+def test_models_that_cannot_be_served():
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2)).eval()
+    with pytest.raises(h2o.Unsupported, match="attention code of its own"):
+        with h2o.simulated(model, heavy=2, recent=2):
+            pass
+
+
+def test_what_was_not_recorded():
+    model, ids = tiny.model("llama", "sdpa"), text()
+    with h2o.simulated(model, heavy=3, recent=3) as simulation, torch.no_grad():
+        model(ids, use_cache=False)
+    for method, argument in (
+        ("evicted_at", "trace"),
+        ("scores", "trace"),
+        ("retained_mass", "mass"),
+    ):
+        with pytest.raises(ValueError, match=f"{argument}=True"):
+            getattr(simulation, method)(0)
