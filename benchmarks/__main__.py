@@ -1,0 +1,8 @@
+"""`python -m benchmarks`: the same as `h2o bench`, from a checkout."""
+
+import sys
+
+from h2o.bench.run import main
+
+if __name__ == "__main__":
+    sys.exit(main())

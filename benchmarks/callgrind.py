@@ -1,0 +1,89 @@
+"""Instruction counts of the operations at each CPU level, to compare between commits.
+
+    python benchmarks/callgrind.py [--save counts.json] [--against counts.json]
+
+Times drift with the machine, counts do not: the same source and compiler give the same number.
+The levels that valgrind can execute (it has no AVX-512) run under callgrind, which leaves
+its files for callgrind_annotate in the output folder; the others are single-stepped
+through ptrace. The work: one thread, 8 query heads to 2 key heads, D = 128; a prompt of 192 tokens,
+its cut to 160 keys, a decode step over 160 keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OPERATIONS = ("attend", "attend-bf16", "step", "step-bf16", "evict")
+UNDER_VALGRIND = ("generic", "avx2", "neon")
+
+
+def build(folder: Path) -> Path:
+    """The program of count.c, with the flags that the package is built with."""
+    program = folder / "count"
+    flags = ["-std=c11", "-O3", "-g", "-ffp-contract=fast", "-fno-math-errno"]
+    flags += ["-fno-trapping-math", "-DNDEBUG", "-I", str(ROOT / "csrc")]
+    sources = [str(ROOT / "benchmarks/count.c"), str(ROOT / "csrc/policy.c")]
+    sources += glob.glob(str(ROOT / "csrc/cpu/*.c"))
+    subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", program, *sources, "-lm"], check=True)
+    return program
+
+
+def count(program: Path, level: str, operation: str, folder: Path) -> int:
+    """Instructions of one call."""
+    if level not in UNDER_VALGRIND or shutil.which("valgrind") is None:
+        told = subprocess.run(
+            [program, level, operation, "step"], check=True, capture_output=True, text=True
+        )
+        return int(told.stdout)
+    out = folder / f"callgrind.{level}.{operation}"
+    command = ["valgrind", "--tool=callgrind", "--toggle-collect=counted"]
+    command += [f"--callgrind-out-file={out}", str(program), level, operation]
+    subprocess.run(command, check=True, capture_output=True)
+    found = re.search(r"^(?:summary|totals): (\d+)", out.read_text(), re.MULTILINE)
+    assert found is not None, f"no totals in {out}"
+    return int(found[1])
+
+
+def levels() -> list[str]:
+    """The levels of this machine."""
+    program = "import h2o.ops, json; print(json.dumps(h2o.ops.info()['levels']))"
+    told = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    return json.loads(told.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--save", type=Path, help="write the counts as JSON")
+    parser.add_argument("--against", type=Path, help="show the change from earlier counts")
+    parser.add_argument("--output", type=Path, help="keep callgrind's files in this folder")
+    told = parser.parse_args()
+    before = json.loads(told.against.read_text()) if told.against else {}
+    counts: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = told.output or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        program = build(folder)
+        for level in levels():
+            for operation in OPERATIONS:
+                key = f"{level} {operation}"
+                counts[key] = count(program, level, operation, folder)
+                change = f"  {counts[key] / before[key] - 1:+.2%}" if key in before else ""
+                print(f"{level:12} {operation:12} {counts[key]:12,}{change}", flush=True)
+    if told.save:
+        told.save.write_text(json.dumps(counts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""P2, memory: what a prompt's attention takes beyond its inputs and outputs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import h2o.ops
+
+from . import inputs, rivals
+from .measure import Row, Times
+from .options import DTYPES, Options
+
+
+def memory(options: Options) -> Iterator[Row]:
+    """P2, memory: peak memory of a prefill beyond inputs and outputs, h2o and eager.
+
+    Each figure is from a process of its own, because both sides keep memory for later calls. The
+    "times" of these rows are bytes.
+    """
+    lengths = (64, 128) if options.quick else (1024, 2048, 4096)
+    for name, _ in options.wanted("float32", "bfloat16"):
+        for n in lengths:
+            held = {who: in_own_process(who, name, n) for who in ("h2o", "eager")}
+            yield Row(
+                "P2", "peak bytes of a prefill beyond inputs and outputs / eager",
+                f"{name}, n={n}, H=32, G=8, D=128",
+                ours=Times("h2o attend", [float(held["h2o"])]),
+                peer=Times("eager + sums", [float(held["eager"])]),
+                facts={"unit": "bytes"},
+            )  # fmt: skip
+
+
+def in_own_process(who: str, dtype: str, n: int) -> int:
+    command = [sys.executable, "-m", __name__, who, dtype, str(n)]
+    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(told)
+
+
+def measure(who: str, dtype: str, n: int) -> int:
+    """Bytes by which the resident set's peak rose in one call at full size."""
+    tensors = inputs.text(1, 32, 8, n, 128, DTYPES[dtype])
+    out = tensors[0].new_zeros(1, n, 32, 128)
+    scores = torch.zeros(1, 8, n)
+    small = [x[:, :, :8].contiguous() for x in tensors]
+    if who == "h2o":
+        h2o.ops.attend(*small)
+        before = reset_peak()
+        h2o.ops.attend(*tensors, out=out, scores=scores)
+    else:
+        rivals.eager_with_sums(*small)
+        before = reset_peak()
+        rivals.eager_with_sums(*tensors)
+    return status("VmHWM") - before
+
+
+def reset_peak() -> int:
+    """Lets the peak of the resident set start from what it is now, which is returned (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        print(measure(sys.argv[1], sys.argv[2], int(sys.argv[3])))

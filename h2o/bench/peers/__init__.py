@@ -1,0 +1,89 @@
+"""Peers that cannot share an environment with h2o: each in a virtual environment of its own.
+
+A peer is a small program that knows nothing of h2o. It reads one JSON request a line, does the
+work, and answers with one line that holds the time it took by its own clock; so its rounds
+can take turns with ours, and while it waits it uses no processor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..machine import cache_dir
+
+REQUIREMENTS = {
+    "kvpress": ["kvpress==0.5.5", "torch==" + torch.__version__.split("+")[0]],
+    "openvino": ["openvino-genai==2026.4.1.0"],
+}
+
+
+class PeerMissing(RuntimeError):
+    """The peer's environment could not be made, or its program does not start."""
+
+
+class Peer:
+    """A running peer; use it in a with statement."""
+
+    def __init__(self, name: str, *arguments: str) -> None:
+        python = environment(name)
+        script = Path(__file__).with_name(f"{name}_peer.py")
+        self.name = name
+        self.log = (cache_dir() / f"{name}.log").open("w")
+        variables = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+        self.process = subprocess.Popen(
+            [python, script, *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env=variables,
+        )  # fmt: skip
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """One request and its answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError):
+            raise PeerMissing(f"{self.name} has ended; see {self.log.name}") from None
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self.process.wait()
+        self.process.stdout.close()
+        self.log.close()
+
+
+def environment(name: str) -> Path:
+    """The Python of the peer's environment, which is made when it is not there yet."""
+    requirements = REQUIREMENTS[name]
+    folder = cache_dir() / name
+    python = folder / "bin" / "python"
+    done = folder / "installed"
+    if done.exists() and done.read_text() == "\n".join(requirements):
+        return python
+    print(f"making an environment for {name}: {' '.join(requirements)}", file=sys.stderr)
+    venv.create(folder, with_pip=True, clear=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", *requirements]
+    result = subprocess.run(install, capture_output=True, text=True)
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        raise PeerMissing(f"pip could not install {name}: {last}")
+    done.write_text("\n".join(requirements))
+    return python

@@ -1,0 +1,221 @@
+"""P8, P10, P11: SmolLM2-135M-Instruct from prompt to text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
+
+import h2o
+from h2o import models
+
+from .inputs import WrongResult
+from .measure import Contender, Row, Times, race
+from .options import Options
+from .peers import Peer
+
+SHARE = 0.2
+"""The budget: this share of the prompt, half of it for heavy hitters, half for recent tokens."""
+
+
+def load(dtype: str) -> tuple[Any, Any]:
+    return models.load(dtype=dtype)
+
+
+def prompt(tokenizer: Any, tokens: int) -> Tensor:
+    """[1, tokens]: the document that the package ships, repeated as often as needed."""
+    text = resources.files("h2o").joinpath("data/lighthouse.txt").read_text(encoding="utf-8")
+    ids = tokenizer(text).input_ids
+    return torch.tensor([(ids * (tokens // len(ids) + 1))[:tokens]])
+
+
+class Clock:
+    """A streamer that notes when generate() hands over each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        if value.ndim == 1:  # the prompt comes first, as [1, n]
+            self.times.append(time.perf_counter())
+            self.tokens += value.tolist()
+
+    def end(self) -> None:
+        pass
+
+
+class Generation:
+    """One way to generate from one prompt; a round is prefill and decode."""
+
+    def __init__(self, name: str, model: Any, ids: Tensor, tokens: int) -> None:
+        self.name, self.model, self.ids = name, model, ids
+        self.config = GenerationConfig(
+            max_new_tokens=tokens + 1, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        self.decode: list[float] = []
+        self.tokens: list[int] = []
+        self.cache: Any = None
+
+    def make_cache(self) -> Any:
+        if self.name == "H2OCache":
+            return h2o.H2OCache(self.model.config, heavy=SHARE / 2, recent=SHARE / 2)
+        return DynamicCache(config=self.model.config)
+
+    def __call__(self) -> float:
+        """Seconds to the first token; the seconds of each later one go to `decode`."""
+        self.model.set_attn_implementation("h2o" if self.name == "H2OCache" else "sdpa")
+        self.cache = self.make_cache()
+        clock = Clock()
+        start = time.perf_counter()
+        self.model.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            past_key_values=self.cache,
+            generation_config=self.config,
+            streamer=clock,
+        )
+        self.tokens = clock.tokens
+        steps = len(clock.times) - 1
+        self.decode.append((clock.times[-1] - clock.times[0]) / steps)
+        return clock.times[0] - start
+
+    def bytes_held(self) -> int:
+        """Of keys, values and what h2o keeps beside them."""
+        if self.name == "H2OCache":
+            total = self.cache.report().total
+            return total.bytes_held + total.bytes_bookkeeping
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+    def decode_times(self, rounds: int) -> Times:
+        """Of the timed rounds: those before were warm-up."""
+        return Times(self.name, self.decode[-rounds:])
+
+
+def generate(options: Options) -> Iterator[Row]:
+    """P8: generate() with DynamicCache under SDPA and with H2OCache at 20%."""
+    for dtype, _ in options.wanted("float32", "bfloat16"):
+        model, tokenizer = load(dtype)
+        for length in options.prompts:
+            ids = prompt(tokenizer, length)
+            names = ("H2OCache", "DynamicCache")
+            ways = [Generation(name, model, ids, options.tokens) for name in names]
+            told = check_full_budget(model, ids[:, :512]) if dtype == "float32" else ""
+            contenders = [Contender(way.name, way, own_clock=True) for way in ways]
+            prefill = race(contenders, options.rounds)
+            decode = {way.name: way.decode_times(options.rounds) for way in ways}
+            held = {way.name: way.bytes_held() for way in ways}
+            facts = {"prompt": length, "dtype": dtype, "bytes held": held}
+            for phase, times in (("prefill", prefill), ("decode", decode)):
+                yield Row(
+                    "P8",
+                    "SmolLM2, prefill" if phase == "prefill" else "SmolLM2, a decoded token",
+                    f"{dtype}, {length} tokens, keys kept {SHARE:.0%}",
+                    ours=times["H2OCache"],
+                    peer=times["DynamicCache"],
+                    error=told,
+                    facts=facts | {"phase": phase},
+                )
+
+
+def check_full_budget(model: Any, ids: Tensor) -> str:
+    """With a budget that never bites h2o must generate what the full cache generates."""
+    full = Generation("DynamicCache", model, ids, 8)
+    ours = Generation("H2OCache", model, ids, 8)
+    ours.make_cache = lambda: h2o.H2OCache(model.config, heavy=1.0, recent=512)  # type: ignore[method-assign]
+    full()
+    ours()
+    if full.tokens != ours.tokens:
+        raise WrongResult(f"full budget generates {ours.tokens}, DynamicCache {full.tokens}")
+    return "full budget generates the same tokens as DynamicCache"
+
+
+def openvino(options: Options) -> Iterator[Row]:
+    """P10: the same against OpenVINO GenAI, with its whole cache and with its cache eviction.
+
+    OpenVINO keeps the file's 4-bit weights and runs a compiled graph; transformers runs eagerly
+    with weights in the dtype of the row.
+    """
+    length = options.prompts[-1]
+    with Peer("openvino", str(models.find_weights()), str(torch.get_num_threads())) as peer:
+        for dtype, _ in options.wanted("float32", "bfloat16"):
+            model, tokenizer = load(dtype)
+            ids = prompt(tokenizer, length)
+            ours = Generation("H2OCache", model, ids, options.tokens)
+            text = tokenizer.decode(ids[0])
+            kept = int(length * SHARE)
+            others = [
+                OpenVINO("OpenVINO, full cache", peer, text, dtype, 0, options.tokens),
+                OpenVINO("OpenVINO, cache eviction", peer, text, dtype, kept, options.tokens),
+            ]
+            ways = [ours, *others]
+            contenders = [Contender(way.name, way, own_clock=True) for way in ways]
+            prefill = race(contenders, options.rounds)
+            for other in others:
+                case = f"{dtype}, {length} tokens, keys kept {SHARE:.0%}"
+                facts = {"prompt tokens of the peer": other.prompt}
+                yield Row(
+                    "P10", f"SmolLM2, prefill / {other.name}", case,
+                    ours=prefill["H2OCache"], peer=prefill[other.name], facts=facts,
+                )  # fmt: skip
+                yield Row(
+                    "P10", f"SmolLM2, a decoded token / {other.name}", case,
+                    ours=ours.decode_times(options.rounds),
+                    peer=other.decode_times(options.rounds), facts=facts,
+                )  # fmt: skip
+
+
+class OpenVINO:
+    """Generation in the peer's process, by its own clock."""
+
+    def __init__(self, name, peer: Peer, text: str, dtype: str, kept: int, tokens: int) -> None:
+        self.name, self.peer = name, peer
+        hint = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+        self.request = {"text": text, "dtype": hint, "kept": kept, "tokens": tokens + 1}
+        self.decode: list[float] = []
+        self.prompt = 0
+
+    def __call__(self) -> float:
+        answer = self.peer.ask(**self.request)
+        self.decode.append(answer["token_s"])
+        self.prompt = answer["prompt"]
+        return answer["prefill_s"]
+
+    def decode_times(self, rounds: int) -> Times:
+        return Times(self.name, self.decode[-rounds:])
+
+
+def kvpress(options: Options) -> Iterator[Row]:
+    """P11: prefill with scores against kvpress' ObservedAttentionPress.
+
+    Both run the model without its head, under a cache that is cut to 20% layer by layer.
+    """
+    length = min(4096, options.prompts[-1])
+    folder = str(models.embedded_folder())
+    with Peer("kvpress", folder, str(torch.get_num_threads())) as peer:
+        for dtype, _ in options.wanted("float32", "bfloat16"):
+            model, tokenizer = load(dtype)
+            model.set_attn_implementation("h2o")
+            ids = prompt(tokenizer, length)
+
+            def ours(model=model, ids=ids) -> None:
+                cache = h2o.H2OCache(model.config, heavy=SHARE / 2, recent=SHARE / 2)
+                model.model(input_ids=ids, past_key_values=cache)
+
+            request = {"ids": ids[0].tolist(), "dtype": dtype, "ratio": 1 - SHARE}
+
+            def theirs(request=request) -> float:
+                return peer.ask(**request)["seconds"]
+
+            contenders = [Contender("H2OCache", ours), Contender("kvpress", theirs, own_clock=True)]
+            times = race(contenders, options.rounds)
+            yield Row(
+                "P11", "SmolLM2, prefill / kvpress ObservedAttention",
+                f"{dtype}, {length} tokens, keys kept {SHARE:.0%}",
+                ours=times["H2OCache"], peer=times["kvpress"],
+            )  # fmt: skip

@@ -1,0 +1,151 @@
+"""The benchmarks run, check what they time, and write what they promise. Nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from h2o import models  # noqa: E402
+from h2o.bench import inputs, machine, report, run  # noqa: E402
+from h2o.bench.measure import Contender, Row, Times, race  # noqa: E402
+from h2o.bench.peers import PeerMissing  # noqa: E402
+
+
+def quick(tmp_path, *arguments: str) -> dict:
+    """The result file of a quick run."""
+    command = [*arguments, "--quick", "--rounds", "2", "--output", str(tmp_path)]
+    assert run.main(command) == 0
+    return json.loads((tmp_path / "latest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("table", "rows"),
+    [
+        ("prefill", ["P1", "P2", "P1", "P2", "P1"]),
+        ("decode", ["P3", "P4", "P5"] * 3),
+        ("evict", ["P6", "P6"]),
+        ("simulate", ["P7"] * 6),
+        ("overhead", ["P9"] * 2),
+        ("threads", ["threads"] * 4),
+    ],
+)
+def test_each_table_runs_and_checks_itself(tmp_path, table, rows):
+    result = quick(tmp_path, table)
+    if machine.roofline() is None:
+        rows = [row for row in rows if row != "P4"]
+    assert [row["row"] for row in result["rows"]] == rows
+    for row in result["rows"]:
+        assert row["command"] == f"python -m benchmarks {table}"
+        assert len(row["ours"]["samples_s"]) == 2
+        assert row["ours"]["median_s"] > 0
+        assert row["ratio"] > 0
+        assert table in ("overhead", "threads") or row["error"]
+    assert (tmp_path / "latest.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_memory_of_a_prefill_is_measured_in_its_own_process(tmp_path):
+    result = quick(tmp_path, "memory", "--dtypes", "float32")
+    assert [row["peer"]["name"] for row in result["rows"]] == ["eager + sums"] * 2
+
+
+@pytest.mark.slow
+def test_whole_model(tmp_path):
+    try:
+        models.find_weights()
+    except models.UserError as error:
+        pytest.skip(str(error))
+    result = quick(tmp_path, "model", "--prompts", "40", "--tokens", "2", "--dtypes", "float32")
+    assert [row["facts"]["phase"] for row in result["rows"]] == ["prefill", "decode"]
+    held = result["rows"][0]["facts"]["bytes held"]
+    assert held["H2OCache"] < held["DynamicCache"]
+
+
+def test_a_result_says_where_it_comes_from(tmp_path):
+    result = quick(tmp_path, "overhead")
+    assert result["quick"]
+    assert result["machine"]["packages"]["torch"]
+    assert result["machine"]["torch_threads"] == torch.get_num_threads()
+    assert result["machine"]["h2o"]["level"]
+    assert set(result["load"]["overhead"]) == {"before", "after"}
+
+
+def test_a_peer_that_cannot_be_had_is_named(tmp_path, monkeypatch):
+    def table(options):
+        """P0: a peer that is not there."""
+        raise PeerMissing("no such package")
+        yield
+
+    monkeypatch.setitem(run.TABLES, "kvpress", table)
+    result = quick(tmp_path, "kvpress", "overhead")
+    assert result["missing"] == {"kvpress": "no such package"}
+    assert {row["row"] for row in result["rows"]} == {"P9"}
+
+
+@pytest.mark.parametrize("command", [["--rounds", "4"], ["no-such-table"]])
+def test_what_is_no_figure_is_refused(command, capsys):
+    with pytest.raises(SystemExit):
+        run.main(command)
+    assert "no figure" in capsys.readouterr().err or "no-such-table" in command
+
+
+def test_contenders_take_turns():
+    log = []
+    contenders = [
+        Contender("a", lambda: log.append("a"), before=lambda: log.append("before a")),
+        Contender("b", lambda: log.append("b") or 2.5, own_clock=True),
+    ]
+    times = race(contenders, rounds=3)
+    one_round = ["before a", "a", "b"]
+    assert log[-9:] == one_round * 3
+    assert times["b"].samples == [2.5] * 3
+
+
+def test_ratios_are_of_the_same_round():
+    row = Row(
+        "P0", "", "", ours=Times("h2o", [1.0, 2.0, 4.0], 8.0), peer=Times("x", [3.0, 6.0, 9.0])
+    )
+    row.peak = Times("read", [1.0], 16.0)
+    told = row.to_dict()
+    assert told["ratio"] == 3.0
+    assert told["ratio_quartiles"] == (2.625, 3.0)
+    assert told["roofline_fraction"] == 0.25
+    assert "| 2 s | 6 s | 3 |" in report.markdown({"rows": [told]})
+
+
+def test_a_wrong_result_is_noticed():
+    truth = torch.zeros(4, dtype=torch.float64)
+    torch_error = truth + 1e-3
+    assert "1.0e-03" in inputs.compare("out", torch_error, torch_error, truth)
+    with pytest.raises(inputs.WrongResult):
+        inputs.compare("out", truth + 3e-3, torch_error, truth)
+    with pytest.raises(inputs.WrongResult):
+        inputs.compare("out", truth * float("nan"), torch_error, truth)
+
+
+def test_the_heavy_set_of_the_inputs_moves():
+    query, keys, _ = inputs.text(1, 2, 1, 256, 32, torch.float32)
+    causal = torch.ones(256, 256, dtype=torch.bool).tril()
+    logits = (query @ keys.transpose(-1, -2) * 32**-0.5).masked_fill(~causal, -torch.inf)
+    p = logits.softmax(-1).sum(1)[0, :, :90]
+    early, late = p[90:110].sum(0), p[133:153].sum(0)  # half a turn of the subject later
+    both = set(early.topk(20).indices.tolist()) & set(late.topk(20).indices.tolist())
+    assert len(both) < 10
+
+
+def test_the_plain_loops_do_their_work():
+    loops = machine.roofline()
+    if loops is None:
+        pytest.skip("no C compiler")
+    tensors = [torch.ones(1000), torch.ones(1000)]
+    read, size = loops.reads(tensors)
+    read()
+    assert 0 < size <= sum(x.nbytes for x in tensors)
+    for dtype in (torch.float32, torch.bfloat16):
+        multiply, flops = loops.multiply_adds(dtype)
+        multiply()
+        assert flops > 0
