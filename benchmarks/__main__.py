@@ -2,7 +2,7 @@
 
 import sys
 
-from h2o.bench.run import main
+from h2o.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", *sys.argv[1:]]))

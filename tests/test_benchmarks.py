@@ -9,16 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from h2o import models  # noqa: E402
-from h2o.bench import inputs, machine, report, run  # noqa: E402
+from h2o import cli, models  # noqa: E402
+from h2o.bench import inputs, machine, options, report, run  # noqa: E402
 from h2o.bench.measure import Contender, Row, Times, race  # noqa: E402
 from h2o.bench.peers import PeerMissing  # noqa: E402
 
 
 def quick(tmp_path, *arguments: str) -> dict:
     """The result file of a quick run."""
-    command = [*arguments, "--quick", "--rounds", "2", "--output", str(tmp_path)]
-    assert run.main(command) == 0
+    command = ["bench", *arguments, "--quick", "--rounds", "2", "--output", str(tmp_path)]
+    assert cli.main(command) == 0
     return json.loads((tmp_path / "latest.json").read_text())
 
 
@@ -80,7 +80,7 @@ def test_a_peer_that_cannot_be_had_is_named(tmp_path, monkeypatch):
         raise PeerMissing("no such package")
         yield
 
-    monkeypatch.setitem(run.TABLES, "kvpress", table)
+    monkeypatch.setitem(run.FUNCTIONS, "kvpress", table)
     result = quick(tmp_path, "kvpress", "overhead")
     assert result["missing"] == {"kvpress": "no such package"}
     assert {row["row"] for row in result["rows"]} == {"P9"}
@@ -89,8 +89,15 @@ def test_a_peer_that_cannot_be_had_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", [["--rounds", "4"], ["no-such-table"]])
 def test_what_is_no_figure_is_refused(command, capsys):
     with pytest.raises(SystemExit):
-        run.main(command)
+        cli.main(["bench", *command])
     assert "no figure" in capsys.readouterr().err or "no-such-table" in command
+
+
+def test_each_table_that_help_names_is_there(capsys):
+    assert list(options.TABLES) == list(run.FUNCTIONS)
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    assert "kvpress" in capsys.readouterr().out
 
 
 def test_contenders_take_turns():

@@ -15,9 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-FEWEST_ROUNDS = 5
-"""Fewer repetitions than this are no figure."""
-
 SAMPLE_SECONDS = 0.02
 """Short calls are repeated within a round until they fill this time."""
 

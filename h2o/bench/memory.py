@@ -14,7 +14,7 @@ import h2o.ops
 
 from . import inputs, rivals
 from .measure import Row, Times
-from .options import DTYPES, Options
+from .options import Options
 
 
 def memory(options: Options) -> Iterator[Row]:
@@ -44,7 +44,7 @@ def in_own_process(who: str, dtype: str, n: int) -> int:
 
 def measure(who: str, dtype: str, n: int) -> int:
     """Bytes by which the resident set's peak rose in one call at full size."""
-    tensors = inputs.text(1, 32, 8, n, 128, DTYPES[dtype])
+    tensors = inputs.text(1, 32, 8, n, 128, getattr(torch, dtype))
     out = tensors[0].new_zeros(1, n, 32, 128)
     scores = torch.zeros(1, 8, n)
     small = [x[:, :, :8].contiguous() for x in tensors]

@@ -1,12 +1,29 @@
-"""What a run of the benchmarks was asked for."""
+"""What a run of the benchmarks is asked for. Imports nothing heavy: the command line needs it."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import torch
+TABLES = {
+    "prefill": "P1, P2: a prompt's attention with scores, against SDPA without and eager with",
+    "memory": "P2: the memory that it takes, against eager",
+    "decode": "P3, P4, P5: a decode step of one layer, against SDPA and a plain read loop",
+    "evict": "P6: the cut of a prompt to its budget, against topk + sort + gather",
+    "simulate": "P7: eviction simulated over a whole text, against a Python loop and dense SDPA",
+    "overhead": "P9: one call on tiny tensors",
+    "threads": "whether torch's operators get slower beside h2o",
+    "model": "P8: SmolLM2 from prompt to text, DynamicCache against H2OCache",
+    "openvino": "P10: the same against OpenVINO GenAI, in an environment of its own",
+    "kvpress": "P11: prefill against kvpress, in an environment of its own",
+}
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
+
+FEWEST_ROUNDS = 5
+"""Fewer repetitions than this are no figure."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +37,41 @@ class Options:
     """
 
     rounds: int = 7
-    dtypes: tuple[str, ...] = tuple(DTYPES)
+    dtypes: tuple[str, ...] = DTYPES
     quick: bool = False
     prompts: tuple[int, ...] = (512, 2048, 4096, 7500)
     tokens: int = 16
 
-    def wanted(self, *names: str) -> list[tuple[str, torch.dtype]]:
-        return [(name, DTYPES[name]) for name in names if name in self.dtypes]
+    def wanted(self, *names: str) -> list[tuple[str, Any]]:
+        """(name, torch dtype) of those that were asked for."""
+        import torch
+
+        return [(name, getattr(torch, name)) for name in names if name in self.dtypes]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `h2o bench`."""
+    told = "; ".join(f"{name}: {text}" for name, text in TABLES.items())
+    add = parser.add_argument
+    add("tables", nargs="*", metavar="table", help=f"all of them by default. {told}")
+    add("--rounds", type=int, default=Options.rounds, help="repetitions (%(default)s)")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), metavar="DTYPE",
+        help="among %(choices)s")  # fmt: skip
+    add("--prompts", nargs="+", type=int, default=list(Options.prompts), metavar="N",
+        help="prompt lengths of the whole-model tables")  # fmt: skip
+    add("--tokens", type=int, default=Options.tokens, help="decoded in each round (%(default)s)")
+    add("--threads", type=int, help="torch's number of threads")
+    add("--quick", action="store_true", help="tiny shapes: tries everything, measures nothing")
+    add("--output", type=Path, default=Path("benchmarks/results"), metavar="FOLDER",
+        help="where results are written (%(default)s)")  # fmt: skip
+    add("--name", default="latest", help="of the result files (%(default)s)")
+
+
+def check(parser: argparse.ArgumentParser, told: argparse.Namespace) -> Options:
+    """The options; ends with an error message for those that make no sense."""
+    unknown = sorted(set(told.tables) - set(TABLES))
+    if unknown:
+        parser.error(f"no table {unknown[0]!r}: there are {', '.join(TABLES)}")
+    if told.rounds < FEWEST_ROUNDS and not told.quick:
+        parser.error(f"argument --rounds: fewer than {FEWEST_ROUNDS} are no figure")
+    return Options(told.rounds, tuple(told.dtypes), told.quick, tuple(told.prompts), told.tokens)

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from . import kernels, machine, memory, report, simulation, threads, whole_model
-from .measure import FEWEST_ROUNDS, Row
-from .options import DTYPES, Options
+from .measure import Row
+from .options import TABLES, Options, check
 from .peers import PeerMissing
 
-TABLES: dict[str, Callable[[Options], Iterator[Row]]] = {
+FUNCTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "prefill": kernels.prefill,
     "memory": memory.memory,
     "decode": kernels.decode,
@@ -28,44 +28,14 @@ TABLES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "openvino": whole_model.openvino,
     "kvpress": whole_model.kvpress,
 }
-"""Name on the command line -> the table; each docstring names its rows."""
+"""The tables of options.TABLES."""
 
 
-def parser() -> argparse.ArgumentParser:
-    tables = "\n".join(f"  {name:10} {first_line(table)}" for name, table in TABLES.items())
-    made = argparse.ArgumentParser(
-        prog="h2o bench",
-        description="Times h2o beside its peers, in turn, after checking its results.",
-        epilog=f"tables:\n{tables}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("tables", nargs="*", metavar="table", help="all of them by default")
-    made.add_argument("--rounds", type=int, default=7, help="repetitions of each contender")
-    made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    made.add_argument("--prompts", nargs="+", type=int, default=list(Options.prompts))
-    made.add_argument("--tokens", type=int, default=Options.tokens, help="decoded in each round")
-    made.add_argument("--threads", type=int, help="torch's number of threads (default: as it is)")
-    made.add_argument("--quick", action="store_true", help="tiny shapes: tries, measures nothing")
-    made.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="FOLDER")
-    made.add_argument("--name", default="latest", help="of the files in FOLDER")
-    return made
-
-
-def first_line(function: Callable) -> str:
-    return (function.__doc__ or "").splitlines()[0]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(parser: argparse.ArgumentParser, told: argparse.Namespace) -> int:
     """Runs the tables asked for; returns the exit status."""
-    told = parser().parse_args(arguments)
-    unknown = set(told.tables) - set(TABLES)
-    if unknown:
-        parser().error(f"no table {sorted(unknown)}: there are {', '.join(TABLES)}")
-    if told.rounds < FEWEST_ROUNDS and not told.quick:
-        parser().error(f"fewer than {FEWEST_ROUNDS} rounds are no figure")
+    options = check(parser, told)
     if told.threads:
         torch.set_num_threads(told.threads)
-    options = Options(told.rounds, tuple(told.dtypes), told.quick, tuple(told.prompts), told.tokens)
     result = run(told.tables or list(TABLES), options, told.output / f"{told.name}.json")
     try:
         report.plot(result, told.output / f"{told.name}.png")
@@ -91,7 +61,7 @@ def run(names: Sequence[str], options: Options, path: Path) -> dict:
         before = os.getloadavg()[0]
         try:
             with torch.inference_mode():
-                for row in TABLES[name](options):
+                for row in FUNCTIONS[name](options):
                     row.command = f"python -m benchmarks {name}"
                     result["rows"].append(row.to_dict())
                     print(line(result["rows"][-1]), file=sys.stderr, flush=True)
