@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import sys
 from typing import Any
@@ -34,13 +35,13 @@ except ImportError as error:
     ) from error
 
 from h2o.config import H2OConfig
+from h2o.support import Unsupported
 
 __version__: str = ops.info()["version"]
 
 _LAZY = {
     "H2OCache": "h2o.cache",
     "H2OLayer": "h2o.layer",
-    "Unsupported": "h2o.support",
     "disable": "h2o.patching",
     "enable": "h2o.patching",
     "patched": "h2o.patching",
@@ -49,12 +50,21 @@ _LAZY = {
     "supports": "h2o.attention",
 }
 
-__all__ = ["H2OConfig", "__version__", "ops", *_LAZY]
+__all__ = ["H2OConfig", "Unsupported", "__version__", "ops", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'h2o' has no attribute {name!r}")
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    if not _is_served(version):
+        raise ImportError(
+            f"h2o.{name} needs torch and transformers >= 5.4, here is {version}: "
+            'pip install "h2o-kv[hf]"'
+        )
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
@@ -67,10 +77,13 @@ def __dir__() -> list[str]:
 _INTERFACE = "transformers.modeling_utils"  # where transformers keeps its attention functions
 
 
+def _is_served(version: str) -> bool:
+    """Whether this version of transformers has the interfaces that h2o fits into."""
+    return version != "none" and tuple(int(x) for x in version.split(".")[:2]) >= (5, 4)
+
+
 def _register() -> None:
-    """Tells transformers; an older one than 5.4 is refused when H2OCache is asked for."""
-    version = sys.modules["transformers"].__version__
-    if tuple(int(part) for part in version.split(".")[:2]) >= (5, 4):
+    if _is_served(sys.modules["transformers"].__version__):
         importlib.import_module("h2o.attention")  # registers when imported
 
 

@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import transformers
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
@@ -31,12 +30,6 @@ from h2o.report import LayerReport, Report
 from h2o.support import Unsupported, refusal
 
 __all__ = ["H2OCache", "H2OLayer", "Unsupported", "one_config", "transformers_layers"]
-
-if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4):
-    raise ImportError(
-        f"H2OCache needs transformers >= 5.4, this is {transformers.__version__}: "
-        'pip install "transformers>=5.4,<6"'
-    )
 
 
 class H2OCache(Cache):

@@ -75,6 +75,22 @@ class H2OConfig:
         self._check_total()
 
     @classmethod
+    def authors(cls, budget: Amount) -> H2OConfig:
+        """The published algorithm at this budget: half heavy hitters, half recent tokens."""
+        return cls(*_shares(budget, 0.5))
+
+    @classmethod
+    def robust(cls, budget: Amount) -> H2OConfig:
+        """What lost least in our own measurements (docs/evaluation.md), small budgets above all.
+
+        Four sinks, and heavy hitters ranked by the mean attention that they received, times the
+        norm of their value. A budget in tokens includes the sinks; to a fraction they are added.
+        """
+        sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
+        heavy, recent = _shares(budget if isinstance(budget, float) else budget - sinks, 0.5)
+        return cls(heavy, recent, sinks, rank_by="mean", value_weighted=True)
+
+    @classmethod
     def full(cls) -> H2OConfig:
         """No budget: every token is kept. The baseline."""
         return cls(heavy=UNLIMITED, recent=0)
@@ -153,6 +169,14 @@ class H2OConfig:
                 "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "
                 f"than 0 (heavy={self.heavy}, recent={self.recent}, sinks=0)"
             )
+
+
+def _shares(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
+    """(heavy, recent) of one budget, of which `heavy` is the share of the heavy hitters."""
+    budget = _amount("budget", budget)
+    if isinstance(budget, float):
+        return budget * heavy, budget * (1 - heavy)
+    return int(budget * heavy), budget - int(budget * heavy)
 
 
 def _budget(name: str, value: Any) -> Any:

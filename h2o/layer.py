@@ -89,8 +89,8 @@ class H2OLayer(CacheLayerMixin):
         if self.slots is None:
             if key_states.shape != value_states.shape:
                 raise Unsupported(
-                    f"layer {self.layer_idx} has keys of shape {tuple(key_states.shape)} and values "
-                    f"of {tuple(value_states.shape)}: h2o needs one head dimension for both"
+                    f"layer {self.layer_idx} has keys of shape {tuple(key_states.shape)} and "
+                    f"values of {tuple(value_states.shape)}: h2o needs one head dimension for both"
                 )
         elif key_states.shape[0] != self.batch_size:
             raise ValueError(

@@ -1,0 +1,452 @@
+"""H2OCache driven as the layer that transformers sees: what it keeps, reports and survives."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from h2o import H2OConfig, ops, reference
+from h2o.attention import h2o_attention_forward
+from h2o.config import UNLIMITED
+from tests.hf.drive import Attention, feed, forward, new_cache, tensors
+from tests.inputs import (
+    CACHE_CASES,
+    POLICIES,
+    drifting,
+    golden_cache,
+    left,
+    pad,
+    right,
+)
+
+CALLS = [20, 1, 1, 1, 6, *[1] * 12, 3, *[1] * 6]
+N = sum(CALLS)
+
+
+def state(cache, layer=0):
+    """Everything a layer holds, as bytes."""
+    slots = cache.layers[layer].slots
+    return [None if x is None else x.numpy().tobytes() for x in slots], cache.get_seq_length(layer)
+
+
+@pytest.mark.parametrize("name", CACHE_CASES)
+def test_keeps_what_the_authors_code_keeps(name):
+    case = golden_cache(name)
+    cache = new_cache(heavy=case.heavy, recent=case.recent)
+    column = 0
+    for text, kept, scores in zip(case.pieces(), case.kept, case.scores, strict=True):
+        out = forward(cache, text)
+        stop = column + text.query.shape[2]
+        np.testing.assert_allclose(out, case.out[:, column:stop], rtol=0, atol=1e-5)
+        positions, received = cache.kept(0)
+        assert positions.dtype == torch.int64
+        assert received.dtype == torch.float32
+        np.testing.assert_array_equal(positions, kept)
+        np.testing.assert_allclose(received, scores, rtol=0, atol=5e-5)
+        column = stop
+
+
+@pytest.mark.parametrize("padding", [None, left, right])
+@pytest.mark.parametrize("name", POLICIES)
+def test_equals_the_oracle(name, padding):
+    policy = POLICIES[name]
+    text = drifting(3, B=3, N=N)
+    mask = None
+    if padding:
+        mask = np.concatenate([padding([7, 20, 13], 20), np.ones((3, N - 20), bool)], axis=1)
+        text = pad(text, mask)
+    cache = new_cache(heavy=policy.heavy, recent=policy.recent, **policy.ranking)
+    out = feed(cache, text, CALLS, mask)
+    slots = oracle_slots(text, policy)
+    stop = 0
+    for columns in CALLS:
+        start, stop = stop, stop + columns
+        query, key, value = tensors(text.cut(start, stop))
+        piece = None if mask is None else torch.from_numpy(mask[:, start:stop])
+        expected, scores = reference.attend(
+            query, key, value, slots, mask=piece, decay=policy.decay
+        )
+        reference.evict(key, value, scores, slots, mask=piece, **policy.ranking)
+        np.testing.assert_allclose(out[:, start:stop], expected, rtol=0, atol=2e-5)
+    for ours, theirs in zip(cache.kept(0), reference.kept(slots), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+def oracle_slots(text, policy):
+    keys = torch.from_numpy(text.keys)
+    slots = ops.new_slots(keys, N + 1, value_weighted=policy.value_weighted)
+    slots.budget[:] = torch.tensor([policy.heavy, policy.recent])
+    return slots
+
+
+def test_fractions_are_of_each_rows_own_prompt():
+    lengths = [9, 20, 14]
+    text = drifting(5, B=3, N=30)
+    mask = np.concatenate([left(lengths, 20), np.ones((3, 10), bool)], axis=1)
+    padded = pad(text, mask)
+    cache = new_cache(heavy=0.29, recent=0.5)
+    out = feed(cache, padded, [20, *[1] * 10], mask)
+    budgets = [int(0.29 * n) + int(0.5 * n) for n in lengths]
+    assert cache.report().layers[0].budget == budgets
+    assert len(set(budgets)) == 3
+    for b, n in enumerate(lengths):
+        alone = new_cache(heavy=0.29, recent=0.5)
+        row = type(text)(*(x[b : b + 1, :, : n + 10] for x in text))
+        expected = feed(alone, row, [n, *[1] * 10])
+        np.testing.assert_allclose(out[b : b + 1, 20 - n :], expected, rtol=0, atol=1e-5)
+        held = cache.kept(0)[0][b : b + 1]
+        np.testing.assert_array_equal(held[held >= 0], alone.kept(0)[0].flatten())
+
+
+def test_memory_follows_what_is_held():
+    text = drifting(1, B=1, N=400)
+    cache = new_cache(heavy=UNLIMITED, recent=UNLIMITED, sinks=UNLIMITED)
+    forward(cache, text.cut(0, 100))
+    assert cache.layers[0].keys.shape[2] == 101
+    addresses = set()
+    for i in range(100, 400):
+        forward(cache, text.cut(i, i + 1))
+        addresses.add(cache.layers[0].keys.data_ptr())
+        assert cache.layers[0].keys.shape[2] <= 1.5 * (i + 2)
+    assert len(addresses) < 6  # grown in strides, not token by token
+    assert cache.kept(0)[0][0, 0].tolist() == list(range(400))
+    small = new_cache(heavy=5, recent=5)
+    forward(small, text.cut(0, 100))
+    assert small.layers[0].keys.shape[2] == 11
+
+
+def test_short_prompt_grows_to_the_budget_and_no_further():
+    text = drifting(2, B=1, N=60)
+    cache = new_cache(heavy=8, recent=8)
+    feed(cache, text, [3, *[1] * 57])
+    assert cache.layers[0].keys.shape[2] == 17
+
+
+def test_kept_before_the_prompt_is_empty():
+    positions, scores = new_cache(heavy=1, recent=1).kept(0)
+    assert positions.shape == scores.shape == (0, 0, 0)
+    with pytest.raises(IndexError):
+        new_cache(heavy=1, recent=1).kept(7)
+
+
+def test_report_adds_up():
+    lengths = [7, 20]
+    mask = np.concatenate([right(lengths, 20), np.ones((2, 15), bool)], axis=1)
+    text = pad(drifting(7, B=2, N=35), mask)
+    cache = new_cache(layers=2, heavy=4, recent=4, sinks=1)
+    for layer in range(2):
+        stop = 0
+        for columns in [20, *[1] * 15]:
+            start, stop = stop, stop + columns
+            query, key, value = tensors(text.cut(start, stop))
+            key, value = cache.update(key, value, layer)
+            piece = torch.from_numpy(mask[:, start:stop])
+            cache.layers[layer].attend(query, key, value, piece)
+    report = cache.report()
+    for layer in report.layers:
+        assert layer.seen == [22, 35]
+        assert layer.kept == [9, 9]
+        assert layer.evicted == [13, 26]
+        assert layer.budget == [9, 9]
+        assert layer.bytes_full == 2 * 2 * 2 * 35 * 16 * 4  # K and V, B, G, columns, D, fp32
+        assert layer.bytes_held == 2 * 2 * 2 * 10 * 16 * 4  # k + 1 slots
+        # every query of every head has given its one unit of attention to some key
+        np.testing.assert_allclose(layer.mass_evicted + layer.mass_kept, (22 + 35) * 4, rtol=1e-5)
+        assert 0 < layer.share_evicted < 1
+    total = report.total
+    assert (total.seen, total.kept, total.evicted) == ([114], [36], [78])
+    assert total.bytes_held == sum(layer.bytes_held for layer in report.layers)
+    text_form = str(report)
+    assert "31.6% of the tokens are held" in text_form
+    assert "22 to 35" in text_form
+    data = json.loads(json.dumps(report.as_dict()))
+    assert data["total"]["evicted"] == [78]
+    assert data["layers"][1]["layer"] == 1
+    assert data["note"] in text_form
+
+
+def test_report_is_a_table_for_rich():
+    rich = pytest.importorskip("rich.console")
+    cache = new_cache(heavy=4, recent=4)
+    feed(cache, drifting(7, B=1, N=12), [10, 1, 1])
+    console = rich.Console(width=120)
+    with console.capture() as capture:
+        console.print(cache.report())
+    assert "mass evicted" in capture.get()
+    assert "total" in capture.get()
+
+
+def test_report_says_when_the_budget_never_bites_and_when_empty():
+    cache = new_cache(heavy=50, recent=4)
+    assert "The cache is empty." in str(cache.report())
+    assert cache.report().total.share_evicted == 0.0
+    feed(cache, drifting(7, B=1, N=12), [10, 1, 1])
+    assert "budget was never reached" in str(cache.report())
+    full = new_cache(h2o_config=H2OConfig.full())
+    feed(full, drifting(7, B=1, N=12), [10, 1, 1])
+    assert "unlimited" in str(full.report())
+
+
+@pytest.mark.parametrize("name", ["h2o", "heavy-only", "everything", "last-query"])
+def test_trace_tells_who_was_visible_when(name):
+    policy = POLICIES[name]
+    mask = np.concatenate([left([9, 20], 20), np.ones((2, 30), bool)], axis=1)
+    text = pad(drifting(9, B=2, N=50), mask)
+    cache = new_cache(heavy=policy.heavy, recent=policy.recent, **policy.ranking, trace=True)
+    feed(cache, text, [20, *[1] * 30], mask)
+    query, keys, values = tensors(text)
+    _, evicted_at, _ = reference.simulate(
+        query,
+        keys,
+        values,
+        torch.tensor([9, 20], dtype=torch.int32),
+        torch.tensor([[policy.heavy, policy.recent]] * 2, dtype=torch.int32),
+        mask=torch.from_numpy(mask),
+        **policy.ranking,
+    )
+    assert cache.evicted_at(0).dtype == torch.int32
+    np.testing.assert_array_equal(cache.evicted_at(0), evicted_at)
+    # and what is still held is what was never evicted, or by the last token only
+    positions, _ = cache.kept(0)
+    held = [set(positions[1, g].tolist()) for g in range(2)]
+    assert all(evicted_at[1, g, j] == 50 for g in range(2) for j in held[g])
+
+
+def test_trace_through_chunks():
+    text = drifting(11, B=2, N=N)
+    cache = new_cache(heavy=4, recent=4, trace=True)
+    stop = 0
+    history = []
+    for columns in CALLS:
+        start, stop = stop, stop + columns
+        forward(cache, text.cut(start, stop))
+        history.append((stop, cache.kept(0)[0]))
+    evicted_at = cache.evicted_at(0)
+    for stop, positions in history:
+        for b in range(2):
+            for g in range(2):
+                alive = [
+                    j for j in range(stop) if evicted_at[b, g, j] > stop or evicted_at[b, g, j] == N
+                ]
+                held = positions[b, g].tolist()
+                assert set(held) <= set(alive)
+                if stop < N:
+                    assert held == alive
+
+
+def test_trace_costs_a_word_to_have():
+    cache = new_cache(heavy=4, recent=4)
+    with pytest.raises(ValueError, match="trace=True"):
+        cache.evicted_at(0)
+    assert new_cache(heavy=4, recent=4, trace=True).evicted_at(0).shape == (0, 0, 0)
+
+
+def test_reset_starts_anew():
+    text = drifting(4, B=2, N=30)
+    cache = new_cache(heavy=4, recent=4, trace=True)
+    first = feed(cache, text, [20, *[1] * 10])
+    kept = cache.kept(0)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.layers[0].keys is None
+    assert not cache.layers[0].is_initialized
+    again = feed(cache, text, [20, *[1] * 10])
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    torch.testing.assert_close(cache.kept(0), kept, rtol=0, atol=0)
+    cache.reset()
+    feed(cache, drifting(5, B=1, N=12), [12])  # another batch size
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_in_use_goes_on_alone(twin):
+    text = drifting(6, B=2, N=40)
+    cache = new_cache(heavy=4, recent=4, value_weighted=True, trace=True)
+    feed(cache, text.cut(0, 25), [20, *[1] * 5])
+    other = twin(cache)
+    expected = feed(cache, text.cut(25, 40), [1] * 15)
+    kept = cache.kept(0)
+    got = feed(other, text.cut(25, 40), [1] * 15)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    torch.testing.assert_close(other.kept(0), kept, rtol=0, atol=0)
+    torch.testing.assert_close(other.evicted_at(0), cache.evicted_at(0), rtol=0, atol=0)
+    assert other.conversation is not cache.conversation
+    assert other.layers[0].conversation is other.conversation
+
+
+def rows(text, index):
+    return type(text)(*(x[index] for x in text))
+
+
+@pytest.mark.parametrize(
+    ("change", "index"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 2])), [2, 0, 2]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+        (
+            lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+            [0, 2],
+        ),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    ],
+)
+def test_rows_move_with_their_state(change, index):
+    """Permuted rows go on as if they had always been there, budgets and scores included."""
+    lengths = [9, 20, 14]
+    mask = np.concatenate([left(lengths, 20), np.ones((3, 20), bool)], axis=1)
+    text = pad(drifting(8, B=3, N=40), mask)
+    parameters = {"heavy": 0.3, "recent": 0.2, "rank_by": "mean", "trace": True}
+    cache = new_cache(**parameters)
+    feed(cache, text.cut(0, 28), [20, *[1] * 8], mask)
+    change(cache)
+    out = feed(cache, rows(text.cut(28, 40), index), [1] * 12, mask[index])
+    straight = new_cache(**parameters)
+    expected = feed(straight, rows(text, index), [20, *[1] * 20], mask[index])
+    torch.testing.assert_close(out, expected[:, 28:], rtol=0, atol=0)
+    torch.testing.assert_close(cache.kept(0), straight.kept(0), rtol=0, atol=0)
+    torch.testing.assert_close(cache.evicted_at(0), straight.evicted_at(0), rtol=0, atol=0)
+    assert cache.report().layers[0].budget == straight.report().layers[0].budget
+
+
+def test_row_operations_on_an_empty_cache_do_nothing():
+    cache = new_cache(heavy=4, recent=4)
+    cache.reorder_cache(torch.tensor([0]))
+    cache.batch_repeat_interleave(3)
+    cache.batch_select_indices(torch.tensor([0]))
+    feed(cache, drifting(1, B=2, N=12), [10, 1, 1])
+
+
+@pytest.mark.parametrize("columns", [1, 5])
+def test_a_failed_call_leaves_the_cache_as_it_was(columns):
+    text = drifting(10, B=2, N=40)
+    cache = new_cache(heavy=4, recent=4)
+    feed(cache, text.cut(0, 22), [20, 1, 1])
+    before = state(cache)
+    piece = text.cut(22, 22 + columns)
+    with pytest.raises((ValueError, TypeError)):
+        forward(
+            cache, type(text)(piece.query[:, :3], piece.keys, piece.values)
+        )  # 3 heads, 2 groups
+    assert state(cache) == before
+    with pytest.raises((ValueError, TypeError)):
+        forward(cache, type(text)(*(x.astype(np.float64) for x in piece)))
+    assert state(cache) == before
+    with pytest.raises(ValueError, match="holds a batch of 2 rows and was given 1"):
+        forward(cache, rows(piece, [0]))
+    assert state(cache) == before
+    straight = new_cache(heavy=4, recent=4)
+    expected = feed(straight, text, [20, 1, 1, columns, *[1] * (18 - columns)])
+    got = feed(cache, text.cut(22, 40), [columns, *[1] * (18 - columns)])
+    torch.testing.assert_close(got, expected[:, 22:], rtol=0, atol=0)
+
+
+def test_an_interrupted_chunk_leaves_the_scores_as_they_were(monkeypatch):
+    """Out of memory between attention and eviction: attention has already added to the scores."""
+    text = drifting(10, B=2, N=40)
+    cache = new_cache(heavy=4, recent=4)
+    feed(cache, text.cut(0, 22), [20, 1, 1])
+    before = state(cache)
+
+    def no_memory(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "evict", no_memory)
+        with pytest.raises(MemoryError):
+            forward(cache, text.cut(22, 27))
+    assert state(cache) == before
+    forward(cache, text.cut(22, 27))
+
+
+def test_a_failed_prompt_leaves_the_cache_empty():
+    text = drifting(10, B=2, N=10)
+    cache = new_cache(heavy=0.05, recent=0.05)
+    with pytest.raises(ValueError, match="prompt of 10 tokens leave a budget of 0"):
+        forward(cache, text)
+    assert cache.get_seq_length() == 0
+    assert cache.layers[0].slots is None
+    forward(cache, drifting(10, B=2, N=40))
+
+
+def test_budgets_per_layer():
+    text = drifting(12, B=1, N=24)
+    cache = new_cache(layers=3, heavy=[2, 0.5, 9], recent=lambda layer, layers: layers - layer)
+    for columns in (slice(0, 20), *(slice(i, i + 1) for i in range(20, 24))):
+        for layer in range(3):
+            query, key, value = tensors(text.cut(columns.start, columns.stop))
+            key, value = cache.update(key, value, layer)
+            cache.layers[layer].attend(query, key, value)
+    assert [layer.budget for layer in cache.report().layers] == [[5], [12], [10]]
+    assert [cache.kept(layer)[0].shape[2] for layer in range(3)] == [5, 12, 10]
+    with pytest.raises(ValueError, match="heavy has 2 amounts, but the model has 3 layers"):
+        new_cache(layers=3, heavy=[1, 2], recent=2)
+
+
+def test_prompt_length_for_prompts_in_pieces():
+    text = drifting(13, B=2, N=30)
+    whole = new_cache(heavy=0.3, recent=0.2)
+    feed(whole, text, [24, *[1] * 6])
+    for given in (24, [24, 24], torch.tensor([24, 24]).tolist(), np.int64(24)):
+        pieces = new_cache(heavy=0.3, recent=0.2, prompt_length=given)
+        feed(pieces, text, [7, 7, 7, 3, *[1] * 6])
+        assert pieces.report().layers[0].budget == whole.report().layers[0].budget == [11, 11]
+    bare = new_cache(heavy=0.3, recent=0.2)
+    forward(bare, text.cut(0, 7))
+    with pytest.raises(ValueError, match="prompt_length"):
+        forward(bare, text.cut(7, 14))
+    with pytest.raises(ValueError, match="prompt_length"):
+        forward(new_cache(heavy=0.3, recent=1.0), text.cut(0, 1))
+    with pytest.raises(ValueError, match="3 entries for a batch of 2"):
+        forward(new_cache(heavy=0.3, recent=0.2, prompt_length=[1, 2, 3]), text.cut(0, 7))
+    with pytest.raises(TypeError):
+        new_cache(heavy=0.3, recent=0.2, prompt_length=2.5)
+    # numbers of tokens need no length
+    feed(new_cache(heavy=3, recent=2), text, [7, 7, 7, 3, *[1] * 6])
+
+
+def test_chunks_equal_one_prompt_while_nothing_is_evicted():
+    text = drifting(14, B=2, N=40)
+    whole, pieces = new_cache(heavy=30, recent=4), new_cache(heavy=30, recent=4)
+    out = feed(whole, text, [30, *[1] * 10])
+    same = feed(pieces, text, [7, 7, 1, 15, *[1] * 10])
+    torch.testing.assert_close(same, out, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(whole.kept(0)[0], pieces.kept(0)[0])
+
+
+def test_memory_is_returned_without_the_cyclic_collector():
+    cache = new_cache(heavy=4, recent=4)
+    feed(cache, drifting(1, B=1, N=12), [10, 1, 1])
+    layer = weakref.ref(cache.layers[0])
+    gc.disable()
+    try:
+        del cache
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
+def test_gradients_are_refused_not_wrong():
+    text = drifting(1, B=1, N=12)
+    cache = new_cache(heavy=4, recent=4)
+    query, key, value = tensors(text)
+    query.requires_grad_()
+    key.requires_grad_()
+    held, value = cache.update(key, value, 0)
+    out, _ = h2o_attention_forward(Attention(), query, held, value, None, scaling=0.25)
+    assert not cache.layers[0].slots.keys.requires_grad
+    assert not cache.layers[0].slots.scores.requires_grad
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        out.sum().backward()
+    # and the cache is usable afterwards
+    held, value = cache.update(*tensors(text.cut(0, 1))[1:], 0)
+    with torch.no_grad():
+        h2o_attention_forward(
+            Attention(), tensors(text.cut(0, 1))[0], held, value, None, scaling=0.25
+        )
+    assert cache.get_seq_length() == 13

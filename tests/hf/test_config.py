@@ -1,0 +1,114 @@
+"""H2OConfig: what is accepted, what it comes to, and what is refused with which words."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from h2o import H2OConfig, ops
+from h2o.config import UNLIMITED
+
+
+def test_defaults_are_the_authors():
+    config = H2OConfig()
+    assert (config.heavy, config.recent) == (0.1, 0.1)
+    assert config.ranking == {
+        "sinks": 0,
+        "rank_by": "sum",
+        "decay": 1.0,
+        "value_weighted": False,
+    }
+
+
+def test_fractions_are_of_the_prompt_and_truncated():
+    assert H2OConfig(heavy=0.29, recent=0.5).tokens(100) == (28, 50)  # 0.29 * 100 < 29 in double
+    assert H2OConfig(heavy=1.0, recent=1).tokens(7) == (7, 1)
+    assert H2OConfig(heavy=0.0, recent=3).tokens(7) == (0, 3)
+
+
+def test_numbers_of_other_libraries_become_plain():
+    config = H2OConfig(heavy=np.int64(3), recent=np.float32(0.5), sinks=np.int32(1), decay=1)
+    assert [type(x) for x in (config.heavy, config.recent, config.sinks, config.decay)] == [
+        int, float, int, float,
+    ]  # fmt: skip
+    assert config == H2OConfig(heavy=3, recent=0.5, sinks=1)
+
+
+def test_presets_are_parameters():
+    assert H2OConfig.full() == H2OConfig(heavy=UNLIMITED, recent=0)
+    assert H2OConfig.local(9) == H2OConfig(heavy=0, recent=9)
+    assert H2OConfig.heavy_only(0.2) == H2OConfig(heavy=0.2, recent=0)
+    assert H2OConfig.streaming(8) == H2OConfig(heavy=0, recent=8, sinks=4)
+    assert UNLIMITED == ops.UNLIMITED
+
+
+def test_budgets_per_layer():
+    config = H2OConfig(heavy=[8, 0.5, 2], recent=lambda layer, layers: layers - layer, sinks=1)
+    assert [config.for_layer(i, 3).tokens(10) for i in range(3)] == [(8, 3), (5, 2), (2, 1)]
+    assert config.for_layer(2, 3) == H2OConfig(heavy=2, recent=1, sinks=1)
+    assert config.for_layer(1, 3).needs_prompt_length
+    assert not config.for_layer(0, 3).needs_prompt_length
+
+
+def test_is_frozen_and_pickles():
+    config = H2OConfig(heavy=[1, 2], recent=3)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(config) == hash(H2OConfig(heavy=(1, 2), recent=3))
+    with pytest.raises(AttributeError):
+        config.heavy = 5
+
+
+@pytest.mark.parametrize(
+    ("parameters", "error", "words"),
+    [
+        ({"heavy": True}, TypeError, "heavy must be a number of tokens"),
+        ({"recent": "9"}, TypeError, "recent must be a number of tokens"),
+        ({"recent": None}, TypeError, "recent must be"),
+        ({"sinks": 0.5}, TypeError, "sinks must be a number of tokens"),
+        ({"sinks": False}, TypeError, "sinks must be a number of tokens"),
+        ({"heavy": -1}, ValueError, "heavy must be from 0 to"),
+        ({"heavy": 2**31}, ValueError, "heavy must be from 0 to"),
+        ({"heavy": 1.5}, ValueError, "for a number of tokens give an int"),
+        ({"heavy": -0.1}, ValueError, r"must be in \[0, 1\]"),
+        ({"recent": float("nan")}, ValueError, r"must be in \[0, 1\]"),
+        ({"rank_by": "max"}, ValueError, 'rank_by must be "sum" or "mean"'),
+        ({"decay": 1.1}, ValueError, "decay must be in"),
+        ({"decay": float("nan")}, ValueError, "decay must be in"),
+        ({"decay": "1"}, TypeError, "decay must be a number"),
+        ({"decay": True}, TypeError, "decay must be a number"),
+        ({"value_weighted": 1}, TypeError, "value_weighted must be True or False"),
+        ({"heavy": 0, "recent": 0}, ValueError, "keeps nothing"),
+        ({"heavy": 0.0, "recent": 0}, ValueError, "keeps nothing"),
+        ({"heavy": [3, 0], "recent": [0, 0.0]}, ValueError, "keeps nothing"),
+        ({"heavy": [3, 1], "recent": [1, 1, 1]}, ValueError, "2 amounts and recent 3"),
+        ({"heavy": []}, ValueError, "heavy is an empty list"),
+        ({"heavy": [1, True]}, TypeError, r"heavy\[1\] must be"),
+    ],
+)
+def test_refusals(parameters, error, words):
+    with pytest.raises(error, match=words):
+        H2OConfig(**parameters)
+
+
+def test_refusals_that_need_the_model_or_the_prompt():
+    with pytest.raises(ValueError, match="heavy has 2 amounts, but the model has 3 layers"):
+        H2OConfig(heavy=[1, 2], recent=1).for_layer(0, 3)
+    with pytest.raises(TypeError, match=r"heavy\(1, 3\) must be"):
+        H2OConfig(heavy=lambda layer, layers: None).for_layer(1, 3)
+    with pytest.raises(ValueError, match="prompt of 5 tokens leave a budget of 0"):
+        H2OConfig(heavy=0.1, recent=0.1).tokens(5)
+    assert H2OConfig(heavy=0.1, recent=0.1, sinks=1).tokens(5) == (0, 0)
+    with pytest.raises(ValueError, match="keeps nothing"):
+        H2OConfig(heavy=lambda layer, layers: 0, recent=0).for_layer(0, 1)
+
+
+def test_imports_nothing_heavy():
+    code = (
+        "import h2o.config, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

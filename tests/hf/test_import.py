@@ -1,0 +1,93 @@
+"""`import h2o`: quick, in any order with transformers, and clear when the core is missing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import h2o
+
+PACKAGE = Path(h2o.__file__).parent
+NAME_IS_KNOWN = (
+    "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as a;"
+    "from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as m;"
+    "print('h2o' in a, 'h2o' in m)"
+)
+
+FINDERS = "import sys; print(sum('h2o' in getattr(f, '__module__', '') for f in sys.meta_path))"
+
+
+def run(code: str, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import h2o, transformers",
+        "import transformers.modeling_utils, h2o",
+        "import h2o.attention",
+        "import importlib.util, h2o; importlib.util.find_spec('transformers.modeling_utils')",
+    ],
+)
+def test_name_is_registered_in_any_order(imports):
+    result = run(f"{imports}; {NAME_IS_KNOWN}; {FINDERS}")
+    assert result.stdout.split() == ["True", "True", "0"], result.stderr
+
+
+def test_is_light():
+    code = "import h2o, sys; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    assert run(code).stdout.split() == ["False", "False"]
+
+
+def test_works_without_torch_and_transformers(tmp_path):
+    for name in ("torch", "transformers"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not here')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import h2o, numpy as np\n"
+        "out, scores = h2o.ops.attend(*(np.ones((1, 1, 3, 8), np.float32) for _ in range(3)))\n"
+        "print(scores.sum())"
+    )
+    assert float(run(code).stdout) == 3.0
+
+
+def test_every_public_name_exists():
+    for name in h2o.__all__:
+        assert getattr(h2o, name) is not None
+        assert name in dir(h2o)
+    with pytest.raises(AttributeError, match="no attribute 'H2OCash'"):
+        h2o.H2OCash  # noqa: B018
+
+
+def test_missing_core_is_explained(tmp_path):
+    shutil.copytree(
+        PACKAGE, tmp_path / "h2o", ignore=shutil.ignore_patterns("_core*.so", "__pycache__")
+    )
+    result = run("import h2o", cwd=tmp_path)
+    assert "ImportError: h2o._core, the compiled core, is missing" in result.stderr
+    assert "pip install -e ." in result.stderr
+    assert "H2O.ai's client" in result.stderr
+
+
+def test_old_transformers_is_refused_by_name(tmp_path):
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text("__version__ = '5.3.0'")
+    (tmp_path / "transformers" / "modeling_utils.py").write_text("")
+    (tmp_path / "transformers-5.3.0.dist-info").mkdir()
+    metadata = tmp_path / "transformers-5.3.0.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.3.0\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import h2o, transformers.modeling_utils\n"
+        "print('transformers itself can be imported')\n"
+        "h2o.H2OCache"
+    )
+    result = run(code)
+    assert "itself can be imported" in result.stdout, result.stderr
+    assert "ImportError: h2o.H2OCache needs torch and transformers >= 5.4" in result.stderr
+    assert "here is 5.3.0" in result.stderr
