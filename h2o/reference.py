@@ -220,9 +220,9 @@ def simulate(
         real = _real_columns(mask, b, Q, query.device)
         evicted_at[b, :, real] = Q
         slots = _new_slots(keys, len(real), budget[b])
-        cut = min(int(prompt[b]), len(real))
-        calls = [real[:cut], *real[cut:].split(1)]
-        for new in calls if len(real) else []:
+        start, first = 0, max(1, min(int(prompt[b]), len(real)))
+        for stop in range(first, len(real) + 1):
+            new, start = real[start:stop], stop
             q, k, v = (x[b : b + 1, :, new] for x in (query, keys, values))
             answer, new_scores = attend(q, k, v, slots, scale=scale, decay=decay, softcap=softcap)
             out[b, new] = answer[0]

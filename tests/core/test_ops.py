@@ -24,7 +24,7 @@ CLEAR = 3e-5
 """Ranks further apart than this (relatively) cannot change places by float32 rounding."""
 
 BASE = Scenario(
-    seed=7,
+    seed=8,
     lengths=[30, 21],
     calls=[32, *[1] * 12, 5, *[1] * 6, 2, 33, *[1] * 6],
     G=2,
@@ -62,7 +62,9 @@ TABLE = {
         policy=POLICIES["everything"],
         softcap=3.0,
     ),
-    "long": case(lengths=[300, 170], calls=[300, *[1] * 6, 70, 1], policy=Policy(60, 30), D=64),
+    "long": case(
+        lengths=[300, 170], calls=[300, *[1] * 6, 70, 1], policy=Policy(60, 30), D=64, seed=9
+    ),
 }
 REAL = {"float32": (np.float32, 2e-5), "float16": (np.float16, 2e-3)}
 """What NumPy can express, and how far an output of values around 1 may be off."""

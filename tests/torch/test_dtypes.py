@@ -103,7 +103,10 @@ def allowed(plain: np.ndarray, want: np.ndarray) -> float:
 
 
 def in_plain_torch(scenario: Scenario, engine, given: Text, want: Answers):
-    """Attention as one would write it in this dtype, where the truth says who sees whom."""
+    """Attention as one would write it in this dtype, where the truth says who sees whom.
+
+    Scores are float32 and grow call by call, as every cache would have it.
+    """
     q, k, v = (engine.tensor(x).nan_to_num(0, 0, 0) for x in given)  # there is NaN at pads
     visible = torch.from_numpy(want.visible).repeat_interleave(scenario.R, dim=1)
     k, v = (x.repeat_interleave(scenario.R, dim=1) for x in (k, v))
@@ -111,8 +114,9 @@ def in_plain_torch(scenario: Scenario, engine, given: Text, want: Answers):
     if scenario.softcap:
         logits = scenario.softcap * torch.tanh(logits / scenario.softcap)
     p = logits.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0.0)
-    B, _, N, _ = p.shape
-    scores = p.float().view(B, scenario.G, scenario.R, N, N).sum((2, 3))
+    scores = torch.zeros_like(visible[:, :: scenario.R, 0], dtype=torch.float32)
+    for call in p.float().split(scenario.calls, dim=2):
+        scores += call.sum(2).unflatten(1, (scenario.G, scenario.R)).sum(2)
     return as_float64((p @ v).transpose(1, 2)), as_float64(scores)
 
 
