@@ -1,4 +1,4 @@
-"""The command line: `h2o info` and `h2o generate`, also as `python -m h2o`.
+"""The command line: `h2o info`, `h2o generate` and `h2o eval`, also as `python -m h2o`.
 
 Only the standard library is imported until a command runs, so that --help and
 mistakes in the arguments are answered at once. Each command is an entry in
@@ -47,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own = commands.add_parser(command.name, help=command.help, description=command.help)
         command.add_arguments(own)
         own.set_defaults(run=command.run, parser=own)
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "eval":
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest  # of h2o eval: for lm-eval
     try:
         code = options.run(options.parser, options)
         sys.stdout.flush()
@@ -241,9 +244,52 @@ def table(result: Result) -> list[str]:
     return [head, *lines]
 
 
+# ---- h2o eval ------------------------------------------------------------------------------------
+
+
+def eval_arguments(parser: Parser) -> None:
+    from h2o.evaluate import command
+
+    command.add_arguments(parser)
+
+
+def run_eval(parser: Parser, options: argparse.Namespace) -> int:
+    from h2o import models
+    from h2o.evaluate import command
+
+    models.quiet_libraries()
+    try:
+        command.run(options, options.rest)
+    except models.UserError as error:
+        return failed(parser, error)
+    return 0
+
+
+# ---- h2o bench -----------------------------------------------------------------------------------
+
+
+def bench_arguments(parser: Parser) -> None:
+    from h2o.bench.options import add_arguments
+
+    add_arguments(parser)
+
+
+def run_bench(parser: Parser, options: argparse.Namespace) -> int:
+    from h2o import models
+
+    try:
+        from h2o.bench.run import main as bench
+
+        models.quiet_libraries()
+        return bench(parser, options)
+    except models.UserError as error:
+        return failed(parser, error)
+
+
 COMMANDS = (
     Command("info", "what the core runs on, for bug reports", info_arguments, run_info),
     Command("generate", "generate with an H2O cache", generate_arguments, run_generate),
+    Command("eval", "what eviction costs in accuracy", eval_arguments, run_eval),
 )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from h2o.config import H2OConfig
 from h2o.evaluate.results import fingerprint
-from h2o.evaluate.setting import GRAMMAR, Setting, parse_all
+from h2o.evaluate.setting import GRAMMAR, Setting, number, parse_all
 from h2o.models import UserError
 
-__all__ = ["main", "parser"]
+__all__ = ["add_arguments", "run"]
 
 DESCRIPTION = """\
 What eviction costs: accuracy on lm-eval's tasks, ROUGE of summaries, or perplexity.
@@ -28,16 +28,12 @@ With --tasks this is lm-eval's own `run` command: every option of it that is not
 """
 
 
-def parser(**kwargs: Any) -> argparse.ArgumentParser:
-    """The parser of what is h2o's own; lm-eval's options it does not know."""
-    p = argparse.ArgumentParser(
-        prog="h2o eval",
-        description=DESCRIPTION,
-        epilog="settings of --compare, separated by commas:\n" + GRAMMAR,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        **kwargs,
-    )
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """What is h2o's own; lm-eval's options are left over."""
+    p.description = DESCRIPTION
+    p.epilog = "settings of --compare, separated by commas:\n" + GRAMMAR
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.allow_abbrev = False  # what looks like one of ours may be one of lm-eval's
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--tasks", "-t", nargs="+", metavar="TASK", help="lm-eval tasks")
     what.add_argument("--summarize", type=Path, metavar="FILE", help="JSON lines of articles")
@@ -61,7 +57,7 @@ def parser(**kwargs: Any) -> argparse.ArgumentParser:
                      "summaries always use a real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
     for name in ("heavy", "recent"):
-        one.add_argument(f"--{name}", type=amount, help="tokens, or a fraction (default 0.1)")
+        one.add_argument(f"--{name}", type=number, help="tokens, or a fraction (default 0.1)")
     one.add_argument("--sinks", type=int, help="first tokens that are never evicted (default 0)")
     one.add_argument("--rank-by", choices=["sum", "mean"], help="default sum")
     one.add_argument("--decay", type=float, help="of scores, per token (default 1)")
@@ -79,16 +75,10 @@ def parser(**kwargs: Any) -> argparse.ArgumentParser:
     text.add_argument("--chat", action="store_true", help="summaries: use the chat template")
     text.add_argument("--max-new-tokens", type=int, default=64, help="of a summary (default 64)")
     text.add_argument("--window", type=int, default=1024, help="of perplexity (default 1024)")
-    return p
 
 
-def amount(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; UserError for what the user can put right."""
-    args, rest = parser().parse_known_args(arguments)
+def run(args: argparse.Namespace, rest: list[str]) -> None:
+    """Runs the command; `rest` is for lm-eval. UserError for what the user can put right."""
     if rest and not args.tasks:
         raise UserError(f"unknown option {rest[0]}; lm-eval's options go with --tasks")
     try:
@@ -98,9 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings and single(args):
             raise ValueError(f"{single(args)[0]} is for one setting; write it into --compare")
         if args.tasks:
-            return tasks(args, settings, rest)
+            tasks(args, settings, rest)
+            return
         settings = settings or [setting(args)]
         output = args.output_path or Path("h2o-eval")
+        if args.limit is not None and (args.limit < 1 or args.limit % 1):
+            raise ValueError(f"--limit {args.limit:g}: a number of rows or windows, at least 1")
         limit = None if args.limit is None else int(args.limit)
         loading = {"model_name": args.model, "dtype": args.dtype, "limit": limit}
         if args.summarize:
@@ -121,7 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ))  # fmt: skip
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
-    return 0
 
 
 CACHE = ("variant", "heavy", "recent", "sinks", "rank_by", "decay", "value_weighted")
@@ -159,7 +151,7 @@ def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) ->
             )
 
 
-def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) -> int:
+def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) -> None:
     """lm-eval with its own command line."""
     try:
         from h2o.evaluate import tasks as lm_eval_tasks
@@ -178,7 +170,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
         output = args.output_path or Path("h2o-eval")
         arguments += as_model_args(model_args)
         print(lm_eval_tasks.compare(arguments, settings, output, **how))
-        return 0
+        return
     cache = given(args, CACHE)
     model_type = "h2o"
     if args.model and lm_eval_tasks.is_model_type(args.model):
@@ -195,7 +187,6 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
         name = fingerprint({"model": model_type, **model_args, "arguments": rest})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
     lm_eval_tasks.run(arguments)
-    return 0
 
 
 def as_model_args(values: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from h2o.config import H2OConfig
 
-__all__ = ["GRAMMAR", "Setting", "parse", "parse_all"]
+__all__ = ["GRAMMAR", "Setting", "number", "parse", "parse_all"]
 
 GRAMMAR = """\
 full                    every key is kept
@@ -56,7 +56,7 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
     With `budgets` ("0.04,0.1,0.2"), a name without numbers (h2o, local, sink, ...) stands for
     itself at each of these.
     """
-    amounts = [_number(part, "--budgets") for part in (budgets or "").split(",") if part]
+    amounts = [number(part) for part in (budgets or "").split(",") if part.strip()]
     settings: dict[str, Setting] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         head, *options = part.split("/")
@@ -79,7 +79,7 @@ def parse(text: str) -> Setting:
     try:
         if kind == "full" and not colon and not options:
             return Setting(text, kind, "full", H2OConfig.full())
-        amounts = [_number(number, text) for number in numbers.split("+")] if colon else []
+        amounts = [number(part) for part in numbers.split("+")] if colon else []
         config, variant = _build(kind, amounts)
         if options:
             if variant != "h2o":
@@ -118,11 +118,12 @@ def _at(kind: str, budget: int | float) -> str:
     return f"{kind}:{budget}"
 
 
-def _number(text: str, where: str) -> int | float:
+def number(text: str) -> int | float:
+    """A budget: "256" is a number of tokens, "0.1" a fraction."""
     try:
-        return float(text) if "." in text else int(text)
+        return int(text)
     except ValueError:
-        raise ValueError(f"{text!r} in {where!r} is no number") from None
+        return float(text)
 
 
 def _option(text: str) -> tuple[str, Any]:

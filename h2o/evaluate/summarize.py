@@ -18,13 +18,10 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache
 
-from h2o import models
-from h2o.cache import H2OCache
+from h2o import generate, models
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting
-from h2o.generate import encode
 from h2o.models import UserError
 
 __all__ = ["Row", "compare", "read_rows"]
@@ -124,7 +121,12 @@ def compare(
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
     rows = read_rows(file, limit)
     model, tokenizer = models.load(model_name, dtype=dtype, say=print)
-    prompts = [encode(tokenizer, row.prompt, chat) for row in rows]
+    prompts = [
+        generate.prompt_ids(
+            generate.Request(config=settings[0].config, prompt=row.prompt, chat=chat), tokenizer
+        )
+        for row in rows
+    ]
     check_lengths(rows, prompts, model.config, max_new_tokens)
     origin = provenance(model, model_name or models.DEFAULT_MODEL)
     cells = Cells(output / "summaries.json", "h2o eval --summarize")
@@ -172,26 +174,19 @@ def summarize(
     stop: Sequence[str],
 ) -> dict[str, Any]:
     """One summary: its text up to the first stop text, and what it took."""
-    if setting.variant == "full":
-        attention, cache = "sdpa", DynamicCache(config=model.config)
-    else:
-        attention, cache = "h2o", H2OCache(model.config, setting.config)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(attention)
+    mode = "full" if setting.variant == "full" else "h2o"
+    cache = generate.new_cache(mode, model, setting.config, ids.shape[1])
     start = time.perf_counter()
-    try:
-        with torch.no_grad():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                stop_strings=list(stop),
-                tokenizer=tokenizer,
-            )
-    finally:
-        model.set_attn_implementation(before)
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            stop_strings=list(stop),
+            tokenizer=tokenizer,
+        )
     seconds = time.perf_counter() - start
     prompt = ids.shape[1]
     text = tokenizer.decode(out[0, prompt:], skip_special_tokens=True)
