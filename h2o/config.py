@@ -77,7 +77,7 @@ class H2OConfig:
     @classmethod
     def authors(cls, budget: Amount) -> H2OConfig:
         """The published algorithm at this budget: half heavy hitters, half recent tokens."""
-        return cls(*_shares(budget, 0.5))
+        return cls(*_halves(_amount("budget", budget)))
 
     @classmethod
     def robust(cls, budget: Amount) -> H2OConfig:
@@ -86,8 +86,9 @@ class H2OConfig:
         Four sinks, and heavy hitters ranked by the mean attention that they received, times the
         norm of their value. A budget in tokens includes the sinks; to a fraction they are added.
         """
+        budget = _amount("budget", budget)
         sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
-        heavy, recent = _shares(budget if isinstance(budget, float) else budget - sinks, 0.5)
+        heavy, recent = _halves(budget if isinstance(budget, float) else budget - sinks)
         return cls(heavy, recent, sinks, rank_by="mean", value_weighted=True)
 
     @classmethod
@@ -171,12 +172,10 @@ class H2OConfig:
             )
 
 
-def _shares(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
-    """(heavy, recent) of one budget, of which `heavy` is the share of the heavy hitters."""
-    budget = _amount("budget", budget)
+def _halves(budget: Amount) -> tuple[Amount, Amount]:
     if isinstance(budget, float):
-        return budget * heavy, budget * (1 - heavy)
-    return int(budget * heavy), budget - int(budget * heavy)
+        return budget / 2, budget / 2
+    return budget // 2, budget - budget // 2
 
 
 def _budget(name: str, value: Any) -> Any:
