@@ -34,6 +34,11 @@ NO_ROLLBACK = (
     "prompt_lookup_num_tokens) and cache.crop() need a cache that can, such as DynamicCache"
 )
 
+_TELL_LENGTH = (
+    "if the prompt comes in chunks, tell H2OCache its prompt_length, use h2o.patched(), or give "
+    "numbers of tokens"
+)
+
 
 class Conversation:
     """What the layers of one cache share."""
@@ -224,21 +229,20 @@ class H2OLayer(CacheLayerMixin):
     def _budget(self, lengths: list[int]) -> list[tuple[int, int]]:
         """Heavy and recent tokens of each row, from the tokens that the rows' prompts have."""
         given = self.conversation.prompt_length
-        if given is None:
-            if self.config.needs_prompt_length and max(lengths) == 1:
-                raise ValueError(
-                    "a fraction of a prompt of 1 token is no budget; if the prompt comes in "
-                    "chunks, tell H2OCache its prompt_length, or give numbers of tokens"
-                )
-        elif isinstance(given, int):
+        if isinstance(given, int):
             lengths = [given] * len(lengths)
-        elif len(given) != len(lengths):
-            raise ValueError(
-                f"prompt_length has {len(given)} entries for a batch of {len(lengths)} rows"
-            )
-        else:
+        elif given is not None:
+            if len(given) != len(lengths):
+                raise ValueError(
+                    f"prompt_length has {len(given)} entries for a batch of {len(lengths)} rows"
+                )
             lengths = list(given)
-        return [self.config.tokens(n) for n in lengths]
+        elif self.config.needs_prompt_length and max(lengths) == 1:
+            raise ValueError(f"a fraction of a prompt of 1 token is no budget; {_TELL_LENGTH}")
+        try:
+            return [self.config.tokens(n) for n in lengths]
+        except ValueError as error:
+            raise ValueError(f"{error}; {_TELL_LENGTH}") from None
 
     def _refuse_chunk(self) -> None:
         """A second forward of several tokens, with no decode step before it, is a chunk."""
@@ -248,8 +252,8 @@ class H2OLayer(CacheLayerMixin):
             and self.seen == self.prompt_columns
         ):
             raise ValueError(
-                "the prompt comes in chunks, but the budget is a fraction of its length: tell "
-                "H2OCache its prompt_length, use h2o.patched(), or give numbers of tokens"
+                "this looks like the second chunk of a prompt, but the budget is a fraction of the "
+                f"whole prompt; {_TELL_LENGTH}"
             )
 
     def _with_room(self, tokens: int) -> ops.Slots:

@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 from h2o.attention import switch
-from h2o.cache import H2OCache, one_config, transformers_layers
+from h2o.cache import H2OCache, one_config
 from h2o.config import H2OConfig
 from h2o.support import Unsupported
 
@@ -48,7 +48,7 @@ class Patch:
     def apply(self) -> None:
         """Errors: `Unsupported`, with the model as it was."""
         model = self.model
-        transformers_layers(model.config)  # refuses models that cannot be served
+        H2OCache(model.config, self.config)  # refuses what cannot be served
         self.place = list(inspect.signature(model.forward).parameters).index("past_key_values")
         self.configs = _switch(model)
         model.__dict__.setdefault(_STACK, []).append(self)

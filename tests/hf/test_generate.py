@@ -1,0 +1,207 @@
+"""generate() with an H2OCache: conversations, beams, threads, fractions, a real model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import threading
+
+import pytest
+import torch
+
+from h2o import H2OCache, H2OConfig, models
+from tests.hf.drive import feed, new_cache
+from tests.hf.tiny import batch, greedy, model, prompts
+from tests.inputs import drifting
+
+SMALL = H2OConfig(heavy=6, recent=6)
+
+
+def teacher_forced(ours, ids, config):
+    """The cache after this text was fed token by token behind its prompt of 20."""
+    cache = H2OCache(ours.config, config)
+    with torch.no_grad():
+        ours(ids[:, :20], past_key_values=cache)
+        for i in range(20, ids.shape[1]):
+            ours(ids[:, i : i + 1], past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_beams_are_permuted_with_their_state(sampled):
+    """At every step each row holds what its own text, fed straight, would leave."""
+    ours = model("gpt_neox")
+    (prompt,) = prompts(20)
+    cache = H2OCache(ours.config, SMALL)
+    seen = []
+
+    def look(ids, logits):  # a logits processor: after the forward pass, before beams move
+        seen.append((ids.clone(), [cache.kept(layer) for layer in range(2)]))
+        return logits
+
+    torch.manual_seed(1)
+    ours.generate(
+        prompt, max_new_tokens=15, num_beams=4, do_sample=sampled, past_key_values=cache,
+        logits_processor=[look],
+    )  # fmt: skip
+    crossed = 0
+    for (before, _), (texts, _) in itertools.pairwise(seen):
+        crossed += not torch.equal(texts[:, :-1], before)
+    for texts, kept in (seen[5], seen[-1]):
+        for b, text in enumerate(texts):
+            straight = teacher_forced(ours, text[None], SMALL)
+            for layer in range(2):
+                position, score = straight.kept(layer)
+                assert torch.equal(kept[layer][0][b], position[0])
+                torch.testing.assert_close(kept[layer][1][b], score[0], rtol=0, atol=1e-4)
+    assert crossed > 5
+
+
+def test_beam_search_of_a_batch_is_that_of_each_row():
+    ours = model("llama")
+    rows = prompts(11, 20, 16)
+    inputs = batch(rows)
+
+    def beams(inputs):
+        cache = H2OCache(ours.config, heavy=0.3, recent=0.3)
+        return ours.generate(**inputs, max_new_tokens=10, num_beams=3, past_key_values=cache)
+
+    together = beams(inputs)[:, -10:]
+    for b, row in enumerate(rows):
+        alone = beams({"input_ids": row, "attention_mask": torch.ones_like(row)})
+        assert together[b].tolist() == alone[0, -10:].tolist()
+
+
+def test_two_calls_are_one_conversation():
+    """Whole ids, or new ids with the whole mask: both go on where the first call ended."""
+    ours = model("qwen2")
+    (prompt,) = prompts(20)
+    cache = H2OCache(ours.config, SMALL)
+    first = ours.generate(prompt, max_new_tokens=6, do_sample=False, past_key_values=cache)
+    assert cache.get_seq_length() == 25  # the last token has not been fed
+    more = torch.cat([first, torch.tensor([[5, 6, 7]])], dim=1)
+    twin = copy.deepcopy(cache)
+    second = ours.generate(more, max_new_tokens=6, do_sample=False, past_key_values=cache)
+    mask = torch.ones_like(more)
+    ids = more[:, 25:]
+    same = ours.generate(
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, past_key_values=twin
+    )
+    assert same[:, 4:].tolist() == second[:, 29:].tolist()
+    assert [layer.seen for layer in cache.report().layers] == [[34]] * 2
+    # and by hand: prompt, decode steps, one chunk of four, decode steps
+    straight = H2OCache(ours.config, SMALL)
+    with torch.no_grad():
+        ours(prompt, past_key_values=straight)
+        for i in range(20, 25):
+            ours(first[:, i : i + 1], past_key_values=straight)
+        logits = ours(more[:, 25:], past_key_values=straight).logits
+    assert logits[0, -1].argmax() == second[0, 29]
+
+
+def test_reset_makes_a_new_conversation():
+    ours = model("llama")
+    one, two = prompts(20, 14)
+    cache = H2OCache(ours.config, heavy=0.3, recent=0.3)
+    greedy(ours, {"input_ids": one}, past_key_values=cache)
+    cache.reset()
+    again = greedy(ours, {"input_ids": two}, past_key_values=cache)
+    fresh = H2OCache(ours.config, heavy=0.3, recent=0.3)
+    assert again.tolist() == greedy(ours, {"input_ids": two}, past_key_values=fresh).tolist()
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_copied_cache_goes_on_alike(name, twin):
+    ours = model(name)
+    (prompt,) = prompts(20)
+    cache = H2OCache(ours.config, SMALL)
+    start = ours.generate(prompt, max_new_tokens=5, do_sample=False, past_key_values=cache)
+    other = twin(cache)
+    expected = ours.generate(start, max_new_tokens=10, do_sample=False, past_key_values=cache)
+    got = ours.generate(start, max_new_tokens=10, do_sample=False, past_key_values=other)
+    assert got.tolist() == expected.tolist()
+    torch.testing.assert_close(other.kept(1), cache.kept(1), rtol=0, atol=0)
+
+
+def test_chunked_prompt_with_its_length_told():
+    """Fractions are of the whole prompt, also where it arrives in pieces."""
+    ours = model("llama")
+    inputs = batch(prompts(12, 23))
+    told = H2OCache(ours.config, heavy=0.3, recent=0.3, prompt_length=[12, 23])
+    greedy(ours, inputs, past_key_values=told, prefill_chunk_size=8)
+    assert told.report().layers[0].budget == [3 + 3, 6 + 6]
+    untold = H2OCache(ours.config, heavy=0.3, recent=0.3)
+    with pytest.raises(ValueError, match="prompt_length"):
+        greedy(ours, inputs, past_key_values=untold, prefill_chunk_size=8)
+
+
+def test_half_precision_is_near_the_full_cache():
+    for dtype in (torch.bfloat16, torch.float16):
+        ours, theirs = model("llama").to(dtype), model("llama", "sdpa").to(dtype)
+        inputs = batch(prompts(12, 23))
+        exact = model("llama", "sdpa")
+        with torch.no_grad():
+            cache = H2OCache(ours.config, H2OConfig.full())
+            got = ours(**inputs, past_key_values=cache).logits.float()
+            sdpa = theirs(**inputs).logits.float()
+            truth = exact(**inputs).logits
+        real = inputs["attention_mask"].bool()
+        error = (got - truth)[real].abs().mean()
+        assert error < 2 * (sdpa - truth)[real].abs().mean()
+        assert cache.layers[0].keys.dtype == dtype
+        assert cache.layers[0].slots.scores.dtype == torch.float32
+
+
+def test_threads_with_caches_of_their_own_do_not_meet():
+    ours = model("gpt_neox")
+    texts = prompts(20, 27)
+
+    def run(ids):
+        cache = H2OCache(ours.config, SMALL)
+        tokens = greedy(ours, {"input_ids": ids}, 40, past_key_values=cache)
+        return tokens.tolist(), [x.tolist() for x in cache.kept(1)]
+
+    alone = [run(ids) for ids in texts]
+    for _ in range(3):
+        together = [None, None]
+        barrier = threading.Barrier(2)
+
+        def work(i, together=together, barrier=barrier):
+            barrier.wait()
+            together[i] = run(texts[i])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert together == alone
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    """Of what is kept, its scores and outputs; a model's own products may depend on it."""
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        cache = new_cache(heavy=20, recent=20)
+        out = feed(cache, drifting(1, B=2, N=400, D=64), [350, *[1] * 50])
+        results.append([x.numpy().tobytes() for x in (out, *cache.kept(0))])
+    assert results[1] == results[0]
+    assert results[2] == results[0]
+
+
+@pytest.mark.slow
+def test_smollm2_with_every_token_kept_writes_what_sdpa_writes():
+    ours, tokenizer = models.load()
+    text = "The heart of a lighthouse is its lens. Augustin Fresnel, who in 1822"
+    inputs = tokenizer(text, return_tensors="pt")
+    ours.set_attn_implementation("sdpa")
+    expected = greedy(ours, dict(inputs), 100)
+    ours.set_attn_implementation("h2o")
+    cache = H2OCache(ours.config, H2OConfig.full())
+    assert greedy(ours, dict(inputs), 100, past_key_values=cache).tolist() == expected.tolist()
+    small = H2OCache(ours.config, heavy=8, recent=8)
+    assert greedy(ours, dict(inputs), 100, past_key_values=small).tolist() != expected.tolist()
+    assert small.report().layers[0].kept == [16]

@@ -1,0 +1,314 @@
+"""patched(), enable(), disable(): H2O for code that makes no cache, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline
+
+import h2o
+from h2o import H2OCache, H2OConfig, Unsupported, disable, enable, patched
+from tests.hf.modes import MODES, POLICIES
+from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts
+
+SMALL = {"heavy": 6, "recent": 6}
+
+
+def traces(model) -> dict:
+    """Everything that patching could leave behind."""
+    return {
+        "attributes": set(model.__dict__),
+        "generate": model._prepare_cache_for_generation.__func__,
+        "pre_hooks": dict(model._forward_pre_hooks),
+        "with_kwargs": dict(model._forward_pre_hooks_with_kwargs),
+        "hooks": dict(model._forward_hooks),
+        "config": copy.deepcopy(model.config.to_dict()),
+        "attention": [
+            module.config._attn_implementation
+            for module in model.modules()
+            if hasattr(module, "config")
+        ],
+        "config_attributes": dict(vars(model.config)),
+    }
+
+
+@pytest.fixture(params=["llama", "gpt_neox", "gemma3"])
+def plain(request):
+    """A model under sdpa, compared with itself after the test."""
+    plain = model(request.param, "sdpa")
+    before = traces(plain)
+    yield plain
+    assert traces(plain) == before
+
+
+@pytest.fixture
+def llama():
+    llama = model("llama", "sdpa")
+    before = traces(llama)
+    yield llama
+    assert traces(llama) == before
+
+
+def expected_tokens(plain, inputs, tokens=12, **config):
+    """What a cache given by hand leads to."""
+    twin = copy.deepcopy(plain)
+    twin.set_attn_implementation("h2o")
+    return greedy(twin, inputs, tokens, past_key_values=H2OCache(twin.config, **config)).tolist()
+
+
+def test_generate_has_a_fresh_cache_each_time(plain):
+    one, two = batch(prompts(17, 23)), batch(prompts(14, seed=1))
+    full = greedy(plain, one, 12).tolist()
+    with patched(plain, **SMALL) as patch:
+        assert greedy(plain, one, 12).tolist() == expected_tokens(plain, one, **SMALL) != full
+        first = patch.cache
+        assert greedy(plain, two, 12).tolist() == expected_tokens(plain, two, **SMALL)
+        assert patch.cache is not first
+        assert patch.cache.get_seq_length() == 14 + 11
+    assert greedy(plain, one, 12).tolist() == full
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_as_with_a_cache_by_hand(mode, policy):
+    plain = model("llama", "sdpa")
+    inputs = batch(prompts(17, 23))
+    config = POLICIES[policy]
+    twin = model("llama")
+    if mode == "chat turns":
+        pytest.skip("patched() makes a fresh cache for each call: it has no second turn")
+    chunks = {"chunked prompt", "prompt token by token"}
+    length = [17, 23] if mode in chunks else None
+    expected = MODES[mode](
+        twin, inputs, lambda: H2OCache(twin.config, config, prompt_length=length)
+    )
+    with patched(plain, config):
+        got = MODES[mode](plain, inputs, lambda: None)
+    assert got.tolist() == expected.tolist()
+
+
+def test_forward_has_a_fresh_cache(plain):
+    (ids,) = prompts(20)
+    with patched(plain, **SMALL) as patch, torch.no_grad():
+        cache = plain(ids).past_key_values
+        assert isinstance(cache, H2OCache)
+        assert cache is patch.cache
+        plain(ids[:, :1], past_key_values=cache)  # goes on with it
+        assert cache.get_seq_length() == 21
+        assert plain(ids).past_key_values is not cache
+        assert plain(input_ids=ids, use_cache=True).past_key_values.get_seq_length() == 20
+        made = patch.cache
+        assert plain(ids, use_cache=False).past_key_values is None
+        assert plain.model(ids).past_key_values is not made if hasattr(plain, "model") else True
+        assert patch.cache is made
+    assert isinstance(plain(ids).past_key_values, DynamicCache)
+
+
+def test_caches_of_the_callers_own_are_left_alone(llama):
+    (ids,) = prompts(20)
+    full = greedy(llama, {"input_ids": ids}).tolist()
+    with patched(llama, **SMALL) as patch:
+        own = DynamicCache(config=llama.config)
+        assert greedy(llama, {"input_ids": ids}, past_key_values=own).tolist() == full
+        assert greedy(llama, {"input_ids": ids}, use_cache=False).tolist() == full
+        with torch.no_grad():
+            llama(ids, None, None, DynamicCache())  # by position
+        assert patch.cache is None
+        ours = H2OCache(llama.config, heavy=3, recent=3)
+        got = greedy(llama, {"input_ids": ids}, 12, past_key_values=ours).tolist()
+        assert ours.report().layers[0].kept == [6]
+    assert got == expected_tokens(llama, {"input_ids": ids}, heavy=3, recent=3)
+
+
+def test_training_inside_has_no_cache_and_gradients(llama):
+    (ids,) = prompts(20)
+    llama.train()
+    try:
+        llama(ids, labels=ids).loss.backward()
+        expected = llama.lm_head.weight.grad.clone()
+        llama.zero_grad()
+        with patched(llama, **SMALL) as patch:
+            llama(ids, labels=ids).loss.backward()
+            assert patch.cache is None
+        torch.testing.assert_close(llama.lm_head.weight.grad, expected)
+        assert llama.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+    finally:
+        llama.eval()
+
+
+def test_an_error_inside_restores_everything(llama):
+    def stop(ids, logits):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), patched(llama, **SMALL):
+        greedy(llama, {"input_ids": prompts(20)[0]}, logits_processor=[stop])
+
+
+def test_an_error_in_a_forward_pass_does_not_spoil_the_next(llama):
+    (ids,) = prompts(20)
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    with patched(llama, **SMALL):
+        hook = llama.model.layers[1].mlp.register_forward_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            greedy(llama, {"input_ids": ids})
+        hook.remove()
+        got = greedy(llama, {"input_ids": ids}, 12).tolist()
+    assert got == expected_tokens(llama, {"input_ids": ids}, **SMALL)
+
+
+def test_nested_the_inner_one_counts_then_the_outer_again(llama):
+    inputs = {"input_ids": prompts(20)[0]}
+    with patched(llama, heavy=6, recent=6) as outer:
+        between = traces(llama)
+        with patched(llama, heavy=2, recent=2) as inner:
+            assert greedy(llama, inputs, 12).tolist() == expected_tokens(
+                llama, inputs, heavy=2, recent=2
+            )
+            with torch.no_grad():
+                assert llama(**inputs).past_key_values is inner.cache
+            assert outer.cache is None
+        assert traces(llama) == between
+        got = greedy(llama, inputs, 12).tolist()
+        with torch.no_grad():
+            assert llama(**inputs).past_key_values is outer.cache
+    assert got == expected_tokens(llama, inputs, heavy=6, recent=6)
+
+
+def test_enable_and_disable(llama):
+    inputs = {"input_ids": prompts(20)[0]}
+    patch = enable(llama, H2OConfig(**SMALL), trace=True)
+    got = greedy(llama, inputs, 12).tolist()
+    assert patch.cache.evicted_at(0).shape == (1, 2, 31)
+    inner = enable(llama, heavy=2)
+    with pytest.raises(RuntimeError, match="reverse order"):
+        patch.undo()
+    disable(llama)
+    with pytest.raises(RuntimeError, match="reverse order"):
+        inner.undo()
+    disable(llama)
+    assert got == expected_tokens(llama, inputs, **SMALL)
+    with pytest.raises(RuntimeError, match="not enabled"):
+        disable(llama)
+
+
+def test_siblings_that_share_a_config():
+    """Switching one switches all; each goes on correctly, and the last one out restores."""
+    config = FAMILIES["llama"].build_config()
+    torch.manual_seed(0)
+    one, two = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    assert one.config is two.config
+    before = traces(one), traces(two)
+    inputs = {"input_ids": prompts(20)[0]}
+    full = greedy(two, inputs).tolist()
+    first = enable(one, **SMALL)
+    assert greedy(two, inputs).tolist() == full  # dense attention under our name
+    second = enable(two, **SMALL)
+    first.undo()
+    assert two.config._attn_implementation == "h2o"
+    assert greedy(two, inputs, 12).tolist() != full
+    assert second.cache.report().layers[0].kept == [12]
+    second.undo()
+    assert (traces(one), traces(two)) == before
+
+
+def test_a_model_that_was_under_h2o_stays_so():
+    ours = model("llama", "h2o")
+    before = traces(ours)
+    with patched(ours, **SMALL):
+        pass
+    assert traces(ours) == before
+    assert ours.config._attn_implementation == "h2o"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_models():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = model("llama", "sdpa")
+    settings = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    wrapped = peft.get_peft_model(base, settings).eval()
+    before = traces(wrapped.get_base_model()), set(wrapped.__dict__)
+    inputs = batch(prompts(17, 23))
+    with patched(wrapped, **SMALL) as patch:
+        got = greedy(wrapped, inputs, 12)
+        assert patch.cache.report().layers[0].kept == [12, 12]
+        with torch.no_grad():
+            assert wrapped(**inputs).past_key_values is patch.cache
+    assert (traces(wrapped.get_base_model()), set(wrapped.__dict__)) == before
+    wrapped.set_adapter("default")
+    merged = wrapped.merge_and_unload()
+    assert got.tolist() == expected_tokens(merged, inputs, **SMALL)
+
+
+def test_pipelines(llama, tmp_path):
+    tokenizer = tiny_tokenizer(tmp_path)
+    pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer)
+    texts = ["t3 t5 t7 t11 t13 t17 t19 t23 t29 t31 t37 t41 t43 t47", "t4 t6 t8 t9 t10 t12 t14"]
+    settings = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
+    full = [pipe(text, **settings)[0]["generated_text"] for text in texts]
+    with patched(llama, heavy=3, recent=3) as patch:
+        small = [pipe(text, **settings)[0]["generated_text"] for text in texts]
+        assert patch.cache.report().layers[0].seen == [7 + 7]  # each prompt has its own cache
+        together = [out[0]["generated_text"] for out in pipe(texts, batch_size=2, **settings)]
+    assert small != full
+    assert together == small
+    assert [pipe(text, **settings)[0]["generated_text"] for text in texts] == full
+
+
+def tiny_tokenizer(folder):
+    """A tokenizer of words t2 to t96 for the tiny vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<bos>": 1, **{f"t{i}": i for i in range(2, 97)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", padding_side="left"
+    )
+
+
+@pytest.mark.parametrize("wanted", ["static", "offloaded_static", "quantized", "offloaded"])
+def test_other_caches_are_refused(llama, wanted):
+    (ids,) = prompts(20)
+    with (
+        patched(llama, **SMALL),
+        pytest.raises(Unsupported, match=f"cache_implementation='{wanted}"),
+    ):
+        greedy(llama, {"input_ids": ids}, cache_implementation=wanted)
+
+
+def test_a_static_cache_object_is_refused(llama):
+    (ids,) = prompts(20)
+    own = StaticCache(config=llama.config, max_cache_len=64)
+    with patched(llama, **SMALL), pytest.raises(Unsupported, match="StaticCache"):
+        greedy(llama, {"input_ids": ids}, past_key_values=own)
+
+
+def test_dynamic_by_name_is_ours(llama):
+    with patched(llama, **SMALL) as patch:
+        greedy(llama, {"input_ids": prompts(20)[0]}, cache_implementation="dynamic")
+        assert patch.cache.report().layers[0].kept == [12]
+
+
+def test_what_cannot_be_patched(llama):
+    with pytest.raises(TypeError, match="a model of transformers"):
+        enable(llama.config, **SMALL)
+    pipe = pipeline("text-generation", model=llama, tokenizer=tiny_tokenizer(None))
+    with pytest.raises(TypeError, match=r"a pipeline has it as \.model"):
+        enable(pipe, **SMALL)
+    with pytest.raises(TypeError, match="unknown parameter 'heavi'"):
+        enable(llama, heavi=3)
+    with pytest.raises(TypeError, match="not both"):
+        enable(llama, H2OConfig(), heavy=3)
+    with pytest.raises(ValueError, match="2 amounts") as error:
+        enable(model("gemma3"), heavy=[1, 2])
+    assert "4 layers" in str(error.value)
+    assert h2o.patched is patched
