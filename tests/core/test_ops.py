@@ -232,56 +232,69 @@ def test_masks_of_either_dtype(kind):
 NUMBERS = [0.0, -0.0, 1.0, 2.0, 0.5, -1.0, np.inf, -np.inf, np.nan, -np.nan, 1e-40, 3e38]
 
 
-def chosen(scores: list[float], policy: Policy) -> list[int]:
+def chosen(scores: np.ndarray, policy: Policy) -> list[int]:
     """Positions that stay, by the definition."""
     n = len(scores)
     if n <= policy.k:
         return list(range(n))
-    candidates = range(policy.sinks, n - policy.recent)
-    best = sorted(
-        candidates,
-        key=lambda j: (
-            np.isnan(scores[j]),
-            -np.nan_to_num(scores[j], posinf=np.inf, neginf=-np.inf),
-            j,
-        ),
-    )[: policy.heavy]
+
+    def order(j: int) -> tuple[bool, float, int]:
+        return (True, 0.0, j) if np.isnan(scores[j]) else (False, -float(scores[j]), j)
+
+    best = sorted(range(policy.sinks, n - policy.recent), key=order)[: policy.heavy]
     return sorted([*range(policy.sinks), *best, *range(n - policy.recent, n)])
 
 
-@given(
-    st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=60),
-    inputs.policies(20),
-    st.integers(1, 60),
-)
-def test_ties_and_nan(scores, policy, first):
-    """Handmade scores, the prompt evicted at once or the rest as a chunk."""
-    n = len(scores)
-    first = min(first, n)
-    policy = Policy(policy.heavy, policy.recent, policy.sinks)
-    keys = np.arange(n, dtype=np.float32)[None, None, :, None] + np.float32([[[[0, 0.5]]]])
-    given_scores = np.array(scores, np.float32)[None, None]
+CHOICES = [Policy(9, 4), Policy(4, 0, sinks=2), Policy(20, 7, sinks=1), Policy(1, 0), Policy(0, 5)]
+
+
+def handmade(seed: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scores [1, 1, n] with many ties, and keys [1, 1, n, 2] that carry their position."""
+    rng = np.random.default_rng(seed)
+    few = rng.choice(NUMBERS, size=rng.integers(2, len(NUMBERS)), replace=False)
+    scores = rng.choice(few, size=(1, 1, n)).astype(np.float32)
+    return scores, np.arange(n, dtype=np.float32)[:, None] + np.zeros((1, 1, n, 2), np.float32)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 17])
+@pytest.mark.parametrize("policy", CHOICES, ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_ties_and_nan(seed, policy, chunk):
+    """One eviction from all keys as a prompt, or from stored ones and a chunk."""
+    n = 60
+    scores, keys = handmade(seed, n)
     slots = ops.new_slots(keys, n)
-    slots.budget[:] = 2**31 - 1, 0
-    ops.evict(keys[:, :, :first], -keys[:, :, :first], given_scores[:, :, :first], slots)
-    assert slots.positions[0, 0, :first].tolist() == list(range(first))
-    slots.budget[:] = policy.heavy, policy.recent
-    if first < n:
-        ops.evict(
-            keys[:, :, first:], -keys[:, :, first:], given_scores[:, :, first:], slots,
-            sinks=policy.sinks,
-        )  # fmt: skip
+    stored, new = slice(0, n - chunk), slice(n - chunk, n)
+    if chunk:
+        ops.evict(keys[:, :, stored], -keys[:, :, stored], scores[:, :, stored], slots)
+        assert slots.positions[0, 0, stored].tolist() == list(range(n - chunk))
     else:
-        slots = ops.new_slots(keys, n)
-        slots.budget[:] = policy.heavy, policy.recent
-        ops.evict(keys, -keys, given_scores, slots, sinks=policy.sinks)
+        new = stored
+    slots.budget[:] = policy.heavy, policy.recent
+    ops.evict(keys[:, :, new], -keys[:, :, new], scores[:, :, new], slots, sinks=policy.sinks)
     check_slots(slots, policy.sinks)
     positions, kept_scores = inputs.kept(slots)
-    assert positions[0, 0].tolist() == chosen(given_scores[0, 0].tolist(), policy)
-    np.testing.assert_array_equal(kept_scores[0, 0], given_scores[0, 0, positions[0, 0]])
+    assert positions[0, 0].tolist() == chosen(scores[0, 0], policy)
+    np.testing.assert_array_equal(kept_scores[0, 0], scores[0, 0, positions[0, 0]])
     filled = slots.positions[0, 0] >= 0
     np.testing.assert_array_equal(slots.keys[0, 0, filled, 0], slots.positions[0, 0, filled])
     np.testing.assert_array_equal(slots.values[0, 0, filled], -slots.keys[0, 0, filled])
+
+
+@pytest.mark.parametrize("policy", CHOICES, ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_ties_and_nan_in_a_step(seed, policy):
+    """The query is 0, so all keys, the new one too, receive the same."""
+    k = policy.k
+    scores, keys = handmade(seed, k + 1)
+    slots = ops.new_slots(keys, k + 1, policy.heavy, policy.recent)
+    ops.evict(keys[:, :, :k], keys[:, :, :k], scores[:, :, :k], slots, sinks=policy.sinks)
+    last = keys[:, :, k:]
+    ops.step(0 * last, last, last, slots, sinks=policy.sinks)
+    check_slots(slots, policy.sinks)
+    scores[0, 0, k] = 0
+    scores += np.float32(1 / (k + 1))
+    assert inputs.kept(slots)[0][0, 0].tolist() == chosen(scores[0, 0], policy)
 
 
 def test_the_capacity_need_not_exceed_what_is_kept():
