@@ -1,4 +1,4 @@
-"""The command line: `h2o info`, `h2o generate` and `h2o eval`, also as `python -m h2o`.
+"""The command line: `h2o info`, `generate`, `eval` and `bench`, also as `python -m h2o`.
 
 Only the standard library is imported until a command runs, so that --help and
 mistakes in the arguments are answered at once. Each command is an entry in
@@ -290,6 +290,7 @@ COMMANDS = (
     Command("info", "what the core runs on, for bug reports", info_arguments, run_info),
     Command("generate", "generate with an H2O cache", generate_arguments, run_generate),
     Command("eval", "what eviction costs in accuracy", eval_arguments, run_eval),
+    Command("bench", "time h2o beside its peers", bench_arguments, run_bench),
 )
 
 
