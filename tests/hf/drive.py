@@ -17,6 +17,7 @@ class Attention(nn.Module):
     """What the attention function looks at in a model's module."""
 
     is_causal = True
+    num_key_value_groups = 2
 
     def __init__(self, layer_idx: int = 0) -> None:
         super().__init__()

@@ -1,0 +1,415 @@
+"""What h2o cannot do is refused by name, one by one, and never silently wrong."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers.modeling_utils import AttentionInterface
+
+from h2o import H2OCache, Unsupported, patched, supports
+from tests.hf.drive import Attention, feed, forward, new_cache, tensors
+from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
+from tests.inputs import drifting
+
+SMALL = {"heavy": 6, "recent": 6}
+TEXT = drifting(1, B=1, N=30)
+
+
+def config_of(model_type: str, **more):
+    base = FAMILIES["llama"].build_config().to_dict()
+    numbers = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    return AutoConfig.for_model(model_type, **({x: base[x] for x in numbers} | more))
+
+
+# ---- By the config -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "words"),
+    [
+        ("bart", {}, "encoder-decoder"),
+        ("t5", {}, "encoder-decoder"),
+        ("deepseek_v3", {"num_key_value_heads": 4}, "multi-head latent attention"),
+        ("jetmoe", {}, "repeats the keys"),
+        ("gpt_oss", {}, "attention sinks are learned"),
+        ("qwen3_next", {"num_hidden_layers": 4}, "layer 0 is linear_attention"),
+        ("gemma3n_text", {"num_hidden_layers": 4, "num_kv_shared_layers": 2}, "keys of others"),
+    ],
+)
+def test_models_that_cannot_be_served(model_type, more, words):
+    config = config_of(model_type, **more)
+    with pytest.raises(Unsupported, match=f"h2o cannot serve {model_type}.*{words}"):
+        H2OCache(config, **SMALL)
+    assert not supports(config)
+    assert words in supports(config).reason
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "bloom", "falcon", "mpt", "codegen", "gpt_neo"])
+def test_models_with_attention_code_of_their_own(model_type):
+    """transformers itself would log a warning and go on with the old attention."""
+    more = {"attention_types": [[["global"], 2]]} if model_type == "gpt_neo" else {}
+    more |= {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "d_model": 32}
+    config = config_of(model_type, **more)
+    assert "attention code of its own" in supports(config).reason
+    legacy = AutoModelForCausalLM.from_config(config).eval()
+    before = legacy.config._attn_implementation
+    with pytest.raises(Unsupported, match="attention code of its own"), patched(legacy, **SMALL):
+        pass
+    assert legacy.config._attn_implementation == before
+    assert "_h2o_patches" not in legacy.__dict__
+    cache = H2OCache(legacy.config, **SMALL)
+    with pytest.raises(RuntimeError, match="never reached h2o's attention"):
+        greedy(legacy, {"input_ids": prompts(20)[0]}, past_key_values=cache)
+
+
+def test_no_causal_model_of_that_config():
+    assert "no causal language model" in supports(AutoConfig.for_model("vit")).reason
+
+
+def test_not_a_config():
+    ours = model("llama")
+    with pytest.raises(TypeError, match=r"needs its \.config"):
+        H2OCache(ours, **SMALL)
+    with pytest.raises(TypeError, match="needs a model's config"):
+        H2OCache(None, **SMALL)
+    with pytest.raises(TypeError, match="unknown parameter 'budget'; there are heavy, recent"):
+        H2OCache(ours.config, budget=3)
+    with pytest.raises(TypeError, match="expected an H2OConfig"):
+        H2OCache(ours.config, 256)
+
+
+# ---- By the attention that the model runs --------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox"])
+def test_other_attention_is_noticed_in_the_first_forward_pass(name, attention):
+    theirs = model(name, attention)
+    cache = H2OCache(theirs.config, **SMALL)
+    with pytest.raises(RuntimeError, match=r'model\.set_attn_implementation\("h2o"\)'):
+        theirs(prompts(20)[0], past_key_values=cache)
+    cache.reset()
+    theirs.set_attn_implementation("h2o")
+    greedy(theirs, {"input_ids": prompts(20)[0]}, past_key_values=cache)
+
+
+def test_other_attention_of_a_single_layer_is_noticed_before_the_first_eviction():
+    config = FAMILIES["llama"].build_config()
+    config.num_hidden_layers = 1
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    cache = H2OCache(config, **SMALL)
+    theirs(prompts(20)[0], past_key_values=cache)  # the whole prompt: no harm done
+    with pytest.raises(RuntimeError, match="never reached h2o's attention"):
+        theirs(prompts(1)[0], past_key_values=cache)
+
+
+def test_static_cache():
+    ours = model("llama")
+    (ids,) = prompts(20)
+    with pytest.raises(Unsupported, match="such as StaticCache"):
+        greedy(ours, {"input_ids": ids}, cache_implementation="static")
+    with pytest.raises(Unsupported, match="such as StaticCache"):
+        ours(ids, past_key_values=StaticCache(config=ours.config, max_cache_len=64))
+
+
+def test_paged_attention():
+    ours = model("llama")
+    with pytest.raises((ValueError, RuntimeError)):  # by transformers, before it comes to us
+        ours.generate_batch(inputs=[[3, 4, 5]])
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox", "gpt2", "phi"])
+def test_output_attentions(name):
+    ours = model(name)
+    (ids,) = prompts(20)
+    for cache in (None, H2OCache(ours.config, **SMALL)):
+        with pytest.raises(Unsupported, match="output_attentions=True"):
+            ours(ids, past_key_values=cache, output_attentions=True)
+    twin = model(name, "eager")
+    twin.config.output_attentions = True
+    twin.set_attn_implementation("h2o")
+    with pytest.raises(Unsupported, match="output_attentions=True"):
+        twin(ids)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("s_aux", "attention sinks"),
+        ("sinks", "attention sinks"),
+        ("position_bias", "additive position bias"),
+        ("block_indices", "block-sparse"),
+        ("cache", "paged attention"),
+        ("output_attentions", "output_attentions=True"),
+    ],
+)
+def test_foreign_keywords_of_attention(keyword, words, cached):
+    attention = AttentionInterface()["h2o"]
+    argument = True if keyword == "output_attentions" else torch.zeros(4)
+    query, key, value = tensors(TEXT)
+    cache = new_cache(**SMALL)
+    if cached:
+        key, value = cache.update(key, value, 0)
+    with pytest.raises(Unsupported, match=words):
+        attention(Attention(), query, key, value, None, scaling=0.25, **{keyword: argument})
+    feed(cache, TEXT, [30])  # as if nothing had happened
+    # None and False are how models say that they do not ask for it
+    query, key, value = tensors(TEXT)
+    attention(Attention(), query, key, value, None, scaling=0.25, **{keyword: None})
+
+
+def test_a_window_in_a_layer_of_ours():
+    """A cache made from the config of a model without windows, used by one with."""
+    windowed = model("mistral-window")
+    cache = H2OCache(model("mistral").config, **SMALL)
+    with pytest.raises(Unsupported, match="sliding window of 10"):
+        greedy(windowed, {"input_ids": prompts(20)[0]}, past_key_values=cache)
+
+
+def test_masks_of_more_dimensions():
+    ours = model("llama")
+    (ids,) = prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    mask = torch.zeros(1, 1, 20, 20)
+    with pytest.raises(Unsupported, match="4-D masks"):
+        ours(ids, attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    greedy(ours, {"input_ids": ids}, past_key_values=cache)
+
+
+def test_masks_of_the_wrong_length():
+    ours = model("llama")
+    (ids,) = prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+        for columns in (19, 22, 20):
+            with pytest.raises(ValueError, match=f"{columns} columns; 21 are needed"):
+                ours(ids[:, :1], attention_mask=torch.ones(1, columns), past_key_values=cache)
+        ours(ids[:, :1], attention_mask=torch.ones(1, 21), past_key_values=cache)
+        assert cache.get_seq_length() == 21
+
+
+def test_different_head_dimensions_of_keys_and_values():
+    cache = new_cache(**SMALL)
+    _, key, value = tensors(TEXT)
+    with pytest.raises(Unsupported, match="one head dimension for both"):
+        cache.update(key, value[..., :8], 0)
+
+
+# ---- By what is done with the cache --------------------------------------------------------------
+
+
+def test_training():
+    ours = model("llama")
+    (ids,) = prompts(20)
+    ours.train()
+    with pytest.raises(RuntimeError, match="for inference"):
+        ours(ids, past_key_values=H2OCache(ours.config, **SMALL))
+
+
+def test_backward_through_a_cache():
+    ours = model("llama")
+    (ids,) = prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    out = ours(ids, labels=ids, past_key_values=cache)  # with gradients on
+    ours(ids[:, :1], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        out.loss.backward()
+
+
+def test_dropout():
+    cache = new_cache(**SMALL)
+    with pytest.raises(RuntimeError, match="for inference"):
+        forward(cache, TEXT, dropout=0.1)
+    feed(cache, TEXT, [30])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_assisted_decoding(name):
+    ours = model(name)
+    inputs = {"input_ids": prompts(20)[0]}
+    for more in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": copy.deepcopy(ours)}):
+        cache = H2OCache(ours.config, **SMALL)
+        with pytest.raises(NotImplementedError, match="Assisted decoding"):
+            greedy(ours, inputs, past_key_values=cache, **more)
+        with (
+            patched(ours, **SMALL),
+            pytest.raises(NotImplementedError, match="Assisted decoding"),
+        ):
+            greedy(ours, inputs, **more)
+
+
+def test_cropping_and_offloading():
+    cache = new_cache(**SMALL)
+    feed(cache, TEXT, [20, *[1] * 10])
+    before = cache.kept(0)
+    cache.crop(0)
+    for n in (-1, 5):
+        with pytest.raises(NotImplementedError, match="cannot go back"):
+            cache.crop(n)
+        with pytest.raises(NotImplementedError, match="cannot go back"):
+            cache.layers[0].crop(n)
+    with pytest.raises(NotImplementedError, match="cannot go back"):
+        cache.layers[0].activate_past_recording()
+    with pytest.raises(NotImplementedError, match="cannot be offloaded"):
+        cache.offload(0)
+    with pytest.raises(NotImplementedError, match="cannot be offloaded"):
+        cache.layers[0].prefetch()
+    torch.testing.assert_close(cache.kept(0), before, rtol=0, atol=0)
+
+
+def test_no_cache_and_a_cache():
+    ours = model("llama")
+    with pytest.raises(ValueError, match="use_cache=False with an H2OCache"):
+        greedy(
+            ours,
+            {"input_ids": prompts(20)[0]},
+            past_key_values=H2OCache(ours.config, **SMALL),
+            use_cache=False,
+        )
+
+
+def test_another_batch_size():
+    ours = model("llama")
+    cache = H2OCache(ours.config, **SMALL)
+    greedy(ours, {"input_ids": prompts(20)[0]}, past_key_values=cache)
+    ids = prompts(40)[0].repeat(2, 1)
+    with pytest.raises(ValueError, match="holds a batch of 1 rows and was given 2"):
+        greedy(ours, {"input_ids": ids}, past_key_values=cache)
+
+
+def test_attention_twice_for_one_update():
+    cache = new_cache(**SMALL)
+    query, key, value = tensors(TEXT)
+    key, value = cache.update(key, value, 0)
+    attention = AttentionInterface()["h2o"]
+    attention(Attention(), query, key, value, None, scaling=0.25)
+    with pytest.raises(RuntimeError, match="ran twice"):
+        attention(Attention(), query, key, value, None, scaling=0.25)
+
+
+def test_no_new_tokens():
+    cache = new_cache(**SMALL)
+    feed(cache, TEXT, [30])
+    query, key, value = tensors(TEXT.cut(0, 0))
+    key, value = cache.update(key, value, 0)
+    with pytest.raises(ValueError, match="no new tokens: the cache has seen 30"):
+        cache.layers[0].attend(query, key, value)
+
+
+def test_a_forward_pass_that_broke_off():
+    ours = model("llama")
+    (ids,) = prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+
+    def fail(*args):
+        raise MemoryError
+
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+        hook = ours.model.layers[0].mlp.register_forward_hook(fail)
+        with pytest.raises(MemoryError):
+            ours(ids[:, :1], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(RuntimeError, match=r"broke off.*cache\.reset"):
+            ours(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        ours(ids, past_key_values=cache)
+
+
+def test_sliding_layers_have_no_evictions_to_tell():
+    cache = H2OCache(model("gemma3").config, **SMALL, trace=True)
+    for ask in (cache.kept, cache.evicted_at):
+        with pytest.raises(ValueError, match=r"layers of h2o are \[1, 3\]"):
+            ask(0)
+
+
+# ---- And what needs no refusal: without an H2OCache, "h2o" is dense attention --------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox", "gemma3", "mistral-window"])
+def test_dense_attention_is_that_of_sdpa(name):
+    ours, theirs = model(name), model(name, "sdpa")
+    inputs = batch(prompts(12, 20))
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        for more in ({"use_cache": False}, {}):
+            got, expected = ours(**inputs, **more), theirs(**inputs, **more)
+            torch.testing.assert_close(got.logits[real], expected.logits[real])
+        # a DynamicCache in use: a chunk with padding before it, and one token
+        got, expected = got.past_key_values, expected.past_key_values
+        for columns in (4, 1):
+            ids = torch.arange(2 * columns).reshape(2, columns) + 5
+            mask = inputs["attention_mask"]
+            inputs["attention_mask"] = mask = torch.cat([mask, mask.new_ones(2, columns)], 1)
+            torch.testing.assert_close(
+                ours(ids, attention_mask=mask, past_key_values=got).logits,
+                theirs(ids, attention_mask=mask, past_key_values=expected).logits,
+            )
+        # the same without padding, where both make no mask at all
+        (row,) = prompts(16)
+        got, expected = (x(row[:, :9]).past_key_values for x in (ours, theirs))
+        torch.testing.assert_close(
+            ours(row[:, 9:], past_key_values=got).logits,
+            theirs(row[:, 9:], past_key_values=expected).logits,
+        )
+
+
+def test_packed_texts_without_a_cache():
+    ours, theirs = model("llama"), model("llama", "sdpa")
+    (ids,) = prompts(20)
+    position = torch.cat([torch.arange(12), torch.arange(8)])[None]
+    with torch.no_grad():
+        got = ours(ids, position_ids=position, use_cache=False).logits
+        expected = theirs(ids, position_ids=position, use_cache=False).logits
+        torch.testing.assert_close(got, expected)
+        alone = ours(ids[:, 12:], use_cache=False).logits
+    torch.testing.assert_close(got[:, 12:], alone)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_training_without_a_cache():
+    ours, theirs = model("llama"), model("llama", "sdpa")
+    inputs = batch(prompts(12, 20), "right")
+    for twin in (ours, theirs):
+        twin.train()
+        twin.gradient_checkpointing_enable()
+        twin(**inputs, labels=inputs["input_ids"]).loss.backward()
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+def test_soft_capped_logits_without_a_cache():
+    """sdpa cannot; eager is the peer."""
+    ours, theirs = model("gemma2"), model("gemma2", "eager")
+    ours.train()
+    theirs.train()
+    inputs = batch(prompts(12, 20))
+    real = inputs["attention_mask"].bool()
+    got, expected = ours(**inputs).logits[real], theirs(**inputs).logits[real]
+    torch.testing.assert_close(got, expected)
+    got.sum().backward()
+    expected.sum().backward()
+    ours_grad = ours.model.layers[1].self_attn.q_proj.weight.grad
+    torch.testing.assert_close(ours_grad, theirs.model.layers[1].self_attn.q_proj.weight.grad)
+
+
+def test_encoder_decoder_without_a_cache():
+    config = config_of("bart", d_model=32, encoder_layers=1, decoder_layers=1, init_std=SPREAD)
+    config.encoder_ffn_dim = config.decoder_ffn_dim = 48
+    from transformers import BartForConditionalGeneration
+
+    theirs = BartForConditionalGeneration(config).eval()
+    ours = copy.deepcopy(theirs)
+    theirs.set_attn_implementation("sdpa")
+    ours.set_attn_implementation("h2o")
+    inputs = batch(prompts(9, 14), "right")
+    decoder = {"decoder_input_ids": prompts(6)[0].repeat(2, 1), "use_cache": False}
+    with torch.no_grad():
+        got, expected = ours(**inputs, **decoder), theirs(**inputs, **decoder)
+    torch.testing.assert_close(got.logits, expected.logits)
