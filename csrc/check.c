@@ -225,7 +225,8 @@ static bool find_range(const h2o_view *view, range *bytes) {
     const uintptr_t data = (uintptr_t)view->data;
     const uintptr_t before = 0 - (uintptr_t)below;
     bytes->first = data - before;
-    return data >= before && !__builtin_add_overflow(data, (uintptr_t)above, &bytes->last);
+    return data >= before && !__builtin_add_overflow(data, (uintptr_t)above, &bytes->last) &&
+           bytes->last <= (uintptr_t)INTPTR_MAX;
 }
 
 /* Whether no element of the tensor lies in the place of another: from the

@@ -247,6 +247,9 @@ static int read_managed(h2o_loan_entry *entry) {
  * the original as its cause. Memory errors, and what is no Exception at all
  * (KeyboardInterrupt), stay themselves. */
 static void explain_refusal(const h2o_loan_entry *entry) {
+    if (!PyErr_Occurred()) {
+        PyErr_SetString(PyExc_BufferError, "it does not say why");
+    }
     if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) {
         return;
     }
@@ -321,7 +324,7 @@ static int borrow_dunder(h2o_loan_entry *entry) {
 }
 
 static int borrow_from_table(h2o_loan_entry *entry) {
-    dl_tensor tensor;
+    dl_tensor tensor = {0};
     if (entry->api->borrow(entry->object, &tensor) != 0) {
         explain_refusal(entry);
         return -1;

@@ -1,0 +1,71 @@
+"""The C core. Use h2o.ops, which documents the operations; a tensor is whatever speaks DLPack."""
+
+from typing import Any, TypedDict
+
+class _Info(TypedDict):
+    level: str
+    levels: list[str]
+    features: str
+    threads: int
+    thread_source: str
+    version: str
+
+def attend(
+    query: Any,
+    keys: Any,
+    values: Any,
+    mask: Any | None,
+    slots: tuple[Any, ...] | None,
+    out: Any,
+    scores: Any,
+    scale: float,
+    decay: float,
+    softcap: float,
+    /,
+) -> None: ...
+def evict(
+    keys: Any,
+    values: Any,
+    scores: Any,
+    mask: Any | None,
+    slots: tuple[Any, ...],
+    sinks: int,
+    rank_by: str,
+    decay: float,
+    value_weighted: bool,
+    /,
+) -> None: ...
+def step(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any | None,
+    slots: tuple[Any, ...],
+    out: Any,
+    scale: float,
+    softcap: float,
+    sinks: int,
+    rank_by: str,
+    decay: float,
+    value_weighted: bool,
+    /,
+) -> None: ...
+def simulate(
+    query: Any,
+    keys: Any,
+    values: Any,
+    mask: Any | None,
+    prompt: Any,
+    budget: Any,
+    out: Any,
+    evicted_at: Any,
+    scores: Any,
+    scale: float,
+    softcap: float,
+    sinks: int,
+    rank_by: str,
+    decay: float,
+    value_weighted: bool,
+    /,
+) -> None: ...
+def info() -> _Info: ...

@@ -1,0 +1,129 @@
+"""One valid call of each operation, to be spoilt one argument at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from h2o import ops
+
+B, H, G, Q, S, D = 2, 4, 2, 3, 6, 8
+HEAVY, RECENT = 2, 3
+
+
+def slots(seed: int = 1, dtype: Any = np.float32, *, norms: bool = False) -> ops.Slots:
+    """Row 0 has seen 7 tokens and holds 5, with a hole at slot 2; row 1 holds its 3."""
+    rng = np.random.default_rng(seed)
+    held = ops.new_slots(np.zeros((B, G, 1, D), dtype), S, HEAVY, RECENT, value_weighted=norms)
+    held.keys[...] = rng.standard_normal(held.keys.shape)
+    held.values[...] = rng.standard_normal(held.values.shape)
+    held.positions[0] = [0, 1, -1, 4, 5, 6]
+    held.positions[1] = [0, 1, 2, -1, -1, -1]
+    held.scores[...] = rng.uniform(0.1, 3.0, held.scores.shape) * (held.positions >= 0)
+    held.free[...] = [[2, 2], [3, 3]]
+    held.lengths[...] = [7, 3]
+    if norms:
+        held.norms[...] = np.linalg.norm(held.values.astype(np.float32), axis=-1)
+    return held
+
+
+@dataclasses.dataclass
+class Call:
+    """A function of h2o.ops with all its arguments; slots are spoken of as "slots.keys"."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    written: tuple[str, ...]
+
+    def run(self) -> Any:
+        return self.function(**self.arguments)
+
+    def get(self, name: str) -> Any:
+        head, _, field = name.partition(".")
+        return getattr(self.arguments[head], field) if field else self.arguments[head]
+
+    def put(self, name: str, value: Any) -> Call:
+        """This call with another value for one argument."""
+        head, _, field = name.partition(".")
+        if field:
+            value = self.arguments[head]._replace(**{field: value})
+        return dataclasses.replace(self, arguments={**self.arguments, head: value})
+
+    def tensors(self) -> list[str]:
+        names = []
+        for name, value in self.arguments.items():
+            if isinstance(value, ops.Slots):
+                fields = value._asdict().items()
+                names += [f"{name}.{field}" for field, part in fields if part is not None]
+            elif isinstance(value, np.ndarray) or hasattr(value, "__dlpack__"):
+                names.append(name)
+        return names
+
+    def snapshot(self) -> dict[str, bytes]:
+        """The bytes of all arrays but those that broadcasting made larger than they are."""
+        arrays = {name: self.get(name) for name in self.tensors()}
+        return {
+            name: array.tobytes()
+            for name, array in arrays.items()
+            if isinstance(array, np.ndarray) and array.nbytes < 1 << 20
+        }
+
+
+STATE = ("keys", "values", "scores", "positions", "free", "lengths", "lost")
+
+
+def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
+    """A valid call; name: a function, or "step weighted" for one with norms."""
+    rng = np.random.default_rng(seed)
+    name, _, weighted = name.partition(" ")
+    n = 1 if name == "step" else Q
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(dtype)
+
+    query, keys, values = normal(B, H, n, D), normal(B, G, n, D), normal(B, G, n, D)
+    mask = np.ones((B, n), bool)
+    out = np.zeros((B, n, H, D), dtype)
+    scores = rng.uniform(0, 1, (B, G, n)).astype(np.float32)
+    policy = {"sinks": 0, "rank_by": "mean", "decay": 0.9, "value_weighted": bool(weighted)}
+    logits = {"scale": 0.3, "softcap": 2.0}
+    state = slots(dtype=dtype, norms=bool(weighted))
+    fields = STATE + (("norms",) if weighted else ())
+    in_slots = tuple(f"slots.{field}" for field in fields)
+    budget = np.array([[HEAVY, RECENT]] * B, np.int32)
+    match name:
+        case "attend":
+            arguments = {"query": query, "keys": keys, "values": values, "slots": state}
+            arguments |= {"mask": mask, "decay": 0.9, "out": out, "scores": scores, **logits}
+            return Call(ops.attend, arguments, ("out", "scores", "slots.scores"))
+        case "evict":
+            arguments = {"keys": keys, "values": values, "scores": scores, "slots": state}
+            return Call(ops.evict, arguments | {"mask": mask, **policy}, in_slots)
+        case "step":
+            arguments = {"query": query, "key": keys, "value": values, "slots": state}
+            arguments |= {"mask": mask, "out": out, **policy, **logits}
+            return Call(ops.step, arguments, ("out", *in_slots))
+        case "simulate":
+            arguments = {"query": query, "keys": keys, "values": values, "mask": mask}
+            arguments |= {"prompt": np.ones(B, np.int32), "budget": budget, "out": out}
+            arguments |= {"evicted_at": np.zeros((B, G, n), np.int32), "scores": scores}
+            return Call(ops.simulate, arguments | policy | logits, ("out", "evicted_at", "scores"))
+    raise ValueError(name)
+
+
+NAMES = ("attend", "evict", "step", "simulate", "evict weighted", "step weighted")
+
+EVERY_TENSOR = [(name, tensor) for name in NAMES for tensor in make(name).tensors()]
+EVERY_WRITTEN = [(name, tensor) for name in NAMES for tensor in make(name).written]
+
+
+def used(name: str, tensor: str) -> bool:
+    """Whether the operation looks at the tensor: attend sees only a part of the slots."""
+    unused = {f"slots.{field}" for field in ("free", "lengths", "budget", "lost", "norms")}
+    return not (name == "attend" and tensor in unused)
+
+
+EVERY_TENSOR = [pair for pair in EVERY_TENSOR if used(*pair)]

@@ -1,0 +1,307 @@
+"""Wrong arguments: which exception, naming what, and nothing written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from h2o import _core, ops
+from tests.core import calls
+from tests.core.calls import EVERY_TENSOR, EVERY_WRITTEN, NAMES, make
+
+OPTIONAL = {"mask", "slots.norms"}
+FLOATING = {"query", "keys", "values", "key", "value", "out", "slots.keys", "slots.values"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_the_calls_that_these_tests_spoil_are_right(name, dtype):
+    call = make(name, dtype)
+    before = call.snapshot()
+    call.run()
+    after = call.snapshot()
+    changed = {tensor for tensor in before if before[tensor] != after[tensor]}
+    assert changed
+    assert changed <= set(call.written)
+
+
+# ---- Tensors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
+def test_ranks(name, tensor, refused):
+    call = make(name)
+    array = call.get(tensor)
+    for wrong in (array[0, ...], array[None], array[..., None, None, None, None]):
+        refused(call.put(tensor, wrong), ValueError, f"^{tensor}: has ", "wanted ")
+
+
+@pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
+def test_sizes(name, tensor, refused):
+    call = make(name)
+    array = call.get(tensor)
+    for axis in range(array.ndim):
+        for more in (1, 5):
+            wrong = np.concatenate([array] + [array.take([0], axis)] * more, axis)
+            spoilt = call.put(tensor, wrong)
+            if axis < 2 and tensor == "query" and axis == 1:  # H + 1: no multiple of G
+                refused(spoilt, ValueError)
+            else:
+                refused(spoilt, ValueError, "has shape|no multiple|shares memory")
+
+
+@pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
+def test_zero_sizes(name, tensor, refused):
+    call = make(name)
+    array = call.get(tensor)
+    for axis in range(array.ndim):
+        refused(call.put(tensor, array.take([], axis)), ValueError, "^[a-z_.]+: has shape ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_at_all(name, refused):
+    """All sizes 0 agree with each other, which does not make them right."""
+    call = make(name)
+    for tensor in call.tensors():
+        array = call.get(tensor)
+        call = call.put(tensor, np.zeros([0] * array.ndim, array.dtype))
+    refused(call, ValueError, "every size must lie in 1..2147483647")
+
+
+@pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
+@pytest.mark.parametrize(
+    "dtype", [np.float64, np.float32, np.float16, np.int32, np.int64, np.int8, np.uint16, bool]
+)
+def test_dtypes(name, tensor, dtype, refused):
+    call = make(name)
+    array = call.get(tensor)
+    if array.dtype == dtype:
+        return
+    spoilt = call.put(tensor, array.astype(dtype))
+    if tensor in ("query", "keys") and dtype == np.float16:  # then the others are wrong
+        refused(spoilt, TypeError, "has dtype float(32|16), wanted float(32|16) like ")
+    else:
+        refused(spoilt, TypeError, f"^{tensor}: ", "dtype ", ("wanted |only "))
+
+
+@pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
+def test_dtypes_that_nothing_takes(name, tensor, refused):
+    call = make(name)
+    array = call.get(tensor)
+    swapped = array.astype(array.dtype.newbyteorder(">")) if array.dtype.itemsize > 1 else None
+    bfloat16 = np.zeros(array.shape, [("bfloat16", np.uint16)])  # like ml_dtypes': kind "V"
+    for wrong in (
+        swapped,
+        bfloat16,
+        array.astype(np.complex64),
+        array.astype(object),
+        array.astype("S4"),
+        array.astype("M8[s]") if array.dtype.kind == "i" else None,
+        array.astype(np.longdouble),
+    ):
+        if wrong is not None:
+            refused(call.put(tensor, wrong), TypeError, f"^{tensor}: NumPy arrays of dtype")
+
+
+@pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
+def test_what_is_no_tensor(name, tensor, refused):
+    call = make(name)
+    for wrong in ([1.0, 2.0], 3, "text", object(), np.float32(1), b"abc", {}):
+        refused(call.put(tensor, wrong), TypeError, f"^{tensor}: .*is no tensor")
+    refused(call.put(tensor, np.ndarray), BufferError, f"^{tensor}: ")
+
+
+@pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
+def test_none(name, tensor, refused):
+    call = make(name)
+    made = {"out", "evicted_at"} | ({"scores"} if "evict" not in name else set())
+    if tensor in OPTIONAL | made:
+        if tensor == "slots.norms":
+            refused(call.put(tensor, None), ValueError, "^slots.norms: is None, but value_weighted")
+        else:
+            call.put(tensor, None).run()
+    else:
+        refused(call.put(tensor, None), TypeError, "^[a-z_.]+: is None, wanted ")
+
+
+@pytest.mark.parametrize(("name", "tensor"), EVERY_WRITTEN)
+def test_read_only_outputs(name, tensor, refused):
+    call = make(name)
+    array = call.get(tensor)
+    array.flags.writeable = False
+    refused(call, ValueError, f"^{tensor}: is written, but its memory is read-only")
+
+
+@pytest.mark.parametrize("name", ["attend", "evict", "step"])
+@pytest.mark.parametrize("wrong", [5, (), "slots", [None] * 9, (None,) * 8])
+def test_slots_that_are_none(name, wrong, refused):
+    refused(make(name).put("slots", wrong), TypeError, "^slots: is a .*, wanted h2o.ops.Slots")
+
+
+@pytest.mark.parametrize("name", ["evict", "step"])
+def test_norms_without_use(name, refused):
+    call = make(name).put("slots.norms", np.zeros((calls.B, calls.G, calls.S), np.float32))
+    refused(call, ValueError, "^slots.norms: is given, but value_weighted is false")
+
+
+def test_objects_that_outputs_cannot_be_made_for():
+    class Shaped:
+        shape = (1, 1, 1, 1)
+
+    with pytest.raises(TypeError, match="pass the output tensors yourself"):
+        ops.step(Shaped(), Shaped(), Shaped(), calls.slots())
+    with pytest.raises(ValueError, match=r"^keys: has shape \(2, 3\), wanted \[B, G, any, D\]"):
+        ops.new_slots(np.zeros((2, 3)), 4)
+
+
+# ---- Scalars -----------------------------------------------------------------------------------
+
+NAN, INFINITE = float("nan"), float("inf")
+SCALARS = [
+    *[("scale", wrong, ValueError) for wrong in (NAN, INFINITE, -INFINITE, 1e39, 10**400)],
+    *[("scale", wrong, TypeError) for wrong in ("1", [], 1j, np.ones(2))],
+    *[("softcap", wrong, ValueError) for wrong in (NAN, INFINITE, -1.0, 1e39)],
+    *[("softcap", wrong, TypeError) for wrong in ("1", None)],
+    *[("decay", wrong, ValueError) for wrong in (NAN, INFINITE, -0.01, 1.01)],
+    *[("decay", wrong, TypeError) for wrong in ("1", None)],
+    *[("sinks", wrong, ValueError) for wrong in (-1, -(2**31), 2**31, 2**63, 10**30)],
+    *[("sinks", wrong, TypeError) for wrong in (1.5, "1", None)],
+    *[("rank_by", wrong, ValueError) for wrong in ("", "summ", "SUM", "\N{SNOWMAN}", "\ud800")],
+    *[("rank_by", wrong, TypeError) for wrong in (None, b"sum", 0)],
+    *[("value_weighted", wrong, ValueError) for wrong in (np.ones(2),)],
+]
+
+
+@pytest.mark.parametrize("name", ["attend", "evict", "step", "simulate"])
+@pytest.mark.parametrize(("scalar", "wrong", "error"), SCALARS)
+def test_scalars(name, scalar, wrong, error, refused):
+    call = make(name)
+    if scalar not in call.arguments:
+        return
+    texts = (f"^{scalar}: is ",) if scalar != "value_weighted" else ()
+    refused(call.put(scalar, wrong), error, *texts)
+
+
+class Shouting:
+    """A number whose conversion raises what no caller expects."""
+
+    def __float__(self):
+        raise ZeroDivisionError("shout")
+
+    def __index__(self):
+        raise ZeroDivisionError("shout")
+
+
+@pytest.mark.parametrize("scalar", ["scale", "softcap", "sinks", "decay"])
+def test_exceptions_of_scalars_pass(scalar, refused):
+    refused(make("step").put(scalar, Shouting()), ZeroDivisionError, "^shout$")
+
+
+def test_numbers_of_numpy_are_numbers():
+    call = make("step")
+    for scalar in ("scale", "softcap", "decay"):
+        call = call.put(scalar, np.float32(0.5))
+    call.put("sinks", np.int64(0)).run()
+
+
+@pytest.mark.parametrize("function", [_core.attend, _core.evict, _core.step, _core.simulate])
+def test_counts_of_arguments(function):
+    for count in (0, 1, 8, 20):
+        with pytest.raises(TypeError, match=rf"takes \d+ arguments, got {count}"):
+            function(*[None] * count)
+
+
+# ---- Numbers in tensors ------------------------------------------------------------------------
+
+LAST = 2**31 - 1
+STATES = [
+    ("slots.lengths", [-1, 3], r"^slots.lengths\[0\]: is -1, wanted 0\.\."),
+    ("slots.lengths", [7, -(2**63)], r"^slots.lengths\[1\]: is -9223372036854775808, wanted"),
+    ("slots.lengths", [7, LAST], r"^slots.lengths\[1\]: is 2147483647, wanted"),
+    ("slots.lengths", [7, 2**63 - 1], r"^slots.lengths\[1\]: is 9223372036854775807, wanted"),
+    ("slots.budget", [[2, 3], [-1, 5]], r"^slots.budget\[1\]: is \(-1, 5\), wanted at least 0"),
+    ("slots.budget", [[2, -(2**31)], [1, 5]], r"^slots.budget\[0\]: is \(2, -2147483648\)"),
+    ("slots.budget", [[0, 0], [2, 3]], r"^slots.budget\[0\]: sinks \+ heavy \+ recent is 0"),
+]
+STEP_STATES = [
+    ("slots.free", [[2, -1], [3, 3]], r"^slots.free\[0, 1\]: is -1, wanted 0..5"),
+    ("slots.free", [[2, 2], [4, 3]], r"^slots.free\[1, 0\]: is 4, wanted 0..3"),
+    ("slots.free", [[2, 2], [3, LAST]], r"^slots.free\[1, 1\]: is 2147483647, wanted 0..3"),
+    ("slots.budget", [[LAST, LAST], [2, 3]], "^slots.keys: all 6 slots of row 0 are taken"),
+    ("slots.budget", [[4, 4], [2, 3]], "^slots.keys: all 6 slots of row 0 are taken"),
+]
+EVICT_STATES = [
+    ("slots.lengths", [7, 4], r"^slots.positions\[1, 0\]: 3 of the slots are filled"),
+    ("slots.lengths", [3, 3], r"^slots.positions\[0, 0\]: 5 of the slots are filled"),
+    ("slots.positions", [[[0, 1, -1, 4, 5, 6]] * 2, [[0] * 6] * 2], r"\[1, 0\]: 6 of the slots"),
+    ("slots.positions", [[[0, 1, -1, 4, 5, 6]] * 2, [[-1, -1, -1, 0, 1, 2]] * 2], r"\[1, 0\]: 3"),
+    ("slots.positions", [[[-1] * 6] * 2, [[0, 1, 2, -1, -1, -1]] * 2], r"\[0, 0\]: 0 of the"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "numbers", "text"),
+    [("step", *state) for state in [*STATES, *STEP_STATES]]
+    + [("evict", *state) for state in [*STATES, *EVICT_STATES]],
+)
+def test_states_that_cannot_be(name, tensor, numbers, text, refused):
+    call = make(name)
+    call.get(tensor)[...] = numbers
+    refused(call, ValueError, text)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "numbers", "text"),
+    [
+        ("prompt", [1, 0], r"^prompt\[1\]: is 0, wanted at least 1"),
+        ("prompt", [-(2**31), 1], r"^prompt\[0\]: is -2147483648"),
+        ("budget", [[0, 0], [1, 1]], r"^budget\[0\]: sinks \+ heavy \+ recent is 0"),
+        ("budget", [[1, 1], [1, -1]], r"^budget\[1\]: is \(1, -1\)"),
+    ],
+)
+def test_numbers_of_simulate(tensor, numbers, text, refused):
+    call = make("simulate")
+    call.get(tensor)[...] = numbers
+    refused(call, ValueError, text)
+
+
+def test_evict_needs_room(refused):
+    call = make("evict")
+    call.get("slots.budget")[...] = [[2, 3], [7, 3]]
+    call.get("slots.lengths")[1] = 4
+    call.get("slots.positions")[1, :, 3] = 3
+    refused(call, ValueError, "^slots.keys: has 6 slots, but row 1 is to keep 7 tokens")
+    call.get("mask")[1] = [True, True, False]  # then it keeps 6
+    call.run()
+
+
+def test_a_masked_row_needs_no_room():
+    call = make("step")
+    call.get("slots.budget")[0] = [4, 3]
+    call.get("slots.positions")[0] = [0, 1, 3, 4, 5, 6]
+    call.get("slots.free")[0] = 6
+    call.get("slots.lengths")[0] = 6
+    with pytest.raises(ValueError, match="all 6 slots of row 0 are taken"):
+        call.run()
+    call.get("mask")[0] = False
+    call.run()
+
+
+# ---- The level ---------------------------------------------------------------------------------
+
+
+def test_unknown_level():
+    done = subprocess.run(
+        [sys.executable, "-c", "import h2o._core"],
+        env={"H2O_CPU": "nonsense", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "ValueError" in done.stderr
+    assert "nonsense" in done.stderr
+    assert "generic" in done.stderr, "it does not say which levels there are"

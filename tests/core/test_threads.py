@@ -1,0 +1,120 @@
+"""Several Python threads, several pool sizes, a fork: the answers are those of running alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from h2o import ops
+from tests import inputs
+
+ANSWER = """
+import hashlib
+import os
+import sys
+import numpy as np
+from tests.core.test_threads import conversation, text
+digest = lambda: hashlib.sha256(b"".join(conversation(text(5)))).hexdigest()
+print(digest())
+if "fork" in sys.argv:
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        print(digest(), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    print(digest())
+"""
+
+
+def text(seed: int) -> inputs.Text:
+    return inputs.drifting(seed, B=2, H=8, G=4, N=700, D=64)
+
+
+def conversation(words: inputs.Text) -> list[bytes]:
+    """A prompt, steps and a whole-text simulation; all that they answer."""
+    answers = []
+    slots = ops.new_slots(words.keys, 101, heavy=60, recent=40)
+    prompt = words.cut(0, 650)
+    out, scores = ops.attend(*prompt)
+    ops.evict(prompt.keys, prompt.values, scores, slots)
+    answers += [out, scores]
+    for i in range(650, 700):
+        answers.append(ops.step(*words.cut(i, i + 1), slots))
+    answers += [part for part in slots if part is not None]
+    prompts, budget = np.full(2, 20, np.int32), np.full((2, 2), 50, np.int32)
+    answers += ops.simulate(*words, prompts, budget)
+    return [answer.tobytes() for answer in answers]
+
+
+def test_threads_of_python_do_not_meet():
+    texts = [text(seed) for seed in range(4)]
+    alone = [conversation(words) for words in texts]
+    together: dict[int, list[bytes]] = {}
+    start = threading.Barrier(len(texts))
+
+    def run(i: int) -> None:
+        start.wait()
+        together[i] = conversation(texts[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[i] for i in range(len(texts))] == alone
+
+
+def test_python_runs_during_a_call():
+    """Threads are made to switch only where one lets go, so that the flag tells who did."""
+    words = text(1)
+    interval = sys.getswitchinterval()
+    seen: list[bool] = []
+
+    def run(started: threading.Event, state: dict) -> None:
+        started.set()
+        ops.attend(*words)
+        state["done"] = True
+
+    sys.setswitchinterval(1000.0)
+    try:
+        for _ in range(200):  # now and then the call is over before the other thread wakes
+            started, state = threading.Event(), {"done": False}
+            thread = threading.Thread(target=run, args=(started, state))
+            thread.start()
+            started.wait()
+            seen.append(state["done"])
+            thread.join()
+            if not seen[-1]:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+    assert False in seen
+
+
+def answers_of(*arguments: str, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ANSWER, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_the_number_of_threads_does_not_matter():
+    answers = {answers_of(H2O_THREADS=str(threads))[0] for threads in (1, 2, 3, 8)}
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_a_child_computes_as_its_parent(threads):
+    answers = answers_of("fork", H2O_THREADS=threads)
+    assert len(answers) == 3
+    assert len(set(answers)) == 1
