@@ -49,10 +49,10 @@ typedef struct {
 } range;
 
 static const char *dtype_name(h2o_dtype dtype) {
-    static const char *const names[] = {
-        [H2O_NONE] = "none",    [H2O_F32] = "float32", [H2O_F16] = "float16",
-        [H2O_BF16] = "bfloat16", [H2O_F64] = "float64", [H2O_I32] = "int32",
-        [H2O_I64] = "int64",    [H2O_U8] = "bool or uint8"};
+    static const char *const names[] = {[H2O_NONE] = "none",   [H2O_F32] = "float32",
+                                        [H2O_F16] = "float16", [H2O_BF16] = "bfloat16",
+                                        [H2O_F64] = "float64", [H2O_I32] = "int32",
+                                        [H2O_I64] = "int64",   [H2O_U8] = "bool or uint8"};
     return names[dtype];
 }
 
@@ -137,9 +137,7 @@ static int fail_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
 /* Sizes are kept within int32 because positions, slots and rows are counted so. */
 static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
     h2o_view *view = rule->view;
-    if (view->ndim != (int32_t)strlen(rule->letters)) {
-        return fail_shape(rule, dims, error);
-    }
+    if (view->ndim != (int32_t)strlen(rule->letters)) return fail_shape(rule, dims, error);
     for (int32_t i = 0; i < view->ndim; i++) {
         const char letter = rule->letters[i];
         const int64_t got = view->shape[i];
@@ -163,9 +161,7 @@ static int check_dtype(const rule *rule, h2o_dtype *floating, const char *leader
                        h2o_error *error) {
     const h2o_view *view = rule->view;
     if (rule->dtype != H2O_NONE) {
-        if (view->dtype == rule->dtype) {
-            return H2O_OK;
-        }
+        if (view->dtype == rule->dtype) return H2O_OK;
         return h2o_fail(error, H2O_ETYPE, "%s: has dtype %s, wanted %s", view->name,
                         dtype_name(view->dtype), dtype_name(rule->dtype));
     }
@@ -243,9 +239,7 @@ static bool is_injective(const h2o_view *view) {
         }
         done[next] = true;
         if (view->shape[next] > 1) {
-            if (view->stride[next] <= reach) {
-                return false;
-            }
+            if (view->stride[next] <= reach) return false;
             reach += (view->shape[next] - 1) * view->stride[next];
         }
     }
@@ -273,7 +267,8 @@ static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
         }
     }
     if ((rule->flags & DENSE) && view->stride[view->ndim - 1] != 1) {
-        return h2o_fail(error, H2O_EVALUE, "%s: the stride of the last dimension is %" PRId64
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s: the stride of the last dimension is %" PRId64
                         ", wanted 1 (make it contiguous)",
                         view->name, view->stride[view->ndim - 1]);
     }
@@ -304,9 +299,7 @@ static int check_tensors(const rule *all, int count, h2o_dims *dims, h2o_error *
         const rule *rule = &all[i];
         int status;
         if (!h2o_given(rule->view)) {
-            if (rule->flags & OPTIONAL) {
-                continue;
-            }
+            if (rule->flags & OPTIONAL) continue;
             char wanted[160];
             return h2o_fail(error, H2O_ETYPE, "%s: is None, wanted a tensor %s", rule->view->name,
                             letters_text(rule->letters, dims, wanted));
@@ -380,9 +373,7 @@ static int32_t i32_at(const h2o_view *view, int64_t i, int64_t j) {
 }
 
 static int64_t count_tokens(const h2o_view *mask, int64_t b, int64_t Q) {
-    if (!h2o_given(mask)) {
-        return Q;
-    }
+    if (!h2o_given(mask)) return Q;
     int64_t tokens = 0;
     for (int64_t i = 0; i < Q; i++) {
         tokens += *(const uint8_t *)element(mask, b, i) != 0;
@@ -411,9 +402,7 @@ static int read_budget(const h2o_view *budget, int64_t b, int32_t sinks, int64_t
 static int read_row(const h2o_slots *slots, const h2o_policy *policy, int64_t b, int64_t tokens,
                     int64_t *k, int64_t *held, h2o_error *error) {
     const int status = read_budget(&slots->budget, b, policy->sinks, k, error);
-    if (status != H2O_OK) {
-        return status;
-    }
+    if (status != H2O_OK) return status;
     const int64_t length = *(const int64_t *)element(&slots->lengths, b, 0);
     if (length < 0 || length > INT32_MAX - tokens) {
         return h2o_fail(error, H2O_EVALUE,
@@ -437,8 +426,9 @@ static int check_filled(const h2o_slots *slots, int64_t b, int64_t G, int64_t S,
         }
         if (filled != held || early != held) {
             return h2o_fail(error, H2O_EVALUE,
-                            "%s[%" PRId64 ", %" PRId64 "]: %" PRId64 " of the slots are filled, %"
-                            PRId64 " of these among the first %" PRId64 ", but lengths and budget "
+                            "%s[%" PRId64 ", %" PRId64 "]: %" PRId64
+                            " of the slots are filled, %" PRId64
+                            " of these among the first %" PRId64 ", but lengths and budget "
                             "say that %" PRId64 " are",
                             slots->positions.name, b, g, filled, early, held + 1, held);
         }
@@ -540,10 +530,8 @@ int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
 
 int h2o_check_step(h2o_step_params *params, h2o_error *error) {
     rule rules[5 + RULES_OF_SLOTS] = {
-        {&params->query, "BH1D", H2O_NONE, 0},
-        {&params->key, "BG1D", H2O_NONE, 0},
-        {&params->value, "BG1D", H2O_NONE, 0},
-        {&params->mask, "B1", H2O_U8, OPTIONAL},
+        {&params->query, "BH1D", H2O_NONE, 0},     {&params->key, "BG1D", H2O_NONE, 0},
+        {&params->value, "BG1D", H2O_NONE, 0},     {&params->mask, "B1", H2O_U8, OPTIONAL},
         {&params->out, "B1HD", H2O_NONE, WRITTEN},
     };
     slot_rules(&params->slots, rules + 5);
@@ -563,32 +551,24 @@ int h2o_check_step(h2o_step_params *params, h2o_error *error) {
         if ((status = read_row(&params->slots, &params->policy, b, tokens, &k, &held, error))) {
             return status;
         }
-        if (tokens == 0) {
-            continue;
-        }
+        if (tokens == 0) continue;
         if (held >= dims->S) {
             return h2o_fail(error, H2O_EVALUE,
                             "%s: all %" PRId64 " slots of row %" PRId64 " are taken; make larger "
                             "slots",
                             params->slots.keys.name, dims->S, b);
         }
-        if ((status = check_free(&params->slots, b, dims->G, held, error))) {
-            return status;
-        }
+        if ((status = check_free(&params->slots, b, dims->G, held, error))) return status;
     }
     return H2O_OK;
 }
 
 int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error) {
     const rule rules[] = {
-        {&params->query, "BHQD", H2O_NONE, 0},
-        {&params->keys, "BGQD", H2O_NONE, 0},
-        {&params->values, "BGQD", H2O_NONE, 0},
-        {&params->mask, "BQ", H2O_U8, OPTIONAL},
-        {&params->prompt, "B", H2O_I32, 0},
-        {&params->budget, "B2", H2O_I32, 0},
-        {&params->out, "BQHD", H2O_NONE, WRITTEN},
-        {&params->evicted_at, "BGQ", H2O_I32, WRITTEN},
+        {&params->query, "BHQD", H2O_NONE, 0},      {&params->keys, "BGQD", H2O_NONE, 0},
+        {&params->values, "BGQD", H2O_NONE, 0},     {&params->mask, "BQ", H2O_U8, OPTIONAL},
+        {&params->prompt, "B", H2O_I32, 0},         {&params->budget, "B2", H2O_I32, 0},
+        {&params->out, "BQHD", H2O_NONE, WRITTEN},  {&params->evicted_at, "BGQ", H2O_I32, WRITTEN},
         {&params->scores, "BGQ", H2O_F32, WRITTEN},
     };
     int status;

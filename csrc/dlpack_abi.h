@@ -66,7 +66,7 @@ typedef struct dl_exchange_header {
 
 typedef struct {
     dl_exchange_header header;
-    void (*new_tensor)(void);   /* signatures of what is not called here are left out */
+    void (*new_tensor)(void); /* signatures of what is not called here are left out */
     void (*export_managed)(void);
     void (*import_managed)(void);
     /* Fills *tensor with what stays the object's; 0, or -1 and a Python
@@ -76,7 +76,8 @@ typedef struct {
 } dl_exchange_api;
 
 _Static_assert(sizeof(dl_dtype) == 4, "DLDataType");
-_Static_assert(offsetof(dl_managed_versioned, context) == 8, "DLManagedTensorVersioned.manager_ctx");
+_Static_assert(offsetof(dl_managed_versioned, context) == 8,
+               "DLManagedTensorVersioned.manager_ctx");
 #if UINTPTR_MAX == UINT64_MAX
 _Static_assert(sizeof(dl_tensor) == 48, "DLTensor");
 _Static_assert(offsetof(dl_tensor, device_type) == 8, "DLTensor.device");

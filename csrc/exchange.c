@@ -59,9 +59,7 @@ static size_t element_size(h2o_dtype dtype) {
 
 static bool has_elements(const h2o_view *view) {
     for (int32_t i = 0; i < view->ndim; i++) {
-        if (view->shape[i] <= 0) {
-            return false;
-        }
+        if (view->shape[i] <= 0) return false;
     }
     return true;
 }
@@ -73,8 +71,8 @@ static int require_memory(const h2o_view *view, PyObject *object) {
     }
     if (view->data == NULL) {
         PyErr_Format(PyExc_BufferError,
-                     "%s: this %.100s has no memory (a fake, meta or wrapped tensor?)",
-                     view->name, Py_TYPE(object)->tp_name);
+                     "%s: this %.100s has no memory (a fake, meta or wrapped tensor?)", view->name,
+                     Py_TYPE(object)->tp_name);
         return -1;
     }
     if ((uintptr_t)view->data % element_size(view->dtype) != 0) {
@@ -122,9 +120,7 @@ static int borrow_numpy(PyArrayObject *array, h2o_view *view) {
     view->ndim = PyArray_NDIM(array);
     view->device_type = 1;
     view->readonly = !PyArray_ISWRITEABLE(array);
-    if (view->ndim > H2O_MAX_DIMS) {
-        return 0;
-    }
+    if (view->ndim > H2O_MAX_DIMS) return 0;
     const npy_intp size = (npy_intp)element_size(view->dtype);
     for (int i = 0; i < view->ndim; i++) {
         view->shape[i] = PyArray_DIM(array, i);
@@ -152,9 +148,7 @@ static h2o_dtype dlpack_dtype(dl_dtype dtype) {
         {DL_BOOL, 8, H2O_U8},    {DL_UINT, 8, H2O_U8},
     };
     for (size_t i = 0; i < sizeof known / sizeof known[0] && dtype.lanes == 1; i++) {
-        if (known[i].code == dtype.code && known[i].bits == dtype.bits) {
-            return known[i].dtype;
-        }
+        if (known[i].code == dtype.code && known[i].bits == dtype.bits) return known[i].dtype;
     }
     return H2O_NONE;
 }
@@ -176,9 +170,7 @@ static int read_dltensor(const dl_tensor *tensor, PyObject *object, h2o_view *vi
     view->ndim = tensor->ndim;
     view->device_type = tensor->device_type;
     view->device_id = tensor->device_id;
-    if (view->ndim > H2O_MAX_DIMS) {
-        return 0;
-    }
+    if (view->ndim > H2O_MAX_DIMS) return 0;
     uint64_t inner = 1; /* may wrap around; check.c refuses such shapes */
     for (int32_t i = view->ndim - 1; i >= 0; i--) {
         view->shape[i] = tensor->shape[i];
@@ -206,9 +198,7 @@ static int take_capsule(PyObject *capsule, h2o_loan_entry *entry) {
         }
         if (PyCapsule_IsValid(capsule, capsule_names[versioned])) {
             void *managed = PyCapsule_GetPointer(capsule, capsule_names[versioned]);
-            if (PyCapsule_SetName(capsule, used_names[versioned]) < 0) {
-                return -1;
-            }
+            if (PyCapsule_SetName(capsule, used_names[versioned]) < 0) return -1;
             entry->managed = managed;
             entry->versioned = versioned;
             return 0;
@@ -352,9 +342,7 @@ static const dl_exchange_api *usable_table(PyTypeObject *type) {
 
 static const dl_exchange_api *find_table(h2o_exchange *exchange, PyTypeObject *type) {
     for (int i = 0; i < H2O_PRODUCERS; i++) {
-        if (exchange->producers[i].type == type) {
-            return exchange->producers[i].api;
-        }
+        if (exchange->producers[i].type == type) return exchange->producers[i].api;
     }
     const dl_exchange_api *api = usable_table(type);
     if (api != NULL) {
@@ -388,9 +376,7 @@ int h2o_borrow(h2o_exchange *exchange, h2o_loans *loans) {
         } else if (entry->route == H2O_VIA_NUMPY) {
             status = borrow_numpy((PyArrayObject *)entry->object, entry->view);
         }
-        if (status < 0) {
-            return -1;
-        }
+        if (status < 0) return -1;
     }
     return 0;
 }
@@ -400,9 +386,7 @@ void h2o_give_back(h2o_loans *loans) {
     bool fetched = false;
     for (int i = 0; i < loans->count; i++) {
         h2o_loan_entry *entry = &loans->entries[i];
-        if (entry->managed == NULL) {
-            continue;
-        }
+        if (entry->managed == NULL) continue;
         if (!fetched) {
             PyErr_Fetch(&type, &error, &traceback); /* deleters may run Python */
             fetched = true;
