@@ -8,6 +8,7 @@
  * The level's own header gives, with n any int (n <= 0: no lane, n >= VL: all):
  *
  *   vf, VL, REGISTERS       VL floats; how many of them the machine has
+ *   TILE_ROWS TILE_VECTORS  shape of the register tile of matrix products, at most 6 x 4
  *   vf_set1 vf_zero
  *   vf_load vf_store        from and to any address
  *   vf_load_n vf_store_n    the first n lanes; the others read as 0, touch nothing
@@ -56,6 +57,13 @@
 #include "vec_neon.h"
 #else
 #include "vec_generic.h"
+#endif
+
+/* Whether this level multiplies bf16 without widening it. */
+#ifdef H2O_DOT_BF16
+enum { PAIRS = 1 };
+#else
+enum { PAIRS = 0 };
 #endif
 
 /* ---- Elements of any dtype --------------------------------------------- */

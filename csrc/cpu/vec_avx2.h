@@ -5,6 +5,8 @@
 #include <immintrin.h>
 
 enum { VL = 8, REGISTERS = 16 };
+#define TILE_ROWS 6
+#define TILE_VECTORS 2
 
 typedef __m256 vf;
 

@@ -6,6 +6,8 @@
 #include <immintrin.h>
 
 enum { VL = 16, REGISTERS = 32 };
+#define TILE_ROWS 4
+#define TILE_VECTORS 4
 
 typedef __m512 vf;
 

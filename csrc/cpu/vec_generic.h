@@ -3,7 +3,13 @@
 #ifndef H2O_VEC_GENERIC_H
 #define H2O_VEC_GENERIC_H
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 enum { VL = 4, REGISTERS = 16 };
+#define TILE_ROWS 4
+#define TILE_VECTORS 2
 
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
@@ -81,17 +87,28 @@ VEC vf vf_scale2(vf x, vf i) {
     return (vf)((vu)x + (bits << 23));
 }
 
-VEC vf vf_load_f16(const void *p) {
-    const char *h = p;
-    return (vf){load_scalar(h, H2O_F16), load_scalar(h + 2, H2O_F16), load_scalar(h + 4, H2O_F16),
-                load_scalar(h + 6, H2O_F16)};
-}
-
-VEC vf vf_load_bf16(const void *p) {
+/* Four 16-bit values, each in the high half of a lane. */
+VEC vu load_half(const void *p) {
+#ifdef __SSE2__
+    return (vu)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64(p));
+#else
     uint16_t h[VL];
     memcpy(h, p, sizeof h);
-    return (vf)((vu){h[0], h[1], h[2], h[3]} << 16);
+    return (vu){h[0], h[1], h[2], h[3]} << 16;
+#endif
 }
+
+/* float_from_f16 of half.h, all three cases at once: numbers get the other
+ * bias, infinities and NaN all exponent bits, subnormals are fraction * 2^-24. */
+VEC vf vf_load_f16(const void *p) {
+    const vu h = load_half(p), rest = (h & 0x7fff0000u) >> 3;
+    const vf tiny = __builtin_convertvector((vi)(rest >> 13), vf) * 0x1p-24f;
+    const vu number = rest + ((vu)(rest >= 0x0f800000u) & 0x38000000u) + 0x38000000u;
+    const vf size = vf_choose((vi)(rest < 0x00800000u), tiny, (vf)number);
+    return (vf)((vu)size | (h & 0x80000000u));
+}
+
+VEC vf vf_load_bf16(const void *p) { return (vf)load_half(p); }
 
 VEC vf vf_load_f16_n(const void *p, int n) {
     uint16_t h[VL] = {0};

@@ -5,6 +5,8 @@
 #include <arm_neon.h>
 
 enum { VL = 4, REGISTERS = 32 };
+#define TILE_ROWS 4
+#define TILE_VECTORS 4
 
 typedef float32x4_t vf;
 
