@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -296,7 +297,7 @@ def test_a_masked_row_needs_no_room():
 def test_unknown_level():
     done = subprocess.run(
         [sys.executable, "-c", "import h2o._core"],
-        env={"H2O_CPU": "nonsense", "PYTHONPATH": ":".join(sys.path)},
+        env={**os.environ, "H2O_CPU": "nonsense", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import numpy as np
 import pytest
@@ -308,3 +309,24 @@ def test_a_capsule_is_no_tensor(refused):
     call = make("step")
     capsule = capsule_new(ctypes.addressof(ctypes.c_int()), b"dltensor_versioned", None)
     refused(call.put("query", capsule), TypeError, "^query: a PyCapsule is no tensor")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("way", ["numpy", "dunder", "table"])
+def test_no_reference_is_kept_or_lost(name, way):
+    """Neither by calls that succeed nor by those that fail, early or late."""
+    wrap = {"numpy": lambda x: x, "dunder": Producer, "table": lambda x: Table(x).tensor()}[way]
+    call, tensors = behind(make(name), wrap)
+    call.run()
+    counts = [sys.getrefcount(tensor) for tensor in tensors.values()]
+    logits = "decay" if name == "evict weighted" else "scale"
+    for _ in range(20):
+        for failing in (call.put(logits, float("nan")), call.put("mask", 5), call.put(logits, "")):
+            with pytest.raises((ValueError, TypeError)):
+                failing.run()
+        for producer in tensors.values():
+            if isinstance(producer, Producer):
+                producer.given.clear()
+                producer.calls.clear()
+    del failing, producer
+    assert [sys.getrefcount(tensor) for tensor in tensors.values()] == counts
