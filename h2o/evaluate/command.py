@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from h2o.config import H2OConfig
 from h2o.evaluate.results import fingerprint
-from h2o.evaluate.setting import GRAMMAR, Setting, number, parse_all
+from h2o.evaluate.setting import GRAMMAR, Setting, from_options, number, parse_all
 from h2o.models import UserError
 
 __all__ = ["add_arguments", "run"]
@@ -87,33 +86,41 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
             raise ValueError("--budgets goes with --compare")
         if settings and single(args):
             raise ValueError(f"{single(args)[0]} is for one setting; write it into --compare")
-        if args.tasks:
-            tasks(args, settings, rest)
-            return
-        settings = settings or [setting(args)]
-        output = args.output_path or Path("h2o-eval")
-        if args.limit is not None and (args.limit < 1 or args.limit % 1):
-            raise ValueError(f"--limit {args.limit:g}: a number of rows or windows, at least 1")
-        limit = None if args.limit is None else int(args.limit)
-        loading = {"model_name": args.model, "dtype": args.dtype, "limit": limit}
-        if args.summarize:
-            from h2o.evaluate import summarize
-
-            refuse(args, "summaries", "protocol", "prompt_len", "ratio_of", protocol="drop")
-            print(summarize.compare(
-                args.summarize, settings, output, chat=args.chat,
-                max_new_tokens=args.max_new_tokens, **loading,
-            ))  # fmt: skip
-        else:
-            from h2o.evaluate import perplexity
-
-            refuse(args, "perplexity", "ratio_of", ratio_of="text")
-            print(perplexity.compare(
-                args.perplexity, settings, output, window=args.window,
-                protocol=args.protocol or "simulate", prompt_len=args.prompt_len or 1, **loading,
-            ))  # fmt: skip
+        one = from_options(**given(args, CACHE))
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
+    try:
+        if args.tasks:
+            tasks(args, settings, rest)
+        else:
+            print(texts(args, settings or [one]))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
+    """Summaries or perplexity."""
+    if args.limit is not None and (args.limit < 1 or args.limit % 1):
+        raise ValueError(f"--limit {args.limit:g}: a number of rows or windows, at least 1")
+    common = {
+        "model_name": args.model,
+        "dtype": args.dtype,
+        "limit": None if args.limit is None else int(args.limit),
+    }
+    output = args.output_path or Path("h2o-eval")
+    if args.perplexity:
+        from h2o.evaluate import perplexity
+
+        refuse(args, "perplexity", "ratio_of", ratio_of="text")
+        how = {"protocol": args.protocol or "simulate", "prompt_len": args.prompt_len or 1}
+        return perplexity.compare(
+            args.perplexity, settings, output, window=args.window, **how, **common
+        )
+    from h2o.evaluate import summarize
+
+    refuse(args, "summaries", "protocol", "prompt_len", "ratio_of", protocol="drop")
+    how = {"chat": args.chat, "max_new_tokens": args.max_new_tokens}
+    return summarize.compare(args.summarize, settings, output, **how, **common)
 
 
 CACHE = ("variant", "heavy", "recent", "sinks", "rank_by", "decay", "value_weighted")
@@ -126,19 +133,6 @@ def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 def single(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in given(args, CACHE)]
-
-
-def setting(args: argparse.Namespace) -> Setting:
-    """The one setting that the options describe."""
-    policy = given(args, CACHE)
-    variant = policy.pop("variant", "h2o")
-    if variant == "full":
-        if policy:
-            raise ValueError("--variant full keeps everything and takes no budget")
-        return Setting("full", "full", "full", H2OConfig.full())
-    config = H2OConfig(**policy)
-    rest = "".join(f"/{k}={v}" for k, v in policy.items() if k not in ("heavy", "recent"))
-    return Setting(f"{variant}:{config.heavy}+{config.recent}{rest}", variant, variant, config)
 
 
 def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) -> None:

@@ -35,13 +35,14 @@ from tqdm import tqdm
 from h2o import models
 from h2o.cache import H2OCache
 from h2o.config import H2OConfig
-from h2o.evaluate.setting import Setting
+from h2o.evaluate.setting import Setting, from_options
 from h2o.simulation import simulated
-from h2o.variants import VARIANTS
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
 PROTOCOLS = ("simulate", "drop")
+
+POLICY = ("variant", *(field.name for field in dataclasses.fields(H2OConfig)))
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class H2OLM(HFLM):
     Args:
         pretrained: a name or folder; without it the embedded SmolLM2-135M-Instruct.
         protocol: "simulate" or "drop".
-        variant: "h2o", "full", or in simulation "local", "global", "flexgen".
+        variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
         heavy, recent, sinks, rank_by, decay, value_weighted: as in `H2OConfig`.
         prompt_len: "simulate" only: tokens before the first eviction.
         ratio_of: what fractions refer to: "text" (default in simulation) or "prompt" (always
@@ -79,22 +80,12 @@ class H2OLM(HFLM):
         self,
         pretrained: Any = "",
         protocol: str = "simulate",
-        variant: str = "h2o",
-        heavy: int | float = 0.1,
-        recent: int | float = 0.1,
-        sinks: int = 0,
-        rank_by: str = "sum",
-        decay: float = 1.0,
-        value_weighted: bool = False,
         prompt_len: int = 1,
         ratio_of: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if variant not in ("full", "h2o", *VARIANTS):
-            raise ValueError(f"variant is full, h2o or one of {VARIANTS}, not {variant!r}")
-        config = H2OConfig(heavy, recent, sinks, rank_by, decay, value_weighted)
-        name = "full" if variant == "full" else f"{variant}:{heavy}+{recent}"
-        setting = Setting(name, variant, variant, H2OConfig.full() if name == "full" else config)
+        policy = {name: kwargs.pop(name) for name in POLICY if name in kwargs}
+        setting = from_options(**policy)
         check(setting, protocol, prompt_len, ratio_of)
         if isinstance(pretrained, str) and pretrained in ("", models.DEFAULT_MODEL):
             pretrained = str(models.embedded_folder(log.info))

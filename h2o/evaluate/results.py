@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o import ops
+from h2o.models import UserError
 
 __all__ = ["Cells", "fingerprint", "plot_curves", "provenance", "table"]
 
@@ -55,7 +56,7 @@ class Cells:
                     raise ValueError(f"it is of {content['kind']!r}")
                 self.cells = {fingerprint(cell["facts"]): cell for cell in content["cells"]}
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{path} is no result file of {kind!r} ({error}): move it, or write elsewhere"
                 ) from error
 

@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 from h2o.config import H2OConfig
+from h2o.variants import VARIANTS
 
-__all__ = ["GRAMMAR", "Setting", "number", "parse", "parse_all"]
+__all__ = ["GRAMMAR", "Setting", "from_options", "number", "parse", "parse_all"]
 
 GRAMMAR = """\
 full                    every key is kept
@@ -88,6 +89,20 @@ def parse(text: str) -> Setting:
     except (TypeError, ValueError) as error:
         raise ValueError(f"setting {text!r}: {error}\nSettings are:\n{GRAMMAR}") from None
     return Setting(text, kind, variant, config)
+
+
+def from_options(variant: str = "h2o", **policy: Any) -> Setting:
+    """The setting that a variant and fields of H2OConfig describe."""
+    if variant == "full":
+        if policy:
+            raise ValueError(f"variant full keeps every key: {next(iter(policy))} has no meaning")
+        return Setting("full", "full", "full", H2OConfig.full())
+    if variant not in ("h2o", *VARIANTS):
+        raise ValueError(f"variant is full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
+    config = H2OConfig(**policy)
+    options = "".join(f"/{name}={policy[name]}" for name in OPTIONS if name in policy)
+    kind = variant if variant == "h2o" else f"mask-{variant}"
+    return Setting(f"{kind}:{config.heavy}+{config.recent}{options}", kind, variant, config)
 
 
 def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:

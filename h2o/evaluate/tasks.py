@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.__main__ import cli_evaluate
@@ -18,8 +18,7 @@ from lm_eval._cli import HarnessCLI
 from lm_eval.api.registry import model_registry
 from lm_eval.config.evaluate_config import EvaluatorConfig
 
-from h2o.config import H2OConfig
-from h2o.evaluate.lm import H2OLM, one_token_note
+from h2o.evaluate.lm import H2OLM, POLICY, check, one_token_note
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting
 from h2o.models import DEFAULT_MODEL, UserError
@@ -61,14 +60,15 @@ def compare(
     with lm_eval_arguments(arguments), readable_errors():
         config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
         manager = config.process_tasks(config.metadata)
-    own = set(config.model_args) & {field.name for field in dataclasses.fields(H2OConfig)}
-    own |= set(config.model_args) & {"protocol", "variant", "prompt_len", "ratio_of"}
+    own = set(config.model_args) & {*POLICY, "protocol", "prompt_len", "ratio_of"}
     if own:
         raise UserError(f"--model_args {sorted(own)[0]}: settings of the cache go into --compare")
     common = {"batch_size": config.batch_size, "device": config.device}
-    lm = H2OLM(**config.model_args, **{k: v for k, v in common.items() if v is not None})
     for setting in settings:  # before anything long is started
-        lm.use(setting, protocol, prompt_len=prompt_len, ratio_of=ratio_of)
+        check(setting, protocol, prompt_len, ratio_of)
+    with readable_errors():
+        lm = H2OLM(**config.model_args, **{k: v for k, v in common.items() if v is not None})
+    lm.use(settings[0], protocol, prompt_len=prompt_len, ratio_of=ratio_of)
     seeds = dict(zip(("random", "numpy", "torch", "fewshot"), config.seed or (), strict=False))
     origin = provenance(lm.model, config.model_args.get("pretrained") or DEFAULT_MODEL, seeds)
     cells = Cells(output / "compare.json", "h2o eval --compare on lm-eval tasks")
@@ -76,6 +76,9 @@ def compare(
     notes: set[str] = set()
     for task in config.tasks:
         name = task if isinstance(task, str) else task.get("task", str(task))
+        with readable_errors(name):
+            for loaded in manager.load([task])["tasks"].values():
+                check_rows(loaded)
         for setting in settings:
             facts = origin | {
                 "task": name,
@@ -147,6 +150,35 @@ def measure(lm: H2OLM, task: Any, config: EvaluatorConfig, manager: Any) -> dict
         "seconds": time.perf_counter() - start,
         **lm.describe(),
     }
+
+
+def check_rows(task: Any) -> None:
+    """ValueError for rows that lm-eval would answer for, with a guess or as wrong.
+
+    A field that some rows lack is None in them, which a template renders as "None"; a right answer
+    that is none of the choices counts as answered wrongly.
+    """
+    config = task.config
+    for part in ("doc_to_text", "doc_to_choice", "doc_to_target"):
+        template = getattr(config, part)
+        if not isinstance(template, str):
+            continue
+        fields = {template}
+        if template not in task.features:
+            fields = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(template))
+            if not fields and part != "doc_to_choice":
+                raise ValueError(f"{part}: {template!r} is no field of its rows and no template")
+        for number, row in enumerate(task.eval_docs):
+            for field in fields:
+                if row.get(field) is None:
+                    raise ValueError(f"row {number} has no {field!r}, which {part} names")
+    if config.output_type != "multiple_choice" or task.multiple_input:
+        return
+    for number, row in enumerate(task.eval_docs):
+        choices, gold = task.doc_to_choice(row), task.doc_to_target(row)
+        for answer in gold if isinstance(gold, list) else [gold]:
+            if answer not in (range(len(choices)) if isinstance(answer, int) else choices):
+                raise ValueError(f"row {number}: {answer!r} is none of its {len(choices)} choices")
 
 
 def main_metric(metrics: dict[str, float]) -> tuple[str, float, float]:
@@ -233,4 +265,6 @@ def readable_errors(task: str = "") -> Iterator[None]:
         raise UserError(f"{where}its task file is no YAML: {error}") from error
     except (DatasetsError, OSError, KeyError, ValueError) as error:
         reason = f"{error}" if isinstance(error, ValueError | OSError) else repr(error)
+        if reason.startswith("malformed node"):  # lm-eval takes what it cannot place for Python
+            reason = "doc_to_choice is no field of its rows, no template and no list"
         raise UserError(f"{where}{reason}") from error
