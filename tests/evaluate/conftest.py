@@ -1,0 +1,64 @@
+"""A byte-level tokenizer and tiny models to evaluate, made here, without network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+POSITIONS = 320
+ENDED, PADDED = 256, 257
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """Every byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(alphabet)}
+    vocabulary |= {"<end>": ENDED, "<pad>": PADDED}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<end>", pad_token="<pad>", model_max_length=POSITIONS
+    )
+
+
+def build(model_type: str = "llama"):
+    """A model with sharp attention, so that it matters what is dropped."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=258,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        ffn_dim=48,
+        word_embed_proj_dim=32,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.4,
+        init_std=0.4,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=ENDED,
+        pad_token_id=PADDED,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, tokenizer):
+    """The llama saved, as --model takes it."""
+    path = tmp_path_factory.mktemp("model")
+    model = build()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

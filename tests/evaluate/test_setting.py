@@ -1,0 +1,101 @@
+"""Settings as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o import H2OConfig
+from h2o.evaluate.setting import parse, parse_all
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "variant", "config"),
+    [
+        ("full", "full", "full", H2OConfig.full()),
+        ("h2o:0.1+0.2", "h2o", "h2o", H2OConfig(0.1, 0.2)),
+        ("h2o:8+16", "h2o", "h2o", H2OConfig(8, 16)),
+        ("h2o:0.2", "h2o", "h2o", H2OConfig(0.1, 0.1)),
+        ("h2o:0.2+0", "h2o", "h2o", H2OConfig(0.2, 0)),
+        ("local:0.2", "local", "h2o", H2OConfig(0, 0.2)),
+        ("sink:4+0.2", "sink", "h2o", H2OConfig(0, 0.2, sinks=4)),
+        ("authors:0.3", "authors", "h2o", H2OConfig(0.15, 0.15)),
+        ("authors:7", "authors", "h2o", H2OConfig(3, 4)),
+        ("robust:0.3", "robust", "h2o", H2OConfig.robust(0.3)),
+        ("robust:64", "robust", "h2o", H2OConfig.robust(64)),
+        ("mask-local:0.1+0.1", "mask-local", "local", H2OConfig(0.1, 0.1)),
+        ("mask-global:0.1+0.1", "mask-global", "global", H2OConfig(0.1, 0.1)),
+        ("mask-flexgen:9+8", "mask-flexgen", "flexgen", H2OConfig(9, 8)),
+        (
+            "h2o:0.1+0.1/sinks=4/rank_by=mean/decay=0.9/value_weighted=true",
+            "h2o",
+            "h2o",
+            H2OConfig(0.1, 0.1, sinks=4, rank_by="mean", decay=0.9, value_weighted=True),
+        ),
+        ("local:0.2/sinks=2", "local", "h2o", H2OConfig(0, 0.2, sinks=2)),
+        ("robust:0.2/value_weighted=false", "robust", "h2o", None),
+    ],
+)
+def test_parse(text, kind, variant, config):
+    setting = parse(text)
+    assert (setting.name, setting.kind, setting.variant) == (text, kind, variant)
+    assert config is None or setting.config == config
+    assert setting.dropping == (variant in ("full", "h2o"))
+    assert setting.describe()["setting"] == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "best:0.2",
+        "h2o",
+        "h2o:",
+        "h2o:a+b",
+        "h2o:0.1+0.1+0.1",
+        "h2o:1.5+0.1",
+        "h2o:-1+4",
+        "h2o:0+0",
+        "full:0.2",
+        "full/sinks=4",
+        "local:0.1+0.1",
+        "sink:0.1+0.2",
+        "mask-local:0.2",
+        "mask-local:0.1+0.1/sinks=4",
+        "h2o:0.2/sink=4",
+        "h2o:0.2/sinks=few",
+        "h2o:0.2/rank_by=best",
+        "h2o:0.2/decay=2",
+        "h2o:0.2/value_weighted=perhaps",
+    ],
+)
+def test_refused(text):
+    with pytest.raises(ValueError, match=r"Settings are:\n|no settings"):
+        parse_all(text) if not text else parse(text)
+
+
+def test_budgets():
+    names = [s.name for s in parse_all("full, h2o,sink/rank_by=mean,mask-flexgen", "0.1,8")]
+    assert names == [
+        "full",
+        "h2o:0.1",
+        "h2o:8",
+        "sink:4+0.1/rank_by=mean",
+        "sink:4+8/rank_by=mean",
+        "mask-flexgen:0.05+0.05",
+        "mask-flexgen:4+4",
+    ]
+    assert [s.name for s in parse_all("h2o:0.1,h2o:0.1,h2o", "0.1")] == ["h2o:0.1"]
+    with pytest.raises(ValueError, match="add --budgets"):
+        parse_all("h2o")
+
+
+def test_presets():
+    assert H2OConfig.authors(0.2) == H2OConfig(0.1, 0.1)
+    for budget in (1, 3, 5, 8, 64, 65):
+        for preset in (H2OConfig.authors, H2OConfig.robust):
+            config = preset(budget)
+            assert config.sinks + sum(config.tokens(1000)) == budget
+    with pytest.raises(ValueError, match="budget"):
+        H2OConfig.authors(1.5)
+    with pytest.raises(TypeError, match="budget"):
+        H2OConfig.robust("much")

@@ -1,0 +1,296 @@
+"""`h2o eval --tasks`: lm-eval's command line with local tasks, and settings side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from h2o import cli
+from h2o.evaluate.lm import H2OLM
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Of datasets, which lm-eval reads task files with.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """Caches and results in a folder of this test, paths of the examples as they say."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.chdir(ROOT)
+    # lm-eval logs, once set up, to what standard error was in the first of these tests.
+    monkeypatch.setattr("lm_eval.utils._LOGGING_CONFIGURED", True)
+
+
+def run(folder, *arguments, task="examples_causes", tasks="examples/tasks"):
+    """The exit code."""
+    where = ["--model", str(folder), "--include_path", str(tasks), "--batch_size", "4"]
+    return cli.main(["eval", "--tasks", task, *where, *map(str, arguments)])
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """Counts forward passes of log-likelihoods; .stop_at interrupts."""
+
+    class Counter:
+        count, stop_at = 0, None
+
+    original = H2OLM._forward
+
+    def forward(self, *args, **kwargs):
+        if Counter.count == Counter.stop_at:
+            raise KeyboardInterrupt
+        Counter.count += 1
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(H2OLM, "_forward", forward)
+    return Counter
+
+
+# ---- lm-eval's own command line ----------------------------------------------------------------
+
+
+def test_pass_through(folder, tmp_path, capsys):
+    code = run(
+        folder, "--num_fewshot", 2, "--limit", 5, "--heavy", 0.2, "--recent", 0.1, "--sinks", 2,
+        "--output_path", tmp_path / "out", "--log_samples", "--seed", 7,
+    )  # fmt: skip
+    assert code == 0
+    out = capsys.readouterr().out
+    assert "examples_causes" in out
+    assert "acc_norm" in out
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    result = json.loads(file.read_text())
+    facts = result["config"]["h2o"]
+    want = {
+        "protocol": "simulate", "variant": "h2o", "heavy": 0.2, "recent": 0.1, "sinks": 2,
+        "ratio_of": "text", "prompt_len": 1, "requests": 10,
+    }  # fmt: skip
+    assert want.items() <= facts.items()
+    assert result["config"]["random_seed"] == 7
+    assert result["n-samples"]["examples_causes"]["effective"] == 5
+    assert list((tmp_path / "out").rglob("samples_*.jsonl"))
+
+
+def test_lm_eval_agrees_about_the_full_cache(folder, tmp_path):
+    """`--model hf` is lm-eval's own model; `--variant full` must be the same to the last digit."""
+    results = {}
+    for name, arguments in {
+        "hf": ["--model", "hf", "--model_args", f"pretrained={folder}", "--limit", "6"],
+        "h2o": ["--model", str(folder), "--variant", "full", "--limit", "6"],
+    }.items():
+        where = ["--include_path", "examples/tasks", "--output_path", str(tmp_path / name)]
+        task = ["eval", "--tasks", "examples_causes", "--log_samples", "--batch_size", "4"]
+        assert cli.main([*task, *where, *arguments]) == 0
+        (file,) = (tmp_path / name).rglob("samples_*.jsonl")
+        results[name] = [json.loads(line)["resps"] for line in file.read_text().splitlines()]
+    assert results["hf"] == results["h2o"]
+    assert len(results["hf"]) == 6
+
+
+def test_answers_of_one_budget_are_not_those_of_another(folder, tmp_path, forwards):
+    """lm-eval files cached answers under the question alone."""
+    cache = ["--use_cache", tmp_path / "answers", "--limit", 3]
+    assert run(folder, "--heavy", 4, "--recent", 4, *cache) == 0
+    first = forwards.count
+    assert first > 0
+    assert run(folder, "--heavy", 4, "--recent", 4, *cache) == 0
+    assert forwards.count == first
+    assert run(folder, "--heavy", 8, "--recent", 4, *cache) == 0
+    assert forwards.count == 2 * first
+
+
+# ---- Side by side ------------------------------------------------------------------------------
+
+COMPARE = "full,h2o:0.1+0.1,local:0.2,sink:4+0.2,h2o:0.2+0,mask-global:0.1+0.1"
+
+
+def test_compare(folder, tmp_path, capsys, forwards):
+    arguments = ["--compare", COMPARE, "-o", tmp_path / "out", "--limit", 4, "--num_fewshot", 1]
+    assert run(folder, *arguments) == 0
+    table = capsys.readouterr().out.splitlines()
+    names = COMPARE.split(",")
+    rows = {
+        line.split()[0]: line for line in table if line.split()[:1] and line.split()[0] in names
+    }
+    assert list(rows) == names
+    assert "100.0%" in rows["full"]
+    assert all("±" in row and row.endswith(" s") for row in rows.values())
+    assert (tmp_path / "out" / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    content = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert len(content["cells"]) == 6
+    for cell in content["cells"]:
+        assert {
+            "model", "dtype", "versions", "seeds", "protocol", "ratio_of", "variant", "task",
+            "num_fewshot", "limit", "core",
+        } <= set(cell["facts"])  # fmt: skip
+        assert cell["result"]["requests"] == 8
+        assert 0 <= cell["result"]["metrics"]["examples_causes"]["acc"] <= 1
+    assert not list((tmp_path / "out").glob("answers-*"))
+    count = forwards.count
+    assert run(folder, *arguments) == 0
+    again = capsys.readouterr().out
+    assert forwards.count == count, "measured again what the file had"
+    assert [line for line in again.splitlines() if line.startswith("h2o:0.1")] == [
+        rows["h2o:0.1+0.1"]
+    ]
+
+
+def test_an_interrupted_comparison_goes_on(folder, tmp_path, capsys, forwards):
+    settings = ["--compare", "h2o:4+4,local:8", "--limit", 6, "--protocol", "drop"]
+    assert run(folder, *settings, "-o", tmp_path / "whole") == 0
+    want = json.loads((tmp_path / "whole" / "compare.json").read_text())["cells"]
+    whole, forwards.count = forwards.count, 0
+    forwards.stop_at = int(0.7 * whole)
+    assert run(folder, *settings, "-o", tmp_path / "parts") == 130
+    assert len(json.loads((tmp_path / "parts" / "compare.json").read_text())["cells"]) == 1
+    assert len(list((tmp_path / "parts").glob("answers-*"))) == 1
+    before, forwards.stop_at = forwards.count, None
+    assert run(folder, *settings, "-o", tmp_path / "parts") == 0
+    assert forwards.count - before < 0.5 * whole
+    got = json.loads((tmp_path / "parts" / "compare.json").read_text())["cells"]
+    for a, b in zip(want, got, strict=True):
+        assert a["facts"] == b["facts"]
+        assert a["result"]["metrics"] == b["result"]["metrics"]
+        assert a["result"]["tokens_kept"] == b["result"]["tokens_kept"]
+
+
+def test_one_token_answers_are_announced(folder, tmp_path, capsys):
+    (tmp_path / "letters.jsonl").write_text(
+        "\n".join(json.dumps({"q": f"Letter {x}:", "gold": i % 2}) for i, x in enumerate("abcdef"))
+    )
+    task(tmp_path, f"test: {tmp_path}/letters.jsonl", text='"{{q}}"', choice='["a", "b"]', space="")
+    arguments = ["--compare", "full,h2o:2+2", "-o", tmp_path / "out", "--protocol", "drop"]
+    assert run(folder, *arguments, task="own", tasks=tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "12 of 12 requests have answers of one token" in out
+
+
+def task(path, files, text='"{{premise}}, so"', choice="choices", target="gold", space=" "):
+    (path / "own.yaml").write_text(
+        f"""
+task: own
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    {files}
+test_split: test
+output_type: multiple_choice
+doc_to_text: {text}
+doc_to_choice: {choice}
+doc_to_target: {target}
+target_delimiter: "{space}"
+metric_list:
+  - metric: acc
+"""
+    )
+
+
+# ---- What goes wrong ---------------------------------------------------------------------------
+
+
+def fails(capsys, code):
+    assert code == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("h2o eval: error: ")
+    assert "Traceback" not in error
+    return error
+
+
+@pytest.mark.parametrize("mode", [[], ["--compare", "full,h2o:4+4"]])
+def test_bad_tasks(folder, tmp_path, capsys, mode):
+    rows = ROOT / "examples" / "tasks" / "causes.jsonl"
+    mode = [*mode, "-o", tmp_path / "out"]
+    assert "no_such_task" in fails(capsys, run(folder, *mode, task="no_such_task"))
+
+    def own():
+        return fails(capsys, run(folder, *mode, task="own", tasks=tmp_path))
+
+    task(tmp_path, f"test: {rows}", text='"{{premiss}}, so"')
+    assert "premiss" in own()
+    task(tmp_path, f"test: {rows}", choice="answers")
+    assert "doc_to_choice" in own()
+    task(tmp_path, f"test: {tmp_path}/nowhere.jsonl")
+    assert "nowhere.jsonl" in own()
+    (tmp_path / "torn.jsonl").write_text('{"premise": "It rained", "choices": ["a", "b"], "gold": ')
+    task(tmp_path, f"test: {tmp_path}/torn.jsonl")
+    assert own()
+    (tmp_path / "own.yaml").write_text("task: own\n  output_type: [multiple_choice\n")
+    assert own()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"premise": None}, "row 2 has no 'premise'"),
+        ({"gold": 2}, "row 2: 2 is none of its 2 choices"),
+        ({"gold": None}, "row 2 has no 'gold'"),
+        ({"choices": []}, "row 2: 0 is none of its 0 choices"),
+        ({}, ""),
+    ],
+)
+def test_bad_rows(folder, tmp_path, capsys, row, words):
+    """lm-eval would fill in "None", or count the row as answered wrongly."""
+    rows = [{"premise": f"It rained {i}", "choices": ["a b", "c d"], "gold": 0} for i in range(4)]
+    rows[2] = {key: value for key, value in (rows[2] | row).items() if value is not None}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task(tmp_path, f"test: {tmp_path}/rows.jsonl")
+    code = run(folder, "--compare", "full", "-o", tmp_path / "out", task="own", tasks=tmp_path)
+    if words:
+        assert words in fails(capsys, code)
+    else:
+        assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--compare", "best:0.2"], "setting 'best:0.2'"),
+        (["--compare", "h2o"], "add --budgets"),
+        (["--budgets", "0.1"], "--budgets goes with --compare"),
+        (["--compare", "full", "--heavy", "4"], "--heavy is for one setting"),
+        (["--compare", "full", "--use_cache", "x"], "drop --use_cache"),
+        (["--compare", "full", "--model_args", "heavy=4"], "go into --compare"),
+        (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, no cache"),
+        (["--variant", "local", "--protocol", "drop"], "a mask, no cache"),
+        (["--variant", "full", "--heavy", "4"], "heavy has no meaning"),
+        (["--heavy", "0", "--recent", "0"], "budget of 0"),
+    ],
+)
+def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, words):
+    import re
+
+    error = fails(capsys, run(folder, "-o", tmp_path / "out", *arguments))
+    assert re.search(words, error)
+
+
+def test_no_model(tmp_path, capsys):
+    error = fails(capsys, run(tmp_path / "nowhere", "-o", tmp_path / "out", "--compare", "full"))
+    assert "nowhere" in error
+
+
+def test_results_of_something_else_are_not_overwritten(folder, tmp_path, capsys):
+    (tmp_path / "compare.json").write_text('{"mine": true}')
+    error = fails(capsys, run(folder, "-o", tmp_path, "--compare", "full", "--limit", 2))
+    assert "compare.json" in error
+    assert (tmp_path / "compare.json").read_text() == '{"mine": true}'
+
+
+def test_threads_of_torch_do_not_matter(folder, tmp_path):
+    threads = torch.get_num_threads()
+    metrics = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            out = tmp_path / str(count)
+            assert run(folder, "--compare", "h2o:4+4", "--limit", 3, "-o", out) == 0
+            (cell,) = json.loads((out / "compare.json").read_text())["cells"]
+            metrics.append(cell["result"]["metrics"])
+    finally:
+        torch.set_num_threads(threads)
+    assert metrics[0] == metrics[1]
