@@ -1,0 +1,28 @@
+/* level_avx512bf16.c - AVX-512 with products of bf16 pairs: Cooper Lake, Zen 4 and later. */
+#if defined(__x86_64__)
+#include "../h2o.h"
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target( \
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
+#endif
+
+#define LEVEL avx512bf16
+#define H2O_VEC_AVX512
+#define H2O_DOT_BF16
+#include "table.inc"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
