@@ -1,12 +1,346 @@
-/* module.c - the Python module h2o._core. */
+/* module.c - the Python module h2o._core: arguments in, exceptions out.
+ *
+ * A call parses its numbers first, since that may run Python, then borrows the
+ * tensors, has them checked, takes workspace, and runs the kernel without the
+ * GIL. h2o/ops.py is the only caller and documents the operations.
+ */
 #include <Python.h>
 
+#include "exchange.h"
 #include "h2o.h"
 
-static struct PyModuleDef module_def = {
+static int raise_error(const h2o_error *error) {
+    PyObject *type = PyExc_RuntimeError;
+    switch (error->status) {
+    case H2O_EVALUE:
+        type = PyExc_ValueError;
+        break;
+    case H2O_ETYPE:
+        type = PyExc_TypeError;
+        break;
+    case H2O_EBUFFER:
+        type = PyExc_BufferError;
+        break;
+    case H2O_EMEMORY:
+        type = PyExc_MemoryError;
+        break;
+    case H2O_EBACKEND:
+    case H2O_OK:
+        break;
+    }
+    PyErr_SetString(type, error->text);
+    return -1;
+}
+
+/* ---- Arguments --------------------------------------------------------- */
+
+static int require_count(const char *function, Py_ssize_t got, Py_ssize_t wanted) {
+    if (got == wanted) return 0;
+    PyErr_Format(PyExc_TypeError, "%s: takes %zd arguments, got %zd", function, wanted, got);
+    return -1;
+}
+
+/* Replaces the complaint of a failed conversion by one that names the argument. */
+static int refuse_scalar(const char *name, const char *wanted, PyObject *object) {
+    const bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
+    if (overflow || PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        PyErr_Format(overflow ? PyExc_ValueError : PyExc_TypeError, "%s: is %.100R, wanted %s",
+                     name, object, wanted);
+    }
+    return -1;
+}
+
+static int parse_float(const char *name, PyObject *object, float *number) {
+    const double parsed = PyFloat_AsDouble(object);
+    if (parsed == -1.0 && PyErr_Occurred()) return refuse_scalar(name, "a number", object);
+    *number = (float)parsed;
+    return 0;
+}
+
+static int parse_int32(const char *name, PyObject *object, int32_t *number) {
+    const long long parsed = PyLong_AsLongLong(object);
+    if (parsed == -1 && PyErr_Occurred()) {
+        return refuse_scalar(name, "an integer of 32 bits", object);
+    }
+    if (parsed < INT32_MIN || parsed > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "%s: is %lld, wanted an integer of 32 bits", name, parsed);
+        return -1;
+    }
+    *number = (int32_t)parsed;
+    return 0;
+}
+
+static int parse_rank_by(PyObject *object, h2o_rank_by *rank_by) {
+    if (PyUnicode_Check(object)) {
+        if (PyUnicode_CompareWithASCIIString(object, "sum") == 0) {
+            *rank_by = H2O_RANK_SUM;
+            return 0;
+        }
+        if (PyUnicode_CompareWithASCIIString(object, "mean") == 0) {
+            *rank_by = H2O_RANK_MEAN;
+            return 0;
+        }
+    }
+    PyErr_Format(PyUnicode_Check(object) ? PyExc_ValueError : PyExc_TypeError,
+                 "rank_by: is %.100R, wanted \"sum\" or \"mean\"", object);
+    return -1;
+}
+
+/* args: sinks, rank_by, decay, value_weighted. */
+static int parse_policy(PyObject *const *args, h2o_policy *policy) {
+    if (parse_int32("sinks", args[0], &policy->sinks) < 0 ||
+        parse_rank_by(args[1], &policy->rank_by) < 0 ||
+        parse_float("decay", args[2], &policy->decay) < 0) {
+        return -1;
+    }
+    const int weighted = PyObject_IsTrue(args[3]);
+    policy->value_weighted = weighted > 0;
+    return weighted < 0 ? -1 : 0;
+}
+
+enum { SLOTS_FIELDS = 9 };
+
+static int require_slots(PyObject *slots) {
+    if (PyTuple_Check(slots) && PyTuple_GET_SIZE(slots) == SLOTS_FIELDS) return 0;
+    PyErr_Format(PyExc_TypeError, "slots: is a %.100s, wanted h2o.ops.Slots",
+                 Py_TYPE(slots)->tp_name);
+    return -1;
+}
+
+/* The first `fields` of the tuple; the tuple keeps them alive. */
+static void loan_slots(h2o_loans *loans, PyObject *tuple, int fields, h2o_slots *slots) {
+    const struct {
+        const char *name;
+        h2o_view *view;
+    } all[SLOTS_FIELDS] = {
+        {"slots.keys", &slots->keys},     {"slots.values", &slots->values},
+        {"slots.scores", &slots->scores}, {"slots.positions", &slots->positions},
+        {"slots.free", &slots->free},     {"slots.lengths", &slots->lengths},
+        {"slots.budget", &slots->budget}, {"slots.lost", &slots->lost},
+        {"slots.norms", &slots->norms},
+    };
+    for (int i = 0; i < fields; i++) {
+        h2o_loan(loans, all[i].name, PyTuple_GET_ITEM(tuple, i), all[i].view);
+    }
+}
+
+/* ---- Calls ------------------------------------------------------------- */
+
+/* execute_<op>: checks, takes workspace, and runs the kernel that the device of
+ * the tensors has. All that can fail comes before anything is written. */
+#define DEFINE_EXECUTE(op)                                                                         \
+    static int execute_##op(h2o_##op##_params *params, const h2o_view *leader, h2o_error *error) { \
+        int status = h2o_check_##op(params, error);                                                \
+        if (status != H2O_OK) {                                                                    \
+            return status;                                                                         \
+        }                                                                                          \
+        const h2o_ops *table = h2o_table(leader->device_type);                                     \
+        h2o_exec exec = {.lanes = h2o_threads(), .run = h2o_parallel};                             \
+        const size_t bytes = table->op##_workspace(params, exec.lanes);                            \
+        if (bytes > 0 && (exec.workspace = h2o_scratch_acquire(bytes)) == NULL) {                  \
+            return h2o_fail(error, H2O_EMEMORY, #op ": no memory for a workspace of %zu bytes",    \
+                            bytes);                                                                \
+        }                                                                                          \
+        Py_BEGIN_ALLOW_THREADS status = table->op(params, &exec, error);                           \
+        Py_END_ALLOW_THREADS if (exec.workspace != NULL) { h2o_scratch_release(exec.workspace); }  \
+        return status;                                                                             \
+    }
+
+DEFINE_EXECUTE(attend)
+DEFINE_EXECUTE(evict)
+DEFINE_EXECUTE(step)
+DEFINE_EXECUTE(simulate)
+
+/* The end of every call. */
+static PyObject *finish(h2o_loans *loans, int status, const h2o_error *error) {
+    if (status > 0) {
+        raise_error(error);
+    }
+    h2o_give_back(loans);
+    return status == 0 ? Py_NewRef(Py_None) : NULL;
+}
+
+PyDoc_STRVAR(attend_doc,
+             "attend($module, query, keys, values, mask, slots, out, scores, scale, decay,\n"
+             "       softcap, /)\n--\n\nSee h2o.ops.attend.");
+
+static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    h2o_attend_params params;
+    h2o_loans loans = {.count = 0};
+    h2o_error error;
+    if (require_count("attend", count, 10) < 0 ||
+        (args[4] != Py_None && require_slots(args[4]) < 0) ||
+        parse_float("scale", args[7], &params.scale) < 0 ||
+        parse_float("decay", args[8], &params.decay) < 0 ||
+        parse_float("softcap", args[9], &params.softcap) < 0) {
+        return NULL;
+    }
+    h2o_loan(&loans, "query", args[0], &params.query);
+    h2o_loan(&loans, "keys", args[1], &params.keys);
+    h2o_loan(&loans, "values", args[2], &params.values);
+    h2o_loan(&loans, "mask", args[3], &params.mask);
+    h2o_loan(&loans, "out", args[5], &params.out);
+    h2o_loan(&loans, "scores", args[6], &params.scores);
+    params.has_slots = args[4] != Py_None;
+    params.slots = (h2o_slots){0};
+    if (params.has_slots) {
+        loan_slots(&loans, args[4], 4, &params.slots);
+    }
+    int status = h2o_borrow(PyModule_GetState(module), &loans);
+    if (status == 0) {
+        status = execute_attend(&params, &params.query, &error);
+    }
+    return finish(&loans, status, &error);
+}
+
+PyDoc_STRVAR(evict_doc, "evict($module, keys, values, scores, mask, slots, sinks, rank_by, decay,\n"
+                        "      value_weighted, /)\n--\n\nSee h2o.ops.evict.");
+
+static PyObject *evict(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    h2o_evict_params params;
+    h2o_loans loans = {.count = 0};
+    h2o_error error;
+    if (require_count("evict", count, 9) < 0 || require_slots(args[4]) < 0 ||
+        parse_policy(args + 5, &params.policy) < 0) {
+        return NULL;
+    }
+    h2o_loan(&loans, "keys", args[0], &params.keys);
+    h2o_loan(&loans, "values", args[1], &params.values);
+    h2o_loan(&loans, "scores", args[2], &params.scores);
+    h2o_loan(&loans, "mask", args[3], &params.mask);
+    loan_slots(&loans, args[4], SLOTS_FIELDS, &params.slots);
+    int status = h2o_borrow(PyModule_GetState(module), &loans);
+    if (status == 0) {
+        status = execute_evict(&params, &params.keys, &error);
+    }
+    return finish(&loans, status, &error);
+}
+
+PyDoc_STRVAR(step_doc,
+             "step($module, query, key, value, mask, slots, out, scale, softcap, sinks, rank_by,\n"
+             "     decay, value_weighted, /)\n--\n\nSee h2o.ops.step.");
+
+static PyObject *step(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    h2o_step_params params;
+    h2o_loans loans = {.count = 0};
+    h2o_error error;
+    if (require_count("step", count, 12) < 0 || require_slots(args[4]) < 0 ||
+        parse_float("scale", args[6], &params.scale) < 0 ||
+        parse_float("softcap", args[7], &params.softcap) < 0 ||
+        parse_policy(args + 8, &params.policy) < 0) {
+        return NULL;
+    }
+    h2o_loan(&loans, "query", args[0], &params.query);
+    h2o_loan(&loans, "key", args[1], &params.key);
+    h2o_loan(&loans, "value", args[2], &params.value);
+    h2o_loan(&loans, "mask", args[3], &params.mask);
+    loan_slots(&loans, args[4], SLOTS_FIELDS, &params.slots);
+    h2o_loan(&loans, "out", args[5], &params.out);
+    int status = h2o_borrow(PyModule_GetState(module), &loans);
+    if (status == 0) {
+        status = execute_step(&params, &params.query, &error);
+    }
+    return finish(&loans, status, &error);
+}
+
+PyDoc_STRVAR(simulate_doc,
+             "simulate($module, query, keys, values, mask, prompt, budget, out, evicted_at,\n"
+             "         scores, scale, softcap, sinks, rank_by, decay, value_weighted, /)\n--\n\n"
+             "See h2o.ops.simulate.");
+
+static PyObject *simulate(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    h2o_simulate_params params;
+    h2o_loans loans = {.count = 0};
+    h2o_error error;
+    if (require_count("simulate", count, 15) < 0 ||
+        parse_float("scale", args[9], &params.scale) < 0 ||
+        parse_float("softcap", args[10], &params.softcap) < 0 ||
+        parse_policy(args + 11, &params.policy) < 0) {
+        return NULL;
+    }
+    h2o_loan(&loans, "query", args[0], &params.query);
+    h2o_loan(&loans, "keys", args[1], &params.keys);
+    h2o_loan(&loans, "values", args[2], &params.values);
+    h2o_loan(&loans, "mask", args[3], &params.mask);
+    h2o_loan(&loans, "prompt", args[4], &params.prompt);
+    h2o_loan(&loans, "budget", args[5], &params.budget);
+    h2o_loan(&loans, "out", args[6], &params.out);
+    h2o_loan(&loans, "evicted_at", args[7], &params.evicted_at);
+    h2o_loan(&loans, "scores", args[8], &params.scores);
+    int status = h2o_borrow(PyModule_GetState(module), &loans);
+    if (status == 0) {
+        status = execute_simulate(&params, &params.query, &error);
+    }
+    return finish(&loans, status, &error);
+}
+
+PyDoc_STRVAR(info_doc, "info($module, /)\n--\n\nSee h2o.ops.info.");
+
+static PyObject *info(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    const h2o_ops *table = h2o_table(1);
+    PyObject *levels = PyList_New(0);
+    for (const char *const *level = h2o_cpu_levels(); levels != NULL && *level != NULL; level++) {
+        PyObject *name = PyUnicode_FromString(*level);
+        if (name == NULL || PyList_Append(levels, name) < 0) {
+            Py_CLEAR(levels);
+        }
+        Py_XDECREF(name);
+    }
+    if (levels == NULL) return NULL;
+    return Py_BuildValue("{ss sN ss si ss ss}", "level", table->name, "levels", levels, "features",
+                         h2o_cpu_features(), "threads", h2o_threads(), "thread_source",
+                         h2o_thread_source(), "version", H2O_VERSION);
+}
+
+/* ---- Module ------------------------------------------------------------ */
+
+#define FASTCALL(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
+
+static PyMethodDef methods[] = {
+    {"attend", FASTCALL(attend), attend_doc}, {"evict", FASTCALL(evict), evict_doc},
+    {"step", FASTCALL(step), step_doc},       {"simulate", FASTCALL(simulate), simulate_doc},
+    {"info", info, METH_NOARGS, info_doc},    {0},
+};
+
+static int execute_module(PyObject *module) {
+    (void)module;
+    h2o_error error;
+    if (h2o_exchange_init() < 0) return -1;
+    return h2o_init(&error) == H2O_OK ? 0 : raise_error(&error);
+}
+
+static int traverse(PyObject *module, visitproc visit, void *arg) {
+    return h2o_exchange_traverse(PyModule_GetState(module), visit, arg);
+}
+
+static int clear(PyObject *module) {
+    h2o_exchange_clear(PyModule_GetState(module));
+    return 0;
+}
+
+static void free_module(void *module) { clear(module); }
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, execute_module},
+#if PY_VERSION_HEX >= 0x030c0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED}, /* as NumPy */
+#endif
+    {0},
+};
+
+static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "h2o._core",
     .m_doc = "The C core of h2o. Use h2o.ops, which documents the operations.",
+    .m_size = sizeof(h2o_exchange),
+    .m_methods = methods,
+    .m_slots = slots,
+    .m_traverse = traverse,
+    .m_clear = clear,
+    .m_free = free_module,
 };
 
-PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&module_def); }
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }
