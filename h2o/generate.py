@@ -8,7 +8,6 @@ takes the times: all up to the first new token is the prefill.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.resources
 import shutil
 import sys
@@ -139,7 +138,7 @@ def generate(
         dtype=str(model.dtype).removeprefix("torch."),
         prompt_tokens=tokens,
         budget=asdict(request.config),
-        versions={x: importlib.metadata.version(x) for x in ("h2o-kv", "torch", "transformers")},
+        versions=versions(),
         runs=runs,
     )
 
@@ -254,6 +253,16 @@ def holdings(cache: Any) -> dict[str, Any]:
         "tokens_evicted": seen - held,
         "mass_evicted": total.share_evicted,
     }
+
+
+def versions() -> dict[str, str]:
+    """Of what a result depends on."""
+    import torch
+    import transformers
+
+    import h2o
+
+    return {package.__name__: package.__version__ for package in (h2o, torch, transformers)}
 
 
 def leading_agreement(tokens: list[int], others: list[int]) -> int:

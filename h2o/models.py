@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -145,10 +146,17 @@ def convert(gguf: Path, target: Path) -> None:
 
 
 def quiet_libraries() -> None:
-    """Stop transformers from writing progress bars and warnings between ours."""
+    """Stop other libraries from writing between our lines; call it before anything imports them.
+
+    What remains are the bars of conversions and downloads, which take long, on a terminal.
+    """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
+        from huggingface_hub.utils import enable_progress_bars
         from transformers.utils import logging
     except ImportError:  # load() says so, and how to put it right
         return
-    logging.disable_progress_bar()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()  # the hub's as well, which is too much
+    enable_progress_bars()
