@@ -1,0 +1,113 @@
+"""What a decode step costs in memory: its output, and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import tracemalloc
+
+import pytest
+import torch
+
+from h2o.attention import h2o_attention_forward
+from tests.hf.drive import Attention, forward, new_cache, tensors
+from tests.inputs import drifting
+
+TEXT = drifting(3, B=2, N=700, D=32)
+ATTENTION = Attention()
+
+
+def steps(cache, start, count):
+    """Decode steps as a model takes them."""
+    query, key, value = tensors(TEXT)
+    for i in range(start, start + count):
+        q, k, v = (x[:, :, i : i + 1] for x in (query, key, value))
+        k, v = cache.update(k, v, 0)
+        h2o_attention_forward(ATTENTION, q, k, v, None, scaling=0.2)
+
+
+@pytest.fixture
+def running():
+    """A cache whose budget is full, past the first steps' one-time work."""
+    cache = new_cache(heavy=20, recent=20, sinks=2, value_weighted=True)
+    with torch.no_grad():
+        forward(cache, TEXT.cut(0, 100))
+        steps(cache, 100, 10)
+        yield cache
+
+
+def test_nothing_moves(running):
+    """The slots stay where they are, and one key and value row of each head is written."""
+    addresses = [x.data_ptr() for x in running.layers[0].slots]
+    for i in range(110, 160):
+        keys, values = running.layers[0].keys.clone(), running.layers[0].values.clone()
+        steps(running, i, 1)
+        for before, after in (
+            (keys, running.layers[0].keys),
+            (values, running.layers[0].values),
+        ):
+            written = (before != after).any(-1).sum(-1)
+            assert written.tolist() == [[1, 1], [1, 1]]
+    assert [x.data_ptr() for x in running.layers[0].slots] == addresses
+
+
+def test_torch_allocates_the_output_only(running):
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        steps(running, 110, 20)
+    allocated = [
+        event.self_cpu_memory_usage
+        for event in profiler.events()
+        if event.self_cpu_memory_usage > 0
+    ]
+    output = 2 * 4 * 32 * 4  # B, H, D, fp32
+    assert len(allocated) == 20
+    assert max(allocated) <= output + 64
+
+
+def test_python_keeps_nothing(running):
+    steps(running, 110, 10)
+    tracemalloc.start()
+    steps(running, 120, 50)
+    before = tracemalloc.get_traced_memory()[0]
+    steps(running, 170, 400)
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert after - before < 1000  # bytes over 400 steps: a counter may need another digit
+
+
+def test_the_core_keeps_nothing(running):
+    """Bytes that the C library has handed out, before and after 400 steps."""
+    libc = ctypes.CDLL(ctypes.util.find_library("c"))
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("needs glibc's mallinfo2")
+
+    class Info(ctypes.Structure):
+        _fields_ = [
+            (name, ctypes.c_size_t)
+            for name in (
+                "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+                "uordblks", "fordblks", "keepcost",
+            )
+        ]  # fmt: skip
+
+    libc.mallinfo2.restype = Info
+
+    def in_use():
+        info = libc.mallinfo2()
+        return info.uordblks + info.hblkhd
+
+    steps(running, 110, 50)
+    before = in_use()
+    steps(running, 160, 400)
+    assert in_use() - before < 4096
+
+
+def test_attention_reads_the_new_key_in_place(running):
+    """What `update` returns is the model's own tensor: no copy of the prompt either."""
+    _, key, value = tensors(TEXT.cut(110, 150))
+    same_key, same_value = running.update(key, value, 0)
+    assert same_key.data_ptr() == key.data_ptr()
+    assert same_value is value
+    running.layers[0].forget_update()
