@@ -93,6 +93,8 @@ def h2o_attention_forward(
     except Exception:
         layer.forget_update()
         raise
+    if not query.dtype == key.dtype == value.dtype:
+        query, key, value = _as_autocast(query, key, value)
     if not torch.is_grad_enabled() or not (query.requires_grad or value.requires_grad):
         return layer.attend(query, key, value, attention_mask, scaling, softcap or 0.0), None
     with torch.no_grad():
@@ -100,6 +102,14 @@ def h2o_attention_forward(
             query.detach(), key.detach(), value.detach(), attention_mask, scaling, softcap or 0.0
         )
     return Undifferentiable.apply(out, query, key, value), None
+
+
+def _as_autocast(*tensors: Tensor) -> list[Tensor]:
+    """Under autocast projections come in its dtype, rotated queries and keys in float32."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)  # the operations will name the dtype that does not fit
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
 
 
 def refuse_foreign(

@@ -78,11 +78,16 @@ class H2OCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Called once before a forward pass: the place to notice that the last one broke off."""
-        seen = {layer.get_seq_length() for layer in self.layers}
-        if len(seen) > 1:
+        seen = self.layers[0].get_seq_length()
+        if any(layer.get_seq_length() != seen for layer in self.layers):
             raise RuntimeError(
                 "the last forward pass broke off between two layers, which now have seen "
-                f"different numbers of tokens ({sorted(seen)}): call cache.reset() and start anew"
+                "different numbers of tokens: call cache.reset() and start anew"
+            )
+        if query_length == 0:
+            raise ValueError(
+                f"no new tokens: the cache has seen {seen}, and generate() needs input_ids with "
+                "these and more. For another conversation make a new H2OCache, or reset() this one"
             )
         return super().get_mask_sizes(query_length, layer_idx)
 

@@ -173,11 +173,6 @@ class H2OLayer(CacheLayerMixin):
     ) -> Tensor:
         """The first forward pass, or a later one of several tokens: a chunk, a chat turn."""
         B, _, Q, _ = key.shape
-        if Q == 0:
-            raise ValueError(
-                f"no new tokens: the cache has seen {self.seen}, and generate() needs input_ids "
-                "with these and more, or a new H2OCache"
-            )
         stored = self.slots
         if stored is None:
             lengths = [Q] * B if mask is None else mask.sum(1).tolist()

@@ -95,6 +95,7 @@ MODES: dict[str, Mode] = {
     "sampling": _with(do_sample=True, top_k=20),
     "several samples": _with(do_sample=True, num_return_sequences=3),
     "repetition penalty": _with(repetition_penalty=1.5),
+    "guidance": _with(guidance_scale=1.5),
     "beam search": _with(num_beams=4),
     "beam sampling": _with(num_beams=3, do_sample=True),
     "several beams": _with(num_beams=4, num_return_sequences=3),

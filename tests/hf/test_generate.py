@@ -154,6 +154,31 @@ def test_half_precision_is_near_the_full_cache():
         assert cache.layers[0].slots.scores.dtype == torch.float32
 
 
+def test_autocast():
+    """Queries and keys are rotated in float32, values are not: all take the dtype asked for."""
+    ours, theirs = model("llama"), model("llama", "sdpa")
+    inputs = batch(prompts(12, 23))
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = H2OCache(ours.config, H2OConfig.full())
+        got = ours(**inputs, past_key_values=cache).logits[real]
+        expected = theirs(**inputs).logits[real]
+        ours(inputs["input_ids"][:, :1], past_key_values=cache)
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert (got - expected).abs().mean() < 0.05 * expected.abs().mean()
+
+
+def test_offloaded_weights():
+    """accelerate moves weights in and out around each module; keys keep their layer."""
+    accelerate = pytest.importorskip("accelerate")
+    inputs = batch(prompts(12, 23))
+    ours = model("llama")
+    expected = greedy(ours, inputs, past_key_values=H2OCache(ours.config, SMALL))
+    accelerate.cpu_offload(ours, execution_device="cpu")
+    got = greedy(ours, inputs, past_key_values=H2OCache(ours.config, SMALL))
+    assert got.tolist() == expected.tolist()
+
+
 def test_threads_with_caches_of_their_own_do_not_meet():
     ours = model("gpt_neox")
     texts = prompts(20, 27)

@@ -294,12 +294,13 @@ def test_attention_twice_for_one_update():
 
 
 def test_no_new_tokens():
-    cache = new_cache(**SMALL)
-    feed(cache, TEXT, [30])
-    query, key, value = tensors(TEXT.cut(0, 0))
-    key, value = cache.update(key, value, 0)
-    with pytest.raises(ValueError, match="no new tokens: the cache has seen 30"):
-        cache.layers[0].attend(query, key, value)
+    """Another conversation on a used cache: shorter ids than those that it has seen."""
+    ours = model("llama")
+    (ids,) = prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    greedy(ours, {"input_ids": ids}, past_key_values=cache)
+    with pytest.raises(ValueError, match="no new tokens: the cache has seen 35"):
+        greedy(ours, {"input_ids": ids[:, :9]}, past_key_values=cache)
 
 
 def test_a_forward_pass_that_broke_off():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import gc
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,6 +104,38 @@ def test_the_core_keeps_nothing(running):
     before = in_use()
     steps(running, 160, 400)
     assert in_use() - before < 4096
+
+
+def test_a_prompt_takes_memory_in_proportion_to_its_length():
+    """Not to the square: with a matrix of weights 4096 tokens would take 512 MB, in 8 heads."""
+    peaks = {n: peak_of_prompt(n) for n in (256, 1024, 2048, 4096)}
+    bytes_in_and_out = 4096 * 64 * 4 * (8 + 2 + 2 + 8)  # query, keys, values, out
+    assert peaks[4096] < 3 * bytes_in_and_out
+    assert peaks[4096] < 2.5 * peaks[2048] + 2**20
+
+
+def peak_of_prompt(n):
+    """Bytes by which the process was largest during attention and eviction of a prompt."""
+    clear = Path("/proc/self/clear_refs")
+    if not clear.exists():
+        pytest.skip("needs Linux's /proc")
+    torch.manual_seed(0)
+    query = torch.randn(1, 8, n, 64)
+    key, value = torch.randn(2, 1, 2, n, 64)
+    cache = new_cache(heavy=100, recent=100)
+    key, held = cache.update(key, value, 0)
+    gc.collect()
+    clear.write_text("5")  # forget the largest size so far
+    before = status("VmRSS")
+    with torch.no_grad():
+        h2o_attention_forward(ATTENTION, query, key, held, None, scaling=0.1)
+    assert cache.layers[0].keys.shape == (1, 2, 201, 64)  # the budget, and a slot for what comes
+    return status("VmHWM") - before
+
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
 def test_attention_reads_the_new_key_in_place(running):

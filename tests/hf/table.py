@@ -1,0 +1,78 @@
+"""The table of families and modes that the README shows, from the tests themselves.
+
+    python -m tests.hf.table            prints it
+    python -m tests.hf.table README.md  puts it between the two marks in that file
+
+Every cell runs the test of its name; it takes about two minutes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from tests.hf import test_families
+from tests.hf.modes import MODES, POLICIES
+from tests.hf.tiny import FAMILIES, HYBRID, PURE
+
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+
+
+def passes(test, *arguments) -> bool:
+    try:
+        test(*arguments)
+    except AssertionError:
+        return False
+    return True
+
+
+def cell(results: dict[str, bool]) -> str:
+    """All of them, or which ones not."""
+    wrong = [name for name, right in results.items() if not right]
+    return f"all {len(results)}" if not wrong else "not " + ", ".join(wrong)
+
+
+def lines():
+    yield "| family | layers by h2o | modes as the full cache | policies, each row as alone |"
+    yield "| --- | --- | --- | --- |"
+    for name, family in FAMILIES.items():
+        modes = {
+            mode: passes(test_families.test_full_budget_is_the_full_cache, name, mode)
+            for mode in MODES
+        }
+        policies = {
+            policy: all(
+                passes(test_families.test_each_row_is_the_row_alone, name, policy, side)
+                for side in ("left", "right")
+            )
+            for policy in (POLICIES if name in PURE + HYBRID else ())
+        }
+        own = family.layers.count("h2o")
+        of = "all" if own == len(family.layers) else f"{own} of {len(family.layers)}, windows kept"
+        rows = cell(policies) if policies else "nothing to evict"
+        print(f"{name}: {cell(modes)}; {rows}", file=sys.stderr)
+        yield f"| {name} | {of} | {cell(modes)} | {rows} |"
+    yield ""
+    yield f"Modes: {', '.join(MODES)}. Policies: {', '.join(POLICIES)}."
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    table = "\n".join(lines())
+    if len(sys.argv) == 1:
+        print(table)
+        return
+    page = Path(sys.argv[1])
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, mark, after = rest.partition(END)
+    if not mark:
+        sys.exit(f"{page} has no lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
