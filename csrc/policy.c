@@ -85,5 +85,11 @@ int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *sc
         keep[i] = (keys[i] > lowest) | ((keys[i] == lowest) & (positions[i] <= last));
         kept += keep[i];
     }
+    /* Only positions that repeat can tie for more places than there are. */
+    for (int64_t i = n - 1; kept > ranking->budget; i--) {
+        const bool tied = keep[i] && keys[i] == lowest;
+        keep[i] = keep[i] && !tied;
+        kept -= tied;
+    }
     return kept;
 }

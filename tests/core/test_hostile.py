@@ -424,6 +424,21 @@ def test_any_numbers_in_any_tensor(data, name, dtype):
         call.run()
 
 
+@pytest.mark.parametrize("sinks", [0, 1, 50])
+@pytest.mark.parametrize("position", [0, 5, 2**31 - 1])
+@pytest.mark.parametrize("score", [1.0, np.nan])
+def test_positions_that_repeat(position, score, sinks):
+    """Keys that nothing tells apart tie for the last place; only one of them may get it."""
+    k, Q = 12 + sinks, 9
+    keys = np.zeros((1, 1, Q, 8), np.float32)
+    slots = ops.new_slots(keys, k, heavy=8, recent=4)
+    slots.positions[...] = position
+    slots.scores[...] = score
+    slots.lengths[...] = 100
+    ops.evict(keys, keys, np.full((1, 1, Q), score, np.float32), slots, sinks=sinks)
+    assert (slots.positions >= 0).sum() == k
+
+
 @given(
     seed=st.integers(0, 2**32 - 1),
     steps=st.integers(1, 12),
