@@ -163,9 +163,6 @@ def read_windows(
     file: Path, tokenizer: Any, config: Any, window: int, limit: int | None
 ) -> tuple[list[list[int]], int]:
     """(windows of token ids, how many the whole text has)."""
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if window < 2 or (longest and window > longest):
-        raise UserError(f"--window {window}: from 2 to the model's {longest} positions")
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -173,6 +170,9 @@ def read_windows(
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < 2:
         raise UserError(f"{file} has {len(ids)} tokens: nothing to predict")
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if window < 2 or (longest and window > longest):
+        raise UserError(f"--window {window}: from 2 to the model's {longest} positions")
     windows = [ids[start : start + window] for start in range(0, len(ids), window)]
     if len(windows[-1]) < 2:  # a last token alone has nothing to be predicted from
         windows.pop()

@@ -1,0 +1,181 @@
+"""Perplexity by one forward and by the real cache, token by token."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from h2o import cli, variants
+from h2o.evaluate import perplexity
+from h2o.evaluate.setting import parse
+from tests.evaluate import conftest
+
+TEXT = "\n".join(
+    f"On day {day} the keeper counted {day * 7 % 13} boats, {day * 5 % 11} gulls and one cat."
+    for day in range(8)
+)
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def run(folder, text, tmp_path, *arguments):
+    where = ["--model", str(folder), "-o", str(tmp_path / "out")]
+    return cli.main(["eval", "--perplexity", str(text), *where, *map(str, arguments)])
+
+
+def cells(tmp_path):
+    return json.loads((tmp_path / "out" / "perplexity.json").read_text())["cells"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "opt", "gpt_neox"])
+@pytest.mark.parametrize("prompt_len", [1, 20])
+def test_both_ways_agree(tokenizer, model_type, prompt_len):
+    model = conftest.build(model_type)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :90]
+    full, _ = perplexity.by_simulation(model, ids, parse("full"))
+    for setting in ["h2o:0.1+0.1", "local:8", "sink:4+0.1", "robust:0.2", "h2o:200+0", "full"]:
+        one, mass = perplexity.by_simulation(model, ids, parse(setting), prompt_len)
+        other, held = perplexity.by_cache(model, ids, parse(setting), prompt_len)
+        torch.testing.assert_close(one, other, atol=5e-4, rtol=0)
+        assert list(held) == [0, 1]
+        if setting in ("h2o:200+0", "full"):
+            torch.testing.assert_close(one, full, atol=5e-4, rtol=0)
+            assert all(share == 1 for share in held.values())
+            assert all(share == pytest.approx(1) for share in mass.values())
+        else:
+            assert (one - full).abs().max() > 0.01
+            assert all(0 < share < 0.99 for share in (*held.values(), *mass.values()))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_it_is_the_models_own_loss(tokenizer):
+    model = conftest.build()
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :60]
+    loss, _ = perplexity.by_simulation(model, ids, parse("full"))
+    with torch.no_grad():
+        want = model(ids, labels=ids).loss
+    torch.testing.assert_close(loss.mean(), want)
+
+
+def test_compare(folder, text, tmp_path, capsys, tokenizer):
+    settings = "full,h2o:0.1+0.1,local:0.2,mask-local:0.1+0.1,mask-global:0.1+0.1"
+    assert run(folder, text, tmp_path, "--compare", settings, "--window", 100) == 0
+    out = capsys.readouterr().out
+    tokens = len(tokenizer(TEXT)["input_ids"])
+    windows = math.ceil(tokens / 100)
+    assert tokens % 100 > 1
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert [name in rows for name in settings.split(",")] == [True] * 5
+    assert rows["full"][1] == "100.0%"
+    assert f"in {windows} windows" in out
+    found = cells(tmp_path)
+    assert len(found) == 5 * windows
+    assert sum(c["result"]["predicted"] for c in found if c["facts"]["setting"] == "full") == (
+        tokens - windows
+    )
+    for cell in found:
+        assert {
+            "model", "versions", "seeds", "protocol", "ratio_of", "variant", "file", "window",
+            "prompt_len", "dtype",
+        } <= set(cell["facts"])  # fmt: skip
+        if cell["facts"]["variant"] != "full":
+            assert set(cell["result"]["retained_mass"]) == {"0", "1"}
+    full = [c["result"] for c in found if c["facts"]["setting"] == "full"]
+    want = math.exp(sum(r["loss"] for r in full) / sum(r["predicted"] for r in full))
+    assert rows["full"][3] == f"{want:.2f}"
+    assert (tmp_path / "out" / "perplexity.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("protocol", ["simulate", "drop"])
+def test_an_interrupted_run_goes_on(folder, text, tmp_path, capsys, monkeypatch, protocol):
+    name = "by_simulation" if protocol == "simulate" else "by_cache"
+    original, calls = getattr(perplexity, name), []
+
+    def measure(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(perplexity, name, measure)
+    arguments = ["--compare", "full,h2o:8+8", "--window", 60, "--limit", 3, "--protocol", protocol]
+    assert run(folder, text, tmp_path, *arguments) == 130
+    assert len(cells(tmp_path)) == 3
+    assert run(folder, text, tmp_path, *arguments) == 0
+    assert len(calls) == 4 + 3
+    assert "the first of" in capsys.readouterr().out
+    assert len(cells(tmp_path)) == 6
+    assert run(folder, text, tmp_path, *arguments) == 0
+    assert len(calls) == 7
+    text.write_text("Another " + TEXT)  # what is in the file no longer fits this text
+    assert run(folder, text, tmp_path, *arguments) == 0
+    assert len(calls) == 13
+
+
+def test_one_setting_by_options(folder, text, tmp_path, capsys):
+    options = ["--heavy", 6, "--recent", 5, "--sinks", 2, "--rank-by", "mean", "--value-weighted"]
+    assert run(folder, text, tmp_path, *options, "--window", 80, "--limit", 1) == 0
+    (cell,) = cells(tmp_path)
+    want = {"heavy": 6, "recent": 5, "sinks": 2, "rank_by": "mean", "value_weighted": True}
+    assert want.items() <= cell["facts"].items()
+    assert cell["result"]["kept"] == 13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--window", "1"], "--window 1: from 2 to"),
+        (["--window", "9999"], "the model's 320 positions"),
+        (["--limit", "0"], "--limit 0"),
+        (["--limit", "0.5"], "--limit 0.5"),
+        (["--ratio-of", "prompt"], "no such choice but text"),
+        (["--heavy", "0.001", "--recent", "0", "--window", "50"], "budget of 0"),
+        (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, no cache"),
+        (["--num_fewshot", "5"], "lm-eval's options go with --tasks"),
+    ],
+)
+def test_arguments_that_do_not_fit(folder, text, tmp_path, capsys, arguments, words):
+    assert run(folder, text, tmp_path, *arguments) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"", b"a", b"\xff\xfe\xfa"])
+def test_files_that_are_no_text(folder, tmp_path, capsys, content):
+    file = tmp_path / "bad.txt"
+    if content is not None:
+        file.write_bytes(content)
+    assert run(folder, file, tmp_path) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("h2o eval: error:")
+    assert "bad.txt" in error
+
+
+def test_retained_mass_is_the_variants(tokenizer):
+    """The numbers of the table are those of h2o.variants, by layer and head."""
+    from h2o import simulated
+
+    model = conftest.build()
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :70]
+    seen = {}
+    original = variants.retained_mass
+
+    def spy(query, keys, evicted_at, **kwargs):
+        seen[len(seen)] = original(query, keys, evicted_at, **kwargs)
+        return seen[len(seen) - 1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "retained_mass", spy)
+        with simulated(model, heavy=5, recent=5, mass=True) as simulation, torch.no_grad():
+            model(ids, use_cache=False)
+    _, mass = perplexity.by_simulation(model, ids, parse("h2o:5+5"))
+    for layer in simulation.layers():
+        assert torch.equal(simulation.retained_mass(layer)[0], seen[layer])
+        assert mass[layer] == pytest.approx(seen[layer].mean().item())

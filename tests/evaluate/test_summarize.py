@@ -1,0 +1,199 @@
+"""Summaries through a real cache: files of articles, ROUGE, interruption."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from h2o import cli
+from h2o.evaluate import summarize
+from h2o.models import UserError
+
+ARTICLES = [
+    "The bridge over the river was closed on Monday after a crack was found in a pillar.",
+    "A cat that was lost for two years walked back into the bakery where it was born.",
+    "The last film of the old cinema was shown to an audience of nine people and a dog.",
+]
+
+
+def write(path, records):
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    records = [
+        {"id": f"a{i}", "article": article, "summary": article.split(" was ")[0]}
+        for i, article in enumerate(ARTICLES)
+    ]
+    return write(tmp_path / "articles.jsonl", records)
+
+
+def run(folder, file, tmp_path, *arguments):
+    where = ["--model", str(folder), "-o", str(tmp_path / "out")]
+    return cli.main(["eval", "--summarize", str(file), *where, *map(str, arguments)])
+
+
+def cells(tmp_path):
+    return json.loads((tmp_path / "out" / "summaries.json").read_text())["cells"]
+
+
+# ---- Reading -----------------------------------------------------------------------------------
+
+
+def test_forms_of_rows(tmp_path):
+    prompt = "###\nArticle: It rained.\n\nSummarize the above article in 1 sentence.\n"
+    records = [
+        {"article": prompt, "summary_gt": "Rain.", "stop": ["###", "!"], "max_tokens": 64},
+        {"article": "It snowed.", "summary": "Snow."},
+        {"id": "x7", "article": "It hailed.", "highlights": "Hail.\nMuch."},
+    ]
+    rows = summarize.read_rows(write(tmp_path / "rows.jsonl", records))
+    assert [row.name for row in rows] == ["1", "2", "x7"]
+    assert rows[0].prompt == prompt
+    assert rows[0].stop == ("###", "!")
+    assert rows[1].prompt == prompt.replace("It rained.", "It snowed.")
+    assert "It hailed.\n\nSummarize the above article in 3 sentences." in rows[2].prompt
+    assert [row.reference for row in rows] == ["Rain.", "Snow.", "Hail.\nMuch."]
+    assert len(summarize.read_rows(tmp_path / "rows.jsonl", limit=2)) == 2
+
+
+GOOD = '{"article": "It rained.", "summary": "Rain."}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "no rows"),
+        (GOOD + '{"article": "It', "line 2: no JSON"),
+        (GOOD + "[1]", "line 2: expected an object"),
+        (GOOD + "\n" + '{"article": "It snowed."}', "line 3: no summary_gt, summary or highlights"),
+        (GOOD + '{"summary": "Snow."}', "line 2: article is missing"),
+        (GOOD + '{"article": "", "summary": "Snow."}', "line 2: article is missing, empty"),
+        (GOOD + '{"article": "It snowed.", "summary": 4}', "line 2: summary is missing, empty"),
+        (GOOD + '{"article": "a", "summary": "b", "stop": "x"}', "line 2: stop is a list"),
+        (b"\xff\xfe", "cannot read"),
+        (None, "cannot read"),
+    ],
+)
+def test_files_that_are_not_right(tmp_path, content, words):
+    path = tmp_path / "rows.jsonl"
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=words) as error:
+        summarize.read_rows(path)
+    assert "rows.jsonl" in str(error.value)
+
+
+# ---- Writing and judging -----------------------------------------------------------------------
+
+
+def test_compare(folder, file, tmp_path, capsys):
+    settings = "full,h2o:500+0,h2o:0.1+0.1,local:8"
+    assert run(folder, file, tmp_path, "--compare", settings, "--max-new-tokens", 20) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert [name in rows for name in settings.split(",")] == [True] * 4
+    found = {(c["facts"]["setting"], c["facts"]["row"]): c for c in cells(tmp_path)}
+    assert len(found) == 12
+    for (setting, row), cell in found.items():
+        assert {
+            "model", "versions", "seeds", "protocol", "ratio_of", "file", "max_new_tokens",
+            "decoding", "dtype",
+        } <= set(cell["facts"])  # fmt: skip
+        result = cell["result"]
+        assert 0 < result["new_tokens"] <= 20
+        assert all(0 <= result[name] <= 1 for name in summarize.ROUGE)
+        same = found["full", row]["result"]["summary"]
+        if setting == "h2o:500+0":
+            assert result["summary"] == same
+    texts = [
+        [found[s, f"a{i}"]["result"]["summary"] for i in range(3)] for s in ("full", "local:8")
+    ]
+    assert texts[0] != texts[1]
+    assert (tmp_path / "out" / "summaries.png").stat().st_size > 0
+
+
+def test_rouge_judges_what_was_written(folder, file, tmp_path, monkeypatch):
+    """Known F-measures: of 4 words in the reference and 2 in the summary, 2 are common."""
+    monkeypatch.setattr(
+        summarize, "summarize",
+        lambda *args: {
+            "summary": "the Bridges", "prompt_tokens": 9, "new_tokens": 2, "kept": 4, "seconds": 1,
+        },
+    )  # fmt: skip
+    records = [{"article": "It.", "summary": "the bridge over river"}]
+    assert run(folder, write(file, records), tmp_path) == 0
+    (cell,) = cells(tmp_path)
+    assert cell["result"]["rouge1"] == pytest.approx(2 / 3)  # precision 1, recall 1/2; stemmed
+    assert cell["result"]["rouge2"] == pytest.approx(0.5)  # 1 of 1 and 1 of 3 pairs
+    assert cell["result"]["rougeL"] == pytest.approx(2 / 3)
+
+
+def test_stop_texts(folder, file, tmp_path):
+    assert run(folder, file, tmp_path, "--variant", "full", "--max-new-tokens", 30) == 0
+    whole = [c["result"]["summary"] for c in cells(tmp_path)]
+    letter = next(x for x in whole[0][3:] if x.isascii() and x.isprintable())
+    records = [json.loads(line) | {"stop": [letter]} for line in file.read_text().splitlines()]
+    write(file, records)
+    assert run(folder, file, tmp_path, "--variant", "full", "--max-new-tokens", 30) == 0
+    cut = cells(tmp_path)[3:]
+    assert [c["result"]["summary"] for c in cut] == [t.partition(letter)[0].strip() for t in whole]
+    assert cut[0]["result"]["new_tokens"] < 30
+
+
+def test_an_interrupted_run_goes_on(folder, file, tmp_path, monkeypatch):
+    original, calls = summarize.summarize, []
+
+    def work(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(summarize, "summarize", work)
+    arguments = ["--compare", "full,h2o:6+6", "--max-new-tokens", 5]
+    assert run(folder, file, tmp_path, *arguments) == 130
+    first = cells(tmp_path)
+    assert len(first) == 2
+    assert run(folder, file, tmp_path, *arguments) == 0
+    assert len(calls) == 3 + 4
+    assert cells(tmp_path)[:2] == first
+    assert len(cells(tmp_path)) == 6
+
+
+def test_the_chat_template_is_used(folder, file, tmp_path, capsys, tokenizer):
+    assert run(folder, file, tmp_path, "--chat") == 1
+    assert "no chat template" in capsys.readouterr().err
+    chatty = tmp_path / "chatty"
+    import shutil
+
+    shutil.copytree(folder, chatty)
+    (chatty / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<bot>"
+    )
+    lengths = []
+    for extra in ([], ["--chat"]):
+        arguments = ["--limit", 1, "--max-new-tokens", 2, *extra]
+        assert run(chatty, file, tmp_path, *arguments) == 0
+        lengths.append(cells(tmp_path)[-1]["result"]["prompt_tokens"])
+    assert lengths[1] - lengths[0] == len("<user><bot>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--compare", "mask-local:4+4"], "a mask, no cache"),
+        (["--protocol", "simulate"], "no such choice but drop"),
+        (["--prompt-len", "5"], "no such choice"),
+        (["--max-new-tokens", "300"], "row a0: "),
+        (["--limit", "1.5"], "--limit 1.5"),
+    ],
+)
+def test_arguments_that_do_not_fit(folder, file, tmp_path, capsys, arguments, words):
+    assert run(folder, file, tmp_path, *arguments) == 1
+    assert words in capsys.readouterr().err
