@@ -43,9 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; `arguments` are those of the process by default."""
     parser = Parser(prog="h2o", description="Heavy-hitter (H2O) KV-cache eviction.")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    named = next((argument for argument in arguments if not argument.startswith("-")), None)
     for command in COMMANDS:
         own = commands.add_parser(command.name, help=command.help, description=command.help)
-        command.add_arguments(own)
+        if command.name == named:  # the arguments of others may need packages that take long
+            command.add_arguments(own)
         own.set_defaults(run=command.run, parser=own)
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command != "eval":

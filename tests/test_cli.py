@@ -85,6 +85,21 @@ def test_nothing_heavy_is_imported_for_help():
     assert set(out.stdout.split()) <= {"cli", "__main__", "__mp_main__"}
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "--x"]])
+def test_help_and_mistakes_load_no_torch(arguments):
+    program = (
+        "import sys\n"
+        "from h2o import cli\n"
+        "try:\n"
+        "    cli.main(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    sys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) != [])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True,
+                          check=False, timeout=DEADLINE)  # fmt: skip
+    assert done.returncode == 0
+
+
 def test_info_for_machines():
     from h2o import ops
 
