@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constr
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 
-.PHONY: help demo test test-all test-c test-python asan tsan lint format stubs wheel clean
+.PHONY: help demo test test-all test-c test-python test-hf test-versions asan tsan lint format stubs wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -79,6 +79,18 @@ asan: .venv/base .venv/test ## C tests and tests/core under AddressSanitizer and
 
 tsan: ## C tests under ThreadSanitizer
 	$(MAKE) test-c OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
+
+# transformers' own tests: as they are, then with h2o in the place of sdpa and DynamicCache.
+SUITE := H2O_SUITE=.venv/suite HF_HUB_OFFLINE=1 $(BIN)/python -m pytest \
+	-c tests/transformers_suite/pytest.ini --rootdir=. tests/transformers_suite/test_models.py
+test-hf: .venv/core .venv/test ## transformers' own model tests, without and with h2o
+	$(PIP) parameterized
+	$(BIN)/python tests/transformers_suite/fetch.py .venv/suite
+	H2O_REDIRECT=0 $(SUITE)
+	$(SUITE)
+
+test-versions: .venv/core ## tests/hf with the oldest, a middle and the newest transformers
+	bash tests/transformers_suite/versions.sh 5.4.0 5.10.4 newest
 
 # ---- the rest ----
 

@@ -1,0 +1,134 @@
+"""transformers' own model tests, with its attention and cache replaced by ours.
+
+`make test-hf` fetches the tests of the installed transformers version and runs
+them twice: as they are, and with the name "sdpa" leading to h2o's attention and
+DynamicCache to an H2OCache whose budget is larger than any text here. Both runs
+must pass the same tests. What is left out, and why, stands in LEFT_OUT.
+
+Environment: H2O_SUITE is the folder that fetch.py made, H2O_REDIRECT=0 runs
+transformers as it is.
+"""
+
+import importlib
+import os
+import sys
+import unittest
+
+import pytest
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+
+import h2o
+
+sys.path.insert(0, os.environ["H2O_SUITE"])
+
+from transformers_tests import test_modeling_common as common
+
+REDIRECT = os.environ.get("H2O_REDIRECT", "1") != "0"
+
+LEFT_OUT = {
+    "test_generation_tester_mixin_inheritance": "asserts that the generation mixin is inherited, "
+    "which the source distribution does not carry",
+}
+if REDIRECT:
+    LEFT_OUT |= dict.fromkeys(
+        (
+            "test_capture_outputs_decorator",
+            "test_eager_matches_sdpa_inference_24_fp32_pad_left_output_attentions",
+            "test_model_outputs_equivalence",
+        ),
+        "asks for output_attentions=True, which h2o refuses: it never makes the whole matrix",
+    )
+
+
+class FullCache(h2o.H2OCache):
+    """An H2OCache that never evicts, with DynamicCache's constructor.
+
+    Where h2o is not meant to serve, eager attention and training, it is a DynamicCache.
+    """
+
+    def __new__(cls, ddp_cache_data=None, config=None, **ignored):
+        if config is None or config._attn_implementation != "sdpa" or torch.is_grad_enabled():
+            return DynamicCache(ddp_cache_data, config=config, **ignored)
+        return super().__new__(cls)
+
+    def __init__(self, ddp_cache_data=None, config=None, **ignored):
+        super().__init__(config, h2o.H2OConfig.full())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def redirected():
+    """transformers with h2o in the place of sdpa and DynamicCache, while this module runs."""
+    if not REDIRECT:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            patch.setitem(interface._global_mapping, "sdpa", interface._global_mapping["h2o"])
+        patch.setattr(transformers.generation.utils, "DynamicCache", FullCache)
+        for name in FAMILIES:
+            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+            patch.setattr(module, "DynamicCache", FullCache)
+        yield
+
+
+class FamilyTester:
+    """What ModelTesterMixin asks of a model_tester, for one family's tiny configuration."""
+
+    batch_size = 3
+    seq_length = 7
+    is_training = True
+    num_hidden_layers = 2
+    hidden_size = 32
+    num_attention_heads = 4
+    vocab_size = 99
+
+    def __init__(self, config_class, **changes):
+        self.config_class = config_class
+        self.changes = changes
+
+    def get_config(self):
+        common = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "intermediate_size": 37,
+            "max_position_embeddings": 512,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        return self.config_class(**(common | self.changes))
+
+    def prepare_config_and_inputs_for_common(self):
+        ids = common.ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
+        return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids).tril()}
+
+
+GQA = {"num_key_value_heads": 2}
+FAMILIES = {
+    "llama": ("Llama", GQA),
+    "opt": ("OPT", {"ffn_dim": 37, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "gpt_neox": ("GPTNeoX", {"rotary_pct": 1.0}),
+    "qwen2": ("Qwen2", GQA),
+    "qwen3": ("Qwen3", GQA | {"head_dim": 8}),
+    "mistral": ("Mistral", GQA | {"sliding_window": None}),
+}
+
+
+def suite(prefix, changes):
+    """The test case class of one family."""
+    classes = [getattr(transformers, prefix + kind) for kind in ("Model", "ForCausalLM")]
+
+    def set_up(self):
+        self.model_tester = FamilyTester(getattr(transformers, prefix + "Config"), **changes)
+
+    left_out = {name: unittest.skip(reason)(lambda self: None) for name, reason in LEFT_OUT.items()}
+    body = {"all_model_classes": tuple(classes), "setUp": set_up, **left_out}
+    return type(f"{prefix}Test", (common.ModelTesterMixin, unittest.TestCase), body)
+
+
+for prefix, changes in FAMILIES.values():
+    globals()[f"{prefix}Test"] = suite(prefix, changes)
