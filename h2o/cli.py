@@ -89,14 +89,15 @@ def run_info(parser: Parser, options: argparse.Namespace) -> int:
         import torch  # noqa: F401
     from h2o import ops
 
-    facts: dict[str, Any] = {"h2o": ops.info()}
-    facts["versions"] = {"python": platform.python_version()}
+    core = ops.info()
+    versions = {"h2o": core.pop("version"), "python": platform.python_version()}
     for name in ("numpy", "torch", "transformers"):
         try:
-            facts["versions"][name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            facts["versions"][name] = None
-    facts["machine"] = {"system": platform.platform(), "processors": os.cpu_count()}
+            versions[name] = None
+    machine = {"system": platform.platform(), "processors": os.cpu_count()}
+    facts = {"core": core, "versions": versions, "machine": machine}
     if options.json:
         print(json.dumps(facts, indent=2))
         return 0

@@ -92,17 +92,20 @@ class Progress:
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
         self.terminal = sys.stderr.isatty()
+        self.shown = False  # an update stands on the terminal's last line
 
     def say(self, text: str) -> None:
         """Something that begins and may take long."""
         if not self.quiet:
-            print(f"\r\x1b[K{text}" if self.terminal else text, file=sys.stderr, flush=True)
+            self.update("")
+            print(text, file=sys.stderr, flush=True)
 
     def update(self, text: str) -> None:
-        """How far it is: on a terminal only. An empty text clears the line."""
-        if self.terminal and not self.quiet:
+        """How far it is: on a terminal only. An empty text takes the last update away."""
+        if self.terminal and not self.quiet and (text or self.shown):
             columns = shutil.get_terminal_size().columns - 1
             print(f"\r\x1b[K{text[:columns]}", end="", file=sys.stderr, flush=True)
+            self.shown = bool(text)
 
 
 def generate(
@@ -323,8 +326,7 @@ class Streamer:
         if text.endswith("\ufffd") and not final:
             return
         if self.stream:
-            if not self.text:
-                self.progress.update("")
+            self.progress.update("")
             self.stream(text[len(self.text) :])
         else:
             tail = " ".join(text[-60:].split())

@@ -107,8 +107,9 @@ def test_info_for_machines():
     assert done.returncode == 0
     assert done.stderr == ""
     facts = json.loads(done.stdout)
-    assert facts["h2o"].keys() == ops.info().keys()
-    assert facts["h2o"]["level"] == ops.info()["level"]
+    assert facts["versions"]["h2o"] == ops.info()["version"]
+    assert facts["core"].keys() == ops.info().keys() - {"version"}
+    assert facts["core"]["level"] == ops.info()["level"]
     assert facts["versions"]["python"] == sys.version.split()[0]
 
 
@@ -120,7 +121,7 @@ def test_info_for_readers(capsys):
         re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines()
     )
     assert lines["level"] == ops.info()["level"]
-    assert {"thread source", "features", "version", "python", "numpy", "torch"} <= lines.keys()
+    assert {"thread source", "features", "h2o", "python", "numpy", "torch"} <= lines.keys()
 
 
 @pytest.mark.parametrize(
