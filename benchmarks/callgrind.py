@@ -5,8 +5,8 @@
 Times drift with the machine, counts do not: the same source and compiler give the same number.
 The levels that valgrind can execute (it has no AVX-512) run under callgrind, which leaves
 its files for callgrind_annotate in the output folder; the others are single-stepped
-through ptrace. The work: one thread, 8 query heads to 2 key heads, D = 128; a prompt of 192 tokens,
-its cut to 160 keys, a decode step over 160 keys.
+through ptrace. The work: one thread, 4 query heads to 1 key head, D = 128; a prompt of 96
+tokens, its cut to 64 keys, a decode step over 64 keys.
 """
 
 from __future__ import annotations
