@@ -144,4 +144,5 @@ def test_attention_reads_the_new_key_in_place(running):
     same_key, same_value = running.update(key, value, 0)
     assert same_key.data_ptr() == key.data_ptr()
     assert same_value is value
+    assert not hasattr(key, "h2o_layer")  # the link is on the view: the caller's tensor is free
     running.layers[0].forget_update()
