@@ -17,6 +17,7 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval._cli import HarnessCLI
 from lm_eval.api.registry import model_registry
 from lm_eval.config.evaluate_config import EvaluatorConfig
+from lm_eval.tasks import TaskManager
 
 from h2o.evaluate.lm import H2OLM, POLICY, check, one_token_note
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
@@ -59,7 +60,7 @@ def compare(
     """
     with lm_eval_arguments(arguments), readable_errors():
         config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
-        manager = config.process_tasks(config.metadata)
+        manager = own_tasks(config) or config.process_tasks(config.metadata)
     own = set(config.model_args) & {*POLICY, "protocol", "prompt_len", "ratio_of"}
     if own:
         raise UserError(f"--model_args {sorted(own)[0]}: settings of the cache go into --compare")
@@ -111,6 +112,17 @@ def compare(
     written = f"{output / 'compare.json'}" + (f", {output / 'compare.png'}" if drawn else "")
     first = f"{origin['model']}, protocol {protocol}, fractions of the {lm.ratio_of}"
     return "\n".join([first, "", as_table(results), "", *sorted(notes), f"written: {written}"])
+
+
+def own_tasks(config: EvaluatorConfig) -> TaskManager | None:
+    """The tasks of --include_path, if these are all: lm-eval looks for ten seconds at its own."""
+    if not config.include_path:
+        return None
+    manager = TaskManager(
+        include_path=config.include_path, include_defaults=False, metadata=config.metadata
+    )
+    known = isinstance(config.tasks, list) and set(config.tasks) <= set(manager.all_tasks)
+    return manager if known else None
 
 
 def measure(lm: H2OLM, task: Any, config: EvaluatorConfig, manager: Any) -> dict[str, Any]:
