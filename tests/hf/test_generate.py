@@ -168,6 +168,7 @@ def test_autocast():
     assert (got - expected).abs().mean() < 0.05 * expected.abs().mean()
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
 def test_offloaded_weights():
     """accelerate moves weights in and out around each module; keys keep their layer."""
     accelerate = pytest.importorskip("accelerate")

@@ -71,9 +71,9 @@ def test_generate_has_a_fresh_cache_each_time(plain):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "chat turns"])
+@pytest.mark.parametrize("mode", [x for x in MODES if x not in ("chat turns", "guidance")])
 def test_every_mode_as_with_a_cache_by_hand(mode, policy):
-    """Chat turns aside: a fresh cache for each call has no second turn."""
+    """Chat turns aside, since a fresh cache for each call has no second turn; guidance follows."""
     plain = model("llama", "sdpa")
     inputs = batch(prompts(17, 23))
     config = POLICIES[policy]
@@ -86,6 +86,23 @@ def test_every_mode_as_with_a_cache_by_hand(mode, policy):
     with patched(plain, config):
         got = MODES[mode](plain, inputs, lambda: None)
     assert got.tolist() == expected.tolist()
+
+
+def test_guidance_has_a_cache_for_each_of_its_two_texts(llama):
+    """The unguided text begins with the prompt's last token: a fraction of that is nothing."""
+    inputs = batch(prompts(17, 23))
+    made = []
+    with patched(llama, heavy=4, recent=4) as patch:
+        make = patch.make_cache
+        patch.make_cache = lambda *args: made.append(make(*args)) or made[-1]
+        greedy(llama, inputs, 12, guidance_scale=1.5)
+    assert [cache.report().layers[0].seen for cache in made] == [[28, 34], [12, 12]]
+    assert [cache.report().layers[0].kept for cache in made] == [[8, 8], [8, 8]]
+    with (
+        patched(llama, heavy=0.3, recent=0.3),
+        pytest.raises(ValueError, match="a fraction of a prompt of 1 token is no budget"),
+    ):
+        greedy(llama, inputs, 12, guidance_scale=1.5)
 
 
 def test_forward_has_a_fresh_cache(plain):
