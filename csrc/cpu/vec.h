@@ -21,7 +21,7 @@
  *   vf_first_n(n, a, b)     lanes below n from a, the others from b
  *   vf_hsum vf_hmax         over all lanes, in a fixed order
  *   vf_exp2_parts(x, *f)    x = i + f with |f| <= 1/2, returns i as a float
- *   vf_scale2(x, i)         x * 2^i for integral i in -125..127
+ *   vf_scale2(x, i)         x * 2^i for integral i in -125..127; NaN if both are
  *   vf_load_f16 _bf16, vf_store_f16 _bf16, and with _n: conversions
  *   vf_transpose(v)         v[VL] as a VL x VL matrix, in place
  *   vf_hsums(v)             lane i is the sum over the lanes of v[i], i < VL
@@ -99,14 +99,13 @@ VEC void vf_store_as_n(void *p, h2o_dtype type, vf x, int n) {
 
 /* ---- Functions --------------------------------------------------------- */
 
-/* 2^x. Below -125 (-infinity too) exactly 0, so that no subnormal is ever
- * made; 2^0 is exactly 1; above 127 it stays at 2^127; NaN stays NaN.
+/* 2^x for x <= 127; NaN stays NaN. Below -125 (-infinity too) exactly 0, so that
+ * no subnormal is ever made; 2^0 is exactly 1.
  * A polynomial of degree 5 on [-1/2, 1/2], fitted for the smallest relative
  * error with the constant term fixed at 1: 9e-8, 1.7e-7 with rounding. */
 VEC vf vf_exp2(vf x) {
     vf f;
-    const vf capped = vf_min(vf_set1(127.0f), vf_max(vf_set1(-126.0f), x));
-    const vf whole = vf_exp2_parts(capped, &f);
+    const vf whole = vf_exp2_parts(x, &f);
     vf p = vf_set1(1.3264727e-3f);
     p = vf_fma(p, f, vf_set1(9.671513e-3f));
     p = vf_fma(p, f, vf_set1(5.5507336e-2f));

@@ -81,10 +81,10 @@ VEC vf vf_exp2_parts(vf x, vf *f) {
     return whole;
 }
 
-/* The same sum has the integer in its lowest bits. */
+/* The same sum has the integer in its lowest bits; a NaN has anything there. */
 VEC vf vf_scale2(vf x, vf i) {
-    const vu bits = (vu)(i + 12582912.0f);
-    return (vf)((vu)x + (bits << 23));
+    const vu bits = (vu)(i + 12582912.0f) << 23;
+    return (vf)((vu)x + (bits & (vu)(i == i)));
 }
 
 /* Four 16-bit values, each in the high half of a lane. */
