@@ -6,6 +6,7 @@ declarations are judged against these and against torch.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,14 @@ import numpy as np
 
 _KEPT: list[Any] = []
 """Everything that C code may still call: as with a real library, it lives to the end."""
+
+
+@atexit.register
+def _return_capsules() -> None:
+    """While Python can still run what their destructors call."""
+    for kept in _KEPT:
+        vars(kept).get("given", []).clear()
+
 
 CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 CPU = (1, 0)
