@@ -13,6 +13,7 @@ from transformers import DynamicCache, GenerationConfig
 
 import h2o
 from h2o import models
+from h2o.attention import register
 
 from .inputs import WrongResult
 from .measure import Contender, Row, Times, race
@@ -50,6 +51,35 @@ class Clock:
         pass
 
 
+class NoCache(DynamicCache):
+    """Counts tokens and keeps nothing."""
+
+    seen = 0
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.seen += keys.shape[2] if layer_idx == 0 else 0
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, self.seen
+
+
+def no_attention(module: Any, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    return query.transpose(1, 2), None
+
+
+ATTENTION = {"H2OCache": "h2o", "DynamicCache": "sdpa", "no attention": "nothing"}
+"""Contender -> attn_implementation. "no attention" is what the rest of the model takes, which no
+cache can make faster."""
+
+register(ATTENTION["no attention"], no_attention)
+
+
 class Generation:
     """One way to generate from one prompt; a round is prefill and decode."""
 
@@ -65,11 +95,12 @@ class Generation:
     def make_cache(self) -> Any:
         if self.name == "H2OCache":
             return h2o.H2OCache(self.model.config, heavy=SHARE / 2, recent=SHARE / 2)
-        return DynamicCache(config=self.model.config)
+        made = NoCache if self.name == "no attention" else DynamicCache
+        return made(config=self.model.config)
 
     def __call__(self) -> float:
         """Seconds to the first token; the seconds of each later one go to `decode`."""
-        self.model.set_attn_implementation("h2o" if self.name == "H2OCache" else "sdpa")
+        self.model.set_attn_implementation(ATTENTION[self.name])
         self.cache = self.make_cache()
         clock = Clock()
         start = time.perf_counter()
@@ -103,15 +134,20 @@ def generate(options: Options) -> Iterator[Row]:
         model, tokenizer = load(dtype)
         for length in options.prompts:
             ids = prompt(tokenizer, length)
-            names = ("H2OCache", "DynamicCache")
-            ways = [Generation(name, model, ids, options.tokens) for name in names]
+            ways = [Generation(name, model, ids, options.tokens) for name in ATTENTION]
             told = check_full_budget(model, ids[:, :512]) if dtype == "float32" else ""
             contenders = [Contender(way.name, way, own_clock=True) for way in ways]
             prefill = race(contenders, options.rounds)
             decode = {way.name: way.decode_times(options.rounds) for way in ways}
-            held = {way.name: way.bytes_held() for way in ways}
-            facts = {"prompt": length, "dtype": dtype, "bytes held": held}
+            held = {way.name: way.bytes_held() for way in ways[:2]}
             for phase, times in (("prefill", prefill), ("decode", decode)):
+                facts = {
+                    "phase": phase,
+                    "prompt": length,
+                    "dtype": dtype,
+                    "bytes held": held,
+                    "seconds without attention": times["no attention"].median,
+                }
                 yield Row(
                     "P8",
                     "SmolLM2, prefill" if phase == "prefill" else "SmolLM2, a decoded token",
@@ -119,7 +155,7 @@ def generate(options: Options) -> Iterator[Row]:
                     ours=times["H2OCache"],
                     peer=times["DynamicCache"],
                     error=told,
-                    facts=facts | {"phase": phase},
+                    facts=facts,
                 )
 
 
