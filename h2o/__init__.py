@@ -101,14 +101,14 @@ class _AfterTransformers:
             def exec_module(module: Any) -> None:
                 run(module)
                 if cls in sys.meta_path:
-                    sys.meta_path.remove(cls)  # type: ignore[arg-type]
+                    sys.meta_path.remove(cls)
                 _register()
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module
         return spec
 
 
 if _INTERFACE in sys.modules:
     _register()
 else:
-    sys.meta_path.insert(0, _AfterTransformers)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _AfterTransformers)

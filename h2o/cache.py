@@ -43,7 +43,9 @@ class H2OCache(Cache):
     ```
 
     One cache is one conversation, or one batch of them: used again it goes on, `reset()`
-    starts anew. Layers with a sliding window keep transformers' own cache, all others are H2O.
+    starts anew. A pipeline or a loop over prompts would therefore go on with the first prompt:
+    use `h2o.patched()` there, which makes a fresh cache each time. Layers with a sliding window
+    keep transformers' own cache, all others are H2O.
 
     Args:
         config: the model's (`model.config`).

@@ -106,7 +106,7 @@ class H2OLayer(CacheLayerMixin):
         # A detached view is the cheapest one; where gradients are wanted the
         # graph must stay, so that attention can refuse them.
         key = key_states[:] if key_states.requires_grad else key_states.detach()
-        key.h2o_layer = self  # type: ignore[attr-defined]
+        key.h2o_layer = self
         self.conversation.waiting = self.layer_idx
         return key, value_states
 
