@@ -168,7 +168,8 @@ static inline int64_t h2o_policy_victim(const h2o_ranking *ranking, int64_t n,
     int32_t victim = 0;
     for (int32_t i = 0; i < count; i++) {
         const int32_t found = (keys[i] == lowest) & ((uint32_t)positions[i] == newest);
-        victim |= i & -found;
+        const int32_t index = i & -found;
+        victim = index > victim ? index : victim;
     }
     return victim;
 }

@@ -1,0 +1,47 @@
+/* test.h - what the C tests share: checks that stop at the first failure, and
+ * random numbers that are the same everywhere. */
+#ifndef H2O_TEST_H
+#define H2O_TEST_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#define CHECK(condition) \
+    do { \
+        if (!(condition)) { \
+            fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
+            exit(1); \
+        } \
+    } while (0)
+
+typedef struct {
+    uint64_t state;
+} test_random;
+
+/* splitmix64 (Steele, Lea and Flood, OOPSLA 2014). */
+static inline uint64_t random_bits(test_random *random) {
+    uint64_t z = random->state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+/* In low..high, both included. */
+static inline int64_t random_int(test_random *random, int64_t low, int64_t high) {
+    return low + (int64_t)(random_bits(random) % (uint64_t)(high - low + 1));
+}
+
+/* In [0, 1). */
+static inline float random_float(test_random *random) {
+    return (float)(random_bits(random) >> 40) * 0x1p-24f;
+}
+
+static inline void *test_alloc(size_t bytes) {
+    void *const memory = calloc(1, bytes ? bytes : 1);
+    CHECK(memory != NULL);
+    return memory;
+}
+
+#endif
