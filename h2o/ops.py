@@ -25,7 +25,8 @@ for memory that cannot be shared and for tensors that require grad outside
 `torch.no_grad()`, RuntimeError for a device that this build has no kernels for,
 MemoryError. They name the argument and are raised before anything is written.
 
-Inputs may have any strides, also 0 or negative ones, and may be read-only.
+Inputs may have any strides, also 0 or negative ones, and may be read-only; JAX
+arrays, which nobody may write to, can be inputs only.
 Written tensors must have positive strides without overlap, and the range of
 memory that one spans must not touch that of another tensor of the call; the
 last stride of the keys, values, scores, positions and norms of slots must be 1.
