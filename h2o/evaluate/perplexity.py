@@ -78,7 +78,7 @@ def compare(
                 result = cells.find(facts)
                 if result is None:
                     start = time.perf_counter()
-                    loss, share = measure(model, torch.tensor([ids]), setting, prompt_len)
+                    loss, attention = measure(model, torch.tensor([ids]), setting, prompt_len)
                     heavy, recent = setting.config.tokens(len(ids))
                     result = cells.put(
                         facts,
@@ -88,7 +88,7 @@ def compare(
                             "seen": len(ids),
                             "kept": min(len(ids), setting.config.sinks + heavy + recent),
                             "seconds": time.perf_counter() - start,
-                            MASS[protocol]: share,
+                            MASS[protocol]: attention,
                         },
                     )
                 results[setting.name].append(result)

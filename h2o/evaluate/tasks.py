@@ -78,11 +78,11 @@ def compare(
     for task in config.tasks:
         name = task if isinstance(task, str) else task.get("task", str(task))
         with readable_errors(name):
-            for loaded in manager.load([task])["tasks"].values():
-                check_rows(loaded)
+            content = [check_rows(loaded) for loaded in manager.load([task])["tasks"].values()]
         for setting in settings:
             facts = origin | {
                 "task": name,
+                "content": content,
                 "num_fewshot": config.num_fewshot,
                 "limit": config.limit,
                 "samples": config.samples,
@@ -164,17 +164,19 @@ def measure(lm: H2OLM, task: Any, config: EvaluatorConfig, manager: Any) -> dict
     }
 
 
-def check_rows(task: Any) -> None:
-    """ValueError for rows that lm-eval would answer for, with a guess or as wrong.
+def check_rows(task: Any) -> str:
+    """A fingerprint of rows and templates; ValueError for rows that lm-eval would guess about.
 
     A field that some rows lack is None in them, which a template renders as "None"; a right answer
     that is none of the choices counts as answered wrongly.
     """
     config = task.config
+    content: list[Any] = [dict(row) for row in task.eval_docs]
     for part in ("doc_to_text", "doc_to_choice", "doc_to_target"):
         template = getattr(config, part)
         if not isinstance(template, str):
             continue
+        content.append(template)
         fields = {template}
         if template not in task.features:
             fields = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(template))
@@ -185,12 +187,13 @@ def check_rows(task: Any) -> None:
                 if row.get(field) is None:
                     raise ValueError(f"row {number} has no {field!r}, which {part} names")
     if config.output_type != "multiple_choice" or task.multiple_input:
-        return
+        return fingerprint({"content": content})
     for number, row in enumerate(task.eval_docs):
         choices, gold = task.doc_to_choice(row), task.doc_to_target(row)
         for answer in gold if isinstance(gold, list) else [gold]:
             if answer not in (range(len(choices)) if isinstance(answer, int) else choices):
                 raise ValueError(f"row {number}: {answer!r} is none of its {len(choices)} choices")
+    return fingerprint({"content": content})
 
 
 def main_metric(metrics: dict[str, float]) -> tuple[str, float, float]:

@@ -147,6 +147,18 @@ def test_compare(folder, tmp_path, capsys, forwards):
     ]
 
 
+def test_rows_that_changed_are_measured_again(folder, tmp_path, forwards):
+    row = {"premise": "It rained", "choices": ["a b", "c d"], "gold": 0}
+    task(tmp_path, f"test: {tmp_path}/rows.jsonl")
+    counts = []
+    for gold in (0, 0, 1):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"gold": gold}))
+        arguments = ["--compare", "h2o:4+4", "-o", tmp_path / "out"]
+        assert run(folder, *arguments, task="own", tasks=tmp_path) == 0
+        counts.append(forwards.count)
+    assert counts == [1, 1, 2]
+
+
 def test_an_interrupted_comparison_goes_on(folder, tmp_path, capsys, forwards):
     settings = ["--compare", "h2o:4+4,local:8", "--limit", 6, "--protocol", "drop"]
     assert run(folder, *settings, "-o", tmp_path / "whole") == 0
