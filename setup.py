@@ -57,15 +57,17 @@ class BuildCore(build_ext):
         super().build_extension(extension)
 
 
+included = [path for ending in ("h", "inc") for path in glob(f"csrc/**/*.{ending}", recursive=True)]
+
 core = Extension(
     "h2o._core",
     sources=sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c")),
-    depends=["setup.py", *sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.inc", recursive=True))],
+    depends=["setup.py", *included],
     include_dirs=["csrc", numpy.get_include()],
     libraries=["m", "dl"],
     extra_compile_args=compile_args,
     extra_link_args=link_args,
     undef_macros=undefined_macros,
-)  # fmt: skip
+)
 
 setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})

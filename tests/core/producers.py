@@ -74,14 +74,18 @@ class ExchangeAPI(ctypes.Structure):
 DELETER = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 TENSOR_FROM = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
 
-capsule_new = ctypes.pythonapi.PyCapsule_New
-capsule_new.restype = ctypes.py_object
-capsule_new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_is_valid = ctypes.pythonapi.PyCapsule_IsValid
-_is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)  # an address: the capsule may be dying
-_get_name = ctypes.pythonapi.PyCapsule_GetName
-_get_name.restype = ctypes.c_char_p
-_get_name.argtypes = (ctypes.py_object,)
+
+def _python_api(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of Python's C API, whose types nobody else can change."""
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
+
+
+capsule_new = _python_api(
+    "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)
+# Takes an address, because the capsule may be dying.
+_is_valid = _python_api("PyCapsule_IsValid", ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
+_get_name = _python_api("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)
 
 
 def fill(tensor: DLTensor, array: np.ndarray, **fields: Any) -> list[Any]:
