@@ -76,6 +76,7 @@ def failed(parser: Parser, error: Exception) -> int:
 
 
 def info_arguments(parser: Parser) -> None:
+    parser.add_argument("--model", metavar="NAME", help="say whether and how h2o serves this model")
     parser.add_argument("--json", action="store_true", help="for machines")
 
 
@@ -84,6 +85,8 @@ def run_info(parser: Parser, options: argparse.Namespace) -> int:
     import importlib.metadata
     import platform
 
+    if options.model:
+        return print_support(parser, options.model, options.json)
     # The core borrows torch's threads where torch is loaded, as it is when a model runs.
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401
@@ -106,6 +109,22 @@ def run_info(parser: Parser, options: argparse.Namespace) -> int:
     for name, value in rows:
         print(f"{name.replace('_', ' '):<{width}}  {readable(value)}")
     return 0
+
+
+def print_support(parser: Parser, name: str, as_json: bool) -> int:
+    """From a hub name's or folder's config alone. The exit code is 0 if h2o serves the model."""
+    import dataclasses
+
+    from transformers import AutoConfig
+
+    import h2o
+
+    try:
+        support = h2o.supports(AutoConfig.from_pretrained(name))
+    except (OSError, ValueError) as error:  # no such model, or no config that transformers knows
+        return failed(parser, error)
+    print(json.dumps(dataclasses.asdict(support), indent=2) if as_json else support)
+    return 0 if support else 1
 
 
 def readable(value: Any) -> str:

@@ -124,6 +124,18 @@ def test_info_for_readers(capsys):
     assert {"thread source", "features", "h2o", "python", "numpy", "torch"} <= lines.keys()
 
 
+def test_info_about_a_model(tiny, tmp_path, capsys):
+    assert cli.main(["info", "--model", tiny]) == 0
+    assert capsys.readouterr().out == "llama: supported, 2 of 2 layers by h2o\n"
+    (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
+    assert cli.main(["info", "--model", str(tmp_path), "--json"]) == 1
+    support = json.loads(capsys.readouterr().out)
+    assert not support["supported"]
+    assert "attention code of its own" in support["reason"]
+    assert cli.main(["info", "--model", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
