@@ -100,7 +100,7 @@ static const struct {
 #if defined(__x86_64__)
     {&h2o_ops_avx2, {"avx2", "fma", "f16c"}},
     {&h2o_ops_avx512, {"avx512f", "avx512bw", "avx512vl", "avx512dq"}},
-    {&h2o_ops_avx512bf16, {"avx512_bf16", "avx512_vnni"}},
+    {&h2o_ops_avx512bf16, {"avx512_bf16"}},
 #elif defined(__aarch64__)
     {&h2o_ops_neon, {"neon"}},
 #endif

@@ -8,6 +8,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define __SANITIZE_THREAD__ 1 /* as gcc has it */
+#endif
+#endif
+
+/* ThreadSanitizer does not follow a process that forks while it has threads. */
+#ifdef __SANITIZE_THREAD__
+enum { THREAD_SANITIZER = 1 };
+#else
+enum { THREAD_SANITIZER = 0 };
+#endif
+
 #define CHECK(condition) \
     do { \
         if (!(condition)) { \

@@ -1,0 +1,119 @@
+/* test_parallel.c - lanes run once each, whoever calls, on the own pool and on
+ * a borrowed one. */
+#define _GNU_SOURCE
+#include "h2o.h"
+
+#include "test.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { MOST_LANES = 300, CALLERS = 4 };
+
+typedef struct {
+    atomic_int runs[MOST_LANES];
+    int lanes;
+    bool nested;
+} record;
+
+static void count_lane(int lane, int lanes, void *context) {
+    record *const r = context;
+    CHECK(lanes == r->lanes && lane >= 0 && lane < lanes);
+    atomic_fetch_add(&r->runs[lane], 1);
+    if (r->nested) {
+        record inner = {.lanes = 3};
+        h2o_parallel(3, count_lane, &inner);
+        for (int i = 0; i < 3; i++) CHECK(inner.runs[i] == 1);
+    }
+}
+
+static void run_lanes(int lanes, bool nested) {
+    record *const r = test_alloc(sizeof *r);
+    r->lanes = lanes;
+    r->nested = nested;
+    h2o_parallel(lanes, count_lane, r);
+    for (int i = 0; i < MOST_LANES; i++) CHECK(r->runs[i] == (i < lanes));
+    free(r);
+}
+
+static void every_lane_runs_once(void) {
+    const int lanes[] = {1, 2, 3, 4, 7, 64, MOST_LANES};
+    for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++) {
+        for (int repeat = 0; repeat < 20; repeat++) run_lanes(lanes[i], false);
+    }
+}
+
+static void nested_calls_run_too(void) {
+    for (int repeat = 0; repeat < 20; repeat++) run_lanes(4, true);
+}
+
+static void *call_often(void *unused) {
+    for (int repeat = 0; repeat < 200; repeat++) run_lanes(4, repeat % 10 == 0);
+    return unused;
+}
+
+static void threads_may_call_at_once(void) {
+    pthread_t threads[CALLERS];
+    for (int i = 0; i < CALLERS; i++) {
+        CHECK(pthread_create(&threads[i], NULL, call_often, NULL) == 0);
+    }
+    for (int i = 0; i < CALLERS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+}
+
+static int wait_for(pid_t child) {
+    int status;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+/* The parent's workers are busy with other threads' calls while it forks. */
+static void a_forked_child_has_threads_of_its_own(void) {
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, call_often, NULL) == 0);
+    for (int repeat = 0; repeat < 10; repeat++) {
+        const pid_t child = fork();
+        if (child == 0) {
+            alarm(60); /* a child that hangs fails */
+            every_lane_runs_once();
+            _exit(strcmp(h2o_thread_source(), "own") == 0 && h2o_threads() >= 1 ? 0 : 2);
+        }
+        CHECK(wait_for(child) == 0);
+    }
+    CHECK(pthread_join(thread, NULL) == 0);
+}
+
+/* A library that is loaded later is found, and its number of threads counts. */
+static void a_loaded_libgomp_is_borrowed(void) {
+    void *const library = dlopen("libgomp.so.1", RTLD_NOW);
+    if (!library) {
+        puts("no libgomp here: borrowing is not tested");
+        return;
+    }
+    CHECK(strcmp(h2o_thread_source(), "gomp") == 0);
+    void *const symbol = dlsym(library, "omp_set_num_threads");
+    void (*set_threads)(int);
+    CHECK(symbol != NULL);
+    memcpy(&set_threads, &symbol, sizeof symbol);
+    set_threads(3);
+    CHECK(h2o_threads() == 3);
+    every_lane_runs_once();
+    nested_calls_run_too();
+    threads_may_call_at_once();
+    if (!THREAD_SANITIZER) a_forked_child_has_threads_of_its_own();
+}
+
+int main(void) {
+    CHECK(setenv("H2O_THREADS", "5", 1) == 0);
+    CHECK(strcmp(h2o_thread_source(), "own") == 0);
+    CHECK(h2o_threads() == 5);
+    every_lane_runs_once();
+    nested_calls_run_too();
+    threads_may_call_at_once();
+    if (!THREAD_SANITIZER) a_forked_child_has_threads_of_its_own();
+    if (!THREAD_SANITIZER) a_loaded_libgomp_is_borrowed(); /* it is not instrumented */
+    return 0;
+}

@@ -1,0 +1,90 @@
+/* test_scratch.c - workspace is aligned, whole, reused, and never shared. */
+#define _GNU_SOURCE
+#include "h2o.h"
+
+#include "test.h"
+
+#include <pthread.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static void blocks_are_aligned_and_whole(void) {
+    const size_t sizes[] = {0, 1, 63, 64, 65, 4096, 1000003, (size_t)80 << 20};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        void *const memory = h2o_scratch_acquire(sizes[i]);
+        CHECK(memory != NULL && (uintptr_t)memory % 64 == 0);
+        memset(memory, 1, sizes[i]);
+        h2o_scratch_release(memory);
+    }
+    CHECK(h2o_scratch_acquire(SIZE_MAX) == NULL);
+    CHECK(h2o_scratch_acquire(SIZE_MAX - 100) == NULL);
+    h2o_scratch_release(NULL);
+}
+
+static void a_released_block_is_used_again(void) {
+    void *const first = h2o_scratch_acquire(100000);
+    void *const second = h2o_scratch_acquire(100000);
+    CHECK(first != second);
+    h2o_scratch_release(first);
+    CHECK(h2o_scratch_acquire(99000) == first);
+    h2o_scratch_release(first);
+    h2o_scratch_release(second);
+    void *const small = h2o_scratch_acquire(100); /* no waste of a large block */
+    CHECK(small != first && small != second);
+    h2o_scratch_release(small);
+}
+
+/* More and larger than what is kept: all of it comes back at the end, or
+ * AddressSanitizer's check for leaks fails. */
+static void many_blocks_come_and_go(void) {
+    void *blocks[40];
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < 40; i++) {
+            blocks[i] = h2o_scratch_acquire((size_t)(i + round + 1) << 17);
+            CHECK(blocks[i] != NULL);
+        }
+        for (int i = 0; i < 40; i++) h2o_scratch_release(blocks[i]);
+    }
+}
+
+static void *use_blocks(void *seed) {
+    test_random random = {.state = (uintptr_t)seed};
+    for (int repeat = 0; repeat < 500; repeat++) {
+        const size_t bytes = (size_t)random_int(&random, 1, 50000);
+        const int mark = (int)random_int(&random, 0, 255);
+        uint8_t *const memory = h2o_scratch_acquire(bytes);
+        CHECK(memory != NULL);
+        memset(memory, mark, bytes);
+        for (size_t i = 0; i < bytes; i += 97) CHECK(memory[i] == mark);
+        CHECK(memory[bytes - 1] == mark);
+        h2o_scratch_release(memory);
+    }
+    return NULL;
+}
+
+static void threads_and_children_may_use_it_at_once(void) {
+    pthread_t threads[4];
+    for (uintptr_t i = 0; i < 4; i++) {
+        CHECK(pthread_create(&threads[i], NULL, use_blocks, (void *)(i + 1)) == 0);
+    }
+    for (int repeat = 0; repeat < (THREAD_SANITIZER ? 0 : 10); repeat++) {
+        const pid_t child = fork();
+        if (child == 0) {
+            alarm(60); /* a child that hangs fails */
+            use_blocks((void *)(uintptr_t)9);
+            _exit(0);
+        }
+        int status;
+        CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    }
+    for (int i = 0; i < 4; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+}
+
+int main(void) {
+    blocks_are_aligned_and_whole();
+    a_released_block_is_used_again();
+    many_blocks_come_and_go();
+    threads_and_children_may_use_it_at_once();
+    return 0;
+}
