@@ -54,6 +54,15 @@ def test_sizes(name, tensor, refused):
                 refused(spoilt, ValueError, "has shape|no multiple|shares memory")
 
 
+@pytest.mark.parametrize("name", ["attend", "step", "simulate"])
+def test_heads_that_do_not_divide(name, refused):
+    call = make(name)
+    for tensor, axis in (("query", 1), ("out", 2)):
+        call = call.put(tensor, np.repeat(call.get(tensor), 2, axis).take(range(5), axis))
+    text = "^query: has 5 heads, which is no multiple of the 2 key/value heads of keys?$"
+    refused(call, ValueError, text)
+
+
 @pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
 def test_zero_sizes(name, tensor, refused):
     call = make(name)
@@ -289,6 +298,39 @@ def test_a_masked_row_needs_no_room():
         call.run()
     call.get("mask")[0] = False
     call.run()
+
+
+# ---- Memory ------------------------------------------------------------------------------------
+
+SCARCE = """
+import resource
+import numpy as np
+from h2o import ops
+
+Q = 1 << 26
+keys = np.broadcast_to(np.float32(1), (1, 1, Q, 2))
+slots = ops.new_slots(np.zeros((1, 1, 1, 2), np.float32), 8, heavy=4, recent=4)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), -1))
+try:
+    ops.evict(keys, keys, keys[..., 0], slots)
+except MemoryError as error:
+    print(error)
+assert slots.lengths == 0
+assert (slots.positions == -1).all()
+"""
+
+
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="ASan aborts instead")
+def test_no_memory_for_the_workspace():
+    done = subprocess.run(
+        [sys.executable, "-c", SCARCE],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("evict: no memory for a workspace of ")
 
 
 # ---- The level ---------------------------------------------------------------------------------

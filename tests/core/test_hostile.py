@@ -289,6 +289,16 @@ def test_producers_that_raise(tensor, refused):
         refused(call.put(tensor, Raises(error)), type(error), "^first$")
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_exceptions_without_words(refused):
+    text = "^query: this Raises cannot share its memory: $"
+    refused(make("step").put("query", Raises(Unspeakable())), BufferError, text)
+
+
 class Gives:
     def __init__(self, given: object) -> None:
         self.given = given
