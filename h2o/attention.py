@@ -95,7 +95,7 @@ def h2o_attention_forward(
         raise
     if not query.dtype == key.dtype == value.dtype:
         query, key, value = _as_autocast(query, key, value)
-    if not torch.is_grad_enabled() or not (query.requires_grad or value.requires_grad):
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
         return layer.attend(query, key, value, attention_mask, scaling, softcap or 0.0), None
     with torch.no_grad():
         out = layer.attend(

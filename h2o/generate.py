@@ -247,7 +247,9 @@ def holdings(cache: Any) -> dict[str, Any]:
         }
     report = cache.report()
     total, layers = report.total, sum(layer.kind == "h2o" for layer in report.layers)
-    seen, held = total.seen[0] // layers, total.kept[0] // layers
+    seen = held = cache.get_seq_length()
+    if layers:  # otherwise all have a sliding window of their own
+        seen, held = total.seen[0] // layers, total.kept[0] // layers
     return {
         "kv_bytes_held": total.bytes_held,
         "kv_bytes_full": total.bytes_full,

@@ -46,8 +46,12 @@ class Conversation:
     def __init__(self, prompt_length: Any = None) -> None:
         if prompt_length is not None and not isinstance(prompt_length, Sequence):
             prompt_length = operator.index(prompt_length)
+        lengths = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]
+        if prompt_length is not None and any(length < 1 for length in lengths):
+            raise ValueError(f"prompt_length must be at least 1 token, not {prompt_length}")
         self.waiting: int | None = None
-        """The layer whose new keys have not been through attention yet."""
+        """The layer whose new keys have not been through attention yet. An interrupt (Ctrl-C)
+        leaves it set, since how far the layer got is then unknown."""
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Tokens of the whole prompt, where it is known to come in chunks."""
 
@@ -92,6 +96,8 @@ class H2OLayer(CacheLayerMixin):
         if self.conversation.waiting is not None:
             raise RuntimeError(_never_attended(self.conversation.waiting))
         if self.slots is None:
+            if key_states.shape[0] == 0:
+                raise ValueError("an H2OCache needs at least one row, not a batch of 0")
             if key_states.shape != value_states.shape:
                 raise Unsupported(
                     f"layer {self.layer_idx} has keys of shape {tuple(key_states.shape)} and "
@@ -135,41 +141,44 @@ class H2OLayer(CacheLayerMixin):
                 f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
                 "cannot be used where forward passes are repeated (gradient checkpointing)"
             )
+        many = self.slots is None or query.shape[2] != 1
+        forward = self._attend_many if many else self._attend_one
+        try:
+            out = forward(query, key, value, mask, scale=scale, softcap=softcap)
+        except Exception:
+            self.conversation.waiting = None
+            raise
         self.conversation.waiting = None
-        slots = self.slots
-        if slots is None or query.shape[2] != 1:
-            return self._attend_many(query, key, value, mask, scale, softcap)
-        if self.capacity <= self.longest and self.capacity <= self.widest:
-            slots = self._with_room(self.longest + 1)
-        if self._out is None:
-            self._out = query.new_empty((query.shape[0], 1, query.shape[1], query.shape[3]))
-        out = ops.step(
-            query,
-            key,
-            value,
-            slots,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            out=torch.empty_like(self._out),
-            **self.ranking,
-        )
-        self.longest += 1
-        self._count(1, mask)
         return out
 
     def forget_update(self) -> None:
         """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
         self.conversation.waiting = None
 
+    def _attend_one(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **logits: Any
+    ) -> Tensor:
+        """A decode step."""
+        slots = self.slots
+        if self.capacity <= self.longest and self.capacity <= self.widest:
+            slots = self._with_room(self.longest + 1)
+        out = ops.step(
+            query,
+            key,
+            value,
+            slots,
+            mask=mask,
+            out=None if self._out is None else torch.empty_like(self._out),
+            **logits,
+            **self.ranking,
+        )
+        self._out = out
+        self.longest += 1
+        self._count(1, mask)
+        return out
+
     def _attend_many(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float | None,
-        softcap: float,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **logits: Any
     ) -> Tensor:
         """The first forward pass, or a later one of several tokens: a chunk, a chat turn."""
         B, _, Q, _ = key.shape
@@ -187,14 +196,7 @@ class H2OLayer(CacheLayerMixin):
             scores_before = stored.scores.clone()
         try:
             out, scores = ops.attend(
-                query,
-                key,
-                value,
-                stored,
-                mask=mask,
-                scale=scale,
-                decay=self.config.decay,
-                softcap=softcap,
+                query, key, value, stored, mask=mask, decay=self.config.decay, **logits
             )
             slots = stored
             if slots is None:
@@ -203,7 +205,7 @@ class H2OLayer(CacheLayerMixin):
                 )
                 slots.budget.copy_(torch.tensor(budget, dtype=torch.int32))
             ops.evict(key, value, scores, slots, mask=mask, **self.ranking)
-        except BaseException:  # the scores are all that attend has touched
+        except Exception:  # the scores are all that attend has touched
             if stored is not None:
                 stored.scores.copy_(scores_before)
             raise
@@ -234,8 +236,9 @@ class H2OLayer(CacheLayerMixin):
             lengths = list(given)
         elif self.config.needs_prompt_length and max(lengths) == 1:
             raise ValueError(f"a fraction of a prompt of 1 token is no budget; {_TELL_LENGTH}")
-        try:
-            return [self.config.tokens(n) for n in lengths]
+        fractions = self.config.needs_prompt_length
+        try:  # of a row of pads alone a fraction is nothing, and it must not stop the others
+            return [(1, 0) if fractions and n == 0 else self.config.tokens(n) for n in lengths]
         except ValueError as error:
             raise ValueError(f"{error}; {_TELL_LENGTH}") from None
 

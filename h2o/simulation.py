@@ -199,7 +199,7 @@ class Simulation:
             self._evicted_at[layer] = evicted_at
         if self._mass is not None:
             self._mass[layer] = _retained(q, k, mask, evicted_at, scaling)
-        if torch.is_grad_enabled() and query.requires_grad:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             out = attention.Undifferentiable.apply(out, query, key, value)
         return out, None
 

@@ -323,10 +323,11 @@ def test_row_operations_on_an_empty_cache_do_nothing():
 
 
 @pytest.mark.parametrize("columns", [1, 5])
-def test_a_failed_call_leaves_the_cache_as_it_was(columns):
+@pytest.mark.parametrize("before", [[22], [20, 1, 1]], ids=str)
+def test_a_failed_call_leaves_the_cache_as_it_was(columns, before):
     text = drifting(10, B=2, N=40)
-    cache = new_cache(heavy=4, recent=4)
-    feed(cache, text.cut(0, 22), [20, 1, 1])
+    cache, calls = new_cache(heavy=4, recent=4), before
+    feed(cache, text.cut(0, 22), calls)
     before = state(cache)
     piece = text.cut(22, 22 + columns)
     with pytest.raises((ValueError, TypeError)):
@@ -341,7 +342,7 @@ def test_a_failed_call_leaves_the_cache_as_it_was(columns):
         forward(cache, rows(piece, [0]))
     assert state(cache) == before
     straight = new_cache(heavy=4, recent=4)
-    expected = feed(straight, text, [20, 1, 1, columns, *[1] * (18 - columns)])
+    expected = feed(straight, text, [*calls, columns, *[1] * (18 - columns)])
     got = feed(cache, text.cut(22, 40), [columns, *[1] * (18 - columns)])
     torch.testing.assert_close(got, expected[:, 22:], rtol=0, atol=0)
 
@@ -362,6 +363,51 @@ def test_an_interrupted_chunk_leaves_the_scores_as_they_were(monkeypatch):
             forward(cache, text.cut(22, 27))
     assert state(cache) == before
     forward(cache, text.cut(22, 27))
+
+
+@pytest.mark.parametrize("columns", [1, 5])
+def test_ctrl_c_in_a_forward_is_noticed(columns, monkeypatch):
+    """Python may raise it right after an operation that has already changed the slots."""
+    text = drifting(10, B=2, N=40)
+    cache = new_cache(heavy=4, recent=4)
+    feed(cache, text.cut(0, 22), [20, 1, 1])
+    name = "step" if columns == 1 else "evict"
+    operation = getattr(ops, name)
+
+    def interrupted(*args, **kwargs):
+        operation(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            forward(cache, text.cut(22, 22 + columns))
+    with pytest.raises(RuntimeError, match=r"interrupted: call cache\.reset"):
+        forward(cache, text.cut(22, 22 + columns))
+    cache.reset()
+    feed(cache, text, [20, 1, 1])
+
+
+@pytest.mark.parametrize("length", [0, -100, [3, 0]])
+def test_a_prompt_length_is_at_least_one_token(length):
+    with pytest.raises(ValueError, match="prompt_length must be at least 1"):
+        new_cache(heavy=0.5, recent=0.5, prompt_length=length)
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="at least one row"):
+        forward(new_cache(heavy=4, recent=4), rows(drifting(10, B=2, N=10), []))
+
+
+def test_a_row_of_pads_alone_takes_no_budget_from_the_others():
+    text = drifting(10, B=2, N=30)
+    mask = np.array([[1] * 30, [0] * 30], bool)
+    cache = new_cache(heavy=0.2, recent=0.2)
+    got = forward(cache, text, mask=mask)
+    alone = new_cache(heavy=0.2, recent=0.2)
+    torch.testing.assert_close(got[:1], forward(alone, rows(text, [0])), rtol=0, atol=0)
+    assert cache.kept(0)[0][0].tolist() == alone.kept(0)[0][0].tolist()
+    assert (cache.kept(0)[0][1] == -1).all()
 
 
 def test_a_failed_prompt_leaves_the_cache_empty():
