@@ -113,17 +113,13 @@ def run_info(parser: Parser, options: argparse.Namespace) -> int:
 
 def print_support(parser: Parser, name: str, as_json: bool) -> int:
     """From a hub name's or folder's config alone. The exit code is 0 if h2o serves the model."""
-    import dataclasses
-
-    from transformers import AutoConfig
-
-    import h2o
+    from h2o import models
 
     try:
-        support = h2o.supports(AutoConfig.from_pretrained(name))
-    except (OSError, ValueError) as error:  # no such model, or no config that transformers knows
+        support = models.support(name)
+    except models.UserError as error:
         return failed(parser, error)
-    print(json.dumps(dataclasses.asdict(support), indent=2) if as_json else support)
+    print(json.dumps(asdict(support), indent=2) if as_json else support)
     return 0 if support else 1
 
 

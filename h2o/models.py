@@ -70,9 +70,28 @@ def load(
             source, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **where
         )
     except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"cannot load the model {name!r}: {reason}") from error
+        raise cannot_load(name, error) from error
     return model.eval(), tokenizer
+
+
+def support(name: str) -> Any:
+    """Whether and how h2o serves a model (h2o.supports), from its config alone.
+
+    `name` is a name on the hub or a folder. Raises UserError as `load`.
+    """
+    try:
+        from transformers import AutoConfig
+
+        import h2o
+
+        return h2o.supports(AutoConfig.from_pretrained(name))
+    except (OSError, ValueError, ImportError) as error:
+        raise cannot_load(name, error) from error
+
+
+def cannot_load(name: str, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    return UserError(f"cannot load the model {name!r}: {reason}")
 
 
 def embedded_folder(say: Callable[[str], None] = lambda text: None) -> Path:
