@@ -306,8 +306,14 @@ def simulate(
 
 
 def info() -> dict[str, Any]:
-    """What the core runs on: level, levels, features, threads, thread_source, version."""
-    return _core.info()
+    """What the core runs on.
+
+    level (instruction set), operations (the level that each runs at), levels (those that this
+    machine has), features, threads, thread_source, version.
+    """
+    facts = _core.info()
+    operations = ("attend", "evict", "step", "simulate")  # a level has all of them
+    return facts | {"operations": dict.fromkeys(operations, facts["level"])}
 
 
 def _sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
