@@ -54,7 +54,9 @@ OUT := build/c
 CFLAGS := -O2 -g
 C_CORE := $(patsubst csrc/%.c,$(OUT)/%.o,$(filter-out csrc/module.c csrc/exchange.c,$(SOURCES)))
 C_TESTS := $(patsubst tests/c/%.c,$(OUT)/%,$(wildcard tests/c/test_*.c))
-C_FLAGS := -std=c11 -Wall -Wextra -Werror -pthread -Icsrc $(CFLAGS)
+C_FLAGS := -std=c11 -Wall -Wextra -Werror -ffp-contract=fast -fno-math-errno -fno-trapping-math \
+	-pthread -Icsrc $(CFLAGS)
+.SECONDARY: $(C_CORE)
 
 $(OUT)/%.o: csrc/%.c $(HEADERS)
 	@mkdir -p $(@D)
@@ -67,18 +69,22 @@ test-c: $(C_TESTS) ## the C tests
 	@set -e; for program in $^; do echo $$program; $$program; done
 
 SANITIZE := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all
-asan: .venv/base .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
-	$(MAKE) test-c OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
+SANITIZED = cd build/asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . -m "not slow"
+asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
+	$(MAKE) -j2 test-c OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
 	rm -rf build/asan/lib
 	H2O_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base build/asan \
 		--build-lib build/asan/lib --build-temp build/asan/temp
 	cp -r tests build/asan/lib
-	cd build/asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . tests/core
+	for level in $$($(BIN)/python -c "from h2o import ops; print(*ops.info()['levels'])"); do \
+		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py tests/core/test_golden.py) \
+		|| exit 1; done
+	$(SANITIZED) tests/core
 
 tsan: ## C tests under ThreadSanitizer
-	$(MAKE) test-c OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
+	$(MAKE) -j2 test-c OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
 
 # transformers' own tests: as they are, then with h2o in the place of sdpa and DynamicCache.
 SUITE := H2O_SUITE=.venv/suite HF_HUB_OFFLINE=1 $(BIN)/python -m pytest \
