@@ -3,7 +3,7 @@
 What the environment may say:
 
 H2O_WERROR=1     warnings are errors
-H2O_DEBUG=1      unoptimised, with debug information and assertions
+H2O_DEBUG=1      unoptimised, with debug information
 H2O_SANITIZE=x   instrumented with -fsanitize=x: "address,undefined", "thread", ...
 H2O_COVERAGE=1   instrumented for gcov
 
@@ -31,18 +31,15 @@ compile_args = [
     "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread",
 ]  # fmt: skip
 link_args = ["-pthread"]
-undefined_macros = []
 
 if wanted("H2O_WERROR"):
     compile_args += ["-Werror"]
 if wanted("H2O_DEBUG"):
     compile_args += ["-O0", "-g3"]
-    undefined_macros += ["NDEBUG"]
 if sanitize := os.environ.get("H2O_SANITIZE"):
     flags = [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
     compile_args += ["-O1", *flags]
     link_args += flags
-    undefined_macros += ["NDEBUG"]
 if wanted("H2O_COVERAGE"):
     compile_args += ["-O0", "-g", "--coverage"]
     link_args += ["--coverage"]
@@ -67,7 +64,6 @@ core = Extension(
     libraries=["m", "dl"],
     extra_compile_args=compile_args,
     extra_link_args=link_args,
-    undef_macros=undefined_macros,
 )
 
 setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})

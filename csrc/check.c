@@ -10,7 +10,7 @@
  * to its last byte, may not touch that of any other tensor of the call. This
  * also refuses some that are interleaved without sharing an element.
  */
-#include "h2o.h"
+#include "policy.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -381,11 +381,11 @@ static int64_t count_tokens(const h2o_view *mask, int64_t b, int64_t Q) {
     return tokens;
 }
 
-/* *k is what row b may keep; each part may be "unlimited" by itself. */
-static int read_budget(const h2o_view *budget, int64_t b, int32_t sinks, int64_t *k,
+/* *k is what row b may keep. */
+static int read_budget(const h2o_view *budget, int64_t b, const h2o_policy *policy, int64_t *k,
                        h2o_error *error) {
     const int32_t heavy = i32_at(budget, b, 0), recent = i32_at(budget, b, 1);
-    *k = (int64_t)sinks + heavy + recent;
+    *k = h2o_policy_budget(policy, heavy, recent);
     if (heavy < 0 || recent < 0) {
         return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is (%d, %d), wanted at least 0",
                         budget->name, b, (int)heavy, (int)recent);
@@ -401,7 +401,7 @@ static int read_budget(const h2o_view *budget, int64_t b, int32_t sinks, int64_t
 /* What a row holds before the call, and would hold after it. */
 static int read_row(const h2o_slots *slots, const h2o_policy *policy, int64_t b, int64_t tokens,
                     int64_t *k, int64_t *held, h2o_error *error) {
-    const int status = read_budget(&slots->budget, b, policy->sinks, k, error);
+    const int status = read_budget(&slots->budget, b, policy, k, error);
     if (status != H2O_OK) return status;
     const int64_t length = *(const int64_t *)element(&slots->lengths, b, 0);
     if (length < 0 || length > INT32_MAX - tokens) {
@@ -409,7 +409,7 @@ static int read_row(const h2o_slots *slots, const h2o_policy *policy, int64_t b,
                         "%s[%" PRId64 "]: is %" PRId64 ", wanted 0..%d less the new tokens",
                         slots->lengths.name, b, length, INT32_MAX);
     }
-    *held = length < *k ? length : *k;
+    *held = h2o_policy_held(*k, length);
     return H2O_OK;
 }
 
@@ -514,7 +514,7 @@ int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
         if ((status = read_row(&params->slots, &params->policy, b, tokens, &k, &held, error))) {
             return status;
         }
-        const int64_t keeps = held + tokens < k ? held + tokens : k;
+        const int64_t keeps = h2o_policy_held(k, held + tokens);
         if (keeps > dims->S) {
             return h2o_fail(error, H2O_EVALUE,
                             "%s: has %" PRId64 " slots, but row %" PRId64 " is to keep %" PRId64
@@ -585,7 +585,7 @@ int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error) {
             return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is %d, wanted at least 1",
                             params->prompt.name, b, (int)prompt);
         }
-        if ((status = read_budget(&params->budget, b, params->policy.sinks, &k, error))) {
+        if ((status = read_budget(&params->budget, b, &params->policy, &k, error))) {
             return status;
         }
     }

@@ -14,7 +14,7 @@
  *   vf_load_n vf_store_n    the first n lanes; the others read as 0, touch nothing
  *   vf_add _sub _mul _div
  *   vf_fma(a, b, c)         a * b + c, fused where the machine can
- *   vf_max(a, b) _min       b where either is NaN
+ *   vf_max(a, b)            b where either is NaN
  *   vf_abs vf_copysign(magnitude, sign)
  *   vf_less(a, b, yes, no)  per lane a < b ? yes : no; NaN gives no
  *   vf_any_greater(a, b)    is a > b in any lane; NaN is not
@@ -77,15 +77,6 @@ VEC vf vf_load_as(const void *p, h2o_dtype type) {
 VEC vf vf_load_as_n(const void *p, h2o_dtype type, int n) {
     if (type == H2O_F32) return vf_load_n(p, n);
     return type == H2O_F16 ? vf_load_f16_n(p, n) : vf_load_bf16_n(p, n);
-}
-
-VEC void vf_store_as(void *p, h2o_dtype type, vf x) {
-    if (type == H2O_F32)
-        vf_store(p, x);
-    else if (type == H2O_F16)
-        vf_store_f16(p, x);
-    else
-        vf_store_bf16(p, x);
 }
 
 VEC void vf_store_as_n(void *p, h2o_dtype type, vf x, int n) {

@@ -29,7 +29,6 @@ VEC vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 VEC vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 VEC vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 VEC vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
-VEC vf vf_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 VEC vf vf_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 
 VEC vf vf_copysign(vf magnitude, vf sign) {

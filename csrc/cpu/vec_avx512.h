@@ -28,7 +28,6 @@ VEC vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 VEC vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 VEC vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 VEC vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
-VEC vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 VEC vf vf_abs(vf x) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x); }
 
 VEC vf vf_copysign(vf magnitude, vf sign) {

@@ -49,7 +49,6 @@ VEC vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 VEC vf vf_choose(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
 VEC vf vf_max(vf a, vf b) { return vf_choose(a > b, a, b); }
-VEC vf vf_min(vf a, vf b) { return vf_choose(a < b, a, b); }
 VEC vf vf_abs(vf x) { return (vf)((vi)x & 0x7fffffff); }
 
 VEC vf vf_copysign(vf magnitude, vf sign) {

@@ -34,7 +34,6 @@ VEC vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
 VEC vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 /* Not vmaxq_f32, which gives NaN where either is NaN. */
 VEC vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
-VEC vf vf_min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 VEC vf vf_abs(vf x) { return vabsq_f32(x); }
 
 VEC vf vf_copysign(vf magnitude, vf sign) {
