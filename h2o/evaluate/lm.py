@@ -33,6 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from h2o import models
+from h2o.attention import switch
 from h2o.cache import H2OCache
 from h2o.config import H2OConfig
 from h2o.evaluate.setting import Setting, from_options
@@ -115,12 +116,8 @@ class H2OLM(HFLM):
         self.setting, self.protocol, self.prompt_len = setting, protocol, prompt_len
         self.tally = Tally()
         wanted = "h2o" if protocol == "drop" else self._own_attention
-        self.model.set_attn_implementation(wanted)
         if self.model.config._attn_implementation != wanted:
-            raise ValueError(
-                f"{type(self.model).__name__} does not take its attention from transformers' "
-                "attention interface, so h2o cannot evict for it"
-            )
+            switch(self.model, wanted)
 
     def describe(self) -> dict[str, Any]:
         """How numbers come about, for result files."""
