@@ -10,6 +10,7 @@
  * to its last byte, may not touch that of any other tensor of the call. This
  * also refuses some that are interleaved without sharing an element.
  */
+#include "h2o.h"
 #include "policy.h"
 
 #include <inttypes.h>
