@@ -77,18 +77,19 @@ class H2OConfig:
     @classmethod
     def authors(cls, budget: Amount) -> H2OConfig:
         """The published algorithm at this budget: half heavy hitters, half recent tokens."""
-        return cls(*_halves(_amount("budget", budget)))
+        return cls(*_shares(_amount("budget", budget), 0.5))
 
     @classmethod
     def robust(cls, budget: Amount) -> H2OConfig:
         """What lost least in our own measurements (docs/evaluation.md), small budgets above all.
 
-        Four sinks, and heavy hitters ranked by the mean attention that they received, times the
-        norm of their value. A budget in tokens includes the sinks; to a fraction they are added.
+        Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
+        they received, times the norm of their value. A budget in tokens includes the sinks; to
+        a fraction they are added.
         """
         budget = _amount("budget", budget)
         sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
-        heavy, recent = _halves(budget if isinstance(budget, float) else budget - sinks)
+        heavy, recent = _shares(budget if isinstance(budget, float) else budget - sinks, 0.75)
         return cls(heavy, recent, sinks, rank_by="mean", value_weighted=True)
 
     @classmethod
@@ -172,10 +173,11 @@ class H2OConfig:
             )
 
 
-def _halves(budget: Amount) -> tuple[Amount, Amount]:
+def _shares(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
+    """(heavy, recent) of a budget, of which `heavy` is the share of the heavy hitters."""
     if isinstance(budget, float):
-        return budget / 2, budget / 2
-    return budget // 2, budget - budget // 2
+        return budget * heavy, budget * (1 - heavy)
+    return int(budget * heavy), budget - int(budget * heavy)
 
 
 def _budget(name: str, value: Any) -> Any:

@@ -91,6 +91,10 @@ def test_budgets():
 
 def test_presets():
     assert H2OConfig.authors(0.2) == H2OConfig(0.1, 0.1)
+    ranking = {"rank_by": "mean", "value_weighted": True}
+    assert H2OConfig.robust(0.2) == H2OConfig(0.2 * 0.75, 0.2 * 0.25, sinks=4, **ranking)
+    assert H2OConfig.robust(44) == H2OConfig(30, 10, sinks=4, **ranking)
+    assert H2OConfig() == H2OConfig.authors(0.2), "the default is the authors'"
     for budget in (1, 3, 5, 8, 64, 65):
         for preset in (H2OConfig.authors, H2OConfig.robust):
             config = preset(budget)
