@@ -334,8 +334,8 @@ def test_agreement():
     assert leading_agreement([], [1]) == 0
 
 
-def test_interruption_is_quiet(tiny):
-    """Ctrl-C while text is coming: exit code 130, one word, no traceback."""
+def interrupted(tiny):
+    """Exit code and errors of a command that gets Ctrl-C while text is coming."""
     arguments = ["generate", "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "1700"]
     process = subprocess.Popen(
         [sys.executable, "-m", "h2o", *arguments],
@@ -350,7 +350,18 @@ def test_interruption_is_quiet(tiny):
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130
+    return process.returncode, errors
+
+
+def test_interruption_is_quiet(tiny):
+    """Exit code 130, one word, no traceback.
+
+    Python drops an interrupt that strikes in a finalizer; then the text just ends.
+    """
+    code, errors = interrupted(tiny)
+    if code == 0:
+        code, errors = interrupted(tiny)
+    assert code == 130
     assert b"Traceback" not in errors
     assert errors.splitlines()[-1] == b"interrupted"
 
