@@ -21,9 +21,13 @@ enum { WIDTH = 16 };
 typedef float floats __attribute__((vector_size(WIDTH), may_alias));
 typedef uint64_t words __attribute__((vector_size(WIDTH), may_alias, aligned(8)));
 
-/* Enough independent chains to cover the latency of a multiply-add (4 or 5
+/* Enough independent chains to cover the latency of a multiply-add (4 to 6
  * cycles) on two pipes, and few enough to stay in registers. */
+#if defined(__AVX512F__)
+enum { CHAINS = 16 };
+#else
 enum { CHAINS = 10 };
+#endif
 
 /* Keeps a vector alive, and its value unknown to the optimiser. */
 #if defined(__aarch64__)
