@@ -322,37 +322,45 @@ static int borrow_from_table(h2o_loan_entry *entry) {
     return read_dltensor(&tensor, entry->object, entry->view);
 }
 
-/* The newest table of the major version that we know, or NULL. */
-static const dl_exchange_api *usable_table(PyTypeObject *type) {
+/* Finds the newest table of the major version that we know; NULL where the type
+ * has none. Returns -1 where asking for it failed. */
+static int usable_table(PyTypeObject *type, const dl_exchange_api **api) {
     PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
     const dl_exchange_header *header = NULL;
-    if (capsule != NULL) {
-        if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
-            header = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-        }
-        Py_DECREF(capsule);
+    *api = NULL;
+    if (capsule == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+        PyErr_Clear(); /* the type has other routes */
+        return 0;
     }
-    PyErr_Clear(); /* no such attribute: the type has other routes */
+    if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+        header = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    }
+    Py_DECREF(capsule);
     while (header != NULL && header->version.major != DL_MAJOR) {
         header = header->previous;
     }
-    const dl_exchange_api *api = (const dl_exchange_api *)header;
-    return api != NULL && api->borrow != NULL ? api : NULL;
+    const dl_exchange_api *found = (const dl_exchange_api *)header;
+    *api = found != NULL && found->borrow != NULL ? found : NULL;
+    return 0;
 }
 
-static const dl_exchange_api *find_table(h2o_exchange *exchange, PyTypeObject *type) {
+static int find_table(h2o_exchange *exchange, PyTypeObject *type, const dl_exchange_api **api) {
     for (int i = 0; i < H2O_PRODUCERS; i++) {
-        if (exchange->producers[i].type == type) return exchange->producers[i].api;
+        if (exchange->producers[i].type == type) {
+            *api = exchange->producers[i].api;
+            return 0;
+        }
     }
-    const dl_exchange_api *api = usable_table(type);
-    if (api != NULL) {
+    if (usable_table(type, api) < 0) return -1;
+    if (*api != NULL) {
         const int i = exchange->next;
         exchange->next = (i + 1) % H2O_PRODUCERS;
-        exchange->producers[i].api = api;
+        exchange->producers[i].api = *api;
         Py_INCREF(type);
         Py_XSETREF(exchange->producers[i].type, type);
     }
-    return api;
+    return 0;
 }
 
 /* ---- All arguments of a call ------------------------------------------- */
@@ -362,7 +370,10 @@ int h2o_borrow(h2o_exchange *exchange, h2o_loans *loans) {
         h2o_loan_entry *entry = &loans->entries[i];
         if (PyArray_Check(entry->object)) {
             entry->route = H2O_VIA_NUMPY;
-        } else if ((entry->api = find_table(exchange, Py_TYPE(entry->object))) != NULL) {
+            continue;
+        }
+        if (find_table(exchange, Py_TYPE(entry->object), &entry->api) < 0) return -1;
+        if (entry->api != NULL) {
             entry->route = H2O_VIA_TABLE;
         } else if (borrow_dunder(entry) < 0) {
             return -1;

@@ -115,6 +115,18 @@ def test_an_unusable_table_is_passed_over(case):
     assert producer.deleted == 1
 
 
+def test_an_interrupt_while_a_table_is_looked_up_gets_through():
+    class Meta(type):
+        @property
+        def __dlpack_c_exchange_api__(cls):
+            raise KeyboardInterrupt
+
+    call = make("step")
+    producer = Meta("Interrupted", (Producer,), {})(call.get("query"))
+    with pytest.raises(KeyboardInterrupt):
+        call.put("query", producer).run()
+
+
 def test_a_table_belongs_to_a_type():
     """On the object itself it means nothing."""
     call = make("step")

@@ -329,6 +329,20 @@ def test_a_nan_key_is_dropped_first():
     assert np.isfinite(slots.scores[slots.positions >= 0]).all()
 
 
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_the_scores_of_a_padded_row_are_those_of_the_row_alone(padding):
+    """To the last bit: sums are added up in the same order, whatever the row is padded to."""
+    text = inputs.drifting(4, B=2, H=4, G=1, N=700)
+    lengths = np.array([700, 150])
+    place = np.arange(700) if padding == "right" else np.arange(699, -1, -1)
+    mask = place < lengths[:, None]
+    out, scores = ops.attend(*text, mask=mask)
+    alone = [np.ascontiguousarray(x[1:, :, mask[1]]) for x in text]
+    out_alone, scores_alone = ops.attend(*alone)
+    np.testing.assert_array_equal(scores[1:, :, mask[1]], scores_alone)
+    np.testing.assert_array_equal(out[1:, mask[1]], out_alone)
+
+
 # ---- Simulation ---------------------------------------------------------------------------------
 
 
