@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constr
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 
-.PHONY: help demo test test-all test-c test-python test-hf test-versions asan tsan lint format stubs wheel clean
+.PHONY: help demo bench test test-all test-c test-python test-hf test-versions asan tsan lint format stubs wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -16,6 +16,9 @@ help: ## this list
 
 demo: .venv/core ## a real model with the full cache, with a fifth of it, and with a sliding window
 	$(BIN)/h2o generate --compare
+
+bench: .venv/core .venv/test ## every benchmark of benchmarks/README.md; an hour on a quiet machine
+	$(BIN)/python -m benchmarks
 
 test: lint test-c test-python ## everything but the slow tests
 

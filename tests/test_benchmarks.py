@@ -29,7 +29,7 @@ def quick(tmp_path, *arguments: str) -> dict:
         ("decode", ["P3", "P4", "P5"] * 3),
         ("evict", ["P6", "P6"]),
         ("simulate", ["P7"] * 6),
-        ("overhead", ["P9"] * 2),
+        ("overhead", ["P9"] * 3),
         ("threads", ["threads"] * 4),
     ],
 )

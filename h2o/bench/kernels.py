@@ -7,9 +7,12 @@ from itertools import cycle
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
+import h2o
 import h2o.ops
 from h2o import reference
+from h2o.attention import h2o_attention_forward
 
 from . import inputs, rivals
 from .machine import roofline
@@ -233,8 +236,24 @@ def overhead(options: Options) -> Iterator[Row]:
         Contender("SDPA", sdpa),
     ]
     times = race(contenders, options.rounds)
+    case = "float32, B=H=G=1, D=16, 4 keys"
     for name in ("h2o step, out given", "h2o step"):
         yield Row(
-            "P9", f"one call of {name} on tiny tensors", "float32, B=H=G=1, D=16, 4 keys",
+            "P9", f"one call of {name} on tiny tensors", case,
             ours=times[name], peer=times["SDPA"],
         )  # fmt: skip
+    times = race([Contender("layer", layer_of_transformers(query, keys, values))], options.rounds)
+    yield Row("P9", "one layer's cache.update and attention function", case, ours=times["layer"])
+
+
+def layer_of_transformers(query, keys, values) -> Callable[[], None]:
+    """What a decode step of transformers calls in each layer, after a prompt of 8 tokens."""
+    cache = h2o.H2OCache(LlamaConfig(num_hidden_layers=1), heavy=2, recent=2)
+    module = torch.nn.Module().eval()
+
+    def feed(q, k, v) -> None:
+        h2o_attention_forward(module, q, *cache.update(k, v, 0), None, scaling=0.25)
+
+    feed(*(x[:, :, :8] for x in (query, keys, values)))
+    token = [x[:, :, 8:9] for x in (query, keys, values)]
+    return lambda: feed(*token)

@@ -16,6 +16,11 @@ def seconds(value: float) -> str:
     return f"{value / 1e-9:.3g} ns"
 
 
+def amount(value: float, row: dict[str, Any]) -> str:
+    """A time, or in rows whose unit is bytes a size."""
+    return f"{value / 1e6:.3g} MB" if row["facts"].get("unit") == "bytes" else seconds(value)
+
+
 def rate(value: float | None, bound: str | None) -> str:
     if value is None:
         return ""
@@ -32,14 +37,17 @@ def cells(row: dict[str, Any]) -> list[str]:
     if row["roofline_fraction"] is not None:
         peak = f"{row['roofline_fraction']:.0%} of {rate(row['peak_rate'], row['bound'])}"
     return [
-        row["row"], row["what"], row["case"], seconds(ours["median_s"]),
-        seconds(peer["median_s"]) if peer else "", ratio, spread, peak,
+        row["row"], row["what"], row["case"], amount(ours["median_s"], row),
+        amount(peer["median_s"], row) if peer else "", ratio, spread, peak,
     ]  # fmt: skip
 
 
 def facts(row: dict[str, Any]) -> str:
     """The figures beside the times, and what the check found."""
-    told = [f"{name} {value}" for name, value in row["facts"].items()]
+    told = [
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row["facts"].items()
+    ]
     if row["error"]:
         told.append(f"checked: {row['error']}")
     return "; ".join(told)
