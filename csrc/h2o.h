@@ -135,9 +135,9 @@ typedef struct {
 
 /* evict: takes the new keys with the scores that attend gave them into the
  * slots; what the budget has no room for, stored or new, is dropped for good.
- * Survivors among the stored keys stay where they are. Advances lengths, adds
- * the dropped scores to lost, sets free. S must be at least
- * min(k, held + new) for every row. */
+ * A stored key that stays keeps its slot, unless that lies beyond the last one
+ * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
+ * be at least min(k, held + new) for every row. */
 typedef struct {
     h2o_view keys;   /* [B,G,Q,D] */
     h2o_view values; /* [B,G,Q,D] */

@@ -329,6 +329,17 @@ def test_a_nan_key_is_dropped_first():
     assert np.isfinite(slots.scores[slots.positions >= 0]).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_how_far_a_value_that_is_not_finite_reaches(bad):
+    text = inputs.drifting(7, B=1, H=2, G=1, N=200)
+    clean, scores = ops.attend(*text)
+    text.values[0, 0, 100] = bad
+    out, scores_with = ops.attend(*text)
+    np.testing.assert_array_equal(out[0, :69], clean[0, :69])
+    assert not np.isfinite(out[0, 100:]).any()
+    np.testing.assert_array_equal(scores_with, scores)
+
+
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_the_scores_of_a_padded_row_are_those_of_the_row_alone(padding):
     """To the last bit: sums are added up in the same order, whatever the row is padded to."""
