@@ -75,6 +75,8 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert [name in rows for name in settings.split(",")] == [True] * 5
     assert rows["full"][1] == "100.0%"
+    assert rows["mask-global:0.1+0.1"][1] == "*"
+    assert "* sees the future: not comparable" in out.splitlines()
     assert f"in {windows} windows" in out
     found = cells(tmp_path)
     assert len(found) == 5 * windows

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from h2o import cli
+from h2o.evaluate import tasks as lm_eval_tasks
 from h2o.evaluate.lm import H2OLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +117,15 @@ def test_answers_of_one_budget_are_not_those_of_another(folder, tmp_path, forwar
 COMPARE = "full,h2o:0.1+0.1,local:0.2,sink:4+0.2,h2o:0.2+0,mask-global:0.1+0.1"
 
 
-def test_compare(folder, tmp_path, capsys, forwards):
+def test_compare(folder, tmp_path, capsys, forwards, monkeypatch):
+    drawn = {}
+    original = lm_eval_tasks.plot_curves
+
+    def plot_curves(path, panels, ylabel):
+        drawn.update(panels)
+        return original(path, panels, ylabel)
+
+    monkeypatch.setattr(lm_eval_tasks, "plot_curves", plot_curves)
     arguments = ["--compare", COMPARE, "-o", tmp_path / "out", "--limit", 4, "--num_fewshot", 1]
     assert run(folder, *arguments) == 0
     table = capsys.readouterr().out.splitlines()
@@ -127,6 +136,9 @@ def test_compare(folder, tmp_path, capsys, forwards):
     assert list(rows) == names
     assert "100.0%" in rows["full"]
     assert all("±" in row and row.endswith(" s") for row in rows.values())
+    assert rows["mask-global:0.1+0.1"].split()[1] == "*"
+    assert table.count("* sees the future: not comparable") == 1
+    assert set(drawn["examples_causes"]) == {"full", "h2o", "local", "sink", "mask-global *"}
     assert (tmp_path / "out" / "compare.png").read_bytes()[:4] == b"\x89PNG"
     content = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert len(content["cells"]) == 6
