@@ -53,7 +53,7 @@ def compare(
         arguments: lm-eval's, without those that say what the cache does.
         settings: what to compare.
         output: folder for compare.json and compare.png. What compare.json already has, from a
-            run of the same model, tasks, protocol and versions, is not measured again.
+            run of the same model, arguments, tasks, protocol and versions, is not measured again.
 
     Returns:
         the table, as text.
@@ -83,11 +83,14 @@ def compare(
             facts = origin | {
                 "task": name,
                 "content": content,
+                "model_args": config.model_args,
+                "metadata": config.metadata,
                 "num_fewshot": config.num_fewshot,
                 "limit": config.limit,
                 "samples": config.samples,
                 "include_path": config.include_path and str(Path(config.include_path).resolve()),
                 "apply_chat_template": config.apply_chat_template,
+                "fewshot_as_multiturn": bool(config.fewshot_as_multiturn),
                 "system_instruction": config.system_instruction,
                 "gen_kwargs": config.gen_kwargs,
                 "max_length": lm.max_length,

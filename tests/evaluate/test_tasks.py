@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import lm_eval.tasks
@@ -169,6 +170,26 @@ def test_rows_that_changed_are_measured_again(folder, tmp_path, forwards):
         assert run(folder, *arguments, task="own", tasks=tmp_path) == 0
         counts.append(forwards.count)
     assert counts == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ([], ["--model_args", "add_bos_token=True"]),
+        ([], ["--metadata", '{"length": 8}']),
+        (["--apply_chat_template"], ["--apply_chat_template", "--fewshot_as_multiturn", "false"]),
+    ],
+)
+def test_other_arguments_are_measured_anew(folder, tmp_path, forwards, first, then):
+    chatty = shutil.copytree(folder, tmp_path / "chatty")
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    (chatty / "chat_template.jinja").write_text(template)
+    counts = []
+    for arguments in (first, first, then, then):
+        arguments = [*arguments, "-o", tmp_path / "out", "--limit", 1, "--num_fewshot", 1]
+        assert run(chatty, "--compare", "h2o:4+4", *arguments) == 0
+        counts.append(forwards.count)
+    assert counts == [1, 1, 2, 2]
 
 
 def test_an_interrupted_comparison_goes_on(folder, tmp_path, capsys, forwards):
