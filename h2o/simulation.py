@@ -25,7 +25,7 @@ from h2o.config import H2OConfig
 from h2o.patching import configs_of
 from h2o.support import Unsupported
 
-__all__ = ["Simulation", "simulated"]
+__all__ = ["Simulation", "check", "simulated"]
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def simulated(
     arguments that do not fit, and in `model(...)` for a call that is not a whole text.
     """
     config = one_config(h2o_config, parameters)
-    _check(config, variant, prompt_len, ratio_of)
+    check(config, variant, prompt_len, ratio_of)
     if hasattr(model, "get_base_model"):  # PEFT's wrapper leaves attention to what it wraps
         model = model.get_base_model()
     layers = transformers_layers(model.config)
@@ -222,7 +222,8 @@ class Simulation:
         return list(prompts), budgets
 
 
-def _check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], ratio_of: str) -> None:
+def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], ratio_of: str) -> None:
+    """ValueError for arguments of `simulated` that do not go together, whatever the model."""
     if variant not in ("h2o", *variants.VARIANTS):
         raise ValueError(f"variant must be h2o, {', '.join(variants.VARIANTS)}, not {variant!r}")
     if variant != "h2o" and config.ranking != H2OConfig().ranking:

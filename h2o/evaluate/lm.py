@@ -32,12 +32,11 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from h2o import models
+from h2o import models, simulation
 from h2o.attention import switch
 from h2o.cache import H2OCache
 from h2o.config import H2OConfig
 from h2o.evaluate.setting import Setting, from_options
-from h2o.simulation import simulated
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
@@ -221,7 +220,7 @@ class H2OLM(HFLM):
         starts = [len(t) - 1 - len(c) for t, (_, _, c) in zip(texts, batch, strict=True)]
         first = min(starts)
         config = self.setting.config
-        with simulated(
+        with simulation.simulated(
             self.model,
             config,
             variant=self.setting.variant,
@@ -332,9 +331,10 @@ def check(setting: Setting, protocol: str, prompt_len: int, ratio_of: str | None
                 "ratio_of are for protocol=simulate"
             )
         return "prompt"
-    if ratio_of not in (None, "text", "prompt"):
-        raise ValueError(f"ratio_of is text or prompt, not {ratio_of!r}")
-    return ratio_of or "text"
+    ratio_of = ratio_of or "text"
+    variant = "h2o" if setting.variant == "full" else setting.variant
+    simulation.check(setting.config, variant, prompt_len, ratio_of)
+    return ratio_of
 
 
 def one_token_note(answers: int, requests: int) -> str:

@@ -137,6 +137,7 @@ def test_one_setting_by_options(folder, text, tmp_path, capsys):
         (["--window", "1"], "--window 1: from 2 to"),
         (["--window", "9999"], "the model's 320 positions"),
         (["--limit", "0"], "--limit 0"),
+        (["--prompt-len", "0"], "--prompt-len 0: a number of tokens, at least 1"),
         (["--limit", "0.5"], "--limit 0.5"),
         (["--ratio-of", "prompt"], "no such choice but text"),
         (["--heavy", "0.001", "--recent", "0", "--window", "50"], "budget of 0"),

@@ -309,8 +309,15 @@ def test_bad_rows(folder, tmp_path, capsys, row, words):
         (["--compare", "full", "--model_args", "heavy=4"], "go into --compare"),
         (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, no cache"),
         (["--variant", "local", "--protocol", "drop"], "a mask, no cache"),
+        (["--compare", "mask-local:4+4", "--prompt-len", "9"], "'local' has no prompt"),
         (["--variant", "full", "--heavy", "4"], "heavy has no meaning"),
         (["--heavy", "0", "--recent", "0"], "budget of 0"),
+        (["--prompt-len", "0"], "--prompt-len 0: a number of tokens, at least 1"),
+        (["--compare", "full", "--prompt-len", "-2"], "--prompt-len -2: a number of tokens"),
+        (
+            ["--variant", "full", "--model_args", "prompt_len=0"],
+            "prompt_len must be .*, at least 1",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, words):
