@@ -62,7 +62,7 @@ def simulated(
             number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
             Algorithm 1). "h2o" and "flexgen" only.
         ratio_of: what fractional budgets are fractions of, in each row: its "text", or its
-            "prompt" (prompt_len), as in `H2OCache`.
+            "prompt" (prompt_len; "h2o" and "flexgen" only), as in `H2OCache`.
         trace: keep the last forward's evictions and scores, see `Simulation`.
         mass: keep the last forward's retained attention mass; costs about as much again.
 
@@ -236,10 +236,12 @@ def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], rati
         raise ValueError(
             f"prompt_len must be a number of tokens, at least 1, or one per row, not {prompt_len!r}"
         )
-    if variant in ("local", "global") and set(prompts) != {1}:
-        raise ValueError(f"variant {variant!r} has no prompt: leave prompt_len at 1")
     if ratio_of not in ("text", "prompt"):
         raise ValueError(f'ratio_of must be "text" or "prompt", not {ratio_of!r}')
+    if variant in ("local", "global") and (set(prompts) != {1} or ratio_of == "prompt"):
+        raise ValueError(
+            f'variant {variant!r} has no prompt: leave prompt_len at 1 and ratio_of at "text"'
+        )
 
 
 def _asked_for(values: dict[int, Tensor] | None, argument: str) -> dict[int, Tensor]:

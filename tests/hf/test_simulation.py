@@ -381,6 +381,8 @@ def test_peft_models():
         ({"variant": "best"}, ValueError, "variant must be"),
         ({"variant": "local", "sinks": 2}, ValueError, "heavy and recent only"),
         ({"variant": "global", "prompt_len": 5}, ValueError, "no prompt"),
+        ({"variant": "global", "ratio_of": "prompt"}, ValueError, "ratio_of at"),
+        ({"variant": "local", "ratio_of": "prompt"}, ValueError, "ratio_of at"),
         ({"prompt_len": 0}, ValueError, "prompt_len must be a number of tokens"),
         ({"prompt_len": [4, 0]}, ValueError, "prompt_len must be a number of tokens"),
         ({"prompt_len": 2.5}, ValueError, "prompt_len must be a number of tokens"),
