@@ -125,8 +125,14 @@ class Simulation:
     def evicted_at(self, layer_idx: int) -> Tensor:
         """int32 [B, G, N]: the first column that no longer sees the key, N if none, 0 for a pad.
 
-        As `H2OCache.evicted_at`. The variants "local" and "global" choose for each query
-        head: [B, H, N].
+        Columns count pads, on either side. The token that evicts a key still sees it, so the number
+        is one more than this token's column, even where a pad stands there: of a row that is padded
+        on the right, the key that its last token evicts has the column of the first pad, and the
+        keys held at the end have N. Without pads there both have N. `H2OCache.evicted_at` is the
+        same where each forward pass brought one column.
+
+        The other variants have a row for each query head, [B, H, N] ("flexgen" the same one for
+        all of a group), and N for what the last token evicts, wherever the pads are.
         """
         return _asked_for(self._evicted_at, "trace")[layer_idx]
 
