@@ -96,6 +96,8 @@ def new_slots(
     sizes = _sizes(keys)
     if sizes is None:
         raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")
+    if capacity < 1:
+        raise ValueError(f"capacity: is {capacity}, wanted at least 1: k + 1 for rows of budget k")
     B, G, _, D = sizes
     S = capacity
     budget = _full(keys, (B, 2), heavy, "int32")
@@ -325,6 +327,9 @@ def _sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
     return a, b, c, d
 
 
+_NO_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")
+
+
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Tensor:
     """An uninitialised tensor of like's library, device and (if no other is given) dtype."""
     if isinstance(like, np.ndarray):
@@ -338,7 +343,9 @@ def _empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Te
         if dtype is None:
             return like.new_empty(shape)
         return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
-    except RuntimeError as error:
+    except RuntimeError as error:  # torch has no class of its own for this
+        if not any(words in str(error) for words in _NO_MEMORY):
+            raise
         raise MemoryError(f"no memory for an output of shape {list(shape)}") from error
 
 
