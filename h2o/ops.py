@@ -41,13 +41,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h2o import _core
+from h2o.config import UNLIMITED
 
 Tensor = Any  # whatever speaks DLPack
 
 __all__ = ["Slots", "attend", "evict", "info", "new_slots", "simulate", "step"]
-
-UNLIMITED = 2**31 - 1
-"""A `heavy` or `recent` budget that never bites."""
 
 
 class Slots(NamedTuple):

@@ -197,16 +197,17 @@ class H2OLM(HFLM):
                 "further ones likewise (their number is in the result file)",
                 len(context) + len(continuation), self.max_length, cut,
             )  # fmt: skip
-        held = len(text) - (1 if self.protocol == "simulate" else len(continuation))
-        base = min(self.prompt_len, held) if self.ratio_of == "prompt" else held
         if self.protocol == "drop":
-            base = held
-        heavy, recent = self.setting.config.tokens(base)
+            seen = prompt = len(text) - len(continuation)
+        else:
+            seen = len(text) - 1
+            prompt = min(self.prompt_len, seen) if self.ratio_of == "prompt" else seen
+        kept = self.setting.config.held(seen, prompt)
         self.tally.requests += 1
         self.tally.one_token_answers += len(continuation) == 1
         self.tally.truncated += cut > 0
-        self.tally.tokens_seen += held
-        self.tally.tokens_kept += min(held, self.setting.config.sinks + heavy + recent)
+        self.tally.tokens_seen += seen
+        self.tally.tokens_kept += kept
 
     def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         """One forward over the whole texts, right-padded."""

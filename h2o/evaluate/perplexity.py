@@ -79,14 +79,13 @@ def compare(
                 if result is None:
                     start = time.perf_counter()
                     loss, attention = measure(model, torch.tensor([ids]), setting, prompt_len)
-                    heavy, recent = setting.config.tokens(len(ids))
                     result = cells.put(
                         facts,
                         {
                             "loss": loss.double().sum().item(),
                             "predicted": loss.numel(),
                             "seen": len(ids),
-                            "kept": min(len(ids), setting.config.sinks + heavy + recent),
+                            "kept": setting.config.held(len(ids)),
                             "seconds": time.perf_counter() - start,
                             MASS[protocol]: attention,
                         },

@@ -189,12 +189,11 @@ def summarize(
     text = tokenizer.decode(out[0, prompt:], skip_special_tokens=True)
     for end in stop:
         text = text.partition(end)[0]
-    heavy, recent = setting.config.tokens(prompt)
     return {
         "summary": text.strip(),
         "prompt_tokens": prompt,
         "new_tokens": out.shape[1] - prompt,
-        "kept": min(prompt, setting.config.sinks + heavy + recent),
+        "kept": setting.config.held(prompt),
         "seconds": seconds,
     }
 
