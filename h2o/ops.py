@@ -26,7 +26,9 @@ for memory that cannot be shared and for tensors that require grad outside
 MemoryError. They name the argument and are raised before anything is written.
 
 Inputs may have any strides, also 0 or negative ones, and may be read-only; JAX
-arrays, which nobody may write to, can be inputs only.
+arrays, which nobody may write to, can be inputs only. DLPack does not know torch's
+lazy negation: of a tensor x with `x.is_neg()` (as `z.conj().imag` is) give `x.resolve_neg()`, or
+the sign is lost. To look for it would slow every decode step down.
 Written tensors must have positive strides without overlap, and the range of
 memory that one spans must not touch that of another tensor of the call; the
 last stride of the keys, values, scores, positions and norms of slots must be 1.
