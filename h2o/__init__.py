@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
         version = "none"
     if not _is_served(version):
         raise ImportError(
-            f"h2o.{name} needs torch and transformers >= 5.4, here is {version}: "
+            f"h2o.{name} needs torch and transformers >= 5.4 and < 6, here is {version}: "
             'pip install "h2o-kv[hf]"'
         )
     value = getattr(importlib.import_module(_LAZY[name]), name)
@@ -79,7 +79,7 @@ _INTERFACE = "transformers.modeling_utils"  # where transformers keeps its atten
 
 def _is_served(version: str) -> bool:
     """Whether this version of transformers has the interfaces that h2o fits into."""
-    return version != "none" and tuple(int(x) for x in version.split(".")[:2]) >= (5, 4)
+    return version != "none" and (5, 4) <= tuple(int(x) for x in version.split(".")[:2]) < (6,)
 
 
 def _register() -> None:

@@ -109,9 +109,11 @@ class H2OCache(Cache):
         """When each key of a layer was evicted; needs `H2OCache(..., trace=True)`.
 
         Returns:
-            int32 [B, G, N] for the N columns seen: the first column whose token no longer sees
-            the key, N if all have, 0 for a pad. The token in column i saw key j exactly when
-            j <= i < evicted_at[j] and j is no pad.
+            int32 [B, G, N] for the N columns seen, pads included: how many there were after the
+            forward pass that evicted the key, all columns of this pass counted, also pads on the
+            right; N for a key that is still held, and for one that the last pass evicted; 0 for
+            a pad. The token in column i saw key j exactly when j <= i < evicted_at[j] and j is
+            no pad.
 
         Errors: as `kept`; ValueError without trace.
         """

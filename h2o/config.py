@@ -154,6 +154,13 @@ class H2OConfig:
             )
         return heavy, recent
 
+    def held(self, n: int, prompt: int | None = None) -> int:
+        """Tokens that a row of n holds at its end; fractions are of the first `prompt`, or all n.
+
+        Errors: as `tokens`.
+        """
+        return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
+
     def _check_total(self) -> None:
         """A budget that is 0 whatever the prompt, in any layer, is an error now."""
         amounts = [self.heavy, self.recent]

@@ -156,6 +156,11 @@ def prompt_ids(request: Request, tokenizer: Any) -> Any:
     text = "\n\n".join(part.strip() for part in (prompt, document) if part and part.strip())
     if not text:
         raise UserError("the prompt is empty")
+    return encode(tokenizer, text, chat)
+
+
+def encode(tokenizer: Any, text: str, chat: bool) -> Any:
+    """Token ids [1, n] of a text, or of a chat with this as its first turn."""
     if not chat:
         return tokenizer(text, return_tensors="pt")["input_ids"]
     if tokenizer.chat_template is None:

@@ -26,7 +26,9 @@ for memory that cannot be shared and for tensors that require grad outside
 MemoryError. They name the argument and are raised before anything is written.
 
 Inputs may have any strides, also 0 or negative ones, and may be read-only; JAX
-arrays, which nobody may write to, can be inputs only.
+arrays, which nobody may write to, can be inputs only. DLPack does not know torch's
+lazy negation: of a tensor x with `x.is_neg()` (as `z.conj().imag` is) give `x.resolve_neg()`, or
+the sign is lost. To look for it would slow every decode step down.
 Written tensors must have positive strides without overlap, and the range of
 memory that one spans must not touch that of another tensor of the call; the
 last stride of the keys, values, scores, positions and norms of slots must be 1.
@@ -41,13 +43,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h2o import _core
+from h2o.config import UNLIMITED
 
 Tensor = Any  # whatever speaks DLPack
 
 __all__ = ["Slots", "attend", "evict", "info", "new_slots", "simulate", "step"]
-
-UNLIMITED = 2**31 - 1
-"""A `heavy` or `recent` budget that never bites."""
 
 
 class Slots(NamedTuple):
@@ -96,6 +96,8 @@ def new_slots(
     sizes = _sizes(keys)
     if sizes is None:
         raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")
+    if capacity < 1:
+        raise ValueError(f"capacity: is {capacity}, wanted at least 1: k + 1 for rows of budget k")
     B, G, _, D = sizes
     S = capacity
     budget = _full(keys, (B, 2), heavy, "int32")
@@ -327,6 +329,9 @@ def _sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
     return a, b, c, d
 
 
+_NO_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")
+
+
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Tensor:
     """An uninitialised tensor of like's library, device and (if no other is given) dtype."""
     if isinstance(like, np.ndarray):
@@ -340,7 +345,9 @@ def _empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Te
         if dtype is None:
             return like.new_empty(shape)
         return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
-    except RuntimeError as error:
+    except RuntimeError as error:  # torch has no class of its own for this
+        if not any(words in str(error) for words in _NO_MEMORY):
+            raise
         raise MemoryError(f"no memory for an output of shape {list(shape)}") from error
 
 

@@ -25,7 +25,7 @@ from h2o.config import H2OConfig
 from h2o.patching import configs_of
 from h2o.support import Unsupported
 
-__all__ = ["Simulation", "simulated"]
+__all__ = ["Simulation", "check", "simulated"]
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def simulated(
             number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
             Algorithm 1). "h2o" and "flexgen" only.
         ratio_of: what fractional budgets are fractions of, in each row: its "text", or its
-            "prompt" (prompt_len), as in `H2OCache`.
+            "prompt" (prompt_len; "h2o" and "flexgen" only), as in `H2OCache`.
         trace: keep the last forward's evictions and scores, see `Simulation`.
         mass: keep the last forward's retained attention mass; costs about as much again.
 
@@ -73,7 +73,7 @@ def simulated(
     arguments that do not fit, and in `model(...)` for a call that is not a whole text.
     """
     config = one_config(h2o_config, parameters)
-    _check(config, variant, prompt_len, ratio_of)
+    check(config, variant, prompt_len, ratio_of)
     if hasattr(model, "get_base_model"):  # PEFT's wrapper leaves attention to what it wraps
         model = model.get_base_model()
     layers = transformers_layers(model.config)
@@ -125,8 +125,14 @@ class Simulation:
     def evicted_at(self, layer_idx: int) -> Tensor:
         """int32 [B, G, N]: the first column that no longer sees the key, N if none, 0 for a pad.
 
-        As `H2OCache.evicted_at`. The variants "local" and "global" choose for each query
-        head: [B, H, N].
+        Columns count pads, on either side. The token that evicts a key still sees it, so the number
+        is one more than this token's column, even where a pad stands there: of a row that is padded
+        on the right, the key that its last token evicts has the column of the first pad, and the
+        keys held at the end have N. Without pads there both have N. `H2OCache.evicted_at` is the
+        same where each forward pass brought one column.
+
+        The other variants have a row for each query head, [B, H, N] ("flexgen" the same one for
+        all of a group), and N for what the last token evicts, wherever the pads are.
         """
         return _asked_for(self._evicted_at, "trace")[layer_idx]
 
@@ -222,7 +228,8 @@ class Simulation:
         return list(prompts), budgets
 
 
-def _check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], ratio_of: str) -> None:
+def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], ratio_of: str) -> None:
+    """ValueError for arguments of `simulated` that do not go together, whatever the model."""
     if variant not in ("h2o", *variants.VARIANTS):
         raise ValueError(f"variant must be h2o, {', '.join(variants.VARIANTS)}, not {variant!r}")
     if variant != "h2o" and config.ranking != H2OConfig().ranking:
@@ -235,10 +242,12 @@ def _check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], rat
         raise ValueError(
             f"prompt_len must be a number of tokens, at least 1, or one per row, not {prompt_len!r}"
         )
-    if variant in ("local", "global") and set(prompts) != {1}:
-        raise ValueError(f"variant {variant!r} has no prompt: leave prompt_len at 1")
     if ratio_of not in ("text", "prompt"):
         raise ValueError(f'ratio_of must be "text" or "prompt", not {ratio_of!r}')
+    if variant in ("local", "global") and (set(prompts) != {1} or ratio_of == "prompt"):
+        raise ValueError(
+            f'variant {variant!r} has no prompt: leave prompt_len at 1 and ratio_of at "text"'
+        )
 
 
 def _asked_for(values: dict[int, Tensor] | None, argument: str) -> dict[int, Tensor]:

@@ -145,6 +145,12 @@ def test_config_needs_neither_torch_nor_transformers():
     assert not {"h2o/config.py"} & (importers("torch") | importers("transformers"))
 
 
+def test_the_transformers_served_are_those_that_pip_takes():
+    wanted = re.search(r'"transformers>=([\d.]+),<(\d+)"', (ROOT / "pyproject.toml").read_text())
+    least, below = wanted.groups()
+    assert f"transformers >= {least} and < {below}" in PYTHON["h2o/__init__.py"]
+
+
 def test_nothing_is_registered_but_the_two_documented_names():
     for name, text in PYTHON.items():
         for call in re.findall(

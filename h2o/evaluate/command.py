@@ -80,6 +80,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
     """Runs the command; `rest` is for lm-eval. UserError for what the user can put right."""
     if rest and not args.tasks:
         raise UserError(f"unknown option {rest[0]}; lm-eval's options go with --tasks")
+    if args.prompt_len is not None and args.prompt_len < 1:
+        raise UserError(f"--prompt-len {args.prompt_len}: a number of tokens, at least 1")
     try:
         settings = parse_all(args.compare, args.budgets) if args.compare else []
         if args.budgets and not args.compare:

@@ -32,12 +32,11 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from h2o import models
+from h2o import models, simulation
 from h2o.attention import switch
 from h2o.cache import H2OCache
 from h2o.config import H2OConfig
 from h2o.evaluate.setting import Setting, from_options
-from h2o.simulation import simulated
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
@@ -198,16 +197,17 @@ class H2OLM(HFLM):
                 "further ones likewise (their number is in the result file)",
                 len(context) + len(continuation), self.max_length, cut,
             )  # fmt: skip
-        held = len(text) - (1 if self.protocol == "simulate" else len(continuation))
-        base = min(self.prompt_len, held) if self.ratio_of == "prompt" else held
         if self.protocol == "drop":
-            base = held
-        heavy, recent = self.setting.config.tokens(base)
+            seen = prompt = len(text) - len(continuation)
+        else:
+            seen = len(text) - 1
+            prompt = min(self.prompt_len, seen) if self.ratio_of == "prompt" else seen
+        kept = self.setting.config.held(seen, prompt)
         self.tally.requests += 1
         self.tally.one_token_answers += len(continuation) == 1
         self.tally.truncated += cut > 0
-        self.tally.tokens_seen += held
-        self.tally.tokens_kept += min(held, self.setting.config.sinks + heavy + recent)
+        self.tally.tokens_seen += seen
+        self.tally.tokens_kept += kept
 
     def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         """One forward over the whole texts, right-padded."""
@@ -221,7 +221,7 @@ class H2OLM(HFLM):
         starts = [len(t) - 1 - len(c) for t, (_, _, c) in zip(texts, batch, strict=True)]
         first = min(starts)
         config = self.setting.config
-        with simulated(
+        with simulation.simulated(
             self.model,
             config,
             variant=self.setting.variant,
@@ -332,9 +332,10 @@ def check(setting: Setting, protocol: str, prompt_len: int, ratio_of: str | None
                 "ratio_of are for protocol=simulate"
             )
         return "prompt"
-    if ratio_of not in (None, "text", "prompt"):
-        raise ValueError(f"ratio_of is text or prompt, not {ratio_of!r}")
-    return ratio_of or "text"
+    ratio_of = ratio_of or "text"
+    variant = "h2o" if setting.variant == "full" else setting.variant
+    simulation.check(setting.config, variant, prompt_len, ratio_of)
+    return ratio_of
 
 
 def one_token_note(answers: int, requests: int) -> str:

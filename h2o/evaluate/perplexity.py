@@ -21,7 +21,7 @@ from tqdm import tqdm
 from h2o import models
 from h2o.cache import H2OCache
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
-from h2o.evaluate.setting import Setting
+from h2o.evaluate.setting import Setting, footnote
 from h2o.models import UserError
 from h2o.simulation import simulated
 
@@ -62,7 +62,7 @@ def compare(
     origin = provenance(model, model_name or models.DEFAULT_MODEL)
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity")
     measure = by_simulation if protocol == "simulate" else by_cache
-    results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
+    results: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
     with tqdm(total=len(windows) * len(settings), desc="windows") as bar:
         for number, ids in enumerate(windows):
             for setting in settings:
@@ -79,24 +79,23 @@ def compare(
                 if result is None:
                     start = time.perf_counter()
                     loss, attention = measure(model, torch.tensor([ids]), setting, prompt_len)
-                    heavy, recent = setting.config.tokens(len(ids))
                     result = cells.put(
                         facts,
                         {
                             "loss": loss.double().sum().item(),
                             "predicted": loss.numel(),
                             "seen": len(ids),
-                            "kept": min(len(ids), setting.config.sinks + heavy + recent),
+                            "kept": setting.config.held(len(ids)),
                             "seconds": time.perf_counter() - start,
                             MASS[protocol]: attention,
                         },
                     )
-                results[setting.name].append(result)
+                results[setting].append(result)
                 bar.update()
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
-        share, value, error = summary(results[setting.name])[:3]
-        curves.setdefault(setting.kind, []).append((share, value, error))
+        share, value, error = summary(results[setting])[:3]
+        curves.setdefault(setting.kind + setting.star, []).append((share, value, error))
     drawn = plot_curves(output / "perplexity.png", [(file.name, curves)], "perplexity")
     written = f"{output / 'perplexity.json'}" + (f", {output / 'perplexity.png'}" if drawn else "")
     note = "" if len(windows) == total else f", the first of {total}"
@@ -193,7 +192,7 @@ def summary(windows: list[dict[str, Any]]) -> tuple[float, float, float, dict[st
     return share, math.exp(mean), math.exp(mean) * deviation, layers
 
 
-def as_table(results: dict[str, list[dict[str, Any]]], protocol: str) -> str:
+def as_table(results: dict[Setting, list[dict[str, Any]]], protocol: str) -> str:
     name = MASS[protocol].replace("_", " ")
     rows = []
     for setting, windows in results.items():
@@ -201,7 +200,7 @@ def as_table(results: dict[str, list[dict[str, Any]]], protocol: str) -> str:
         lowest = min(layers, key=layers.__getitem__, default="")
         rows.append(
             [
-                setting,
+                setting.name + setting.star,
                 f"{share:.1f}%",
                 f"{sum(w['kept'] for w in windows) / len(windows):.0f}",
                 f"{perplexity:.2f} ±{error:.2f}",
@@ -211,4 +210,4 @@ def as_table(results: dict[str, list[dict[str, Any]]], protocol: str) -> str:
             ]
         )
     header = ["setting", "kept", "tokens", "perplexity", name, "lowest layer", "time"]
-    return table(header, rows)
+    return "\n".join([table(header, rows), *footnote(results)])

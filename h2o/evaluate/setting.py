@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from h2o.config import H2OConfig
 from h2o.variants import VARIANTS
 
-__all__ = ["GRAMMAR", "Setting", "from_options", "number", "parse", "parse_all"]
+__all__ = ["GRAMMAR", "Setting", "footnote", "from_options", "number", "parse", "parse_all"]
 
 GRAMMAR = """\
 full                    every key is kept
@@ -45,10 +46,28 @@ class Setting:
         """Whether a real cache can do it."""
         return self.variant in ("full", "h2o")
 
+    @property
+    def sees_future(self) -> bool:
+        """Whether its rows see which tokens will matter later, as no cache can: its numbers are
+        too good, and tables and plots mark them with `star`."""
+        return self.variant == "global"
+
+    @property
+    def star(self) -> str:
+        """What follows its name in tables and plots; `footnote` says why."""
+        return " *" if self.sees_future else ""
+
     def describe(self) -> dict[str, Any]:
         """For result files: plain values only."""
         budget = {} if self.variant == "full" else dataclasses.asdict(self.config)
-        return {"setting": self.name, "variant": self.variant, **budget}
+        future = {"sees_future": True} if self.sees_future else {}
+        return {"setting": self.name, "variant": self.variant, **future, **budget}
+
+
+def footnote(settings: Iterable[Setting]) -> list[str]:
+    """The line under a table that has a star, none under another."""
+    starred = any(setting.sees_future for setting in settings)
+    return ["* sees the future: not comparable"] if starred else []
 
 
 def parse_all(text: str, budgets: str | None = None) -> list[Setting]:

@@ -121,9 +121,7 @@ def compare(
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
     rows = read_rows(file, limit)
     model, tokenizer = models.load(model_name, dtype=dtype, say=print)
-    if chat and tokenizer.chat_template is None:
-        raise UserError("--chat: this model's tokenizer has no chat template")
-    prompts = [encode(tokenizer, row.prompt, chat) for row in rows]
+    prompts = [generate.encode(tokenizer, row.prompt, chat) for row in rows]
     check_lengths(rows, prompts, model.config, max_new_tokens)
     origin = provenance(model, model_name or models.DEFAULT_MODEL)
     cells = Cells(output / "summaries.json", "h2o eval --summarize")
@@ -189,24 +187,13 @@ def summarize(
     text = tokenizer.decode(out[0, prompt:], skip_special_tokens=True)
     for end in stop:
         text = text.partition(end)[0]
-    heavy, recent = setting.config.tokens(prompt)
     return {
         "summary": text.strip(),
         "prompt_tokens": prompt,
         "new_tokens": out.shape[1] - prompt,
-        "kept": min(prompt, setting.config.sinks + heavy + recent),
+        "kept": setting.config.held(prompt),
         "seconds": seconds,
     }
-
-
-def encode(tokenizer: Any, prompt: str, chat: bool) -> torch.Tensor:
-    """Token ids [1, n]."""
-    if not chat:
-        return tokenizer(prompt, return_tensors="pt")["input_ids"]
-    turn = {"role": "user", "content": prompt}
-    return tokenizer.apply_chat_template(
-        [turn], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )["input_ids"]
 
 
 def check_lengths(

@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 
 from h2o.evaluate.lm import H2OLM, POLICY, check, one_token_note
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
-from h2o.evaluate.setting import Setting
+from h2o.evaluate.setting import Setting, footnote
 from h2o.models import DEFAULT_MODEL, UserError
 
 __all__ = ["compare", "is_model_type", "run"]
@@ -53,7 +53,7 @@ def compare(
         arguments: lm-eval's, without those that say what the cache does.
         settings: what to compare.
         output: folder for compare.json and compare.png. What compare.json already has, from a
-            run of the same model, tasks, protocol and versions, is not measured again.
+            run of the same model, arguments, tasks, protocol and versions, is not measured again.
 
     Returns:
         the table, as text.
@@ -73,7 +73,7 @@ def compare(
     seeds = dict(zip(("random", "numpy", "torch", "fewshot"), config.seed or (), strict=False))
     origin = provenance(lm.model, config.model_args.get("pretrained") or DEFAULT_MODEL, seeds)
     cells = Cells(output / "compare.json", "h2o eval --compare on lm-eval tasks")
-    results: dict[str, dict[str, dict[str, Any]]] = {}
+    results: dict[Setting, dict[str, dict[str, Any]]] = {}
     notes: set[str] = set()
     for task in config.tasks:
         name = task if isinstance(task, str) else task.get("task", str(task))
@@ -83,11 +83,14 @@ def compare(
             facts = origin | {
                 "task": name,
                 "content": content,
+                "model_args": config.model_args,
+                "metadata": config.metadata,
                 "num_fewshot": config.num_fewshot,
                 "limit": config.limit,
                 "samples": config.samples,
                 "include_path": config.include_path and str(Path(config.include_path).resolve()),
                 "apply_chat_template": config.apply_chat_template,
+                "fewshot_as_multiturn": bool(config.fewshot_as_multiturn),
                 "system_instruction": config.system_instruction,
                 "gen_kwargs": config.gen_kwargs,
                 "max_length": lm.max_length,
@@ -107,8 +110,8 @@ def compare(
                 notes.add(
                     f"{name}: " + one_token_note(result["one_token_answers"], result["requests"])
                 )
-            results.setdefault(setting.name, {})[name] = result
-    drawn = plot_curves(output / "compare.png", panels(results, settings), "accuracy")
+            results.setdefault(setting, {})[name] = result
+    drawn = plot_curves(output / "compare.png", panels(results), "accuracy")
     written = f"{output / 'compare.json'}" + (f", {output / 'compare.png'}" if drawn else "")
     first = f"{origin['model']}, protocol {protocol}, fractions of the {lm.ratio_of}"
     return "\n".join([first, "", as_table(results), "", *sorted(notes), f"written: {written}"])
@@ -210,7 +213,7 @@ def share_kept(results: Sequence[dict[str, Any]]) -> float:
     return 100 * sum(result["tokens_kept"] for result in results) / seen if seen else 100.0
 
 
-def as_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+def as_table(results: dict[Setting, dict[str, dict[str, Any]]]) -> str:
     """Settings down, tasks across: {setting: {task: what `measure` gave}}."""
     columns: dict[str, None] = {}
     for tasks in results.values():
@@ -229,27 +232,28 @@ def as_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
         requests = sum(result["requests"] for result in measured)
         rows.append(
             [
-                setting,
+                setting.name + setting.star,
                 f"{share_kept(measured):.1f}%",
                 f"{tokens / requests:.0f}" if requests else "",
                 *cells.values(),
                 f"{sum(result['seconds'] for result in measured):.0f} s",
             ]
         )
-    return table(["setting", "kept", "tokens", *columns, "time"], rows)
+    lines = table(["setting", "kept", "tokens", *columns, "time"], rows)
+    return "\n".join([lines, *footnote(results)])
 
 
 def panels(
-    results: dict[str, dict[str, dict[str, Any]]], settings: Sequence[Setting]
+    results: dict[Setting, dict[str, dict[str, Any]]],
 ) -> list[tuple[str, dict[str, list[tuple[float, float, float]]]]]:
     """For `plot_curves`: one panel per (sub)task, one curve per kind of setting."""
-    kinds = {setting.name: setting.kind for setting in settings}
     found: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for setting, tasks in results.items():
         for result in tasks.values():
             for name, metrics in result["metrics"].items():
                 point = (share_kept([result]), *main_metric(metrics)[1:])
-                found.setdefault(name, {}).setdefault(kinds[setting], []).append(point)
+                curves = found.setdefault(name, {})
+                curves.setdefault(setting.kind + setting.star, []).append(point)
     return list(found.items())
 
 

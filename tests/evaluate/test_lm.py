@@ -208,7 +208,7 @@ def test_requests_that_cannot_be(lm):
         ({"protocol": "drop", "variant": "local"}, "a mask, no cache"),
         ({"protocol": "drop", "prompt_len": 4}, "for protocol=simulate"),
         ({"protocol": "drop", "ratio_of": "text"}, "for protocol=simulate"),
-        ({"ratio_of": "page"}, "ratio_of is text or prompt"),
+        ({"ratio_of": "page"}, "ratio_of must be"),
         ({"variant": "best"}, "variant is full, h2o, local"),
         ({"heavy": 0, "recent": 0}, "budget of 0"),
     ],

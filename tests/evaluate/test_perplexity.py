@@ -75,6 +75,8 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert [name in rows for name in settings.split(",")] == [True] * 5
     assert rows["full"][1] == "100.0%"
+    assert rows["mask-global:0.1+0.1"][1] == "*"
+    assert "* sees the future: not comparable" in out.splitlines()
     assert f"in {windows} windows" in out
     found = cells(tmp_path)
     assert len(found) == 5 * windows
@@ -135,6 +137,7 @@ def test_one_setting_by_options(folder, text, tmp_path, capsys):
         (["--window", "1"], "--window 1: from 2 to"),
         (["--window", "9999"], "the model's 320 positions"),
         (["--limit", "0"], "--limit 0"),
+        (["--prompt-len", "0"], "--prompt-len 0: a number of tokens, at least 1"),
         (["--limit", "0.5"], "--limit 0.5"),
         (["--ratio-of", "prompt"], "no such choice but text"),
         (["--heavy", "0.001", "--recent", "0", "--window", "50"], "budget of 0"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from h2o import H2OConfig
-from h2o.evaluate.setting import parse, parse_all
+from h2o.evaluate.setting import footnote, parse, parse_all
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,14 @@ def test_parse(text, kind, variant, config):
     assert config is None or setting.config == config
     assert setting.dropping == (variant in ("full", "h2o"))
     assert setting.describe()["setting"] == text
+
+
+def test_what_sees_the_future_is_marked():
+    settings = parse_all("full,h2o,mask-local,mask-global,mask-flexgen", "0.2")
+    assert [s.star for s in settings] == ["", "", "", " *", ""]
+    assert [s.describe().get("sees_future") for s in settings] == [None] * 3 + [True, None]
+    assert footnote(settings) == ["* sees the future: not comparable"]
+    assert footnote(settings[:3]) == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import lm_eval.tasks
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from h2o import cli
+from h2o.evaluate import tasks as lm_eval_tasks
 from h2o.evaluate.lm import H2OLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +118,15 @@ def test_answers_of_one_budget_are_not_those_of_another(folder, tmp_path, forwar
 COMPARE = "full,h2o:0.1+0.1,local:0.2,sink:4+0.2,h2o:0.2+0,mask-global:0.1+0.1"
 
 
-def test_compare(folder, tmp_path, capsys, forwards):
+def test_compare(folder, tmp_path, capsys, forwards, monkeypatch):
+    drawn = {}
+    original = lm_eval_tasks.plot_curves
+
+    def plot_curves(path, panels, ylabel):
+        drawn.update(panels)
+        return original(path, panels, ylabel)
+
+    monkeypatch.setattr(lm_eval_tasks, "plot_curves", plot_curves)
     arguments = ["--compare", COMPARE, "-o", tmp_path / "out", "--limit", 4, "--num_fewshot", 1]
     assert run(folder, *arguments) == 0
     table = capsys.readouterr().out.splitlines()
@@ -127,6 +137,9 @@ def test_compare(folder, tmp_path, capsys, forwards):
     assert list(rows) == names
     assert "100.0%" in rows["full"]
     assert all("±" in row and row.endswith(" s") for row in rows.values())
+    assert rows["mask-global:0.1+0.1"].split()[1] == "*"
+    assert table.count("* sees the future: not comparable") == 1
+    assert set(drawn["examples_causes"]) == {"full", "h2o", "local", "sink", "mask-global *"}
     assert (tmp_path / "out" / "compare.png").read_bytes()[:4] == b"\x89PNG"
     content = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert len(content["cells"]) == 6
@@ -157,6 +170,26 @@ def test_rows_that_changed_are_measured_again(folder, tmp_path, forwards):
         assert run(folder, *arguments, task="own", tasks=tmp_path) == 0
         counts.append(forwards.count)
     assert counts == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ([], ["--model_args", "add_bos_token=True"]),
+        ([], ["--metadata", '{"length": 8}']),
+        (["--apply_chat_template"], ["--apply_chat_template", "--fewshot_as_multiturn", "false"]),
+    ],
+)
+def test_other_arguments_are_measured_anew(folder, tmp_path, forwards, first, then):
+    chatty = shutil.copytree(folder, tmp_path / "chatty")
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    (chatty / "chat_template.jinja").write_text(template)
+    counts = []
+    for arguments in (first, first, then, then):
+        arguments = [*arguments, "-o", tmp_path / "out", "--limit", 1, "--num_fewshot", 1]
+        assert run(chatty, "--compare", "h2o:4+4", *arguments) == 0
+        counts.append(forwards.count)
+    assert counts == [1, 1, 2, 2]
 
 
 def test_an_interrupted_comparison_goes_on(folder, tmp_path, capsys, forwards):
@@ -276,8 +309,15 @@ def test_bad_rows(folder, tmp_path, capsys, row, words):
         (["--compare", "full", "--model_args", "heavy=4"], "go into --compare"),
         (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, no cache"),
         (["--variant", "local", "--protocol", "drop"], "a mask, no cache"),
+        (["--compare", "mask-local:4+4", "--prompt-len", "9"], "'local' has no prompt"),
         (["--variant", "full", "--heavy", "4"], "heavy has no meaning"),
         (["--heavy", "0", "--recent", "0"], "budget of 0"),
+        (["--prompt-len", "0"], "--prompt-len 0: a number of tokens, at least 1"),
+        (["--compare", "full", "--prompt-len", "-2"], "--prompt-len -2: a number of tokens"),
+        (
+            ["--variant", "full", "--model_args", "prompt_len=0"],
+            "prompt_len must be .*, at least 1",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, words):

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from h2o import H2OConfig, ops
+from h2o import H2OConfig
 from h2o.config import UNLIMITED
 
 
@@ -30,6 +30,16 @@ def test_fractions_are_of_the_prompt_and_truncated():
     assert H2OConfig(heavy=0.0, recent=3).tokens(7) == (0, 3)
 
 
+def test_what_a_row_holds_at_its_end():
+    assert H2OConfig(heavy=3, recent=4, sinks=2).held(100) == 9
+    assert H2OConfig(heavy=3, recent=4, sinks=2).held(8) == 8
+    assert H2OConfig(heavy=0.25, recent=2).held(40) == 12
+    assert H2OConfig(heavy=0.25, recent=2).held(40, prompt=20) == 7
+    assert H2OConfig.full().held(7) == 7
+    with pytest.raises(ValueError, match="leave a budget of 0"):
+        H2OConfig(heavy=0.1, recent=0.1).held(100, prompt=5)
+
+
 def test_numbers_of_other_libraries_become_plain():
     config = H2OConfig(heavy=np.int64(3), recent=np.float32(0.5), sinks=np.int32(1), decay=1)
     assert [type(x) for x in (config.heavy, config.recent, config.sinks, config.decay)] == [
@@ -43,7 +53,6 @@ def test_presets_are_parameters():
     assert H2OConfig.local(9) == H2OConfig(heavy=0, recent=9)
     assert H2OConfig.heavy_only(0.2) == H2OConfig(heavy=0.2, recent=0)
     assert H2OConfig.streaming(8) == H2OConfig(heavy=0, recent=8, sinks=4)
-    assert UNLIMITED == ops.UNLIMITED
 
 
 def test_budgets_per_layer():

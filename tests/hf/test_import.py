@@ -76,13 +76,14 @@ def test_missing_core_is_explained(tmp_path):
     assert "H2O.ai's client" in result.stderr
 
 
-def test_old_transformers_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize("version", ["5.3.0", "6.0.0.dev0", "6.0.0", "10.1"])
+def test_other_transformers_are_refused_by_name(tmp_path, version):
     (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers" / "__init__.py").write_text("__version__ = '5.3.0'")
+    (tmp_path / "transformers" / "__init__.py").write_text(f"__version__ = {version!r}")
     (tmp_path / "transformers" / "modeling_utils.py").write_text("")
-    (tmp_path / "transformers-5.3.0.dist-info").mkdir()
-    metadata = tmp_path / "transformers-5.3.0.dist-info" / "METADATA"
-    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.3.0\n")
+    (tmp_path / f"transformers-{version}.dist-info").mkdir()
+    metadata = tmp_path / f"transformers-{version}.dist-info" / "METADATA"
+    metadata.write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import h2o, transformers.modeling_utils\n"
@@ -91,5 +92,9 @@ def test_old_transformers_is_refused_by_name(tmp_path):
     )
     result = run(code)
     assert "itself can be imported" in result.stdout, result.stderr
-    assert "ImportError: h2o.H2OCache needs torch and transformers >= 5.4" in result.stderr
-    assert "here is 5.3.0" in result.stderr
+    assert "ImportError: h2o.H2OCache needs torch and transformers >= 5.4 and < 6" in result.stderr
+    assert f"here is {version}" in result.stderr
+
+
+def test_versions_within_the_range_are_served():
+    assert all(map(h2o._is_served, ["5.4.0", "5.4.0.dev0", "5.16.0rc1", "5.99.1"]))

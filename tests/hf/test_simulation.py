@@ -265,6 +265,65 @@ def test_masks_in_a_model(variant, monkeypatch):
     assert torch.equal((row <= row[:, None]) & (row[:, None] < left), want)
 
 
+# ---- Where columns and tokens differ ------------------------------------------------------------
+
+NO_PADS, LEFT, RIGHT = [1] * 9, [0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def padded(*rows: list[int]) -> dict[str, torch.Tensor]:
+    """What a model is given for rows with these masks."""
+    mask = torch.tensor(rows)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    ids = text(tokens=mask.shape[1]) * mask
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+@pytest.mark.parametrize("variant", ["h2o", "local", "global", "flexgen"])
+def test_columns_of_evictions(variant):
+    """With a window of 3, token i evicts key i - 3."""
+    model = tiny.model("llama", "sdpa")
+    policy = {"heavy": 0, "recent": 3, "variant": variant}
+    with h2o.simulated(model, trace=True, **policy) as simulation, torch.no_grad():
+        model(**padded(NO_PADS, LEFT, RIGHT), use_cache=False)
+    by_last = 6 if variant == "h2o" else 9  # key 2 of the row padded on the right
+    want = [
+        [4, 5, 6, 7, 8, 9, 9, 9, 9],
+        [0, 0, 0, 7, 8, 9, 9, 9, 9],
+        [4, 5, by_last, 9, 9, 9, 0, 0, 0],
+    ]
+    evicted_at = simulation.evicted_at(0)
+    assert evicted_at.shape[1] == (2 if variant == "h2o" else 4)
+    for head in evicted_at.unbind(1):
+        assert head.tolist() == want
+
+
+@pytest.mark.parametrize(
+    ("columns", "want"),
+    [
+        ([1] * 9, [[4, 5, 6, 7, 8, 9, 9, 9, 9], [0, 0, 0, 7, 8, 9, 9, 9, 9],
+                   [4, 5, 6, 9, 9, 9, 0, 0, 0], [4, 7, 8, 9, 0, 0, 9, 9, 9]]),
+        ([6, 1, 1, 1], [[6, 6, 6, 7, 8, 9, 9, 9, 9], [0, 0, 0, 7, 8, 9, 9, 9, 9],
+                        [6, 6, 6, 9, 9, 9, 0, 0, 0], [6, 7, 8, 9, 0, 0, 9, 9, 9]]),
+        ([9], [[9, 9, 9, 9, 9, 9, 9, 9, 9], [0, 0, 0, 9, 9, 9, 9, 9, 9],
+               [9, 9, 9, 9, 9, 9, 0, 0, 0], [9, 9, 9, 9, 0, 0, 9, 9, 9]]),
+    ],
+)  # fmt: skip
+def test_columns_of_evictions_of_a_cache(columns, want):
+    """The same window. A forward pass evicts when all its columns, pads too, have been seen."""
+    model = tiny.model("llama", "h2o")
+    inputs = padded(NO_PADS, LEFT, RIGHT, [1, 1, 1, 1, 0, 0, 1, 1, 1])
+    cache = h2o.H2OCache(model.config, heavy=0, recent=3, trace=True)
+    stop = 0
+    for count in columns:
+        start, stop = stop, stop + count
+        now = {name: x[:, start:stop] for name, x in inputs.items()}
+        now["attention_mask"] = inputs["attention_mask"][:, :stop]
+        with torch.no_grad():
+            model(**now, past_key_values=cache)
+    for head in cache.evicted_at(0).unbind(1):
+        assert head.tolist() == want
+
+
 # ---- What simulated() leaves behind, and what it refuses ---------------------------------------
 
 
@@ -381,6 +440,8 @@ def test_peft_models():
         ({"variant": "best"}, ValueError, "variant must be"),
         ({"variant": "local", "sinks": 2}, ValueError, "heavy and recent only"),
         ({"variant": "global", "prompt_len": 5}, ValueError, "no prompt"),
+        ({"variant": "global", "ratio_of": "prompt"}, ValueError, "ratio_of at"),
+        ({"variant": "local", "ratio_of": "prompt"}, ValueError, "ratio_of at"),
         ({"prompt_len": 0}, ValueError, "prompt_len must be a number of tokens"),
         ({"prompt_len": [4, 0]}, ValueError, "prompt_len must be a number of tokens"),
         ({"prompt_len": 2.5}, ValueError, "prompt_len must be a number of tokens"),

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from torch.nn.functional import scaled_dot_product_attention
 
 from h2o import ops
+from h2o.config import UNLIMITED
 from tests import inputs
 from tests.conversation import Conversation
 from tests.core.dense import answers
@@ -118,7 +119,7 @@ def test_a_budget_for_everything_is_dense_attention(engine, policy, padding):
             talk.answer[b, row], dense[0].transpose(0, 1), rtol=1e-5, atol=1e-5
         )
     assert not talk.slots.lost.any()
-    full = Conversation(engine, text, Policy(ops.UNLIMITED, 0), mask=mask, capacity=N)
+    full = Conversation(engine, text, Policy(UNLIMITED, 0), mask=mask, capacity=N)
     assert_same_state(talk, full.feed_all(calls))
     np.testing.assert_array_equal(talk.answer, full.answer)
 
