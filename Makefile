@@ -62,7 +62,7 @@ $(OUT)/%.o: csrc/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(C_FLAGS) -c $< -o $@
 
-$(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h) $(C_CORE)
+$(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h tests/c/*.inc) $(C_CORE)
 	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
 
 test-c: $(C_TESTS) ## the C tests
@@ -110,7 +110,7 @@ lint: .venv/test ## ruff: rules and format
 
 format: .venv/test .venv/lint ## rewrite Python and C in the project's format
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/c/*.[ch])
+	$(BIN)/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/c/*.[ch] tests/c/*.inc)
 
 stubs: .venv/core .venv/lint ## the type stubs against the compiled core
 	$(BIN)/python -m mypy.stubtest h2o._core

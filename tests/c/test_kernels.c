@@ -375,13 +375,6 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
 
 /* ---- Scenes ------------------------------------------------------------ */
 
-static bool is_present(const h2o_ops *ops) {
-    for (const char *const *name = h2o_cpu_levels(); *name; name++) {
-        if (strcmp(*name, ops->name) == 0) return true;
-    }
-    return false;
-}
-
 static void play(const h2o_ops *ops, const scene *s, test_random *random) {
     const text t = make_text(s, random);
     const answer alone = converse(ops, s, &t, 1);
@@ -416,7 +409,7 @@ int main(void) {
     h2o_error error;
     CHECK(setenv("H2O_THREADS", "3", 1) == 0 && h2o_init(&error) == H2O_OK);
     for (size_t l = 0; l < sizeof levels / sizeof *levels; l++) {
-        for (int i = 0; i < 3 && is_present(levels[l]); i++) {
+        for (int i = 0; i < 3 && has_level(levels[l]->name); i++) {
             test_random random = {.state = (uint64_t)i + 1};
             /* two chunks of slots, fewer units than lanes like */
             const scene few = {make_dims(1, 2, 3, 780, 700, 64), dtypes[i], 720, 735, 12, 400,
