@@ -8,7 +8,8 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constr
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 
-.PHONY: help demo bench test test-all test-c test-python test-hf test-versions asan tsan lint format stubs wheel clean
+.PHONY: help demo bench test test-all test-c test-neon test-python test-hf test-versions asan tsan \
+	lint format stubs wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -65,11 +66,15 @@ $(OUT)/%.o: csrc/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(C_FLAGS) -c $< -o $@
 
-$(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h) $(C_CORE)
+$(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h tests/c/*.inc) $(C_CORE)
 	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
 
 test-c: $(C_TESTS) ## the C tests
-	@set -e; for program in $^; do echo $$program; $$program; done
+	@set -e; for program in $^; do echo $$program; $(EMULATOR) $$program; done
+
+test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user-static
+	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \
+		EMULATOR="qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
 SANITIZE := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all
 SANITIZED = cd build/asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
@@ -109,7 +114,7 @@ lint: .venv/test ## ruff: rules and format
 
 format: .venv/test .venv/lint ## rewrite Python and C in the project's format
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/c/*.[ch])
+	$(BIN)/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/c/*.[ch] tests/c/*.inc)
 
 stubs: .venv/core .venv/lint ## the type stubs against the compiled core
 	$(BIN)/python -m mypy.stubtest h2o._core

@@ -1,5 +1,5 @@
-/* test.h - what the C tests share: checks that stop at the first failure, and
- * random numbers that are the same everywhere. */
+/* test.h - what the C tests share: checks that stop at the first failure, random
+ * numbers that are the same everywhere, and which levels there are. */
 #ifndef H2O_TEST_H
 #define H2O_TEST_H
 
@@ -7,6 +7,9 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+
+#include "h2o.h"
 
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer)
@@ -55,6 +58,14 @@ static inline void *test_alloc(size_t bytes) {
     void *const memory = calloc(1, bytes ? bytes : 1);
     CHECK(memory != NULL);
     return memory;
+}
+
+/* Whether this machine can run that level; after h2o_init. */
+static inline bool has_level(const char *level) {
+    for (const char *const *name = h2o_cpu_levels(); *name; name++) {
+        if (strcmp(*name, level) == 0) return true;
+    }
+    return false;
 }
 
 #endif

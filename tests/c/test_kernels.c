@@ -1,7 +1,8 @@
-/* test_kernels.c - a conversation through attend, evict and step at every
- * level, against plain loops in double precision, and with several lanes, which
- * may not change a bit. Under the sanitizers this is what watches the kernels:
- * every tensor is a block of its own, as large as it has to be. */
+/* test_kernels.c - a conversation through attend, evict and step, and the same
+ * through simulate, at every level, against plain loops in double precision, and
+ * with several lanes, which may not change a bit. Under the sanitizers this is
+ * what watches the kernels: every tensor is a block of its own, as large as it
+ * has to be. */
 #define _GNU_SOURCE
 #include "cpu/half.h"
 #include "h2o.h"
@@ -10,6 +11,7 @@
 #include "test.h"
 
 #include <math.h>
+#include <pthread.h>
 
 /* ---- Tensors ----------------------------------------------------------- */
 
@@ -152,8 +154,30 @@ static void free_tensor(const h2o_view *a, const h2o_view *unused) {
 
 /* ---- Through the kernels ----------------------------------------------- */
 
+typedef struct {
+    h2o_lane_fn function;
+    void *context;
+    pthread_barrier_t start;
+} meeting;
+
+static void meet(int lane, int lanes, void *context) {
+    meeting *const m = context;
+    pthread_barrier_wait(&m->start);
+    m->function(lane, lanes, m->context);
+}
+
+/* No lane begins before all have a thread. Else the first thread has often done
+ * everything before another is awake, and ThreadSanitizer judges what happens,
+ * not what might. */
+static void run_together(int lanes, h2o_lane_fn function, void *context) {
+    meeting m = {.function = function, .context = context};
+    CHECK(pthread_barrier_init(&m.start, NULL, (unsigned)lanes) == 0);
+    h2o_parallel(lanes, meet, &m);
+    pthread_barrier_destroy(&m.start);
+}
+
 static h2o_exec make_exec(int lanes, size_t bytes) {
-    return (h2o_exec){lanes, h2o_parallel, h2o_scratch_acquire(bytes)};
+    return (h2o_exec){lanes, run_together, h2o_scratch_acquire(bytes)};
 }
 
 static void take_chunk(const h2o_ops *ops, const scene *s, const text *t, answer *a, int64_t begin,
@@ -234,6 +258,51 @@ static answer converse(const h2o_ops *ops, const scene *s, const text *t, int la
         }
     }
     return a;
+}
+
+/* What simulate says of the text: as positions the rows that evict the keys. */
+static answer simulate(const h2o_ops *ops, const scene *s, const text *t, int lanes) {
+    h2o_error error;
+    answer a = make_answer(s);
+    const h2o_view prompt = make_tensor(H2O_I32, 1, s->dims.B, 1, 1, 1);
+    for (int64_t i = 0; i < s->dims.B * s->prompt; i++) {
+        const int64_t b = i / s->prompt, q = i % s->prompt;
+        ((int32_t *)prompt.data)[b] += ((uint8_t *)t->mask.data)[b * s->dims.Q + q];
+    }
+    h2o_simulate_params params = {
+        .query = t->query,
+        .keys = t->keys,
+        .values = t->values,
+        .mask = t->mask,
+        .prompt = prompt,
+        .budget = a.slots.budget,
+        .out = a.out,
+        .evicted_at = a.slots.positions,
+        .scores = a.slots.scores,
+        .policy = s->policy,
+        .scale = 0.1f,
+        .softcap = s->softcap,
+        .dims = s->dims,
+    };
+    params.dims.S = 0;
+    const h2o_exec exec = make_exec(lanes, ops->simulate_workspace(&params, lanes));
+    CHECK(ops->simulate(&params, &exec, &error) == H2O_OK);
+    h2o_scratch_release(exec.workspace);
+    free(prompt.data);
+    return a;
+}
+
+/* Rows of eviction to positions, as if each token had its slot. */
+static void list_survivors(const scene *s, const text *t, const answer *a) {
+    const int64_t Q = s->dims.Q;
+    for (int64_t unit = 0; unit < s->dims.B * s->dims.G; unit++) {
+        const uint8_t *const mask = (const uint8_t *)t->mask.data + unit / s->dims.G * Q;
+        int32_t *const rows = (int32_t *)a->slots.positions.data + unit * Q, position = 0;
+        for (int64_t q = 0; q < Q; q++) {
+            rows[q] = mask[q] && rows[q] == Q ? position : -1;
+            position += mask[q];
+        }
+    }
 }
 
 /* ---- Through plain loops ----------------------------------------------- */
@@ -375,25 +444,39 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
 
 /* ---- Scenes ------------------------------------------------------------ */
 
-static bool is_present(const h2o_ops *ops) {
-    for (const char *const *name = h2o_cpu_levels(); *name; name++) {
-        if (strcmp(*name, ops->name) == 0) return true;
+/* Not for ThreadSanitizer: plain loops have no threads, and take minutes. */
+static void check_units(const scene *s, const text *t, const answer *a) {
+    for (int64_t i = 0; !THREAD_SANITIZER && i < s->dims.B * s->dims.G; i++) {
+        check_unit(s, t, a, i / s->dims.G, i % s->dims.G);
     }
-    return false;
 }
 
-static void play(const h2o_ops *ops, const scene *s, test_random *random) {
-    const text t = make_text(s, random);
-    const answer alone = converse(ops, s, &t, 1);
-    for (int64_t i = 0; i < s->dims.B * s->dims.G; i++) {
-        check_unit(s, &t, &alone, i / s->dims.G, i % s->dims.G);
-    }
-    for (int lanes = 2; lanes <= 5; lanes += 3) {
-        const answer shared = converse(ops, s, &t, lanes);
+/* The answer of one lane, which is that of several. */
+static answer play(const h2o_ops *ops, const scene *s, const text *t,
+                   answer (*through)(const h2o_ops *, const scene *, const text *, int)) {
+    static const int lanes[] = {2, 3, 5};
+    const answer alone = through(ops, s, t, 1);
+    for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++) {
+        const answer shared = through(ops, s, t, lanes[i]);
         for_each_tensor(&alone, &shared, check_same);
         for_each_tensor(&shared, &shared, free_tensor);
     }
-    for_each_tensor(&alone, &alone, free_tensor);
+    return alone;
+}
+
+static void test_scene(const h2o_ops *ops, const scene *s, test_random *random) {
+    const text t = make_text(s, random);
+    const answer conversation = play(ops, s, &t, converse);
+    check_units(s, &t, &conversation);
+    for_each_tensor(&conversation, &conversation, free_tensor);
+
+    scene whole = *s; /* without a chunk, and nothing is overwritten */
+    whole.chunk_at = -1;
+    whole.dims.S = whole.dims.Q;
+    const answer simulation = play(ops, &whole, &t, simulate);
+    list_survivors(&whole, &t, &simulation);
+    check_units(&whole, &t, &simulation);
+    for_each_tensor(&simulation, &simulation, free_tensor);
     free_text(&t);
 }
 
@@ -416,16 +499,20 @@ int main(void) {
     h2o_error error;
     CHECK(setenv("H2O_THREADS", "3", 1) == 0 && h2o_init(&error) == H2O_OK);
     for (size_t l = 0; l < sizeof levels / sizeof *levels; l++) {
-        for (int i = 0; i < 3 && is_present(levels[l]); i++) {
+        for (int i = 0; i < 3 && has_level(levels[l]->name); i++) {
             test_random random = {.state = (uint64_t)i + 1};
             /* two chunks of slots, fewer units than lanes like */
-            const scene few = {make_dims(1, 2, 3, 780, 700, 64), dtypes[i], 720, 735, 12, 400,
+            const scene few = {make_dims(2, 1, 3, 780, 700, 64), dtypes[i], 720, 735, 12, 400,
                                180, plain, 0.0f};
             /* enough units for everyone; every parameter; no full vectors at the end */
             const scene many = {make_dims(5, 4, 5, 150, 120, 50), dtypes[i], 100, 120, 7, 60,
                                 30, all, 5.0f};
-            play(levels[l], &few, &random);
-            play(levels[l], &many, &random);
+            /* so many candidates that evict takes threads, and time enough for them to meet */
+            const scene wide = {make_dims(4, 32, 1, 260, 100, 8), dtypes[i], 170, 175, 80, 60,
+                                30, plain, 0.0f};
+            test_scene(levels[l], &few, &random);
+            test_scene(levels[l], &many, &random);
+            test_scene(levels[l], &wide, &random);
         }
     }
     return 0;

@@ -1,0 +1,40 @@
+/* test_vec_avx512.c - the layer of level_avx512.c, where the processor has it. */
+#define _GNU_SOURCE
+#include "h2o.h"
+
+#include "test.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <math.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target( \
+    "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
+#endif
+
+#define H2O_VEC_AVX512
+#include "vec.inc"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+int main(void) {
+    h2o_error error;
+    CHECK(unsetenv("H2O_CPU") == 0 && h2o_init(&error) == H2O_OK);
+    if (has_level("avx512")) {
+        test_layer();
+    } else {
+        puts("no avx512 here: its layer is not tested");
+    }
+    return 0;
+}
+#else
+int main(void) { return 0; }
+#endif
