@@ -28,7 +28,7 @@ def quick(tmp_path, *arguments: str) -> dict:
         ("prefill", ["P1", "P2", "P1", "P2", "P1"]),
         ("decode", ["P3", "P4", "P5"] * 3),
         ("evict", ["P6", "P6"]),
-        ("simulate", ["P7"] * 6),
+        ("simulate", ["P7"] * 8),
         ("overhead", ["P9"] * 3),
         ("threads", ["threads"] * 4),
     ],

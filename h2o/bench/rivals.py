@@ -86,15 +86,43 @@ class TopkGather:
         torch.gather(scores, 2, self.index, out=self.scores)
 
 
+def authors_simulation(
+    query: Tensor, keys: Tensor, values: Tensor, heavy: int, recent: int
+) -> Tensor:
+    """The authors' evaluation for lm-eval (FMInference/H2O, h2o_hf/utils_hh): for every query head,
+    a Python loop over rows takes the softmax of a row and the topk of the accumulated scores and
+    scatters them into an n x n mask, to which a band of recent keys is added; then attention.
+
+    Returns:
+        out [B,H,n,D]
+    """
+    B, H, n, D = query.shape
+    keys, values = (x.repeat_interleave(H // keys.shape[1], dim=1) for x in (keys, values))
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    logits = query @ keys.transpose(-1, -2) * D**-0.5
+    lowest = torch.finfo(logits.dtype).min
+    logits.masked_fill_(~causal, lowest)
+    mask = causal.expand(B, H, n, n).clone()
+    scores = logits[:, :, :heavy].softmax(-1, dtype=torch.float32).sum(-2)
+    for i in range(heavy, n):
+        best = scores.topk(heavy - 1).indices
+        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+        kept[..., i] = True
+        mask[:, :, i] = kept
+        scores = (scores + logits[:, :, i].softmax(-1, dtype=torch.float32)) * kept
+    mask |= causal.triu(-recent)
+    p = logits.masked_fill_(~mask, lowest).softmax(-1, dtype=torch.float32)
+    return p.to(values.dtype) @ values
+
+
 def masked_simulation(
     query: Tensor, keys: Tensor, values: Tensor, heavy: int, recent: int
 ) -> tuple[Tensor, Tensor]:
-    """H2O over a whole text in the manner of the authors' evaluation code: a Python loop over
-    rows that fills an n x n mask, then attention under it.
+    """What `h2o.ops.simulate` computes, by a Python loop over rows that fills an n x n mask, and
+    attention under it.
 
     Each row is a softmax over what is still held, added to the scores of its group; then the keys
-    outside the recent window compete, and the lowest leaves. (The authors take a topk a row
-    and fill the mask by scatter; the arg-min here does less work for the same result.)
+    outside the recent window compete, and the lowest leaves: less work than a topk.
 
     Returns:
         (out [B,H,n,D], mask [B,G,n,n] bool)

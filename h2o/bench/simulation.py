@@ -36,9 +36,13 @@ def simulate(options: Options) -> Iterator[Row]:
         def masked(text=text) -> None:
             rivals.masked_simulation(*text, heavy, recent)
 
+        def authors(text=text) -> None:
+            rivals.authors_simulation(*text, heavy, recent)
+
         contenders = [
             Contender("h2o simulate", ours),
-            Contender("masks in a Python loop", masked),
+            Contender("the authors' Python loop", authors),
+            Contender("the same in a Python loop", masked),
             Contender(f"SDPA {way}, dense", sdpa),
             Contender("h2o attend, dense", attend),
         ]
