@@ -69,7 +69,7 @@ def write_json(result: dict[str, Any], path: Path) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """How many times faster h2o is in each row; whole-model times over the prompt's length."""
+    """What the peer takes over what h2o takes, in each row; whole-model times over the prompt's length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -87,7 +87,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes[0].invert_yaxis()
     axes[0].set_xscale("log")
     axes[0].axvline(1, color="black", linewidth=0.8)
-    axes[0].set_xlabel("times faster than the peer")
+    axes[0].set_xlabel("peer / h2o in time (or bytes): above 1 h2o is better")
     for axis, phase, unit in zip(axes[1:], ("prefill", "decode"), ("s", "s a token"), strict=True):
         for label, points in curves.get(phase, {}).items():
             axis.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
