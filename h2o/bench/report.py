@@ -69,7 +69,7 @@ def write_json(result: dict[str, Any], path: Path) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """What the peer takes over what h2o takes, in each row; whole-model times over the prompt's length."""
+    """What the peer takes by what h2o takes, in each row; whole-model times over prompt lengths."""
     import matplotlib
 
     matplotlib.use("Agg")
