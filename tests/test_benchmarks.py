@@ -42,7 +42,8 @@ def test_each_table_runs_and_checks_itself(tmp_path, table, rows):
         assert row["command"] == f"python -m benchmarks {table}"
         assert len(row["ours"]["samples_s"]) == 2
         assert row["ours"]["median_s"] > 0
-        assert row["peer"] is None or row["ratio"] > 0
+        if row["what"] != "one layer's cache.update and attention function":  # has no peer
+            assert row["ratio"] > 0
         assert table in ("overhead", "threads") or row["error"]
     assert (tmp_path / "latest.png").stat().st_size > 0
 
