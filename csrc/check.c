@@ -2,31 +2,20 @@
  *
  * Each operation states its tensors as a table of rules: the shape in letters,
  * the dtype, whether it is written. Letters get their sizes from the first
- * tensor that has them, and every later one must agree. What the table cannot
- * say, numbers in tensors that kernels use as indices or counts, follows in
- * functions of their own.
+ * tensor that has them, and every later one must agree. The numbers in tensors
+ * that kernels use as indices or counts are counts.c's.
  *
  * Overlap is judged by address ranges: a written tensor's range, from its first
  * to its last byte, may not touch that of any other tensor of the call. This
  * also refuses some that are interleaved without sharing an element.
  */
-#include "h2o.h"
-#include "policy.h"
+#include "run.h"
 
+#include <float.h>
 #include <inttypes.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-
-int h2o_fail(h2o_error *error, h2o_status status, const char *format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(error->text, sizeof error->text, format, arguments);
-    va_end(arguments);
-    error->status = status;
-    return (int)status;
-}
 
 /* ---- Rules ------------------------------------------------------------- */
 
@@ -55,12 +44,6 @@ static const char *dtype_name(h2o_dtype dtype) {
                                         [H2O_F64] = "float64", [H2O_I32] = "int32",
                                         [H2O_I64] = "int64",   [H2O_U8] = "bool or uint8"};
     return names[dtype];
-}
-
-static int64_t dtype_size(h2o_dtype dtype) {
-    static const uint8_t sizes[] = {[H2O_F32] = 4, [H2O_F16] = 2, [H2O_BF16] = 2, [H2O_F64] = 8,
-                                    [H2O_I32] = 4, [H2O_I64] = 8, [H2O_U8] = 1};
-    return sizes[dtype];
 }
 
 static const char *device_text(const h2o_view *view, char text[40]) {
@@ -209,7 +192,7 @@ static void settle_strides(h2o_view *view) {
 
 /* The bytes that a tensor spans; false when they cannot be counted. */
 static bool find_range(const h2o_view *view, range *bytes) {
-    const int64_t size = dtype_size(view->dtype);
+    const int64_t size = h2o_dtype_size(view->dtype);
     int64_t count = size, below = 0, above = size - 1, reach;
     for (int32_t i = 0; i < view->ndim; i++) {
         if (__builtin_mul_overflow(count, view->shape[i], &count) ||
@@ -327,13 +310,22 @@ static int check_tensors(const rule *all, int count, h2o_dims *dims, h2o_error *
 
 /* ---- Scalars ----------------------------------------------------------- */
 
+/* Logits are computed in base 2, as log2(e) * scale * q.k, or with a softcap as
+ * log2(e) * softcap * tanh(scale / softcap * q.k): these factors must be numbers. */
 static int check_logits(float scale, float softcap, h2o_error *error) {
-    if (!isfinite(scale)) {
-        return h2o_fail(error, H2O_EVALUE, "scale: is %g, wanted a finite float32", (double)scale);
+    static const float LARGEST = FLT_MAX / 1.5f;
+    if (!(fabsf(scale) <= LARGEST)) {
+        return h2o_fail(error, H2O_EVALUE, "scale: is %g, wanted a number of at most %g either way",
+                        (double)scale, (double)LARGEST);
     }
-    if (!isfinite(softcap) || softcap < 0.0f) {
-        return h2o_fail(error, H2O_EVALUE, "softcap: is %g, wanted 0 (none) or a positive float32",
-                        (double)softcap);
+    if (!(softcap >= 0.0f && softcap <= LARGEST)) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "softcap: is %g, wanted 0 (none) or a positive number of at most %g",
+                        (double)softcap, (double)LARGEST);
+    }
+    if (softcap > 0.0f && !isfinite(scale / softcap)) {
+        return h2o_fail(error, H2O_EVALUE, "softcap: is %g, too small for a scale of %g",
+                        (double)softcap, (double)scale);
     }
     return H2O_OK;
 }
@@ -358,95 +350,6 @@ static int check_norms(const h2o_view *norms, bool value_weighted, h2o_error *er
     if (h2o_given(norms) != value_weighted) {
         return h2o_fail(error, H2O_EVALUE, "%s: is %s, but value_weighted is %s", norms->name,
                         value_weighted ? "None" : "given", value_weighted ? "true" : "false");
-    }
-    return H2O_OK;
-}
-
-/* ---- Numbers in tensors ------------------------------------------------ */
-
-static const void *element(const h2o_view *view, int64_t i, int64_t j) {
-    const int64_t offset = i * view->stride[0] + (view->ndim > 1 ? j * view->stride[1] : 0);
-    return (const char *)view->data + offset * dtype_size(view->dtype);
-}
-
-static int32_t i32_at(const h2o_view *view, int64_t i, int64_t j) {
-    return *(const int32_t *)element(view, i, j);
-}
-
-static int64_t count_tokens(const h2o_view *mask, int64_t b, int64_t Q) {
-    if (!h2o_given(mask)) return Q;
-    int64_t tokens = 0;
-    for (int64_t i = 0; i < Q; i++) {
-        tokens += *(const uint8_t *)element(mask, b, i) != 0;
-    }
-    return tokens;
-}
-
-/* *k is what row b may keep. */
-static int read_budget(const h2o_view *budget, int64_t b, const h2o_policy *policy, int64_t *k,
-                       h2o_error *error) {
-    const int32_t heavy = i32_at(budget, b, 0), recent = i32_at(budget, b, 1);
-    *k = h2o_policy_budget(policy, heavy, recent);
-    if (heavy < 0 || recent < 0) {
-        return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is (%d, %d), wanted at least 0",
-                        budget->name, b, (int)heavy, (int)recent);
-    }
-    if (*k == 0) {
-        return h2o_fail(error, H2O_EVALUE,
-                        "%s[%" PRId64 "]: sinks + heavy + recent is 0, wanted at least 1 token",
-                        budget->name, b);
-    }
-    return H2O_OK;
-}
-
-/* What a row holds before the call, and would hold after it. */
-static int read_row(const h2o_slots *slots, const h2o_policy *policy, int64_t b, int64_t tokens,
-                    int64_t *k, int64_t *held, h2o_error *error) {
-    const int status = read_budget(&slots->budget, b, policy, k, error);
-    if (status != H2O_OK) return status;
-    const int64_t length = *(const int64_t *)element(&slots->lengths, b, 0);
-    if (length < 0 || length > INT32_MAX - tokens) {
-        return h2o_fail(error, H2O_EVALUE,
-                        "%s[%" PRId64 "]: is %" PRId64 ", wanted 0..%d less the new tokens",
-                        slots->lengths.name, b, length, INT32_MAX);
-    }
-    *held = h2o_policy_held(*k, length);
-    return H2O_OK;
-}
-
-/* Slots 0..held hold what lengths and budget say: otherwise evict would count
- * more keys than it has room for. */
-static int check_filled(const h2o_slots *slots, int64_t b, int64_t G, int64_t S, int64_t held,
-                        h2o_error *error) {
-    for (int64_t g = 0; g < G; g++) {
-        const int32_t *positions = element(&slots->positions, b, g); /* [S] */
-        int64_t filled = 0, early = 0;
-        for (int64_t s = 0; s < S; s++) {
-            filled += positions[s] >= 0;
-            early += positions[s] >= 0 && s <= held;
-        }
-        if (filled != held || early != held) {
-            return h2o_fail(error, H2O_EVALUE,
-                            "%s[%" PRId64 ", %" PRId64 "]: %" PRId64
-                            " of the slots are filled, %" PRId64
-                            " of these among the first %" PRId64 ", but lengths and budget "
-                            "say that %" PRId64 " are",
-                            slots->positions.name, b, g, filled, early, held + 1, held);
-        }
-    }
-    return H2O_OK;
-}
-
-static int check_free(const h2o_slots *slots, int64_t b, int64_t G, int64_t held,
-                      h2o_error *error) {
-    for (int64_t g = 0; g < G; g++) {
-        const int32_t free = i32_at(&slots->free, b, g);
-        if (free < 0 || free > held) {
-            return h2o_fail(error, H2O_EVALUE,
-                            "%s[%" PRId64 ", %" PRId64 "]: is %d, wanted 0..%" PRId64
-                            ", as the row holds %" PRId64 " tokens",
-                            slots->free.name, b, g, (int)free, held, held);
-        }
     }
     return H2O_OK;
 }
@@ -504,29 +407,10 @@ int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
     int status;
     params->dims = (h2o_dims){0};
     if ((status = check_policy(&params->policy, error)) ||
-        (status = check_tensors(rules, 4 + RULES_OF_SLOTS, &params->dims, error)) ||
-        (status = check_norms(&params->slots.norms, params->policy.value_weighted, error))) {
+        (status = check_tensors(rules, 4 + RULES_OF_SLOTS, &params->dims, error))) {
         return status;
     }
-    const h2o_dims *dims = &params->dims;
-    for (int64_t b = 0; b < dims->B; b++) {
-        const int64_t tokens = count_tokens(&params->mask, b, dims->Q);
-        int64_t k = 0, held = 0;
-        if ((status = read_row(&params->slots, &params->policy, b, tokens, &k, &held, error))) {
-            return status;
-        }
-        const int64_t keeps = h2o_policy_held(k, held + tokens);
-        if (keeps > dims->S) {
-            return h2o_fail(error, H2O_EVALUE,
-                            "%s: has %" PRId64 " slots, but row %" PRId64 " is to keep %" PRId64
-                            " tokens; make larger slots",
-                            params->slots.keys.name, dims->S, b, keeps);
-        }
-        if ((status = check_filled(&params->slots, b, dims->G, dims->S, held, error))) {
-            return status;
-        }
-    }
-    return H2O_OK;
+    return check_norms(&params->slots.norms, params->policy.value_weighted, error);
 }
 
 int h2o_check_step(h2o_step_params *params, h2o_error *error) {
@@ -540,28 +424,11 @@ int h2o_check_step(h2o_step_params *params, h2o_error *error) {
     params->dims = (h2o_dims){0};
     if ((status = check_logits(params->scale, params->softcap, error)) ||
         (status = check_policy(&params->policy, error)) ||
-        (status = check_tensors(rules, 5 + RULES_OF_SLOTS, &params->dims, error)) ||
-        (status = check_norms(&params->slots.norms, params->policy.value_weighted, error))) {
+        (status = check_tensors(rules, 5 + RULES_OF_SLOTS, &params->dims, error))) {
         return status;
     }
     params->dims.Q = 1;
-    const h2o_dims *dims = &params->dims;
-    for (int64_t b = 0; b < dims->B; b++) {
-        const int64_t tokens = count_tokens(&params->mask, b, 1);
-        int64_t k = 0, held = 0;
-        if ((status = read_row(&params->slots, &params->policy, b, tokens, &k, &held, error))) {
-            return status;
-        }
-        if (tokens == 0) continue;
-        if (held >= dims->S) {
-            return h2o_fail(error, H2O_EVALUE,
-                            "%s: all %" PRId64 " slots of row %" PRId64 " are taken; make larger "
-                            "slots",
-                            params->slots.keys.name, dims->S, b);
-        }
-        if ((status = check_free(&params->slots, b, dims->G, held, error))) return status;
-    }
-    return H2O_OK;
+    return check_norms(&params->slots.norms, params->policy.value_weighted, error);
 }
 
 int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error) {
@@ -575,20 +442,8 @@ int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error) {
     int status;
     params->dims = (h2o_dims){0};
     if ((status = check_logits(params->scale, params->softcap, error)) ||
-        (status = check_policy(&params->policy, error)) ||
-        (status = check_tensors(rules, 9, &params->dims, error))) {
+        (status = check_policy(&params->policy, error))) {
         return status;
     }
-    for (int64_t b = 0; b < params->dims.B; b++) {
-        const int32_t prompt = i32_at(&params->prompt, b, 0);
-        int64_t k = 0;
-        if (prompt < 1) {
-            return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is %d, wanted at least 1",
-                            params->prompt.name, b, (int)prompt);
-        }
-        if ((status = read_budget(&params->budget, b, &params->policy, &k, error))) {
-            return status;
-        }
-    }
-    return H2O_OK;
+    return check_tensors(rules, 9, &params->dims, error);
 }

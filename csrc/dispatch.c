@@ -5,7 +5,7 @@
  * that they use (XGETBV; Intel 64 and IA-32 Architectures Software Developer's
  * Manual, volume 1, sections 13.3 and 15.2).
  */
-#include "h2o.h"
+#include "run.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,16 +27,11 @@ static const struct {
     int word, bit;
     uint32_t state; /* that the operating system has to save */
 } features[] = {
-    {"sse4.2", LEAF_1_C, 20, NO_STATE},
-    {"avx2", LEAF_7_B, 5, YMM},
-    {"fma", LEAF_1_C, 12, YMM},
-    {"f16c", LEAF_1_C, 29, YMM},
-    {"avx512f", LEAF_7_B, 16, ZMM},
-    {"avx512bw", LEAF_7_B, 30, ZMM},
-    {"avx512vl", LEAF_7_B, 31, ZMM},
-    {"avx512dq", LEAF_7_B, 17, ZMM},
-    {"avx512_vnni", LEAF_7_C, 11, ZMM},
-    {"avx512_bf16", LEAF_7_1_A, 5, ZMM},
+    {"sse4.2", LEAF_1_C, 20, NO_STATE}, {"avx2", LEAF_7_B, 5, YMM},
+    {"fma", LEAF_1_C, 12, YMM},         {"f16c", LEAF_1_C, 29, YMM},
+    {"avx512f", LEAF_7_B, 16, ZMM},     {"avx512bw", LEAF_7_B, 30, ZMM},
+    {"avx512vl", LEAF_7_B, 31, ZMM},    {"avx512dq", LEAF_7_B, 17, ZMM},
+    {"avx512_vnni", LEAF_7_C, 11, ZMM}, {"avx512_bf16", LEAF_7_1_A, 5, ZMM},
 };
 
 static uint32_t saved_state(uint32_t leaf_1_c) {
@@ -188,9 +183,7 @@ int h2o_init(h2o_error *error) {
     return H2O_OK;
 }
 
-const h2o_ops *h2o_table(int32_t device_type) {
-    return device_type == DEVICE_CPU ? cpu_ops : NULL;
-}
+const h2o_ops *h2o_table(int32_t device_type) { return device_type == DEVICE_CPU ? cpu_ops : NULL; }
 
 const char *h2o_cpu_features(void) { return feature_names; }
 

@@ -36,25 +36,26 @@ void h2o_exchange_clear(h2o_exchange *exchange) {
     }
 }
 
+#ifdef Py_GIL_DISABLED
+#define LOCK(exchange) PyMutex_Lock(&(exchange)->lock)
+#define UNLOCK(exchange) PyMutex_Unlock(&(exchange)->lock)
+#else
+#define LOCK(exchange) ((void)0)
+#define UNLOCK(exchange) ((void)0)
+#endif
+
 /* ---- Common to all routes ---------------------------------------------- */
 
-static size_t element_size(h2o_dtype dtype) {
-    switch (dtype) {
-    case H2O_U8:
-        return 1;
-    case H2O_F16:
-    case H2O_BF16:
-        return 2;
-    case H2O_F32:
-    case H2O_I32:
-        return 4;
-    case H2O_F64:
-    case H2O_I64:
-        return 8;
-    case H2O_NONE:
-        break;
+h2o_name h2o_type_name(PyObject *object) {
+    h2o_name name = {"object without a name"};
+    PyObject *type_name = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+    const char *text = type_name != NULL ? PyUnicode_AsUTF8AndSize(type_name, NULL) : NULL;
+    if (text != NULL) {
+        snprintf(name.text, sizeof name.text, "%s", text);
     }
-    return 0;
+    PyErr_Clear();
+    Py_XDECREF(type_name);
+    return name;
 }
 
 static bool has_elements(const h2o_view *view) {
@@ -71,14 +72,15 @@ static int require_memory(const h2o_view *view, PyObject *object) {
     }
     if (view->data == NULL) {
         PyErr_Format(PyExc_BufferError,
-                     "%s: this %.100s has no memory (a fake, meta or wrapped tensor?)", view->name,
-                     Py_TYPE(object)->tp_name);
+                     "%s: this %s has no memory (a fake, meta or wrapped tensor?)", view->name,
+                     h2o_type_name(object).text);
         return -1;
     }
-    if ((uintptr_t)view->data % element_size(view->dtype) != 0) {
+    const size_t size = (size_t)h2o_dtype_size(view->dtype);
+    if ((uintptr_t)view->data % size != 0) {
         PyErr_Format(PyExc_BufferError,
                      "%s: memory at %p is not aligned to its elements of %zu bytes; pass a copy",
-                     view->name, view->data, element_size(view->dtype));
+                     view->name, view->data, size);
         return -1;
     }
     return 0;
@@ -86,28 +88,25 @@ static int require_memory(const h2o_view *view, PyObject *object) {
 
 /* ---- NumPy ------------------------------------------------------------- */
 
-static h2o_dtype numpy_dtype(int type) {
-    switch (type) {
-    case NPY_FLOAT32:
-        return H2O_F32;
-    case NPY_FLOAT16:
-        return H2O_F16;
-    case NPY_FLOAT64:
-        return H2O_F64;
-    case NPY_INT32:
-        return H2O_I32;
-    case NPY_INT64:
-        return H2O_I64;
-    case NPY_BOOL:
-    case NPY_UINT8:
-        return H2O_U8;
-    default:
-        return H2O_NONE;
+/* By kind and size, since NumPy has several types of the same: its longlong is an int64 too.
+ * Types that others add to NumPy may say any kind. */
+static h2o_dtype numpy_dtype(PyArrayObject *array) {
+    static const struct {
+        char kind;
+        h2o_dtype dtype;
+    } known[] = {{'f', H2O_F32}, {'f', H2O_F16}, {'f', H2O_F64}, {'i', H2O_I32},
+                 {'i', H2O_I64}, {'b', H2O_U8},  {'u', H2O_U8}};
+    const char kind = PyArray_DESCR(array)->kind;
+    const npy_intp size = PyArray_ITEMSIZE(array);
+    const bool builtin = PyTypeNum_ISNUMBER(PyArray_TYPE(array));
+    for (size_t i = 0; i < sizeof known / sizeof known[0] && builtin; i++) {
+        if (known[i].kind == kind && h2o_dtype_size(known[i].dtype) == size) return known[i].dtype;
     }
+    return H2O_NONE;
 }
 
 static int borrow_numpy(PyArrayObject *array, h2o_view *view) {
-    view->dtype = numpy_dtype(PyArray_TYPE(array));
+    view->dtype = numpy_dtype(array);
     if (view->dtype == H2O_NONE || !PyArray_ISNOTSWAPPED(array)) {
         PyErr_Format(PyExc_TypeError,
                      "%s: NumPy arrays of dtype %R cannot be used, only float32, float16, float64, "
@@ -121,7 +120,7 @@ static int borrow_numpy(PyArrayObject *array, h2o_view *view) {
     view->device_type = 1;
     view->readonly = !PyArray_ISWRITEABLE(array);
     if (view->ndim > H2O_MAX_DIMS) return 0;
-    const npy_intp size = (npy_intp)element_size(view->dtype);
+    const npy_intp size = h2o_dtype_size(view->dtype);
     for (int i = 0; i < view->ndim; i++) {
         view->shape[i] = PyArray_DIM(array, i);
         view->stride[i] = PyArray_STRIDE(array, i) / size;
@@ -163,8 +162,8 @@ static int read_dltensor(const dl_tensor *tensor, PyObject *object, h2o_view *vi
         return -1;
     }
     if (tensor->ndim < 0 || (tensor->ndim > 0 && tensor->shape == NULL)) {
-        PyErr_Format(PyExc_BufferError, "%s: this %.100s describes its shape wrongly", view->name,
-                     Py_TYPE(object)->tp_name);
+        PyErr_Format(PyExc_BufferError, "%s: this %s describes its shape wrongly", view->name,
+                     h2o_type_name(object).text);
         return -1;
     }
     view->ndim = tensor->ndim;
@@ -205,8 +204,8 @@ static int take_capsule(PyObject *capsule, h2o_loan_entry *entry) {
         }
     }
     if (!PyCapsule_CheckExact(capsule)) {
-        PyErr_Format(PyExc_TypeError, "%s: __dlpack__ gave a %.100s, wanted a DLPack capsule",
-                     argument, Py_TYPE(capsule)->tp_name);
+        PyErr_Format(PyExc_TypeError, "%s: __dlpack__ gave a %s, wanted a DLPack capsule",
+                     argument, h2o_type_name(capsule).text);
         return -1;
     }
     const char *name = PyCapsule_GetName(capsule);
@@ -250,7 +249,7 @@ static void explain_refusal(const h2o_loan_entry *entry) {
         PyException_SetTraceback(cause, traceback);
     }
     PyObject *text = PyObject_Str(cause);
-    const char *reason = text != NULL ? PyUnicode_AsUTF8(text) : NULL;
+    const char *reason = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
     if (reason == NULL) {
         PyErr_Clear();
         reason = "";
@@ -258,8 +257,8 @@ static void explain_refusal(const h2o_loan_entry *entry) {
     /* torch appends a C++ stack trace: the first line says it all. */
     PyObject *line = PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strcspn(reason, "\n"), "replace");
     if (line != NULL) {
-        PyErr_Format(PyExc_BufferError, "%s: this %.100s cannot share its memory: %U",
-                     entry->view->name, Py_TYPE(entry->object)->tp_name, line);
+        PyErr_Format(PyExc_BufferError, "%s: this %s cannot share its memory: %U",
+                     entry->view->name, h2o_type_name(entry->object).text, line);
         PyObject *error_type, *error, *error_traceback;
         PyErr_Fetch(&error_type, &error, &error_traceback);
         PyErr_NormalizeException(&error_type, &error, &error_traceback);
@@ -296,9 +295,9 @@ static int borrow_dunder(h2o_loan_entry *entry) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();
             PyErr_Format(PyExc_TypeError,
-                         "%s: a %.100s is no tensor; wanted a torch tensor, a NumPy array or "
+                         "%s: a %s is no tensor; wanted a torch tensor, a NumPy array or "
                          "another object with __dlpack__",
-                         entry->view->name, Py_TYPE(entry->object)->tp_name);
+                         entry->view->name, h2o_type_name(entry->object).text);
         }
         return -1;
     }
@@ -345,20 +344,38 @@ static int usable_table(PyTypeObject *type, const dl_exchange_api **api) {
     return 0;
 }
 
-static int find_table(h2o_exchange *exchange, PyTypeObject *type, const dl_exchange_api **api) {
+/* The table of a type that has been looked up, or NULL. */
+static const dl_exchange_api *recall(h2o_exchange *exchange, PyTypeObject *type) {
+    const dl_exchange_api *api = NULL;
+    LOCK(exchange);
     for (int i = 0; i < H2O_PRODUCERS; i++) {
         if (exchange->producers[i].type == type) {
-            *api = exchange->producers[i].api;
-            return 0;
+            api = exchange->producers[i].api;
+            break;
         }
     }
+    UNLOCK(exchange);
+    return api;
+}
+
+static void remember(h2o_exchange *exchange, PyTypeObject *type, const dl_exchange_api *api) {
+    Py_INCREF((PyObject *)type);
+    LOCK(exchange);
+    const int i = exchange->next;
+    PyTypeObject *forgotten = exchange->producers[i].type;
+    exchange->next = (i + 1) % H2O_PRODUCERS;
+    exchange->producers[i].api = api;
+    exchange->producers[i].type = type;
+    UNLOCK(exchange);
+    Py_XDECREF((PyObject *)forgotten);
+}
+
+static int find_table(h2o_exchange *exchange, PyTypeObject *type, const dl_exchange_api **api) {
+    *api = recall(exchange, type);
+    if (*api != NULL) return 0;
     if (usable_table(type, api) < 0) return -1;
     if (*api != NULL) {
-        const int i = exchange->next;
-        exchange->next = (i + 1) % H2O_PRODUCERS;
-        exchange->producers[i].api = *api;
-        Py_INCREF(type);
-        Py_XSETREF(exchange->producers[i].type, type);
+        remember(exchange, type, *api);
     }
     return 0;
 }

@@ -6,8 +6,8 @@
  *     ...
  *     done: h2o_give_back(&loans);
  *
- * All of it needs the GIL. The objects must outlive the loans, as the arguments
- * of a Python call do.
+ * All of it needs the GIL, or, in an interpreter that has none, an attached thread. The
+ * objects must outlive the loans, as the arguments of a Python call do.
  */
 #ifndef H2O_EXCHANGE_H
 #define H2O_EXCHANGE_H
@@ -23,12 +23,21 @@
 enum { H2O_PRODUCERS = 4 };
 
 typedef struct {
+#ifdef Py_GIL_DISABLED
+    PyMutex lock;
+#endif
     struct {
         PyTypeObject *type;
         const dl_exchange_api *api;
     } producers[H2O_PRODUCERS];
     int next; /* which to forget when a new one comes */
 } h2o_exchange;
+
+/* The name of an object's type, for messages: the limited API does not show tp_name. */
+typedef struct {
+    char text[100];
+} h2o_name;
+h2o_name h2o_type_name(PyObject *object) __attribute__((cold));
 
 /* Loads NumPy's C API; 0, or -1 and a Python exception. */
 int h2o_exchange_init(void);

@@ -1,13 +1,16 @@
 /* h2o.h - the whole internal contract of the C core.
  *
  * Everything that crosses a room's wall is declared here: status codes, the
- * error record, the tensor view, one parameter struct per operation, and the
- * table of operations that every backend fills in. A call travels
+ * error record, the tensor view, one parameter struct per operation; run.h has
+ * what carries an operation out. A call travels
  *
- *     module.c (parse) -> exchange.c (views) -> check.c -> dispatch.c -> kernel
+ *     module.c (parse) -> exchange.c (views) -> call.c: check.c, counts.c -> kernel
  *
- * and only the last step runs without the GIL. Kernels trust what check.c has
- * let through; nothing else validates.
+ * and only the last step runs without the GIL. Kernels trust what check.c and
+ * counts.c have let through; nothing else validates. But tensors belong to the
+ * caller, whose other threads may write to them at any time: whatever decides
+ * on an address comes from counts.c, which reads it once, or from memory of the
+ * call's own.
  *
  * Shape letters, used at every pointer:
  *   B batch rows    H query heads   G key/value heads   R = H / G
@@ -36,7 +39,7 @@ typedef struct {
     char text[512];
 } h2o_error;
 
-/* Fills *error with a formatted text and returns status, so that a function
+/* error.c. Fills *error with a formatted text and returns status, so that a function
  * can end with `return h2o_fail(error, H2O_EVALUE, "...")`. The text names
  * the argument, what came and what was wanted. */
 int h2o_fail(h2o_error *error, h2o_status status, const char *format, ...)
@@ -54,6 +57,13 @@ typedef enum {
     H2O_I64,
     H2O_U8, /* masks: bool or uint8, 0 is a pad */
 } h2o_dtype;
+
+/* Bytes of an element. */
+static inline int64_t h2o_dtype_size(h2o_dtype dtype) {
+    static const uint8_t sizes[] = {[H2O_NONE] = 0, [H2O_F32] = 4, [H2O_F16] = 2, [H2O_BF16] = 2,
+                                    [H2O_F64] = 8,  [H2O_I32] = 4, [H2O_I64] = 8, [H2O_U8] = 1};
+    return sizes[dtype];
+}
 
 enum { H2O_MAX_DIMS = 4 };
 
@@ -73,6 +83,12 @@ typedef struct {
 } h2o_view;
 
 static inline bool h2o_given(const h2o_view *view) { return view->dtype != H2O_NONE; }
+
+/* The address of element [a, b, c, 0] of a tensor, of [a, b, 0] and so on. */
+static inline void *h2o_at(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
+    const int64_t offset = a * view->stride[0] + b * view->stride[1] + c * view->stride[2];
+    return (char *)view->data + offset * h2o_dtype_size(view->dtype);
+}
 
 /* Filled in by check.c, so that kernels need not look at shapes again.
  * Those that an operation does not have are 0. */
@@ -113,6 +129,34 @@ typedef struct {
     bool value_weighted;
 } h2o_policy;
 
+/* ---- What the small tensors say ---------------------------------------- */
+
+/* A row of the batch when the call began. */
+typedef struct {
+    int64_t length;         /* real tokens that it had seen; simulate: 0 */
+    int64_t tokens;         /* new ones, pads not counted */
+    const int32_t *columns; /* [tokens] where they stand on axis Q; NULL: 0, 1, 2, ... */
+} h2o_row;
+
+/* One of its key/value heads; not filled in by attend. */
+typedef struct {
+    int32_t heavy, recent;
+    int64_t budget; /* k */
+    int64_t held;   /* slots 0..held of the store, one of them empty, are in use */
+    int64_t free;   /* step: the empty one */
+} h2o_head;
+
+typedef struct {
+    const h2o_row *rows;   /* [B] */
+    const h2o_head *heads; /* [B][G] */
+    const h2o_row *dense;  /* [B] simulate: the same, of the tokens before any is evicted */
+} h2o_counts;
+
+/* The column of a row's i-th new token. */
+static inline int64_t h2o_column(const h2o_row *row, int64_t i) {
+    return row->columns ? row->columns[i] : i;
+}
+
 /* ---- Operations -------------------------------------------------------- */
 
 /* attend: new query i sees every stored key and new keys j <= i that are no
@@ -131,6 +175,7 @@ typedef struct {
     float decay;
     float softcap; /* 0: none; else cap * tanh(logit / cap) */
     h2o_dims dims;
+    h2o_counts counts;
 } h2o_attend_params;
 
 /* evict: takes the new keys with the scores that attend gave them into the
@@ -146,6 +191,7 @@ typedef struct {
     h2o_slots slots;
     h2o_policy policy;
     h2o_dims dims;
+    h2o_counts counts;
 } h2o_evict_params;
 
 /* step: one decode step in one call. Writes the new key and value into the
@@ -164,6 +210,7 @@ typedef struct {
     float scale;
     float softcap;
     h2o_dims dims;
+    h2o_counts counts;
 } h2o_step_params;
 
 /* simulate: what a cache that is fed prompt[b] tokens at once and the others
@@ -184,68 +231,21 @@ typedef struct {
     float scale;
     float softcap;
     h2o_dims dims;
+    h2o_counts counts;
 } h2o_simulate_params;
 
+/* check.c: shapes, dtypes, layouts and scalars; fills in dims. */
 int h2o_check_attend(h2o_attend_params *params, h2o_error *error);
 int h2o_check_evict(h2o_evict_params *params, h2o_error *error);
 int h2o_check_step(h2o_step_params *params, h2o_error *error);
 int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error);
 
-/* ---- Execution --------------------------------------------------------- */
-
-/* What a kernel runs with. Results must not depend on lanes: work is cut into
- * units that the shapes alone determine, each unit has private sums, and these
- * are added in a fixed order. */
-typedef void (*h2o_lane_fn)(int lane, int lanes, void *context);
-
-typedef struct {
-    int lanes;                                               /* threads on offer, >= 1 */
-    void (*run)(int lanes, h2o_lane_fn function, void *context); /* returns when all are done */
-    void *workspace;                                         /* aligned to 64, of the size asked for */
-} h2o_exec;
-
-/* One backend at one instruction set level. For each operation: the scratch it
- * wants for these parameters and this many lanes, and the operation itself.
- * CPU kernels always return H2O_OK; a device's launch may fail. */
-typedef struct {
-    const char *name; /* "generic", "avx2", "avx512", "avx512bf16", "neon" */
-    size_t (*attend_workspace)(const h2o_attend_params *params, int lanes);
-    int (*attend)(const h2o_attend_params *params, const h2o_exec *exec, h2o_error *error);
-    size_t (*evict_workspace)(const h2o_evict_params *params, int lanes);
-    int (*evict)(const h2o_evict_params *params, const h2o_exec *exec, h2o_error *error);
-    size_t (*step_workspace)(const h2o_step_params *params, int lanes);
-    int (*step)(const h2o_step_params *params, const h2o_exec *exec, h2o_error *error);
-    size_t (*simulate_workspace)(const h2o_simulate_params *params, int lanes);
-    int (*simulate)(const h2o_simulate_params *params, const h2o_exec *exec, h2o_error *error);
-} h2o_ops;
-
-/* The tables; each lives in cpu/level_<name>.c. Those that this processor
- * family cannot have are not compiled. */
-extern const h2o_ops h2o_ops_generic;
-#if defined(__x86_64__)
-extern const h2o_ops h2o_ops_avx2;
-extern const h2o_ops h2o_ops_avx512;
-extern const h2o_ops h2o_ops_avx512bf16;
-#elif defined(__aarch64__)
-extern const h2o_ops h2o_ops_neon;
-#endif
-
-/* dispatch.c: chosen once, at import, from CPUID and the H2O_CPU variable.
- * h2o_init returns H2O_EVALUE for an unknown level, H2O_EBACKEND for one that
- * this machine lacks. h2o_table gives the table for a device, or NULL. */
-int h2o_init(h2o_error *error);
-const h2o_ops *h2o_table(int32_t device_type);
-const char *h2o_cpu_features(void);              /* "avx2 fma f16c avx512f ..." */
-const char *const *h2o_cpu_levels(void);         /* names this machine can run, NULL-ended */
-
-/* parallel.c: the borrowed thread pool. */
-int h2o_threads(void);                            /* how many lanes to offer now */
-const char *h2o_thread_source(void);              /* "torch", "gomp" or "own" */
-void h2o_parallel(int lanes, h2o_lane_fn function, void *context);
-
-/* scratch.c: workspace that is kept between calls. Acquire returns 64-byte
- * aligned memory of at least that size or NULL; release gives it back. */
-void *h2o_scratch_acquire(size_t bytes);
-void h2o_scratch_release(void *memory);
+/* counts.c: reads the small tensors of a checked call, once, into memory of
+ * h2o_counts_bytes, judges what they say and fills in counts. */
+size_t h2o_counts_bytes(const h2o_dims *dims, const h2o_view *mask);
+int h2o_count_attend(h2o_attend_params *params, void *memory, h2o_error *error);
+int h2o_count_evict(h2o_evict_params *params, void *memory, h2o_error *error);
+int h2o_count_step(h2o_step_params *params, void *memory, h2o_error *error);
+int h2o_count_simulate(h2o_simulate_params *params, void *memory, h2o_error *error);
 
 #endif

@@ -7,7 +7,7 @@
 #include <Python.h>
 
 #include "exchange.h"
-#include "h2o.h"
+#include "run.h"
 
 static int raise_error(const h2o_error *error) {
     PyObject *type = PyExc_RuntimeError;
@@ -102,9 +102,9 @@ static int parse_policy(PyObject *const *args, h2o_policy *policy) {
 enum { SLOTS_FIELDS = 9 };
 
 static int require_slots(PyObject *slots) {
-    if (PyTuple_Check(slots) && PyTuple_GET_SIZE(slots) == SLOTS_FIELDS) return 0;
-    PyErr_Format(PyExc_TypeError, "slots: is a %.100s, wanted h2o.ops.Slots",
-                 Py_TYPE(slots)->tp_name);
+    if (PyTuple_Check(slots) && PyTuple_Size(slots) == SLOTS_FIELDS) return 0;
+    PyErr_Format(PyExc_TypeError, "slots: is a %s, wanted h2o.ops.Slots",
+                 h2o_type_name(slots).text);
     return -1;
 }
 
@@ -121,29 +121,22 @@ static void loan_slots(h2o_loans *loans, PyObject *tuple, int fields, h2o_slots 
         {"slots.norms", &slots->norms},
     };
     for (int i = 0; i < fields; i++) {
-        h2o_loan(loans, all[i].name, PyTuple_GET_ITEM(tuple, i), all[i].view);
+        h2o_loan(loans, all[i].name, PyTuple_GetItem(tuple, i), all[i].view);
     }
 }
 
 /* ---- Calls ------------------------------------------------------------- */
 
-/* execute_<op>: checks, takes workspace, and runs the kernel that the device of
- * the tensors has. All that can fail comes before anything is written. */
+/* execute_<op>: all that can fail comes before the kernel, which runs without the GIL. */
 #define DEFINE_EXECUTE(op)                                                                         \
-    static int execute_##op(h2o_##op##_params *params, const h2o_view *leader, h2o_error *error) { \
-        int status = h2o_check_##op(params, error);                                                \
-        if (status != H2O_OK) {                                                                    \
-            return status;                                                                         \
+    static int execute_##op(h2o_##op##_params *params, h2o_error *error) {                         \
+        h2o_call call = {0};                                                                       \
+        int status = h2o_open_##op(params, &call, error);                                          \
+        if (status == H2O_OK) {                                                                    \
+            Py_BEGIN_ALLOW_THREADS status = h2o_run_##op(params, &call, error);                    \
+            Py_END_ALLOW_THREADS                                                                   \
         }                                                                                          \
-        const h2o_ops *table = h2o_table(leader->device_type);                                     \
-        h2o_exec exec = {.lanes = h2o_threads(), .run = h2o_parallel};                             \
-        const size_t bytes = table->op##_workspace(params, exec.lanes);                            \
-        if (bytes > 0 && (exec.workspace = h2o_scratch_acquire(bytes)) == NULL) {                  \
-            return h2o_fail(error, H2O_EMEMORY, #op ": no memory for a workspace of %zu bytes",    \
-                            bytes);                                                                \
-        }                                                                                          \
-        Py_BEGIN_ALLOW_THREADS status = table->op(params, &exec, error);                           \
-        Py_END_ALLOW_THREADS if (exec.workspace != NULL) { h2o_scratch_release(exec.workspace); }  \
+        h2o_close(&call);                                                                          \
         return status;                                                                             \
     }
 
@@ -189,7 +182,7 @@ static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t coun
     }
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
-        status = execute_attend(&params, &params.query, &error);
+        status = execute_attend(&params, &error);
     }
     return finish(&loans, status, &error);
 }
@@ -212,7 +205,7 @@ static PyObject *evict(PyObject *module, PyObject *const *args, Py_ssize_t count
     loan_slots(&loans, args[4], SLOTS_FIELDS, &params.slots);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
-        status = execute_evict(&params, &params.keys, &error);
+        status = execute_evict(&params, &error);
     }
     return finish(&loans, status, &error);
 }
@@ -239,7 +232,7 @@ static PyObject *step(PyObject *module, PyObject *const *args, Py_ssize_t count)
     h2o_loan(&loans, "out", args[5], &params.out);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
-        status = execute_step(&params, &params.query, &error);
+        status = execute_step(&params, &error);
     }
     return finish(&loans, status, &error);
 }
@@ -270,7 +263,7 @@ static PyObject *simulate(PyObject *module, PyObject *const *args, Py_ssize_t co
     h2o_loan(&loans, "scores", args[8], &params.scores);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
-        status = execute_simulate(&params, &params.query, &error);
+        status = execute_simulate(&params, &error);
     }
     return finish(&loans, status, &error);
 }
@@ -324,9 +317,9 @@ static int clear(PyObject *module) {
 static void free_module(void *module) { clear(module); }
 
 static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, execute_module},
-#if PY_VERSION_HEX >= 0x030c0000
-    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED}, /* as NumPy */
+    {Py_mod_exec, execute_module}, /* in a second interpreter it fails: NumPy serves one */
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif
     {0},
 };

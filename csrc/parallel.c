@@ -22,7 +22,7 @@
  * runtimes then wait for theirs forever, so a child always uses own threads.
  */
 #define _GNU_SOURCE
-#include "h2o.h"
+#include "run.h"
 
 #include <dlfcn.h>
 #include <link.h>
@@ -121,8 +121,7 @@ static void search(void) {
     if (find(found.torch, "torch_parallel_for", &borrowed.torch_parallel_for) &&
         find(found.torch, "torch_get_num_threads", &borrowed.torch_get_num_threads)) {
         chosen = TORCH;
-    } else if (chosen == OWN &&
-               find(found.gomp, "GOMP_parallel", &borrowed.gomp_parallel) &&
+    } else if (chosen == OWN && find(found.gomp, "GOMP_parallel", &borrowed.gomp_parallel) &&
                find(found.gomp, "omp_get_max_threads", &borrowed.omp_get_max_threads)) {
         chosen = GOMP;
     }

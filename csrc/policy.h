@@ -29,12 +29,12 @@ typedef enum { H2O_BY_SUM, H2O_BY_MEAN, H2O_BY_DECAYED_MEAN } h2o_rank_kind;
 
 /* The policy of one row at one moment. */
 typedef struct {
-    int64_t budget;   /* k */
-    int32_t first;    /* the lowest position that may leave, ... */
-    uint32_t span;    /* ... and how many positions from there on may */
-    int32_t length;   /* tokens seen, the newest included */
-    float log_decay;  /* H2O_BY_DECAYED_MEAN: ln(decay), and */
-    float all_ages;   /*   1 / (decay - 1), minus the sum over infinitely many ages */
+    int64_t budget;  /* k */
+    int32_t first;   /* the lowest position that may leave, ... */
+    uint32_t span;   /* ... and how many positions from there on may */
+    int32_t length;  /* tokens seen, the newest included */
+    float log_decay; /* H2O_BY_DECAYED_MEAN: ln(decay), and */
+    float all_ages;  /*   1 / (decay - 1), minus the sum over infinitely many ages */
     h2o_rank_kind kind;
     bool value_weighted;
 } h2o_ranking;
@@ -76,7 +76,7 @@ static inline uint32_t h2o_policy_key(float rank) {
  * minus 1 must not cancel, so this is expm1: 2^n (e^r - 1) + (2^n - 1). */
 static inline float h2o_policy_decayed_ages(const h2o_ranking *ranking, float age) {
     const float raw = age * ranking->log_decay;
-    const float x = raw > -87.0f ? raw : -87.0f; /* e^-87: still a normal number */
+    const float x = raw > -87.0f ? raw : -87.0f;         /* e^-87: still a normal number */
     const float shifted = x * 1.44269504f + 12582912.0f; /* rounds to an integer: 1.5 * 2^23 */
     const float n = shifted - 12582912.0f;
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -110,16 +110,15 @@ static inline bool h2o_policy_may_leave(const h2o_ranking *ranking, int32_t posi
 
 /* Writes the keys of the ranks, the highest one for spared positions, and
  * returns the lowest key. */
-static inline uint32_t h2o_policy_fill_keys(const h2o_ranking *ranking, h2o_rank_kind kind, bool weighted,
-                             int64_t n, const float *restrict scores,
-                             const int32_t *restrict positions, const float *restrict norms,
-                             uint32_t *restrict keys) {
+static inline uint32_t h2o_policy_fill_keys(const h2o_ranking *ranking, h2o_rank_kind kind,
+                                            bool weighted, int64_t n, const float *restrict scores,
+                                            const int32_t *restrict positions,
+                                            const float *restrict norms, uint32_t *restrict keys) {
     const h2o_ranking local = *ranking;
     uint32_t lowest = UINT32_MAX;
     for (int64_t i = 0; i < n; i++) {
         const float norm = weighted ? norms[i] : 1.0f;
-        const float rank =
-            h2o_policy_rank(&local, kind, weighted, scores[i], positions[i], norm);
+        const float rank = h2o_policy_rank(&local, kind, weighted, scores[i], positions[i], norm);
         const bool spared = !h2o_policy_may_leave(&local, positions[i]);
         const uint32_t key = h2o_policy_key(rank) | (0u - spared);
         keys[i] = key;
@@ -132,9 +131,9 @@ static inline uint32_t h2o_policy_fill_keys(const h2o_ranking *ranking, h2o_rank
 static inline uint32_t h2o_policy_keys(const h2o_ranking *ranking, int64_t n, const float *scores,
                                        const int32_t *positions, const float *norms,
                                        uint32_t *keys) {
-#define FILL(kind) \
-    (ranking->value_weighted \
-         ? h2o_policy_fill_keys(ranking, kind, true, n, scores, positions, norms, keys) \
+#define FILL(kind)                                                                                 \
+    (ranking->value_weighted                                                                       \
+         ? h2o_policy_fill_keys(ranking, kind, true, n, scores, positions, norms, keys)            \
          : h2o_policy_fill_keys(ranking, kind, false, n, scores, positions, norms, keys))
     switch (ranking->kind) {
     case H2O_BY_MEAN:
@@ -147,16 +146,23 @@ static inline uint32_t h2o_policy_keys(const h2o_ranking *ranking, int64_t n, co
 #undef FILL
 }
 
-/* Which of n > 0 keys in any order leaves, as an index: the lowest rank, of
- * equal ones the highest position. positions must differ. When all are spared,
- * as no consistent state has it, the newest.
+/* Who of some keys would leave first. */
+typedef struct {
+    uint32_t key;
+    uint32_t position;
+    int64_t index;
+} h2o_candidate;
+
+/* Which of n > 0 keys in any order leaves: the lowest rank, of equal ones the
+ * highest position. positions must differ. When all are spared, as no consistent
+ * state has it, the newest.
  * keys [n]: scratch.
  *
  * Three sweeps over memory that is in L1, each a reduction that vectorises:
  * the lowest key, the highest position with it, the index of that. */
-static inline int64_t h2o_policy_victim(const h2o_ranking *ranking, int64_t n,
-                                        const float *scores, const int32_t *positions,
-                                        const float *norms, uint32_t *restrict keys) {
+static inline h2o_candidate h2o_policy_candidate(const h2o_ranking *ranking, int64_t n,
+                                                 const float *scores, const int32_t *positions,
+                                                 const float *norms, uint32_t *restrict keys) {
     const uint32_t lowest = h2o_policy_keys(ranking, n, scores, positions, norms, keys);
     const int32_t count = (int32_t)n;
     /* Masks instead of conditions: gcc would turn those into branches. */
@@ -171,7 +177,13 @@ static inline int64_t h2o_policy_victim(const h2o_ranking *ranking, int64_t n,
         const int32_t index = i & -found;
         victim = index > victim ? index : victim;
     }
-    return victim;
+    return (h2o_candidate){lowest, newest, victim};
+}
+
+/* Of the candidates of two sets of keys that of both together. */
+static inline h2o_candidate h2o_policy_worse(h2o_candidate a, h2o_candidate b) {
+    const bool first = a.key < b.key || (a.key == b.key && a.position > b.position);
+    return first ? a : b;
 }
 
 #endif

@@ -7,7 +7,7 @@
  * holds more than KEEP_BYTES in KEEP_BLOCKS blocks: what was unused for longest
  * goes back to the system, so one very long prompt leaves nothing behind.
  */
-#include "h2o.h"
+#include "run.h"
 
 #include <pthread.h>
 #include <stdlib.h>

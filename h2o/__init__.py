@@ -17,49 +17,56 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import importlib.metadata
-import importlib.util
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from h2o import installed
 
 try:
     from h2o import ops
 except ImportError as error:
-    if importlib.util.find_spec("h2o._core") is not None:
+    reason = installed.explain_missing_core()
+    if reason is None:
         raise
-    raise ImportError(
-        "h2o._core, the compiled core, is missing. From a source tree, build it: "
-        "pip install -e .  Otherwise two packages may have met: H2O.ai's client, `h2o` on PyPI, "
-        "has the same import name as h2o-kv, and both cannot be in one environment: "
-        "pip uninstall h2o h2o-kv && pip install h2o-kv"
-    ) from error
+    raise ImportError(reason) from error
 
 from h2o.config import H2OConfig
-from h2o.support import Unsupported
+from h2o.hf.support import Unsupported
+
+if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
+    from h2o.analysis.analyze import analyze as analyze
+    from h2o.hf.attention import supports as supports
+    from h2o.hf.cache import H2OCache as H2OCache
+    from h2o.hf.layer import H2OLayer as H2OLayer
+    from h2o.hf.patching import disable as disable
+    from h2o.hf.patching import enable as enable
+    from h2o.hf.patching import patched as patched
+    from h2o.hf.simulation import simulated as simulated
+    from h2o.masks import simulation_mask as simulation_mask
+    from h2o.models import load_default as load_default
 
 __version__: str = ops.info()["version"]
 
 _LAZY = {
-    "H2OCache": "h2o.cache",
-    "H2OLayer": "h2o.layer",
-    "disable": "h2o.patching",
-    "enable": "h2o.patching",
-    "patched": "h2o.patching",
-    "simulated": "h2o.simulation",
+    "H2OCache": "h2o.hf.cache",
+    "H2OLayer": "h2o.hf.layer",
+    "analyze": "h2o.analysis.analyze",
+    "disable": "h2o.hf.patching",
+    "enable": "h2o.hf.patching",
+    "load_default": "h2o.models",
+    "patched": "h2o.hf.patching",
+    "simulated": "h2o.hf.simulation",
     "simulation_mask": "h2o.masks",
-    "supports": "h2o.attention",
+    "supports": "h2o.hf.attention",
 }
 
 __all__ = ["H2OConfig", "Unsupported", "__version__", "ops", *_LAZY]
 
 
-def __getattr__(name: str) -> Any:
+def _get(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'h2o' has no attribute {name!r}")
-    try:
-        version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
+    version = installed.version("transformers")
     if not _is_served(version):
         raise ImportError(
             f"h2o.{name} needs torch and transformers >= 5.4 and < 6, here is {version}: "
@@ -68,6 +75,10 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # to which every name would then be known
+    __getattr__ = _get
 
 
 def __dir__() -> list[str]:
@@ -84,7 +95,7 @@ def _is_served(version: str) -> bool:
 
 def _register() -> None:
     if _is_served(sys.modules["transformers"].__version__):
-        importlib.import_module("h2o.attention")  # registers when imported
+        importlib.import_module("h2o.hf.attention")  # registers when imported
 
 
 class _AfterTransformers:

@@ -13,10 +13,13 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["UNLIMITED", "H2OConfig"]
+__all__ = ["UNLIMITED", "VARIANTS", "H2OConfig"]
 
 UNLIMITED = 2**31 - 1
 """A `heavy` or `recent` budget that never bites."""
+
+VARIANTS = ("local", "global", "flexgen")
+"""Published forms of H2O beside the cache of this package; see `h2o.simulation_mask`."""
 
 Amount = int | float
 """An int counts tokens; a float in [0, 1] is a fraction of the row's prompt length."""
@@ -41,9 +44,9 @@ class H2OConfig:
 
     heavy: Budget = 0.1
     """Tokens kept for the attention that they have received. An int is a number of
-    tokens, a float in [0, 1] a fraction of the row's own prompt, `int(fraction * n)`: 1 is
-    one token, 1.0 the whole prompt. A list gives one amount per layer of the model, a
-    function `(layer, layers) -> amount` computes it."""
+    tokens, a float in [0, 1] a fraction of the row's own prompt, `int(fraction * n)` but at
+    least one token unless the fraction is 0: 1 is one token, 1.0 the whole prompt. A list gives
+    one amount per layer of the model, a function `(layer, layers) -> amount` computes it."""
     recent: Budget = 0.1
     """Newest tokens kept whatever their rank; given like `heavy`."""
     sinks: int = 0
@@ -139,26 +142,29 @@ class H2OConfig:
         )
 
     def tokens(self, n: int) -> tuple[int, int]:
-        """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.
-
-        Errors: ValueError when nothing at all may be kept.
-        """
-        heavy, recent = (
-            int(amount * n) if isinstance(amount, float) else amount
-            for amount in (self.heavy, self.recent)
-        )
-        if self.sinks + heavy + recent == 0:
-            raise ValueError(
-                f"heavy={self.heavy} and recent={self.recent} of a prompt of {n} tokens leave a "
-                "budget of 0 tokens: give larger fractions, numbers of tokens, or sinks"
-            )
+        """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted."""
+        least = [int(isinstance(amount, float) and amount > 0) for amount in self._amounts]
+        heavy, recent = map(max, self.truncated(n), least)
         return heavy, recent
 
-    def held(self, n: int, prompt: int | None = None) -> int:
-        """Tokens that a row of n holds at its end; fractions are of the first `prompt`, or all n.
+    def truncated(self, n: int) -> tuple[int, int]:
+        """As `tokens`, with fractions that may come to 0 tokens, as in the authors' code."""
+        heavy, recent = (
+            int(amount * n) if isinstance(amount, float) else amount for amount in self._amounts
+        )
+        return heavy, recent
 
-        Errors: as `tokens`.
-        """
+    def is_raised(self, n: int) -> bool:
+        """Whether a fraction of n tokens comes to less than one, and `tokens` makes it one."""
+        return self.tokens(n) != self.truncated(n)
+
+    @property
+    def _amounts(self) -> tuple[Amount, Amount]:
+        """Of one layer's config."""
+        return self.heavy, self.recent  # type: ignore[return-value]
+
+    def held(self, n: int, prompt: int | None = None) -> int:
+        """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
         return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
 
     def _check_total(self) -> None:

@@ -116,6 +116,8 @@ def generate(
     `stream` is given the text piece by piece as it grows; without it the progress line shows
     the text's end. Errors: UserError.
     """
+    if (request.prompt, request.document) != (None, None) and not given_text(request):
+        raise UserError("the prompt is empty")
     model, tokenizer = models.load(request.model, dtype=request.dtype, say=progress.say)
     ids = prompt_ids(request, tokenizer)
     tokens = ids.shape[1]
@@ -148,15 +150,18 @@ def generate(
 
 def prompt_ids(request: Request, tokenizer: Any) -> Any:
     """Token ids [1, n] of what the request asks for."""
-    document, prompt, chat = request.document, request.prompt, request.chat
-    if document is None and prompt is None:
+    if request.document is None and request.prompt is None:
         document = importlib.resources.files("h2o").joinpath("data", DOCUMENT).read_text("utf-8")
-        prompt = QUESTION
-        chat = tokenizer.chat_template is not None
-    text = "\n\n".join(part.strip() for part in (prompt, document) if part and part.strip())
-    if not text:
-        raise UserError("the prompt is empty")
-    return encode(tokenizer, text, chat)
+        request = replace(
+            request, prompt=QUESTION, document=document, chat=tokenizer.chat_template is not None
+        )
+    return encode(tokenizer, given_text(request), request.chat)
+
+
+def given_text(request: Request) -> str:
+    """Prompt and document as one text."""
+    parts = (request.prompt, request.document)
+    return "\n\n".join(part.strip() for part in parts if part and part.strip())
 
 
 def encode(tokenizer: Any, text: str, chat: bool) -> Any:
@@ -226,7 +231,7 @@ def new_cache(mode: str, model: Any, config: H2OConfig, prompt_tokens: int) -> A
     """An empty cache of this mode, after telling the model which attention goes with it."""
     from transformers import DynamicCache
 
-    from h2o.cache import H2OCache
+    from h2o.hf.cache import H2OCache
 
     model.set_attn_implementation("sdpa" if mode == "full" else "h2o")
     if mode == "full":
@@ -234,7 +239,7 @@ def new_cache(mode: str, model: Any, config: H2OConfig, prompt_tokens: int) -> A
     if mode == "local":
         heavy, recent = config.tokens(prompt_tokens)
         config = replace(config, heavy=0, recent=heavy + recent)
-    return H2OCache(model.config, config)
+    return H2OCache(model.config, config, prompt_length=prompt_tokens)
 
 
 def holdings(cache: Any) -> dict[str, Any]:

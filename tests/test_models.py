@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,7 +78,7 @@ def test_conversion_keeps_weights_and_tokenizer(tmp_path):
     text = "cab in Škoda"
     assert tokenizer(text).input_ids == its_tokenizer(text).input_ids
     assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert os.listdir(target.parent) == ["tiny"]
+    assert sorted(os.listdir(target.parent)) == [".tiny.lock", "tiny"]
 
 
 def test_failed_conversion_leaves_nothing(tmp_path):
@@ -85,7 +87,7 @@ def test_failed_conversion_leaves_nothing(tmp_path):
     target = tmp_path / "cache" / "tiny"
     with pytest.raises(Exception):  # noqa: B017, PT011 - whatever the reader says to a torn file
         models.convert(path, target)
-    assert os.listdir(target.parent) == []
+    assert os.listdir(target.parent) == [".tiny.lock"]
 
 
 def test_first_of_two_conversions_wins(tmp_path):
@@ -94,7 +96,7 @@ def test_first_of_two_conversions_wins(tmp_path):
     (target / "model.safetensors").write_text("the winner's")
     models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
     assert [path.read_text() for path in target.iterdir()] == ["the winner's"]
-    assert os.listdir(target.parent) == ["tiny"]
+    assert sorted(os.listdir(target.parent)) == [".tiny.lock", "tiny"]
 
 
 def test_dtype_is_the_one_asked_for(tmp_path):
@@ -154,3 +156,64 @@ def test_default_model_is_converted_once():
     assert (config.model_type, config.num_attention_heads) == ("llama", 9)
     assert (config.num_key_value_heads, config.num_hidden_layers) == (3, 30)
     assert tokenizer.chat_template
+
+
+def test_a_conversion_that_was_killed_is_swept_away(tmp_path):
+    target = tmp_path / "cache" / "tiny"
+    left = target.parent / ".tiny.draftx1y2"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(bytes(5000))
+    models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
+    assert sorted(os.listdir(target.parent)) == [".tiny.lock", "tiny"]
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    """Here files cannot grow beyond a size, which ends a conversion in the same place."""
+    path = write_gguf(tmp_path / "tiny.gguf")
+    target = tmp_path / "cache" / "tiny"
+    program = (
+        "import resource, sys; from pathlib import Path; from h2o import models\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        "try: models.convert(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+        "except models.UserError as error: print(error)"
+    )
+    arguments = [sys.executable, "-W", "ignore", "-c", program, str(path), str(target)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
+    assert "set H2O_CACHE to a folder that can hold 600 MB" in done.stdout, done.stderr
+    assert os.listdir(target.parent) == [".tiny.lock"]
+
+
+def test_a_broken_converted_model_names_its_folder(tmp_path, monkeypatch):
+    target = tmp_path / "cache" / "tiny"
+    models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
+    file = target / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    monkeypatch.setattr(models, "embedded_folder", lambda say: target)
+    with pytest.raises(models.UserError) as error:
+        models.load()
+    assert f"{target} are broken, delete that folder" in str(error.value)
+
+
+def test_support_of_what_load_takes(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    assert str(models.support(str(path))) == "llama: supported, 2 of 2 layers by h2o"
+
+
+def test_a_missing_compiler_is_named(tmp_path):
+    pytest.importorskip("setuptools", "77")
+    root = Path(__file__).parents[1]
+    arguments = ["setup.py", "-q", "build_ext", "--force", "--build-lib", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *arguments, "--build-temp", str(tmp_path)], cwd=root, text=True,
+        capture_output=True, check=False, env={**os.environ, "CC": "no-such-compiler"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "'no-such-compiler' is not here: install one" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@needs_wheel
+def test_support_of_the_default_model():
+    """From the file's header: nothing is converted."""
+    assert str(models.support(models.DEFAULT_MODEL)).endswith("30 of 30 layers by h2o")
+    assert not models.cache_folder().exists()

@@ -60,11 +60,6 @@ static inline uint16_t f16_from_float(float x) {
     return (uint16_t)(sign | ((rest - 0x38000000u + 0xfffu + (rest >> 13 & 1)) >> 13));
 }
 
-/* Bytes of one element of f32, i32, f16 or bf16. */
-static inline int64_t dtype_size(h2o_dtype type) {
-    return type == H2O_F16 || type == H2O_BF16 ? 2 : 4;
-}
-
 /* The element of f32, f16 or bf16 at p, as a float. */
 static inline float load_scalar(const void *p, h2o_dtype type) {
     uint16_t h;

@@ -1,6 +1,6 @@
 /* level_avx2.c - AVX2, FMA and F16C: Haswell, Zen and later. */
 #if defined(__x86_64__)
-#include "../h2o.h"
+#include "../run.h"
 
 #include <immintrin.h>
 #include <math.h>
@@ -8,8 +8,7 @@
 #include <string.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target( \
-    "avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")

@@ -1,6 +1,6 @@
 /* level_neon.c - Advanced SIMD, which every aarch64 processor has. */
 #if defined(__aarch64__)
-#include "../h2o.h"
+#include "../run.h"
 
 #define LEVEL neon
 #define H2O_VEC_NEON

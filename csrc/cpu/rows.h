@@ -6,16 +6,9 @@
 
 #include <math.h>
 
-/* The address of element [a, b, c] of a tensor of 16-bit or f32 elements. */
-VEC char *row_at(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
-    const int64_t offset = a * view->stride[0] + b * view->stride[1] + c * view->stride[2];
-    return (char *)view->data + offset * dtype_size(view->dtype);
-}
-
 /* n elements, stride apart, to contiguous ones of the same type. */
-static inline void row_copy(void *to, const void *from, h2o_dtype type, int64_t n,
-                            int64_t stride) {
-    const size_t size = (size_t)dtype_size(type);
+static inline void row_copy(void *to, const void *from, h2o_dtype type, int64_t n, int64_t stride) {
+    const size_t size = (size_t)h2o_dtype_size(type);
     if (stride == 1) {
         memcpy(to, from, (size_t)n * size);
         return;
@@ -28,7 +21,7 @@ static inline void row_copy(void *to, const void *from, h2o_dtype type, int64_t 
 
 /* The L2 norm of n elements, stride apart. */
 static inline float row_norm(const void *row, h2o_dtype type, int64_t n, int64_t stride) {
-    const int64_t size = dtype_size(type);
+    const int64_t size = h2o_dtype_size(type);
     const char *const bytes = row;
     vf sum = vf_zero();
     for (int64_t i = 0; i < n; i += VL) {

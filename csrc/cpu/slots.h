@@ -1,38 +1,44 @@
-/* slots.h - where the small tensors of a layer's slots keep what belongs to
- * row b and key/value head g. */
+/* slots.h - where a layer's slots keep what belongs to row b and key/value head g. */
 #ifndef H2O_SLOTS_H
 #define H2O_SLOTS_H
 
 #include "../policy.h"
 
-/* [S] of a [B,G,S] tensor of 32-bit elements. */
-static inline void *slot_row(const h2o_view *view, int64_t b, int64_t g) {
-    return (char *)view->data + (b * view->stride[0] + g * view->stride[1]) * 4;
+/* The store of one key/value head of one row. */
+typedef struct {
+    char *keys, *values;              /* [S] rows of D elements, ... */
+    int64_t key_stride, value_stride; /* ... so many bytes apart */
+    float *scores, *norms;            /* [S]; norms may be NULL */
+    int32_t *positions;               /* [S] */
+} slot_store;
+
+static inline slot_store open_store(const h2o_slots *slots, int64_t b, int64_t g) {
+    return (slot_store){
+        .keys = h2o_at(&slots->keys, b, g, 0),
+        .values = h2o_at(&slots->values, b, g, 0),
+        .key_stride = slots->keys.stride[2] * h2o_dtype_size(slots->keys.dtype),
+        .value_stride = slots->values.stride[2] * h2o_dtype_size(slots->values.dtype),
+        .scores = h2o_at(&slots->scores, b, g, 0),
+        .norms = h2o_given(&slots->norms) ? h2o_at(&slots->norms, b, g, 0) : NULL,
+        .positions = h2o_at(&slots->positions, b, g, 0),
+    };
 }
 
-static inline int32_t *slot_free(const h2o_slots *slots, int64_t b, int64_t g) {
-    return (int32_t *)slots->free.data + b * slots->free.stride[0] + g * slots->free.stride[1];
+/* Another thread may be reading these two for a call of its own. */
+static inline void set_free(const h2o_slots *slots, int64_t b, int64_t g, int64_t slot) {
+    __atomic_store_n((int32_t *)h2o_at(&slots->free, b, g, 0), (int32_t)slot, __ATOMIC_RELAXED);
 }
 
-static inline double *slot_lost(const h2o_slots *slots, int64_t b, int64_t g) {
-    return (double *)slots->lost.data + b * slots->lost.stride[0] + g * slots->lost.stride[1];
+/* When all heads are done: they count from the same length. */
+static inline void advance_lengths(const h2o_slots *slots, const h2o_row *rows, int64_t B) {
+    for (int64_t b = 0; b < B; b++) {
+        int64_t *const length = h2o_at(&slots->lengths, b, 0, 0);
+        __atomic_store_n(length, rows[b].length + rows[b].tokens, __ATOMIC_RELAXED);
+    }
 }
 
-static inline int64_t *slot_length(const h2o_slots *slots, int64_t b) {
-    return (int64_t *)slots->lengths.data + b * slots->lengths.stride[0];
-}
-
-/* The ranking of row b when it has seen length tokens. */
-static inline h2o_ranking slot_ranking(const h2o_view *budget, const h2o_policy *policy, int64_t b,
-                                       int64_t length) {
-    const int32_t *const row = (const int32_t *)budget->data + b * budget->stride[0];
-    return h2o_policy_ranking(policy, row[0], row[budget->stride[1]], length);
-}
-
-/* Whether column q of row b is a token and no pad. */
-static inline bool is_token(const h2o_view *mask, int64_t b, int64_t q) {
-    return !h2o_given(mask) ||
-           ((const uint8_t *)mask->data)[b * mask->stride[0] + q * mask->stride[1]];
+static inline void add_lost(const h2o_slots *slots, int64_t b, int64_t g, double lost) {
+    *(double *)h2o_at(&slots->lost, b, g, 0) += lost;
 }
 
 #endif

@@ -1,13 +1,31 @@
-/* tasks.h - work for lanes: many small tasks, each lane takes the next one.
+/* tasks.h - work for lanes: many small tasks in order, each lane takes the next one.
  *
  * Which lane runs a task is up to chance, so a task's result may depend on its
- * number alone; lane is only for scratch that a lane has to itself. */
+ * number alone; lane is only for scratch that a lane has to itself.
+ *
+ * A task may wait at a gate for tasks of lower numbers: these have been taken by
+ * lanes that are at work, if need be by its own, and so will end. Nothing else
+ * may be waited for: how many lanes really run side by side nobody knows.
+ *
+ * The kernels count what they do in multiply-adds (COUNT_WORK), which costs
+ * nothing: only a build with H2O_BALANCE looks at the counts, to tell without
+ * many processors how well the work spreads over them. */
 #ifndef H2O_TASKS_H
 #define H2O_TASKS_H
 
-#include <stdatomic.h>
+#include "../run.h"
 
-#include "../h2o.h"
+#include <stdatomic.h>
+#include <threads.h>
+
+#ifdef H2O_BALANCE
+extern double h2o_balance_clock; /* what the lane at work has done so far */
+#define COUNT_WORK(n) (h2o_balance_clock += (double)(n))
+#else
+#define COUNT_WORK(n) ((void)sizeof(n))
+#endif
+
+/* ---- Lists ------------------------------------------------------------- */
 
 typedef struct {
     void (*task)(void *context, int64_t index, int lane);
@@ -20,7 +38,8 @@ static void run_lane(int lane, int lanes, void *context) {
     task_list *const list = context;
     (void)lanes;
     int64_t index;
-    while ((index = atomic_fetch_add_explicit(&list->next, 1, memory_order_relaxed)) < list->count) {
+    while ((index = atomic_fetch_add_explicit(&list->next, 1, memory_order_relaxed)) <
+           list->count) {
         list->task(list->context, index, lane);
     }
 }
@@ -36,6 +55,119 @@ static inline void run_tasks(const h2o_exec *exec, int lanes, int64_t count,
     } else {
         run_lane(0, 1, &list);
     }
+}
+
+/* ---- Gates ------------------------------------------------------------- */
+
+/* Counts arrivals, and opens for what is waiting. */
+typedef struct {
+    _Atomic int64_t arrived, open;
+#ifdef H2O_BALANCE
+    double arrival, opening; /* the latest of each */
+#endif
+} gate;
+
+static inline void gate_init(gate *g) { *g = (gate){0}; }
+
+/* Whether this is arrival number n, and so the last: all that was written before
+ * the others is then there to be read, and counting starts anew. */
+static inline bool gate_arrive(gate *g, int64_t n) {
+    const bool last = atomic_fetch_add(&g->arrived, 1) + 1 == n;
+    if (last) {
+        atomic_store_explicit(&g->arrived, 0, memory_order_relaxed);
+    }
+#ifdef H2O_BALANCE
+    g->arrival = h2o_balance_clock > g->arrival ? h2o_balance_clock : g->arrival;
+    h2o_balance_clock = last ? g->arrival : h2o_balance_clock;
+#endif
+    return last;
+}
+
+static inline void gate_open(gate *g, int64_t stage) {
+#ifdef H2O_BALANCE
+    g->opening = h2o_balance_clock;
+#endif
+    atomic_store_explicit(&g->open, stage, memory_order_release);
+}
+
+/* Returns when the gate has been opened for that stage or a later one. */
+static inline void gate_wait(gate *g, int64_t stage) {
+    for (int tries = 0; atomic_load_explicit(&g->open, memory_order_acquire) < stage; tries++) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+        if (tries > 1000) {
+            thrd_yield(); /* whoever is to open it may be waiting for this processor */
+        }
+    }
+#ifdef H2O_BALANCE
+    h2o_balance_clock = h2o_balance_clock > g->opening ? h2o_balance_clock : g->opening;
+#endif
+}
+
+/* ---- Stages ------------------------------------------------------------ */
+
+/* Work on several things (heads, say), each of which goes through stages of some
+ * tasks: a stage of a place begins when its last one has ended. While one place
+ * waits there are the others. The last stages of a place may have no tasks. */
+typedef struct {
+    int64_t place, stage;
+    int64_t index, count; /* of the tasks of this stage of this place */
+    int lane;
+} stage_task;
+
+typedef struct {
+    void (*task)(void *context, const stage_task *task);
+    void (*settle)(void *context, const stage_task *last); /* ends a stage; may be NULL */
+    void *context;
+    int64_t stages, places;
+    int64_t *starts; /* [stages * places + 1] the first task of each */
+    gate *gates;     /* [places] */
+} stage_list;
+
+/* Stage s of place p has counts(context, p, s) tasks. */
+static inline void plan_stages(stage_list *list, int64_t (*count)(void *, int64_t, int64_t)) {
+    list->starts[0] = 0;
+    for (int64_t i = 0; i < list->stages * list->places; i++) {
+        const int64_t tasks = count(list->context, i % list->places, i / list->places);
+        list->starts[i + 1] = list->starts[i] + tasks;
+    }
+    for (int64_t i = 0; i < list->places; i++) {
+        gate_init(&list->gates[i]);
+    }
+}
+
+/* Which stage of which place a task belongs to: the last that begins with it, as
+ * those without tasks begin where the next one does. */
+static inline int64_t find_stage(const stage_list *list, int64_t task) {
+    int64_t low = 0, high = list->stages * list->places;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (list->starts[middle] <= task) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+static inline void run_stage_task(void *context, int64_t index, int lane) {
+    const stage_list *const list = context;
+    const int64_t at = find_stage(list, index);
+    const stage_task task = {at % list->places, at / list->places, index - list->starts[at],
+                             list->starts[at + 1] - list->starts[at], lane};
+    gate *const g = &list->gates[task.place];
+    gate_wait(g, task.stage);
+    list->task(list->context, &task);
+    if (gate_arrive(g, task.count)) {
+        if (list->settle) list->settle(list->context, &task);
+        gate_open(g, task.stage + 1);
+    }
+}
+
+static inline void run_stages(const h2o_exec *exec, int lanes, stage_list *list) {
+    run_tasks(exec, lanes, list->starts[list->stages * list->places], run_stage_task, list);
 }
 
 #endif

@@ -103,12 +103,11 @@ VEC void vf_transpose(vf v[VL]) {
         b[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
     }
     UNROLL
-    for (int i = 0; i < VL; i += 8)
-        UNROLL
-        for (int j = i; j < i + 4; j++) {
-            a[j] = _mm512_shuffle_f32x4(b[j], b[j + 4], 0x88);
-            a[j + 4] = _mm512_shuffle_f32x4(b[j], b[j + 4], 0xdd);
-        }
+    for (int i = 0; i < VL; i += 8) UNROLL
+    for (int j = i; j < i + 4; j++) {
+        a[j] = _mm512_shuffle_f32x4(b[j], b[j + 4], 0x88);
+        a[j + 4] = _mm512_shuffle_f32x4(b[j], b[j + 4], 0xdd);
+    }
     UNROLL
     for (int i = 0; i < 8; i++) {
         v[i] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
@@ -145,14 +144,11 @@ VEC vf vf_dot_bf16(vf a, vf b, vf c) {
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
 }
 
-VEC vf vf_pair_bf16(vf a, vf b) {
-    return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(b, a));
-}
+VEC vf vf_pair_bf16(vf a, vf b) { return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(b, a)); }
 
 VEC void vf_zip_bf16(vf a, vf b, vf *lo, vf *hi) {
     const __m512i step = _mm512_set1_epi32(0x00200000); /* low halves 0, high halves 32 */
-    const __m512i lane =
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i twice = _mm512_or_si512(lane, _mm512_slli_epi32(lane, 16));
     const __m512i first = _mm512_add_epi16(twice, step);
     const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));

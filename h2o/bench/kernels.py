@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 import h2o
 import h2o.ops
 from h2o import reference
-from h2o.attention import h2o_attention_forward
+from h2o.hf.attention import h2o_attention_forward
 
 from . import inputs, rivals
 from .machine import roofline

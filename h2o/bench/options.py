@@ -11,6 +11,8 @@ TABLES = {
     "prefill": "P1, P2: a prompt's attention with scores, against SDPA without and eager with",
     "memory": "P2: the memory that it takes, against eager",
     "decode": "P3, P4, P5: a decode step of one layer, against SDPA and a plain read loop",
+    "strides": "P13: the decode step over strided views, against contiguous ones",
+    "lengths": "P19: the rate of a prefill with scores on long prompts, against 4096 tokens",
     "evict": "P6: the cut of a prompt to its budget, against topk + sort + gather",
     "simulate": "P7: eviction simulated over a whole text, against a Python loop and dense SDPA",
     "overhead": "P9: one call on tiny tensors",
@@ -74,4 +76,10 @@ def check(parser: argparse.ArgumentParser, told: argparse.Namespace) -> Options:
         parser.error(f"no table {unknown[0]!r}: there are {', '.join(TABLES)}")
     if told.rounds < FEWEST_ROUNDS and not told.quick:
         parser.error(f"argument --rounds: fewer than {FEWEST_ROUNDS} are no figure")
+    counts = {"rounds": told.rounds, "tokens": told.tokens, "threads": told.threads or 1}
+    for name, number in [*counts.items(), *(("prompts", length) for length in told.prompts)]:
+        if number < 1:
+            parser.error(f"argument --{name}: must be at least 1, not {number}")
+    if told.threads == 0:
+        parser.error("argument --threads: must be at least 1, not 0")
     return Options(told.rounds, tuple(told.dtypes), told.quick, tuple(told.prompts), told.tokens)

@@ -11,15 +11,19 @@ from pathlib import Path
 
 import torch
 
-from . import kernels, machine, memory, report, simulation, threads, whole_model
+from h2o.files import make_writable
+
+from . import kernels, layouts, machine, memory, report, simulation, threads, whole_model
 from .measure import Row
-from .options import TABLES, Options, check
+from .options import TABLES, Options
 from .peers import PeerMissing
 
 FUNCTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "prefill": kernels.prefill,
     "memory": memory.memory,
     "decode": kernels.decode,
+    "strides": layouts.strides,
+    "lengths": layouts.lengths,
     "evict": kernels.evict,
     "simulate": simulation.simulate,
     "overhead": kernels.overhead,
@@ -31,9 +35,9 @@ FUNCTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
 """The tables of options.TABLES."""
 
 
-def main(parser: argparse.ArgumentParser, told: argparse.Namespace) -> int:
-    """Runs the tables asked for; returns the exit status."""
-    options = check(parser, told)
+def main(told: argparse.Namespace, options: Options) -> int:
+    """Runs the tables asked for; returns the exit status. `options` are what `check` made."""
+    make_writable(told.output)
     if told.threads:
         torch.set_num_threads(told.threads)
     result = run(told.tables or list(TABLES), options, told.output / f"{told.name}.json")

@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig
 
 import h2o
 from h2o import models
-from h2o.attention import register
+from h2o.hf.attention import register
 
 from .inputs import WrongResult
 from .measure import Contender, Row, Times, race

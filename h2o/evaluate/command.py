@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from h2o.evaluate.results import fingerprint
-from h2o.evaluate.setting import GRAMMAR, Setting, from_options, number, parse_all
-from h2o.models import UserError
+from h2o.evaluate.setting import DEVICES, GRAMMAR, Setting, from_options, number, parse_all
+from h2o.files import make_writable
+from h2o.models import UserError, need_transformers
 
 __all__ = ["add_arguments", "run"]
 
@@ -39,6 +40,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what.add_argument("--perplexity", type=Path, metavar="FILE", help="a long plain text")
     p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
     p.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default)")
+    p.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="(%(default)s)")
     p.add_argument(
         "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
         help="for result files, from which an interrupted run goes on; default: h2o-eval",
@@ -80,17 +82,22 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
     """Runs the command; `rest` is for lm-eval. UserError for what the user can put right."""
     if rest and not args.tasks:
         raise UserError(f"unknown option {rest[0]}; lm-eval's options go with --tasks")
+    if args.limit is not None and not (0 < args.limit < 1 or args.limit % 1 == 0 < args.limit):
+        raise UserError(
+            f"--limit {args.limit:g}: a number of rows or windows, at least 1, or of a task a share"
+        )
     if args.prompt_len is not None and args.prompt_len < 1:
         raise UserError(f"--prompt-len {args.prompt_len}: a number of tokens, at least 1")
     try:
-        settings = parse_all(args.compare, args.budgets) if args.compare else []
-        if args.budgets and not args.compare:
+        settings = [] if args.compare is None else parse_all(args.compare, args.budgets)
+        if args.budgets is not None and args.compare is None:
             raise ValueError("--budgets goes with --compare")
         if settings and single(args):
             raise ValueError(f"{single(args)[0]} is for one setting; write it into --compare")
         one = from_options(**given(args, CACHE))
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
+    need_transformers()
     try:
         if args.tasks:
             tasks(args, settings, rest)
@@ -109,7 +116,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         "dtype": args.dtype,
         "limit": None if args.limit is None else int(args.limit),
     }
-    output = args.output_path or Path("h2o-eval")
+    output = args.output_path or OUTPUT
     if args.perplexity:
         from h2o.evaluate import perplexity
 
@@ -124,6 +131,8 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
     how = {"chat": args.chat, "max_new_tokens": args.max_new_tokens}
     return summarize.compare(args.summarize, settings, output, **how, **common)
 
+
+OUTPUT = Path("h2o-eval")
 
 CACHE = ("variant", "heavy", "recent", "sinks", "rank_by", "decay", "value_weighted")
 """Options that describe one setting."""
@@ -153,7 +162,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
         from h2o.evaluate import tasks as lm_eval_tasks
     except ImportError as error:
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
-    arguments = ["--tasks", *args.tasks, *rest]
+    arguments = ["--tasks", *args.tasks, "--device", args.device, *rest]
     if args.limit is not None:
         arguments += ["--limit", f"{args.limit:g}"]
     how = given(args, ("protocol", "prompt_len", "ratio_of"))
@@ -163,7 +172,9 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
     if settings:
         if args.use_cache:
             raise ValueError("--compare remembers answers by itself: drop --use_cache")
-        output = args.output_path or Path("h2o-eval")
+        if {"--log_samples", "-s"} & set(rest):
+            raise ValueError("--log_samples is for one setting; --compare keeps the numbers only")
+        output = args.output_path or OUTPUT
         arguments += as_model_args(model_args)
         print(lm_eval_tasks.compare(arguments, settings, output, **how))
         return
@@ -175,12 +186,16 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
             raise ValueError(f"--model {model_type} is lm-eval's own and has no cache of h2o")
     model_args |= how | cache
     arguments += ["--model", model_type, *as_model_args(model_args)]
-    if args.output_path:
-        arguments += ["--output_path", str(args.output_path)]
+    output = args.output_path or OUTPUT
+    make_writable(output)
+    arguments += ["--output_path", str(output)]
     if args.use_cache:
         # lm-eval files answers under the question alone. Those of another budget or model must
-        # not be taken for this one's.
-        name = fingerprint({"model": model_type, **model_args, "arguments": rest})
+        # not be taken for this one's, nor those of another model that lay at the same place.
+        from h2o.evaluate import identity
+
+        lying = identity.of_files([*map(str, model_args.values()), *rest])
+        name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": lying})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
     lm_eval_tasks.run(arguments)
 

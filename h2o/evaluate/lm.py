@@ -32,15 +32,20 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from h2o import models, simulation
-from h2o.attention import switch
-from h2o.cache import H2OCache
+from h2o import models
 from h2o.config import H2OConfig
-from h2o.evaluate.setting import Setting, from_options
+from h2o.evaluate.setting import DEVICES, Setting, from_config, from_options
+from h2o.hf import simulation
+from h2o.hf.attention import switch
+from h2o.hf.cache import H2OCache
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
 PROTOCOLS = ("simulate", "drop")
+
+CPU_BATCH = 8
+"""What batch_size=auto means there: lm-eval would try larger ones until memory runs out, which on
+a CPU ends in the machine's standstill instead of an error."""
 
 POLICY = ("variant", *(field.name for field in dataclasses.fields(H2OConfig)))
 
@@ -68,9 +73,12 @@ class H2OLM(HFLM):
 
     Args:
         pretrained: a name or folder; without it the embedded SmolLM2-135M-Instruct.
+        device: "cpu", and where it is another that h2o has no kernels for, "cpu" too.
+        batch_size: "auto" is 8 on the CPU.
         protocol: "simulate" or "drop".
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
-        heavy, recent, sinks, rank_by, decay, value_weighted: as in `H2OConfig`.
+        heavy, recent, sinks, rank_by, decay, value_weighted: as in `H2OConfig`; or, from Python,
+            `h2o_config`, one of these.
         prompt_len: "simulate" only: tokens before the first eviction.
         ratio_of: what fractions refer to: "text" (default in simulation) or "prompt" (always
             so in "drop", where the prompt is the context).
@@ -82,14 +90,24 @@ class H2OLM(HFLM):
         protocol: str = "simulate",
         prompt_len: int = 1,
         ratio_of: str | None = None,
+        h2o_config: H2OConfig | None = None,
         **kwargs: Any,
     ) -> None:
         policy = {name: kwargs.pop(name) for name in POLICY if name in kwargs}
-        setting = from_options(**policy)
+        if h2o_config is not None:
+            if wrong := sorted(policy):
+                raise ValueError(f"give h2o_config or {wrong[0]}, not both")
+            setting = from_config(h2o_config)
+        else:
+            setting = from_options(**policy)
         check(setting, protocol, prompt_len, ratio_of)
         if isinstance(pretrained, str) and pretrained in ("", models.DEFAULT_MODEL):
             pretrained = str(models.embedded_folder(log.info))
         kwargs["logits_cache"] = False  # it would lend one request's logits to another
+        # lm-eval's commands say "cuda:0" unless told otherwise, whatever there is.
+        if torch.device(kwargs.get("device") or "cuda").type not in DEVICES:
+            log.info("device=%s: h2o has no kernels for it; cpu", kwargs.get("device"))
+            kwargs["device"] = "cpu"
         super().__init__(pretrained, **kwargs)
         if self.backend != "causal":
             raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
@@ -179,6 +197,11 @@ class H2OLM(HFLM):
             return int(self.batch_size)
         return self._detect_batch_size()
 
+    def _detect_batch_size(self, *args: Any, **kwargs: Any) -> int:
+        if self.device.type == "cpu":
+            return CPU_BATCH
+        return super()._detect_batch_size(*args, **kwargs)
+
     def _fit(self, context: list[int], continuation: list[int]) -> list[int]:
         """The text, cut from the left to what the model takes, as HFLM does."""
         return (context + continuation)[-(self.max_length + 1) :]
@@ -248,7 +271,8 @@ class H2OLM(HFLM):
             ids[row, longest - len(prompt) : stop] = torch.tensor(prompt + continuation[:-1])
             mask[row, longest - len(prompt) : stop] = 1
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        cache = H2OCache(self.model.config, self.setting.config)
+        lengths = list(map(len, prompts))
+        cache = H2OCache(self.model.config, self.setting.config, prompt_length=lengths)
         logits = []
         for start, stop in [(0, longest), *((t, t + 1) for t in range(longest, ids.shape[1]))]:
             logits.append(
@@ -285,7 +309,10 @@ class H2OLM(HFLM):
 
     def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.protocol == "drop":
-            kwargs["past_key_values"] = H2OCache(self.model.config, self.setting.config)
+            mask = kwargs.get("attention_mask", torch.ones_like(context))
+            kwargs["past_key_values"] = H2OCache(
+                self.model.config, self.setting.config, prompt_length=mask.sum(1).tolist()
+            )
         elif self.setting.variant != "full":
             raise ValueError(
                 "this task generates text, which cannot be simulated: use protocol=drop"

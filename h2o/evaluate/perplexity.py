@@ -19,11 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from h2o import models
-from h2o.cache import H2OCache
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting, footnote
+from h2o.hf.cache import H2OCache
+from h2o.hf.simulation import simulated
 from h2o.models import UserError
-from h2o.simulation import simulated
 
 __all__ = ["by_cache", "by_simulation", "compare"]
 
@@ -57,10 +57,10 @@ def compare(
     for setting in settings:
         if protocol == "drop" and not setting.dropping:
             raise UserError(f"{setting.name}: a mask, no cache; use --protocol simulate")
-    model, tokenizer = models.load(model_name, dtype=dtype, say=print)
-    windows, total = read_windows(file, tokenizer, model.config, window, limit)
-    origin = provenance(model, model_name or models.DEFAULT_MODEL)
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity")
+    model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
+    windows, total = read_windows(file, tokenizer, model.config, window, limit)
+    origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     measure = by_simulation if protocol == "simulate" else by_cache
     results: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
     with tqdm(total=len(windows) * len(settings), desc="windows") as bar:
@@ -163,7 +163,7 @@ def read_windows(
 ) -> tuple[list[list[int]], int]:
     """(windows of token ids, how many the whole text has)."""
     try:
-        text = file.read_text("utf-8")
+        text = file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {file}: {error}") from error
     ids = tokenizer(text, verbose=False)["input_ids"]

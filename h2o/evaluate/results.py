@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o import ops
+from h2o.files import alone, make_writable
 from h2o.models import UserError
 
 __all__ = ["Cells", "fingerprint", "plot_curves", "provenance", "table"]
@@ -19,10 +20,15 @@ __all__ = ["Cells", "fingerprint", "plot_curves", "provenance", "table"]
 PACKAGES = ("h2o-kv", "torch", "transformers", "lm-eval", "rouge-score", "numpy")
 
 
-def provenance(model: Any, name: str, seeds: dict[str, Any] | None = None) -> dict[str, Any]:
+def provenance(
+    model: Any, tokenizer: Any, name: str, seeds: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """What a result depends on beside its setting: model, versions, machine, seeds."""
+    from h2o.evaluate import identity  # imports torch, which --help does without
+
     return {
         "model": name,
+        "weights": identity.of_model(model, tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "versions": {package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),
@@ -43,22 +49,30 @@ class Cells:
 
     Every cell is filed under all that its numbers depend on. A run that finds a cell under the
     same facts takes it instead of measuring again; cells under other facts stay in the file
-    untouched. The file is replaced as a whole, never written in part.
+    untouched. The file is replaced as a whole, never written in part, and what other processes
+    have put into it meanwhile is kept.
+
+    Errors: UserError for a file of another kind, and for a folder that cannot be written to.
     """
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path, self.kind = path, kind
-        self.cells: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            try:
-                content = json.loads(path.read_text("utf-8"))
-                if content["kind"] != kind:
-                    raise ValueError(f"it is of {content['kind']!r}")
-                self.cells = {fingerprint(cell["facts"]): cell for cell in content["cells"]}
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    f"{path} is no result file of {kind!r} ({error}): move it, or write elsewhere"
-                ) from error
+        make_writable(path.parent)
+        self.cells = self._read()
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            content = json.loads(self.path.read_text("utf-8"))
+            if content["kind"] != self.kind:
+                raise ValueError(f"it is of {content['kind']!r}")
+            return {fingerprint(cell["facts"]): cell for cell in content["cells"]}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.path} is no result file of {self.kind!r} ({error}): "
+                "move it, or write elsewhere"
+            ) from error
 
     def find(self, facts: dict[str, Any]) -> dict[str, Any] | None:
         cell = self.cells.get(fingerprint(facts))
@@ -67,12 +81,12 @@ class Cells:
     def put(self, facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
         """Returns the result as the file has it."""
         cell = _plain({"facts": facts, "result": result})
-        self.cells[fingerprint(facts)] = cell
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_suffix(".tmp")
-        content = {"kind": self.kind, "cells": list(self.cells.values())}
-        draft.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-        os.replace(draft, self.path)
+        with alone(self.path):
+            self.cells = self.cells | self._read() | {fingerprint(facts): cell}
+            draft = self.path.with_suffix(".tmp")
+            content = {"kind": self.kind, "cells": list(self.cells.values())}
+            draft.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+            os.replace(draft, self.path)
         return cell["result"]
 
 

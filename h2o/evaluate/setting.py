@@ -6,10 +6,19 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from h2o.config import H2OConfig
-from h2o.variants import VARIANTS
+from h2o.config import VARIANTS, H2OConfig
 
-__all__ = ["GRAMMAR", "Setting", "footnote", "from_options", "number", "parse", "parse_all"]
+__all__ = [
+    "DEVICES",
+    "GRAMMAR",
+    "Setting",
+    "footnote",
+    "from_config",
+    "from_options",
+    "number",
+    "parse",
+    "parse_all",
+]
 
 GRAMMAR = """\
 full                    every key is kept
@@ -25,6 +34,11 @@ mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
 follow after slashes: h2o:0.1+0.1/sinks=4/rank_by=mean/decay=0.99/value_weighted=true."""
 
+KINDS = ("full", "h2o", "local", "sink", "authors", "robust", *(f"mask-{x}" for x in VARIANTS))
+
+DEVICES = ("cpu",)
+"""Those that this build has kernels for."""
+
 OPTIONS = ("sinks", "rank_by", "decay", "value_weighted")
 
 
@@ -37,7 +51,7 @@ class Setting:
     kind: str
     """What stands before the colon: settings of one kind and different budgets make a curve."""
     variant: str
-    """"full", "h2o", or one of `h2o.variants.VARIANTS`."""
+    """"full", "h2o", or one of `h2o.config.VARIANTS`."""
     config: H2OConfig
     """H2OConfig.full() for "full"."""
 
@@ -82,13 +96,15 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
         head, *options = part.split("/")
         names = [part]
         if ":" not in head and head != "full":
+            if head not in KINDS:
+                raise ValueError(f"setting {part!r}: unknown; there are {', '.join(KINDS)}")
             if not amounts:
                 raise ValueError(f"{part!r} has no budget: write {head}:BUDGET, or add --budgets")
             names = ["/".join([_at(head, amount), *options]) for amount in amounts]
         for name in names:
             settings[name] = parse(name)
     if not settings:
-        raise ValueError("no settings to compare; one of:\n" + GRAMMAR)
+        raise ValueError(f"no settings to compare: there are {', '.join(KINDS)}")
     return list(settings.values())
 
 
@@ -106,7 +122,9 @@ def parse(text: str) -> Setting:
                 raise ValueError(f"{kind} has no options")
             config = dataclasses.replace(config, **dict(map(_option, options)))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"setting {text!r}: {error}\nSettings are:\n{GRAMMAR}") from None
+        raise ValueError(
+            f"setting {text!r}: {error}; h2o eval --help lists what there is"
+        ) from None
     return Setting(text, kind, variant, config)
 
 
@@ -124,6 +142,15 @@ def from_options(variant: str = "h2o", **policy: Any) -> Setting:
     return Setting(f"{kind}:{config.heavy}+{config.recent}{options}", kind, variant, config)
 
 
+def from_config(config: H2OConfig) -> Setting:
+    """The setting of a config as it is; TypeError for another thing."""
+    if not isinstance(config, H2OConfig):
+        raise TypeError(f"expected an H2OConfig, not {config!r}")
+    plain, own = dataclasses.asdict(H2OConfig()), dataclasses.asdict(config)
+    options = "".join(f"/{name}={own[name]}" for name in OPTIONS if own[name] != plain[name])
+    return Setting(f"h2o:{config.heavy}+{config.recent}{options}", "h2o", "h2o", config)
+
+
 def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
     match kind, amounts:
         case "h2o", [heavy, recent]:
@@ -138,7 +165,10 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig.streaming(recent, sinks), "h2o"
         case "mask-local" | "mask-global" | "mask-flexgen", [heavy, recent]:
             return H2OConfig(heavy, recent), kind.removeprefix("mask-")
-    raise ValueError("unknown, or not the numbers that it takes")
+    if kind not in KINDS:
+        raise ValueError(f"unknown; there are {', '.join(KINDS)}")
+    takes = [line.split()[0] for line in GRAMMAR.splitlines() if line.startswith(f"{kind}:")]
+    raise ValueError(f"not the numbers that it takes: {' or '.join(takes) or kind}")
 
 
 def _at(kind: str, budget: int | float) -> str:

@@ -51,7 +51,7 @@ def read_rows(file: Path, limit: int | None = None) -> list[Row]:
     Errors: UserError that names file, line and field.
     """
     try:
-        lines = file.read_text("utf-8").splitlines()
+        lines = file.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {file}: {error}") from error
     rows = []
@@ -120,11 +120,11 @@ def compare(
     except ImportError as error:
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
     rows = read_rows(file, limit)
-    model, tokenizer = models.load(model_name, dtype=dtype, say=print)
+    cells = Cells(output / "summaries.json", "h2o eval --summarize")
+    model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
     prompts = [generate.encode(tokenizer, row.prompt, chat) for row in rows]
     check_lengths(rows, prompts, model.config, max_new_tokens)
-    origin = provenance(model, model_name or models.DEFAULT_MODEL)
-    cells = Cells(output / "summaries.json", "h2o eval --summarize")
+    origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     scorer = RougeScorer(ROUGE, use_stemmer=True)
     results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
     with tqdm(total=len(rows) * len(settings), desc="summaries") as bar:

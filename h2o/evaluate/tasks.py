@@ -67,12 +67,13 @@ def compare(
     common = {"batch_size": config.batch_size, "device": config.device}
     for setting in settings:  # before anything long is started
         check(setting, protocol, prompt_len, ratio_of)
+    cells = Cells(output / "compare.json", "h2o eval --compare on lm-eval tasks")
     with readable_errors():
         lm = H2OLM(**config.model_args, **{k: v for k, v in common.items() if v is not None})
     lm.use(settings[0], protocol, prompt_len=prompt_len, ratio_of=ratio_of)
     seeds = dict(zip(("random", "numpy", "torch", "fewshot"), config.seed or (), strict=False))
-    origin = provenance(lm.model, config.model_args.get("pretrained") or DEFAULT_MODEL, seeds)
-    cells = Cells(output / "compare.json", "h2o eval --compare on lm-eval tasks")
+    name = config.model_args.get("pretrained") or DEFAULT_MODEL
+    origin = provenance(lm.model, lm.tokenizer, name, seeds)
     results: dict[Setting, dict[str, dict[str, Any]]] = {}
     notes: set[str] = set()
     for task in config.tasks:
@@ -282,6 +283,8 @@ def readable_errors(task: str = "") -> Iterator[None]:
         raise UserError(f"{where}a template of its task file is wrong: {error}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{where}its task file is no YAML: {error}") from error
+    except AssertionError as error:  # HFLM's and tasks' own checks
+        raise UserError(f"{where}{error or 'an assertion of lm-eval failed'}") from error
     except (DatasetsError, OSError, KeyError, ValueError) as error:
         reason = f"{error}" if isinstance(error, ValueError | OSError) else repr(error)
         if reason.startswith("malformed node"):  # lm-eval takes what it cannot place for Python

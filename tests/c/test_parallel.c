@@ -1,12 +1,13 @@
 /* test_parallel.c - lanes run once each, whoever calls, on the own pool and on
  * a borrowed one. */
 #define _GNU_SOURCE
-#include "h2o.h"
+#include "run.h"
 
 #include "test.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -106,7 +107,20 @@ static void a_loaded_libgomp_is_borrowed(void) {
     if (!THREAD_SANITIZER) a_forked_child_has_threads_of_its_own();
 }
 
+/* In a child, since the environment is read once. */
+static void without_a_wish_each_processor_has_a_thread(void) {
+    cpu_set_t processors;
+    CHECK(sched_getaffinity(0, sizeof processors, &processors) == 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        unsetenv("H2O_THREADS");
+        _exit(h2o_threads() == CPU_COUNT(&processors) ? 0 : 1);
+    }
+    CHECK(wait_for(child) == 0);
+}
+
 int main(void) {
+    without_a_wish_each_processor_has_a_thread();
     CHECK(setenv("H2O_THREADS", "5", 1) == 0);
     CHECK(strcmp(h2o_thread_source(), "own") == 0);
     CHECK(h2o_threads() == 5);

@@ -89,8 +89,8 @@ static h2o_policy random_policy(test_random *random) {
 /* ---- Tests ------------------------------------------------------------- */
 
 static void keys_order_floats(void) {
-    const float ascending[] = {-infinity, -FLT_MAX, -1.0f, -FLT_MIN, -FLT_TRUE_MIN, 0.0f,
-                               FLT_TRUE_MIN, FLT_MIN, 1.0f, FLT_MAX, infinity};
+    const float ascending[] = {-infinity,    -FLT_MAX, -1.0f, -FLT_MIN, -FLT_TRUE_MIN, 0.0f,
+                               FLT_TRUE_MIN, FLT_MIN,  1.0f,  FLT_MAX,  infinity};
     uint32_t before = h2o_policy_key(not_a_number);
     CHECK(before == h2o_policy_key(-not_a_number));
     for (size_t i = 0; i < sizeof ascending / sizeof *ascending; i++) {
@@ -164,7 +164,7 @@ static void victim_equals_a_sort(test_random *random) {
         const h2o_ranking ranking = h2o_policy_ranking(&policy, heavy, recent, length);
         sort_entries(&policy, recent, length, &ranking, &c, entries);
         const int64_t victim =
-            h2o_policy_victim(&ranking, n, c.scores, c.positions, c.norms, keys);
+            h2o_policy_candidate(&ranking, n, c.scores, c.positions, c.norms, keys).index;
         CHECK(victim == entries[n - 1].index);
         CHECK(h2o_policy_select(&ranking, n, c.scores, c.positions, c.norms, keep, keys) == n - 1);
         CHECK(!keep[victim]);
@@ -182,7 +182,7 @@ static void ties_leave_the_lower_position(void) {
     for (int i = 0; i < 6; i++) {
         CHECK(keep[i] == (positions[i] < 2 || positions[i] == 5));
     }
-    CHECK(h2o_policy_victim(&ranking, 6, scores, positions, NULL, keys) == 4);
+    CHECK(h2o_policy_candidate(&ranking, 6, scores, positions, NULL, keys).index == 4);
 }
 
 static void a_nan_leaves_first(void) {
@@ -191,7 +191,7 @@ static void a_nan_leaves_first(void) {
     const h2o_policy policy = {.decay = 1.0f};
     uint32_t keys[5];
     const h2o_ranking ranking = h2o_policy_ranking(&policy, 4, 0, 5);
-    CHECK(h2o_policy_victim(&ranking, 5, scores, positions, NULL, keys) == 2);
+    CHECK(h2o_policy_candidate(&ranking, 5, scores, positions, NULL, keys).index == 2);
 }
 
 static void unlimited_budgets_keep_all(void) {
@@ -215,7 +215,7 @@ static void sinks_may_overlap_the_recent(void) {
     uint32_t keys[5];
     const h2o_ranking ranking = h2o_policy_ranking(&policy, 0, 4, 5);
     for (int i = 0; i < 5; i++) CHECK(!h2o_policy_may_leave(&ranking, positions[i]));
-    CHECK(h2o_policy_victim(&ranking, 5, scores, positions, NULL, keys) == 4);
+    CHECK(h2o_policy_candidate(&ranking, 5, scores, positions, NULL, keys).index == 4);
 }
 
 /* No state of ours, but whatever a caller hands in must not write beyond k. */
@@ -230,7 +230,7 @@ static void repeated_positions_stay_within_the_budget(void) {
     int64_t marked = 0;
     for (int i = 0; i < 6; i++) marked += keep[i];
     CHECK(kept == 2 && marked == 2);
-    const int64_t victim = h2o_policy_victim(&ranking, 6, scores, positions, NULL, keys);
+    const int64_t victim = h2o_policy_candidate(&ranking, 6, scores, positions, NULL, keys).index;
     CHECK(victim >= 0 && victim < 6);
 }
 

@@ -1,6 +1,6 @@
 /* test_scratch.c - workspace is aligned, whole, reused, and never shared. */
 #define _GNU_SOURCE
-#include "h2o.h"
+#include "run.h"
 
 #include "test.h"
 

@@ -9,8 +9,7 @@
 #include <math.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target( \
-    "avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")

@@ -348,3 +348,10 @@ def test_unknown_level():
     assert "ValueError" in done.stderr
     assert "nonsense" in done.stderr
     assert "generic" in done.stderr, "it does not say which levels there are"
+
+
+def test_a_shape_is_told_in_full(refused):
+    call = make("attend")
+    B, G, Q, D = call.get("keys").shape
+    told = f"^keys: has shape \\[{B}, {G}, {Q}, {D - 1}\\], wanted \\[B, G, Q, D\\] with B = {B}, "
+    refused(call.put("keys", call.get("keys")[..., 1:]), ValueError, told)

@@ -258,6 +258,19 @@ def test_masks(name):
     assert answers[0] != answer(make(name))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_dtypes_that_have_two_names(name):
+    """NumPy's longlong is an int64 as its long is, with a type number of its own."""
+    wanted = answer(make(name))
+    call = make(name)
+    for tensor in call.tensors():
+        if call.get(tensor).dtype == np.int64:
+            twin = call.get(tensor).astype(np.longlong)
+            assert twin.dtype.num != call.get(tensor).dtype.num
+            call = call.put(tensor, twin)
+    assert answer(call) == wanted
+
+
 def rounded(array: np.ndarray) -> np.ndarray:
     """float32 numbers that bfloat16 has as well."""
     return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)

@@ -70,6 +70,54 @@ def test_threads_of_python_do_not_meet():
     assert [together[i] for i in range(len(texts))] == alone
 
 
+def test_calls_on_the_same_slots_at_once_do_no_harm():
+    """What they answer is the caller's own doing. No call may crash, or leave its memory: the rows
+    before and after the store stay as they were."""
+    rng = np.random.default_rng(0)
+    B, G, S, D = 2, 4, 65, 64
+    room = np.full((B + 2, G, S, D), 7, np.float32)
+    twin = np.full((B + 2, G, S, D), 7, np.float32)
+    slots = ops.new_slots(room[1:-1], S, heavy=32, recent=32)
+    slots = slots._replace(keys=room[1:-1], values=twin[1:-1])
+    token = [rng.standard_normal((B, heads, 1, D)).astype(np.float32) for heads in (8, G, G)]
+    prompt = [rng.standard_normal((B, heads, 50, D)).astype(np.float32) for heads in (8, G, G)]
+    refused: list[str] = []
+    start = threading.Barrier(4)
+
+    def step() -> None:
+        start.wait()
+        for _ in range(300):
+            try:
+                ops.step(*token, slots)
+            except ValueError as error:  # what another thread has left half done
+                refused.append(str(error))
+
+    def cut() -> None:
+        start.wait()
+        for _ in range(60):
+            try:
+                _, scores = ops.attend(*prompt, slots=slots)
+                ops.evict(*prompt[1:], scores, slots)
+            except ValueError as error:
+                refused.append(str(error))
+
+    def spoil() -> None:
+        start.wait()
+        for i in range(3000):
+            slots.lengths[...] = i % 80
+            slots.free[...] = (i * 7) % 90 - 10
+            slots.budget[...] = (i % 50, i % 33)
+
+    threads = [threading.Thread(target=run) for run in (step, step, cut, spoil)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for memory in (room, twin):
+        assert (memory[[0, -1]] == 7).all()
+    assert all(text.startswith("slots.") for text in refused)
+
+
 def test_python_runs_during_a_call():
     """Threads are made to switch only where one lets go, so that the flag tells who did."""
     words = text(1)

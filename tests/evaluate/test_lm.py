@@ -196,9 +196,17 @@ def test_requests_that_cannot_be(lm):
         lm._loglikelihood_tokens([(None, [1, 2], [])])
     with pytest.raises(ValueError, match="400 continuation"):
         lm._loglikelihood_tokens([(None, [1, 2], [3] * 400)])
-    lm.use(parse("h2o:0.02+0.02"))
-    with pytest.raises(ValueError, match="budget of 0"):
-        numbers(lm, [("a", "b")])
+
+
+@pytest.mark.parametrize("protocol", ["simulate", "drop"])
+def test_a_fraction_of_a_short_question_is_one_token(lm, protocol):
+    """As the same numbers of tokens; a question of a single token too."""
+    got = []
+    for setting in ("h2o:0.02+0.02", "h2o:1+1"):
+        lm.use(parse(setting), protocol)
+        values, greedy = numbers(lm, [("a", "bc"), ("abc", "de")])
+        got.append((values.tolist(), greedy))
+    assert got[0] == got[1]
 
 
 @pytest.mark.parametrize(

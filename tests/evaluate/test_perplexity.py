@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from h2o import cli, variants
+from h2o import cli
 from h2o.evaluate import perplexity
 from h2o.evaluate.setting import parse
+from h2o.hf import variants
 from tests.evaluate import conftest
 
 TEXT = "\n".join(
@@ -140,7 +141,7 @@ def test_one_setting_by_options(folder, text, tmp_path, capsys):
         (["--prompt-len", "0"], "--prompt-len 0: a number of tokens, at least 1"),
         (["--limit", "0.5"], "--limit 0.5"),
         (["--ratio-of", "prompt"], "no such choice but text"),
-        (["--heavy", "0.001", "--recent", "0", "--window", "50"], "budget of 0"),
+        (["--heavy", "0", "--recent", "0", "--window", "50"], "budget of 0"),
         (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, no cache"),
         (["--num_fewshot", "5"], "lm-eval's options go with --tasks"),
     ],
@@ -162,7 +163,7 @@ def test_files_that_are_no_text(folder, tmp_path, capsys, content):
 
 
 def test_retained_mass_is_the_variants(tokenizer):
-    """The numbers of the table are those of h2o.variants, by layer and head."""
+    """The numbers of the table are those of h2o.hf.variants, by layer and head."""
     from h2o import simulated
 
     model = conftest.build()
@@ -180,5 +181,5 @@ def test_retained_mass_is_the_variants(tokenizer):
             model(ids, use_cache=False)
     _, mass = perplexity.by_simulation(model, ids, parse("h2o:5+5"))
     for layer in simulation.layers():
-        assert torch.equal(simulation.retained_mass(layer)[0], seen[layer])
+        assert torch.equal(simulation.retained_mass(layer, per_token=True)[0], seen[layer])
         assert mass[layer] == pytest.approx(seen[layer].mean().item())

@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import lm_eval.tasks
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from h2o import cli
+from h2o import cli, models
+from h2o.evaluate import command, identity
 from h2o.evaluate import tasks as lm_eval_tasks
 from h2o.evaluate.lm import H2OLM
+from h2o.evaluate.results import Cells
+from tests.evaluate import conftest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,6 +33,7 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(command, "OUTPUT", tmp_path / "unasked")
     # lm-eval logs, once set up, to what standard error was in the first of these tests.
     monkeypatch.setattr("lm_eval.utils._LOGGING_CONFIGURED", True)
     # Ten seconds for the tasks that it could download, two for a list of the environment.
@@ -352,3 +359,100 @@ def test_threads_of_torch_do_not_matter(folder, tmp_path):
     finally:
         torch.set_num_threads(threads)
     assert metrics[0] == metrics[1]
+
+
+# ---- What a result depends on, and where it goes -------------------------------------------------
+
+
+def test_another_model_at_the_same_place_is_measured_anew(folder, tmp_path, forwards):
+    """By its weights, its config, its tokenizer: not by its path."""
+    place = shutil.copytree(folder, tmp_path / "model")
+    arguments = ["--compare", "h2o:4+4", "-o", tmp_path / "out", "--limit", 2]
+    cached = ["--heavy", 4, "--use_cache", tmp_path / "answers", "--limit", 2]
+    counts = []
+    for change in (None, "again", "weights", "config", "tokenizer"):
+        if change == "weights":
+            model = AutoModelForCausalLM.from_pretrained(place)
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.5)
+            model.save_pretrained(place)
+        elif change == "config":
+            file = place / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.01}))
+        elif change == "tokenizer":
+            (place / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+        before = forwards.count
+        assert run(place, *arguments) == 0
+        middle = forwards.count
+        assert run(place, *cached, "-o", tmp_path / "single") == 0
+        counts.append((middle - before > 0, forwards.count - middle > 0))
+    measured, known = (True, True), (False, False)
+    assert counts == [measured, known, measured, measured, measured]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's
+def test_fingerprints_of_models():
+    """Adapters and quantised weights count; the name and how the weights are stored do not."""
+    peft = pytest.importorskip("peft")
+    model = conftest.build()
+    plain = identity.of_model(model)
+    twin = conftest.build()
+    twin.config._name_or_path = "elsewhere"
+    assert identity.of_model(twin) == plain == identity.of_model(model)
+    with torch.no_grad():
+        twin.model.layers[1].mlp.up_proj.weight[3] += 1
+    found = {plain, identity.of_model(twin), identity.of_model(conftest.build("opt"))}
+    found.add(identity.of_model(conftest.build().to(torch.bfloat16)))
+    for seed in (0, 1):
+        base = conftest.build()
+        torch.manual_seed(seed)
+        lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        found.add(identity.of_model(peft.get_peft_model(base, lora)))
+    assert len(found) == 6
+
+
+def test_two_runs_into_one_folder_lose_nothing(tmp_path):
+    one, two = (Cells(tmp_path / "cells.json", "test") for _ in range(2))
+    one.put({"setting": "a"}, {"value": 1})
+    two.put({"setting": "b"}, {"value": 2})
+    one.put({"setting": "c"}, {"value": 3})
+    again = Cells(tmp_path / "cells.json", "test")
+    assert [again.find({"setting": name}) for name in "abc"] == [{"value": i} for i in (1, 2, 3)]
+    assert one.find({"setting": "b"}) == {"value": 2}
+
+
+def test_many_processes_write_at_once(tmp_path):
+    """Whoever reads, adds a cell and writes holds the lock for all of that."""
+    program = (
+        "import sys; from pathlib import Path; from h2o.evaluate.results import Cells\n"
+        "cells = Cells(Path(sys.argv[1]), 'test')\n"
+        "for i in range(20): cells.put({'by': sys.argv[2], 'i': i}, {'value': i})"
+    )
+    arguments = [sys.executable, "-c", program, str(tmp_path / "cells.json")]
+    running = [subprocess.Popen([*arguments, name]) for name in "ab"]
+    assert [process.wait(60) for process in running] == [0, 0]
+    assert len(Cells(tmp_path / "cells.json", "test").cells) == 40
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tasks", "examples_causes", "--include_path", "examples/tasks"],
+        ["--tasks", "examples_causes", "--include_path", "examples/tasks", "--compare", "full"],
+        ["--perplexity", "README.md"],
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_known_first(tmp_path, capsys, monkeypatch, arguments):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(models, "load", None)  # would have been the next thing
+    monkeypatch.setattr(lm_eval_tasks, "H2OLM", None)
+    code = cli.main(["eval", *arguments, "-o", str(tmp_path / "file" / "out")])
+    assert "name another output folder" in fails(capsys, code)
+
+
+def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
+    """As the first command of docs/evaluation.md: no --output_path."""
+    assert run(folder, "--limit", 1) == 0
+    assert len(list((tmp_path / "unasked").rglob("results_*.json"))) == 1
+    monkeypatch.undo()
+    assert str(command.OUTPUT) == "h2o-eval"

@@ -46,7 +46,14 @@ def _chat(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Tensor:
     mask = inputs["attention_mask"]
     ids = torch.cat([first, more], dim=1)
     mask = torch.cat([mask, mask.new_ones(B, ids.shape[1] - mask.shape[1])], dim=1)
-    return _generate(model, {"input_ids": ids, "attention_mask": mask}, cache, max_new_tokens=8)
+    turn = {"input_ids": ids, "attention_mask": mask}
+    if cache is None:  # all is read again, images too
+        turn |= {key: value for key, value in inputs.items() if key not in turn}
+        if "mm_token_type_ids" in turn:
+            kinds = turn["mm_token_type_ids"]
+            text = kinds.new_zeros(B, ids.shape[1] - kinds.shape[1])
+            turn["mm_token_type_ids"] = torch.cat([kinds, text], dim=1)
+    return _generate(model, turn, cache, max_new_tokens=8)
 
 
 def _finished_early(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Tensor:

@@ -41,7 +41,7 @@ def lines():
     for name, family in FAMILIES.items():
         modes = {
             mode: passes(test_families.test_full_budget_is_the_full_cache, name, mode)
-            for mode in MODES
+            for mode in test_families.modes_of(name)
         }
         policies = {
             policy: all(

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from h2o import H2OConfig, ops, reference
-from h2o.attention import h2o_attention_forward
 from h2o.config import UNLIMITED
+from h2o.hf.attention import h2o_attention_forward
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.inputs import (
     CACHE_CASES,
@@ -410,14 +410,38 @@ def test_a_row_of_pads_alone_takes_no_budget_from_the_others():
     assert (cache.kept(0)[0][1] == -1).all()
 
 
+def test_a_fraction_of_a_short_prompt_is_one_token():
+    """A tenth of the 3 tokens of row 0 is 0 by truncation; row 1 has whole tokens."""
+    lengths = [3, 20]
+    mask = np.concatenate([left(lengths, 20), np.ones((2, 10), bool)], axis=1)
+    text = pad(drifting(5, B=2, N=30), mask)
+    cache = new_cache(heavy=0.1, recent=0.1)
+    feed(cache, text, [20, *[1] * 10], mask)
+    report = cache.report()
+    assert report.layers[0].budget == [2, 4]
+    assert report.layers[0].kept == [2, 4]
+    assert report.layers[0].raised
+    assert report.as_dict()["total"]["raised"]
+    assert "less than one token: one was kept" in str(report)
+    cache = new_cache(heavy=0.1, recent=0.1)
+    feed(cache, drifting(5, B=1, N=20), [20])
+    assert not cache.report().layers[0].raised
+    assert "less than one token" not in str(cache.report())
+    with pytest.raises(ValueError, match="prompt_length=1"):
+        feed(new_cache(heavy=0.1, recent=0.1), drifting(5, B=1, N=1), [1])
+    cache = new_cache(heavy=0.1, recent=0.1, prompt_length=1)
+    feed(cache, drifting(5, B=1, N=9), [1] * 9)
+    assert cache.report().layers[0].kept == [2]
+
+
 def test_a_failed_prompt_leaves_the_cache_empty():
     text = drifting(10, B=2, N=10)
-    cache = new_cache(heavy=0.05, recent=0.05)
-    with pytest.raises(ValueError, match="prompt of 10 tokens leave a budget of 0"):
+    cache = new_cache(heavy=0.05, recent=0.05, prompt_length=[10])
+    with pytest.raises(ValueError, match="prompt_length has 1 entries for a batch of 2 rows"):
         forward(cache, text)
     assert cache.get_seq_length() == 0
     assert cache.layers[0].slots is None
-    forward(cache, drifting(10, B=2, N=40))
+    forward(cache, drifting(10, B=1, N=10))
 
 
 def test_budgets_per_layer():

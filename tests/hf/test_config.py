@@ -36,8 +36,7 @@ def test_what_a_row_holds_at_its_end():
     assert H2OConfig(heavy=0.25, recent=2).held(40) == 12
     assert H2OConfig(heavy=0.25, recent=2).held(40, prompt=20) == 7
     assert H2OConfig.full().held(7) == 7
-    with pytest.raises(ValueError, match="leave a budget of 0"):
-        H2OConfig(heavy=0.1, recent=0.1).held(100, prompt=5)
+    assert H2OConfig(heavy=0.1, recent=0.1).held(100, prompt=5) == 2
 
 
 def test_numbers_of_other_libraries_become_plain():
@@ -108,9 +107,9 @@ def test_refusals_that_need_the_model_or_the_prompt():
         H2OConfig(heavy=[1, 2], recent=1).for_layer(0, 3)
     with pytest.raises(TypeError, match=r"heavy\(1, 3\) must be"):
         H2OConfig(heavy=lambda layer, layers: None).for_layer(1, 3)
-    with pytest.raises(ValueError, match="prompt of 5 tokens leave a budget of 0"):
-        H2OConfig(heavy=0.1, recent=0.1).tokens(5)
-    assert H2OConfig(heavy=0.1, recent=0.1, sinks=1).tokens(5) == (0, 0)
+    assert H2OConfig(heavy=0.1, recent=0.0, sinks=1).tokens(5) == (1, 0)
+    assert H2OConfig(heavy=0.1, recent=0.1, sinks=1).truncated(5) == (0, 0)
+    assert [H2OConfig(heavy=0.1, recent=3).is_raised(n) for n in (9, 10)] == [True, False]
     with pytest.raises(ValueError, match="keeps nothing"):
         H2OConfig(heavy=lambda layer, layers: 0, recent=0).for_layer(0, 1)
 

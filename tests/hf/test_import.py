@@ -30,7 +30,7 @@ def run(code: str, **kwargs) -> subprocess.CompletedProcess:
     [
         "import h2o, transformers",
         "import transformers.modeling_utils, h2o",
-        "import h2o.attention",
+        "import h2o.hf.attention",
         "import importlib.util, h2o; importlib.util.find_spec('transformers.modeling_utils')",
     ],
 )
@@ -74,6 +74,28 @@ def test_missing_core_is_explained(tmp_path):
     assert "ImportError: h2o._core, the compiled core, is missing" in result.stderr
     assert "pip install -e ." in result.stderr
     assert "H2O.ai's client" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("numpy", "python", "text"),
+    [
+        ("1.26.4", "3.11", "needs numpy >= 2, here is 1.26.4"),
+        ("none", "3.11", "needs numpy >= 2, here is none"),
+        ("2.4.6", "3.9", "needs Python >= 3.10, here is "),
+    ],
+)
+def test_a_core_that_cannot_be_imported_is_explained(tmp_path, numpy, python, text):
+    (tmp_path / "numpy.py").write_text("raise ImportError('not this one')")
+    code = (
+        f"import importlib.metadata as m, sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "def version(name):\n"
+        f"    if {numpy!r} == 'none': raise m.PackageNotFoundError(name)\n"
+        f"    return {numpy!r}\n"
+        "m.version = version\n"
+        f"sys.version_info = {tuple(map(int, python.split('.')))}\n"
+        "import h2o"
+    )
+    assert f"ImportError: h2o {text}" in run(code).stderr
 
 
 @pytest.mark.parametrize("version", ["5.3.0", "6.0.0.dev0", "6.0.0", "10.1"])

@@ -20,7 +20,7 @@ def traces(model) -> dict:
     """Everything that patching could leave behind."""
     return {
         "attributes": set(model.__dict__),
-        "generate": model._prepare_cache_for_generation.__func__,
+        "generate": vars(model).get("_prepare_cache_for_generation"),
         "pre_hooks": dict(model._forward_pre_hooks),
         "with_kwargs": dict(model._forward_pre_hooks_with_kwargs),
         "hooks": dict(model._forward_hooks),
@@ -100,9 +100,18 @@ def test_guidance_has_a_cache_for_each_of_its_two_texts(llama):
     assert [cache.report().layers[0].kept for cache in made] == [[8, 8], [8, 8]]
     with (
         patched(llama, heavy=0.3, recent=0.3),
-        pytest.raises(ValueError, match="a fraction of a prompt of 1 token is no budget"),
+        pytest.raises(ValueError, match="a fraction of a prompt of 1 token"),
     ):
         greedy(llama, inputs, 12, guidance_scale=1.5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_fractions_of_a_short_prompt(llama, length):
+    inputs = {"input_ids": prompts(length)[0]}
+    with patched(llama, heavy=0.1, recent=0.1) as patch:
+        got = greedy(llama, inputs, 12).tolist()
+        assert patch.cache.report().layers[0].budget == [2]
+    assert got == expected_tokens(llama, inputs, heavy=1, recent=1)
 
 
 def test_forward_has_a_fresh_cache(plain):
@@ -120,6 +129,23 @@ def test_forward_has_a_fresh_cache(plain):
         assert plain.model(ids).past_key_values is not made if hasattr(plain, "model") else True
         assert patch.cache is made
     assert isinstance(plain(ids).past_key_values, DynamicCache)
+
+
+def test_scoring_texts_is_warned_of(llama):
+    """A whole text in one pass is one prompt: its logits are the full cache's at any budget."""
+    (ids,) = prompts(20)
+    with torch.no_grad():
+        full = llama(ids).logits
+        with patched(llama, heavy=1, recent=1) as patch:
+            for _ in range(20):  # a prompt and a decode step each
+                cache = llama(ids).past_key_values
+                llama(ids[:, :1], past_key_values=cache)
+            for _ in range(8):
+                torch.testing.assert_close(llama(ids).logits, full, atol=1e-4, rtol=1e-3)
+            with pytest.warns(UserWarning, match=r"h2o\.simulated"):
+                llama(ids)
+            llama(ids)  # once is enough
+            assert patch.scored > 8
 
 
 def test_caches_of_the_callers_own_are_left_alone(llama):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o.attention import h2o_attention_forward
+from h2o.hf.attention import h2o_attention_forward
 from tests.hf.drive import Attention, forward, new_cache, tensors
 from tests.inputs import drifting
 

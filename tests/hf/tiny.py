@@ -12,9 +12,12 @@ import functools
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of transformers
 
 VOCABULARY = 97
+IMAGE_STARTS, IMAGE, IMAGE_TOKENS = 95, 96, 4
 SPREAD = 0.5  # of the weights: at the usual 0.02 attention is flat and every token the same
 
 
@@ -24,6 +27,12 @@ class Family:
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     model_type: str = ""
     layers: tuple[str, ...] = ("h2o", "h2o")
+    vision: dict[str, Any] | None = None
+    """The config of what reads images, for a model that does."""
+    image: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """One image as the model takes it: IMAGE_TOKENS places in the text are its."""
+    lacks: tuple[str, ...] = ()
+    """Modes in which transformers itself fails, with its own cache too."""
 
     def build_config(self) -> Any:
         numbers = {
@@ -41,11 +50,24 @@ class Family:
             "bos_token_id": 1,
             "eos_token_id": None,
         }
+        if self.vision is not None:
+            text = {"model_type": self.model_type, **numbers, **self.config}
+            return AutoConfig.for_model(
+                self.name,
+                text_config=text,
+                vision_config=self.vision,
+                tie_word_embeddings=False,
+                image_token_id=IMAGE,
+                vision_start_token_id=IMAGE_STARTS,
+                pad_token_id=0,
+            )
         return AutoConfig.for_model(self.model_type or self.name, **(numbers | self.config))
 
 
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4}
 _SLIDING = {"sliding_window": 10}
+_EYE = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": SPREAD, "image_size": 8}
+_PIXELS = torch.linspace(-1, 1, 192).sin()
 
 FAMILIES = {
     family.name: family
@@ -81,6 +103,39 @@ FAMILIES = {
             model_type="qwen2",
             layers=("h2o", "sliding", "sliding"),
         ),
+        Family(
+            "llava",
+            model_type="llama",
+            vision={
+                **_EYE,
+                "model_type": "clip_vision_model",
+                "patch_size": 4,
+                "projection_dim": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+            },
+            image={"pixel_values": _PIXELS.reshape(1, 3, 8, 8)},
+        ),
+        Family(
+            "qwen2_vl",
+            {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+            model_type="qwen2_vl_text",
+            vision={
+                "depth": 1,
+                "embed_dim": 16,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "mlp_ratio": 2,
+                "patch_size": 2,
+                "temporal_patch_size": 1,
+                "initializer_range": SPREAD,
+            },
+            image={
+                "pixel_values": _PIXELS.reshape(16, 12),
+                "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            },
+            lacks=("guidance", *(["chunked prompt", "prompt token by token"] * CROPS_TO_LENGTH)),
+        ),
         Family("mistral-window", _SLIDING, model_type="mistral", layers=("sliding", "sliding")),
     ]
 }
@@ -91,8 +146,8 @@ HYBRID = [name for name in FAMILIES if name not in PURE and "h2o" in FAMILIES[na
 @functools.cache
 def _model(name: str) -> Any:
     torch.manual_seed(len(name))
-    model = AutoModelForCausalLM.from_config(FAMILIES[name].build_config())
-    return model.eval()
+    auto = AutoModelForImageTextToText if FAMILIES[name].image else AutoModelForCausalLM
+    return auto.from_config(FAMILIES[name].build_config()).eval()
 
 
 def model(name: str, attention: str = "h2o") -> Any:
@@ -118,6 +173,27 @@ def batch(rows: list[torch.Tensor], side: str = "left") -> dict[str, torch.Tenso
         ids[b, place] = row[0]
         mask[b, place] = 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same batch for a family that reads images: one amid each row, another one in each."""
+    image = FAMILIES[name].image
+    if not image:
+        return inputs
+    B = len(inputs["input_ids"])
+    ids = inputs["input_ids"].clone()
+    ids[ids >= IMAGE_STARTS] = 2
+    ids[:, -13], ids[:, -12 : -12 + IMAGE_TOKENS] = IMAGE_STARTS, IMAGE
+    more = {key: value.repeat(B, *[1] * (value.ndim - 1)) for key, value in image.items()}
+    more["pixel_values"] = (
+        more["pixel_values"]
+        * torch.linspace(1, 2, len(more["pixel_values"]))[
+            (..., *[None] * (more["pixel_values"].ndim - 1))
+        ]
+    )
+    if "image_grid_thw" in image:
+        more["mm_token_type_ids"] = (ids == IMAGE).long()
+    return {**inputs, "input_ids": ids, **more}
 
 
 def greedy(model: Any, inputs: dict[str, Any], tokens: int = 16, **kwargs: Any) -> torch.Tensor:

@@ -13,6 +13,9 @@ from h2o import ops
 from tests.core.calls import EVERY_TENSOR, EVERY_WRITTEN, Call
 from tests.core.calls import make as make_arrays
 
+TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+"""torch >= 2.10. Older ones hand over capsules, which they refuse more of."""
+
 OPERATIONS = ["attend", "evict weighted", "step weighted", "simulate"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INPUTS = [
@@ -116,7 +119,7 @@ def test_without_the_table():
     wanted = answer(make("step"))
     call = make("step")
     assert answer(call.put("query", call.get("query").as_subclass(Older))) == wanted
-    assert calls == 1
+    assert calls == (1 if TABLE else 2)  # before tables, torch did not know max_version
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -243,12 +246,16 @@ def test_gradients_would_be_lost(name, tensor, refused):
     spoilt = call.put(tensor, call.get(tensor).requires_grad_())
     refused(spoilt, BufferError, f"^{tensor}: requires grad, .*no_grad.*detach")
     with torch.no_grad():
-        spoilt.run()
+        if TABLE:
+            spoilt.run()
+        else:
+            refused(spoilt, BufferError, f"^{tensor}: .*detach")
     call = make(name)
     leaf = call.get(tensor).requires_grad_()
     call.put(tensor, leaf.detach()).run()
 
 
+@pytest.mark.skipif(not TABLE, reason="this torch lends no leaf that requires grad")
 def test_inference_mode():
     wanted = answer(make("step"))
     with torch.inference_mode():
@@ -311,7 +318,8 @@ UNKNOWN_DTYPES = {
 def test_other_tensors(case, tensor, refused):
     call = make("step")
     spoilt = {**MEMORYLESS, **UNKNOWN_DTYPES}[case](call.get(tensor))
-    error = BufferError if case in MEMORYLESS else TypeError
+    unlent = MEMORYLESS if TABLE else {*MEMORYLESS, "conjugate", "float8"}
+    error = BufferError if case in unlent else TypeError
     refused(call.put(tensor, spoilt), error, f"^{tensor}: [^\n]*$")
     # A query like that is also what the output would be made like.
     if tensor == "query":
@@ -323,7 +331,11 @@ def test_fake_tensors(refused, capfd):
     call = make("step")
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(call.get("query"))
-    refused(call.put("query", fake), BufferError, "^query: this FakeTensor has no memory")
+    refused(
+        call.put("query", fake),
+        BufferError,
+        "^query: this FakeTensor (has no|cannot share its) memory",
+    )
     capfd.readouterr()  # torch warns on stderr, once
 
 

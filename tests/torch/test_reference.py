@@ -132,7 +132,7 @@ def test_mask_puts_ties_at_the_lower_position_and_nan_last():
         ({"heavy": -1}, "heavy must not be negative"),
         ({"recent": 1.5}, r"recent as a fraction lies in \[0, 1\]"),
         ({"heavy": float("nan")}, r"heavy as a fraction lies in \[0, 1\]"),
-        ({"heavy": 0, "recent": 0.1}, "no key at all"),
+        ({"heavy": 0, "recent": 0}, "no key at all"),
         ({"sinks": 1, "variant": "local"}, "'local' has no sinks"),
         ({"prompt_len": 2, "variant": "global"}, "'global' has no prompt"),
         ({"prompt_len": 0}, "prompt_len must be at least 1"),

@@ -1,4 +1,4 @@
-"""h2o.variants against the authors' masks and against the readable masks of h2o.masks."""
+"""h2o.hf.variants against the authors' masks and against the readable masks of h2o.masks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o import masks, variants
+from h2o import masks
+from h2o.config import VARIANTS
+from h2o.hf import variants
 from tests import inputs
 
 
@@ -49,7 +51,7 @@ def drifting_logits(seed: int, n: int, H: int = 4) -> Tensor:
 @pytest.mark.parametrize(
     ("heavy", "recent"), [(3, 2), (0, 6), (6, 0), (1, 1), (12, 11), (30, 5), (400, 1)]
 )
-@pytest.mark.parametrize("variant", variants.VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_readable_masks(variant, heavy, recent, n):
     logits = drifting_logits(n + heavy, n)
     _, evicted_at = through(variant, logits, heavy, recent)
@@ -68,7 +70,7 @@ def test_flexgen_prompt(prompt_len):
 def test_the_variants_differ():
     """On the inputs of these tests, or they could not tell one from the other."""
     logits = drifting_logits(7, 120)
-    seen = [visibility(through(variant, logits, 8, 7)[1]) for variant in variants.VARIANTS]
+    seen = [visibility(through(variant, logits, 8, 7)[1]) for variant in VARIANTS]
     seen.append(masks.simulation_mask(logits[None], 8, 7, "h2o")[0])
     for i, a in enumerate(seen):
         for b in seen[:i]:
@@ -102,7 +104,7 @@ def test_half_precision(dtype):
     """Chooses from float32 values: the kept sets are those of the rounded inputs in float32."""
     text = inputs.drifting(5, B=1, H=4, G=2, N=80)
     q, k, v = (torch.from_numpy(x[0]).to(dtype) for x in text)
-    for variant in variants.VARIANTS:
+    for variant in VARIANTS:
         out, evicted_at = variants.simulate(variant, q, k, v, 6, 5)
         want, want_evicted_at = variants.simulate(variant, q.float(), k.float(), v.float(), 6, 5)
         assert out.dtype == dtype
@@ -117,10 +119,19 @@ def test_retained_mass():
     mass = variants.retained_mass(logits, unit, evicted_at, scale=1.0)
     future = torch.ones(100, 100, dtype=torch.bool).triu(1)
     full = logits.masked_fill(future, -torch.inf).softmax(-1)
-    want = (full * visibility(evicted_at)).sum((-1, -2)) / 100
-    np.testing.assert_allclose(mass, want, rtol=1e-5)
-    assert (mass < 0.99).all()
+    np.testing.assert_allclose(mass, (full * visibility(evicted_at)).sum(-1), rtol=1e-5)
+    assert (mass.mean(-1) < 0.99).all()
     everything = torch.full_like(evicted_at, 100)
     np.testing.assert_allclose(
         variants.retained_mass(logits, unit, everything, scale=1.0), 1.0, rtol=1e-6
     )
+
+
+def test_retained_mass_under_a_softcap():
+    logits = 5 * drifting_logits(11, 100)
+    _, evicted_at = through("local", logits, 6, 5)
+    unit = torch.eye(100).expand(4, 100, 100)
+    capped = 3 * torch.tanh(logits / 3)
+    mass = variants.retained_mass(logits, unit, evicted_at, scale=1.0, softcap=3.0)
+    want = variants.retained_mass(capped, unit, evicted_at, scale=1.0)
+    torch.testing.assert_close(mass, want)

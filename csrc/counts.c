@@ -1,0 +1,232 @@
+/* counts.c - what the small tensors of a call say, read once.
+ *
+ * Lengths, budgets, free slots, prompts and masks decide how much a kernel reads
+ * and where it writes. Another thread may change them while it does, so they are
+ * copied here, one load for each number, and judged; kernels see the copies only.
+ */
+#include "policy.h"
+
+#include <inttypes.h>
+#include <stddef.h>
+
+/* ---- Reading ----------------------------------------------------------- */
+
+/* One load each: a compiler may not read again what the caller may have changed. */
+static int32_t i32_at(const h2o_view *view, int64_t i, int64_t j) {
+    return __atomic_load_n((const int32_t *)h2o_at(view, i, j, 0), __ATOMIC_RELAXED);
+}
+
+static int64_t i64_at(const h2o_view *view, int64_t i) {
+    return __atomic_load_n((const int64_t *)h2o_at(view, i, 0, 0), __ATOMIC_RELAXED);
+}
+
+static bool is_token(const h2o_view *mask, int64_t b, int64_t q) {
+    return __atomic_load_n((const uint8_t *)h2o_at(mask, b, q, 0), __ATOMIC_RELAXED) != 0;
+}
+
+/* ---- Memory ------------------------------------------------------------ */
+
+/* Rows first, since they are aligned most strictly, then heads, then columns. */
+typedef struct {
+    h2o_row *rows;    /* [B], then [B] of the dense part */
+    h2o_head *heads;  /* [B][G] */
+    int32_t *columns; /* [B][Q] */
+} memory_parts;
+
+static size_t rows_bytes(const h2o_dims *dims) { return 2 * (size_t)dims->B * sizeof(h2o_row); }
+
+static size_t heads_bytes(const h2o_dims *dims) {
+    return (size_t)(dims->B * dims->G) * sizeof(h2o_head);
+}
+
+size_t h2o_counts_bytes(const h2o_dims *dims, const h2o_view *mask) {
+    const size_t columns = h2o_given(mask) ? (size_t)(dims->B * dims->Q) : 0;
+    return rows_bytes(dims) + heads_bytes(dims) + columns * sizeof(int32_t);
+}
+
+static memory_parts divide(void *memory, const h2o_dims *dims) {
+    char *const heads = (char *)memory + rows_bytes(dims);
+    return (memory_parts){memory, (h2o_head *)(void *)heads,
+                          (int32_t *)(void *)(heads + heads_bytes(dims))};
+}
+
+/* The rows' new tokens; every other field is 0. */
+static void count_tokens(const memory_parts *parts, const h2o_dims *dims, const h2o_view *mask) {
+    for (int64_t b = 0; b < dims->B; b++) {
+        h2o_row *const row = &parts->rows[b];
+        *row = (h2o_row){.tokens = dims->Q};
+        if (h2o_given(mask)) {
+            int32_t *const columns = parts->columns + b * dims->Q;
+            row->tokens = 0;
+            for (int64_t q = 0; q < dims->Q; q++) {
+                if (is_token(mask, b, q)) {
+                    columns[row->tokens++] = (int32_t)q;
+                }
+            }
+            row->columns = columns;
+        }
+    }
+}
+
+/* ---- Judging ----------------------------------------------------------- */
+
+static int count_budget(const h2o_view *budget, int64_t b, const h2o_policy *policy, h2o_head *head,
+                        h2o_error *error) {
+    const int32_t heavy = i32_at(budget, b, 0), recent = i32_at(budget, b, 1);
+    if (heavy < 0 || recent < 0) {
+        return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is (%d, %d), wanted at least 0",
+                        budget->name, b, (int)heavy, (int)recent);
+    }
+    *head = (h2o_head){.heavy = heavy, .recent = recent};
+    head->budget = h2o_policy_budget(policy, heavy, recent);
+    if (head->budget == 0) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s[%" PRId64 "]: sinks + heavy + recent is 0, wanted at least 1 token",
+                        budget->name, b);
+    }
+    return H2O_OK;
+}
+
+static int count_length(const h2o_view *lengths, int64_t b, h2o_row *row, h2o_error *error) {
+    row->length = i64_at(lengths, b);
+    if (row->length < 0 || row->length > INT32_MAX - row->tokens) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s[%" PRId64 "]: is %" PRId64 ", wanted 0..%d less the new tokens",
+                        lengths->name, b, row->length, INT32_MAX);
+    }
+    return H2O_OK;
+}
+
+/* A row of the store and its heads; `keeps` is what each is to hold at the end. */
+static int count_row(const h2o_slots *slots, const h2o_policy *policy, const h2o_dims *dims,
+                     int64_t b, const memory_parts *parts, h2o_error *error) {
+    h2o_row *const row = &parts->rows[b];
+    int status = count_length(&slots->lengths, b, row, error);
+    for (int64_t g = 0; g < dims->G && status == H2O_OK; g++) {
+        h2o_head *const head = &parts->heads[b * dims->G + g];
+        status = count_budget(&slots->budget, b, policy, head, error);
+        head->held = h2o_policy_held(head->budget, row->length);
+    }
+    return status;
+}
+
+/* Slots 0..held hold what lengths and budget say: otherwise evict would have more
+ * keys than are to stay. */
+static int check_filled(const h2o_slots *slots, const h2o_dims *dims, int64_t b, int64_t g,
+                        int64_t held, h2o_error *error) {
+    const int32_t *const positions = h2o_at(&slots->positions, b, g, 0); /* [S] */
+    int64_t filled = 0, early = 0;
+    for (int64_t s = 0; s < dims->S; s++) {
+        filled += positions[s] >= 0;
+        early += positions[s] >= 0 && s <= held;
+    }
+    if (filled == held && early == held) {
+        return H2O_OK;
+    }
+    return h2o_fail(error, H2O_EVALUE,
+                    "%s[%" PRId64 ", %" PRId64 "]: %" PRId64 " of the slots are filled, %" PRId64
+                    " of these among the first %" PRId64
+                    ", but lengths and budget say that %" PRId64 " are",
+                    slots->positions.name, b, g, filled, early, held + 1, held);
+}
+
+/* ---- Operations -------------------------------------------------------- */
+
+int h2o_count_attend(h2o_attend_params *params, void *memory, h2o_error *error) {
+    const memory_parts parts = divide(memory, &params->dims);
+    (void)error;
+    count_tokens(&parts, &params->dims, &params->mask);
+    params->counts = (h2o_counts){.rows = parts.rows};
+    return H2O_OK;
+}
+
+int h2o_count_evict(h2o_evict_params *params, void *memory, h2o_error *error) {
+    const h2o_dims *const dims = &params->dims;
+    const h2o_slots *const slots = &params->slots;
+    const memory_parts parts = divide(memory, dims);
+    count_tokens(&parts, dims, &params->mask);
+    for (int64_t b = 0; b < dims->B; b++) {
+        int status = count_row(slots, &params->policy, dims, b, &parts, error);
+        for (int64_t g = 0; g < dims->G && status == H2O_OK; g++) {
+            const h2o_head *const head = &parts.heads[b * dims->G + g];
+            const int64_t keeps = h2o_policy_held(head->budget, head->held + parts.rows[b].tokens);
+            if (keeps > dims->S) {
+                return h2o_fail(error, H2O_EVALUE,
+                                "%s: has %" PRId64 " slots, but row %" PRId64 " is to keep %" PRId64
+                                " tokens; make larger slots",
+                                slots->keys.name, dims->S, b, keeps);
+            }
+            status = check_filled(slots, dims, b, g, head->held, error);
+        }
+        if (status != H2O_OK) return status;
+    }
+    params->counts = (h2o_counts){.rows = parts.rows, .heads = parts.heads};
+    return H2O_OK;
+}
+
+static int count_free(const h2o_slots *slots, int64_t b, int64_t g, h2o_head *head,
+                      h2o_error *error) {
+    const int32_t free_slot = i32_at(&slots->free, b, g);
+    head->free = free_slot;
+    if (free_slot < 0 || free_slot > head->held) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s[%" PRId64 ", %" PRId64 "]: is %d, wanted 0..%" PRId64
+                        ", as the row holds %" PRId64 " tokens",
+                        slots->free.name, b, g, (int)free_slot, head->held, head->held);
+    }
+    return H2O_OK;
+}
+
+int h2o_count_step(h2o_step_params *params, void *memory, h2o_error *error) {
+    const h2o_dims *const dims = &params->dims;
+    const h2o_slots *const slots = &params->slots;
+    const memory_parts parts = divide(memory, dims);
+    count_tokens(&parts, dims, &params->mask);
+    for (int64_t b = 0; b < dims->B; b++) {
+        int status = count_row(slots, &params->policy, dims, b, &parts, error);
+        for (int64_t g = 0; g < dims->G && status == H2O_OK && parts.rows[b].tokens > 0; g++) {
+            h2o_head *const head = &parts.heads[b * dims->G + g];
+            if (head->held >= dims->S) {
+                return h2o_fail(error, H2O_EVALUE,
+                                "%s: all %" PRId64 " slots of row %" PRId64
+                                " are taken; make larger slots",
+                                slots->keys.name, dims->S, b);
+            }
+            status = count_free(slots, b, g, head, error);
+        }
+        if (status != H2O_OK) return status;
+    }
+    params->counts = (h2o_counts){.rows = parts.rows, .heads = parts.heads};
+    return H2O_OK;
+}
+
+/* Until the budget of some head is full nothing is evicted, however short the prompt. */
+static int64_t dense_tokens(const h2o_row *row, const h2o_head *heads, int64_t G, int64_t prompt) {
+    int64_t budget = heads[0].budget;
+    for (int64_t g = 1; g < G; g++) {
+        budget = heads[g].budget < budget ? heads[g].budget : budget;
+    }
+    return h2o_policy_held(budget > prompt ? budget : prompt, row->tokens);
+}
+
+int h2o_count_simulate(h2o_simulate_params *params, void *memory, h2o_error *error) {
+    const h2o_dims *const dims = &params->dims;
+    const memory_parts parts = divide(memory, dims);
+    count_tokens(&parts, dims, &params->mask);
+    for (int64_t b = 0; b < dims->B; b++) {
+        h2o_head *const heads = parts.heads + b * dims->G;
+        const int32_t prompt = i32_at(&params->prompt, b, 0);
+        if (prompt < 1) {
+            return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is %d, wanted at least 1",
+                            params->prompt.name, b, (int)prompt);
+        }
+        for (int64_t g = 0; g < dims->G; g++) {
+            const int status = count_budget(&params->budget, b, &params->policy, &heads[g], error);
+            if (status != H2O_OK) return status;
+        }
+        parts.rows[dims->B + b] = parts.rows[b];
+        parts.rows[dims->B + b].tokens = dense_tokens(&parts.rows[b], heads, dims->G, prompt);
+    }
+    params->counts = (h2o_counts){parts.rows, parts.heads, parts.rows + dims->B};
+    return H2O_OK;
+}

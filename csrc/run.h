@@ -1,0 +1,91 @@
+/* run.h - what carries an operation out: lanes, workspace, and the table of
+ * kernels that every backend fills in. */
+#ifndef H2O_RUN_H
+#define H2O_RUN_H
+
+#include "h2o.h"
+
+/* ---- Backends ---------------------------------------------------------- */
+
+/* What a kernel runs with. Results must not depend on lanes: work is cut into
+ * units that the shapes alone determine, each unit has private sums, and these
+ * are added in a fixed order. */
+typedef void (*h2o_lane_fn)(int lane, int lanes, void *context);
+
+typedef struct {
+    int lanes;                                                   /* threads on offer, >= 1 */
+    void (*run)(int lanes, h2o_lane_fn function, void *context); /* returns when all are done */
+    void *workspace; /* aligned to 64, of the size asked for */
+    int64_t hold;    /* bytes of packed keys, values and the like to hold at a time, 0: as many
+                        as pay; fewer mean more passes, which tests want */
+} h2o_exec;
+
+/* One backend at one instruction set level. For each operation: the scratch it
+ * wants for these parameters and this many lanes, and the operation itself.
+ * CPU kernels always return H2O_OK; a device's launch may fail. */
+typedef struct {
+    const char *name; /* "generic", "avx2", "avx512", "avx512bf16", "neon" */
+    size_t (*attend_workspace)(const h2o_attend_params *params, const h2o_exec *exec);
+    int (*attend)(const h2o_attend_params *params, const h2o_exec *exec, h2o_error *error);
+    size_t (*evict_workspace)(const h2o_evict_params *params, const h2o_exec *exec);
+    int (*evict)(const h2o_evict_params *params, const h2o_exec *exec, h2o_error *error);
+    size_t (*step_workspace)(const h2o_step_params *params, const h2o_exec *exec);
+    int (*step)(const h2o_step_params *params, const h2o_exec *exec, h2o_error *error);
+    size_t (*simulate_workspace)(const h2o_simulate_params *params, const h2o_exec *exec);
+    int (*simulate)(const h2o_simulate_params *params, const h2o_exec *exec, h2o_error *error);
+} h2o_ops;
+
+/* The tables; each lives in cpu/level_<name>.c. Those that this processor
+ * family cannot have are not compiled. */
+extern const h2o_ops h2o_ops_generic;
+#if defined(__x86_64__)
+extern const h2o_ops h2o_ops_avx2;
+extern const h2o_ops h2o_ops_avx512;
+extern const h2o_ops h2o_ops_avx512bf16;
+#elif defined(__aarch64__)
+extern const h2o_ops h2o_ops_neon;
+#endif
+
+/* dispatch.c: chosen once, at import, from CPUID and the H2O_CPU variable.
+ * h2o_init returns H2O_EVALUE for an unknown level, H2O_EBACKEND for one that
+ * this machine lacks. h2o_table gives the table for a device, or NULL. */
+int h2o_init(h2o_error *error);
+const h2o_ops *h2o_table(int32_t device_type);
+const char *h2o_cpu_features(void);      /* "avx2 fma f16c avx512f ..." */
+const char *const *h2o_cpu_levels(void); /* names this machine can run, NULL-ended */
+
+/* parallel.c: the borrowed thread pool. */
+int h2o_threads(void);               /* how many lanes to offer now */
+const char *h2o_thread_source(void); /* "torch", "gomp" or "own" */
+void h2o_parallel(int lanes, h2o_lane_fn function, void *context);
+
+/* scratch.c: workspace that is kept between calls. Acquire returns 64-byte
+ * aligned memory of at least that size or NULL; release gives it back. */
+void *h2o_scratch_acquire(size_t bytes);
+void h2o_scratch_release(void *memory);
+
+/* ---- A call ------------------------------------------------------------ */
+
+/* call.c: open checks a call and gets all that it needs, so that everything
+ * that can fail fails before anything is written; run may go without the GIL;
+ * close gives back what open got, whether or not it succeeded.
+ * What is not 0 before open is taken as it is: table (else the kernels of the
+ * tensors' device), and lanes and run of exec (else the borrowed pool). */
+typedef struct {
+    const h2o_ops *table;
+    h2o_exec exec;
+    void *counts;
+} h2o_call;
+
+#define H2O_DECLARE_CALL(op)                                                                       \
+    int h2o_open_##op(h2o_##op##_params *params, h2o_call *call, h2o_error *error);                \
+    int h2o_run_##op(const h2o_##op##_params *params, const h2o_call *call, h2o_error *error);
+H2O_DECLARE_CALL(attend)
+H2O_DECLARE_CALL(evict)
+H2O_DECLARE_CALL(step)
+H2O_DECLARE_CALL(simulate)
+#undef H2O_DECLARE_CALL
+
+void h2o_close(h2o_call *call);
+
+#endif

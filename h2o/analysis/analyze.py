@@ -1,0 +1,99 @@
+"""`h2o.analyze`: what a model attends to in a text, measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from h2o.analysis.collect import Attention, attend, full_layers, sparsity, watch
+from h2o.analysis.result import THRESHOLD, Analysis, Measured
+from h2o.config import H2OConfig
+from h2o.hf.cache import one_config
+
+__all__ = ["analyze"]
+
+
+def analyze(
+    model: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    h2o_config: H2OConfig | None = None,
+    prompt_len: int = 1,
+    **parameters: Any,
+) -> Analysis:
+    """Measures what a model attends to in one text, and what an H2O cache would keep of it.
+
+    ```python
+    inputs = tokenizer(text, return_tensors="pt")
+    a = h2o.analyze(model, **inputs, heavy=0.1, recent=0.1)
+    for token in a.tokens(tokenizer, layer=5)[:10]:
+        print(token.position, repr(token.text), token.score)
+    ```
+
+    Two forward passes: one as the model is, one as with an `H2OCache` of this config. Memory
+    is linear in the text's length. Questions that need another pass (`sparsity` of another
+    threshold, `retained_mass` of another config, `tokens` at a step, `removal`) run it when they
+    are asked, so `model` must stay as it is until then.
+
+    Args:
+        model: a causal language model that an `H2OCache` can serve. Layers with a sliding window
+            are left out.
+        input_ids: int64 [1, n] or [n], n >= 3. One text; give others one by one.
+        attention_mask: the same shape; pads are left out before anything else.
+        h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`, ...
+            Fractions are of the text. `heavy` also says how many keys are called heavy hitters.
+        prompt_len: tokens before the first eviction; 1 evicts from the very beginning.
+
+    Errors: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
+    arguments that do not fit.
+    """
+    parameters.pop("token_type_ids", None)  # some tokenizers make them, decoders do without
+    config = one_config(h2o_config, parameters)
+    ids = _one_text(input_ids, attention_mask)
+    if not full_layers(model):
+        raise ValueError("every layer has a sliding window: there is nothing for h2o to analyse")
+    if model.training:
+        raise RuntimeError("analyze() is for inference: call model.eval()")
+    measured: dict[int, Measured] = {}
+
+    def visit(layer: int, seen: Attention) -> Tensor:
+        out, all_rows, early = attend(seen)
+        small = sparsity(seen, THRESHOLD)
+        measured[layer] = Measured(
+            len(seen.keys), *(x.cpu().numpy() for x in (all_rows, early, small))
+        )
+        return out
+
+    watch(model, ids, visit)
+    analysis = Analysis(model, ids, config, prompt_len, measured)
+    analysis.cached()
+    return analysis
+
+
+def _one_text(input_ids: Any, mask: Any) -> Tensor:
+    """int64 [n] without pads."""
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"input_ids: is a {type(input_ids).__name__}, wanted a torch tensor [1, n]: "
+            'h2o.analyze(model, **tokenizer(text, return_tensors="pt"))'
+        )
+    if input_ids.ndim == 1:
+        input_ids = input_ids[None]
+        mask = mask[None] if isinstance(mask, Tensor) and mask.ndim == 1 else mask
+    if input_ids.ndim != 2 or len(input_ids) != 1:
+        raise ValueError(
+            f"input_ids: has shape {list(input_ids.shape)}, wanted [1, n]: one text at a time"
+        )
+    ids = input_ids[0]
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask: has shape {list(getattr(mask, 'shape', []))}, wanted that of "
+                f"input_ids, {list(input_ids.shape)}"
+            )
+        ids = ids[mask[0].bool().to(ids.device)]
+    if len(ids) < 3:
+        raise ValueError(f"input_ids: has {len(ids)} tokens, wanted at least 3")
+    return ids

@@ -1,0 +1,141 @@
+"""One forward pass with an onlooker: what each layer's attention is given, and what it does.
+
+Everything that grows with the text is one number per key or per query: column sums come from
+`h2o.ops.attend`, which makes no matrix, and what needs single entries goes by blocks of rows.
+
+Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from h2o import ops
+from h2o.hf import attention
+from h2o.hf.cache import transformers_layers
+from h2o.hf.simulation import attending
+from h2o.hf.variants import logit_blocks
+
+__all__ = ["Attention", "attend", "forward", "full_layers", "sparsity", "watch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """What one layer's attention is given for one text."""
+
+    query: Tensor
+    """[H, n, D]"""
+    keys: Tensor
+    """[G, n, D]"""
+    values: Tensor
+    """[G, n, D]"""
+    scale: float
+    softcap: float
+
+
+Visit = Callable[[int, Attention], Tensor]
+"""(layer, its attention) -> output [n, H, D]"""
+
+
+def full_layers(model: Any) -> list[int]:
+    """The layers with full attention. Errors: `Unsupported` for a model that h2o cannot serve."""
+    return [i for i, x in enumerate(transformers_layers(model.config)) if not x.is_sliding]
+
+
+def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Tensor | None:
+    """Runs a model over a text, with `visit` for the attention of its full layers.
+
+    Args:
+        ids: [n], without pads.
+        logits: whether the logits [n, vocabulary] are wanted.
+    """
+    full = set(full_layers(model))
+
+    def function(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if module.layer_idx not in full:
+            return attention.h2o_attention_forward(
+                module, query, key, value, attention_mask, scaling, dropout, softcap,
+                sliding_window, **kwargs,
+            )  # fmt: skip
+        attention.refuse_foreign(module, kwargs, attention_mask, sliding_window)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        seen = Attention(query[0], key[0], value[0], scale, softcap or 0.0)
+        return visit(module.layer_idx, seen)[None], None
+
+    with attending(model, function):
+        return forward(model, ids, logits=logits)
+
+
+def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
+    """A forward pass over a text [n]; its logits [n, vocabulary] only where they are wanted."""
+    arguments = {}
+    if not logits and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = 1  # those of a whole text may need more than all the rest
+    with torch.no_grad():
+        out = model(ids[None].to(model.device), use_cache=False, **arguments)
+    return out.logits[0] if logits else None
+
+
+def attend(seen: Attention, early: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal attention as the model has it, with the score of every key from each query head.
+
+    Returns:
+        (output [n, H, D], scores [H, n] float32, [H, n // 2] float32: scores from the first
+        n // 2 queries alone, 0 unless `early`)
+    """
+    H, n, D = seen.query.shape
+    G = len(seen.keys)
+    grouped = seen.query.reshape(G, H // G, n, D)
+
+    def each(rows: int) -> tuple[Tensor, Tensor]:
+        """The kernel adds up the heads of a group, so it is given one head of each at a time."""
+        parts = [
+            ops.attend(
+                grouped[None, :, r, :rows], seen.keys[None, :, :rows], seen.values[None, :, :rows],
+                scale=seen.scale, softcap=seen.softcap,
+            )
+            for r in range(H // G)
+        ]  # fmt: skip
+        outs, scores = zip(*parts, strict=True)
+        together = torch.stack(outs, dim=3), torch.stack(scores, dim=2)
+        return together[0].reshape(rows, H, D), together[1].reshape(H, rows)
+
+    out, scores = each(n)
+    half = n // 2
+    return out, scores, each(half)[1] if early else scores.new_zeros(H, half)
+
+
+def sparsity(seen: Attention, threshold: float) -> Tensor:
+    """Share of the causal attention entries that are below a share of their row's maximum.
+
+    Returns:
+        [H] float64. Entry (i, j), j <= i, counts where p(i, j) < threshold * max of p(i, .);
+        a text of n tokens has n (n + 1) / 2 entries.
+    """
+    H, n, _ = seen.query.shape
+    below = torch.zeros(H, dtype=torch.float64, device=seen.query.device)
+    for _, logits in logit_blocks(seen.query, seen.keys, seen.scale, seen.softcap):
+        rows = logits.shape[1]
+        # A ratio of probabilities is a difference of logits: no exponential is needed.
+        least = logits.amax(-1, keepdim=True) + math.log(threshold)
+        future = rows * (rows - 1) // 2  # -inf above the diagonal
+        below += (logits < least).sum((-1, -2)) - future
+    return below / (n * (n + 1) / 2)

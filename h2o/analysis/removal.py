@@ -1,0 +1,77 @@
+"""What it costs to take keys away: the heaviest, as many at random, as many of the newest.
+
+A row loses the same number of keys whichever kind is taken: a share of the keys that were there
+when its block of rows began. Which are the heaviest is known from the rows before that, as in a
+cache, never from the future. Nobody loses its own key.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.analysis.collect import Attention, watch
+from h2o.hf.variants import logit_blocks
+
+__all__ = ["KINDS", "attend_without", "perplexity", "perplexity_without"]
+
+KINDS = ("heavy", "random", "recent")
+
+
+def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: int = 0) -> float:
+    """Perplexity of a text [n] where every row has lost a share of the keys before it.
+
+    Args:
+        kind: "heavy", "random" or "recent".
+        share: in [0, 1]; 0 is the model as it is.
+        seed: of "random"; each layer and key/value head draws its own keys.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be from 0 to 1, not {share!r}")
+    generator = torch.Generator().manual_seed(seed)
+
+    def visit(layer: int, seen: Attention) -> Tensor:
+        G, n, _ = seen.keys.shape
+        chance = torch.rand(G, n, generator=generator).to(seen.keys.device)
+        return attend_without(seen, kind, share, chance)
+
+    return perplexity(watch(model, ids, visit, logits=True), ids)
+
+
+def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> Tensor:
+    """[n, H, D]: attention without the removed keys. `chance` [G, n] orders "random"'s."""
+    H, n, D = seen.query.shape
+    G = len(seen.keys)
+    out = torch.empty(n, H, D, dtype=seen.query.dtype, device=seen.query.device)
+    values = seen.values.float().repeat_interleave(H // G, dim=0)
+    received = torch.zeros(G, n, device=out.device)
+    for first, logits in logit_blocks(seen.query, seen.keys, seen.scale, seen.softcap):
+        rows, columns = logits.shape[1:]
+        lost = int(share * first)
+        if kind == "recent":
+            row = torch.arange(first, columns, device=out.device)[:, None]
+            age = row - torch.arange(columns, device=out.device)
+            gone = ((age >= 1) & (age <= lost)).expand(G, rows, columns)
+        else:
+            rank = received if kind == "heavy" else chance
+            gone = torch.zeros(G, columns, dtype=torch.bool, device=out.device)
+            gone.scatter_(1, rank[:, :first].topk(lost, dim=1).indices, True)
+            gone = gone[:, None].expand(G, rows, columns)
+        if kind == "heavy":
+            received[:, :columns] += logits.softmax(-1).view(G, -1, columns).sum(1)
+        logits.view(G, H // G, rows, columns).masked_fill_(gone[:, None], -torch.inf)
+        p = logits.softmax(-1)
+        out[first:columns] = (p @ values[:, :columns]).transpose(0, 1).to(out.dtype)
+    return out
+
+
+def perplexity(logits: Tensor | None, ids: Tensor) -> float:
+    """Of the tokens [n] after the first, from logits [n, vocabulary]."""
+    assert logits is not None
+    loss = torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:].to(logits.device))
+    return math.exp(loss.item())

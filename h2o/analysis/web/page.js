@@ -1,0 +1,126 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const { layers, heads, groups, tokens } = data;
+  const n = tokens.length, perGroup = heads / groups;
+  const byId = (id) => document.getElementById(id);
+
+  const words16 = (text) => {
+    const raw = atob(text), out = new Uint16Array(raw.length / 2);
+    for (let i = 0; i < out.length; i++)
+      out[i] = raw.charCodeAt(2 * i) | (raw.charCodeAt(2 * i + 1) << 8);
+    return out;
+  };
+  const half = (bits) => { // IEEE float16 that is not negative
+    const exponent = bits >> 10, fraction = bits & 1023;
+    return exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : fraction * 2 ** -24;
+  };
+  const scores = words16(data.scores); // [layers, heads, n]
+  const evicted = words16(data.evicted_at); // [layers, groups, n]
+
+  /* What is chosen: "all", "kv 1" or "query 4" of a layer. */
+  const state = { layer: 0, head: "all", at: n - 1, token: 0 };
+  const scoresNow = () => {
+    const [kind, number] = state.head.split(" ");
+    const first = kind === "all" ? 0 : kind === "kv" ? number * perGroup : +number;
+    const count = kind === "all" ? heads : kind === "kv" ? perGroup : 1;
+    const sum = new Float64Array(n);
+    for (let h = first; h < first + count; h++) {
+      const start = (state.layer * heads + h) * n;
+      for (let j = 0; j < n; j++) sum[j] += half(scores[start + j]);
+    }
+    return sum;
+  };
+  /* Of each key the first token that no cache sees it any more. */
+  const leftNow = () => {
+    const [kind, number] = state.head.split(" ");
+    const first = kind === "all" ? 0 : kind === "kv" ? +number : Math.floor(number / perGroup);
+    const count = kind === "all" ? groups : 1;
+    const left = new Uint16Array(n);
+    for (let g = first; g < first + count; g++) {
+      const start = (state.layer * groups + g) * n;
+      for (let j = 0; j < n; j++) left[j] = Math.max(left[j], evicted[start + j]);
+    }
+    return left;
+  };
+
+  const place = byId("words"), spans = tokens.map((text, j) => {
+    const span = document.createElement("span");
+    span.textContent = text;
+    span.dataset.position = j;
+    place.append(span);
+    return span;
+  });
+
+  let now = null, left = null, total = 1;
+  const short = (x) => Number(x.toPrecision(4)).toString();
+  const visible = (text) => text.trim() ? text.trim() : JSON.stringify(text).slice(1, -1);
+  const until = (j) => left[j] >= n ? "the end" : `token ${left[j] - 1}`;
+
+  const shade = () => {
+    const sorted = Float64Array.from(now).sort();
+    const high = sorted[n - 1];
+    let middle = (sorted[(n - 1) >> 1] + sorted[n >> 1]) / 2;
+    if (!(middle > 0)) middle = high / n;
+    spans.forEach((span, j) => {
+      const x = high > middle ? Math.log(Math.max(now[j], middle) / middle) / Math.log(high / middle) : 0;
+      span.style.background = x >= 0.005 ? `rgb(var(--mark) / ${x.toFixed(2)})` : "";
+      span.title = `${j}: ${short(now[j])}`;
+    });
+    const order = Array.from(now.keys()).sort((a, b) => now[b] - now[a] || a - b).slice(0, 20);
+    const rows = order.map((j) => {
+      const row = document.createElement("tr");
+      for (const text of [j, visible(tokens[j]), short(now[j]), `${(100 * now[j] / total).toFixed(1)}%`, until(j)]) {
+        const cell = document.createElement("td");
+        cell.textContent = text;
+        row.append(cell);
+      }
+      if (!tokens[j].trim()) row.children[1].className = "blank";
+      return row;
+    });
+    document.querySelector("#best tbody").replaceChildren(...rows);
+  };
+  const mark = () => {
+    let held = 0;
+    spans.forEach((span, j) => {
+      const later = j > state.at, gone = !later && left[j] <= state.at;
+      held += !later && !gone;
+      span.className = (later ? "later" : gone ? "gone" : "") + (j === state.token ? " chosen" : "");
+    });
+    byId("at-value").textContent = state.at;
+    const j = state.token;
+    const view = state.head === "all" ? "all heads" : state.head.replace("kv", "key/value head").replace("query", "query head");
+    byId("status").textContent =
+      `Layer ${layers[state.layer]}, ${view}: token ${state.at} sees ${held} of ${state.at + 1} keys` +
+      (state.head === "all" ? " in some head" : "") +
+      `. Token ${j}, “${visible(tokens[j])}”, has received ${short(now[j])} (${(100 * now[j] / total).toFixed(2)}% of all attention) and is held until ${until(j)}.`;
+  };
+  const all = () => {
+    now = scoresNow();
+    left = leftNow();
+    total = now.reduce((a, b) => a + b, 0) || 1;
+    shade();
+    mark();
+  };
+
+  const option = (value, text) => new Option(text, value);
+  byId("layer").append(...layers.map((number, index) => option(index, number)));
+  byId("head").append(option("all", "all"),
+    ...Array.from({ length: groups }, (_, g) => option(`kv ${g}`, `key/value ${g}`)),
+    ...Array.from({ length: heads }, (_, h) => option(`query ${h}`, `query ${h}`)));
+  byId("at").max = byId("token").max = n - 1;
+  byId("at").value = n - 1;
+  byId("token").value = 0;
+  byId("layer").addEventListener("change", (e) => { state.layer = +e.target.value; all(); });
+  byId("head").addEventListener("change", (e) => { state.head = e.target.value; all(); });
+  byId("at").addEventListener("input", (e) => { state.at = +e.target.value; mark(); });
+  byId("token").addEventListener("input", (e) => {
+    const j = Math.round(+e.target.value);
+    if (e.target.value !== "" && j >= 0 && j < n) { state.token = j; mark(); }
+  });
+  place.addEventListener("click", (e) => {
+    const j = e.target.dataset.position;
+    if (j !== undefined) { state.token = +j; byId("token").value = j; mark(); }
+  });
+  all();
+})();

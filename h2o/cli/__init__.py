@@ -1,0 +1,369 @@
+"""The command line: `h2o info`, `generate`, `eval`, `analyze` and `bench`, also as `python -m h2o`.
+
+Only the standard library is imported until a command runs, so that --help and
+mistakes in the arguments are answered at once. Each command is an entry in
+COMMANDS: a name, one line of help, a function that adds its arguments and one
+that runs it and returns the exit code.
+
+Exit codes: 0 done, 1 it could not be done, 2 wrong arguments, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from h2o.generate import Result
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with its errors on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class Command(NamedTuple):
+    name: str
+    help: str
+    add_arguments: Callable[[Parser], None]
+    run: Callable[[Parser, argparse.Namespace], int]
+
+
+class Version(argparse.Action):
+    """--version, which looks for it only when asked."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(nargs=0, help="the version, and no more", **kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"h2o-kv {version('h2o-kv')}")
+        parser.exit()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; `arguments` are those of the process by default."""
+    if sys.stderr is None:  # closed: what would be said there is said to nobody
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        print("h2o: error: standard output is closed", file=sys.stderr)
+        return 1
+    parser = Parser(prog="h2o", description="Heavy-hitter (H2O) KV-cache eviction.")
+    try:
+        try:
+            return run_command(parser, sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output, `head` for one, has gone
+        drop_output()
+        return 1
+    except OSError as error:  # a full disk, for one
+        drop_output()
+        return failed(parser, error)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] == "h2o":
+            raise
+        extra = "eval" if "eval" in (arguments or sys.argv) else "hf"
+        return failed(parser, f"{error}: run pip install 'h2o-kv[{extra}]'")
+
+
+def drop_output() -> None:
+    """Of what could not be written nothing more is tried when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run_command(parser: Parser, arguments: Sequence[str]) -> int:
+    parser.add_argument("--version", action=Version)
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    named = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for command in COMMANDS:
+        own = commands.add_parser(command.name, help=command.help, description=command.help)
+        if command.name == named:  # the arguments of others may need packages that take long
+            command.add_arguments(own)
+        own.set_defaults(run=command.run, parser=own)
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "eval":
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest  # of h2o eval: for lm-eval
+    return options.run(options.parser, options)
+
+
+def failed(parser: Parser, error: Exception | str) -> int:
+    """Say in one line what the user can put right."""
+    print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
+
+
+# ---- h2o info ------------------------------------------------------------------------------------
+
+
+def info_arguments(parser: Parser) -> None:
+    parser.add_argument("--model", metavar="NAME", help="say whether and how h2o serves this model")
+    parser.add_argument("--json", action="store_true", help="for machines")
+
+
+def run_info(parser: Parser, options: argparse.Namespace) -> int:
+    import contextlib
+    import importlib.metadata
+    import platform
+
+    if options.model:
+        return print_support(parser, options.model, options.json)
+    # The core borrows torch's threads where torch is loaded, as it is when a model runs.
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401
+    from h2o import ops
+
+    core = ops.info()
+    versions = {"h2o": core.pop("version"), "python": platform.python_version()}
+    for name in ("numpy", "torch", "transformers"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    machine = {"system": platform.platform(), "processors": os.cpu_count()}
+    facts = {"core": core, "versions": versions, "machine": machine}
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    rows = [row for section in facts.values() for row in section.items()]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name.replace('_', ' '):<{width}}  {readable(value)}")
+    return 0
+
+
+def print_support(parser: Parser, name: str, as_json: bool) -> int:
+    """From a hub name's or folder's config alone. The exit code is 0 if h2o serves the model."""
+    from h2o import models
+
+    try:
+        support = models.support(name)
+    except models.UserError as error:
+        return failed(parser, error)
+    print(json.dumps(asdict(support), indent=2) if as_json else support)
+    return 0 if support else 1
+
+
+def readable(value: Any) -> str:
+    if value is None:
+        return "not installed"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {readable(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+# ---- h2o generate --------------------------------------------------------------------------------
+
+
+def amount(text: str) -> int | float:
+    """A budget: 256 is a number of tokens, 0.1 or 1.0 a fraction of the prompt."""
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def generate_arguments(parser: Parser) -> None:
+    add = parser.add_argument_group("what to generate from").add_argument
+    add("--model", metavar="NAME", help="hub name, folder or .gguf file (SmolLM2-135M-Instruct)")
+    add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
+    add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
+        "option a shipped article of 2100 tokens with a question about it")  # fmt: skip
+    add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    add = parser.add_argument_group("what the cache keeps").add_argument
+    add("--heavy", type=amount, default=0.1, metavar="K", help="heavy hitters: an integer counts "
+        "tokens, a number with a point is a fraction of the prompt (%(default)s)")  # fmt: skip
+    add("--recent", type=amount, default=0.1, metavar="K", help="newest tokens (%(default)s)")
+    add("--sinks", type=int, default=0, metavar="N", help="first tokens (%(default)s)")
+    add("--rank-by", choices=("sum", "mean"), default="sum", help="accumulated attention, or the "
+        "same per query that has seen the key (%(default)s)")  # fmt: skip
+    add("--decay", type=float, default=1.0, metavar="D", help="what remains of a score after one "
+        "more token, 0 to 1 (%(default)s)")  # fmt: skip
+    add("--value-weighted", action="store_true", help="rank times the norm of the value")
+    add = parser.add_argument_group("how").add_argument
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="auto: as the model was saved")  # fmt: skip
+    add("--max-new-tokens", type=int, default=120, metavar="N", help="(%(default)s)")
+    add("--compare", action="store_true", help="run the full cache and `local` (the same budget "
+        "without heavy hitters) as well, and show all side by side")  # fmt: skip
+    add("--json", action="store_true", help="for machines: one object, nothing else")
+
+
+def run_generate(parser: Parser, options: argparse.Namespace) -> int:
+    from h2o.cli import texts
+    from h2o.config import H2OConfig
+
+    if options.max_new_tokens < 1:
+        parser.error("argument --max-new-tokens: must be at least 1")
+    names = ("heavy", "recent", "sinks", "rank_by", "decay", "value_weighted")
+    try:
+        config = H2OConfig(**{name: getattr(options, name) for name in names})
+    except ValueError as error:
+        parser.error(str(error))
+    document = None
+    if options.prompt_file is not None:
+        document = texts.read(parser, "--prompt-file", options.prompt_file)
+    prompt = texts.checked(parser, "--prompt", options.prompt)
+
+    from h2o import models
+
+    try:
+        models.quiet_libraries()
+        from h2o import generate
+
+        result = generate.generate(
+            generate.Request(
+                config=config,
+                model=options.model,
+                prompt=prompt,
+                document=document,
+                chat=options.chat,
+                dtype=options.dtype,
+                max_new_tokens=options.max_new_tokens,
+                compare=options.compare,
+            ),
+            generate.Progress(quiet=options.json),
+            None if options.json or options.compare else write,
+        )
+    except models.UserError as error:
+        return failed(parser, error)
+    if options.json:
+        print(json.dumps(asdict(result), indent=2))
+    else:
+        print("\n".join(comparison(result)) if options.compare else "\n")
+        print("\n".join(table(result)))
+    return 0
+
+
+def write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def comparison(result: Result) -> list[str]:
+    """The texts of the runs in columns."""
+    columns = max(60, shutil.get_terminal_size((100, 24)).columns)
+    width = (columns - 3 * (len(result.runs) - 1)) // len(result.runs)
+    texts = []
+    for run in result.runs:
+        lines = [run.mode, "-" * width]
+        for paragraph in run.text.strip().splitlines():
+            lines += textwrap.wrap(paragraph, width) or [""]
+        texts.append(lines)
+    height = max(map(len, texts))
+    rows = zip(*(lines + [""] * (height - len(lines)) for lines in texts), strict=True)
+    return [*(" | ".join(cell.ljust(width) for cell in row).rstrip() for row in rows), ""]
+
+
+def table(result: Result) -> list[str]:
+    """What the runs took, a column for each."""
+    share = {run.mode: run.tokens_held / run.tokens_seen for run in result.runs}
+    rows: list[tuple[str, Callable[[Any], str]]] = [
+        ("", lambda run: run.mode),
+        ("prefill, tokens/s", lambda run: f"{run.prefill_tokens_per_second:.0f}"),
+        ("decode, tokens/s", lambda run: f"{run.decode_tokens_per_second:.1f}"),
+        ("KV cache held, MB", lambda run: f"{run.kv_bytes_held / 1e6:.1f}"),
+        ("KV cache of a full cache, MB", lambda run: f"{run.kv_bytes_full / 1e6:.1f}"),
+        ("tokens held", lambda run: f"{run.tokens_held} ({share[run.mode]:.0%})"),
+        ("tokens evicted", lambda run: f"{run.tokens_evicted}"),
+        ("attention mass evicted", lambda run: f"{run.mass_evicted:.1%}"),
+    ]
+    if result.runs[0].tokens_agree is not None:
+        rows.append(("leading tokens as with full", lambda run: f"{run.tokens_agree}"))
+    head = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens"
+    lines = [f"{name:<30}" + "".join(f"{of(run):>14}" for run in result.runs) for name, of in rows]
+    return [head, *lines]
+
+
+# ---- h2o eval ------------------------------------------------------------------------------------
+
+
+def eval_arguments(parser: Parser) -> None:
+    from h2o.evaluate import command
+
+    command.add_arguments(parser)
+
+
+def run_eval(parser: Parser, options: argparse.Namespace) -> int:
+    from h2o import models
+    from h2o.evaluate import command
+
+    models.quiet_libraries()
+    try:
+        command.run(options, options.rest)
+    except models.UserError as error:
+        return failed(parser, error)
+    return 0
+
+
+# ---- h2o analyze ---------------------------------------------------------------------------------
+
+
+def analyze_arguments(parser: Parser) -> None:
+    from h2o.cli import analyze
+
+    analyze.add_arguments(parser)
+
+
+def run_analyze(parser: Parser, options: argparse.Namespace) -> int:
+    from h2o import models
+    from h2o.cli import analyze
+
+    models.quiet_libraries()
+    try:
+        analyze.run(parser, options)
+    except models.UserError as error:
+        return failed(parser, error)
+    return 0
+
+
+# ---- h2o bench -----------------------------------------------------------------------------------
+
+
+def bench_arguments(parser: Parser) -> None:
+    from h2o.bench.options import add_arguments
+
+    add_arguments(parser)
+
+
+def run_bench(parser: Parser, options: argparse.Namespace) -> int:
+    from h2o import models
+    from h2o.bench.options import check
+
+    wanted = check(parser, options)
+    try:
+        models.need_transformers()
+        from h2o.bench.run import main as bench
+
+        models.quiet_libraries()
+        return bench(options, wanted)
+    except models.UserError as error:
+        return failed(parser, error)
+
+
+COMMANDS = (
+    Command("info", "what the core runs on, for bug reports", info_arguments, run_info),
+    Command("generate", "generate with an H2O cache", generate_arguments, run_generate),
+    Command("eval", "what eviction costs in accuracy", eval_arguments, run_eval),
+    Command("analyze", "see heavy hitters: a page of one text", analyze_arguments, run_analyze),
+    Command("bench", "time h2o beside its peers", bench_arguments, run_bench),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

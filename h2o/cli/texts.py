@@ -1,0 +1,35 @@
+"""Texts that a user names: files, standard input, arguments."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+__all__ = ["checked", "read"]
+
+
+def read(parser: argparse.ArgumentParser, argument: str, name: str) -> str:
+    """The text of a file in UTF-8, "-" for standard input; ends with an error without one."""
+    try:
+        if name != "-":
+            content = Path(name).read_bytes()
+        elif sys.stdin is None:
+            parser.error(f"argument {argument}: standard input is closed")
+        else:
+            content = sys.stdin.buffer.read()
+        text = content.decode("utf-8-sig")  # without the mark that some editors put first
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
+        parser.error(f"argument {argument}: cannot read {name}: {reason}")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def checked(parser: argparse.ArgumentParser, argument: str, text: str | None) -> str | None:
+    """The text of an argument; ends with an error for bytes that are no UTF-8."""
+    try:
+        if text is not None:
+            text.encode()
+    except UnicodeEncodeError:
+        parser.error(f"argument {argument}: not a text in UTF-8")
+    return text

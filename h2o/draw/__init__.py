@@ -1,0 +1,1 @@
+"""Text and axes to draw on: what notebooks and pictures of caches and of analyses share."""

@@ -1,0 +1,40 @@
+"""Folders that results go into: whether that will work is known before anything is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["UserError", "alone", "make_writable"]
+
+
+class UserError(Exception):
+    """Something that the user can put right; its text, one line, says how."""
+
+
+def make_writable(folder: Path) -> None:
+    """Creates a folder, if it is not there, and a file in it, which goes again.
+
+    Errors: UserError where that cannot be done.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder} ({error.strerror}): name another output folder"
+        ) from error
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Within the block no other process is in such a block for this file; they wait.
+
+    The lock lies on a hidden file beside it. Its folder must be there.
+    """
+    with (path.parent / f".{path.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

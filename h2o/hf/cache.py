@@ -1,0 +1,344 @@
+"""H2O as a cache of Hugging Face transformers.
+
+`H2OCache` is a list of layers. A full-attention layer is an `H2OLayer`, which
+holds only the keys that its budget has room for, with their scores and
+positions; a sliding-window layer stays what transformers makes it.
+
+Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A
+column is a place in the padded batch; a position is a token's index in its own
+row, pads not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from h2o.config import H2OConfig
+from h2o.hf.conversation import NO_ROLLBACK, Conversation, is_reset
+from h2o.hf.kept import Kept, KeptToken
+from h2o.hf.layer import H2OLayer
+from h2o.hf.report import LayerReport, Report
+from h2o.hf.support import Unsupported, refusal
+from h2o.hf.takeover import take_over
+
+__all__ = ["H2OCache", "H2OLayer", "Unsupported", "one_config", "transformers_layers"]
+
+
+class H2OCache(Cache):
+    """A KV cache that keeps, per layer, row and key/value head, only what its budget allows.
+
+    ```python
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="h2o")
+    cache = h2o.H2OCache(model.config, heavy=256, recent=256)
+    model.generate(**inputs, past_key_values=cache)
+    print(cache.report())
+    ```
+
+    One cache is one conversation, or one batch of them: used again it goes on, `reset()`
+    starts anew. A pipeline or a loop over prompts would therefore go on with the first prompt:
+    use `h2o.patched()` there, which makes a fresh cache each time. Layers with a sliding window
+    keep transformers' own cache, all others are H2O.
+
+    Args:
+        config: the model's (`model.config`).
+        h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
+            `sinks`, `rank_by`, `decay`, `value_weighted`.
+        prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
+            needed where fractions meet a prompt that is fed in chunks
+            (`generate(prefill_chunk_size=...)`). Forgotten by `reset()`.
+        trace: remember when each key was evicted; see `evicted_at`.
+
+    Errors: `Unsupported` (a ValueError) for a model that h2o cannot serve, naming the reason.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        h2o_config: H2OConfig | None = None,
+        *,
+        prompt_length: int | Sequence[int] | None = None,
+        trace: bool = False,
+        **parameters: Any,
+    ) -> None:
+        h2o_config = one_config(h2o_config, parameters)
+        layers = list(transformers_layers(config))
+        conversation = Conversation(prompt_length, len(layers))
+        for index, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                own = h2o_config.for_layer(index, len(layers))
+                layers[index] = H2OLayer(own, index, conversation, trace=trace)
+        super().__init__(layers=layers)
+        self.conversation = conversation
+
+    @classmethod
+    def from_dynamic_cache(
+        cls,
+        cache: DynamicCache,
+        config: Any,
+        h2o_config: H2OConfig | None = None,
+        *,
+        attention_mask: Any = None,
+        **parameters: Any,
+    ) -> H2OCache:
+        """A cache that goes on where a filled DynamicCache has got to.
+
+        ```python
+        full = DynamicCache(config=model.config)
+        model(**text, past_key_values=full)  # under any attention, for example sdpa
+        cache = h2o.H2OCache.from_dynamic_cache(full, model.config, heavy=256, recent=256)
+        model.generate(**text_and_question, past_key_values=cache)  # now under "h2o"
+        ```
+
+        A DynamicCache has no scores. So every key is kept until the next forward pass, whose
+        queries see all of them, as in the full cache. The attention that they give is the score by
+        which the tokens taken over and the new ones are then cut to the budget, together, as one
+        prompt would be. That cut goes by the more queries, the more tokens the pass has: rather
+        a whole question than a single token. From then on the cache is like any other.
+
+        Keys and values are copied; of layers with a sliding window the last ones are. Until
+        that pass memory is that of the full cache, twice if you keep the DynamicCache.
+
+        Args:
+            cache: a filled DynamicCache, made with `config` or without.
+            config, h2o_config, parameters: as of `H2OCache`, also `prompt_length` and `trace`. A
+                fraction is one of the tokens taken over and those of the next forward pass, unless
+                `prompt_length` says otherwise. With `rank_by="mean"` all that came after a key
+                counts, whether it gave scores or not.
+            attention_mask: [B, n] for the n columns that the DynamicCache has seen, 0 at a pad;
+                needed where rows are padded, since nobody can tell a pad's keys from a token's.
+
+        Errors: as of `H2OCache`; TypeError for another cache or for float64, ValueError for a
+        DynamicCache that is empty or another model's, and for a mask of another shape.
+        """
+        taken = cls(config, h2o_config, **parameters)
+        take_over(cache, taken.layers, attention_mask)
+        return taken
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Called once before a forward pass: the place to notice that the last one broke off."""
+        self.conversation.refuse_other_thread()
+        seen = self.layers[0].get_seq_length()
+        if any(layer.get_seq_length() != seen for layer in self.layers):
+            raise RuntimeError(self._broken_off(seen))
+        if query_length == 0:
+            raise ValueError(
+                f"no new tokens: the cache has seen {seen}, and generate() needs input_ids with "
+                "these and more. For another conversation make a new H2OCache, or reset() this one"
+            )
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    @property
+    def max_cache_len(self) -> int:
+        """Errors: AttributeError; of caches that are no DynamicCache PEFT asks for it."""
+        raise AttributeError(
+            "an H2OCache has no max_cache_len: it takes texts of any length. In prefix tuning PEFT "
+            "asks for it, since it fills a cache of its own; h2o cannot serve that"
+        )
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Any]]:
+        """(keys, values, sliding window or None) of each layer, as of a DynamicCache; of H2O layers
+        what they hold, [B, G, K, D] in the order of `kept`."""
+        for layer in self.layers:
+            if isinstance(layer, H2OLayer):
+                yield *layer.held(), None
+            else:
+                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+    def kept(self, layer_idx: int) -> Kept:
+        """What a layer holds now.
+
+        Returns:
+            (positions, scores), which notebooks show as a heat map and `h2o.hf.kept.Kept` as
+            text or on matplotlib axes: int64 and float32 [B, G, K], by ascending position; K is the
+            largest number held in any row, shorter ones are padded with -1 and 0. A position
+            is a token's index in its row, pads not counted. Before the prompt all are 0.
+
+        Errors: IndexError for no such layer, ValueError for a sliding-window layer.
+        """
+        return self._h2o_layer(layer_idx).kept()
+
+    def tokens(
+        self, tokenizer: Any, input_ids: Any, layer_idx: int, **which: Any
+    ) -> list[KeptToken]:
+        """The kept tokens of a layer as text, with positions and scores.
+
+        ```python
+        out = model.generate(**inputs, past_key_values=cache)
+        for token in cache.tokens(tokenizer, out, layer_idx=5):
+            print(token.position, repr(token.text), token.score)
+        ```
+
+        `input_ids` is everything that the cache has seen. Keywords `row`, `head`,
+        `attention_mask` and errors as of `h2o.hf.kept.Kept.tokens`, and as `kept`.
+        """
+        return self.kept(layer_idx).tokens(tokenizer, input_ids, **which)
+
+    def evicted_at(self, layer_idx: int) -> Tensor:
+        """When each key of a layer was evicted; needs `H2OCache(..., trace=True)`.
+
+        Returns:
+            int32 [B, G, N] for the N columns seen, pads included: how many there were after the
+            forward pass that evicted the key, all columns of this pass counted, also pads on the
+            right; N for a key that is still held, and for one that the last pass evicted; 0 for
+            a pad. The token in column i saw key j exactly when j <= i < evicted_at[j] and j is
+            no pad.
+
+        Errors: as `kept`; ValueError without trace.
+        """
+        layer = self._h2o_layer(layer_idx)
+        if layer.trace is None:
+            raise ValueError("evictions were not recorded: make the cache with trace=True")
+        return layer.trace.evicted_at()
+
+    def report(self) -> Report:
+        """What was seen, kept, evicted and held, per layer and in total, as text or dict."""
+        reports = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, H2OLayer):
+                reports.append(layer.report())
+            else:
+                held = sum(
+                    x.numel() * x.element_size()
+                    for x in (layer.keys, layer.values)
+                    if x is not None
+                )
+                columns = layer.keys.shape[2] if held else 1
+                full = held // columns * layer.get_seq_length()
+                reports.append(LayerReport(index, "sliding", bytes_held=held, bytes_full=full))
+        return Report(reports)
+
+    def is_prompt_only(self) -> bool:
+        """Whether all that was seen came in one forward pass."""
+        own = [layer for layer in self.layers if isinstance(layer, H2OLayer)]
+        return any(0 < layer.seen == layer.prompt_columns for layer in own)
+
+    def reset(self) -> None:
+        """Forgets everything: the next forward pass is a new prompt.
+
+        Errors: RuntimeError while another thread's layer is at work on it.
+        """
+        if self.conversation.waiting is not None:
+            self.conversation.refuse_other_thread()
+        super().reset()
+        self.conversation.leave()
+        self.conversation.copied = False
+        self.conversation.prompt_length = None
+
+    def crop(self, tokens: int) -> None:
+        """As `DynamicCache.crop` where it removes nothing, or everything, which is `reset()`.
+
+        `tokens` means what it means in this version of transformers: minus the number of tokens
+        to remove, and before 5.16 the number to keep.
+
+        Errors: NotImplementedError for a part of the tokens: what was evicted cannot come back.
+        """
+        if is_reset(tokens, self.get_seq_length()):
+            self.reset()
+
+    def activate_past_recording(self) -> None:
+        """Errors: NotImplementedError; transformers asks before assisted decoding."""
+        raise NotImplementedError(NO_ROLLBACK)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by each attention layer. Errors: ValueError for a layer that is not of this model,
+        else as `H2OLayer.update`."""
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"layer {layer_idx} was given a cache of {len(self.layers)} layers: "
+                "make the H2OCache from the config of the model that it is used with"
+            )
+        conversation = self.conversation
+        conversation.enter()
+        layer = self.layers[layer_idx]
+        try:
+            keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
+        except Exception:
+            if layer_idx == 0 and conversation.waiting is None:
+                conversation.leave()  # nothing has begun
+            raise
+        if not isinstance(layer, H2OLayer):  # which has stored them by now
+            conversation.attended(layer_idx)
+        return keys_and_values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was, in every layer."""
+        self.conversation.refuse_other_thread()
+        super().reorder_cache(beam_idx)
+
+    def _broken_off(self, seen: int) -> str:
+        """Why layers have seen different numbers of tokens."""
+        counts = [layer.get_seq_length() for layer in self.layers]
+        run = sum(count > 0 for count in counts)
+        text = (
+            "the last forward pass broke off between two layers, which now have seen "
+            "different numbers of tokens: call cache.reset() and start anew"
+        )
+        if counts != [seen] * run + [0] * (len(counts) - run):
+            return text
+        return (
+            f"{run} layers of this cache have seen {seen} tokens, the other {len(counts) - run} "
+            f"none. If the model has {run} layers (some were dropped, or the cache is another "
+            f"model's), set config.num_hidden_layers = {run} and make a new H2OCache from that "
+            f"config. Otherwise {text}"
+        )
+
+    def _h2o_layer(self, layer_idx: int) -> H2OLayer:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, H2OLayer):
+            raise ValueError(
+                f"layer {layer_idx} has a sliding window and keeps transformers' own cache; "
+                f"the layers of h2o are {[x.layer_idx for x in self.layers if hasattr(x, 'slots')]}"
+            )
+        return layer
+
+
+def one_config(h2o_config: H2OConfig | None, parameters: dict[str, Any]) -> H2OConfig:
+    """The config that was given whole, or as keywords."""
+    if h2o_config is None:
+        known = [field.name for field in dataclasses.fields(H2OConfig)]
+        if unknown := sorted(set(parameters) - set(known)):
+            raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(known)}")
+        return H2OConfig(**parameters)
+    if not isinstance(h2o_config, H2OConfig):
+        raise TypeError(f"expected an H2OConfig, not {h2o_config!r}; or give heavy=, recent=, ...")
+    if parameters:
+        raise TypeError(f"give an H2OConfig or keywords, not both: {', '.join(parameters)}")
+    return h2o_config
+
+
+def transformers_layers(config: Any) -> list[CacheLayerMixin]:
+    """The layers that transformers' own cache has for a model; checked that h2o can serve them.
+
+    Errors: TypeError for a thing that is no config, `Unsupported`.
+    """
+    if not hasattr(config, "get_text_config"):
+        hint = "its .config" if hasattr(config, "config") else "a model's config"
+        raise TypeError(f"H2OCache needs {hint} as first argument, not {type(config).__name__}")
+    text_config = config.get_text_config(decoder=True)
+    if reason := refusal(config):
+        raise Unsupported(f"h2o cannot serve {config.model_type}: {reason}")
+    layers = DynamicCache(config=text_config).layers
+    if not layers:  # Gemma 4 without shared layers in transformers 5.10
+        raise Unsupported(
+            f"h2o cannot serve {config.model_type}: transformers caches no layer of it"
+        )
+    for index, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise Unsupported(
+                f"h2o cannot serve {config.model_type}: layer {index} is cached as "
+                f"{type(layer).__name__}, which is neither full nor sliding-window attention"
+            )
+    return layers

@@ -1,0 +1,102 @@
+"""What the layers of one `H2OCache` share: which of them waits, whose turn it is, the prompt."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.cache_utils import DynamicCache
+
+__all__ = ["NO_ROLLBACK", "Conversation", "is_reset"]
+
+NO_ROLLBACK = (
+    "an H2OCache cannot go back: what was evicted is gone. Assisted decoding (assistant_model, "
+    "prompt_lookup_num_tokens) and cache.crop() need a cache that can, such as DynamicCache"
+)
+
+CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicCache.crop).parameters
+"""Before transformers 5.16, crop() was told the length to keep, unless that was negative."""
+
+
+_lock = (
+    threading.Lock()
+)  # of all conversations, for the time of a comparison: locks cannot be copied
+
+
+class Conversation:
+    """The state of a cache beside its layers.
+
+    A forward pass goes through the layers in turn, so a second thread that comes in between
+    would mix its tokens into some of them. The first layer of a pass therefore takes the cache for
+    its thread, without waiting, and the last one gives it back.
+    """
+
+    def __init__(self, prompt_length: Any = None, layers: int = 1) -> None:
+        if prompt_length is not None and not isinstance(prompt_length, Sequence):
+            prompt_length = operator.index(prompt_length)
+        lengths = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]
+        if prompt_length is not None and any(length < 1 for length in lengths):
+            raise ValueError(f"prompt_length must be at least 1 token, not {prompt_length}")
+        self.waiting: int | None = None
+        """The layer whose new keys have not been through attention yet. An interrupt (Ctrl-C)
+        leaves it set, since how far the layer got is then unknown."""
+        self.prompt_length: int | Sequence[int] | None = prompt_length
+        """Tokens of the whole prompt, where it is known to come in chunks."""
+        self.layers = layers
+        self.copied = False
+        """Whether this is a copy: what it held then was a whole prompt, a prefix for example."""
+        self._thread: int | None = None  # whose forward pass is under way
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, copied=True)
+
+    def enter(self) -> None:
+        """A layer is about to be given new keys. Errors: RuntimeError during another's pass."""
+        with _lock:
+            self.refuse_other_thread()
+            self._thread = threading.get_ident()
+
+    def attended(self, layer: int) -> None:
+        """A layer has stored its new keys; after the last one the pass is over."""
+        self.waiting = None
+        if layer == self.layers - 1:
+            self.leave()
+
+    def take_back(self, layer: int) -> None:
+        """A layer's new keys were refused; nothing of them was stored."""
+        self.waiting = None
+        if layer == 0:
+            self.leave()
+
+    def leave(self) -> None:
+        """Nothing of a pass is under way."""
+        self._thread = None
+
+    def refuse_other_thread(self) -> None:
+        """Errors: RuntimeError while another thread that still runs is amid a forward pass."""
+        thread = self._thread
+        if thread in (None, threading.get_ident()):
+            return
+        if any(other.ident == thread for other in threading.enumerate()):
+            raise RuntimeError(
+                "this H2OCache is in use by another thread, whose forward pass has not come to "
+                "its end: a cache is one conversation, so make one cache per thread (or "
+                "h2o.patched(), which makes one for each call). After an error there: cache.reset()"
+            )
+
+
+def is_reset(tokens: int, seen: int) -> bool:
+    """Of crop(tokens) after so many columns: whether it takes all away; False: it takes nothing.
+
+    Errors: NotImplementedError for anything between, ValueError for a number that this version
+    of transformers does not take.
+    """
+    if not CROPS_TO_LENGTH and tokens > 0:
+        raise ValueError(f"crop({tokens}): give the tokens to remove as a negative number")
+    left = tokens if CROPS_TO_LENGTH and tokens >= 0 else seen + tokens
+    if 0 < left < seen:
+        raise NotImplementedError(NO_ROLLBACK)
+    return left <= 0 < seen

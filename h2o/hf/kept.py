@@ -1,0 +1,202 @@
+"""What a layer of a cache holds, as tensors, as text and as pictures."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Kept", "KeptToken"]
+
+
+class KeptToken(NamedTuple):
+    """A token of which a layer holds the key."""
+
+    position: int
+    text: str
+    score: float
+    """Attention received while it was held; over several heads the sum"""
+    heads: list[int]
+    """The key/value heads that hold it"""
+
+
+class Kept(NamedTuple):
+    """`positions, scores = cache.kept(layer)`, and ways to look at them.
+
+    A cache knows positions, not tokens: methods that show text are given the `input_ids` [B, n] or
+    [n] of everything the cache has seen, such as what `generate()` returned, and where the
+    prompt had pads its `attention_mask` [B, m], m <= n (what follows it counts as real).
+    """
+
+    positions: Tensor
+    """int64 [B, G, K], ascending; -1 where a row or head holds less than others"""
+    scores: Tensor
+    """float32 [B, G, K]; 0 at -1"""
+
+    def columns(self, attention_mask: Any = None) -> Tensor:
+        """int64 [B, G, K]: `positions` as columns of the padded batch, -1 where there is none.
+
+        What `H2OCache.evicted_at` counts in, and what indexes padded `input_ids`. Without a mask
+        [B, m] of the prompt there are no pads; what follows the prompt is real.
+        """
+        if attention_mask is None:
+            return self.positions
+        mask = torch.as_tensor(attention_mask, device=self.positions.device).bool()
+        real = mask.sum(1)[:, None, None]
+        order = (~mask).long().argsort(dim=1, stable=True)  # real columns first, in their order
+        within = self.positions.clamp(min=0).minimum(real - 1).clamp(min=0)
+        column = order[:, None].expand(-1, within.shape[1], -1).gather(2, within)
+        column = torch.where(self.positions < real, column, mask.shape[1] + self.positions - real)
+        return column.masked_fill(self.positions < 0, -1)
+
+    def tokens(
+        self,
+        tokenizer: Any,
+        input_ids: Any,
+        *,
+        row: int = 0,
+        head: int | None = None,
+        attention_mask: Any = None,
+    ) -> list[KeptToken]:
+        """The tokens that one row holds, in the order of the text, with their scores.
+
+        Args:
+            head: a key/value head; by default all of them together.
+
+        Errors: IndexError for no such row or head, ValueError where `input_ids` is too short.
+        """
+        found = self._held(row, head)
+        texts = self._texts(tokenizer, input_ids, row, attention_mask, max(found, default=-1))
+        return [
+            KeptToken(position, texts[position], sum(by_head.values()), list(by_head))
+            for position, by_head in sorted(found.items())
+        ]
+
+    def highlight(
+        self,
+        tokenizer: Any,
+        input_ids: Any,
+        *,
+        row: int = 0,
+        head: int | None = None,
+        attention_mask: Any = None,
+    ) -> Any:
+        """The whole text for a notebook: what is held shaded by score, the rest struck through.
+
+        Arguments and errors as of `tokens`.
+        """
+        from h2o.draw.highlight import shaded
+
+        found = self._held(row, head)
+        texts = self._texts(tokenizer, input_ids, row, attention_mask, max(found, default=-1))
+        scores = [sum(found[j].values()) if j in found else 0.0 for j in range(len(texts))]
+        return shaded(texts, scores, [j in found for j in range(len(texts))])
+
+    def plot(self, ax: Any = None, *, row: int = 0) -> Any:
+        """A heat map on matplotlib axes (new ones by default): a line for each head, a column for
+        each position, blank where nothing is held. Returns the axes."""
+        from h2o.draw.extras import axes_or_new
+
+        scores = self._matrix(row)
+        ax = axes_or_new(ax, figsize=(8, 2.5))
+        from matplotlib.colors import LogNorm
+
+        high = float(scores.nan_to_num(0).max())
+        norm = LogNorm(high * 1e-4, high) if high > 0 else None
+        image = ax.imshow(
+            scores.numpy(), aspect="auto", norm=norm, cmap="viridis_r", interpolation="nearest"
+        )
+        ax.set(title="Keys held", xlabel="position", ylabel="key/value head")
+        ax.set_yticks(range(len(scores)))
+        ax.figure.colorbar(image, ax=ax, label="attention received")
+        return ax
+
+    def _repr_html_(self) -> str:
+        """A strip for each head of the first rows: where the held keys lie, and their scores."""
+        B, G, K = self.positions.shape
+        if not K:
+            return "<p>The layer holds nothing yet.</p>"
+        parts = [f"<p>{K} keys at most in each of {B} x {G} rows and heads</p>"]
+        for row in range(min(B, ROWS)):
+            scores = self._matrix(row)
+            for head, line in enumerate(scores[:ROWS]):
+                parts.append(f"<div>row {row}, head {head} {_strip(line)}</div>")
+        if B > ROWS or G > ROWS:
+            parts.append(f"<p>The first {ROWS} of each only.</p>")
+        return '<div style="font:12px monospace">' + "".join(parts) + "</div>"
+
+    def _held(self, row: int, head: int | None) -> dict[int, dict[int, float]]:
+        """Scores by position and head."""
+        positions, scores = self.positions[row].tolist(), self.scores[row].tolist()
+        heads = range(len(positions)) if head is None else [range(len(positions))[head]]
+        found: dict[int, dict[int, float]] = {}
+        for g in heads:
+            for position, score in zip(positions[g], scores[g], strict=True):
+                if position >= 0:
+                    found.setdefault(position, {})[g] = score
+        return found
+
+    def _matrix(self, row: int) -> Tensor:
+        """float32 [G, highest position + 1] on the CPU, NaN where nothing is held."""
+        positions, scores = self.positions[row].cpu(), self.scores[row].cpu()
+        n = int(positions.max()) + 1 if positions.numel() else 0
+        found = torch.full((len(positions), n + 1), torch.nan)
+        found.scatter_(1, positions % (n + 1), scores)  # what is empty goes to the last column
+        return found[:, :n]
+
+    def _texts(
+        self, tokenizer: Any, input_ids: Any, row: int, attention_mask: Any, last: int
+    ) -> list[str]:
+        """The text of each token of a row."""
+        from h2o.draw.text import pieces
+
+        ids = torch.as_tensor(input_ids)
+        ids = ids if ids.ndim == 1 else ids[row]
+        if attention_mask is not None:
+            mask = torch.as_tensor(attention_mask)
+            mask = (mask if mask.ndim == 1 else mask[row]).bool().to(ids.device)
+            if len(mask) > len(ids):
+                raise ValueError(
+                    f"attention_mask has {len(mask)} columns, more than the {len(ids)} of input_ids"
+                )
+            ids = torch.cat([ids[: len(mask)][mask], ids[len(mask) :]])
+        if last >= len(ids):
+            raise ValueError(
+                f"input_ids has {len(ids)} tokens in row {row}, but the cache holds position "
+                f"{last}: give the ids of everything it has seen, such as generate()'s result"
+            )
+        return pieces(tokenizer, ids.tolist())
+
+
+ROWS = 8
+BINS = 200
+
+
+def _strip(scores: Tensor) -> str:
+    """One line [n] of scores, NaN where nothing is held, as a row of coloured rectangles."""
+    from h2o.draw.highlight import COLOUR, shades
+
+    n = len(scores)
+    bins = min(n, BINS)
+    cells = []
+    edges = [n * i // bins for i in range(bins + 1)]
+    parts = [scores[start:stop] for start, stop in itertools.pairwise(edges)]
+    held = [int((~part.isnan()).sum()) for part in parts]
+    best = shades([float(part.nan_to_num(0).max()) for part in parts])
+    for i, (count, shade) in enumerate(zip(held, best, strict=True)):
+        if count:
+            where = (
+                str(edges[i]) if edges[i + 1] - edges[i] == 1 else f"{edges[i]}-{edges[i + 1] - 1}"
+            )
+            colour = f"rgb({COLOUR}/{0.25 + 0.75 * shade:.2f})"
+            cells.append(
+                f'<rect x="{i}" width="1" height="1" style="fill:{colour}">'
+                f"<title>{where}: {count} held</title></rect>"
+            )
+    return (
+        f'<svg viewBox="0 0 {bins} 1" preserveAspectRatio="none" role="img" '
+        f'aria-label="{sum(held)} of {n} keys held" '
+        'style="width:100%;height:14px;background:#eee">' + "".join(cells) + "</svg>"
+    )

@@ -1,0 +1,399 @@
+"""One layer of an `H2OCache`: what it holds, and a forward pass through it.
+
+transformers calls `cache.update(key, value, layer)` and then the attention
+function, which never sees the cache. So `update` returns the new keys as a
+view that carries the layer (`view.h2o_layer`), and the attention function of
+h2o.hf.attention hands everything back to that layer's `attend`. A view per call
+keeps two threads apart and makes no reference cycle between layer and tensor.
+
+Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
+S slots, D head dimension, K keys held. A column is a place in the padded
+batch; a position is a token's index in its own row, pads not counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from h2o import ops
+from h2o.config import H2OConfig
+from h2o.hf.conversation import NO_ROLLBACK, Conversation, is_reset
+from h2o.hf.kept import Kept
+from h2o.hf.report import LayerReport
+from h2o.hf.slots import by_position, enlarged, filled, together
+from h2o.hf.support import Unsupported
+from h2o.hf.trace import Trace
+
+__all__ = ["H2OLayer"]
+
+_TELL_LENGTH = (
+    "if the prompt comes in chunks, tell H2OCache its prompt_length, use h2o.patched(), or give "
+    "numbers of tokens"
+)
+
+
+class H2OLayer(CacheLayerMixin):
+    """One layer's store: at most k = sinks + heavy + recent keys of each row and head.
+
+    Takes a `H2OConfig` of its own, with one amount per budget.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        config: H2OConfig | None = None,
+        layer_idx: int = 0,
+        conversation: Conversation | None = None,
+        *,
+        trace: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config or H2OConfig()
+        self.layer_idx = layer_idx
+        self.conversation = conversation or Conversation()
+        self.ranking = self.config.ranking
+        self.traced = trace
+        self.reset()
+
+    # ---- One forward pass: update, then attend -----------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values [B, G, Q, D], the keys as a view that carries this layer.
+
+        Nothing is stored before attention has been through `attend`. Errors: RuntimeError when
+        an earlier layer's keys never got there, ValueError for another batch size or shape.
+        """
+        if self.conversation.waiting is not None:
+            raise RuntimeError(_never_attended(self.conversation.waiting))
+        if self.slots is None:
+            if key_states.shape[0] == 0:
+                raise ValueError("an H2OCache needs at least one row, not a batch of 0")
+            self._refuse_shapes(key_states, value_states)
+        elif key_states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"this cache holds a batch of {self.batch_size} rows and was given "
+                f"{key_states.shape[0]}: one cache is one batch of conversations, so use a new "
+                "H2OCache, or cache.reset()"
+            )
+        # A detached view is the cheapest one; where gradients are wanted the
+        # graph must stay, so that attention can refuse them.
+        key = key_states[:] if key_states.requires_grad else key_states.detach()
+        key.h2o_layer = self
+        self.conversation.waiting = self.layer_idx
+        return key, value_states
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Attention of the new queries over what is held and the new keys; then eviction.
+
+        Args:
+            query: [B, H, Q, D].
+            key, value: [B, G, Q, D], as `update` returned them.
+            mask: [B, Q] bool, False at a pad; None: no pads.
+            scale, softcap: as in `h2o.ops.attend`.
+
+        Returns:
+            [B, Q, H, D]. When it raises, the layer is as it was before `update`.
+        """
+        if self.conversation.waiting != self.layer_idx:
+            raise RuntimeError(
+                f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
+                "cannot be used where forward passes are repeated (gradient checkpointing)"
+            )
+        many = self.slots is None or self.unscored or query.shape[2] != 1
+        forward = self._attend_many if many else self._attend_one
+        try:
+            out = forward(query, key, value, mask, scale=scale, softcap=softcap)
+        except Exception:
+            self.forget_update()
+            raise
+        self.conversation.attended(self.layer_idx)
+        return out
+
+    def take_over(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """Holds keys and values [B, G, n, D] of another cache, pads (mask [B, n]) left out.
+
+        All of them, with scores of 0, until the next forward pass has scored and cut them.
+        """
+        self._refuse_shapes(keys, values)
+        self._hold(filled(keys, values, mask, value_weighted=self.config.value_weighted))
+        self.unscored = True
+        self._count(keys.shape[2], mask)
+
+    def is_whole_text_again(self, Q: int) -> bool:
+        """Whether Q new tokens are as many as the prompt, which is all there was, and one more."""
+        return 0 < self.seen == self.prompt_columns == Q - 1
+
+    def forget_update(self) -> None:
+        """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
+        self.conversation.take_back(self.layer_idx)
+
+    def _attend_one(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **logits: Any
+    ) -> Tensor:
+        """A decode step."""
+        slots = self.slots
+        if self.capacity <= self.longest and self.capacity <= self.widest:
+            slots = self._with_room(self.longest + 1)
+        out = ops.step(
+            query,
+            key,
+            value,
+            slots,
+            mask=mask,
+            out=None if self._out is None else torch.empty_like(self._out),
+            **logits,
+            **self.ranking,
+        )
+        self._out = out
+        self.longest += 1
+        self._count(1, mask)
+        return out
+
+    def _attend_many(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **logits: Any
+    ) -> Tensor:
+        """The first forward pass, or a later one of several tokens: a chunk, a chat turn."""
+        B, _, Q, _ = key.shape
+        stored = self.slots
+        first = stored is None or self.unscored
+        if first:
+            lengths = [Q] * B if mask is None else mask.sum(1).tolist()
+            if stored is not None:
+                lengths = [x + y for x, y in zip(lengths, stored.lengths.tolist(), strict=True)]
+            budget = self._budget(lengths)
+            longest = max(lengths)
+            widest = self.config.sinks + max(map(sum, budget))
+        else:
+            self._refuse_chunk(Q)
+            longest = self.longest + Q
+            widest = self.widest
+            stored = self._with_room(longest)
+        scores_before = None if stored is None else stored.scores.clone()
+        try:
+            out, scores = ops.attend(
+                query, key, value, stored, mask=mask, decay=self.config.decay, **logits
+            )
+            slots, new = stored, (key, value, scores, mask)
+            if first:
+                slots = ops.new_slots(
+                    key, min(widest, longest) + 1, value_weighted=self.config.value_weighted
+                )
+                slots.budget.copy_(torch.tensor(budget, dtype=torch.int32))
+                new = new if stored is None else together(stored, *new)
+            ops.evict(*new[:3], slots, mask=new[3], **self.ranking)
+        except Exception:  # the scores are all that attend has touched
+            if stored is not None:
+                stored.scores.copy_(scores_before)
+            raise
+        if first:
+            self._hold(slots)
+            self.widest = widest
+            self.prompt_columns = self.seen + Q
+            self.unscored = False
+        self.longest = longest
+        self._count(Q, mask)
+        return out
+
+    def _count(self, Q: int, mask: Tensor | None) -> None:
+        """Q more columns have been seen."""
+        self.seen += Q
+        if self.trace is not None:
+            self.trace.record(self.slots, Q, mask)
+
+    def _budget(self, lengths: list[int]) -> list[tuple[int, int]]:
+        """Heavy and recent tokens of each row, from the tokens that the rows' prompts have."""
+        given = self.conversation.prompt_length
+        if isinstance(given, int):
+            lengths = [given] * len(lengths)
+        elif given is not None:
+            if len(given) != len(lengths):
+                raise ValueError(
+                    f"prompt_length has {len(given)} entries for a batch of {len(lengths)} rows"
+                )
+            lengths = list(given)
+        elif self.config.needs_prompt_length and max(lengths) == 1:
+            raise ValueError(
+                "a fraction of a prompt of 1 token: if that is all of it, tell H2OCache "
+                f"prompt_length=1; {_TELL_LENGTH}"
+            )
+        self.raised = any(map(self.config.is_raised, filter(None, lengths)))
+        return list(map(self.config.tokens, lengths))
+
+    def _refuse_shapes(self, keys: Tensor, values: Tensor) -> None:
+        if keys.shape != values.shape:
+            raise Unsupported(
+                f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
+                f"{tuple(values.shape)}: h2o needs one head dimension for both"
+            )
+
+    def _refuse_chunk(self, Q: int) -> None:
+        """A second forward of several tokens, with no decode step before it, is a chunk.
+
+        Not so in a copy: what is copied and then asked is a prompt, whatever follows.
+        """
+        if (
+            self.config.needs_prompt_length
+            and self.conversation.prompt_length is None
+            and not self.conversation.copied
+            and self.seen == self.prompt_columns
+        ):
+            raise ValueError(
+                f"this looks like the second chunk of a prompt, but the budget is a fraction of "
+                f"the whole prompt. If it is one, give H2OCache(..., prompt_length="
+                f"{self.seen + Q}); if the first {self.seen} tokens were all of it, prompt_length="
+                f"{self.seen}, or a copy.deepcopy(cache) for each text that follows them. "
+                "h2o.patched() and numbers of tokens need neither"
+            )
+
+    def _with_room(self, tokens: int) -> ops.Slots:
+        """The slots, enlarged where rows of so many tokens and the next one might not fit."""
+        needed = min(self.widest, tokens) + 1
+        if needed > self.capacity:
+            larger = max(needed, min(self.widest + 1, self.capacity + self.capacity // 2))
+            self._hold(enlarged(self.slots, larger))
+        return self.slots
+
+    def _hold(self, slots: ops.Slots | None) -> None:
+        """Takes these as the layer's slots. keys and values are named for transformers' tools."""
+        self.slots = slots
+        self.keys = None if slots is None else slots.keys
+        self.values = None if slots is None else slots.values
+        self.is_initialized = slots is not None
+        self.batch_size, _, self.capacity = (0, 0, 0) if slots is None else slots.scores.shape
+        self._out: Tensor | None = None  # what a decode step's output looks like
+
+    # ---- What transformers asks --------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: slots are made when the prompt's length is known."""
+
+    def get_seq_length(self) -> int:
+        """Columns seen, pads and evicted tokens included: positions go on counting from here."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
+        return query_length, self.seen
+
+    def get_max_length(self) -> int:
+        """-1: unbounded."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.16
+
+    def reset(self) -> None:
+        """As new. Keeps no memory."""
+        self._hold(None)
+        self.seen = 0
+        self.longest = 0  # at least the tokens of the longest row
+        self.widest = 0  # the largest row budget k
+        self.prompt_columns = 0
+        self.unscored = False  # whether all was taken over, and no forward pass has been since
+        self.raised = False  # whether a fraction came to less than one token
+        self.trace = Trace() if self.traced else None
+        self.conversation.waiting = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, in this order."""
+        self._each(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows."""
+        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def _each(self, change: Any) -> None:
+        if self.slots is not None:
+            self._hold(ops.Slots(*(x if x is None else change(x) for x in self.slots)))
+            if self.trace is not None:
+                self.trace.each(change)
+
+    def crop(self, tokens: int) -> None:
+        """See `H2OCache.crop`."""
+        if is_reset(tokens, self.seen):
+            self.reset()
+
+    def activate_past_recording(self) -> None:
+        """Errors: NotImplementedError; transformers asks before assisted decoding."""
+        raise NotImplementedError(NO_ROLLBACK)
+
+    def offload(self) -> None:
+        """Errors: NotImplementedError."""
+        raise NotImplementedError("an H2O layer cannot be offloaded; it is small by its budget")
+
+    prefetch = offload
+
+    # ---- What users ask ----------------------------------------------------------------------
+
+    def kept(self) -> Kept:
+        """What is held: see `H2OCache.kept`."""
+        if self.slots is None:
+            return Kept(torch.zeros(0, 0, 0, dtype=torch.int64), torch.zeros(0, 0, 0))
+        order = by_position(self.slots)
+        positions = self.slots.positions.gather(-1, order).long()
+        scores = self.slots.scores.gather(-1, order)
+        return Kept(positions, scores.masked_fill(positions < 0, 0.0))
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
+        if self.slots is None:
+            return torch.zeros(0, 0, 0, 0), torch.zeros(0, 0, 0, 0)
+        order = by_position(self.slots)
+        empty = self.slots.positions.gather(-1, order)[..., None] < 0
+        return tuple(
+            x.gather(2, order[..., None].expand(*order.shape, x.shape[-1])).masked_fill(empty, 0)
+            for x in (self.slots.keys, self.slots.values)
+        )  # type: ignore[return-value]
+
+    def report(self) -> LayerReport:
+        """Numbers of this layer; see `h2o.hf.report`."""
+        slots = self.slots
+        if slots is None:
+            return LayerReport(self.layer_idx, "h2o")
+        filled = slots.positions >= 0
+        per_column = 2 * slots.keys[:, :, 0].numel() * slots.keys.element_size()
+        return LayerReport(
+            layer=self.layer_idx,
+            kind="h2o",
+            seen=slots.lengths.tolist(),
+            kept=filled.sum(-1)[:, 0].tolist(),  # the same for every head
+            budget=(slots.budget.sum(1) + self.config.sinks).tolist(),
+            bytes_held=per_column * self.capacity,
+            bytes_full=per_column * self.seen,
+            bytes_bookkeeping=sum(x.numel() * x.element_size() for x in slots[2:] if x is not None),
+            mass_evicted=slots.lost.sum().item(),
+            mass_kept=slots.scores.double()[filled].sum().item(),
+            raised=self.raised,
+            unscored=self.unscored,
+        )
+
+
+def _never_attended(layer: int) -> str:
+    return (
+        f"layer {layer} updated its H2OCache, but its keys never reached h2o's attention. Either "
+        'the model runs another one: load it with attn_implementation="h2o", or call '
+        'model.set_attn_implementation("h2o"). Or it changes the keys after the cache (latent '
+        "attention, repeated heads), which h2o cannot serve. Or the last forward pass was "
+        "interrupted: call cache.reset()"
+    )

@@ -1,0 +1,223 @@
+"""What a cache has seen, kept and evicted: plain numbers, as text, dict or rich table.
+
+Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["LayerReport", "Report"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """One layer. Lists have one entry per batch row; tokens do not count pads."""
+
+    layer: int
+    kind: str
+    """"h2o", or "sliding": transformers' own layer, of which h2o knows the bytes only."""
+    seen: list[int] = dataclasses.field(default_factory=list)
+    """Tokens seen."""
+    kept: list[int] = dataclasses.field(default_factory=list)
+    """Tokens held now, by each key/value head."""
+    budget: list[int] = dataclasses.field(default_factory=list)
+    """k = sinks + heavy + recent."""
+    bytes_held: int = 0
+    """Bytes of keys and values allocated."""
+    bytes_full: int = 0
+    """Bytes of keys and values that a full cache would hold, pads included."""
+    bytes_bookkeeping: int = 0
+    """Bytes of scores, positions and counters."""
+    mass_evicted: float = 0.0
+    """Attention that the evicted keys had received by then, summed over rows and heads."""
+    mass_kept: float = 0.0
+    """Attention that the kept keys have received. With decay 1 both together are the number
+    of queries times query heads."""
+
+    raised: bool = False
+    """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""
+
+    unscored: bool = False
+    """Whether all was taken over from a DynamicCache, and waits for a forward pass to score it and
+    cut it to the budget."""
+
+    @property
+    def evicted(self) -> list[int]:
+        """Tokens evicted by each key/value head."""
+        return [seen - kept for seen, kept in zip(self.seen, self.kept, strict=True)]
+
+    @property
+    def share_evicted(self) -> float:
+        """Share of the attention mass that went to keys which are gone, 0 to 1."""
+        total = self.mass_evicted + self.mass_kept
+        return self.mass_evicted / total if total else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain numbers, for JSON."""
+        return {
+            **dataclasses.asdict(self),
+            "evicted": self.evicted,
+            "share_evicted": self.share_evicted,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All layers. `print` it, hand it to `rich.print`, or take `as_dict()`."""
+
+    layers: list[LayerReport]
+
+    @property
+    def total(self) -> LayerReport:
+        """Sums over the layers, in place of a layer; `seen` and the like over h2o's own.
+
+        `layer` is -1 and the lists have one entry, the sum over rows and layers.
+        """
+        own = self._own()
+
+        def rows(name: str) -> list[int]:
+            return [sum(sum(getattr(layer, name)) for layer in own)]
+
+        def all_layers(name: str) -> Any:
+            return sum(getattr(layer, name) for layer in self.layers)
+
+        return LayerReport(
+            layer=-1,
+            kind="total",
+            seen=rows("seen"),
+            kept=rows("kept"),
+            budget=rows("budget"),
+            bytes_held=all_layers("bytes_held"),
+            bytes_full=all_layers("bytes_full"),
+            bytes_bookkeeping=all_layers("bytes_bookkeeping"),
+            mass_evicted=all_layers("mass_evicted"),
+            mass_kept=all_layers("mass_kept"),
+            raised=any(layer.raised for layer in own),
+            unscored=any(layer.unscored for layer in own),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """{"layers": [...], "total": {...}, "note": text}."""
+        return {
+            "layers": [layer.as_dict() for layer in self.layers],
+            "total": self.total.as_dict(),
+            "note": self.note,
+        }
+
+    @property
+    def note(self) -> str:
+        """One sentence about what the numbers mean."""
+        own, total = self._own(), self.total
+        if not own:
+            return "Every layer has a sliding window of its own: there was nothing for h2o to do."
+        if not any(layer.seen for layer in own):
+            return "The cache is empty."
+        if total.unscored:
+            return (
+                "Taken over whole: the next forward pass scores every token and cuts to the budget."
+            )
+        raised = ""
+        if total.raised:
+            raised = "A fraction of a prompt so short was less than one token: one was kept. "
+        if not any(total.evicted):
+            return raised + "The budget was never reached: every token is held, as in a full cache."
+        share = total.bytes_held / total.bytes_full
+        return (
+            f"{raised}{total.kept[0] / total.seen[0]:.1%} of the tokens are held, in {share:.1%} "
+            f"of the bytes of a full cache; the evicted ones had received "
+            f"{total.share_evicted:.1%} of the attention."
+        )
+
+    def __str__(self) -> str:
+        table = [_HEAD, *map(_row, self.layers), _row(self.total)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], self.note])
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the table, its last column shaded by the mass evicted."""
+
+        def line(cells: Sequence[str], tag: str, share: float = 0.0) -> str:
+            shade = f";background:rgb(255 140 0/{share:.2f})" if share else ""
+            styles = [_CELL] * (len(cells) - 1) + [_CELL + shade]
+            inner = [
+                f'<{tag} style="{style}">{html.escape(cell)}</{tag}>'
+                for cell, style in zip(cells, styles, strict=True)
+            ]
+            return f"<tr>{''.join(inner)}</tr>"
+
+        rows = [line(_row(x), "td", x.share_evicted) for x in [*self.layers, self.total]]
+        return (
+            f"<table><thead>{line(_HEAD, 'th')}</thead><tbody>{''.join(rows)}</tbody></table>"
+            f"<p>{html.escape(self.note)}</p>"
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Keys held and attention evicted, in % by layer, on matplotlib axes (new ones by default).
+
+        Returns the axes. Layers with a sliding window are left out.
+        """
+        from h2o.draw.extras import axes_or_new
+
+        ax = axes_or_new(ax)
+        own = [x for x in self._own() if sum(x.seen)]
+        names = [x.layer for x in own]
+        ax.bar(names, [100 * sum(x.kept) / sum(x.seen) for x in own], label="keys held")
+        evicted = [100 * x.share_evicted for x in own]
+        ax.plot(names, evicted, "o-", color="C1", label="attention of evicted keys")
+        ax.set(xlabel="layer", ylabel="%", ylim=(0, 100), title="What the cache holds")
+        ax.legend(fontsize="small")
+        return ax
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(*_HEAD, show_footer=False)
+        for column in table.columns:
+            column.justify = "right"
+        for layer in self.layers:
+            table.add_row(*_row(layer))
+        table.add_section()
+        table.add_row(*_row(self.total), style="bold")
+        return Group(table, self.note)
+
+    def _own(self) -> list[LayerReport]:
+        return [layer for layer in self.layers if layer.kind == "h2o"]
+
+
+_CELL = "text-align:right;padding:2px 8px"
+_HEAD = ("layer", "seen", "kept", "evicted", "budget", "KV bytes", "full cache", "mass evicted")
+
+
+def _row(layer: LayerReport) -> tuple[str, ...]:
+    name = layer.kind if layer.layer < 0 else str(layer.layer)
+    if layer.kind == "sliding":
+        name, seen = f"{name} (sliding)", ("", "", "", "")
+    else:
+        seen = (
+            _span(layer.seen),
+            _span(layer.kept),
+            _span(layer.evicted),
+            _span(layer.budget),
+        )
+    share = f"{layer.share_evicted:.1%}" if layer.kind != "sliding" else ""
+    return (name, *seen, f"{layer.bytes_held:,}", f"{layer.bytes_full:,}", share)
+
+
+def _span(values: list[int]) -> str:
+    """One number, or the range over the rows of a batch."""
+    if not values:
+        return "0"
+    low, high = (
+        "unlimited" if value > 2**31 - 2 else f"{value:,}" for value in (min(values), max(values))
+    )
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,333 @@
+"""What a model would say with an H2O cache, in one forward pass over a whole text.
+
+Log-likelihoods and perplexities need the output at every token. A real cache gives them token
+by token; `simulated` gives the same from a single forward, because a key that is dropped never
+returns: every row attends to what the cache would have held when it came to that row
+(`h2o.ops.simulate`). Nothing is dropped and nothing is saved; it is for measuring.
+
+Shape letters: B batch rows, H query heads, G key/value heads, N columns of the padded batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from h2o import ops
+from h2o.config import VARIANTS, H2OConfig
+from h2o.hf import attention, variants
+from h2o.hf.cache import one_config, transformers_layers
+from h2o.hf.support import Unsupported
+from h2o.hf.turns import Turn, configs_of, lock, unwrapped
+
+__all__ = ["Simulation", "attending", "check", "simulated"]
+
+
+@contextmanager
+def simulated(
+    model: Any,
+    h2o_config: H2OConfig | None = None,
+    *,
+    variant: str = "h2o",
+    prompt_len: int | Sequence[int] = 1,
+    ratio_of: str = "text",
+    trace: bool = False,
+    mass: bool = False,
+    **parameters: Any,
+) -> Iterator[Simulation]:
+    """Within the block, `model(input_ids, attention_mask)` answers as with an H2O cache.
+
+    ```python
+    with h2o.simulated(model, heavy=0.1, recent=0.1), torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits
+    ```
+
+    Each call must bring the whole text; batches may be padded on either side. Row i's output is
+    the one that `H2OCache` gives when it is fed the first `prompt_len` tokens at once and the
+    others one by one. The model is as before after the block, also after an error.
+
+    Args:
+        model: any that an `H2OCache` can serve; sliding-window layers stay as they are.
+        h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
+            `sinks`, `rank_by`, `decay`, `value_weighted`.
+        variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
+            only `heavy` and `recent` (`h2o.simulation_mask` describes them). "global" sees the
+            future.
+        prompt_len: tokens before the first eviction, pads not counted, for all rows or one
+            number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
+            Algorithm 1). "h2o" and "flexgen" only.
+        ratio_of: what fractional budgets are fractions of, in each row: its "text", or its
+            "prompt" (prompt_len; "h2o" and "flexgen" only), as in `H2OCache`.
+        trace: keep the last forward's evictions and scores, see `Simulation`.
+        mass: keep the last forward's retained attention mass; costs about as much again.
+
+    Threads: any number may simulate with models of their own, or call one model within one
+    block; one model cannot be in blocks of two threads at a time, which is an error.
+
+    Errors: `Unsupported` for a model that h2o cannot serve, ValueError and TypeError for
+    arguments that do not fit, and in `model(...)` for a call that is not a whole text.
+    """
+    config = one_config(h2o_config, parameters)
+    check(config, variant, prompt_len, ratio_of)
+    layers = transformers_layers(model.config)
+    budgets = [
+        config.for_layer(i, len(layers)) if not layer.is_sliding else None
+        for i, layer in enumerate(layers)
+    ]
+    simulation = Simulation(budgets, variant, prompt_len, ratio_of, trace, mass)
+    with attending(model, simulation.attend):
+        yield simulation
+
+
+@contextmanager
+def attending(model: Any, function: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+    """Within the block the model's layers attend by a function of transformers' interface.
+
+    The model is as before after the block, also after an error. Errors: `Unsupported` for a model
+    with attention code of its own, RuntimeError where another thread has it in such a block.
+    """
+    model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
+    name = f"h2o_simulated:{next(_numbers)}"
+    turn = Turn("simulated", model)
+    attention.register(name, function)
+    try:
+        with turn.taken():
+            before = [(part, part._attn_implementation) for part in configs_of(model)]
+            attention.switch(model, name)
+        try:
+            yield
+        finally:
+            with lock:
+                for part, own in before:
+                    part._attn_implementation_internal = own
+            turn.end()
+    finally:
+        attention.unregister(name)
+
+
+class Simulation:
+    """What the last forward pass within a `simulated` block did, with `trace` or `mass`.
+
+    The methods raise ValueError for what was not asked for, KeyError for a layer that has not
+    run. They are of no use while several threads call the model.
+    """
+
+    def __init__(
+        self,
+        budgets: list[H2OConfig | None],
+        variant: str,
+        prompt_len: int | Sequence[int],
+        ratio_of: str,
+        trace: bool,
+        mass: bool,
+    ) -> None:
+        self._budgets, self._variant = budgets, variant
+        self._prompt_len, self._ratio_of = prompt_len, ratio_of
+        self._evicted_at: dict[int, Tensor] | None = {} if trace else None
+        self._scores: dict[int, Tensor] | None = {} if trace else None
+        self._mass: dict[int, Tensor] | None = {} if mass else None
+
+    def layers(self) -> list[int]:
+        """The layers that are simulated: all but those with a sliding window."""
+        return [i for i, config in enumerate(self._budgets) if config is not None]
+
+    def evicted_at(self, layer_idx: int) -> Tensor:
+        """int32 [B, G, N]: the first column that no longer sees the key, N if none, 0 for a pad.
+
+        Columns count pads, on either side. The token that evicts a key still sees it, so the number
+        is one more than this token's column, even where a pad stands there: of a row that is padded
+        on the right, the key that its last token evicts has the column of the first pad, and the
+        keys held at the end have N. Without pads there both have N. `H2OCache.evicted_at` is the
+        same where each forward pass brought one column.
+
+        The other variants have a row for each query head, [B, H, N] ("flexgen" the same one for
+        all of a group), and N for what the last token evicts, wherever the pads are.
+        """
+        return _asked_for(self._evicted_at, "trace")[layer_idx]
+
+    def scores(self, layer_idx: int) -> Tensor:
+        """float32 [B, G, N]: each key's score at the end, or at its eviction. "h2o" only."""
+        return _asked_for(self._scores, "trace")[layer_idx]
+
+    def retained_mass(self, layer_idx: int, *, per_token: bool = False) -> Tensor:
+        """float32 [B, H]: the share of a full cache's attention that falls on keys still held.
+
+        The mean over the row's tokens of the softmax over all tokens before, summed over those
+        that were seen; see `h2o.hf.variants.retained_mass`. With `per_token` [B, H, N]: what each
+        token retains, NaN for a pad.
+        """
+        mass = _asked_for(self._mass, "mass")[layer_idx]
+        return mass if per_token else mass.nanmean(-1)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The attention function of transformers' AttentionInterface; see `h2o.hf.attention`."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        config = self._budgets[layer]
+        if config is None:
+            return attention.h2o_attention_forward(
+                module, query, key, value, attention_mask, scaling, dropout, softcap,
+                sliding_window, is_causal, **kwargs,
+            )  # fmt: skip
+        attention.refuse_foreign(module, kwargs, attention_mask, sliding_window)
+        attention.refuse_both_ways(module, is_causal)
+        B, _, N, _ = query.shape
+        if hasattr(key, "h2o_layer") or key.shape[2] != N:
+            raise ValueError(
+                "simulated() answers for whole texts: call model(input_ids, attention_mask) "
+                "without a cache of earlier tokens; to generate, use an H2OCache"
+            )
+        if module.training or dropout:
+            raise RuntimeError("simulated() is for inference: call model.eval()")
+        softcap = softcap or 0.0
+        mask = None if attention_mask is None else attention_mask.bool()
+        lengths = [N] * B if mask is None else mask.sum(1).tolist()
+        prompts, budgets = self._resolve(config, lengths)
+        q, k, v = query.detach(), key.detach(), value.detach()
+        if self._variant == "h2o":
+            out, evicted_at, scores = ops.simulate(
+                q,
+                k,
+                v,
+                torch.tensor(prompts, dtype=torch.int32, device=q.device),
+                torch.tensor(budgets, dtype=torch.int32, device=q.device),
+                mask=mask,
+                scale=scaling,
+                softcap=softcap,
+                **config.ranking,
+            )
+            if self._scores is not None:
+                self._scores[layer] = scores
+        elif softcap:
+            raise Unsupported(f"variant {self._variant!r} has no soft-capped logits")
+        else:
+            out, evicted_at = _variant(self._variant, q, k, v, mask, prompts, budgets, scaling)
+        if self._evicted_at is not None:
+            self._evicted_at[layer] = evicted_at
+        if self._mass is not None:
+            self._mass[layer] = _retained(q, k, mask, evicted_at, scaling, softcap)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            out = attention.Undifferentiable.apply(out, query, key, value)
+        return out, None
+
+    def _resolve(
+        self, config: H2OConfig, lengths: list[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Each row's prompt length and (heavy, recent), in tokens."""
+        prompts = self._prompt_len
+        if isinstance(prompts, int):
+            prompts = [prompts] * len(lengths)
+        elif len(prompts) != len(lengths):
+            raise ValueError(
+                f"prompt_len has {len(prompts)} entries for a batch of {len(lengths)} rows"
+            )
+        tokens = config.tokens if self._variant == "h2o" else config.truncated
+        budgets = [
+            tokens(min(prompt, n) if self._ratio_of == "prompt" else n)
+            for prompt, n in zip(prompts, lengths, strict=True)
+        ]
+        if self._variant == "flexgen" and (0, 0) in budgets and min(lengths) > 0:
+            raise ValueError(
+                f"variant 'flexgen': heavy={config.heavy} and recent={config.recent} of a text of "
+                f"{min(lengths)} tokens leave a budget of 0 tokens"
+            )
+        return list(prompts), budgets
+
+
+def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], ratio_of: str) -> None:
+    """ValueError for arguments of `simulated` that do not go together, whatever the model."""
+    if variant not in ("h2o", *VARIANTS):
+        raise ValueError(f"variant must be h2o, {', '.join(VARIANTS)}, not {variant!r}")
+    if variant != "h2o" and config.ranking != H2OConfig().ranking:
+        raise ValueError(
+            f"variant {variant!r} takes heavy and recent only, no sinks, rank_by, decay or "
+            "value_weighted"
+        )
+    prompts = prompt_len if isinstance(prompt_len, Sequence) else [prompt_len]
+    if not all(isinstance(prompt, int) and prompt >= 1 for prompt in prompts):
+        raise ValueError(
+            f"prompt_len must be a number of tokens, at least 1, or one per row, not {prompt_len!r}"
+        )
+    if ratio_of not in ("text", "prompt"):
+        raise ValueError(f'ratio_of must be "text" or "prompt", not {ratio_of!r}')
+    if variant in ("local", "global") and (set(prompts) != {1} or ratio_of == "prompt"):
+        raise ValueError(
+            f'variant {variant!r} has no prompt: leave prompt_len at 1 and ratio_of at "text"'
+        )
+
+
+def _asked_for(values: dict[int, Tensor] | None, argument: str) -> dict[int, Tensor]:
+    if values is None:
+        raise ValueError(f"this was not recorded: call simulated(..., {argument}=True)")
+    return values
+
+
+def _variant(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    prompts: list[int],
+    budgets: list[tuple[int, int]],
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """`h2o.hf.variants.simulate` row by row, without the pads: [B, N, H, D] and [B, H, N]."""
+    B, H, N, D = query.shape
+    out = query.new_zeros(B, N, H, D)
+    evicted_at = torch.zeros(B, H, N, dtype=torch.int32, device=query.device)
+    for b, columns in enumerate(_columns(mask, B, N, query.device)):
+        out[b, columns], left = variants.simulate(
+            name, query[b, :, columns], key[b, :, columns], value[b, :, columns], *budgets[b],
+            prompt_len=prompts[b], scale=scale,
+        )  # fmt: skip
+        # The row that is the first not to see a key stands right after the last that does.
+        after = torch.cat([columns[:1], columns[:-1] + 1, columns.new_tensor([N])])
+        evicted_at[b, :, columns] = after[left.long()].int()
+    return out, evicted_at
+
+
+def _retained(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    evicted_at: Tensor,
+    scale: float | None,
+    softcap: float,
+) -> Tensor:
+    """[B, H, N], NaN for pads"""
+    B, H, N, _ = query.shape
+    mass = torch.full((B, H, N), torch.nan, device=query.device)
+    for b, columns in enumerate(_columns(mask, B, N, query.device)):
+        left = torch.searchsorted(columns, evicted_at[b, :, columns].long())
+        mass[b, :, columns] = variants.retained_mass(
+            query[b, :, columns], key[b, :, columns], left, scale=scale, softcap=softcap
+        )
+    return mass
+
+
+def _columns(mask: Tensor | None, B: int, N: int, device: torch.device) -> list[Tensor]:
+    """Of each row the columns that are no pads."""
+    if mask is None:
+        return [torch.arange(N, device=device)] * B
+    return [row.nonzero()[:, 0] for row in mask]
+
+
+_numbers = itertools.count()

@@ -1,0 +1,35 @@
+"""What is installed, and what stands in the way where the compiled core cannot be imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+
+
+def version(package: str) -> str:
+    """The version of a package, "none" without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def explain_missing_core() -> str | None:
+    """Why `from h2o import _core` failed and what to do; None where Python's own error says it.
+
+    pip checks the versions of Python and NumPy, but nobody does for a folder on the path.
+    """
+    if sys.version_info < (3, 10):  # noqa: UP036
+        return f"h2o needs Python >= 3.10, here is {sys.version}"
+    numpy = version("numpy")
+    if numpy.split(".")[0] in ("none", "0", "1"):
+        return f'h2o needs numpy >= 2, here is {numpy}: pip install "numpy>=2"'
+    if importlib.util.find_spec("h2o._core") is not None:
+        return None
+    return (
+        "h2o._core, the compiled core, is missing. From a source tree, build it: "
+        "pip install -e .  Otherwise two packages may have met: H2O.ai's client, `h2o` on PyPI, "
+        "has the same import name as h2o-kv, and both cannot be in one environment: "
+        "pip uninstall h2o h2o-kv && pip install h2o-kv"
+    )

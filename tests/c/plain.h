@@ -1,0 +1,76 @@
+/* plain.h - attention of one key/value head as plain loops in double precision, and
+ * how near to them a kernel has to be. */
+#ifndef H2O_PLAIN_H
+#define H2O_PLAIN_H
+
+#include "tensors.h"
+
+/* Queries of the R heads of a group, keys and values, as they were given. */
+typedef struct {
+    double *query;         /* [R][Q][D] */
+    double *keys, *values; /* [N][D] */
+} plain_unit;
+
+static inline double *plain_rows(const h2o_view *view, int64_t b, int64_t h) {
+    const int64_t rows = view->shape[2], D = view->shape[3];
+    double *const x = test_alloc((size_t)(rows * D) * sizeof *x);
+    for (int64_t i = 0; i < rows * D; i++) x[i] = (double)load_at(view, b, h, i / D, i % D);
+    return x;
+}
+
+static inline plain_unit make_plain(const h2o_view *query, const h2o_view *keys,
+                                    const h2o_view *values, int64_t b, int64_t g) {
+    const int64_t R = query->shape[1] / keys->shape[1], size = query->shape[2] * query->shape[3];
+    plain_unit u = {.keys = plain_rows(keys, b, g), .values = plain_rows(values, b, g)};
+    u.query = test_alloc((size_t)(R * size) * sizeof(double));
+    for (int64_t r = 0; r < R; r++) {
+        double *const rows = plain_rows(query, b, g * R + r);
+        memcpy(u.query + r * size, rows, (size_t)size * sizeof *rows);
+        free(rows);
+    }
+    return u;
+}
+
+static inline void free_plain(const plain_unit *u) {
+    free(u->query);
+    free(u->keys);
+    free(u->values);
+}
+
+static inline double plain_logit(const double *query, const double *key, int64_t D, float scale,
+                                 float softcap) {
+    double sum = 0.0;
+    for (int64_t d = 0; d < D; d++) sum += query[d] * key[d];
+    sum *= (double)scale;
+    return softcap > 0.0f ? (double)softcap * tanh(sum / (double)softcap) : sum;
+}
+
+/* Logits to probabilities, in place. */
+static inline void plain_softmax(double *x, int64_t n) {
+    double most = -INFINITY, total = 0.0;
+    for (int64_t i = 0; i < n; i++) most = x[i] > most ? x[i] : most;
+    for (int64_t i = 0; i < n; i++) total += x[i] = exp(x[i] - most);
+    for (int64_t i = 0; i < n; i++) x[i] /= total;
+}
+
+/* Within that share of 1 or of what was expected; what is not finite is the same. */
+static inline bool is_near(float got, double expected, double share) {
+    if (!isfinite(expected)) {
+        return isnan(expected) ? isnan(got) : (double)got == expected;
+    }
+    return fabs((double)got - expected) <= share * (1.0 + fabs(expected));
+}
+
+static inline double unit_roundoff(h2o_dtype dtype) {
+    return dtype == H2O_F32 ? 0x1p-18 : dtype == H2O_F16 ? 0x1p-10 : 0x1p-7;
+}
+
+/* Row [b, q, h] of an output. */
+static inline void check_row(const h2o_view *out, int64_t b, int64_t q, int64_t h,
+                             const double *expected) {
+    for (int64_t d = 0; d < out->shape[3]; d++) {
+        CHECK(is_near(load_at(out, b, q, h, d), expected[d], unit_roundoff(out->dtype)));
+    }
+}
+
+#endif

@@ -1,0 +1,176 @@
+/* tensors.h - what tests and counts of the kernels share: tensors, and operations
+ * run as a call from Python would run them. Needs _GNU_SOURCE. */
+#ifndef H2O_TENSORS_H
+#define H2O_TENSORS_H
+
+#include "cpu/half.h"
+
+#include "test.h"
+
+#include <math.h>
+#include <pthread.h>
+
+/* ---- Tensors ----------------------------------------------------------- */
+
+/* Tensors lie without gaps, or SPREAD: with gaps behind each dimension, full of
+ * bytes that are no sensible number, and with `step` elements from one element of
+ * the last dimension to the next. */
+typedef enum { DENSE, SPREAD } layout;
+
+static inline h2o_view make_layout(layout how, h2o_dtype dtype, int ndim, int64_t a, int64_t b,
+                                   int64_t c, int64_t d, int64_t step) {
+    h2o_view view = {
+        .shape = {a, b, c, d}, .dtype = dtype, .ndim = ndim, .device_type = 1, .name = "tensor"};
+    int64_t count = how == SPREAD ? step : 1;
+    for (int i = ndim - 1; i >= 0; i--) {
+        view.stride[i] = count;
+        count = count * view.shape[i] + (how == SPREAD ? 3 : 0);
+    }
+    const size_t bytes = (size_t)(count * h2o_dtype_size(dtype));
+    view.data = test_alloc(bytes);
+    if (how == SPREAD) memset(view.data, 0xa5, bytes);
+    return view;
+}
+
+static inline h2o_view make_tensor(h2o_dtype dtype, int ndim, int64_t a, int64_t b, int64_t c,
+                                   int64_t d) {
+    return make_layout(DENSE, dtype, ndim, a, b, c, d, 1);
+}
+
+static inline size_t tensor_bytes(const h2o_view *view) {
+    return (size_t)(view->shape[0] * view->stride[0] * h2o_dtype_size(view->dtype));
+}
+
+/* The element [a, b, c] of a tensor of up to three dimensions. */
+#define AT(type, view, a, b, c) (*(type *)h2o_at(&(view), a, b, c))
+
+/* Sets all elements of a tensor of numbers of that type. */
+#define FILL(type, view, x)                                                                        \
+    do {                                                                                           \
+        const int64_t *const n = (view).shape;                                                     \
+        for (int64_t i = 0; i < n[0]; i++)                                                         \
+            for (int64_t j = 0; j < ((view).ndim > 1 ? n[1] : 1); j++)                             \
+                for (int64_t k = 0; k < ((view).ndim > 2 ? n[2] : 1); k++)                         \
+                    AT(type, view, i, j, k) = (x);                                                 \
+    } while (0)
+
+static inline float load_at(const h2o_view *view, int64_t a, int64_t b, int64_t c, int64_t d) {
+    const char *const row = h2o_at(view, a, b, c);
+    return load_scalar(row + d * view->stride[3] * h2o_dtype_size(view->dtype), view->dtype);
+}
+
+static inline void store_at(const h2o_view *view, int64_t a, int64_t b, int64_t c, int64_t d,
+                            float x) {
+    char *const row = h2o_at(view, a, b, c);
+    store_scalar(row + d * view->stride[3] * h2o_dtype_size(view->dtype), view->dtype, x);
+}
+
+static inline h2o_dims make_dims(int64_t B, int64_t G, int64_t R, int64_t Q, int64_t S, int64_t D) {
+    return (h2o_dims){.B = B, .H = G * R, .G = G, .R = R, .Q = Q, .S = S, .D = D};
+}
+
+/* Keys of uneven importance, or queries whose direction drifts. */
+static inline void fill_tensor(const h2o_view *view, float drift, test_random *random) {
+    for (int64_t i = 0; i < view->shape[0] * view->shape[1]; i++) {
+        for (int64_t q = 0; q < view->shape[2]; q++) {
+            const float weight = random_float(random) * 2.0f;
+            for (int64_t d = 0; d < view->shape[3]; d++) {
+                const float turning = sinf(drift * (float)q + (float)d);
+                store_at(view, i / view->shape[1], i % view->shape[1], q, d,
+                         weight * turning + random_float(random) - 0.5f);
+            }
+        }
+    }
+}
+
+/* ---- Slots ------------------------------------------------------------- */
+
+/* An empty store; the scores of empty slots are NaN, as nobody may read them. */
+static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype dtype, int32_t heavy,
+                                   int32_t recent, bool weighted) {
+    h2o_slots slots = {
+        .keys = make_layout(how, dtype, 4, d->B, d->G, d->S, d->D, 1),
+        .values = make_layout(how, dtype, 4, d->B, d->G, d->S, d->D, 1),
+        .scores = make_layout(how, H2O_F32, 3, d->B, d->G, d->S, 1, 1),
+        .positions = make_layout(how, H2O_I32, 3, d->B, d->G, d->S, 1, 1),
+        .free = make_layout(how, H2O_I32, 2, d->B, d->G, 1, 1, 2),
+        .lengths = make_layout(how, H2O_I64, 1, d->B, 1, 1, 1, 3),
+        .budget = make_layout(how, H2O_I32, 2, d->B, 2, 1, 1, 4),
+        .lost = make_layout(how, H2O_F64, 2, d->B, d->G, 1, 1, 2),
+    };
+    if (weighted) slots.norms = make_layout(how, H2O_F32, 3, d->B, d->G, d->S, 1, 1);
+    FILL(float, slots.scores, NAN);
+    FILL(int32_t, slots.positions, -1);
+    FILL(int32_t, slots.free, 0);
+    FILL(int64_t, slots.lengths, 0);
+    FILL(double, slots.lost, 0.0);
+    for (int64_t b = 0; b < d->B; b++) {
+        AT(int32_t, slots.budget, b, 0, 0) = heavy;
+        AT(int32_t, slots.budget, b, 1, 0) = recent;
+    }
+    return slots;
+}
+
+/* As if so many tokens had been seen, and all kept: in the first slots. */
+static inline void fill_slots(h2o_slots *slots, int64_t held, test_random *random) {
+    fill_tensor(&slots->keys, 0.01f, random);
+    fill_tensor(&slots->values, 0.0f, random);
+    FILL(int64_t, slots->lengths, held);
+    FILL(int32_t, slots->free, (int32_t)held);
+    for (int64_t b = 0; b < slots->keys.shape[0]; b++) {
+        for (int64_t g = 0; g < slots->keys.shape[1]; g++) {
+            for (int64_t s = 0; s < held; s++) {
+                AT(int32_t, slots->positions, b, g, s) = (int32_t)s;
+                AT(float, slots->scores, b, g, s) = random_float(random);
+            }
+        }
+    }
+}
+
+/* ---- Running ----------------------------------------------------------- */
+
+typedef struct {
+    h2o_lane_fn function;
+    void *context;
+    pthread_barrier_t start;
+} meeting;
+
+static inline void meet(int lane, int lanes, void *context) {
+    meeting *const m = context;
+    pthread_barrier_wait(&m->start);
+    m->function(lane, lanes, m->context);
+}
+
+/* No lane begins before all have a thread. Else the first thread has often done
+ * everything before another is awake, and ThreadSanitizer judges what happens,
+ * not what might. */
+static inline void run_together(int lanes, h2o_lane_fn function, void *context) {
+    meeting m = {.function = function, .context = context};
+    CHECK(pthread_barrier_init(&m.start, NULL, (unsigned)lanes) == 0);
+    h2o_parallel(lanes, meet, &m);
+    pthread_barrier_destroy(&m.start);
+}
+
+/* What every kernel is run with. */
+typedef struct {
+    const h2o_ops *ops;
+    int lanes;
+    int64_t hold; /* as in h2o_exec */
+} runner;
+
+/* Runs an operation through all that a call from Python goes through. */
+#define RUN(op, params, with)                                                                      \
+    do {                                                                                           \
+        h2o_error run_error;                                                                       \
+        h2o_call call = {                                                                          \
+            .table = (with)->ops,                                                                  \
+            .exec = {.lanes = (with)->lanes, .run = run_together, .hold = (with)->hold}};          \
+        if (h2o_open_##op(params, &call, &run_error) != H2O_OK) {                                  \
+            fprintf(stderr, "%s\n", run_error.text);                                               \
+            exit(1);                                                                               \
+        }                                                                                          \
+        CHECK(h2o_run_##op(params, &call, &run_error) == H2O_OK);                                  \
+        h2o_close(&call);                                                                          \
+    } while (0)
+
+#endif

@@ -1,0 +1,188 @@
+/* test_race.c - calls while another thread writes to their tensors: wrong answers
+ * and errors are the caller's own doing, but no address may come from what others
+ * can change. Mistakes show under AddressSanitizer. ThreadSanitizer watches what
+ * the core promises to read and write as single numbers; the rest, where threads
+ * share keys, values and positions, it would rightly complain of. */
+#define _GNU_SOURCE
+#include "tensors.h"
+
+#include <stdatomic.h>
+
+enum { B = 3, G = 2, R = 2, S = 40, D = 12, Q = 70, ROUNDS = 400 };
+
+typedef struct {
+    h2o_slots slots;
+    h2o_view query, keys, values, mask, prompt; /* [B,n,Q,D] */
+    h2o_view evicted_at;
+    atomic_bool stop;
+    bool positions_too;
+} stage;
+
+static h2o_view first_columns(const h2o_view *view, int64_t count) {
+    h2o_view part = *view;
+    part.shape[view->ndim == 2 ? 1 : 2] = count;
+    return part;
+}
+
+static void make_stage(stage *st) {
+    const h2o_dims d = make_dims(B, G, R, Q, S, D);
+    test_random random = {.state = 3};
+    st->slots = make_slots(DENSE, &d, H2O_F32, 12, 8, false);
+    st->query = make_tensor(H2O_F32, 4, B, G * R, Q, D);
+    st->keys = make_tensor(H2O_F32, 4, B, G, Q, D);
+    st->values = make_tensor(H2O_F32, 4, B, G, Q, D);
+    st->mask = make_tensor(H2O_U8, 2, B, Q, 1, 1);
+    st->prompt = make_tensor(H2O_I32, 1, B, 1, 1, 1);
+    st->evicted_at = make_tensor(H2O_I32, 3, B, G, Q, 1);
+    fill_tensor(&st->query, 0.02f, &random);
+    fill_tensor(&st->keys, 0.02f, &random);
+    fill_tensor(&st->values, 0.02f, &random);
+    FILL(uint8_t, st->mask, 1);
+    FILL(int32_t, st->prompt, 5);
+}
+
+static void free_stage(const stage *st) {
+    const h2o_view *const views[] = {&st->query,        &st->keys,
+                                     &st->values,       &st->mask,
+                                     &st->prompt,       &st->evicted_at,
+                                     &st->slots.keys,   &st->slots.values,
+                                     &st->slots.scores, &st->slots.positions,
+                                     &st->slots.free,   &st->slots.lengths,
+                                     &st->slots.budget, &st->slots.lost};
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
+}
+
+/* ---- Who disturbs ------------------------------------------------------ */
+
+#define DISTURB(type, view, i, j, k, x)                                                            \
+    __atomic_store_n(&AT(type, view, i, j, k), (type)(x), __ATOMIC_RELAXED)
+
+static void *disturb(void *argument) {
+    stage *const st = argument;
+    test_random random = {.state = 11};
+    while (!st->stop) {
+        const int64_t b = random_int(&random, 0, B - 1), g = random_int(&random, 0, G - 1);
+        const int64_t any = random_int(&random, -1, 200); /* mostly more than there is room for */
+        DISTURB(int32_t, st->slots.free, b, g, 0, any);
+        DISTURB(int64_t, st->slots.lengths, b, 0, 0, random_int(&random, 0, 60));
+        DISTURB(int32_t, st->slots.budget, b, random_int(&random, 0, 1), 0,
+                random_int(&random, 0, 60));
+        DISTURB(uint8_t, st->mask, b, random_int(&random, 0, Q - 1), 0, random_int(&random, 0, 1));
+        DISTURB(int32_t, st->prompt, b, 0, 0, random_int(&random, 1, 90));
+        for (int i = 0; st->positions_too && i < 8; i++) {
+            DISTURB(int32_t, st->slots.positions, b, g, random_int(&random, 0, S - 1), any);
+        }
+    }
+    return NULL;
+}
+
+/* ---- Who calls --------------------------------------------------------- */
+
+#define TRY(op, params)                                                                            \
+    do {                                                                                           \
+        h2o_error error;                                                                           \
+        h2o_call call = {.exec = {.lanes = 2}};                                                    \
+        if (h2o_open_##op(params, &call, &error) == H2O_OK) {                                      \
+            CHECK(h2o_run_##op(params, &call, &error) == H2O_OK);                                  \
+        }                                                                                          \
+        h2o_close(&call);                                                                          \
+    } while (0)
+
+/* Slots that a step or an eviction can begin with, else hardly any call would get
+ * past the checks; with a budget that they reach, or one that they have no room for. */
+static void mend(stage *st, test_random *random) {
+    const int64_t held = random_int(random, 0, 20), heavy = random_int(random, 0, 1) ? 12 : S + 9;
+    for (int64_t b = 0; b < B; b++) {
+        DISTURB(int64_t, st->slots.lengths, b, 0, 0, held);
+        DISTURB(int32_t, st->slots.budget, b, 0, 0, heavy);
+        DISTURB(int32_t, st->slots.budget, b, 1, 0, 8);
+        for (int64_t g = 0; g < G; g++) {
+            DISTURB(int32_t, st->slots.free, b, g, 0, held);
+            for (int64_t s = 0; s < S; s++) {
+                DISTURB(int32_t, st->slots.positions, b, g, s, s < held ? s : -1);
+            }
+        }
+    }
+}
+
+static void *call_all(void *argument) {
+    stage *const st = argument;
+    test_random random = {.state = (uint64_t)(uintptr_t)&random};
+    const h2o_view out = make_tensor(H2O_F32, 4, B, Q, G * R, D);
+    const h2o_view scores = make_tensor(H2O_F32, 3, B, G, Q, 1);
+    const h2o_policy policy = {.sinks = 2, .decay = 0.9f, .rank_by = H2O_RANK_MEAN};
+    for (int i = 0; i < ROUNDS; i++) {
+        const int64_t n = random_int(&random, 1, Q);
+        h2o_attend_params attend = {.query = first_columns(&st->query, n),
+                                    .keys = first_columns(&st->keys, n),
+                                    .values = first_columns(&st->values, n),
+                                    .mask = first_columns(&st->mask, n),
+                                    .has_slots = st->positions_too,
+                                    .slots = st->slots,
+                                    .out = out,
+                                    .scores = scores,
+                                    .scale = 0.3f,
+                                    .decay = 0.9f};
+        attend.out.shape[1] = attend.scores.shape[2] = n;
+        TRY(attend, &attend);
+        mend(st, &random);
+        h2o_evict_params evict = {.keys = attend.keys,
+                                  .values = attend.values,
+                                  .scores = attend.scores,
+                                  .mask = attend.mask,
+                                  .slots = st->slots,
+                                  .policy = policy};
+        TRY(evict, &evict);
+        h2o_step_params step = {.query = first_columns(&st->query, 1),
+                                .key = first_columns(&st->keys, 1),
+                                .value = first_columns(&st->values, 1),
+                                .mask = first_columns(&st->mask, 1),
+                                .slots = st->slots,
+                                .out = first_columns(&out, 1),
+                                .policy = policy,
+                                .scale = 0.3f};
+        step.out = out;
+        step.out.shape[1] = 1;
+        mend(st, &random);
+        TRY(step, &step);
+        h2o_simulate_params simulate = {.query = st->query,
+                                        .keys = st->keys,
+                                        .values = st->values,
+                                        .mask = st->mask,
+                                        .prompt = st->prompt,
+                                        .budget = st->slots.budget,
+                                        .out = out,
+                                        .scores = scores,
+                                        .evicted_at = st->evicted_at,
+                                        .policy = policy,
+                                        .scale = 0.3f};
+        if (i % 4 == 0) TRY(simulate, &simulate);
+    }
+    free(out.data);
+    free(scores.data);
+    return NULL;
+}
+
+/* One of `callers` threads and more, which share the slots, and one that disturbs. */
+static void play(int callers, bool positions_too) {
+    stage st = {.positions_too = positions_too};
+    pthread_t disturber, caller[2];
+    make_stage(&st);
+    CHECK(pthread_create(&disturber, NULL, disturb, &st) == 0);
+    for (int i = 0; i < callers; i++) CHECK(pthread_create(&caller[i], NULL, call_all, &st) == 0);
+    for (int i = 0; i < callers; i++) CHECK(pthread_join(caller[i], NULL) == 0);
+    st.stop = true;
+    CHECK(pthread_join(disturber, NULL) == 0);
+    free_stage(&st);
+}
+
+int main(void) {
+    h2o_error error;
+    CHECK(h2o_init(&error) == H2O_OK);
+    play(1, false);
+    if (!THREAD_SANITIZER) {
+        play(1, true);
+        play(2, true);
+    }
+    return 0;
+}

@@ -1,0 +1,117 @@
+"""Each allocation of a call fails once: MemoryError, nothing written, and the next call works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.core import calls
+
+testcapi = pytest.importorskip("_testcapi")
+
+
+def fail_one_after_the_other(call: calls.Call) -> int:
+    """Runs a call with its n-th allocation of Python objects failing, for all n; how many did."""
+    before = call.snapshot()
+    for n in range(2000):
+        failed = False
+        testcapi.set_nomemory(n, n + 1)
+        try:
+            call.run()
+        except MemoryError:
+            failed = True
+        finally:
+            testcapi.remove_mem_hooks()
+        if not failed:
+            return n
+        assert call.snapshot() == before, f"allocation {n} failed, and something was written"
+    raise AssertionError("the call never succeeded")
+
+
+@pytest.mark.parametrize("name", calls.NAMES)
+def test_python_has_no_memory(name):
+    call, twin = calls.make(name), calls.make(name)
+    assert fail_one_after_the_other(call) > 0
+    twin.run()
+    assert call.snapshot() == twin.snapshot()
+
+
+SHIM = """
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+static atomic_long left = -1;
+
+void fail_at(long n) { left = n; }
+long failed(void) { return left < -1; }
+
+/* Nobody but h2o's core allocates so in this process. */
+void *aligned_alloc(size_t alignment, size_t bytes) {
+    void *memory = NULL;
+    if (left >= 0 && left-- == 0) {
+        left = -2;
+        errno = ENOMEM;
+        return NULL;
+    }
+    return posix_memalign(&memory, alignment, bytes) ? NULL : memory;
+}
+"""
+
+GENERATE = """
+import ctypes, os, sys
+import torch
+torch.set_num_threads(1)
+import h2o
+from tests.hf import tiny
+
+shim = ctypes.CDLL(None)
+model = tiny.model("llama")
+ids = tiny.prompts(40)[0]
+
+def generate():
+    cache = h2o.H2OCache(model.config, heavy=6, recent=6)
+    return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False).tolist()
+
+def child(n):
+    shim.fail_at(ctypes.c_long(n))
+    try:
+        told = generate()
+    except MemoryError as error:
+        assert "no memory for a workspace of" in str(error), error
+    else:
+        print("ALL", told, flush=True)
+        return 3 if not shim.failed() else 1
+    print(generate(), flush=True)
+    return 0
+
+# each in a child that has allocated nothing yet, since what is free is used again
+for n in range(100):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(child(n))
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status:
+        sys.exit(0 if status == 3 and n > 2 else f"allocation {n}: {status}")
+"""
+
+
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="ASan allocates first")
+def test_the_core_has_no_memory_during_generate(tmp_path):
+    pytest.importorskip("torch")
+    shim = tmp_path / "shim.so"
+    (tmp_path / "shim.c").write_text(SHIM)
+    command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c"]
+    subprocess.run(command, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", GENERATE], text=True, capture_output=True,
+        env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert told.returncode == 0, told.stdout + told.stderr
+    answers = {line.removeprefix("ALL ") for line in told.stdout.splitlines()}
+    assert len(answers) == 1, told.stdout
+    assert len(told.stdout.splitlines()) > 3, told.stdout

@@ -1,0 +1,169 @@
+"""What people with a cache in hand see: text, heat maps and plots."""
+
+from __future__ import annotations
+
+import html.parser
+
+import pytest
+import torch
+
+import h2o
+from tests.hf import tiny
+from tests.hf.test_analysis import Digits
+
+
+class Balanced(html.parser.HTMLParser):
+    """Fails on tags that do not close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.open.append(tag)
+        self.found.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def held():
+    """(cache, inputs, everything that it has seen) of two rows, the second one padded."""
+    model = tiny.model("llama")
+    inputs = tiny.batch(tiny.prompts(30, 22))
+    cache = h2o.H2OCache(model.config, heavy=5, recent=4)
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    return cache, inputs, out
+
+
+def test_kept_is_a_pair(held):
+    cache = held[0]
+    positions, scores = cache.kept(1)
+    assert positions.shape == scores.shape == (2, 2, 9)
+    assert torch.equal(cache.kept(1).positions, positions)
+
+
+@pytest.mark.parametrize("head", [None, 0, 1])
+@pytest.mark.parametrize("row", [0, 1])
+def test_tokens(held, row, head):
+    cache, inputs, out = held
+    tokens = cache.tokens(
+        Digits(), out, 1, row=row, head=head, attention_mask=inputs["attention_mask"]
+    )
+    positions, scores = cache.kept(1)
+    heads = [0, 1] if head is None else [head]
+    assert [x.position for x in tokens] == sorted({*positions[row, heads].flatten().tolist()})
+    real = out[row, 8:] if row else out[row]
+    for token in tokens:
+        where = positions[row, heads] == token.position
+        assert token.text == f"{real[token.position]},"
+        assert token.score == pytest.approx(scores[row, heads][where].sum().item())
+        assert token.heads == [g for g, x in zip(heads, where, strict=True) if x.any()]
+
+
+def test_highlight_has_the_whole_text(held):
+    cache, inputs, out = held
+    shown = cache.kept(1).highlight(
+        Digits(), out, row=1, head=0, attention_mask=inputs["attention_mask"]
+    )
+    parsed = Balanced(shown._repr_html_())
+    assert parsed.text == "".join(f"{i}," for i in out[1, 8:])
+    assert shown.count("line-through") == out.shape[1] - 8 - 9
+    assert shown.count("background:rgb") >= 5
+
+
+def test_what_does_not_fit_is_refused(held):
+    cache, inputs, _ = held
+    with pytest.raises(ValueError, match="everything it has seen"):
+        cache.tokens(Digits(), inputs["input_ids"], 1)
+    with pytest.raises(ValueError, match="more than the 30"):
+        cache.tokens(Digits(), inputs["input_ids"], 1, attention_mask=torch.ones(2, 31))
+    for wrong in ({"row": 2}, {"head": 2}):
+        with pytest.raises(IndexError):
+            cache.tokens(Digits(), inputs["input_ids"], 1, **wrong)
+
+
+def test_heat_map(held):
+    parsed = Balanced(held[0].kept(0)._repr_html_())
+    assert parsed.found.count("svg") == 4
+    assert parsed.found.count("rect") == 4 * 9
+    model = tiny.model("llama")
+    cache = h2o.H2OCache(model.config, heavy=300, recent=4)
+    assert "nothing" in cache.kept(0)._repr_html_()
+    with torch.no_grad():
+        model(tiny.prompts(450)[0], past_key_values=cache)
+    parsed = Balanced(cache.kept(0)._repr_html_())
+    assert 2 * 100 < parsed.found.count("rect") <= 2 * 200
+    assert "304 of 450 keys held" in cache.kept(0)._repr_html_()
+
+
+def test_report_in_a_notebook(held):
+    cache = held[0]
+    parsed = Balanced(cache.report()._repr_html_())
+    assert parsed.found.count("tr") == 4
+    for cell in str(cache.report()).splitlines()[2].split():
+        assert cell in parsed.text
+    empty = h2o.H2OCache(tiny.model("llama").config)
+    assert "empty" in Balanced(empty.report()._repr_html_()).text
+    gemma = h2o.H2OCache(tiny.model("gemma2").config, heavy=3, recent=3)
+    assert "sliding" in Balanced(gemma.report()._repr_html_()).text
+
+
+def test_plots_take_and_return_axes(held, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "show", lambda *_: pytest.fail("show() was called"))
+    cache = held[0]
+    for plot in (cache.report().plot, cache.kept(1).plot):
+        ax = figure.Figure().add_subplot()
+        assert plot(ax) is ax
+        assert ax.get_title()
+        own = plot()
+        assert own.figure is not ax.figure
+        pyplot.close(own.figure)
+    shown = ax.images[0].get_array()
+    positions, scores = cache.kept(1)
+    assert shown.shape == (2, int(positions[0].max()) + 1)
+    assert shown[1, positions[0, 1, 3]] == scores[0, 1, 3]
+    assert shown.count() == 18
+
+
+@pytest.mark.parametrize("name", ["sparsity", "power_law", "carriers", "overlap", "halves",
+                                  "frequency", "removal", "retained_mass", "retained_over_time",
+                                  "scores"])  # fmt: skip
+def test_figures_of_an_analysis(name, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "show", lambda *_: pytest.fail("show() was called"))
+    a = h2o.analyze(tiny.model("llama", "sdpa"), tiny.prompts(40)[0], heavy=4, recent=4)
+    ax = figure.Figure().add_subplot()
+    assert a.plot(name, ax) is ax
+    assert ax.get_title()
+    assert ax.get_xlabel()
+    assert ax.has_data()
+    if name == "scores":
+        own = a.plot(name, layer=1, per="query")
+        assert own.images[0].get_array().shape == (4, 40)
+        pyplot.close(own.figure)
+
+
+def test_figures_that_do_not_exist_are_refused():
+    a = h2o.analyze(tiny.model("llama", "sdpa"), tiny.prompts(20)[0], heavy=4, recent=4)
+    with pytest.raises(ValueError, match="figure must be one of sparsity"):
+        a.plot("colours")
+
+
+def test_highlight_of_an_analysis():
+    ids = tiny.prompts(40)[0]
+    a = h2o.analyze(tiny.model("llama", "sdpa"), ids, heavy=4, recent=4)
+    shown = a.highlight(Digits(), 1, 0, at=30)
+    assert Balanced(shown).text == "".join(f"{i}," for i in ids[0, :31])
+    assert shown.count("evicted") == 31 - 9

@@ -1,0 +1,122 @@
+"""What `supports` says is what a model does; the families that are served have their own table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from h2o import H2OCache, H2OConfig, Unsupported, simulated, supports
+from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, prompts
+
+SMALL = {"heavy": 6, "recent": 6}
+ENCODERS = ["bert", "roberta", "electra"]
+
+
+def encoder(name: str, **more):
+    numbers = FAMILIES["llama"].build_config().to_dict()
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+             "intermediate_size", "pad_token_id", "initializer_range")  # fmt: skip
+    config = {key: numbers[key] for key in names} | {"embedding_size": 32} | more
+    config = AutoConfig.for_model(name, max_position_embeddings=64, **config)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_are_refused_and_as_decoders_served(name):
+    both_ways, decoder = encoder(name), encoder(name, is_decoder=True)
+    assert "looks both ways" in supports(both_ways.config).reason
+    with pytest.raises(Unsupported, match=r"config\.is_decoder=True"):
+        H2OCache(both_ways.config, **SMALL)
+    assert supports(decoder.config)
+    inputs = batch(prompts(17, 23))
+    expected = greedy(decoder, inputs).tolist()
+    decoder.set_attn_implementation("h2o")
+    cache = H2OCache(decoder.config, H2OConfig.full())
+    assert greedy(decoder, inputs, past_key_values=cache).tolist() == expected
+
+
+def test_attention_that_turns_out_to_look_both_ways():
+    """Where the config does not tell, the attention module or the mask does."""
+    both_ways, decoder = encoder("bert"), encoder("bert", is_decoder=True)
+    (ids,) = prompts(20)
+    for ours in (both_ways, decoder):
+        ours.set_attn_implementation("h2o")
+    with pytest.raises(Unsupported, match=r"looks both ways|4-D masks"):
+        both_ways(ids, past_key_values=H2OCache(decoder.config, **SMALL), use_cache=True)
+    for layer in decoder.bert.encoder.layer:
+        layer.attention.self.is_causal = False
+    with pytest.raises(Unsupported, match="looks both ways"):
+        decoder(ids, past_key_values=H2OCache(decoder.config, **SMALL))
+    with pytest.raises(Unsupported, match="looks both ways"), simulated(decoder, **SMALL):
+        decoder(ids, use_cache=False)
+
+
+def test_prefix_language_models_are_refused():
+    assert "both ways within the prompt" in supports(AutoConfig.for_model("paligemma")).reason
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("llava", 32),
+        ("qwen2_vl", 80),
+        ("qwen3_vl", 32),
+        ("mistral3", 40),
+        ("idefics3", 32),
+        ("smolvlm", 32),
+    ],
+)
+def test_models_that_read_images(name, layers):
+    found = supports(AutoConfig.for_model(name))
+    assert str(found).startswith(f"{name}: supported, ")
+    assert len(found.layers) == layers
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of files of old models
+def test_every_config_of_transformers_is_answered():
+    """Also those of no language model at all, and none says yes whose layers are not attention."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        for name in CONFIG_MAPPING:
+            try:
+                config = CONFIG_MAPPING[name]()
+            except Exception:  # one that cannot be made without arguments
+                continue
+            found = supports(config)
+            assert found.model_type == config.model_type
+            assert bool(found) == (found.reason == "") == bool(found.layers), name
+    finally:
+        logging.set_verbosity(before)
+
+
+def test_a_model_without_layers_to_cache():
+    config = FAMILIES["llama"].build_config()
+    config.num_hidden_layers = 0
+    found = supports(config)
+    assert not found
+    assert found.reason == "transformers caches no layer of it"
+
+
+def test_models_that_do_not_tell_their_layers_about_the_cache():
+    """OLMo 3's layers take use_cache=False for the default, whatever generate() was told."""
+    numbers = FAMILIES["llama"].build_config().to_dict()
+    for name in ("model_type", "tie_word_embeddings"):
+        numbers.pop(name)
+    try:
+        config = AutoConfig.for_model("olmo3", **numbers, layer_types=["full_attention"] * 2)
+    except Exception as error:  # 5.4 with a newer huggingface_hub
+        pytest.skip(str(error))
+    assert config.initializer_range == SPREAD
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    inputs = batch(prompts(17, 23))
+    expected = greedy(plain, inputs).tolist()
+    plain.set_attn_implementation("h2o")
+    cache = H2OCache(config, H2OConfig.full())
+    assert greedy(plain, inputs, past_key_values=cache).tolist() == expected
+    with pytest.raises(ValueError, match="use_cache=False with an H2OCache"):
+        greedy(plain, inputs, past_key_values=H2OCache(config, **SMALL), use_cache=False)

@@ -1,0 +1,148 @@
+"""More than one thread: a cache is one conversation, a patched model serves any number of calls."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from h2o import H2OCache, patched, simulated
+from tests.hf.tiny import greedy, model, prompts
+
+SMALL = {"heavy": 6, "recent": 6}
+
+
+def elsewhere(function):
+    """What a function returns or raises in a thread of its own."""
+    results = []
+
+    def run():
+        try:
+            results.append(function())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    return results[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_cache_that_another_thread_is_using(name):
+    """The second one comes in while the first is between two layers."""
+    ours = model(name)
+    (ids,) = prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    intruders = []
+
+    def intrude(*_):
+        if not intruders:
+            states = torch.zeros(1, 2, 3, 8)
+            intruders.append(elsewhere(lambda: cache.update(states, states, 0)))
+            intruders.append(elsewhere(lambda: ours(ids[:, :3], past_key_values=cache)))
+            intruders.append(elsewhere(lambda: cache.reorder_cache(torch.tensor([0]))))
+
+    with torch.no_grad():
+        hook = ours.model.layers[1].register_forward_pre_hook(intrude)
+        ours(ids, past_key_values=cache)
+        hook.remove()
+    assert len(intruders) == 3
+    for error in intruders:
+        assert isinstance(error, RuntimeError)
+        assert "one cache per thread" in str(error)
+    alone = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        expected = ours(ids, past_key_values=alone)
+        step = ours(ids[:, :1], past_key_values=cache).logits
+        want = ours(ids[:, :1], past_key_values=expected.past_key_values).logits
+    torch.testing.assert_close(step, want, rtol=0, atol=0)
+
+
+def test_a_cache_goes_from_thread_to_thread():
+    """One after the other is no misuse, also where the first has ended amid a pass."""
+    ours = model("llama")
+    (ids,) = prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        elsewhere(lambda: ours(ids, past_key_values=cache))
+        ours(ids[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 21
+
+    def fail(*_):
+        raise MemoryError
+
+    hook = ours.model.layers[0].mlp.register_forward_hook(fail)
+    assert isinstance(elsewhere(lambda: ours(ids[:, :1], past_key_values=cache)), MemoryError)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="broke off"):
+        ours(ids[:, :1], past_key_values=cache)
+    cache.reset()
+    greedy(ours, {"input_ids": ids}, past_key_values=cache)
+
+
+def test_many_threads_on_one_cache_are_refused_or_right():
+    ours = model("llama")
+    texts = prompts(20, 24, 28, 32)
+    cache = H2OCache(ours.config, **SMALL)
+    errors = []
+
+    def work(ids):
+        for _ in range(5):
+            try:
+                with torch.no_grad():
+                    ours(ids, past_key_values=cache)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=work, args=[ids]) for ids in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all("another thread" in error or "reset()" in error for error in errors)
+    seen = {layer.get_seq_length() for layer in cache.layers}
+    held = [cache.kept(layer)[0] for layer in range(2)]
+    if len(seen) == 1:
+        assert {positions.shape[-1] for positions in held} == {12}
+
+
+def test_one_patched_model_serves_many_threads():
+    plain = model("llama", "sdpa")
+    texts = prompts(20, 24, 28)
+    with patched(plain, **SMALL):
+        want = [greedy(plain, {"input_ids": ids}).tolist() for ids in texts]
+        got: dict[int, list] = {}
+        threads = [
+            threading.Thread(
+                target=lambda i=i: got.update({i: greedy(plain, {"input_ids": texts[i]}).tolist()})
+            )
+            for i in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert [got[i] for i in range(3)] == want
+
+
+@pytest.mark.parametrize("inner", [patched, simulated])
+@pytest.mark.parametrize("outer", [patched, simulated])
+def test_one_model_is_one_threads_to_change(outer, inner):
+    plain = model("llama", "sdpa")
+    before = set(vars(plain))
+
+    def enter():
+        with inner(plain, **SMALL):
+            pass
+
+    with outer(plain, **SMALL):
+        error = elsewhere(enter)
+        assert isinstance(error, RuntimeError)
+        assert "by another thread" in str(error)
+        enter()  # nested in the same thread
+    assert set(vars(plain)) == before
+    assert plain.config._attn_implementation == "sdpa"
+    assert elsewhere(enter) is None
+    assert plain.config._attn_implementation == "sdpa"

@@ -1,0 +1,98 @@
+"""What is done with caches beside generating: copied prefixes, iteration, columns, other dtypes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from h2o import H2OCache
+from tests.hf.tiny import batch, greedy, model, prompts
+
+SMALL = {"heavy": 6, "recent": 6}
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_prefix_is_read_once_and_asked_often(duplicate):
+    """The prompt-caching pattern of transformers, with the default fractions."""
+    ours = model("llama")
+    prefix, *questions = prompts(40, 5, 9)
+    cache = H2OCache(ours.config)
+    numbers = H2OCache(ours.config, heavy=4, recent=4)
+    with torch.no_grad():
+        ours(prefix, past_key_values=cache)
+        ours(prefix, past_key_values=numbers)
+    for question in questions:
+        inputs = {"input_ids": torch.cat([prefix, question], dim=1)}
+        one, two = duplicate(cache), duplicate(numbers)
+        got = greedy(ours, inputs, past_key_values=one).tolist()
+        assert got == greedy(ours, inputs, past_key_values=two).tolist()
+        assert one.report().layers[0].budget == [8]
+    with pytest.raises(ValueError, match=r"prompt_length=45\).*prompt_length=40") as error:
+        greedy(ours, {"input_ids": torch.cat([prefix, questions[0]], 1)}, past_key_values=cache)
+    assert "copy.deepcopy(cache)" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_layers_one_by_one_as_of_a_dynamic_cache(name):
+    ours = model(name)
+    (ids,) = prompts(20)
+    theirs, small = DynamicCache(config=ours.config), H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        ours(ids, past_key_values=theirs)
+        ours(ids, past_key_values=small)
+    for index, (mine, full) in enumerate(zip(small, theirs, strict=True)):
+        assert len(mine) == len(full) == 3
+        if not hasattr(small.layers[index], "slots"):
+            assert mine[0].shape == full[0].shape
+            continue
+        positions = small.kept(index)[0][..., None].expand(*mine[0].shape)
+        if index == 0:  # deeper layers see what the ones before have made of it
+            torch.testing.assert_close(mine[0], full[0].gather(2, positions))
+            torch.testing.assert_close(mine[1], full[1].gather(2, positions))
+    assert all(keys.numel() == 0 for keys, *_ in H2OCache(model("llama").config, **SMALL))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_kept_as_columns(side):
+    ours = model("llama")
+    rows = prompts(9, 23)
+    inputs = batch(rows, side)
+    cache = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        ours(**inputs, past_key_values=cache)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1).long()], dim=1)
+        ours(torch.tensor([[5], [6]]), past_key_values=cache, attention_mask=mask)
+    ids = torch.cat([inputs["input_ids"], torch.tensor([[5], [6]])], dim=1)
+    kept = cache.kept(0)
+    columns = kept.columns(inputs["attention_mask"])
+    for b, row in enumerate(rows):
+        text = torch.cat([row[0], torch.tensor([5 + b])])
+        for positions, places in zip(kept.positions[b], columns[b], strict=True):
+            assert ids[b, places[places >= 0]].tolist() == text[positions[positions >= 0]].tolist()
+            assert ((places < 0) == (positions < 0)).all()
+    assert torch.equal(kept.columns(), kept.positions)
+
+
+@pytest.mark.parametrize("autocast_first", [True, False])
+def test_autocast_that_ends_or_begins_amid_a_conversation(autocast_first):
+    ours = model("llama")
+    (ids,) = prompts(20)
+    cache, plain = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        ours(ids, past_key_values=plain)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast_first):
+            ours(ids, past_key_values=cache)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not autocast_first):
+            got = ours(ids[:, :1], past_key_values=cache).logits
+        expected = ours(ids[:, :1], past_key_values=plain).logits
+    assert (got - expected).abs().mean() < 0.2 * expected.abs().mean()
+
+
+def test_double_precision_names_the_remedy():
+    ours = model("llama").double()
+    with pytest.raises(TypeError, match=r"model\.float\(\)"):
+        greedy(ours, {"input_ids": prompts(20)[0]}, past_key_values=H2OCache(ours.config, **SMALL))

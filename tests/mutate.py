@@ -1,0 +1,341 @@
+"""Do the tests notice? Random edits of csrc, one at a time, and who survives.
+
+    python tests/mutate.py [--edits 200] [--seed 1] [--only csrc/cpu/step.inc] [--log mutants.json]
+
+An edit changes an operator, a constant or a bound, turns a condition round or deletes a
+statement. The edited core must fail, in this order, to compile, the C tests, the C tests under
+ASan and UBSan, or tests/core. To be quick all of that is done at the one instruction set level that
+this machine prefers, and only what an edit touches is compiled again. What survives is printed;
+edits that can change no answer, only speed or memory, are told apart by KNOWN, with the reason.
+
+Needs `make .venv/core .venv/test`; two hundred edits take an hour or so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy
+
+from h2o import ops
+
+ROOT = Path(__file__).resolve().parent.parent
+LEVEL = ops.info()["levels"][-1]
+BORDER = ("module.c", "exchange.c")  # what needs Python
+FLAGS = ["-std=c11", "-O1", "-w", "-fPIC", "-ffp-contract=fast", "-fno-math-errno"]
+FLAGS += ["-fno-trapping-math", "-pthread", "-Icsrc", '-DH2O_VERSION="0"']
+FLAGS += [f"-I{sysconfig.get_path('include')}", f"-I{numpy.get_include()}"]
+LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")  # as in setup.py
+ENDING = ".abi3.so" if LIMITED else sysconfig.get_config_var("EXT_SUFFIX")
+FLAGS += ["-DPy_LIMITED_API=0x030a0000"] if LIMITED else []
+SANITIZE = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+#: The tests that find something soonest.
+FIRST = [f"tests/core/test_{x}.py" for x in ("exchange", "errors", "hostile", "levels", "ops")]
+
+#: Edits that no test can notice, since no answer depends on them: a pattern of the line before the
+#: edit (or of the file and the line, "file: line"), and why.
+KNOWN: tuple[tuple[str, str], ...] = (
+    (r"COUNT_WORK|H2O_BALANCE|_WORK\b|_RANK\b", "a count of work, for make balance"),
+    (r"prefetch|ahead|\.share|next_stride", "asks for memory early: speed only"),
+    (
+        r": *[A-Z_]+ = [-0-9(<*sizeof)' ]+,?\s*/\*",
+        "a size by which work is cut: speed and rounding",
+    ),
+    (r"tries|pause|thrd_yield", "how often a waiting lane looks"),
+    (
+        r"job->parts = job->lanes|rounds\.stages = ",
+        "into how many tasks; make balance sees too few",
+    ),
+    (
+        r"parallel\.c: .*pthread_cond_init",
+        "in a child whose parent waited for nothing it is as new",
+    ),
+    (r"simulate\.inc: .*job->all\.window\)", "windows without rows more"),
+    (r"level < LEVELS; level", "this machine has every level"),
+    (r"remember\(", "whether a type's table is looked up once or at each call"),
+    (r"snprintf\(text, 100,", "no shape is so long a text"),
+    (r"exchange\.c: .*XDECREF", "a reference too many: a little memory"),
+)
+
+SWAPS = (
+    (r" \+ ", (" - ",)),
+    (r" - ", (" + ",)),
+    (r" \* ", (" + ",)),
+    (r" < ", (" <= ", " > ")),
+    (r" <= ", (" < ",)),
+    (r" > ", (" >= ", " < ")),
+    (r" >= ", (" > ",)),
+    (r" == ", (" != ",)),
+    (r" != ", (" == ",)),
+    (r" && ", (" || ",)),
+    (r" \|\| ", (" && ",)),
+    (r" \+= ", (" -= ", " = ")),
+    (r"\+\+", ("--",)),
+    (r"\blower\(", ("higher(",)),
+    (r"\bhigher\(", ("lower(",)),
+    (r"\btrue\b", ("false",)),
+    (r"\bfalse\b", ("true",)),
+    (r"\bif \((?=.*\) ?\{?)", ("if (!",)),
+    (r"\bvf_max\(", ("vf_min(",)),
+    (r"\bvf_add\(", ("vf_sub(",)),
+)
+
+
+@dataclass
+class Edit:
+    """One edit of one line, and what noticed it ("" for nothing)."""
+
+    path: str
+    line: int
+    before: str
+    after: str
+    caught: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why nothing needs to notice it, or ""."""
+        where = f"{Path(self.path).name}: {self.before}"
+        return next((why for pattern, why in KNOWN if re.search(pattern, where)), "")
+
+
+def code_lines(path: Path) -> list[tuple[int, str]]:
+    """Lines that are code: no comments, preprocessor, declarations of types."""
+    found, comment = [], False
+    for number, line in enumerate(path.read_text().splitlines()):
+        text = line.strip()
+        inside = comment or text.startswith("/*")
+        comment = (comment or "/*" in text) and "*/" not in text[text.rfind("/*") :]
+        skip = inside or text.startswith(("#", "//", "typedef", "}", "extern", "_Static_assert"))
+        if text and not skip:
+            found.append((number, line))
+    return found
+
+
+def variants(line: str) -> list[str]:
+    """What one edit can make of a line."""
+    code = line.split("/*")[0]
+    quoted = [m.span() for m in re.finditer(r'"[^"]*"', code)]
+    found = []
+
+    def put(match: re.Match[str], new: str) -> None:
+        if not any(a <= match.start() < b for a, b in quoted):
+            found.append(line[: match.start()] + new + line[match.end() :])
+
+    for pattern, others in SWAPS:
+        for match in re.finditer(pattern, code):
+            for new in others:
+                if new == "if (!":  # the whole condition
+                    close = closing(code, match.end() - 1)
+                    if close:
+                        inner = code[match.end() : close]
+                        found.append(f"{line[: match.start()]}if (!({inner}){line[close:]}")
+                else:
+                    put(match, new)
+    for match in re.finditer(r"(?<![\w.])(\d+)(?![\w.])", code):
+        put(match, str(int(match[1]) + 1))
+        if match[1] != "0":
+            put(match, str(int(match[1]) - 1))
+    # a whole statement, but no declaration
+    if re.match(
+        r"\s*(\w[\w\->\.\[\]]*( [-+*|&]?= |\(|\+\+)|return\b|if \(.*;|break|continue).*;\s*$", code
+    ):
+        found.append(re.match(r"\s*", line)[0] + ";")
+    return found
+
+
+def closing(code: str, opening: int) -> int:
+    """Where the bracket that opens there is closed on the same line, or 0."""
+    depth = 0
+    for i in range(opening, len(code)):
+        depth += (code[i] == "(") - (code[i] == ")")
+        if depth == 0:
+            return i
+    return 0
+
+
+def draw(count: int, seed: int, only: str | None) -> list[Edit]:
+    """Edits of random lines; lines of other processors and of other levels are left out."""
+    vectors = "vec_avx2.h" if LEVEL == "avx2" else "vec_avx512.h"
+    paths = [*ROOT.glob("csrc/*.[ch]"), *ROOT.glob("csrc/cpu/*.inc"), *ROOT.glob("csrc/cpu/*.h")]
+    left_out = {f"vec_{x}.h" for x in ("avx2", "avx512", "neon", "generic")} - {vectors}
+    left_out |= {"dlpack_abi.h"}
+    lines = [
+        (path, number, line)
+        for path in sorted(paths)
+        if path.name not in left_out and (only is None or str(path).endswith(only))
+        for number, line in code_lines(path)
+    ]
+    chance = random.Random(seed)
+    chance.shuffle(lines)
+    edits = []
+    for path, number, line in lines:
+        if choices := variants(line):
+            edits.append(
+                Edit(str(path.relative_to(ROOT)), number + 1, line, chance.choice(choices))
+            )
+        if len(edits) == count:
+            break
+    return edits
+
+
+class Workshop:
+    """A copy of the sources, objects of all of them as they were, and ways to test an edit."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        shutil.copytree(ROOT / "csrc", folder / "csrc")
+        shutil.copytree(ROOT / "tests", folder / "tests")
+        shutil.copytree(ROOT / "h2o", folder / "h2o", ignore=shutil.ignore_patterns("*.so", "data"))
+        if (ROOT / "h2o/data").exists():
+            (folder / "h2o/data").symlink_to(ROOT / "h2o/data")
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        self.sources = sorted(str(x.relative_to(folder)) for x in folder.glob("csrc/**/*.c"))
+        programs = [x for x in sorted(folder.glob("tests/c/test_*.c")) if "vec_" not in x.stem]
+        self.programs = [str(x.relative_to(folder)) for x in programs]
+        for kind in ("plain", "asan"):
+            for source in self.sources + self.programs:
+                assert self.compile(kind, source, "clean"), source
+            assert not self.link_and_test(kind, []), "a C test fails without any edit"
+        assert not self.python([]), "tests/core fails without any edit"
+
+    def run(self, command: list[str], seconds: int = 300, **environment: str) -> bool:
+        """Whether a command succeeds in time and in memory."""
+        limit = (
+            (lambda: resource.setrlimit(resource.RLIMIT_AS, (32 << 30, resource.RLIM_INFINITY)))
+            if ("asan" not in command[0])
+            else None
+        )
+        try:
+            told = subprocess.run(
+                command, cwd=self.folder, capture_output=True, timeout=seconds, preexec_fn=limit,
+                env={**os.environ, **environment},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return False
+        return told.returncode == 0
+
+    def object(self, kind: str, source: str, state: str) -> str:
+        return f"build/{kind}/{state}/{source.replace('/', '_')}.o"
+
+    def compile(self, kind: str, source: str, state: str) -> bool:
+        out = self.object(kind, source, state)
+        (self.folder / out).parent.mkdir(parents=True, exist_ok=True)
+        flags = FLAGS + (SANITIZE if kind == "asan" else []) + ["-Itests/c"]
+        return self.run(["gcc", *flags, "-c", source, "-o", out])
+
+    def touched(self, edit: Edit) -> list[str]:
+        """Sources to compile again; of the levels only the one that is tested."""
+        level = f"csrc/cpu/level_{LEVEL}.c"
+        if edit.path.endswith(".c"):
+            return [edit.path]
+        if "/cpu/" in edit.path:
+            return [level] + [x for x in self.programs if edit.path.endswith("half.h")]
+        return [x for x in self.sources if "level_" not in x] + [level] + self.programs
+
+    def link_and_test(self, kind: str, touched: list[str]) -> str:
+        """The C test that fails, or ""."""
+        core = [self.object(kind, x, "new" if x in touched else "clean")
+                for x in self.sources if not x.endswith(BORDER)]  # fmt: skip
+        for program in self.programs:
+            own = self.object(kind, program, "new" if program in touched else "clean")
+            out = f"build/{kind}/{Path(program).stem}"
+            flags = SANITIZE if kind == "asan" else []
+            if not self.run(["gcc", *flags, own, *core, "-o", out, "-pthread", "-lm", "-ldl"]):
+                return "link"
+            if not self.run([out], 90, ASAN_OPTIONS="detect_leaks=0", H2O_TEST_LEVEL=LEVEL):
+                return f"{kind} {Path(program).stem}"
+        return ""
+
+    def python(self, touched: list[str]) -> str:
+        """tests/core if a test in there fails, or ""."""
+        objects = [
+            self.object("plain", x, "new" if x in touched else "clean") for x in self.sources
+        ]
+        out = f"h2o/_core{ENDING}"
+        if not self.run(["gcc", "-shared", *objects, "-o", out, "-pthread", "-lm", "-ldl"]):
+            return "link"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-m",
+            "not slow",
+            *FIRST,
+            "tests/core",
+        ]
+        return (
+            ""
+            if self.run(command, 400, H2O_CPU=LEVEL, PYTHONPATH=str(self.folder))
+            else "tests/core"
+        )
+
+    def judge(self, edit: Edit) -> str:
+        """What notices an edit first, or ""."""
+        path = self.folder / edit.path
+        text = path.read_text()
+        lines = text.splitlines(keepends=True)
+        assert lines[edit.line - 1].rstrip("\n") == edit.before
+        lines[edit.line - 1] = edit.after + "\n"
+        path.write_text("".join(lines))
+        try:
+            touched = self.touched(edit)
+            if not all(self.compile("plain", x, "new") for x in touched):
+                return "compiler"
+            border = edit.path.endswith(BORDER)
+            if not border and (failed := self.link_and_test("plain", touched)):
+                return failed
+            if not border and all(self.compile("asan", x, "new") for x in touched):
+                if failed := self.link_and_test("asan", touched):
+                    return failed
+            return self.python(touched)
+        finally:
+            path.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--edits", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="the end of a path")
+    parser.add_argument("--log", type=Path, help="write all edits as JSON")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th edit from the i-th on")
+    told = parser.parse_args()
+    part, parts = map(int, told.part.split("/"))
+    edits = draw(told.edits, told.seed, told.only)[part::parts]
+    with tempfile.TemporaryDirectory() as folder:
+        workshop = Workshop(Path(folder))
+        for number, edit in enumerate(edits):
+            edit.caught = "" if edit.reason else workshop.judge(edit)
+            print(
+                f"{number:4} {edit.path}:{edit.line} {edit.caught or edit.reason or 'SURVIVED'}",
+                flush=True,
+            )
+            if not edit.caught:
+                print(f"     - {edit.before.strip()}\n     + {edit.after.strip()}", flush=True)
+            if told.log:
+                told.log.write_text(json.dumps([asdict(x) for x in edits[: number + 1]], indent=1))
+    alive = [x for x in edits if not x.caught]
+    for what, count in Counter(x.caught or x.reason or "SURVIVED" for x in edits).most_common():
+        print(f"{count:5} {what}")
+    open_ = sum(not x.reason for x in alive)
+    print(f"{open_} of {len(edits)} survive unexplained, {len(alive) - open_} can change no answer")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""`h2o analyze`: its files, and its page in a real browser."""
+
+import base64
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from h2o import cli
+from tests import browser
+from tests.test_cli import DEADLINE, h2o, tiny  # noqa: F401
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+TEXT = "".join(chr(97 + i * i % 7) for i in range(150)) + "\n</script><b>Grüße & 北京</b> $data\n"
+
+
+@pytest.fixture(scope="module")
+def written(tiny, tmp_path_factory):  # noqa: F811
+    """(path of the page, what was printed)"""
+    folder = tmp_path_factory.mktemp("analysis")
+    (folder / "text.txt").write_text(TEXT, "utf-8")
+    page = folder / "out" / "page.html"
+    done = h2o("analyze", "--model", tiny, "--text", str(folder / "text.txt"), "--output",
+               str(page), "--heavy", "12", "--recent", "0.1", "--removal-tokens", "100",
+               "--compare", "robust:0.2,local:0.2", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return page, done
+
+
+@pytest.fixture(scope="module")
+def content(written):
+    """What the page's script reads."""
+    text = written[0].read_text("utf-8")
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_files(written):
+    page, done = written
+    folder = page.with_suffix("")
+    pictures = {path.stem for path in folder.glob("*.png")}
+    from h2o.analysis.figures import FIGURES
+
+    assert pictures == set(FIGURES)
+    numbers = json.loads((folder / "numbers.json").read_text())
+    printed = json.loads(done.stdout)
+    assert printed == {name: numbers[name] for name in printed}
+    assert numbers["text"] == "text.txt"
+    assert len(numbers["observations"]) == 6
+    assert len(numbers["retained_mass"]) == 3
+    assert len(numbers["heavy_hitters"]["1"]["all"]) == 20
+    assert numbers["heavy_hitters"]["1"].keys() == {"all", "0", "1"}
+    assert {x["tokens"] for x in numbers["removal"]} == {100}
+    assert not list(page.parent.glob("*.tmp"))
+    assert "written" in done.stderr
+
+
+def test_frames_on_disk(written):
+    pandas = pytest.importorskip("pandas")
+    folder = written[0].with_suffix("")
+    keys = pandas.read_csv(folder / "keys.csv.gz")
+    assert len(keys) == 2 * 2 * len(TEXT.encode())
+    assert len(pandas.read_csv(folder / "heads.csv")) == 8
+
+
+def test_page_is_one_file_that_asks_for_nothing(written):
+    text = written[0].read_text("utf-8")
+    assert "default-src 'none'" in text
+    assert not re.search(r'(?:src|href)="(?!data:|#)', text)
+    assert "http:" not in text
+    assert "https:" not in text
+    assert text.count("<script") == 2
+    assert not re.search(r"\$[a-z]+", text[: text.index('id="data"')])
+    assert len(re.findall(r'<img alt="[^"]{20,}"', text)) == 10
+
+
+def test_page_has_the_text_and_the_numbers(written, content, tiny):  # noqa: F811
+    assert "".join(content["tokens"]) == TEXT
+    import h2o
+    from h2o import models
+
+    model, tokenizer = models.load(tiny)
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    a = h2o.analyze(model, **inputs, heavy=12, recent=0.1)
+    n = len(a)
+    scores = np.frombuffer(base64.b64decode(content["scores"]), "<f2").reshape(2, 4, n)
+    left = np.frombuffer(base64.b64decode(content["evicted_at"]), "<u2").reshape(2, 2, n)
+    for index, layer in enumerate(a.layers):
+        np.testing.assert_allclose(scores[index], a.scores(layer, "query"), rtol=2e-3, atol=1e-4)
+        assert np.array_equal(left[index], a.evicted_at(layer))
+
+
+def test_mistakes(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
+    def error(*arguments, code):
+        if code == 2:
+            with pytest.raises(SystemExit, match="2"):
+                cli.main(["analyze", *arguments])
+        else:
+            assert cli.main(["analyze", *arguments]) == code
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert "cannot read nowhere.txt" in error("--text", "nowhere.txt", code=2)
+    assert "--tokens: must be at least 1" in error("--tokens", "0", code=2)
+    assert "--removal-tokens" in error("--removal-tokens", "2", code=2)
+    short = tmp_path / "short"
+    short.write_text("ab")
+    page = str(tmp_path / "page.html")
+    assert "at least 3" in error("--model", tiny, "--text", str(short), "--output", page, code=1)
+    assert "no cache" in error("--compare", "mask-global:0.1+0.1", "--output", page, code=1)
+    assert "wanted a name such as" in error("--output", str(tmp_path / "page"), code=1)
+    # A folder of this name cannot be made; said before the model is loaded.
+    wrong = error("--model", "nowhere", "--output", f"{short}.html", code=1)
+    assert "name another output folder" in wrong
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'h2o-kv[analysis]'" in error("--model", tiny, code=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.find() is None, reason="no Chromium here")
+@pytest.mark.timeout(DEADLINE)
+def test_in_a_browser(written, content, tmp_path):
+    """By keyboard alone, without network, as wide as a desk's and a phone's screen."""
+    n = len(content["tokens"])
+    with browser.browser(tmp_path) as page:
+        for width, phone in ((1280, False), (390, True), (320, True)):
+            page.open(written[0], width, 844, phone)
+            assert page.run("document.documentElement.scrollWidth") == width
+            assert page.run("[...document.images].every(x => x.naturalWidth > 300)")
+        page.open(written[0])
+        assert page.run("document.getElementById('words').textContent") == TEXT
+        focus = "document.activeElement.id || document.activeElement.className"
+
+        def tab_to(wanted):
+            for _ in range(20):
+                page.press("Tab")
+                if page.run(focus) == wanted:
+                    return
+            raise AssertionError(f"{wanted} cannot be reached by Tab")
+
+        def status():
+            return page.run("document.getElementById('status').textContent")
+
+        def shades():
+            return page.run("[...document.querySelectorAll('#words span')].map(x => "
+                            "x.style.background + x.className).join()")  # fmt: skip
+
+        page.press("Tab")
+        assert page.run(focus) == "skip"
+        seen = {shades()}
+        for control, key, says in (
+            ("layer", "ArrowDown", "Layer 1, all heads"),
+            ("head", "ArrowDown", "Layer 1, key/value head 0"),
+            ("at", "Home", "token 0 sees 1 of 1 keys"),
+            ("at", "ArrowRight", "token 1 sees 2 of 2 keys"),
+            ("token", "ArrowUp", "Token 1, "),
+        ):
+            if page.run(focus) != control:
+                tab_to(control)
+            page.press(key)
+            assert says in status()
+            assert shades() not in seen
+            seen.add(shades())
+        place = "document.querySelectorAll('#words span')[40]"
+        page.run(f"{place}.click()")
+        assert "Token 40, " in status()
+        assert page.run("document.getElementById('token').value") == "40"
+        page.run("at.value = at.max; at.dispatchEvent(new Event('input'))")
+        left = np.frombuffer(base64.b64decode(content["evicted_at"]), "<u2").reshape(2, 2, n)
+        held = int((left[1, 0] > n - 1).sum())
+        assert f"token {n - 1} sees {held} of {n} keys" in status()
+        assert page.run("document.querySelectorAll('#words .gone').length") == n - held
+        scores = np.frombuffer(base64.b64decode(content["scores"]), "<f2").reshape(2, 4, n)
+        best = scores[1, :2].astype(float).sum(0).argmax()
+        assert page.run("document.querySelector('#best tbody td').textContent") == str(best)
+        assert page.problems == []

@@ -1,0 +1,62 @@
+"""What a type checker and an editor see of h2o in a user's script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import h2o
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("x")
+cache: h2o.H2OCache = h2o.H2OCache(model.config, heavy=256, recent=256)
+reveal_type(cache.report().total.mass_evicted)
+with h2o.patched(model, heavy=0.1) as patch:
+    reveal_type(patch.cache)
+with h2o.simulated(model, h2o.H2OConfig(heavy=4)) as simulation:
+    reveal_type(simulation.layers())
+reveal_type(h2o.supports(model.config))
+h2o.enable(model).undo()
+{mistake}
+"""
+
+# Their own types take a minute, and are not ours to test.
+CONFIG = """
+[mypy]
+strict = True
+[mypy-torch.*,transformers.*,numpy.*]
+follow_imports = skip
+[mypy-h2o.*]
+follow_imports = silent
+"""
+
+
+def check(folder, mistake=""):
+    (folder / "script.py").write_text(SCRIPT.format(mistake=mistake))
+    (folder / "mypy.ini").write_text(CONFIG)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "script.py"],
+        cwd=folder, text=True, capture_output=True, check=False, timeout=300,
+        env={**os.environ, "MYPYPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def test_strict_types(tmp_path):
+    pytest.importorskip("mypy")
+    code, out = check(tmp_path)
+    assert code == 0, out
+    assert [line.partition('type is "')[2].rstrip('"') for line in out.splitlines()[:4]] == [
+        "float",
+        "h2o.hf.cache.H2OCache | None",
+        "list[int]",
+        "h2o.hf.support.Support",
+    ]
+    code, out = check(tmp_path, "h2o.H2OCash")
+    assert code == 1
+    assert 'has no attribute "H2OCash"' in out

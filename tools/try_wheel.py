@@ -1,0 +1,77 @@
+"""Installs a wheel where nothing else is, not even a compiler, and runs the core's tests there.
+
+    python tools/try_wheel.py [--numpy 2.0.0] WHEEL [PYTHON ...]
+
+PYTHON is the command of an interpreter, by default this one; that of another machine may run in an
+emulator: qemu-aarch64-static -L ROOT ROOT/usr/bin/python3. What is installed is chosen by this
+interpreter's pip, which must be new enough to know PYTHON (free-threaded: 24.1). Pass an sdist to
+test that too: it is built by that interpreter, in a folder with a space in its name, with the
+compiler that CC names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--numpy", help="its version; default: the newest")
+    parser.add_argument("python", nargs=argparse.REMAINDER, default=[])
+    arguments = parser.parse_args()
+    command, *rest = arguments.python or [sys.executable]
+    *emulator, interpreter = [shutil.which(command) or command, *rest]
+    # What pip --python runs: this environment's pip, which sees nothing else of it.
+    pip = Path(importlib.util.find_spec("pip").origin).with_name("__pip-runner__.py")
+    with tempfile.TemporaryDirectory(prefix="h2o wheel ") as name:
+        folder = Path(name)
+        kept = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+        here = {"PATH": str(folder / "env/bin"), "HOME": name, **kept}
+
+        def python(*command: object, environment: dict[str, str] | None = None) -> None:
+            words = [*emulator, folder / "env/bin/python", *command]
+            subprocess.run(list(map(str, words)), check=True, cwd=folder, env=environment or here)
+
+        environment = [*emulator, interpreter, "-m", "venv", "--without-pip", folder / "env"]
+        subprocess.run(list(map(str, environment)), check=True)
+        if emulator:  # for tests that start another interpreter
+            started = folder / "env/bin/emulated"
+            words = shlex.join([*emulator, str(folder / "env/bin/python")])
+            started.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+            started.chmod(0o755)
+            (packages,) = folder.glob("env/lib/python*/site-packages")
+            setting = f"import sys; sys.executable = {str(started)!r}\n"
+            (packages / "emulated.pth").write_text(setting)
+        install = [pip, "install", "--quiet", "--no-warn-script-location", "--only-binary", ":all:"]
+        numpy = f"numpy=={arguments.numpy}" if arguments.numpy else "numpy"
+        wheel = arguments.wheel.resolve()
+        if wheel.suffix == ".whl":
+            python(*install, wheel, numpy, *TEST_TOOLS)
+        else:
+            python(*install, numpy, *TEST_TOOLS, "setuptools>=77")
+            shutil.unpack_archive(wheel, folder / "source")
+            (source,) = (folder / "source").iterdir()
+            build = [pip, "install", "--quiet", "--no-build-isolation", "--no-deps", source]
+            python(*build, environment={**os.environ, "H2O_WERROR": "1"})
+        shutil.copytree(ROOT / "tests", folder / "tests")
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        python("-m", "h2o", "info")
+        left_out = ["-k", "not no_memory"] if emulator else []  # qemu has no limit of memory
+        python(*"-m pytest -q -p no:cacheprovider tests/core -m".split(), "not slow", *left_out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
