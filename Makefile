@@ -97,7 +97,7 @@ balance: ## how well work spreads over 2 to 64 lanes, counted; fails below what 
 
 test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user-static
 	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \
-		EMULATOR="env H2O_TEST_LEVEL=neon qemu-aarch64-static -L /usr/aarch64-linux-gnu"
+		EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=neon H2O_TEST_EMULATED=1 qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
 SANITIZE := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all
 SANITIZED = cd build/asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
