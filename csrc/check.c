@@ -27,7 +27,7 @@ enum {
 
 typedef struct {
     h2o_view *view;
-    const char *letters; /* one for each dimension; a digit stands for itself */
+    const char *letters; /* one for each dimension; a digit stands for itself, + for G + 1 */
     h2o_dtype dtype;     /* H2O_NONE: the floating dtype of the call */
     unsigned flags;
 } rule;
@@ -69,6 +69,7 @@ static const char *shape_text(const h2o_view *view, char text[100]) {
     return text;
 }
 
+/* NULL for what is no letter. T shares the place of S: a store has one of them. */
 static int64_t *size_of(h2o_dims *dims, char letter) {
     switch (letter) {
     case 'B':
@@ -80,6 +81,7 @@ static int64_t *size_of(h2o_dims *dims, char letter) {
     case 'Q':
         return &dims->Q;
     case 'S':
+    case 'T':
         return &dims->S;
     case 'D':
         return &dims->D;
@@ -92,7 +94,9 @@ static int64_t *size_of(h2o_dims *dims, char letter) {
 static const char *letters_text(const char *letters, h2o_dims *dims, char text[160]) {
     int used = snprintf(text, 160, "[");
     for (int i = 0; letters[i] != '\0'; i++) {
-        used += snprintf(text + used, 160 - (size_t)used, "%s%c", i > 0 ? ", " : "", letters[i]);
+        const char letter[2] = {letters[i], '\0'};
+        used += snprintf(text + used, 160 - (size_t)used, "%s%s", i > 0 ? ", " : "",
+                         letter[0] == '+' ? "G + 1" : letter);
     }
     used += snprintf(text + used, 160 - (size_t)used, "]");
     const char *joint = " with";
@@ -125,8 +129,9 @@ static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
     for (int32_t i = 0; i < view->ndim; i++) {
         const char letter = rule->letters[i];
         const int64_t got = view->shape[i];
+        const int64_t number = letter == '+' ? dims->G + 1 : letter - '0';
         int64_t *size = size_of(dims, letter);
-        if (size == NULL ? got != letter - '0' : *size != 0 && got != *size) {
+        if (size == NULL ? got != number : *size != 0 && got != *size) {
             return fail_shape(rule, dims, error);
         }
         if (got < 1 || got > INT32_MAX) {
@@ -356,44 +361,45 @@ static int check_norms(const h2o_view *norms, bool value_weighted, h2o_error *er
 
 /* ---- Operations -------------------------------------------------------- */
 
-enum { RULES_OF_SLOTS = 9 };
+/* What attend needs of the slots comes first: it writes to their scores only. */
+enum { STORED_RULES = 5, RULES_OF_SLOTS = 10 };
 
-static void slot_rules(h2o_slots *slots, rule rules[RULES_OF_SLOTS]) {
+static const char *budget_letters(const h2o_view *budget) {
+    return budget->ndim == 3 ? "BG2" : "B2";
+}
+
+static void slot_rules(h2o_slots *slots, unsigned written, rule rules[RULES_OF_SLOTS]) {
+    const bool uneven = h2o_given(&slots->starts);
+    const char *const rows = uneven ? "BTD" : "BGSD", *const numbers = uneven ? "BT" : "BGS";
     const rule all[RULES_OF_SLOTS] = {
-        {&slots->keys, "BGSD", H2O_NONE, WRITTEN | DENSE},
-        {&slots->values, "BGSD", H2O_NONE, WRITTEN | DENSE},
-        {&slots->scores, "BGS", H2O_F32, WRITTEN | DENSE},
-        {&slots->positions, "BGS", H2O_I32, WRITTEN | DENSE},
+        {&slots->keys, rows, H2O_NONE, written | DENSE},
+        {&slots->values, rows, H2O_NONE, written | DENSE},
+        {&slots->scores, numbers, H2O_F32, WRITTEN | DENSE},
+        {&slots->positions, numbers, H2O_I32, written | DENSE},
+        {&slots->starts, "+", H2O_I32, OPTIONAL},
         {&slots->free, "BG", H2O_I32, WRITTEN},
         {&slots->lengths, "B", H2O_I64, WRITTEN},
-        {&slots->budget, "B2", H2O_I32, 0},
+        {&slots->budget, budget_letters(&slots->budget), H2O_I32, 0},
         {&slots->lost, "BG", H2O_F64, WRITTEN},
-        {&slots->norms, "BGS", H2O_F32, OPTIONAL | WRITTEN | DENSE},
+        {&slots->norms, numbers, H2O_F32, OPTIONAL | WRITTEN | DENSE},
     };
     memcpy(rules, all, sizeof all);
 }
 
 int h2o_check_attend(h2o_attend_params *params, h2o_error *error) {
-    h2o_slots *slots = &params->slots;
-    const rule rules[] = {
-        {&params->query, "BHQD", H2O_NONE, 0},
-        {&params->keys, "BGQD", H2O_NONE, 0},
-        {&params->values, "BGQD", H2O_NONE, 0},
-        {&params->mask, "BQ", H2O_U8, OPTIONAL},
-        {&params->out, "BQHD", H2O_NONE, WRITTEN},
-        {&params->scores, "BGQ", H2O_F32, WRITTEN},
-        {&slots->keys, "BGSD", H2O_NONE, DENSE},
-        {&slots->values, "BGSD", H2O_NONE, DENSE},
-        {&slots->scores, "BGS", H2O_F32, WRITTEN | DENSE},
-        {&slots->positions, "BGS", H2O_I32, DENSE},
+    rule rules[6 + RULES_OF_SLOTS] = {
+        {&params->query, "BHQD", H2O_NONE, 0},     {&params->keys, "BGQD", H2O_NONE, 0},
+        {&params->values, "BGQD", H2O_NONE, 0},    {&params->mask, "BQ", H2O_U8, OPTIONAL},
+        {&params->out, "BQHD", H2O_NONE, WRITTEN}, {&params->scores, "BGQ", H2O_F32, WRITTEN},
     };
+    slot_rules(&params->slots, 0, rules + 6);
     int status;
     params->dims = (h2o_dims){0};
     if ((status = check_logits(params->scale, params->softcap, error)) ||
         (status = check_decay(params->decay, error))) {
         return status;
     }
-    return check_tensors(rules, params->has_slots ? 10 : 6, &params->dims, error);
+    return check_tensors(rules, params->has_slots ? 6 + STORED_RULES : 6, &params->dims, error);
 }
 
 int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
@@ -403,7 +409,7 @@ int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
         {&params->scores, "BGQ", H2O_F32, 0},
         {&params->mask, "BQ", H2O_U8, OPTIONAL},
     };
-    slot_rules(&params->slots, rules + 4);
+    slot_rules(&params->slots, WRITTEN, rules + 4);
     int status;
     params->dims = (h2o_dims){0};
     if ((status = check_policy(&params->policy, error)) ||
@@ -419,7 +425,7 @@ int h2o_check_step(h2o_step_params *params, h2o_error *error) {
         {&params->value, "BG1D", H2O_NONE, 0},     {&params->mask, "B1", H2O_U8, OPTIONAL},
         {&params->out, "B1HD", H2O_NONE, WRITTEN},
     };
-    slot_rules(&params->slots, rules + 5);
+    slot_rules(&params->slots, WRITTEN, rules + 5);
     int status;
     params->dims = (h2o_dims){0};
     if ((status = check_logits(params->scale, params->softcap, error)) ||
@@ -432,10 +438,11 @@ int h2o_check_step(h2o_step_params *params, h2o_error *error) {
 }
 
 int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error) {
+    h2o_view *const budget = &params->budget;
     const rule rules[] = {
         {&params->query, "BHQD", H2O_NONE, 0},      {&params->keys, "BGQD", H2O_NONE, 0},
         {&params->values, "BGQD", H2O_NONE, 0},     {&params->mask, "BQ", H2O_U8, OPTIONAL},
-        {&params->prompt, "B", H2O_I32, 0},         {&params->budget, "B2", H2O_I32, 0},
+        {&params->prompt, "B", H2O_I32, 0},         {budget, budget_letters(budget), H2O_I32, 0},
         {&params->out, "BQHD", H2O_NONE, WRITTEN},  {&params->evicted_at, "BGQ", H2O_I32, WRITTEN},
         {&params->scores, "BGQ", H2O_F32, WRITTEN},
     };

@@ -8,12 +8,13 @@
 
 #include <inttypes.h>
 #include <stddef.h>
+#include <stdio.h>
 
 /* ---- Reading ----------------------------------------------------------- */
 
 /* One load each: a compiler may not read again what the caller may have changed. */
-static int32_t i32_at(const h2o_view *view, int64_t i, int64_t j) {
-    return __atomic_load_n((const int32_t *)h2o_at(view, i, j, 0), __ATOMIC_RELAXED);
+static int32_t i32_at(const h2o_view *view, int64_t i, int64_t j, int64_t k) {
+    return __atomic_load_n((const int32_t *)h2o_at(view, i, j, k), __ATOMIC_RELAXED);
 }
 
 static int64_t i64_at(const h2o_view *view, int64_t i) {
@@ -70,20 +71,62 @@ static void count_tokens(const memory_parts *parts, const h2o_dims *dims, const 
 
 /* ---- Judging ----------------------------------------------------------- */
 
-static int count_budget(const h2o_view *budget, int64_t b, const h2o_policy *policy, h2o_head *head,
-                        h2o_error *error) {
-    const int32_t heavy = i32_at(budget, b, 0), recent = i32_at(budget, b, 1);
-    if (heavy < 0 || recent < 0) {
-        return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is (%d, %d), wanted at least 0",
-                        budget->name, b, (int)heavy, (int)recent);
+/* "[b]" where a row's heads have one budget, "[b, g]" where each has its own. */
+static const char *budget_index(const h2o_view *budget, int64_t b, int64_t g, char text[48]) {
+    const bool own = budget->ndim == 3;
+    snprintf(text, 48, own ? "[%" PRId64 ", %" PRId64 "]" : "[%" PRId64 "]", b, g);
+    return text;
+}
+
+static int count_budget(const h2o_view *budget, int64_t b, int64_t g, const h2o_policy *policy,
+                        h2o_head *head, h2o_error *error) {
+    const bool own = budget->ndim == 3;
+    char index[48];
+    head->heavy = own ? i32_at(budget, b, g, 0) : i32_at(budget, b, 0, 0);
+    head->recent = own ? i32_at(budget, b, g, 1) : i32_at(budget, b, 1, 0);
+    if (head->heavy < 0 || head->recent < 0) {
+        return h2o_fail(error, H2O_EVALUE, "%s%s: is (%d, %d), wanted at least 0", budget->name,
+                        budget_index(budget, b, g, index), (int)head->heavy, (int)head->recent);
     }
-    *head = (h2o_head){.heavy = heavy, .recent = recent};
-    head->budget = h2o_policy_budget(policy, heavy, recent);
+    head->budget = h2o_policy_budget(policy, head->heavy, head->recent);
     if (head->budget == 0) {
         return h2o_fail(error, H2O_EVALUE,
-                        "%s[%" PRId64 "]: sinks + heavy + recent is 0, wanted at least 1 token",
-                        budget->name, b);
+                        "%s%s: sinks + heavy + recent is 0, wanted at least 1 token", budget->name,
+                        budget_index(budget, b, g, index));
     }
+    return H2O_OK;
+}
+
+/* Where each head's slots are. All rows have the same; dims->S becomes the most that
+ * any head has. */
+static int count_slots(const h2o_slots *slots, h2o_dims *dims, h2o_head *heads, h2o_error *error) {
+    const h2o_view *const starts = &slots->starts;
+    const int64_t all = dims->S;
+    int64_t most = h2o_given(starts) ? 0 : all;
+    for (int64_t g = 0; g < dims->G; g++) {
+        heads[g] = (h2o_head){.place = g, .slots = all};
+        if (h2o_given(starts)) {
+            const int64_t begin = i32_at(starts, g, 0, 0), end = i32_at(starts, g + 1, 0, 0);
+            if (begin < 0 || end <= begin || end > all) {
+                return h2o_fail(error, H2O_EVALUE,
+                                "%s[%" PRId64 "]: slots %" PRId64 "..%" PRId64
+                                ", wanted at least one of 0..%" PRId64,
+                                starts->name, g, begin, end - 1, all - 1);
+            }
+            heads[g].place = begin;
+            heads[g].slots = end - begin;
+            most = heads[g].slots > most ? heads[g].slots : most;
+            if (g > 0 && begin < heads[g - 1].place + heads[g - 1].slots) {
+                return h2o_fail(error, H2O_EVALUE,
+                                "%s: heads %" PRId64 " and %" PRId64 " share slots, wanted none",
+                                starts->name, g - 1, g);
+            }
+        }
+    }
+    for (int64_t i = dims->G; i < dims->B * dims->G; i++) {
+        heads[i] = heads[i % dims->G];
+    }
+    dims->S = most;
     return H2O_OK;
 }
 
@@ -104,7 +147,7 @@ static int count_row(const h2o_slots *slots, const h2o_policy *policy, const h2o
     int status = count_length(&slots->lengths, b, row, error);
     for (int64_t g = 0; g < dims->G && status == H2O_OK; g++) {
         h2o_head *const head = &parts->heads[b * dims->G + g];
-        status = count_budget(&slots->budget, b, policy, head, error);
+        status = count_budget(&slots->budget, b, g, policy, head, error);
         head->held = h2o_policy_held(head->budget, row->length);
     }
     return status;
@@ -112,11 +155,12 @@ static int count_row(const h2o_slots *slots, const h2o_policy *policy, const h2o
 
 /* Slots 0..held hold what lengths and budget say: otherwise evict would have more
  * keys than are to stay. */
-static int check_filled(const h2o_slots *slots, const h2o_dims *dims, int64_t b, int64_t g,
-                        int64_t held, h2o_error *error) {
-    const int32_t *const positions = h2o_at(&slots->positions, b, g, 0); /* [S] */
+static int check_filled(const h2o_slots *slots, int64_t b, int64_t g, const h2o_head *head,
+                        h2o_error *error) {
+    const int32_t *const positions = h2o_at(&slots->positions, b, head->place, 0); /* [slots] */
+    const int64_t held = head->held;
     int64_t filled = 0, early = 0;
-    for (int64_t s = 0; s < dims->S; s++) {
+    for (int64_t s = 0; s < head->slots; s++) {
         filled += positions[s] >= 0;
         early += positions[s] >= 0 && s <= held;
     }
@@ -134,39 +178,39 @@ static int check_filled(const h2o_slots *slots, const h2o_dims *dims, int64_t b,
 
 int h2o_count_attend(h2o_attend_params *params, void *memory, h2o_error *error) {
     const memory_parts parts = divide(memory, &params->dims);
-    (void)error;
     count_tokens(&parts, &params->dims, &params->mask);
-    params->counts = (h2o_counts){.rows = parts.rows};
-    return H2O_OK;
+    params->counts = (h2o_counts){.rows = parts.rows, .heads = parts.heads};
+    if (!params->has_slots) return H2O_OK;
+    return count_slots(&params->slots, &params->dims, parts.heads, error);
 }
 
 int h2o_count_evict(h2o_evict_params *params, void *memory, h2o_error *error) {
-    const h2o_dims *const dims = &params->dims;
+    h2o_dims *const dims = &params->dims;
     const h2o_slots *const slots = &params->slots;
     const memory_parts parts = divide(memory, dims);
     count_tokens(&parts, dims, &params->mask);
-    for (int64_t b = 0; b < dims->B; b++) {
-        int status = count_row(slots, &params->policy, dims, b, &parts, error);
+    int status = count_slots(slots, dims, parts.heads, error);
+    for (int64_t b = 0; b < dims->B && status == H2O_OK; b++) {
+        status = count_row(slots, &params->policy, dims, b, &parts, error);
         for (int64_t g = 0; g < dims->G && status == H2O_OK; g++) {
             const h2o_head *const head = &parts.heads[b * dims->G + g];
             const int64_t keeps = h2o_policy_held(head->budget, head->held + parts.rows[b].tokens);
-            if (keeps > dims->S) {
+            if (keeps > head->slots) {
                 return h2o_fail(error, H2O_EVALUE,
                                 "%s: has %" PRId64 " slots, but row %" PRId64 " is to keep %" PRId64
                                 " tokens; make larger slots",
-                                slots->keys.name, dims->S, b, keeps);
+                                slots->keys.name, head->slots, b, keeps);
             }
-            status = check_filled(slots, dims, b, g, head->held, error);
+            status = check_filled(slots, b, g, head, error);
         }
-        if (status != H2O_OK) return status;
     }
     params->counts = (h2o_counts){.rows = parts.rows, .heads = parts.heads};
-    return H2O_OK;
+    return status;
 }
 
 static int count_free(const h2o_slots *slots, int64_t b, int64_t g, h2o_head *head,
                       h2o_error *error) {
-    const int32_t free_slot = i32_at(&slots->free, b, g);
+    const int32_t free_slot = i32_at(&slots->free, b, g, 0);
     head->free = free_slot;
     if (free_slot < 0 || free_slot > head->held) {
         return h2o_fail(error, H2O_EVALUE,
@@ -178,26 +222,26 @@ static int count_free(const h2o_slots *slots, int64_t b, int64_t g, h2o_head *he
 }
 
 int h2o_count_step(h2o_step_params *params, void *memory, h2o_error *error) {
-    const h2o_dims *const dims = &params->dims;
+    h2o_dims *const dims = &params->dims;
     const h2o_slots *const slots = &params->slots;
     const memory_parts parts = divide(memory, dims);
     count_tokens(&parts, dims, &params->mask);
-    for (int64_t b = 0; b < dims->B; b++) {
-        int status = count_row(slots, &params->policy, dims, b, &parts, error);
+    int status = count_slots(slots, dims, parts.heads, error);
+    for (int64_t b = 0; b < dims->B && status == H2O_OK; b++) {
+        status = count_row(slots, &params->policy, dims, b, &parts, error);
         for (int64_t g = 0; g < dims->G && status == H2O_OK && parts.rows[b].tokens > 0; g++) {
             h2o_head *const head = &parts.heads[b * dims->G + g];
-            if (head->held >= dims->S) {
+            if (head->held >= head->slots) {
                 return h2o_fail(error, H2O_EVALUE,
                                 "%s: all %" PRId64 " slots of row %" PRId64
                                 " are taken; make larger slots",
-                                slots->keys.name, dims->S, b);
+                                slots->keys.name, head->slots, b);
             }
             status = count_free(slots, b, g, head, error);
         }
-        if (status != H2O_OK) return status;
     }
     params->counts = (h2o_counts){.rows = parts.rows, .heads = parts.heads};
-    return H2O_OK;
+    return status;
 }
 
 /* Until the budget of some head is full nothing is evicted, however short the prompt. */
@@ -215,13 +259,15 @@ int h2o_count_simulate(h2o_simulate_params *params, void *memory, h2o_error *err
     count_tokens(&parts, dims, &params->mask);
     for (int64_t b = 0; b < dims->B; b++) {
         h2o_head *const heads = parts.heads + b * dims->G;
-        const int32_t prompt = i32_at(&params->prompt, b, 0);
+        const int32_t prompt = i32_at(&params->prompt, b, 0, 0);
         if (prompt < 1) {
             return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is %d, wanted at least 1",
                             params->prompt.name, b, (int)prompt);
         }
         for (int64_t g = 0; g < dims->G; g++) {
-            const int status = count_budget(&params->budget, b, &params->policy, &heads[g], error);
+            heads[g] = (h2o_head){0};
+            const int status =
+                count_budget(&params->budget, b, g, &params->policy, &heads[g], error);
             if (status != H2O_OK) return status;
         }
         parts.rows[dims->B + b] = parts.rows[b];

@@ -204,8 +204,8 @@ static int take_capsule(PyObject *capsule, h2o_loan_entry *entry) {
         }
     }
     if (!PyCapsule_CheckExact(capsule)) {
-        PyErr_Format(PyExc_TypeError, "%s: __dlpack__ gave a %s, wanted a DLPack capsule",
-                     argument, h2o_type_name(capsule).text);
+        PyErr_Format(PyExc_TypeError, "%s: __dlpack__ gave a %s, wanted a DLPack capsule", argument,
+                     h2o_type_name(capsule).text);
         return -1;
     }
     const char *name = PyCapsule_GetName(capsule);

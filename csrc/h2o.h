@@ -15,6 +15,7 @@
  * Shape letters, used at every pointer:
  *   B batch rows    H query heads   G key/value heads   R = H / G
  *   Q new tokens    S slots         D head dimension    N tokens of a text
+ *   T slots of all heads of a row
  */
 #ifndef H2O_H
 #define H2O_H
@@ -94,11 +95,15 @@ static inline void *h2o_at(const h2o_view *view, int64_t a, int64_t b, int64_t c
  * Those that an operation does not have are 0. */
 typedef struct {
     int64_t B, H, G, R, Q, S, D;
-} h2o_dims;
+} h2o_dims; /* S: of a head with the most, once the counts are there */
 
 /* ---- State and policy -------------------------------------------------- */
 
 /* What one layer holds. A token's slot is its index on axis S.
+ *
+ * Heads may have numbers of slots of their own: then starts is given, a row's
+ * slots lie one head after the other on one axis T, those of head g are
+ * starts[g]..starts[g+1]-1 of it, and [B,G,S...] below reads [B,T...].
  *
  * Invariants, for a row b that has seen lengths[b] real tokens and whose
  * budget is k = sinks + heavy + recent: held = min(lengths[b], k) slots are
@@ -112,10 +117,11 @@ typedef struct {
     h2o_view positions; /* [B,G,S] i32, index in the row without pads, -1 empty */
     h2o_view free;      /* [B,G] i32, the slot that the next token takes */
     h2o_view lengths;   /* [B] i64, real tokens that the row has seen */
-    h2o_view budget;    /* [B,2] i32: heavy, recent */
+    h2o_view budget;    /* [B,2] or [B,G,2] i32: heavy, recent */
     h2o_view lost;      /* [B,G] f64, sum of the scores of evicted keys */
     h2o_view norms;     /* [B,G,S] f32, L2 norm of each value; given exactly
                            when the policy is value_weighted */
+    h2o_view starts;    /* [G+1] i32, optional */
 } h2o_slots;
 
 typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1 } h2o_rank_by;
@@ -138,8 +144,10 @@ typedef struct {
     const int32_t *columns; /* [tokens] where they stand on axis Q; NULL: 0, 1, 2, ... */
 } h2o_row;
 
-/* One of its key/value heads; not filled in by attend. */
+/* One of its key/value heads. attend fills in only where the slots are. */
 typedef struct {
+    int64_t place; /* index on the second axis of the store where its slots begin */
+    int64_t slots; /* how many */
     int32_t heavy, recent;
     int64_t budget; /* k */
     int64_t held;   /* slots 0..held of the store, one of them empty, are in use */
@@ -167,7 +175,7 @@ typedef struct {
     h2o_view keys;   /* [B,G,Q,D] new keys */
     h2o_view values; /* [B,G,Q,D] new values */
     h2o_view mask;   /* [B,Q] u8, optional */
-    bool has_slots;  /* slots.keys, values, scores and positions are given */
+    bool has_slots;  /* slots.keys, values, scores and positions, and starts if need be */
     h2o_slots slots;
     h2o_view out;    /* [B,Q,H,D], 0 where the query is a pad */
     h2o_view scores; /* [B,G,Q] f32, 0 where the key is a pad */
@@ -223,7 +231,7 @@ typedef struct {
     h2o_view values;     /* [B,G,Q,D] */
     h2o_view mask;       /* [B,Q] u8, optional */
     h2o_view prompt;     /* [B] i32, real tokens before the first eviction, >= 1 */
-    h2o_view budget;     /* [B,2] i32: heavy, recent */
+    h2o_view budget;     /* [B,2] or [B,G,2] i32: heavy, recent */
     h2o_view out;        /* [B,Q,H,D] */
     h2o_view evicted_at; /* [B,G,Q] i32 */
     h2o_view scores;     /* [B,G,Q] f32 */

@@ -99,7 +99,7 @@ static int parse_policy(PyObject *const *args, h2o_policy *policy) {
     return weighted < 0 ? -1 : 0;
 }
 
-enum { SLOTS_FIELDS = 9 };
+enum { SLOTS_FIELDS = 10 };
 
 static int require_slots(PyObject *slots) {
     if (PyTuple_Check(slots) && PyTuple_Size(slots) == SLOTS_FIELDS) return 0;
@@ -108,20 +108,23 @@ static int require_slots(PyObject *slots) {
     return -1;
 }
 
-/* The first `fields` of the tuple; the tuple keeps them alive. */
-static void loan_slots(h2o_loans *loans, PyObject *tuple, int fields, h2o_slots *slots) {
+/* What attend needs, or all of it; the tuple keeps the tensors alive. */
+static void loan_slots(h2o_loans *loans, PyObject *tuple, bool whole, h2o_slots *slots) {
     const struct {
         const char *name;
         h2o_view *view;
-    } all[SLOTS_FIELDS] = {
-        {"slots.keys", &slots->keys},     {"slots.values", &slots->values},
-        {"slots.scores", &slots->scores}, {"slots.positions", &slots->positions},
-        {"slots.free", &slots->free},     {"slots.lengths", &slots->lengths},
-        {"slots.budget", &slots->budget}, {"slots.lost", &slots->lost},
-        {"slots.norms", &slots->norms},
+        bool attended;
+    } fields[SLOTS_FIELDS] = {
+        {"slots.keys", &slots->keys, true},      {"slots.values", &slots->values, true},
+        {"slots.scores", &slots->scores, true},  {"slots.positions", &slots->positions, true},
+        {"slots.free", &slots->free, false},     {"slots.lengths", &slots->lengths, false},
+        {"slots.budget", &slots->budget, false}, {"slots.lost", &slots->lost, false},
+        {"slots.norms", &slots->norms, false},   {"slots.starts", &slots->starts, true},
     };
-    for (int i = 0; i < fields; i++) {
-        h2o_loan(loans, all[i].name, PyTuple_GetItem(tuple, i), all[i].view);
+    for (int i = 0; i < SLOTS_FIELDS; i++) {
+        if (whole || fields[i].attended) {
+            h2o_loan(loans, fields[i].name, PyTuple_GetItem(tuple, i), fields[i].view);
+        }
     }
 }
 
@@ -178,7 +181,7 @@ static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t coun
     params.has_slots = args[4] != Py_None;
     params.slots = (h2o_slots){0};
     if (params.has_slots) {
-        loan_slots(&loans, args[4], 4, &params.slots);
+        loan_slots(&loans, args[4], false, &params.slots);
     }
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
@@ -202,7 +205,7 @@ static PyObject *evict(PyObject *module, PyObject *const *args, Py_ssize_t count
     h2o_loan(&loans, "values", args[1], &params.values);
     h2o_loan(&loans, "scores", args[2], &params.scores);
     h2o_loan(&loans, "mask", args[3], &params.mask);
-    loan_slots(&loans, args[4], SLOTS_FIELDS, &params.slots);
+    loan_slots(&loans, args[4], true, &params.slots);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
         status = execute_evict(&params, &error);
@@ -228,7 +231,7 @@ static PyObject *step(PyObject *module, PyObject *const *args, Py_ssize_t count)
     h2o_loan(&loans, "key", args[1], &params.key);
     h2o_loan(&loans, "value", args[2], &params.value);
     h2o_loan(&loans, "mask", args[3], &params.mask);
-    loan_slots(&loans, args[4], SLOTS_FIELDS, &params.slots);
+    loan_slots(&loans, args[4], true, &params.slots);
     h2o_loan(&loans, "out", args[5], &params.out);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {

@@ -6,7 +6,7 @@ float32), reads them without a copy and writes its results into tensors that
 the caller owns. None of them is differentiable.
 
 Shape letters: B batch rows, H query heads, G key/value heads (H = G * R), Q
-new tokens, S slots, D head dimension.
+new tokens, S slots, T slots of all heads of a row, D head dimension.
 
 What is computed is H2O (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient
 Generative Inference of Large Language Models", NeurIPS 2023, Algorithm 1 with
@@ -37,7 +37,9 @@ No size may be 0.
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +58,10 @@ class Slots(NamedTuple):
     A slot is an index on axis S. A row that has seen `lengths[b]` tokens and may
     keep k = sinks + heavy + recent of them holds min(lengths[b], k), in the
     lowest slots, except that `free[b, g]` may be a hole among them.
+
+    Heads may have budgets of their own, and numbers of slots of their own, so that memory falls
+    with the budgets: then `starts` is given, a row's slots lie one head after the other on one
+    axis T, and keys are [B, T, D] where [B, G, S, D] stands below, scores [B, T] for [B, G, S].
     """
 
     keys: Tensor
@@ -71,16 +77,18 @@ class Slots(NamedTuple):
     lengths: Tensor
     """[B] int64: tokens that the row has seen, pads not counted"""
     budget: Tensor
-    """[B, 2] int32: heavy, recent"""
+    """[B, 2], or [B, G, 2] for heads with budgets of their own, int32: heavy, recent"""
     lost: Tensor
     """[B, G] float64: sum of the scores of evicted keys at their eviction"""
     norms: Tensor | None = None
     """[B, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
+    starts: Tensor | None = None
+    """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T"""
 
 
 def new_slots(
     keys: Tensor,
-    capacity: int,
+    capacity: int | Sequence[int],
     heavy: int = UNLIMITED,
     recent: int = 0,
     *,
@@ -88,30 +96,39 @@ def new_slots(
 ) -> Slots:
     """Empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
 
-    `capacity` is S. A row of budget k needs min(k, tokens) slots after `evict`
+    `capacity` is S, or one number for each of the G heads, which makes a store with `starts` and
+    budgets [B, G, 2]. A row of budget k needs min(k, tokens) slots after `evict`
     and one more for each `step`, k + 1 at most. `heavy` and `recent` are
     numbers of tokens, the same for every row; write into `budget` to give rows
-    their own.
+    and heads their own.
     """
     sizes = _sizes(keys)
     if sizes is None:
         raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")
-    if capacity < 1:
-        raise ValueError(f"capacity: is {capacity}, wanted at least 1: k + 1 for rows of budget k")
     B, G, _, D = sizes
-    S = capacity
-    budget = _full(keys, (B, 2), heavy, "int32")
-    budget[:, 1] = recent
+    each = [capacity] if isinstance(capacity, int) else list(capacity)
+    if min(each, default=0) < 1:
+        raise ValueError(f"capacity: is {capacity}, wanted at least 1: k + 1 for rows of budget k")
+    starts, budgets, shape = None, (B, 2), (B, G, each[0])
+    if not isinstance(capacity, int):
+        if len(each) != G:
+            raise ValueError(f"capacity: has {len(each)} numbers, wanted one for each of {G} heads")
+        starts, budgets, shape = _full(keys, (G + 1,), 0, "int32"), (B, G, 2), (B, sum(each))
+        for g, end in enumerate(itertools.accumulate(each), start=1):
+            starts[g] = end
+    budget = _full(keys, budgets, heavy, "int32")
+    budget[..., 1] = recent
     return Slots(
-        keys=_full(keys, (B, G, S, D), 0),
-        values=_full(keys, (B, G, S, D), 0),
-        scores=_full(keys, (B, G, S), 0, "float32"),
-        positions=_full(keys, (B, G, S), -1, "int32"),
+        keys=_full(keys, (*shape, D), 0),
+        values=_full(keys, (*shape, D), 0),
+        scores=_full(keys, shape, 0, "float32"),
+        positions=_full(keys, shape, -1, "int32"),
         free=_full(keys, (B, G), 0, "int32"),
         lengths=_full(keys, (B,), 0, "int64"),
         budget=budget,
         lost=_full(keys, (B, G), 0, "float64"),
-        norms=_full(keys, (B, G, S), 0, "float32") if value_weighted else None,
+        norms=_full(keys, shape, 0, "float32") if value_weighted else None,
+        starts=starts,
     )
 
 
@@ -279,7 +296,7 @@ def simulate(
         keys, values: [B, G, Q, D].
         prompt: [B] int32, at least 1: tokens (pads not counted) of the prompt.
             1 evicts from the very beginning, as in the paper's Algorithm 1.
-        budget: [B, 2] int32: heavy, recent.
+        budget: [B, 2], or [B, G, 2] for heads with budgets of their own, int32: heavy, recent.
         mask: [B, Q] bool or uint8, 0 is a pad.
         others: as in `attend` and `evict`.
 

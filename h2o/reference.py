@@ -63,10 +63,11 @@ def attend(
                 torch.zeros_like(scores[b, g, new]),
             )
             if slots is not None:
-                held = _held_slots(slots, b, g)
-                key = torch.cat([slots.keys[b, g, held], key])
-                value = torch.cat([slots.values[b, g, held], value])
-                score = torch.cat([slots.scores[b, g, held], score])
+                store = _store(slots, b, g)
+                held = _held_slots(store)
+                key = torch.cat([store.keys[held], key])
+                value = torch.cat([store.values[held], value])
+                score = torch.cat([store.scores[held], score])
             key, value, score = key.double(), value.double(), score.double()
             group = slice(g * R, (g + 1) * R)
             for seen, column in enumerate(new.tolist(), start=len(key) - len(new) + 1):
@@ -74,7 +75,7 @@ def attend(
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
                 score[:seen] = decay * score[:seen] + p.sum(0)
             if slots is not None:
-                slots.scores[b, g, held] = score[: len(held)].float()
+                store.scores[held] = score[: len(held)].float()
             scores[b, g, new] = score[len(key) - len(new) :].float()
     return out, scores
 
@@ -105,28 +106,29 @@ def evict(
         new = _real_columns(mask, b, Q, keys.device)
         before = int(slots.lengths[b])
         seen = before + len(new)
-        heavy, recent = slots.budget[b].tolist()
         for g in range(G if len(new) else 0):
-            held = _held_slots(slots, b, g)
-            position = torch.cat([slots.positions[b, g, held].long(), before + _range_like(new)])
-            score = torch.cat([slots.scores[b, g, held], scores[b, g, new]])
-            key = torch.cat([slots.keys[b, g, held], keys[b, g, new]])
-            value = torch.cat([slots.values[b, g, held], values[b, g, new]])
+            heavy, recent = _budget(slots.budget, b, g)
+            store = _store(slots, b, g)
+            held = _held_slots(store)
+            position = torch.cat([store.positions[held].long(), before + _range_like(new)])
+            score = torch.cat([store.scores[held], scores[b, g, new]])
+            key = torch.cat([store.keys[held], keys[b, g, new]])
+            value = torch.cat([store.values[held], values[b, g, new]])
             rank = score.double()
             if rank_by == "mean":
                 rank = rank / _queries(seen - 1 - position, decay)
             if value_weighted:
-                norm = torch.cat([slots.norms[b, g, held], _norms(values[b, g, new])])
+                norm = torch.cat([store.norms[held], _norms(values[b, g, new])])
                 rank = rank * norm
             stay, leave = _choose(position.tolist(), rank.tolist(), sinks, heavy, recent)
             slots.lost[b, g] += score[leave].double().sum()
-            slots.positions[b, g] = -1
-            slots.positions[b, g, : len(stay)] = position[stay].int()
-            slots.scores[b, g, : len(stay)] = score[stay]
-            slots.keys[b, g, : len(stay)] = key[stay]
-            slots.values[b, g, : len(stay)] = value[stay]
+            store.positions[:] = -1
+            store.positions[: len(stay)] = position[stay].int()
+            store.scores[: len(stay)] = score[stay]
+            store.keys[: len(stay)] = key[stay]
+            store.values[: len(stay)] = value[stay]
             if value_weighted:
-                slots.norms[b, g, : len(stay)] = norm[stay]
+                store.norms[: len(stay)] = norm[stay]
             slots.free[b, g] = len(stay)
         slots.lengths[b] = seen
 
@@ -246,21 +248,39 @@ def kept(slots: Any) -> tuple[Tensor, Tensor]:
 
     K is the largest number held by any row and head; the others are padded with -1 and 0.
     """
-    B, G, _ = slots.positions.shape
-    K = int((slots.positions >= 0).sum(-1).max())
+    B, G = slots.free.shape
+    held = [len(_held_slots(_store(slots, b, g))) for b in range(B) for g in range(G)]
+    K = max(held)
     positions = slots.positions.new_full((B, G, K), -1, dtype=torch.int64)
     scores = slots.scores.new_zeros((B, G, K))
     for b in range(B):
         for g in range(G):
-            held = _held_slots(slots, b, g)
-            positions[b, g, : len(held)] = slots.positions[b, g, held].long()
-            scores[b, g, : len(held)] = slots.scores[b, g, held]
+            store = _store(slots, b, g)
+            held = _held_slots(store)
+            positions[b, g, : len(held)] = store.positions[held].long()
+            scores[b, g, : len(held)] = store.scores[held]
     return positions, scores
 
 
-def _held_slots(slots: Any, b: int, g: int) -> Tensor:
+def _store(slots: Any, b: int, g: int) -> SimpleNamespace:
+    """Views of what one row and head holds: keys [S, D], scores [S] and so on."""
+    where: tuple[Any, ...] = (b, g)
+    if slots.starts is not None:  # the slots of all heads lie on one axis
+        where = (b, slice(int(slots.starts[g]), int(slots.starts[g + 1])))
+    names = ("keys", "values", "scores", "positions", "norms")
+    tensors = {name: getattr(slots, name) for name in names}
+    return SimpleNamespace(**{n: None if x is None else x[where] for n, x in tensors.items()})
+
+
+def _budget(budget: Tensor, b: int, g: int) -> tuple[int, int]:
+    """heavy and recent of one row and head, from [B, 2] or [B, G, 2]."""
+    heavy, recent = (budget[b] if budget.ndim == 2 else budget[b, g]).tolist()
+    return heavy, recent
+
+
+def _held_slots(store: Any) -> Tensor:
     """The filled slots of one row and head, in ascending order of position."""
-    position = slots.positions[b, g]
+    position = store.positions
     order = position.argsort(stable=True)
     return order[position[order] >= 0]
 
@@ -290,4 +310,5 @@ def _new_slots(keys: Tensor, capacity: int, budget: Tensor) -> SimpleNamespace:
         budget=budget[None],
         lost=keys.new_zeros(1, G, dtype=torch.float64),
         norms=torch.zeros_like(f32),
+        starts=None,
     )

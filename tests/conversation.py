@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h2o import ops
-from tests.inputs import Policy, Text, kept
+from tests.inputs import Policy, Text, heads, kept
 
 
 class Engine(NamedTuple):
@@ -42,7 +42,7 @@ class Conversation:
         mask: np.ndarray | None = None,
         softcap: float = 0.0,
         budget: np.ndarray | None = None,
-        capacity: int | None = None,
+        capacity: int | list[int] | None = None,
         stepwise: bool = True,
     ):
         self.do, self.policy, self.softcap, self.stepwise = (
@@ -53,7 +53,8 @@ class Conversation:
         N = self.query.shape[2]
         rows = np.array([[policy.heavy, policy.recent]]) if budget is None else budget
         if capacity is None:
-            capacity = min(N, int(rows.sum(1).max()) + policy.sinks + 1)
+            most = rows.sum(-1).max(0) + policy.sinks + 1  # of each head where they differ
+            capacity = np.minimum(most, N).tolist()
         self.slots = ops.new_slots(self.keys, capacity, value_weighted=policy.value_weighted)
         self.slots.budget[:] = engine.tensor(rows)
         self.column = 0
@@ -98,13 +99,13 @@ def as_float64(tensor: Any) -> np.ndarray:
 
 def check_slots(slots: Any, sinks: int) -> None:
     """Held slots are where `h2o.ops.Slots` says, and `free` is the one to fill."""
-    positions, free, lengths, budget = (
-        np.asarray(x) for x in (slots.positions, slots.free, slots.lengths, slots.budget)
-    )
+    positions = heads(slots, "positions", -1)
+    free, lengths, budget = (np.asarray(x) for x in (slots.free, slots.lengths, slots.budget))
     S = positions.shape[-1]
     for b, length in enumerate(lengths.tolist()):
-        held = min(length, int(budget[b].astype(np.int64).sum()) + sinks)
-        for row, hole in zip(positions[b], free[b].tolist(), strict=True):
+        for g, (row, hole) in enumerate(zip(positions[b], free[b].tolist(), strict=True)):
+            own = budget[b] if budget.ndim == 2 else budget[b, g]
+            held = min(length, int(own.astype(np.int64).sum()) + sinks)
             filled = np.flatnonzero(row >= 0)
             assert len(filled) == held
             assert np.isin(np.delete(np.arange(held + 1), hole), filled).all(), (filled, hole)

@@ -331,12 +331,24 @@ def rotate(x: np.ndarray, base: float = 10000.0) -> np.ndarray:
     return x * cos + np.concatenate([-b, a], axis=-1) * sin
 
 
+def heads(slots: Any, field: str, empty: float) -> np.ndarray:
+    """[B, G, S]: positions, scores or norms of any store; heads with fewer slots padded."""
+    tensor = np.asarray(getattr(slots, field))
+    if slots.starts is None:
+        return tensor
+    starts = np.asarray(slots.starts).tolist()
+    out = np.full((len(tensor), len(starts) - 1, np.diff(starts).max()), empty, tensor.dtype)
+    for g, (begin, end) in enumerate(itertools.pairwise(starts)):
+        out[:, g, : end - begin] = tensor[:, begin:end]
+    return out
+
+
 def kept(slots: Any) -> tuple[np.ndarray, np.ndarray]:
     """Positions [B, G, K] int64, ascending, and scores [B, G, K], padded with -1 and 0.
 
     What `cache.kept()` gives, for slots of NumPy arrays or CPU torch tensors.
     """
-    positions, scores = np.asarray(slots.positions).astype(np.int64), np.asarray(slots.scores)
+    positions, scores = heads(slots, "positions", -1).astype(np.int64), heads(slots, "scores", 0)
     K = int((positions >= 0).sum(-1).max())
     empty_last = np.where(positions < 0, np.iinfo(np.int64).max, positions)
     order = empty_last.argsort(axis=-1)[..., :K]

@@ -10,17 +10,23 @@ typedef struct {
     int64_t key_stride, value_stride; /* ... so many bytes apart */
     float *scores, *norms;            /* [S]; norms may be NULL */
     int32_t *positions;               /* [S] */
+    int64_t slots;                    /* S */
 } slot_store;
 
-static inline slot_store open_store(const h2o_slots *slots, int64_t b, int64_t g) {
+static inline int64_t row_bytes(const h2o_view *view) {
+    return view->stride[view->ndim - 2] * h2o_dtype_size(view->dtype);
+}
+
+static inline slot_store open_store(const h2o_slots *slots, int64_t b, const h2o_head *head) {
     return (slot_store){
-        .keys = h2o_at(&slots->keys, b, g, 0),
-        .values = h2o_at(&slots->values, b, g, 0),
-        .key_stride = slots->keys.stride[2] * h2o_dtype_size(slots->keys.dtype),
-        .value_stride = slots->values.stride[2] * h2o_dtype_size(slots->values.dtype),
-        .scores = h2o_at(&slots->scores, b, g, 0),
-        .norms = h2o_given(&slots->norms) ? h2o_at(&slots->norms, b, g, 0) : NULL,
-        .positions = h2o_at(&slots->positions, b, g, 0),
+        .keys = h2o_at(&slots->keys, b, head->place, 0),
+        .values = h2o_at(&slots->values, b, head->place, 0),
+        .key_stride = row_bytes(&slots->keys),
+        .value_stride = row_bytes(&slots->values),
+        .scores = h2o_at(&slots->scores, b, head->place, 0),
+        .norms = h2o_given(&slots->norms) ? h2o_at(&slots->norms, b, head->place, 0) : NULL,
+        .positions = h2o_at(&slots->positions, b, head->place, 0),
+        .slots = head->slots,
     };
 }
 

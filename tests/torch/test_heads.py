@@ -1,0 +1,189 @@
+"""Heads with budgets and numbers of slots of their own: each as if it were alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from h2o import ops
+from tests import inputs
+from tests.conversation import Conversation
+from tests.inputs import POLICIES, Text
+from tests.torch.engines import core, oracle
+
+ENGINES = {"oracle": oracle(), "core": core(), "core bfloat16": core(torch.bfloat16)}
+CALLS = [24, *[1] * 25, 7, *[1] * 8]
+BUDGETS = np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [0, 7]]])
+"""[B, G, 2]: rows differ too, so heads have slots that one row cannot fill"""
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return ENGINES[request.param]
+
+
+def whole(seed: int = 5, N: int = sum(CALLS)) -> Text:
+    return inputs.drifting(seed, B=2, H=6, G=3, N=N, sink=True)
+
+
+def one_head(text: Text, g: int) -> Text:
+    query, keys, values = text
+    R = query.shape[1] // keys.shape[1]
+    return Text(query[:, g * R : (g + 1) * R], keys[:, g : g + 1], values[:, g : g + 1])
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
+def test_each_head_as_that_head_alone(engine, name):
+    policy, text = POLICIES[name], whole()
+    mask = np.concatenate([inputs.left([24, 17], 24), np.ones((2, sum(CALLS) - 24), bool)], 1)
+    budgets = BUDGETS.clip(max=[[[policy.heavy * 9, policy.recent * 9]]])
+    budgets[..., 0] += budgets.sum(-1) + policy.sinks == 0
+    talk = Conversation(engine, text, policy, mask=mask, budget=budgets).feed_all(CALLS)
+    assert talk.slots.positions.shape == (2, int(talk.slots.starts[-1]))
+    for g in range(3):
+        alone = Conversation(
+            engine, one_head(text, g), policy, mask=mask, budget=budgets[:, g]
+        ).feed_all(CALLS)
+        R = text.query.shape[1] // 3
+        np.testing.assert_array_equal(talk.answer[:, :, g * R : (g + 1) * R], alone.answer)
+        for (positions, scores), (wanted, wanted_scores) in zip(talk.kept, alone.kept, strict=True):
+            K = wanted.shape[-1]
+            np.testing.assert_array_equal(positions[:, g, :K], wanted[:, 0])
+            np.testing.assert_array_equal(scores[:, g, :K], wanted_scores[:, 0])
+            assert (positions[:, g, K:] == -1).all()
+        np.testing.assert_array_equal(talk.slots.lost[:, g], alone.slots.lost[:, 0])
+
+
+def test_the_core_keeps_what_the_oracle_keeps():
+    policy, text = POLICIES["everything"], whole()
+    talks = [
+        Conversation(e, text, policy, budget=BUDGETS).feed_all(CALLS)
+        for e in (ENGINES["oracle"], ENGINES["core"])
+    ]
+    for (positions, scores), (wanted, wanted_scores) in zip(*(t.kept for t in talks), strict=True):
+        np.testing.assert_array_equal(positions, wanted)
+        np.testing.assert_allclose(scores, wanted_scores, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_budgets_in_a_store_of_one_axis(engine):
+    """The store with `starts` and the one without hold the same, and answer the same."""
+    policy, text = POLICIES["sinks"], whole()
+    same = np.broadcast_to([policy.heavy, policy.recent], (2, 3, 2)).copy()
+    uneven = Conversation(engine, text, policy, budget=same).feed_all(CALLS)
+    even = Conversation(engine, text, policy).feed_all(CALLS)
+    np.testing.assert_array_equal(uneven.answer, even.answer)
+    np.testing.assert_array_equal(inputs.heads(uneven.slots, "positions", -1), even.slots.positions)
+
+
+@pytest.mark.parametrize("prompt", [1, 24])
+@pytest.mark.parametrize("name", ["h2o", "everything"])
+def test_simulation_with_budgets_of_heads(engine, name, prompt):
+    """Equal to the store, and each head as if it were alone."""
+    policy, text = POLICIES[name], whole()
+    N = sum(CALLS)
+    tensors = [engine.tensor(x) for x in text]
+    prompts = engine.tensor(np.full(2, prompt, np.int32))
+    out, evicted_at, scores = engine.module.simulate(
+        *tensors, prompts, engine.tensor(BUDGETS.astype(np.int32)), **policy.ranking
+    )
+    calls = [prompt, *[1] * (N - prompt)]
+    talk = Conversation(engine, text, policy, budget=BUDGETS).feed_all(calls)
+    tolerance = 1e-5 if engine.name != "core" or tensors[0].dtype == torch.float32 else 2e-2
+    np.testing.assert_allclose(out.double().numpy(), talk.answer, rtol=tolerance, atol=tolerance)
+    for g in range(3):
+        alone = engine.module.simulate(
+            *(engine.tensor(x) for x in one_head(text, g)), prompts,
+            engine.tensor(BUDGETS[:, g].astype(np.int32)), **policy.ranking,
+        )  # fmt: skip
+        np.testing.assert_array_equal(evicted_at[:, g], alone[1][:, 0])
+        np.testing.assert_allclose(scores[:, g], alone[2][:, 0], rtol=1e-6)
+    if tensors[0].dtype == torch.float32:
+        for b in range(2):
+            for g in range(3):
+                positions = talk.kept[-1][0][b, g]
+                alive = np.flatnonzero(np.asarray(evicted_at[b, g]) >= N)
+                assert set(positions[positions >= 0]) <= set(alive.tolist())
+
+
+def test_memory_goes_with_the_budgets():
+    keys = torch.zeros(2, 3, 1, 16)
+    slots = ops.new_slots(keys, [11, 4, 40])
+    assert slots.keys.shape == (2, 55, 16)
+    assert slots.scores.shape == (2, 55)
+    assert slots.starts.tolist() == [0, 11, 15, 55]
+    assert slots.budget.shape == (2, 3, 2)
+
+
+def test_slots_of_other_strides_and_with_gaps():
+    """What lies between two heads' slots is nobody's and stays as it is."""
+    policy, text = POLICIES["value-weighted"], whole()
+    budget = BUDGETS[0][None].repeat(2, axis=0)
+    plain = Conversation(ENGINES["core"], text, policy, budget=budget)
+    gaps = Conversation(ENGINES["core"], text, policy, budget=budget)
+    sizes = np.diff(plain.slots.starts.tolist())
+    starts = np.array([3, 3 + sizes[0], 3 + sizes[:2].sum(), 3 + sizes.sum()], np.int32)
+    rooms = torch.full((2, 2, int(starts[-1]) + 5, 24), 7.0)
+    wide = ops.new_slots(torch.zeros(2, 3, 1, 16), int(starts[-1]) + 5, value_weighted=True)
+    gaps.slots = gaps.slots._replace(
+        keys=rooms[0, :, :, :16],
+        values=rooms[1, :, :, 5:21],
+        scores=wide.scores[:, 0].contiguous(),
+        positions=wide.positions[:, 0].contiguous(),
+        norms=wide.norms[:, 0].contiguous(),
+        starts=torch.from_numpy(starts),
+    )
+    for talk in (plain, gaps):
+        talk.feed_all(CALLS)
+    np.testing.assert_array_equal(plain.answer, gaps.answer)
+    beside = [rooms[0, :, :, 16:], rooms[1, :, :, :5], rooms[1, :, :, 21:]]
+    untouched = [rooms[:, :, :3], rooms[:, :, starts[-1] :], *beside]
+    assert all((part == 7.0).all() for part in untouched)
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([0, 11, 15, 56], r"slots 15..55, wanted at least one of 0..54"),
+        ([0, 11, 11, 55], r"starts\[1\]: slots 11..10"),
+        ([-1, 11, 15, 55], r"starts\[0\]: slots -1..10"),
+        ([0, 16, 15, 55], r"starts\[1\]: slots 16..14"),
+        ([0, 2**31 - 1, 15, 55], r"starts\[0\]: slots 0..2147483646"),
+        ([0, 11, 55], r"has shape \[3\], wanted \[G \+ 1\] with|wanted \[G \+ 1\]"),
+    ],
+)
+def test_starts_that_cannot_be(starts, message):
+    text = whole(N=8)
+    tensors = [torch.from_numpy(x) for x in text]
+    slots = ops.new_slots(tensors[1], [11, 4, 40])
+    slots = slots._replace(starts=torch.tensor(starts, dtype=torch.int32))
+    before = [None if x is None else x.clone() for x in slots]
+    with pytest.raises(ValueError, match=message):
+        ops.attend(*tensors, slots)
+    with pytest.raises(ValueError, match=message):
+        ops.step(*(x[:, :, :1] for x in tensors), slots)
+    with pytest.raises(ValueError, match=message):
+        ops.evict(*tensors[1:], torch.zeros(2, 3, 8), slots)
+    for was, now in zip(before, slots, strict=True):
+        assert was is None or torch.equal(was, now)
+
+
+def test_shapes_of_an_uneven_store_are_checked():
+    tensors = [torch.from_numpy(x) for x in whole(N=1)]
+    slots = ops.new_slots(tensors[1], [11, 4, 40])
+    with pytest.raises(ValueError, match=r"slots.scores: has shape \[2, 54\], wanted \[B, T\]"):
+        ops.step(*tensors, slots._replace(scores=slots.scores[:, 1:].contiguous()))
+    with pytest.raises(
+        ValueError, match=r"slots.keys: has shape \[2, 55, 16\], wanted \[B, G, S, D\]"
+    ):
+        ops.step(*tensors, slots._replace(starts=None))
+    with pytest.raises(
+        ValueError, match=r"slots.budget: has shape \[2, 2, 2\], wanted \[B, G, 2\]"
+    ):
+        ops.step(*tensors, slots._replace(budget=slots.budget[:, :2].contiguous()))
+    slots.budget[1, 2] = torch.tensor([3, -1])
+    with pytest.raises(ValueError, match=r"slots.budget\[1, 2\]: is \(3, -1\)"):
+        ops.step(*tensors, slots)
+    with pytest.raises(ValueError, match="one for each of 3 heads"):
+        ops.new_slots(tensors[1], [3, 4])
