@@ -13,6 +13,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from h2o.shares import LayerShares, check_shares, table
+
 __all__ = ["UNLIMITED", "VARIANTS", "H2OConfig"]
 
 UNLIMITED = 2**31 - 1
@@ -24,8 +26,11 @@ VARIANTS = ("local", "global", "flexgen")
 Amount = int | float
 """An int counts tokens; a float in [0, 1] is a fraction of the row's prompt length."""
 
-Budget = Amount | Sequence[Amount] | Callable[[int, int], Amount]
-"""The same for every layer, one amount per layer, or a function (layer, layers) -> amount."""
+OfLayer = Amount | Sequence[Amount]
+"""One amount for the layer, or one for each of its key/value heads."""
+
+Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
+"""The same for every layer, one per layer, or a function (layer, layers) -> that layer's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +51,8 @@ class H2OConfig:
     """Tokens kept for the attention that they have received. An int is a number of
     tokens, a float in [0, 1] a fraction of the row's own prompt, `int(fraction * n)` but at
     least one token unless the fraction is 0: 1 is one token, 1.0 the whole prompt. A list gives
-    one amount per layer of the model, a function `(layer, layers) -> amount` computes it."""
+    one amount per layer of the model, a function `(layer, layers) -> amount` computes it; where
+    that is a list itself, it has an amount for each key/value head."""
     recent: Budget = 0.1
     """Newest tokens kept whatever their rank; given like `heavy`."""
     sinks: int = 0
@@ -60,6 +66,10 @@ class H2OConfig:
     query alone."""
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
+    shares: Any = None
+    """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
+    the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
+    `heavy` and `recent` say; a head has at least 8 tokens. None: all the same."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # frozen: what users gave becomes plain Python numbers
@@ -75,6 +85,8 @@ class H2OConfig:
         put(self, "decay", float(self.decay))
         if not isinstance(self.value_weighted, bool):
             raise TypeError(f"value_weighted must be True or False, not {self.value_weighted!r}")
+        if self.shares is not None and not isinstance(self.shares, LayerShares):
+            put(self, "shares", table(self.shares))
         self._check_total()
 
     @classmethod
@@ -128,21 +140,41 @@ class H2OConfig:
     @property
     def needs_prompt_length(self) -> bool:
         """Whether a budget is a fraction. For layer budgets ask the layer's own config."""
-        return isinstance(self.heavy, float) or isinstance(self.recent, float)
+        return any(isinstance(x, float) for x in _flat((self.heavy, self.recent)))
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
 
-        Errors: ValueError when a list has not one amount per layer.
+        Errors: ValueError when a list, or `shares`, has not one entry per layer.
         """
-        return dataclasses.replace(
-            self,
-            heavy=_of_layer("heavy", self.heavy, layer, layers),
-            recent=_of_layer("recent", self.recent, layer, layers),
+        heavy, recent = (
+            _of_layer(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )
+        shares = None
+        if self.shares is not None:
+            check_shares(self.shares, layers)
+            shares = LayerShares(self.shares, layer)
+        return dataclasses.replace(self, heavy=heavy, recent=recent, shares=shares)
+
+    def head_tokens(self, n: int) -> list[tuple[int, int]]:
+        """(heavy, recent) of each key/value head of one layer's config; a single one if all have
+        the same. `n` as of `tokens`."""
+        if not isinstance(self.shares, LayerShares):
+            return [own.tokens(n) for own in self._heads]
+        heavy, recent = self.tokens(n)
+        if self.sinks + heavy + recent >= UNLIMITED:
+            return [(heavy, recent)]
+        fraction = (self.sinks + heavy + recent) / n if self.needs_prompt_length and n else None
+        return self.shares.apportioned(heavy, recent, self.sinks, fraction)
 
     def tokens(self, n: int) -> tuple[int, int]:
-        """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted."""
+        """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.
+
+        The mean, rounded down, of heads that have budgets of their own.
+        """
+        if isinstance(self.heavy, tuple) or isinstance(self.recent, tuple):
+            heads = self.head_tokens(n)
+            return sum(h for h, _ in heads) // len(heads), sum(r for _, r in heads) // len(heads)
         least = [int(isinstance(amount, float) and amount > 0) for amount in self._amounts]
         heavy, recent = map(max, self.truncated(n), least)
         return heavy, recent
@@ -156,7 +188,25 @@ class H2OConfig:
 
     def is_raised(self, n: int) -> bool:
         """Whether a fraction of n tokens comes to less than one, and `tokens` makes it one."""
-        return self.tokens(n) != self.truncated(n)
+        return any(own.tokens(n) != own.truncated(n) for own in self._heads)
+
+    @property
+    def _heads(self) -> list[H2OConfig]:
+        """Of one layer's config the heads', with plain amounts; this one if all have the same."""
+        if not isinstance(self.heavy, tuple) and not isinstance(self.recent, tuple):
+            return [self]
+        heavy, recent = self._by_head(self.heavy), self._by_head(self.recent)
+        heads = max(len(heavy), len(recent))
+        pairs = zip(*(x * heads if len(x) == 1 else x for x in (heavy, recent)), strict=True)
+        return [dataclasses.replace(self, heavy=h, recent=r) for h, r in pairs]
+
+    @staticmethod
+    def _by_head(budget: Any) -> tuple[Amount, ...]:
+        if not isinstance(budget, tuple):
+            return (budget,)
+        if len(budget) != 1:
+            raise ValueError("budgets differ by layer: ask config.for_layer(layer, layers)")
+        return budget[0] if isinstance(budget[0], tuple) else budget
 
     @property
     def _amounts(self) -> tuple[Amount, Amount]:
@@ -169,17 +219,12 @@ class H2OConfig:
 
     def _check_total(self) -> None:
         """A budget that is 0 whatever the prompt, in any layer, is an error now."""
-        amounts = [self.heavy, self.recent]
+        amounts = (self.heavy, self.recent)
         if self.sinks or any(callable(amount) for amount in amounts):
             return
-        layers = max(len(amount) if isinstance(amount, tuple) else 1 for amount in amounts)
-        rows = [amount if isinstance(amount, tuple) else (amount,) * layers for amount in amounts]
-        if len(rows[0]) != len(rows[1]):
-            raise ValueError(
-                f"heavy has {len(rows[0])} amounts and recent {len(rows[1])}: "
-                "each needs one per layer of the model"
-            )
-        if any(heavy == 0 and recent == 0 for heavy, recent in zip(*rows, strict=True)):
+        rows = _spread(amounts, "layer of the model")
+        pairs = [pair for row in rows for pair in _spread(row, "key/value head of a layer")]
+        if any(heavy == 0 and recent == 0 for heavy, recent in pairs):
             raise ValueError(
                 "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "
                 f"than 0 (heavy={self.heavy}, recent={self.recent}, sinks=0)"
@@ -193,15 +238,48 @@ def _shares(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
     return int(budget * heavy), budget - int(budget * heavy)
 
 
+def _flat(amounts: Any) -> list[Any]:
+    """All amounts of nested tuples."""
+    if not isinstance(amounts, tuple):
+        return [amounts]
+    return [x for part in amounts for x in _flat(part)]
+
+
+def _spread(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
+    """(heavy, recent) of each, where a single amount stands for all."""
+    count = max(len(x) if isinstance(x, tuple) else 1 for x in amounts)
+    heavy, recent = (x if isinstance(x, tuple) else (x,) * count for x in amounts)
+    if len(heavy) != len(recent):
+        raise ValueError(
+            f"heavy has {len(heavy)} amounts and recent {len(recent)}: each needs one per {what}"
+        )
+    return list(zip(heavy, recent, strict=True))
+
+
 def _budget(name: str, value: Any) -> Any:
-    """A budget with its numbers checked: an amount, a tuple of amounts, or a function."""
+    """A budget with its numbers checked: an amount, a function, or a tuple with an amount, or a
+    tuple of amounts for its heads, for each layer."""
     if callable(value):
         return value
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        if not value:
+    rows = value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else value
+    if _is_list(rows):
+        if not rows:
             raise ValueError(f"{name} is an empty list: give one amount per layer of the model")
-        return tuple(_amount(f"{name}[{i}]", amount) for i, amount in enumerate(value))
+        return tuple(_of_heads(f"{name}[{i}]", amount) for i, amount in enumerate(rows))
     return _amount(name, value)
+
+
+def _of_heads(name: str, value: Any) -> Any:
+    """What one layer is given: an amount, or a tuple with one for each head."""
+    if not _is_list(value):
+        return _amount(name, value)
+    if not value:
+        raise ValueError(f"{name} is an empty list: give one amount per key/value head")
+    return tuple(_amount(f"{name}[{i}]", amount) for i, amount in enumerate(value))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _amount(name: str, value: Any) -> Amount:
@@ -230,14 +308,16 @@ def _tokens(name: str, value: Any) -> int:
     return tokens
 
 
-def _of_layer(name: str, budget: Any, layer: int, layers: int) -> Amount:
+def _of_layer(name: str, budget: Any, layer: int, layers: int) -> Any:
+    """An amount, or where heads have their own the list of one layer."""
     if callable(budget):
-        return _amount(f"{name}({layer}, {layers})", budget(layer, layers))
+        own = _of_heads(f"{name}({layer}, {layers})", budget(layer, layers))
+        return (own,) if isinstance(own, tuple) else own
     if isinstance(budget, tuple):
         if len(budget) != layers:
             raise ValueError(
                 f"{name} has {len(budget)} amounts, but the model has {layers} layers: "
                 "give one amount per layer"
             )
-        return budget[layer]
+        return (budget[layer],) if isinstance(budget[layer], tuple) else budget[layer]
     return budget

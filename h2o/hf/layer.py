@@ -21,12 +21,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config import H2OConfig
+from h2o.hf import slots as store
 from h2o.hf.conversation import NO_ROLLBACK, Conversation, is_reset
 from h2o.hf.kept import Kept
 from h2o.hf.report import LayerReport
-from h2o.hf.slots import by_position, enlarged, filled, together
 from h2o.hf.support import Unsupported
 from h2o.hf.trace import Trace
+from h2o.shares import levelled
 
 __all__ = ["H2OLayer"]
 
@@ -39,7 +40,7 @@ _TELL_LENGTH = (
 class H2OLayer(CacheLayerMixin):
     """One layer's store: at most k = sinks + heavy + recent keys of each row and head.
 
-    Takes a `H2OConfig` of its own, with one amount per budget.
+    Takes a `H2OConfig` of its own, as `H2OConfig.for_layer` gives it.
     """
 
     is_sliding = False
@@ -133,7 +134,7 @@ class H2OLayer(CacheLayerMixin):
         All of them, with scores of 0, until the next forward pass has scored and cut them.
         """
         self._refuse_shapes(keys, values)
-        self._hold(filled(keys, values, mask, value_weighted=self.config.value_weighted))
+        self._hold(store.filled(keys, values, mask, value_weighted=self.config.value_weighted))
         self.unscored = True
         self._count(keys.shape[2], mask)
 
@@ -150,7 +151,7 @@ class H2OLayer(CacheLayerMixin):
     ) -> Tensor:
         """A decode step."""
         slots = self.slots
-        if self.capacity <= self.longest and self.capacity <= self.widest:
+        if self.room.tokens <= self.longest:
             slots = self._with_room(self.longest + 1)
         out = ops.step(
             query,
@@ -178,13 +179,13 @@ class H2OLayer(CacheLayerMixin):
             lengths = [Q] * B if mask is None else mask.sum(1).tolist()
             if stored is not None:
                 lengths = [x + y for x, y in zip(lengths, stored.lengths.tolist(), strict=True)]
-            budget = self._budget(lengths)
+            budget = self._budget(lengths, key.shape[1])
             longest = max(lengths)
-            widest = self.config.sinks + max(map(sum, budget))
+            widest = [self.config.sinks + max(map(sum, head)) for head in zip(*budget, strict=True)]
         else:
             self._refuse_chunk(Q)
             longest = self.longest + Q
-            widest = self.widest
+            widest = self.room.widest
             stored = self._with_room(longest)
         scores_before = None if stored is None else stored.scores.clone()
         try:
@@ -193,19 +194,20 @@ class H2OLayer(CacheLayerMixin):
             )
             slots, new = stored, (key, value, scores, mask)
             if first:
-                slots = ops.new_slots(
-                    key, min(widest, longest) + 1, value_weighted=self.config.value_weighted
+                slots = store.with_capacities(
+                    key,
+                    store.capacities(widest, longest),
+                    value_weighted=self.config.value_weighted,
                 )
-                slots.budget.copy_(torch.tensor(budget, dtype=torch.int32))
-                new = new if stored is None else together(stored, *new)
+                slots.budget.copy_(torch.tensor(budget, dtype=torch.int32).squeeze(1))
+                new = new if stored is None else store.together(stored, *new)
             ops.evict(*new[:3], slots, mask=new[3], **self.ranking)
         except Exception:  # the scores are all that attend has touched
             if stored is not None:
                 stored.scores.copy_(scores_before)
             raise
         if first:
-            self._hold(slots)
-            self.widest = widest
+            self._hold(slots, widest)
             self.prompt_columns = self.seen + Q
             self.unscored = False
         self.longest = longest
@@ -218,8 +220,9 @@ class H2OLayer(CacheLayerMixin):
         if self.trace is not None:
             self.trace.record(self.slots, Q, mask)
 
-    def _budget(self, lengths: list[int]) -> list[tuple[int, int]]:
-        """Heavy and recent tokens of each row, from the tokens that the rows' prompts have."""
+    def _budget(self, lengths: list[int], heads: int) -> list[list[tuple[int, int]]]:
+        """Heavy and recent tokens of each row and head, from the tokens that the rows' prompts
+        have; of a single head for all where they have the same."""
         given = self.conversation.prompt_length
         if isinstance(given, int):
             lengths = [given] * len(lengths)
@@ -235,7 +238,7 @@ class H2OLayer(CacheLayerMixin):
                 f"prompt_length=1; {_TELL_LENGTH}"
             )
         self.raised = any(map(self.config.is_raised, filter(None, lengths)))
-        return list(map(self.config.tokens, lengths))
+        return levelled(list(map(self.config.head_tokens, lengths)), heads)
 
     def _refuse_shapes(self, keys: Tensor, values: Tensor) -> None:
         if keys.shape != values.shape:
@@ -265,19 +268,21 @@ class H2OLayer(CacheLayerMixin):
 
     def _with_room(self, tokens: int) -> ops.Slots:
         """The slots, enlarged where rows of so many tokens and the next one might not fit."""
-        needed = min(self.widest, tokens) + 1
-        if needed > self.capacity:
-            larger = max(needed, min(self.widest + 1, self.capacity + self.capacity // 2))
-            self._hold(enlarged(self.slots, larger))
+        if tokens > self.room.tokens:
+            self._hold(store.enlarged(self.slots, self.room.larger(tokens)))
         return self.slots
 
-    def _hold(self, slots: ops.Slots | None) -> None:
-        """Takes these as the layer's slots. keys and values are named for transformers' tools."""
+    def _hold(self, slots: ops.Slots | None, widest: list[int] | None = None) -> None:
+        """Takes these as the layer's slots; `widest`: the largest budget k of each head, if new.
+        keys and values are named for transformers' tools."""
         self.slots = slots
+        self.room = store.Room(
+            widest or self.room.widest, [] if slots is None else store.sizes(slots)
+        )
         self.keys = None if slots is None else slots.keys
         self.values = None if slots is None else slots.values
         self.is_initialized = slots is not None
-        self.batch_size, _, self.capacity = (0, 0, 0) if slots is None else slots.scores.shape
+        self.batch_size = 0 if slots is None else slots.scores.shape[0]
         self._out: Tensor | None = None  # what a decode step's output looks like
 
     # ---- What transformers asks --------------------------------------------------------------
@@ -301,10 +306,9 @@ class H2OLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """As new. Keeps no memory."""
-        self._hold(None)
+        self._hold(None, [0])
         self.seen = 0
         self.longest = 0  # at least the tokens of the longest row
-        self.widest = 0  # the largest row budget k
         self.prompt_columns = 0
         self.unscored = False  # whether all was taken over, and no forward pass has been since
         self.raised = False  # whether a fraction came to less than one token
@@ -325,7 +329,9 @@ class H2OLayer(CacheLayerMixin):
 
     def _each(self, change: Any) -> None:
         if self.slots is not None:
-            self._hold(ops.Slots(*(x if x is None else change(x) for x in self.slots)))
+            rows = {name: x for name, x in self.slots._asdict().items() if name != "starts"}
+            changed = {name: None if x is None else change(x) for name, x in rows.items()}
+            self._hold(self.slots._replace(**changed))
             if self.trace is not None:
                 self.trace.each(change)
 
@@ -350,42 +356,26 @@ class H2OLayer(CacheLayerMixin):
         """What is held: see `H2OCache.kept`."""
         if self.slots is None:
             return Kept(torch.zeros(0, 0, 0, dtype=torch.int64), torch.zeros(0, 0, 0))
-        order = by_position(self.slots)
-        positions = self.slots.positions.gather(-1, order).long()
-        scores = self.slots.scores.gather(-1, order)
-        return Kept(positions, scores.masked_fill(positions < 0, 0.0))
+        return Kept(*store.held(self.slots, positions=-1, scores=0))
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
         if self.slots is None:
             return torch.zeros(0, 0, 0, 0), torch.zeros(0, 0, 0, 0)
-        order = by_position(self.slots)
-        empty = self.slots.positions.gather(-1, order)[..., None] < 0
-        return tuple(
-            x.gather(2, order[..., None].expand(*order.shape, x.shape[-1])).masked_fill(empty, 0)
-            for x in (self.slots.keys, self.slots.values)
-        )  # type: ignore[return-value]
+        keys, values = store.held(self.slots, keys=0, values=0)
+        return keys, values
 
     def report(self) -> LayerReport:
         """Numbers of this layer; see `h2o.hf.report`."""
-        slots = self.slots
-        if slots is None:
+        if self.slots is None:
             return LayerReport(self.layer_idx, "h2o")
-        filled = slots.positions >= 0
-        per_column = 2 * slots.keys[:, :, 0].numel() * slots.keys.element_size()
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            seen=slots.lengths.tolist(),
-            kept=filled.sum(-1)[:, 0].tolist(),  # the same for every head
-            budget=(slots.budget.sum(1) + self.config.sinks).tolist(),
-            bytes_held=per_column * self.capacity,
-            bytes_full=per_column * self.seen,
-            bytes_bookkeeping=sum(x.numel() * x.element_size() for x in slots[2:] if x is not None),
-            mass_evicted=slots.lost.sum().item(),
-            mass_kept=slots.scores.double()[filled].sum().item(),
+            bytes_full=self.seen * store.column_bytes(self.slots),
             raised=self.raised,
             unscored=self.unscored,
+            **store.figures(self.slots, self.config.sinks),
         )
 
 

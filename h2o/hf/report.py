@@ -22,10 +22,10 @@ class LayerReport:
     """"h2o", or "sliding": transformers' own layer, of which h2o knows the bytes only."""
     seen: list[int] = dataclasses.field(default_factory=list)
     """Tokens seen."""
-    kept: list[int] = dataclasses.field(default_factory=list)
+    kept_by_head: list[list[int]] = dataclasses.field(default_factory=list)
     """Tokens held now, by each key/value head."""
-    budget: list[int] = dataclasses.field(default_factory=list)
-    """k = sinks + heavy + recent."""
+    budget_by_head: list[list[int]] = dataclasses.field(default_factory=list)
+    """k = sinks + heavy + recent of each key/value head."""
     bytes_held: int = 0
     """Bytes of keys and values allocated."""
     bytes_full: int = 0
@@ -46,6 +46,16 @@ class LayerReport:
     cut it to the budget."""
 
     @property
+    def kept(self) -> list[int]:
+        """Tokens held now by each key/value head; the mean, rounded, where heads differ."""
+        return [round(sum(heads) / len(heads)) for heads in self.kept_by_head]
+
+    @property
+    def budget(self) -> list[int]:
+        """k of each key/value head; the mean, rounded, where heads differ."""
+        return [round(sum(heads) / len(heads)) for heads in self.budget_by_head]
+
+    @property
     def evicted(self) -> list[int]:
         """Tokens evicted by each key/value head."""
         return [seen - kept for seen, kept in zip(self.seen, self.kept, strict=True)]
@@ -60,6 +70,8 @@ class LayerReport:
         """All of it as plain numbers, for JSON."""
         return {
             **dataclasses.asdict(self),
+            "kept": self.kept,
+            "budget": self.budget,
             "evicted": self.evicted,
             "share_evicted": self.share_evicted,
         }
@@ -89,8 +101,8 @@ class Report:
             layer=-1,
             kind="total",
             seen=rows("seen"),
-            kept=rows("kept"),
-            budget=rows("budget"),
+            kept_by_head=[rows("kept")],
+            budget_by_head=[rows("budget")],
             bytes_held=all_layers("bytes_held"),
             bytes_full=all_layers("bytes_full"),
             bytes_bookkeeping=all_layers("bytes_bookkeeping"),

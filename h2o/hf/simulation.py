@@ -24,6 +24,7 @@ from h2o.hf import attention, variants
 from h2o.hf.cache import one_config, transformers_layers
 from h2o.hf.support import Unsupported
 from h2o.hf.turns import Turn, configs_of, lock, unwrapped
+from h2o.shares import levelled
 
 __all__ = ["Simulation", "attending", "check", "simulated"]
 
@@ -207,7 +208,9 @@ class Simulation:
                 k,
                 v,
                 torch.tensor(prompts, dtype=torch.int32, device=q.device),
-                torch.tensor(budgets, dtype=torch.int32, device=q.device),
+                torch.tensor(
+                    levelled(budgets, k.shape[1]), dtype=torch.int32, device=q.device
+                ).squeeze(1),
                 mask=mask,
                 scale=scaling,
                 softcap=softcap,
@@ -218,7 +221,8 @@ class Simulation:
         elif softcap:
             raise Unsupported(f"variant {self._variant!r} has no soft-capped logits")
         else:
-            out, evicted_at = _variant(self._variant, q, k, v, mask, prompts, budgets, scaling)
+            pairs = [heads[0] for heads in budgets]
+            out, evicted_at = _variant(self._variant, q, k, v, mask, prompts, pairs, scaling)
         if self._evicted_at is not None:
             self._evicted_at[layer] = evicted_at
         if self._mass is not None:
@@ -229,8 +233,8 @@ class Simulation:
 
     def _resolve(
         self, config: H2OConfig, lengths: list[int]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Each row's prompt length and (heavy, recent), in tokens."""
+    ) -> tuple[list[int], list[list[tuple[int, int]]]]:
+        """Each row's prompt length and, in tokens, each head's (heavy, recent), or all heads'."""
         prompts = self._prompt_len
         if isinstance(prompts, int):
             prompts = [prompts] * len(lengths)
@@ -238,12 +242,14 @@ class Simulation:
             raise ValueError(
                 f"prompt_len has {len(prompts)} entries for a batch of {len(lengths)} rows"
             )
-        tokens = config.tokens if self._variant == "h2o" else config.truncated
-        budgets = [
-            tokens(min(prompt, n) if self._ratio_of == "prompt" else n)
+        bases = [
+            min(prompt, n) if self._ratio_of == "prompt" else n
             for prompt, n in zip(prompts, lengths, strict=True)
         ]
-        if self._variant == "flexgen" and (0, 0) in budgets and min(lengths) > 0:
+        if self._variant == "h2o":
+            return list(prompts), [config.head_tokens(n) for n in bases]
+        budgets = [[config.truncated(n)] for n in bases]
+        if self._variant == "flexgen" and [(0, 0)] in budgets and min(lengths) > 0:
             raise ValueError(
                 f"variant 'flexgen': heavy={config.heavy} and recent={config.recent} of a text of "
                 f"{min(lengths)} tokens leave a budget of 0 tokens"
@@ -255,10 +261,11 @@ def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], rati
     """ValueError for arguments of `simulated` that do not go together, whatever the model."""
     if variant not in ("h2o", *VARIANTS):
         raise ValueError(f"variant must be h2o, {', '.join(VARIANTS)}, not {variant!r}")
-    if variant != "h2o" and config.ranking != H2OConfig().ranking:
+    plain = config.ranking == H2OConfig().ranking and config.shares is None
+    if variant != "h2o" and not plain:
         raise ValueError(
-            f"variant {variant!r} takes heavy and recent only, no sinks, rank_by, decay or "
-            "value_weighted"
+            f"variant {variant!r} takes heavy and recent only, no sinks, rank_by, decay, "
+            "value_weighted or shares"
         )
     prompts = prompt_len if isinstance(prompt_len, Sequence) else [prompt_len]
     if not all(isinstance(prompt, int) and prompt >= 1 for prompt in prompts):

@@ -1,35 +1,146 @@
 """Slots as wholes: given more room, filled with keys that came from elsewhere, taken apart again.
 
 Shape letters: B batch rows, G key/value heads, S slots, Q new tokens, D head
-dimension, n columns of another cache.
+dimension, n columns of another cache, K keys held.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o import ops
 
-__all__ = ["by_position", "enlarged", "filled", "together"]
+__all__ = [
+    "Room",
+    "by_head",
+    "capacities",
+    "column_bytes",
+    "enlarged",
+    "figures",
+    "filled",
+    "held",
+    "sizes",
+    "together",
+    "with_capacities",
+]
 
 
-def by_position(slots: ops.Slots) -> Tensor:
-    """Slot numbers [B, G, K] int64 by ascending position, K as many as any row holds."""
-    positions = slots.positions.long()
+@dataclasses.dataclass
+class Room:
+    """How far slots reach. Lists have an entry for each head, or one for all."""
+
+    widest: list[int]
+    """The largest budget k of any row."""
+    sizes: list[int]
+    """Slots."""
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.sizes, self.widest, strict=False)
+        short = (size - 1 for size, k in pairs if size <= k)
+        self.tokens: float = min(short, default=math.inf)
+        """Rows may have so many tokens, and the next one still fits."""
+
+    def larger(self, tokens: int) -> list[int]:
+        """Sizes for rows of so many tokens and the next one, with room to grow."""
+        needed = capacities(self.widest, tokens)
+        grown = [min(k + 1, s + s // 2) for k, s in zip(self.widest, self.sizes, strict=True)]
+        return [max(three) for three in zip(needed, grown, self.sizes, strict=True)]
+
+
+def capacities(widest: list[int], tokens: int) -> list[int]:
+    """Slots that rows of so many tokens and the next one need."""
+    return [min(k, tokens) + 1 for k in widest]
+
+
+def sizes(slots: ops.Slots) -> list[int]:
+    """Slots of each head, or of all where they have the same."""
+    if slots.starts is None:
+        return [slots.scores.shape[-1]]
+    each: list[int] = slots.starts.diff().tolist()
+    return each
+
+
+def with_capacities(keys: Tensor, each: list[int], *, value_weighted: bool) -> ops.Slots:
+    """New slots for keys like [B, G, any, D]; `each` as `Room.sizes`."""
+    return ops.new_slots(keys, each[0] if len(each) == 1 else each, value_weighted=value_weighted)
+
+
+def by_head(slots: ops.Slots, field: str, empty: float = 0) -> Tensor:
+    """[B, G, S, ...]: keys, values, scores, positions or norms by head, whatever the store;
+    `empty` where a head has fewer slots than another."""
+    tensor: Tensor = getattr(slots, field)
+    if slots.starts is None:
+        return tensor
+    parts = tensor.split(sizes(slots), dim=1)
+    most = max(part.shape[1] for part in parts)
+    out = tensor.new_full((len(tensor), len(parts), most, *tensor.shape[2:]), empty)
+    for g, part in enumerate(parts):
+        out[:, g, : part.shape[1]] = part
+    return out
+
+
+def held(slots: ops.Slots, **fields: float) -> list[Tensor]:
+    """The named fields of what is held, [B, G, K, ...] by ascending position, K as many as any head
+    of any row holds, with the value that is given where one holds fewer. Positions are int64."""
+    positions = by_head(slots, "positions", -1).long()
     last = positions.masked_fill(positions < 0, torch.iinfo(torch.int64).max)
-    return last.argsort(dim=-1)[..., : int((positions >= 0).sum(-1).max())]
+    order = last.argsort(dim=-1)[..., : int((positions >= 0).sum(-1).max())]
+    empty = positions.gather(-1, order) < 0
+    found = []
+    for name, filler in fields.items():
+        tensor = positions if name == "positions" else by_head(slots, name)
+        shape = (*order.shape, *tensor.shape[3:])
+        index, gone = (x.view(*x.shape, *[1] * (len(shape) - 3)) for x in (order, empty))
+        found.append(tensor.gather(2, index.expand(shape)).masked_fill(gone, filler))
+    return found
 
 
-def enlarged(slots: ops.Slots, capacity: int) -> ops.Slots:
-    """The same content in `capacity` slots."""
-    larger = ops.new_slots(slots.keys, capacity, value_weighted=slots.norms is not None)
+def column_bytes(slots: ops.Slots) -> int:
+    """Bytes of one token's keys and values, of all rows and heads."""
+    return 2 * slots.free.numel() * slots.keys.shape[-1] * slots.keys.element_size()
+
+
+def figures(slots: ops.Slots, sinks: int) -> dict[str, Any]:
+    """What a report says of the slots: fields of `LayerReport`."""
+    B, G = slots.free.shape
+    filled = slots.positions >= 0
+    budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
+    sizes = [0 if x is None else x.numel() * x.element_size() for x in slots]
+    return {
+        "seen": slots.lengths.tolist(),
+        "kept_by_head": (by_head(slots, "positions", -1) >= 0).sum(-1).tolist(),
+        "budget_by_head": (budget.sum(-1) + sinks).tolist(),
+        "bytes_held": sum(sizes[:2]),
+        "bytes_bookkeeping": sum(sizes[2:]),
+        "mass_evicted": slots.lost.sum().item(),
+        "mass_kept": slots.scores.double()[filled].sum().item(),
+    }
+
+
+def enlarged(slots: ops.Slots, each: list[int]) -> ops.Slots:
+    """The same content in more slots; `each` as `Room.sizes`."""
+    like = by_head(slots, "keys")[:, :, :1]
+    larger = with_capacities(like, each, value_weighted=slots.norms is not None)
     for name in ("keys", "values", "scores", "positions", "norms"):
-        old = getattr(slots, name)
-        if old is not None:
-            getattr(larger, name)[:, :, : old.shape[2]] = old
+        for old, new in zip(_parts(slots, name), _parts(larger, name), strict=True):
+            new[:, : old.shape[1]] = old
     same = {name: getattr(slots, name) for name in ("free", "lengths", "budget", "lost")}
     return larger._replace(**same)
+
+
+def _parts(slots: ops.Slots, field: str) -> list[Tensor]:
+    """Views of a field by head, [B, S, ...]; none of one that is not there."""
+    tensor = getattr(slots, field)
+    if tensor is None:
+        return []
+    if slots.starts is None:
+        return list(tensor.unbind(1))
+    return list(tensor.split(sizes(slots), dim=1))
 
 
 def filled(keys: Tensor, values: Tensor, mask: Tensor | None, *, value_weighted: bool) -> ops.Slots:

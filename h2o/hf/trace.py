@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.hf.slots import by_head
 
 __all__ = ["Trace"]
 
@@ -26,7 +27,8 @@ class Trace:
 
     def record(self, slots: ops.Slots, Q: int, mask: Tensor | None) -> None:
         """After a forward pass of Q columns: what is no longer in the slots was evicted by it."""
-        B, G, _ = slots.positions.shape
+        positions = by_head(slots, "positions", -1)
+        B, G, _ = positions.shape
         real = slots.lengths.new_ones((B, Q), dtype=torch.bool) if mask is None else mask.bool()
         left = slots.positions.new_full((B, G, Q), -1)
         if self.real is not None:
@@ -34,7 +36,7 @@ class Trace:
             left = torch.cat([self.left, left], dim=2)
         N = real.shape[1]
         held = torch.zeros((B, G, N + 1), dtype=torch.bool, device=left.device)
-        held.scatter_(2, slots.positions.long() % (N + 1), True)  # empty slots: -1 becomes N
+        held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
         position = torch.arange(N, device=left.device)
         seen = position < slots.lengths[:, None, None]
         left[seen & ~held[..., :N] & (left < 0)] = N

@@ -7,13 +7,15 @@ of so many rows (or None, where the model makes its own); it returns tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TextStreamer
 
-from h2o import H2OConfig
+from h2o import H2OCache, H2OConfig
+from h2o.hf.layer import H2OLayer
 
 TOKENS = 12
 MakeCache = Callable[[], Any]
@@ -125,5 +127,31 @@ POLICIES: dict[str, H2OConfig] = {
     "decayed": H2OConfig(heavy=5, recent=4, decay=0.8),
     "value-weighted": H2OConfig(heavy=5, recent=4, value_weighted=True),
     "per layer": H2OConfig(heavy=lambda layer, layers: 2 * (layers - layer), recent=4),
+    "shares": H2OConfig(heavy=6, recent=4, sinks=1, shares=[[1.0]]),
 }
 """Small budgets: every prompt of more than 12 tokens is cut."""
+
+
+def policy(name: str, model: Any) -> H2OConfig:
+    """One of `POLICIES` for a model: shares are given the model's layers and heads."""
+    config = POLICIES[name]
+    return config if config.shares is None else replace(config, shares=uneven(model))
+
+
+def uneven(model: Any) -> list[list[float]]:
+    """Shares [layers, key/value heads] from 0.4 to 2.6, no two neighbours' the same."""
+    layers, heads = layers_and_heads(model)
+    return [[0.4 + (5 * row + 7 * head) % 12 / 5 for head in range(heads)] for row in range(layers)]
+
+
+def layers_and_heads(model: Any) -> tuple[int, int]:
+    """Of the cache; configs have many names for key/value heads, and not every one is true."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("h2o")
+    cache = H2OCache(model.config, H2OConfig.full())
+    with torch.no_grad():
+        model(torch.tensor([[5, 6]]), past_key_values=cache)
+    model.set_attn_implementation(before)
+    heads = {layer.keys.shape[1] for layer in cache.layers if isinstance(layer, H2OLayer)}
+    assert len(heads) == 1
+    return len(cache.layers), heads.pop()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, supports
-from tests.hf.modes import MODES, POLICIES, TOKENS
+from tests.hf.modes import MODES, POLICIES, TOKENS, policy
 from tests.hf.tiny import FAMILIES, HYBRID, PURE, batch, greedy, model, prompts, with_image
 
 LENGTHS = (5, 17, 23, 30)
@@ -50,10 +50,11 @@ def test_full_budget_is_the_full_cache(name, mode):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chosen", POLICIES)
 @pytest.mark.parametrize("name", PURE + HYBRID)
-def test_each_row_is_the_row_alone(name, policy, side):
-    ours, config = model(name), POLICIES[policy]
+def test_each_row_is_the_row_alone(name, chosen, side):
+    ours = model(name)
+    config = policy(chosen, ours)
     rows = prompts(*LENGTHS)
     if side == "right":  # generate() wants left padding; a forward pass takes both
         inputs = batch(rows, side)
@@ -91,9 +92,9 @@ def test_small_budgets_change_the_text():
         ours = model(name)
         full = greedy(ours, rows, TOKENS)
         texts = {name: full.tolist()}
-        for policy, config in POLICIES.items():
-            cache = H2OCache(ours.config, config)
-            texts[policy] = greedy(ours, rows, TOKENS, past_key_values=cache).tolist()
+        for chosen in POLICIES:
+            cache = H2OCache(ours.config, policy(chosen, ours))
+            texts[chosen] = greedy(ours, rows, TOKENS, past_key_values=cache).tolist()
         distinct = {str(text) for text in texts.values()}
         assert len(distinct) >= len(texts) - 2, texts  # fractions of 30 are near 6 + 6
 

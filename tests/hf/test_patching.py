@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeli
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, disable, enable, patched
-from tests.hf.modes import MODES, POLICIES
+from tests.hf.modes import MODES, POLICIES, policy
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -70,14 +70,14 @@ def test_generate_has_a_fresh_cache_each_time(plain):
     assert greedy(plain, one, 12).tolist() == full
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chosen", POLICIES)
 @pytest.mark.parametrize("mode", [x for x in MODES if x not in ("chat turns", "guidance")])
-def test_every_mode_as_with_a_cache_by_hand(mode, policy):
+def test_every_mode_as_with_a_cache_by_hand(mode, chosen):
     """Chat turns aside, since a fresh cache for each call has no second turn; guidance follows."""
     plain = model("llama", "sdpa")
     inputs = batch(prompts(17, 23))
-    config = POLICIES[policy]
     twin = model("llama")
+    config = policy(chosen, twin)
     chunks = {"chunked prompt", "prompt token by token"}
     length = [17, 23] if mode in chunks else None
     expected = MODES[mode](

@@ -16,6 +16,7 @@ import h2o
 from h2o import masks
 from h2o.config import VARIANTS
 from tests.hf import tiny
+from tests.hf.modes import layers_and_heads
 
 TEXT, PROMPT = 96, 8
 POLICIES = {
@@ -42,6 +43,15 @@ POLICIES = {
     "large": {"heavy": 40, "recent": 30},
     "full": {"heavy": TEXT, "recent": 0},
     "by-layer": {"heavy": [2, 9, 3, 7], "recent": 3},
+    "by-head": {"heavy": [2, 9, 3, 7], "recent": lambda layer, layers: [3, 5, 2, 4]},
+    "shares": {"heavy": 9, "recent": 4, "sinks": 1, "shares": [[0.4, 2.5, 1.0, 0.9]] * 4},
+    "shares, fractions": {
+        "heavy": 0.2,
+        "recent": 0.1,
+        "rank_by": "mean",
+        "value_weighted": True,
+        "shares": [[1.5, 0.5, 0.4, 1.1], [0.5, 1.9, 2.0, 1.0]] * 2,
+    },
 }
 
 
@@ -52,17 +62,32 @@ def text(seed: int = 0, tokens: int = TEXT) -> torch.Tensor:
     return 2 + (words + torch.arange(tokens) // 9 * 7)[None] % (tiny.VOCABULARY - 2)
 
 
-def policy(name: str, layers: int) -> dict:
+def policy(name: str, model) -> dict:
+    """What the table says, for as many layers and heads as the model has."""
     chosen = dict(POLICIES[name])
+    layers, heads = layers_and_heads(model)
     if isinstance(chosen["heavy"], list):
         chosen["heavy"] = chosen["heavy"][:layers]
+    if callable(each := chosen["recent"]):
+        chosen["recent"] = [each(layer, layers)[:heads] for layer in range(layers)]
+    if "shares" in chosen:
+        chosen["shares"] = [row[:heads] for row in chosen["shares"][:layers]]
     return chosen
 
 
-def prove(model, ids: torch.Tensor, prompt_len: int, atol: float = 2e-4, **chosen) -> int:
+def prove(
+    model,
+    ids: torch.Tensor,
+    prompt_len: int,
+    atol: float = 2e-4,
+    base: dict | None = None,
+    **chosen,
+) -> int:
     """Both ways through one text [1, N]; returns how often a heavy key was dropped for another."""
     N = ids.shape[1]
-    with h2o.simulated(model, prompt_len=prompt_len, trace=True, **chosen) as simulation:
+    with h2o.simulated(
+        model, prompt_len=prompt_len, trace=True, **(base or {}), **chosen
+    ) as simulation:
         with torch.no_grad():
             simulated = model(ids, use_cache=False).logits
     layers = simulation.layers()
@@ -77,15 +102,18 @@ def prove(model, ids: torch.Tensor, prompt_len: int, atol: float = 2e-4, **chose
         for layer in layers:
             kept, _ = cache.kept(layer)
             seen = (column < stop) & (evicted_at[layer][0] > stop)
-            if stop < N:  # evicted_at does not tell whom the last row drops, nobody being after it
-                assert torch.equal(kept[0], torch.stack([column[head] for head in seen])), stop
-            else:
-                assert (evicted_at[layer][0].gather(1, kept[0]) == N).all()
+            for head, positions in enumerate(kept[0]):
+                own = positions[positions >= 0]
+                if stop < N:  # whom the last row drops evicted_at does not tell, nobody being after
+                    assert torch.equal(own, column[seen[head]]), stop
+                else:
+                    assert (evicted_at[layer][0, head, own] == N).all()
     for layer in layers:
-        want = simulation.scores(layer)[0].gather(1, kept_last := cache.kept(layer)[0][0])
-        assert kept_last.shape[1] > 0
-        torch.testing.assert_close(cache.kept(layer)[1][0], want, atol=1e-4, rtol=1e-4)
-    recent = chosen["recent"]
+        kept, scores = (x[0] for x in cache.kept(layer))
+        assert kept.shape[1] > 0
+        want = simulation.scores(layer)[0].gather(1, kept.clamp(min=0)).masked_fill(kept < 0, 0)
+        torch.testing.assert_close(scores, want, atol=1e-4, rtol=1e-4)
+    recent = chosen["recent"] if isinstance(chosen["recent"], int) else 3
     left = torch.cat([evicted_at[layer].reshape(-1, N) for layer in layers])
     return int(((left > prompt_len) & (left < N) & (left - column - 1 != recent)).sum())
 
@@ -94,8 +122,10 @@ def prove(model, ids: torch.Tensor, prompt_len: int, atol: float = 2e-4, **chose
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
 def test_equals_the_cache(family, chosen):
     model = tiny.model(family, "sdpa")
-    layers = model.config.num_hidden_layers
-    swaps = prove(model, text(), PROMPT, **policy(chosen, layers))
+    settings = policy(chosen, model)
+    base = {"ratio_of": "prompt"} if isinstance(settings["heavy"], float) else {}
+    prompt = 40 if base else PROMPT
+    swaps = prove(model, text(), prompt, base=base, **settings)
     if chosen not in ("local", "streaming", "tiny", "one", "full", "large"):
         assert swaps >= 3, "the heavy set of this text never changes: a test of nothing"
 

@@ -1,0 +1,149 @@
+"""How the key/value heads of a model share its budget.
+
+Heads differ in how much they lose by eviction, and the difference is a property of the model more
+than of the text (compare Feng et al., "Ada-KV", 2024, which shares within a layer, on the fly).
+`H2OConfig(..., shares=...)` gives each head its own part of the same total. Plain numbers only: no
+torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = [
+    "LEAST",
+    "HasShares",
+    "LayerShares",
+    "Table",
+    "allotted",
+    "check_shares",
+    "levelled",
+    "table",
+]
+
+LEAST = 8
+"""Tokens that a head keeps at least, sinks included, where the budget allows it."""
+
+Table = tuple[tuple[float, ...], ...]
+"""[layers][key/value heads], positive; only the ratios count"""
+
+
+@runtime_checkable
+class HasShares(Protocol):
+    """What `shares` may be besides a table: shares that depend on the budget (`h2o.Profile`)."""
+
+    @property
+    def window(self) -> int:
+        """Tokens of the texts that it was made from."""
+
+    def shares_for(self, fraction: float) -> Table:
+        """The shares at a budget of this fraction of the text."""
+
+
+def table(shares: Any) -> Table | HasShares:
+    """`shares` as users may give it (lists, an array, a Profile), checked.
+
+    Errors: TypeError for what is none of these, ValueError for a number that is not positive and
+    for layers of different numbers of heads.
+    """
+    if isinstance(shares, HasShares):
+        return shares
+    rows = shares.tolist() if hasattr(shares, "tolist") else shares
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Sequence) for row in rows):
+        raise TypeError(
+            "shares must be numbers [layers, key/value heads] (lists or an array) or an "
+            f"h2o.Profile, not {type(shares).__name__}"
+        )
+    numbers = tuple(tuple(float(x) for x in row) for row in rows)
+    if not numbers or len({len(row) for row in numbers}) != 1 or not numbers[0]:
+        raise ValueError("shares must have the same number of heads in each layer, at least one")
+    for layer, row in enumerate(numbers):
+        for head, share in enumerate(row):
+            if not (math.isfinite(share) and share > 0):
+                raise ValueError(f"shares[{layer}][{head}] is {share}, wanted a positive number")
+    return numbers
+
+
+def check_shares(shares: Table | HasShares, layers: int) -> None:
+    """ValueError for a table that has not one row per layer of the model."""
+    rows = shares.shares_for(1.0) if isinstance(shares, HasShares) else shares
+    if len(rows) != layers:
+        raise ValueError(
+            f"shares has {len(rows)} rows, but the model has {layers} layers: it needs one per "
+            "layer, each with a number for every key/value head"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def allotted(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each head where the mean is k: in proportion to the shares, none below `least`.
+
+    The sum is exactly k times the number of heads. What remains after rounding down goes to the
+    largest remainders, of equal ones to the first.
+    """
+    flat = [share for row in shares for share in row]
+    total, low = k * len(flat), min(least, k)
+    raised: set[int] = set()
+    while True:  # heads raised to the least leave less for the others
+        rest = sum(share for i, share in enumerate(flat) if i not in raised)
+        left = total - low * len(raised)
+        exact = [low if i in raised else left * x / rest for i, x in enumerate(flat)]
+        below = {i for i, x in enumerate(exact) if x < low}
+        if not below:
+            break
+        raised |= below
+        if len(raised) == len(flat):
+            exact = [float(low)] * len(flat)
+            break
+    tokens = [int(x) for x in exact]
+    by_remainder = sorted(range(len(flat)), key=lambda i: (tokens[i] - exact[i], i))
+    for i in by_remainder[: total - sum(tokens)]:
+        tokens[i] += 1
+    heads = len(shares[0])
+    return tuple(tuple(tokens[i : i + heads]) for i in range(0, len(flat), heads))
+
+
+def levelled(rows: list[list[tuple[int, int]]], heads: int) -> list[list[tuple[int, int]]]:
+    """Budgets of a layer's rows, each with an entry for every head or one for all, all in one way.
+
+    Errors: ValueError for another number of heads than the layer has.
+    """
+    given = max(map(len, rows))
+    if given not in (1, heads):
+        raise ValueError(
+            f"this layer has {heads} key/value heads, but heavy, recent or shares say how much "
+            f"{given} heads may keep: give one number per key/value head"
+        )
+    return [row * given if len(row) == 1 else row for row in rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShares:
+    """One layer's part of `shares`, as the config of that layer has it."""
+
+    shares: Table | HasShares
+    layer: int
+
+    def apportioned(
+        self, heavy: int, recent: int, sinks: int, fraction: float | None
+    ) -> list[tuple[int, int]]:
+        """(heavy, recent) of each head, where all heads of the model would have these.
+
+        Every head keeps the sinks; the rest of its part is divided as heavy to recent are.
+        `fraction`: the budget as a fraction of the text; None for one in tokens, which is taken
+        as a fraction of what the shares were made from.
+        """
+        k = sinks + heavy + recent
+        if heavy + recent == 0:
+            return [(0, 0)]
+        shares = self.shares
+        if isinstance(shares, HasShares):
+            shares = shares.shares_for(k / shares.window if fraction is None else fraction)
+        least = max(LEAST, sinks + 1)
+        heads = allotted(k, shares, least)[self.layer]
+        recents = [(own - sinks) * recent // (heavy + recent) for own in heads]
+        return [(own - sinks - r, r) for own, r in zip(heads, recents, strict=True)]
