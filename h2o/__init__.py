@@ -32,9 +32,11 @@ except ImportError as error:
 
 from h2o.config import H2OConfig
 from h2o.hf.support import Unsupported
+from h2o.profile import Profile
 
 if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.analysis.analyze import analyze as analyze
+    from h2o.calibration.calibrate import calibrate as calibrate
     from h2o.hf.attention import supports as supports
     from h2o.hf.cache import H2OCache as H2OCache
     from h2o.hf.layer import H2OLayer as H2OLayer
@@ -51,6 +53,7 @@ _LAZY = {
     "H2OCache": "h2o.hf.cache",
     "H2OLayer": "h2o.hf.layer",
     "analyze": "h2o.analysis.analyze",
+    "calibrate": "h2o.calibration.calibrate",
     "disable": "h2o.hf.patching",
     "enable": "h2o.hf.patching",
     "load_default": "h2o.models",
@@ -60,7 +63,7 @@ _LAZY = {
     "supports": "h2o.hf.attention",
 }
 
-__all__ = ["H2OConfig", "Unsupported", "__version__", "ops", *_LAZY]
+__all__ = ["H2OConfig", "Profile", "Unsupported", "__version__", "ops", *_LAZY]
 
 
 def _get(name: str) -> Any:

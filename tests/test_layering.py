@@ -140,7 +140,10 @@ def test_transformers_is_imported_where_it_is_served():
         assert name in allowed or name.startswith(folders), name
 
 
-FLOORS = ("h2o/draw/", "h2o/hf/", "h2o/analysis/", "h2o/bench/", "h2o/evaluate/", "h2o/cli/")
+FLOORS = (
+    "h2o/draw/", "h2o/hf/", "h2o/analysis/", "h2o/bench/", "h2o/evaluate/", "h2o/calibration/",
+    "h2o/cli/",
+)  # fmt: skip
 """From the ground up: a room knows those below it."""
 
 
@@ -152,7 +155,9 @@ def test_no_room_imports_what_stands_on_it():
 
 
 def test_config_needs_neither_torch_nor_transformers():
-    assert not {"h2o/config.py"} & (importers("torch") | importers("transformers"))
+    assert not {"h2o/config.py", "h2o/profile.py"} & (
+        importers("torch") | importers("transformers")
+    )
 
 
 def test_the_transformers_served_are_those_that_pip_takes():

@@ -1,4 +1,4 @@
-"""The command line: `h2o info`, `generate`, `eval`, `analyze` and `bench`, also as `python -m h2o`.
+"""The command line `h2o`, also as `python -m h2o`: its commands are those of COMMANDS.
 
 Only the standard library is imported until a command runs, so that --help and
 mistakes in the arguments are answered at once. Each command is an entry in
@@ -332,6 +332,27 @@ def run_analyze(parser: Parser, options: argparse.Namespace) -> int:
     return 0
 
 
+# ---- h2o calibrate -------------------------------------------------------------------------------
+
+
+def calibrate_arguments(parser: Parser) -> None:
+    from h2o.cli import calibrate
+
+    calibrate.add_arguments(parser)
+
+
+def run_calibrate(parser: Parser, options: argparse.Namespace) -> int:
+    from h2o import models
+    from h2o.cli import calibrate
+
+    models.quiet_libraries()
+    try:
+        calibrate.run(parser, options)
+    except models.UserError as error:
+        return failed(parser, error)
+    return 0
+
+
 # ---- h2o bench -----------------------------------------------------------------------------------
 
 
@@ -361,6 +382,7 @@ COMMANDS = (
     Command("generate", "generate with an H2O cache", generate_arguments, run_generate),
     Command("eval", "what eviction costs in accuracy", eval_arguments, run_eval),
     Command("analyze", "see heavy hitters: a page of one text", analyze_arguments, run_analyze),
+    Command("calibrate", "which heads need more of a cache", calibrate_arguments, run_calibrate),
     Command("bench", "time h2o beside its peers", bench_arguments, run_bench),
 )
 

@@ -1,0 +1,64 @@
+"""From what heads cost alone to how much each of them gets.
+
+Costs add up here, so that the best allocation for a total equalises what one more key saves: along
+the lower convex hull of each head's costs the steepest step is taken first until the total is
+spent (Fox, "Discrete Optimization via Marginal Analysis", Management Science 1966).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["allocate", "hull"]
+
+
+def hull(budgets: Sequence[float], costs: Sequence[float]) -> list[tuple[float, float]]:
+    """The corners (budget, cost) of the lower convex hull, from the least budget on.
+
+    It ends at the first budget whose cost is the lowest: what lies beyond saves nothing.
+    """
+    corners: list[tuple[float, float]] = []
+    last = int(np.argmin(costs))
+    for x, y in list(zip(budgets, costs, strict=True))[: last + 1]:
+        while len(corners) > 1 and _slope(corners[-2], (x, y)) <= _slope(*corners[-2:]):
+            corners.pop()
+        if len(corners) == 1 and y >= corners[0][1]:
+            continue
+        corners.append((x, y))
+    return corners
+
+
+def allocate(budgets: Sequence[float], costs: np.ndarray, total: float) -> np.ndarray:
+    """Keys for each head.
+
+    Args:
+        budgets: rising; the first is what every head gets at least, the last one what it can use.
+        costs: [heads, budgets].
+        total: keys for all heads together.
+
+    Returns:
+        float64 [heads], whose sum is `total` (within the least and the most that heads can get).
+    """
+    least, most = float(budgets[0]), float(budgets[-1])
+    given = np.full(len(costs), least)
+    steps = []
+    for head, row in enumerate(costs):
+        corners = hull(budgets, row)
+        for a, b in itertools.pairwise(corners):
+            steps.append((_slope(a, b), head, b[0] - a[0]))
+    left = total - given.sum()
+    for _, head, width in sorted(steps):
+        taken = max(0.0, min(width, left))
+        given[head] += taken
+        left -= taken
+    if left > 0:  # nobody is known to need more: all get the same on top
+        room = most - given
+        given += room * min(1.0, left / max(room.sum(), 1e-9))
+    return given
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])

@@ -1,0 +1,239 @@
+"""`h2o.calibrate`: reads texts with a model, and says what share each head should have."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o.analysis.collect import full_layers
+from h2o.calibration.allocate import allocate
+from h2o.calibration.measure import costs, watch
+from h2o.config import H2OConfig
+from h2o.evaluate.results import Cells, provenance
+from h2o.hf.cache import transformers_layers
+from h2o.profile import LEAST, Profile, describe, sample
+
+__all__ = ["FRACTIONS", "Window", "calibrate", "grid_of", "policy", "windows_of"]
+
+FRACTIONS = (0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
+"""Budgets at which a profile has shares, as parts of a text."""
+
+SINKS, HEAVY = 4, 0.75
+KIND = "h2o calibrate"
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One piece of a text."""
+
+    text: str
+    ids: Tensor
+    """int64 [n]"""
+
+    @property
+    def sha256(self) -> str:
+        return _sha256(self.ids)
+
+
+def calibrate(
+    model: Any,
+    input_ids: Any,
+    *,
+    window: int = 1024,
+    windows: int | None = None,
+    fractions: Sequence[float] = FRACTIONS,
+    draws: int = 2,
+    seed: int = 0,
+    resume: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Profile:
+    """Measures which heads of a model need more of a cache than others.
+
+    ```python
+    profile = h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])
+    profile.save("model.json")
+    ```
+
+    For each key/value head and each budget of a grid the head alone evicts from the first token
+    on, ranked as by `H2OConfig.robust`. What this costs is estimated to second order, from the
+    change of the head's output and the gradient of the log-likelihood of tokens that are drawn
+    from the model's own predictions (`h2o.calibration.measure`); then a total is shared out so
+    that one more key would save the same everywhere (`h2o.calibration.allocate`). The same
+    idea, for pruning: Theis et al., "Faster gaze prediction with dense networks and Fisher
+    pruning", arXiv:1801.05787.
+
+    Args:
+        model: a causal language model that an `H2OCache` can serve, in eval mode. In bfloat16 or
+            float32, whichever is faster on the machine.
+        input_ids: int64 [n] or [1, n], one text without pads; or a list of them, or a mapping
+            from names to them, of different kinds of text best. They are read in windows that
+            know nothing of each other; what is left over at a text's end is not read.
+        window: tokens of a window.
+        windows: read so many, spread over the texts; all by default. 16 will do, more are better.
+        fractions: budgets at which the profile has shares, parts of a window, in (0, 1].
+        draws: continuations drawn for each window.
+        seed: of what is drawn.
+        resume: a file for windows that are done; another call with the same model, window, draws
+            and seed takes them from there. It is not removed.
+        progress: called with (windows done, windows in all), first with what `resume` had.
+
+    Errors: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
+    arguments that do not fit, UserError (`h2o.files`) for a `resume` file of another kind.
+    """
+    full = full_layers(model)
+    if not full:
+        raise ValueError("every layer has a sliding window: there is nothing for h2o to share out")
+    if model.training:
+        raise RuntimeError("calibrate() is for inference: call model.eval()")
+    if draws < 1:
+        raise ValueError(f"draws must be at least 1, not {draws}")
+    fractions = tuple(sorted(set(map(float, fractions))))
+    if not fractions or not 0 < fractions[0] <= fractions[-1] <= 1:
+        raise ValueError(f"fractions must be in (0, 1], at least one, not {list(fractions)}")
+    chosen = list(windows_of(input_ids, window, windows))
+    grid = grid_of(window)
+    settings = {
+        "window": window, "draws": draws, "seed": seed, "grid": grid, "sinks": SINKS,
+        "heavy": HEAVY, "rank_by": "mean", "value_weighted": True,
+    }  # fmt: skip
+    origin = provenance(model, None, str(getattr(model.config, "model_type", "")))
+    cells = Cells(Path(resume), KIND) if resume is not None else None
+    measured: list[np.ndarray] = []
+    for done, piece in enumerate(chosen):
+        facts = {"window": piece.sha256, "settings": settings, "origin": origin}
+        found = cells.find(facts) if cells else None
+        if found is None:
+            progress(done, len(chosen))
+            found = {"costs": _costs(model, piece, grid, draws, seed).tolist()}
+            if cells:
+                found = cells.put(facts, found)
+        measured.append(np.array(found["costs"]))
+    progress(len(chosen), len(chosen))
+    return Profile(
+        fractions=fractions,
+        shares=tuple(
+            _shares(np.mean(measured, axis=0), grid, fraction, window, full, model)
+            for fraction in fractions
+        ),
+        model=describe(model.config),
+        weights=sample(model),
+        texts=tuple(_described(input_ids, chosen)),
+        settings={**settings, "windows": len(chosen), "dtype": origin["dtype"]},
+        versions={
+            name: version
+            for name, version in origin["versions"].items()
+            if name in ("h2o-kv", "torch", "transformers")
+        },
+    )
+
+
+def policy(budget: int) -> H2OConfig:
+    """The cache of a head that may hold so many keys: that of `H2OConfig.robust`."""
+    heavy = int(HEAVY * (budget - SINKS))
+    return H2OConfig(heavy, budget - SINKS - heavy, SINKS, rank_by="mean", value_weighted=True)
+
+
+def grid_of(window: int) -> list[int]:
+    """Budgets that are measured: 8, 12, 16, 24, 32, 48, ... below the window."""
+    steps = itertools.chain.from_iterable((2**i, 3 * 2 ** (i - 1)) for i in itertools.count(3))
+    return list(itertools.takewhile(lambda budget: budget < window, steps))
+
+
+def windows_of(input_ids: Any, window: int, limit: int | None) -> Iterator[Window]:
+    """The windows that are read, in turn from each text.
+
+    Errors: TypeError for what are no token ids, ValueError for a text shorter than a window.
+    """
+    if window <= 2 * LEAST:
+        raise ValueError(f"window must be more than {2 * LEAST} tokens, not {window}")
+    if limit is not None and limit < 1:
+        raise ValueError(f"windows must be at least 1, not {limit}")
+    pieces = []
+    for name, ids in _texts(input_ids):
+        if len(ids) < window:
+            raise ValueError(
+                f"input_ids: {name} has {len(ids)} tokens, less than a window of {window}: give "
+                "more text, or a smaller window="
+            )
+        pieces.append([Window(name, piece) for piece in ids.split(window) if len(piece) == window])
+    wanted = limit or sum(map(len, pieces))
+    numbers = [0] * len(pieces)  # of windows from each text
+    while sum(numbers) < min(wanted, sum(map(len, pieces))):
+        open_ = [i for i, piece in enumerate(pieces) if numbers[i] < len(piece)]
+        numbers[min(open_, key=numbers.__getitem__)] += 1
+    spread = [
+        [own[i * len(own) // number] for i in range(number)]
+        for own, number in zip(pieces, numbers, strict=True)
+    ]
+    for turn in itertools.zip_longest(*spread):
+        yield from (piece for piece in turn if piece is not None)
+
+
+def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
+    """(name, int64 [n]) of each text."""
+    if isinstance(input_ids, Mapping):
+        named = [(str(name), ids) for name, ids in input_ids.items()]
+    elif isinstance(input_ids, Sequence) and not isinstance(input_ids, str | bytes):
+        named = [(f"text {number}", ids) for number, ids in enumerate(input_ids)]
+    else:
+        named = [("text", input_ids)]
+    if not named:
+        raise ValueError("input_ids: there is no text")
+    for name, ids in named:
+        if not isinstance(ids, Tensor) or ids.is_floating_point():
+            raise TypeError(
+                f"input_ids: {name} is a {type(ids).__name__}, wanted a torch tensor of token ids: "
+                'h2o.calibrate(model, tokenizer(text, return_tensors="pt")["input_ids"])'
+            )
+        if ids.ndim == 2 and len(ids) == 1:
+            ids = ids[0]
+        if ids.ndim != 1:
+            raise ValueError(
+                f"input_ids: {name} has shape {list(ids.shape)}, wanted [n] or [1, n]; give "
+                "several texts as a list"
+            )
+        yield name, ids.cpu().long()
+
+
+def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int) -> np.ndarray:
+    """[full layers, G, grid]"""
+    generator = torch.Generator().manual_seed(int(piece.sha256[:12], 16) + seed)
+    layers = watch(model, piece.ids, generator, draws)
+    return torch.stack([costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]).numpy()
+
+
+def _shares(
+    costs: np.ndarray,
+    grid: Sequence[int],
+    fraction: float,
+    window: int,
+    full: Sequence[int],
+    model: Any,
+) -> tuple[tuple[float, ...], ...]:
+    """Of one budget, for every layer of the model; ones where it has a sliding window."""
+    layers, G, _ = costs.shape
+    table = np.pad(costs.reshape(layers * G, -1), ((0, 0), (0, 1)))  # a whole window costs nothing
+    total = layers * G * max(fraction * window, LEAST)
+    keys = allocate([*grid, window], table, total).reshape(layers, G)
+    shares = np.ones((len(transformers_layers(model.config)), G))
+    shares[list(full)] = keys / keys.mean()
+    return tuple(tuple(round(float(x), 4) for x in row) for row in shares)
+
+
+def _described(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:
+    for name, ids in _texts(input_ids):
+        number = sum(piece.text == name for piece in chosen)
+        yield {"name": name, "sha256": _sha256(ids), "tokens": len(ids), "windows": number}
+
+
+def _sha256(ids: Tensor) -> str:
+    return hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()

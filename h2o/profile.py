@@ -1,0 +1,292 @@
+"""Which heads of a model need more of a cache, as `h2o.calibrate` found it: a small record.
+
+Imports neither torch nor transformers, as h2o/config.py does not.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LEAST", "Profile", "describe"]
+
+LEAST = 8
+"""Keys that a head gets whatever its share: sinks, and a few to work with."""
+
+KIND = "h2o profile"
+LAYOUT = 1
+"""Raised when a file is written that older versions cannot read."""
+
+TOLERANCE = 0.01
+"""Relative distance of two samples of weights that are still called the same: above what
+float16 and bfloat16 round, below what training changes."""
+
+SHAPE = (
+    "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_size", "intermediate_size", "vocab_size",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Shares of a cache by layer and key/value head, calibrated at some budgets.
+
+    A head's share is its budget over the mean of all heads' budgets: at `budget` keys a head on
+    average, head h of layer l gets max(8, round(budget * shares[l][h])), sinks included, rescaled
+    to the same total. `h2o.calibrate` makes profiles, `Profile.load` and `Profile.save` keep them.
+
+    Errors: TypeError and ValueError for shares that are no such table.
+    """
+
+    fractions: tuple[float, ...]
+    """Rising, in (0, 1]: the budgets of the calibration, as parts of a text"""
+    shares: tuple[tuple[tuple[float, ...], ...], ...]
+    """Of each of these budgets [layers, key/value heads], mean 1. Layers that keep a sliding
+    window of their own have ones, and do not count."""
+    model: Mapping[str, Any]
+    """Shape of the model, from its config"""
+    weights: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    """A few numbers of the model's parameters, by which it is known again in any dtype"""
+    texts: tuple[Mapping[str, Any], ...] = ()
+    """What was read: name, sha256 of the token ids, tokens, windows"""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """How it was calibrated"""
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the packages that did it"""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "fractions", tuple(float(x) for x in self.fractions))
+        put(
+            self,
+            "shares",
+            tuple(tuple(tuple(float(x) for x in row) for row in table) for table in self.shares),
+        )
+        put(self, "texts", tuple(self.texts))
+        increasing = all(a < b for a, b in zip(self.fractions, self.fractions[1:], strict=False))
+        if not self.fractions or not increasing or not 0 < min(self.fractions) <= 1:
+            raise ValueError(
+                f"fractions must rise and be in (0, 1], at least one, not {list(self.fractions)}"
+            )
+        if max(self.fractions) > 1:
+            raise ValueError(f"fractions must be in (0, 1], not {list(self.fractions)}")
+        if len(self.shares) != len(self.fractions):
+            raise ValueError(
+                f"shares has {len(self.shares)} tables for {len(self.fractions)} fractions: "
+                "each needs one"
+            )
+        shapes = {tuple(map(len, table)) for table in self.shares}
+        if len(shapes) != 1 or not all(next(iter(shapes))):
+            raise ValueError("shares: all tables must have the same layers and heads, none empty")
+        for table in self.shares:
+            if not all(math.isfinite(x) and x > 0 for row in table for x in row):
+                raise ValueError("shares must be positive numbers")
+
+    def __hash__(self) -> int:
+        return hash((self.fractions, self.shares))
+
+    def __repr__(self) -> str:
+        table = self.shares[0]
+        budgets = ", ".join(f"{fraction:g}" for fraction in self.fractions)
+        return (
+            f"<h2o.Profile of a {self.model.get('model_type', 'model')}, {len(table)} layers of "
+            f"{len(table[0])} key/value heads, calibrated at {budgets}>"
+        )
+
+    def shares_for(self, budget_fraction: float) -> tuple[tuple[float, ...], ...]:
+        """Shares [layers][key/value heads] for a budget, positive, mean 1 over all.
+
+        Between two calibrated budgets what is interpolated is the share, on a logarithmic scale of
+        budgets; below the first and above the last the nearest one's are taken.
+
+        Args:
+            budget_fraction: of the text, above 0.
+        """
+        if not budget_fraction > 0:
+            raise ValueError(f"budget_fraction must be above 0, not {budget_fraction!r}")
+        after = bisect.bisect_left(self.fractions, budget_fraction)
+        if after == 0 or after == len(self.fractions):
+            return _normalised(self.shares[min(after, len(self.fractions) - 1)])
+        low, high = self.fractions[after - 1 : after + 1]
+        part = math.log(budget_fraction / low) / math.log(high / low)
+        mixed = tuple(
+            tuple((1 - part) * a + part * b for a, b in zip(*rows, strict=True))
+            for rows in zip(*self.shares[after - 1 : after + 1], strict=True)
+        )
+        return _normalised(mixed)
+
+    def check(self, model: Any) -> None:
+        """Whether this profile is of a model, or can be of one with this config.
+
+        Args:
+            model: a model of transformers, whose shape and weights are looked at, or its config,
+                which has a shape only. Any dtype will do; quantised parameters are not compared.
+
+        Errors: ValueError that names what differs.
+        """
+        config = getattr(model, "config", model)
+        found = describe(config)
+        for name, wanted in self.model.items():
+            if name in found and found[name] != wanted:
+                raise ValueError(
+                    f"this profile is of another model: {name} is {wanted} there and "
+                    f"{found[name]} here. {REMEDY}"
+                )
+        layers = found.get("num_hidden_layers", len(self.shares[0]))
+        if layers != len(self.shares[0]):
+            raise ValueError(
+                f"this profile has shares for {len(self.shares[0])} layers and this model "
+                f"{layers}. {REMEDY}"
+            )
+        if config is model or not self.weights:
+            return
+        own = _parameters(model)
+        for name, wanted in self.weights.items():
+            values = _values(own[name], len(wanted)) if name in own else None
+            if values is None:  # quantised, offloaded or renamed by an adapter: nothing to compare
+                continue
+            apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
+            if not apart <= TOLERANCE:
+                raise ValueError(
+                    f"this profile is of another model: its shape is the same, but the weights of "
+                    f"{name} differ by {apart:.0%}. {REMEDY}"
+                )
+
+    # ---- files ---------------------------------------------------------------------------------
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, lists and texts, for JSON."""
+        return {
+            "kind": KIND,
+            "layout": LAYOUT,
+            "model": dict(self.model),
+            "settings": dict(self.settings),
+            "texts": [dict(text) for text in self.texts],
+            "versions": dict(self.versions),
+            "fractions": list(self.fractions),
+            "shares": [[[round(x, 3) for x in row] for row in table] for table in self.shares],
+            "weights": {name: list(values) for name, values in self.weights.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, content: Any) -> Profile:
+        """What `as_dict` gave. Errors: ValueError for anything else."""
+        if not isinstance(content, dict) or content.get("kind") != KIND:
+            raise ValueError("is no profile of h2o calibrate")
+        if content.get("layout") != LAYOUT:
+            raise ValueError(
+                f"was written in layout {content.get('layout')}, this version of h2o reads "
+                f"{LAYOUT}: run h2o calibrate again"
+            )
+        names = [field.name for field in dataclasses.fields(cls)]
+        try:
+            return cls(**{name: content[name] for name in names})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"is incomplete or damaged ({error!r})") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file of some kilobytes, as a whole or not at all."""
+        path = Path(path)
+        draft = path.with_name(f".{path.name}.draft")
+        draft.write_text(_as_text(self.as_dict()), "utf-8")
+        os.replace(draft, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Reads what `save` wrote. Errors: ValueError for another file, OSError without one."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def shipped(cls, model: Any) -> Profile | None:
+        """The profile that comes with h2o for this model or config, None if there is none."""
+        for profile in _all_shipped():
+            try:
+                profile.check(model)
+            except ValueError:
+                continue
+            return profile
+        return None
+
+
+REMEDY = "Run h2o calibrate on this model"
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """Shape of a model from its config; what a config does not say is left out."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    found: dict[str, Any] = {}
+    for name in SHAPE:
+        value = getattr(text, name, None)
+        if isinstance(value, int | str):
+            found[name] = value
+    heads = found.get("num_attention_heads")
+    if heads:
+        found.setdefault("num_key_value_heads", heads)
+        if "hidden_size" in found:
+            found.setdefault("head_dim", found["hidden_size"] // heads)
+    return found
+
+
+def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[float]]:
+    """A few numbers of a few parameters of a model, for `Profile.weights`."""
+    own = sorted(_parameters(model).items())
+    found = {}
+    for name, parameter in own[:: max(1, -(-len(own) // tensors))]:
+        values = _values(parameter, numbers)
+        if values is not None:
+            found[name] = [float(f"{value:.4g}") for value in values]
+    return found
+
+
+def _parameters(model: Any) -> dict[str, Any]:
+    while hasattr(model, "_orig_mod"):  # torch.compile
+        model = model._orig_mod
+    return dict(model.named_parameters())
+
+
+def _values(parameter: Any, numbers: int) -> list[float] | None:
+    """Evenly spread numbers of a parameter; None of one that is quantised or not in memory."""
+    if not parameter.dtype.is_floating_point or parameter.is_meta or parameter.numel() < numbers:
+        return None
+    if hasattr(parameter, "__tensor_flatten__"):
+        return None
+    flat = parameter.detach().reshape(-1)
+    step = flat.numel() // numbers
+    return flat[step // 2 :: step][:numbers].float().cpu().tolist()
+
+
+def _normalised(table: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    every = [x for row in table for x in row]
+    mean = math.fsum(every) / len(every)
+    return tuple(tuple(x / mean for x in row) for row in table)
+
+
+def _all_shipped() -> Iterator[Profile]:
+    for entry in resources.files("h2o").joinpath("data").iterdir():
+        if entry.name.endswith(".profile.json"):
+            yield Profile.from_dict(json.loads(entry.read_text("utf-8")))
+
+
+def _as_text(value: Any, indent: int = 0) -> str:
+    """JSON with a list of numbers on one line."""
+    inner = "\n" + " " * (indent + 1)
+    if isinstance(value, dict) and indent == 0:
+        items = [f"{json.dumps(key)}: {_as_text(item, 1)}" for key, item in value.items()]
+        return "{" + inner + f",{inner}".join(items) + "\n}\n"
+    if isinstance(value, dict) and any(isinstance(item, list | dict) for item in value.values()):
+        items = [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
+        return "{" + inner + f",{inner}".join(items) + inner[:-1] + "}"
+    if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
+        items = [_as_text(item, indent + 1) for item in value]
+        return "[" + inner + f",{inner}".join(items) + inner[:-1] + "]"
+    return json.dumps(value)

@@ -1,0 +1,310 @@
+"""`h2o.calibrate`: costs against dense attention and plain autograd, allocation, profiles."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import h2o
+from h2o.calibration import calibrate as module
+from h2o.calibration.allocate import allocate, hull
+from h2o.calibration.measure import costs, watch
+from h2o.files import UserError
+from h2o.profile import describe, sample
+from tests.hf import tiny
+from tests.hf.test_simulation import text
+
+WINDOW = 48
+
+
+def ids_of(tokens=200, seed=0):
+    return text(tokens=tokens, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return h2o.calibrate(tiny.model("llama"), ids_of(), window=WINDOW)
+
+
+# ---- costs ---------------------------------------------------------------------------------------
+
+
+def test_costs_are_those_of_dense_attention():
+    """One layer's head evicts: the change of the output by eager attention under the same mask."""
+    model, ids = tiny.model("llama"), ids_of(60)[0]
+    layers = watch(model, ids, torch.Generator().manual_seed(0), draws=2)
+    assert sorted(layers) == [0, 1]
+    for layer, seen in layers.items():
+        found = costs(seen, [8, 16, 60], module.policy)
+        assert found.shape == (2, 3)
+        assert (found[:, 2] == 0).all(), "nothing evicted"
+        assert (found[:, 0] > found[:, 1]).all()
+        config = module.policy(8)
+        with h2o.simulated(model, config, trace=True) as simulation, torch.no_grad():
+            model(ids[None], use_cache=False)
+        if layer:
+            continue  # there the simulated model's own keys differ
+        gone = simulation.evicted_at(layer)[0]
+        logits = seen.query[0] @ seen.keys[0].repeat_interleave(2, 0).mT * seen.scale
+        row = torch.arange(60)
+        causal = row[:, None] >= row
+        still = causal & (row[:, None] < gone.repeat_interleave(2, 0)[:, None])
+        values = seen.values[0].repeat_interleave(2, 0)
+        full, cut = (
+            logits.masked_fill(~mask, -torch.inf).softmax(-1) @ values for mask in (causal, still)
+        )
+        change = (cut - full).transpose(0, 1)
+        by_head = [(change * g).sum(-1).reshape(60, 2, 2).sum(-1) for g in seen.gradients]
+        want = torch.stack(by_head).square().sum(1).mean(0) / (2 * 60)
+        torch.testing.assert_close(found[:, 0].float(), want, rtol=1e-3, atol=1e-7)
+
+
+def test_gradients_predict_what_a_change_does():
+    """Against a finite difference: the likelihood of what was drawn, with an output moved."""
+    model, ids = tiny.model("llama", "eager").double(), ids_of(20)[0]
+    torch.manual_seed(0)
+    change = torch.randn(20, 32, dtype=torch.double) * 3e-3
+    outputs = model.model.layers[1].self_attn.o_proj
+
+    def said(factor):
+        hook = outputs.register_forward_pre_hook(lambda _, given: (given[0] + factor * change,))
+        with torch.no_grad():
+            logits = model(ids[None], use_cache=False).logits[0]
+        hook.remove()
+        return logits.log_softmax(-1)
+
+    total = said(0).exp().cumsum(-1)
+    point = torch.rand(20, 1, generator=torch.Generator().manual_seed(3)).double()
+    drawn = torch.searchsorted(total, point * total[:, -1:])
+    want = (said(0.5) - said(-0.5)).gather(1, drawn).sum()
+    seen = watch(tiny.model("llama"), ids, torch.Generator().manual_seed(3), draws=1)[1]
+    found = (seen.gradients[0].reshape(20, 32).double() * change).sum()
+    torch.testing.assert_close(found, want, rtol=0.01, atol=1e-5)
+
+
+def test_frozen_parameters_and_the_model_stay_as_they_were():
+    model = tiny.model("llama", "sdpa").requires_grad_(False)
+    a = watch(model, ids_of(30)[0], torch.Generator().manual_seed(0), draws=1)
+    b = watch(tiny.model("llama"), ids_of(30)[0], torch.Generator().manual_seed(0), draws=1)
+    for layer in a:
+        torch.testing.assert_close(a[layer].gradients, b[layer].gradients)
+    assert model.config._attn_implementation == "sdpa"
+    assert all(p.grad is None and not p.requires_grad for p in model.parameters())
+
+
+# ---- allocation ----------------------------------------------------------------------------------
+
+
+def test_hull_leaves_out_what_lies_above():
+    assert hull([1, 2, 3, 4], [4, 3.9, 1, 0]) == [(1, 4), (3, 1), (4, 0)]
+    assert hull([1, 2, 3], [1, 5, 1]) == [(1, 1)]
+
+
+def test_allocation_is_the_best_of_all():
+    """With convex costs, greedy steps lead to the least sum: all ways of sharing out are tried."""
+    generator = np.random.default_rng(0)
+    grid = [1, 2, 3, 4, 5]
+    slopes = -np.sort(-generator.random((3, 4)), axis=1)  # falling
+    table = np.stack([slopes[:, i:].sum(1) for i in range(5)], axis=1)
+    for total in range(3, 16):
+        given = allocate(grid, table, total)
+        assert given.sum() == pytest.approx(total)
+        cost = sum(np.interp(x, grid, row) for x, row in zip(given, table, strict=True))
+        ways = [w for w in itertools.product(range(5), repeat=3) if sum(w) + 3 == total]
+        assert cost == pytest.approx(min(table[range(3), list(way)].sum() for way in ways))
+
+
+def test_allocation_that_nobody_needs_is_shared_out():
+    given = allocate([8, 16, 100], np.array([[1.0, 0, 0], [0, 0, 0]]), 80)
+    assert given.sum() == pytest.approx(80)
+    assert given[0] > given[1] > 8
+    assert allocate([8, 100], np.zeros((2, 2)), 500).tolist() == [100, 100]
+
+
+# ---- h2o.calibrate -------------------------------------------------------------------------------
+
+
+def test_profile_of_a_tiny_model(profile):
+    model = tiny.model("llama")
+    assert profile.fractions == module.FRACTIONS
+    for fraction in (0.01, 0.2, 0.25, 0.5, 1.0):
+        shares = np.array(profile.shares_for(fraction))
+        assert shares.shape == (2, 2)
+        assert (shares > 0).all()
+        assert shares.mean() == pytest.approx(1, abs=1e-9)
+    assert np.ptp(profile.shares_for(0.3)) > 0.1
+    assert profile.texts[0]["windows"] == 4
+    assert profile.settings["windows"] == 4
+    assert profile.versions["torch"] == torch.__version__
+    profile.check(model)
+    profile.check(model.config)
+    assert "llama, 2 layers of 2" in repr(profile)
+    assert hash(profile) is not None
+
+
+def test_needier_heads_get_more():
+    """Heads whose values are zero cannot lose anything."""
+    model = tiny.model("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[8:] = 0
+    shares = np.array(h2o.calibrate(model, ids_of(), window=WINDOW).shares_for(0.4))
+    assert shares[1, 1] == shares.min()
+    assert shares[1, 1] * 0.4 * WINDOW == pytest.approx(8, abs=0.1), "the least that heads get"
+
+
+def test_sliding_layers_have_ones():
+    profile = h2o.calibrate(tiny.model("gemma2"), ids_of(), window=WINDOW)
+    shares = np.array(profile.shares_for(0.4))
+    assert shares[[0, 2]] == pytest.approx(1, abs=1e-3)
+    assert shares[[1, 3]].mean() == pytest.approx(1, abs=1e-3)
+    assert (shares[[1, 3]] != 1).all()
+
+
+def test_several_texts_and_fewer_windows():
+    a, b = ids_of(200), ids_of(100, seed=1)[0]
+    profile = h2o.calibrate(tiny.model("opt"), {"a": a, "b": b}, window=WINDOW, windows=4)
+    assert [(x["name"], x["windows"], x["tokens"]) for x in profile.texts] == [
+        ("a", 2, 200),
+        ("b", 2, 100),
+    ]
+    chosen = list(module.windows_of([a, b], WINDOW, 5))
+    assert [x.text for x in chosen] == ["text 0", "text 1", "text 0", "text 1", "text 0"]
+    assert torch.equal(chosen[0].ids, a[0, :WINDOW])
+    assert len(list(module.windows_of([a, b], WINDOW, None))) == 6
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    model, file = tiny.model("llama"), tmp_path / "unfinished.json"
+    seen = []
+
+    def stop(done, total):
+        seen.append((done, total))
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        h2o.calibrate(model, ids_of(), window=WINDOW, resume=file, progress=stop)
+    assert seen == [(0, 4), (1, 4), (2, 4)]
+    rest = []
+    resumed = h2o.calibrate(
+        model, ids_of(), window=WINDOW, resume=file, progress=lambda *x: rest.append(x)
+    )
+    assert rest == [(2, 4), (3, 4), (4, 4)]
+    assert resumed.shares == h2o.calibrate(model, ids_of(), window=WINDOW).shares
+    again = []
+    h2o.calibrate(
+        model, ids_of(), window=WINDOW, seed=1, resume=file, progress=lambda *x: again.append(x)
+    )
+    assert len(again) == 5, "of another seed"
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UserError, match="no result file"):
+        h2o.calibrate(model, ids_of(), window=WINDOW, resume=tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (TypeError, "wanted a torch tensor", {"input_ids": "a text"}),
+        (ValueError, "there is no text", {"input_ids": []}),
+        (ValueError, "less than a window of 48", {"input_ids": torch.ones(20, dtype=torch.long)}),
+        (ValueError, r"\[2, 9\]", {"input_ids": torch.ones(2, 9, dtype=torch.long)}),
+        (ValueError, "fractions", {"fractions": [0.0]}),
+        (ValueError, "draws", {"draws": 0}),
+        (ValueError, "windows", {"windows": 0}),
+        (ValueError, "more than 16", {"window": 16}),
+    ],
+)
+def test_refusals(error, match, arguments):
+    with pytest.raises(error, match=match):
+        h2o.calibrate(tiny.model("llama"), **{"input_ids": ids_of(), "window": WINDOW, **arguments})
+
+
+def test_models_that_cannot_be_calibrated():
+    with pytest.raises(ValueError, match="sliding"):
+        h2o.calibrate(tiny.model("mistral-window"), ids_of(), window=WINDOW)
+    with pytest.raises(RuntimeError, match="eval"):
+        h2o.calibrate(tiny.model("llama").train(), ids_of(), window=WINDOW)
+
+
+# ---- profiles ------------------------------------------------------------------------------------
+
+
+def test_save_and_load(profile, tmp_path):
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    loaded = h2o.Profile.load(path)
+    assert loaded.as_dict() == profile.as_dict()
+    assert np.allclose(loaded.shares, profile.shares, atol=1e-3)
+    assert sorted(tmp_path.iterdir()) == [path]
+    content = json.loads(path.read_text())
+    assert "abc" not in path.read_text(), "no text goes into a profile"
+    for change, match in [
+        ({"kind": "x"}, "no profile"),
+        ({"layout": 99}, "layout 99"),
+        ({"shares": None}, "damaged"),
+        ({"shares": [[[1, -1]]] * 9}, "positive"),
+    ]:
+        path.write_text(json.dumps(content | change))
+        with pytest.raises(ValueError, match=rf"profile\.json: .*{match}"):
+            h2o.Profile.load(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"profile\.json"):
+        h2o.Profile.load(path)
+
+
+def test_interpolation():
+    a, b = ((1.5, 0.5),), ((1.1, 0.9),)
+    profile = h2o.Profile((0.1, 0.4), (a, b), {})
+    assert profile.shares_for(0.01) == profile.shares_for(0.1) == a
+    assert profile.shares_for(0.9) == profile.shares_for(0.4) == b
+    assert profile.shares_for(0.2) == (pytest.approx((1.3, 0.7)),)
+    with pytest.raises(ValueError, match="above 0"):
+        profile.shares_for(0)
+
+
+@pytest.mark.parametrize(
+    ("fractions", "shares", "match"),
+    [
+        ((), (), "at least one"),
+        ((0.2, 0.1), (((1,),), ((1,),)), "rise"),
+        ((0.5, 1.5), (((1,),), ((1,),)), r"\(0, 1\]"),
+        ((0.1, 0.2), (((1,),),), "1 tables for 2"),
+        ((0.1,), (((),),), "empty"),
+        ((0.1,), (((1, 0),),), "positive"),
+    ],
+)
+def test_profiles_that_are_none(fractions, shares, match):
+    with pytest.raises(ValueError, match=match):
+        h2o.Profile(fractions, shares, {})
+
+
+def test_another_model_is_refused(profile):
+    with pytest.raises(ValueError, match="model_type is llama there and opt here"):
+        profile.check(tiny.model("opt"))
+    other = tiny.model("llama")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter *= 1.05
+    profile.check(other.config)
+    with pytest.raises(ValueError, match=r"weights of .* differ by 5%"):
+        profile.check(other)
+    deeper = tiny.model("llama").config
+    deeper.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="num_hidden_layers is 2 there and 3 here"):
+        profile.check(deeper)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_is_known_again_in_another_dtype(profile, dtype):
+    profile.check(tiny.model("llama").to(dtype))
+
+
+def test_description_of_models_that_leave_things_out():
+    found = describe(transformers.GPT2Config(n_embd=32, n_head=4))
+    assert (found["num_key_value_heads"], found["head_dim"]) == (4, 8)
+    assert len(sample(tiny.model("llama"))) > 5

@@ -1,0 +1,61 @@
+"""The command `h2o calibrate`."""
+
+import json
+
+import pytest
+
+from h2o import Profile, cli
+from tests.test_cli import tiny  # noqa: F401
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+TEXT = "".join(chr(97 + i * i % 23) for i in range(150))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text(TEXT[::-1])
+    return tmp_path
+
+
+def test_calibrate(tiny, folder, capsys):  # noqa: F811
+    texts = [str(folder / name) for name in ("a.txt", "b.txt")]
+    output = folder / "made" / "profile.json"
+    arguments = ["calibrate", "--model", tiny, "--text", *texts, "--output", str(output)]
+    assert cli.main([*arguments, "--window", "60", "--windows", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert "3 of 3 windows" in err
+    assert "most at a tenth of the keys" in out
+    content = json.loads(output.read_text())
+    assert [(x["name"], x["windows"], x["tokens"]) for x in content["texts"]] == [
+        ("a.txt", 2, 150),
+        ("b.txt", 1, 150),
+    ]
+    assert content["settings"]["window"] == 60
+    assert TEXT[:20] not in output.read_text()
+    assert len(Profile.load(output).shares_for(0.3)) == 2
+    assert not [path.name for path in output.parent.glob("*unfinished.json")]
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "code", "message"),
+    [
+        ("no.txt", [], 2, "cannot read"),
+        ("a.txt", ["--output", "profile.txt"], 2, "wanted a name such as profile.json"),
+        ("a.txt", ["--window", "200"], 1, "a.txt has 150 tokens, less than a window of 200"),
+        ("a.txt", ["--window", "60", "--windows", "0"], 1, "windows must be at least 1"),
+    ],
+)
+def test_mistakes(tiny, folder, capsys, monkeypatch, text, more, code, message):  # noqa: F811
+    monkeypatch.chdir(folder)
+    try:
+        found = cli.main(
+            ["calibrate", "--model", tiny, "--text", text, "--output", "p.json", *more]
+        )
+    except SystemExit as end:
+        found = end.code
+    assert found == code
+    assert message in capsys.readouterr().err
+    assert not (folder / "p.json").exists()
