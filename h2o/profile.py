@@ -15,10 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LEAST", "Profile", "describe"]
-
-LEAST = 8
-"""Keys that a head gets whatever its share: sinks, and a few to work with."""
+__all__ = ["Profile", "describe", "sample"]
 
 KIND = "h2o profile"
 LAYOUT = 1
@@ -50,7 +47,9 @@ class Profile:
     shares: tuple[tuple[tuple[float, ...], ...], ...]
     """Of each of these budgets [layers, key/value heads], mean 1. Layers that keep a sliding
     window of their own have ones, and do not count."""
-    model: Mapping[str, Any]
+    window: int
+    """Tokens of the pieces of text that were read; a budget in tokens is taken as a part of it"""
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Shape of the model, from its config"""
     weights: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
     """A few numbers of the model's parameters, by which it is known again in any dtype"""
@@ -70,6 +69,8 @@ class Profile:
             tuple(tuple(tuple(float(x) for x in row) for row in table) for table in self.shares),
         )
         put(self, "texts", tuple(self.texts))
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window must be a number of tokens, not {self.window!r}")
         increasing = all(a < b for a, b in zip(self.fractions, self.fractions[1:], strict=False))
         if not self.fractions or not increasing or not 0 < min(self.fractions) <= 1:
             raise ValueError(
@@ -170,6 +171,7 @@ class Profile:
             "settings": dict(self.settings),
             "texts": [dict(text) for text in self.texts],
             "versions": dict(self.versions),
+            "window": self.window,
             "fractions": list(self.fractions),
             "shares": [[[round(x, 3) for x in row] for row in table] for table in self.shares],
             "weights": {name: list(values) for name, values in self.weights.items()},

@@ -26,14 +26,14 @@ def test_calibrate(tiny, folder, capsys):  # noqa: F811
     arguments = ["calibrate", "--model", tiny, "--text", *texts, "--output", str(output)]
     assert cli.main([*arguments, "--window", "60", "--windows", "3"]) == 0
     out, err = capsys.readouterr()
-    assert "3 of 3 windows" in err
+    assert "21 of 21 passes" in err
     assert "most at a tenth of the keys" in out
     content = json.loads(output.read_text())
     assert [(x["name"], x["windows"], x["tokens"]) for x in content["texts"]] == [
         ("a.txt", 2, 150),
         ("b.txt", 1, 150),
     ]
-    assert content["settings"]["window"] == 60
+    assert content["window"] == 60
     assert TEXT[:20] not in output.read_text()
     assert len(Profile.load(output).shares_for(0.3)) == 2
     assert not [path.name for path in output.parent.glob("*unfinished.json")]

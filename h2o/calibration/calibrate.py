@@ -17,15 +17,23 @@ from torch import Tensor
 from h2o.analysis.collect import full_layers
 from h2o.calibration.allocate import allocate
 from h2o.calibration.measure import costs, watch
+from h2o.calibration.refine import around, moved, worth
 from h2o.config import H2OConfig
 from h2o.evaluate.results import Cells, provenance
 from h2o.hf.cache import transformers_layers
-from h2o.profile import LEAST, Profile, describe, sample
+from h2o.profile import Profile, describe, sample
+from h2o.shares import LEAST
 
 __all__ = ["FRACTIONS", "Window", "calibrate", "grid_of", "policy", "windows_of"]
 
-FRACTIONS = (0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
+FRACTIONS = (0.04, 0.1, 0.2, 0.4, 0.7)
 """Budgets at which a profile has shares, as parts of a text."""
+
+REFINED = 0.2
+"""Up to this budget what heads do to each other decides as much as what they cost alone."""
+
+STEPS, READ = 2, 16
+"""Steps of refinement at each such budget, and the windows that each of them reads."""
 
 SINKS, HEAVY = 4, 0.75
 KIND = "h2o calibrate"
@@ -51,6 +59,7 @@ def calibrate(
     window: int = 1024,
     windows: int | None = None,
     fractions: Sequence[float] = FRACTIONS,
+    refine: float = REFINED,
     draws: int = 2,
     seed: int = 0,
     resume: str | os.PathLike[str] | None = None,
@@ -80,11 +89,14 @@ def calibrate(
         window: tokens of a window.
         windows: read so many, spread over the texts; all by default. 16 will do, more are better.
         fractions: budgets at which the profile has shares, parts of a window, in (0, 1].
+        refine: up to this budget shares are refined where all heads evict at once, in steps along
+            the divergence of the full model's predictions from those with caches
+            (`h2o.calibration.refine`); 0 for none, which takes a third of the time.
         draws: continuations drawn for each window.
         seed: of what is drawn.
         resume: a file for windows that are done; another call with the same model, window, draws
             and seed takes them from there. It is not removed.
-        progress: called with (windows done, windows in all), first with what `resume` had.
+        progress: called with (passes done, passes in all); what `resume` had is passed over.
 
     Errors: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
     arguments that do not fit, UserError (`h2o.files`) for a `resume` file of another kind.
@@ -102,38 +114,61 @@ def calibrate(
     chosen = list(windows_of(input_ids, window, windows))
     grid = grid_of(window)
     settings = {
-        "window": window, "draws": draws, "seed": seed, "grid": grid, "sinks": SINKS,
+        "tokens": window, "draws": draws, "seed": seed, "grid": grid, "sinks": SINKS,
         "heavy": HEAVY, "rank_by": "mean", "value_weighted": True,
     }  # fmt: skip
     origin = provenance(model, None, str(getattr(model.config, "model_type", "")))
     cells = Cells(Path(resume), KIND) if resume is not None else None
-    measured: list[np.ndarray] = []
-    for done, piece in enumerate(chosen):
-        facts = {"window": piece.sha256, "settings": settings, "origin": origin}
+    low = [x for x in fractions if x <= refine]
+    total = len(chosen) + len(low) * STEPS * min(READ, len(chosen))
+    count = itertools.count()
+
+    def once(piece: Window, measure: Callable[[], dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """What is measured on a window, or was in an earlier run."""
+        done = next(count)
+        facts = {"window": piece.sha256, "settings": settings, "origin": origin, **more}
         found = cells.find(facts) if cells else None
         if found is None:
-            progress(done, len(chosen))
-            found = {"costs": _costs(model, piece, grid, draws, seed).tolist()}
+            progress(done, total)
+            found = measure()
             if cells:
                 found = cells.put(facts, found)
-        measured.append(np.array(found["costs"]))
-    progress(len(chosen), len(chosen))
+        return found
+
+    alone = [
+        once(piece, lambda piece=piece: {"costs": _costs(model, piece, grid, draws, seed).tolist()})
+        for piece in chosen
+    ]
+    table = np.mean([x["costs"] for x in alone], axis=0)
+    tables: dict[float, np.ndarray] = {}
+    turn = itertools.cycle(chosen)
+    shares = np.ones(table.shape[:2])
+    for fraction in reversed(fractions):
+        if fraction not in low or not tables or min(tables) not in low:
+            shares = _shares(table, grid, fraction, window)
+        if fraction in low:  # begins where the next higher budget has ended
+            read = [[next(turn) for _ in range(min(READ, len(chosen)))] for _ in range(STEPS)]
+            for pieces in read:
+                shares = _step(model, shares, fraction, window, pieces, once)
+        tables[fraction] = shares
+    progress(total, total)
     return Profile(
         fractions=fractions,
-        shares=tuple(
-            _shares(np.mean(measured, axis=0), grid, fraction, window, full, model)
-            for fraction in fractions
-        ),
+        shares=tuple(_of_model(tables[fraction], full, model) for fraction in fractions),
+        window=window,
         model=describe(model.config),
         weights=sample(model),
         texts=tuple(_described(input_ids, chosen)),
-        settings={**settings, "windows": len(chosen), "dtype": origin["dtype"]},
+        settings={
+            **settings, "windows": len(chosen), "refine": refine, "steps": STEPS, "read": READ,
+            "dtype": origin["dtype"],
+        },
         versions={
             name: version
             for name, version in origin["versions"].items()
             if name in ("h2o-kv", "torch", "transformers")
         },
-    )
+    )  # fmt: skip
 
 
 def policy(budget: int) -> H2OConfig:
@@ -211,22 +246,56 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
     return torch.stack([costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]).numpy()
 
 
-def _shares(
-    costs: np.ndarray,
-    grid: Sequence[int],
-    fraction: float,
-    window: int,
-    full: Sequence[int],
-    model: Any,
-) -> tuple[tuple[float, ...], ...]:
-    """Of one budget, for every layer of the model; ones where it has a sliding window."""
+def _shares(costs: np.ndarray, grid: Sequence[int], fraction: float, window: int) -> np.ndarray:
+    """[full layers, G], mean 1, from costs [full layers, G, grid]."""
     layers, G, _ = costs.shape
     table = np.pad(costs.reshape(layers * G, -1), ((0, 0), (0, 1)))  # a whole window costs nothing
     total = layers * G * max(fraction * window, LEAST)
     keys = allocate([*grid, window], table, total).reshape(layers, G)
-    shares = np.ones((len(transformers_layers(model.config)), G))
-    shares[list(full)] = keys / keys.mean()
-    return tuple(tuple(round(float(x), 4) for x in row) for row in shares)
+    return keys / keys.mean()
+
+
+def _step(
+    model: Any,
+    shares: np.ndarray,
+    fraction: float,
+    window: int,
+    pieces: Sequence[Window],
+    once: Callable[..., dict[str, Any]],
+) -> np.ndarray:
+    """Shares after a step of refinement."""
+    budgets = around(spread(shares, fraction * window, window), LEAST, window)
+    found = [
+        once(
+            piece,
+            lambda piece=piece: {"worth": worth(model, piece.ids, budgets, policy)[0].tolist()},
+            budgets=budgets.tolist(),
+        )
+        for piece in pieces
+    ]
+    worths = np.mean([x["worth"] for x in found], axis=0)
+    keys = moved(budgets[0], budgets[1] - budgets[2], worths)
+    return keys / keys.mean()
+
+
+def spread(shares: np.ndarray, mean: float, most: int) -> np.ndarray:
+    """Keys for each head: so many on average, none below LEAST or above `most`."""
+    mean = min(max(mean, LEAST), most)
+    low, high = 0.0, most * shares.size / shares.min()
+    for _ in range(60):  # the factor at which the total is right
+        factor = (low + high) / 2
+        if np.clip(factor * shares, LEAST, most).mean() < mean:
+            low = factor
+        else:
+            high = factor
+    return np.clip(high * shares, LEAST, most)
+
+
+def _of_model(shares: np.ndarray, full: Sequence[int], model: Any) -> tuple[tuple[float, ...], ...]:
+    """For every layer of the model; ones where it has a sliding window."""
+    table = np.ones((len(transformers_layers(model.config)), shares.shape[1]))
+    table[list(full)] = shares
+    return tuple(tuple(round(float(x), 4) for x in row) for row in table)
 
 
 def _described(input_ids: Any, chosen: Sequence[Window]) -> Iterator[dict[str, Any]]:

@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
         windows=options.windows,
         seed=options.seed,
         resume=unfinished,
-        progress=lambda done, total: say(f"{done} of {total} windows"),
+        progress=lambda done, total: say(f"{done} of {total} passes over a window"),
     )
     profile.save(options.output)
     unfinished.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import h2o
 from h2o.calibration import calibrate as module
 from h2o.calibration.allocate import allocate, hull
 from h2o.calibration.measure import costs, watch
+from h2o.calibration.refine import around, moved, worth
 from h2o.files import UserError
 from h2o.profile import describe, sample
 from tests.hf import tiny
@@ -97,6 +98,72 @@ def test_frozen_parameters_and_the_model_stay_as_they_were():
     assert all(p.grad is None and not p.requires_grad for p in model.parameters())
 
 
+# ---- refinement ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_worth_is_the_slope_of_the_divergence(name):
+    """Against a finite difference: outputs moved along what a layer's heads gain with more keys."""
+    model, ids = tiny.model(name), ids_of(60)[0]
+    kinds = tiny.FAMILIES[name].layers
+    layer = max(i for i, kind in enumerate(kinds) if kind == "h2o")
+    base = model.model if hasattr(model, "model") else model.transformer
+    projection = base.layers[layer].self_attn.o_proj
+    own = [i for i, kind in enumerate(kinds) if kind == "h2o"]
+    budgets = np.full((3, len(own), 2), 16)
+    budgets[1:, -1, 0] = 20, 13  # one head's are compared
+
+    def run(budget, move=0.0):
+        """(log-probabilities, what goes into the layer's projection)"""
+        configs = [module.policy(x) for x in (budget, 16)]
+        heavy, recent = (
+            [[getattr(x, field) for x in (configs if i == layer else configs[1:] * 2)]
+             for i in range(len(kinds))]
+            for field in ("heavy", "recent")
+        )  # fmt: skip
+        config = h2o.H2OConfig(heavy, recent, 4, rank_by="mean", value_weighted=True)
+        given = []
+
+        def hook(_, inputs):
+            given.append(inputs[0])
+            return (inputs[0] + move,)
+
+        handle = projection.register_forward_pre_hook(hook)
+        with h2o.simulated(model, config), torch.no_grad():
+            logits = model(ids[None], use_cache=False).logits[0]
+        handle.remove()
+        return logits.double().log_softmax(-1), given[0]
+
+    with torch.no_grad():
+        full = model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
+
+    def divergence(said):
+        return (full.exp() * (full - said)).sum().item() / 60
+
+    found, total = worth(model, ids, budgets, module.policy)
+    assert total == pytest.approx(divergence(run(16)[0]), rel=1e-3)
+    change = run(13)[1] - run(20)[1]
+    step = 0.02
+    want = (divergence(run(16, step * change)[0]) - divergence(run(16, -step * change)[0])) / step
+    assert found[-1, 0] == pytest.approx(want / 2, rel=0.03, abs=1e-6)
+    rest = found.copy()
+    rest[-1, 0] = 0
+    assert (rest == 0).all()
+
+
+def test_steps_move_keys_to_where_they_do_most():
+    budgets = np.array([[10.0, 10, 10, 10]])
+    after = moved(budgets, np.full((1, 4), 10), np.array([[4.0, 1, -1, 0]]))
+    assert after.tolist() == [[20, 10, 5, 5]]
+    shares = np.array([[1.0, 1, 0.1, 3]])
+    for mean in (8, 9, 20, 60, 99, 100):
+        given = module.spread(shares, mean, 100)
+        assert given.mean() == pytest.approx(mean)
+        assert given.min() >= 8
+        assert given.max() <= 100
+    assert around(np.array([[10.0, 90]]), 8, 100).tolist() == [[[10, 90]], [[15, 100]], [[8, 60]]]
+
+
 # ---- allocation ----------------------------------------------------------------------------------
 
 
@@ -132,6 +199,7 @@ def test_allocation_that_nobody_needs_is_shared_out():
 def test_profile_of_a_tiny_model(profile):
     model = tiny.model("llama")
     assert profile.fractions == module.FRACTIONS
+    assert profile.window == WINDOW
     for fraction in (0.01, 0.2, 0.25, 0.5, 1.0):
         shares = np.array(profile.shares_for(fraction))
         assert shares.shape == (2, 2)
@@ -189,18 +257,18 @@ def test_an_interrupted_run_goes_on(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         h2o.calibrate(model, ids_of(), window=WINDOW, resume=file, progress=stop)
-    assert seen == [(0, 4), (1, 4), (2, 4)]
+    assert seen == [(0, 28), (1, 28), (2, 28)], "4 windows, two steps over them at 3 budgets"
     rest = []
     resumed = h2o.calibrate(
         model, ids_of(), window=WINDOW, resume=file, progress=lambda *x: rest.append(x)
     )
-    assert rest == [(2, 4), (3, 4), (4, 4)]
+    assert (rest[0], rest[-1]) == ((2, 28), (28, 28))
     assert resumed.shares == h2o.calibrate(model, ids_of(), window=WINDOW).shares
     again = []
     h2o.calibrate(
         model, ids_of(), window=WINDOW, seed=1, resume=file, progress=lambda *x: again.append(x)
     )
-    assert len(again) == 5, "of another seed"
+    assert again[0] == (0, 28), "of another seed"
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match="no result file"):
         h2o.calibrate(model, ids_of(), window=WINDOW, resume=tmp_path / "other.json")
@@ -247,7 +315,7 @@ def test_save_and_load(profile, tmp_path):
         ({"kind": "x"}, "no profile"),
         ({"layout": 99}, "layout 99"),
         ({"shares": None}, "damaged"),
-        ({"shares": [[[1, -1]]] * 9}, "positive"),
+        ({"shares": [[[1, -1]]] * 5}, "positive"),
     ]:
         path.write_text(json.dumps(content | change))
         with pytest.raises(ValueError, match=rf"profile\.json: .*{match}"):
@@ -259,7 +327,7 @@ def test_save_and_load(profile, tmp_path):
 
 def test_interpolation():
     a, b = ((1.5, 0.5),), ((1.1, 0.9),)
-    profile = h2o.Profile((0.1, 0.4), (a, b), {})
+    profile = h2o.Profile((0.1, 0.4), (a, b), 100)
     assert profile.shares_for(0.01) == profile.shares_for(0.1) == a
     assert profile.shares_for(0.9) == profile.shares_for(0.4) == b
     assert profile.shares_for(0.2) == (pytest.approx((1.3, 0.7)),)
@@ -280,7 +348,7 @@ def test_interpolation():
 )
 def test_profiles_that_are_none(fractions, shares, match):
     with pytest.raises(ValueError, match=match):
-        h2o.Profile(fractions, shares, {})
+        h2o.Profile(fractions, shares, 100)
 
 
 def test_another_model_is_refused(profile):

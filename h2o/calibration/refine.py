@@ -1,0 +1,162 @@
+"""From one allocation to a better one, where all heads evict at once.
+
+What heads cost alone does not add up where much is evicted. Here the model runs as the caches
+would let it, and what a head's budget does to the Kullback-Leibler divergence of the full model's
+predictions from these is seen to first order: the gradient of the divergence by the head's output
+times what the output would gain with more keys, and lose with fewer. A step moves keys to where
+they do most.
+
+Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from h2o import ops
+from h2o.analysis.collect import forward, full_layers
+from h2o.calibration.measure import ROWS
+from h2o.config import H2OConfig
+from h2o.hf import attention
+from h2o.hf.simulation import attending
+
+__all__ = ["around", "moved", "worth"]
+
+RATIO = 1.5
+"""A budget is compared with so many times it, and with this part of it."""
+
+
+def around(budgets: np.ndarray, least: int, most: int) -> np.ndarray:
+    """[3, ...] int: budgets as they are, more, and less."""
+    three = np.stack([budgets, budgets * RATIO, budgets / RATIO])
+    return np.clip(np.rint(three), least, most).astype(int)
+
+
+def worth(
+    model: Any, ids: Tensor, budgets: np.ndarray, policy: Callable[[int], H2OConfig]
+) -> tuple[np.ndarray, float]:
+    """What the keys between fewer and more are worth to each head, on one text.
+
+    Args:
+        ids: [n], no pads.
+        budgets: int [3, full layers, G], from `around`.
+        policy: the cache's config for a budget.
+
+    Returns:
+        (float64 [full layers, G]: by how much the divergence rises from the higher to the lower
+        budget, nats per token, to first order; the divergence itself)
+    """
+    order = {layer: index for index, layer in enumerate(full_layers(model))}
+    said = forward(model, ids, logits=True)
+    outputs: list[Tensor] = []
+    changes: list[Tensor] = []
+
+    def function(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        if layer not in order:
+            return attention.h2o_attention_forward(
+                module, query, key, value, attention_mask, scaling, dropout, softcap,
+                sliding_window, is_causal, **kwargs,
+            )  # fmt: skip
+        attention.refuse_foreign(module, kwargs, attention_mask, sliding_window)
+        attention.refuse_both_ways(module, is_causal)
+        device = query.device
+        configs = [[policy(int(x)) for x in row] for row in budgets[:, order[layer]]]
+        amounts = [[config.tokens(len(ids)) for config in row] for row in configs]
+        with torch.no_grad():
+            q, k, v = (x.float().expand(3, *x.shape[1:]) for x in (query, key, value))
+            out, evicted_at, _ = ops.simulate(
+                q, k, v,
+                torch.ones(3, dtype=torch.int32, device=device),
+                torch.tensor(amounts, dtype=torch.int32, device=device),
+                scale=scaling, softcap=softcap or 0.0, **configs[0][0].ranking,
+            )  # fmt: skip
+            changes.append(out[2] - out[1])
+        found = _attend(query[0], key[0], value[0], evicted_at[0], scaling, softcap)
+        if not found.requires_grad:  # a first layer whose parameters are frozen
+            found.requires_grad_()
+        outputs.append(found)
+        return found, None
+
+    with attending(model, function), torch.enable_grad():
+        logits = model(ids[None].to(model.device), use_cache=False).logits
+        rise, divergence = _divergence(said, logits[0].detach())
+        gradients = torch.autograd.grad(logits, outputs, rise[None])
+    G = budgets.shape[-1]
+    n = len(ids)
+    rows = [
+        (change * gradient[0].float()).reshape(n, G, -1).double().sum((0, 2)) / n
+        for change, gradient in zip(changes, gradients, strict=True)
+    ]
+    return torch.stack(rows).cpu().numpy(), divergence / n
+
+
+def moved(budgets: np.ndarray, between: np.ndarray, worths: np.ndarray) -> np.ndarray:
+    """Budgets after a step: a head's times the root of its keys' worth over the mean of all.
+
+    Args:
+        budgets: [full layers, G].
+        between: keys between the higher and the lower of the budgets compared.
+        worths: of these keys.
+    """
+    each = worths / np.maximum(between, 1)
+    relative = each / max(each.mean(), 1e-12)
+    return budgets * np.clip(np.sqrt(np.clip(relative, 0, None)), 0.5, 2)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    evicted_at: Tensor,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """What `ops.simulate` gives, with a gradient: [1, n, H, D] from [H, n, D] and twice [G, n, D].
+
+    Which keys are held counts as given.
+    """
+    H, n, D = query.shape
+    G = len(keys)
+    row = torch.arange(n, device=query.device)
+    seen = (row[:, None] < evicted_at[:, None]) & (row[:, None] >= row)
+    q = query.reshape(G, H // G, n, D)
+    k, v = (x[:, None].expand(q.shape) for x in (keys, values))
+    if softcap:
+        logits = softcap * torch.tanh((D**-0.5 if scale is None else scale) / softcap * (q @ k.mT))
+        weights = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1, dtype=torch.float32)
+        out = weights.to(q.dtype) @ v
+    else:
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen[:, None], scale=scale
+        )
+    return out.reshape(1, H, n, D).transpose(1, 2).contiguous()
+
+
+def _divergence(wanted: Tensor, logits: Tensor) -> tuple[Tensor, float]:
+    """(gradient by the logits [n, vocabulary], sum over tokens of KL(wanted || these))."""
+    gradient = torch.empty_like(logits)
+    total = 0.0
+    for first in range(0, len(logits), ROWS):
+        p = wanted[first : first + ROWS].float().log_softmax(-1)
+        q = logits[first : first + ROWS].float().log_softmax(-1)
+        total += (p.exp() * (p - q)).sum().item()
+        gradient[first : first + ROWS] = q.exp() - p.exp()
+    return gradient, total
