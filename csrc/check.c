@@ -32,7 +32,7 @@ typedef struct {
     unsigned flags;
 } rule;
 
-enum { MAX_RULES = 16 };
+enum { MAX_RULES = 20 };
 
 typedef struct {
     uintptr_t first, last; /* addresses of the first and the last byte */
@@ -85,6 +85,10 @@ static int64_t *size_of(h2o_dims *dims, char letter) {
         return &dims->S;
     case 'D':
         return &dims->D;
+    case 'P':
+        return &dims->P;
+    case 'F':
+        return &dims->F;
     default:
         return NULL;
     }
@@ -359,6 +363,22 @@ static int check_norms(const h2o_view *norms, bool value_weighted, h2o_error *er
     return H2O_OK;
 }
 
+/* Whether table and ranks come together, and the table's angles fit into a row. */
+static int check_rotary(const h2o_rotary *rotary, const h2o_dims *dims, h2o_error *error) {
+    if (h2o_given(&rotary->table) != h2o_given(&rotary->ranks)) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is %s, but %s is %s", rotary->ranks.name,
+                        h2o_given(&rotary->ranks) ? "given" : "None", rotary->table.name,
+                        h2o_given(&rotary->table) ? "given" : "None");
+    }
+    if (2 * dims->F > dims->D) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s: has %" PRId64 " angles, which turn %" PRId64
+                        " elements of rows that have %" PRId64,
+                        rotary->table.name, dims->F, 2 * dims->F, dims->D);
+    }
+    return H2O_OK;
+}
+
 /* ---- Operations -------------------------------------------------------- */
 
 /* What attend needs of the slots comes first: it writes to their scores only. */
@@ -420,17 +440,22 @@ int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
 }
 
 int h2o_check_step(h2o_step_params *params, h2o_error *error) {
-    rule rules[5 + RULES_OF_SLOTS] = {
+    h2o_rotary *const rotary = &params->rotary;
+    rule rules[7 + RULES_OF_SLOTS] = {
         {&params->query, "BH1D", H2O_NONE, 0},     {&params->key, "BG1D", H2O_NONE, 0},
         {&params->value, "BG1D", H2O_NONE, 0},     {&params->mask, "B1", H2O_U8, OPTIONAL},
         {&params->out, "B1HD", H2O_NONE, WRITTEN},
     };
     slot_rules(&params->slots, WRITTEN, rules + 5);
+    rules[5 + RULES_OF_SLOTS] = (rule){&rotary->table, "P2F", H2O_F32, OPTIONAL | DENSE};
+    rules[6 + RULES_OF_SLOTS] = (rule){&rotary->ranks, params->slots.starts.dtype == H2O_NONE ? "BGS" : "BT", H2O_I32,
+ OPTIONAL | WRITTEN | DENSE};
     int status;
     params->dims = (h2o_dims){0};
     if ((status = check_logits(params->scale, params->softcap, error)) ||
         (status = check_policy(&params->policy, error)) ||
-        (status = check_tensors(rules, 5 + RULES_OF_SLOTS, &params->dims, error))) {
+        (status = check_tensors(rules, 7 + RULES_OF_SLOTS, &params->dims, error)) ||
+        (status = check_rotary(rotary, &params->dims, error))) {
         return status;
     }
     params->dims.Q = 1;

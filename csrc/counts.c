@@ -237,6 +237,12 @@ int h2o_count_step(h2o_step_params *params, void *memory, h2o_error *error) {
                                 " are taken; make larger slots",
                                 slots->keys.name, head->slots, b);
             }
+            if (h2o_given(&params->rotary.table) && head->held >= dims->P) {
+                return h2o_fail(error, H2O_EVALUE,
+                                "%s: has angles of %" PRId64 " ranks, but row %" PRId64
+                                " holds %" PRId64 " tokens and gets one more",
+                                params->rotary.table.name, dims->P, b, head->held);
+            }
             status = count_free(slots, b, g, head, error);
         }
     }

@@ -55,7 +55,7 @@ typedef struct {
     bool versioned;
 } h2o_loan_entry;
 
-enum { H2O_MAX_LOANS = 16 };
+enum { H2O_MAX_LOANS = 20 };
 
 typedef struct {
     h2o_loan_entry entries[H2O_MAX_LOANS];

@@ -15,7 +15,7 @@
  * Shape letters, used at every pointer:
  *   B batch rows    H query heads   G key/value heads   R = H / G
  *   Q new tokens    S slots         D head dimension    N tokens of a text
- *   T slots of all heads of a row
+ *   T slots of all heads of a row    P ranks of keys    F rotary frequencies
  */
 #ifndef H2O_H
 #define H2O_H
@@ -94,7 +94,7 @@ static inline void *h2o_at(const h2o_view *view, int64_t a, int64_t b, int64_t c
 /* Filled in by check.c, so that kernels need not look at shapes again.
  * Those that an operation does not have are 0. */
 typedef struct {
-    int64_t B, H, G, R, Q, S, D;
+    int64_t B, H, G, R, Q, S, D, P, F;
 } h2o_dims; /* S: of a head with the most, once the counts are there */
 
 /* ---- State and policy -------------------------------------------------- */
@@ -202,6 +202,14 @@ typedef struct {
     h2o_counts counts;
 } h2o_evict_params;
 
+/* Rolled positions: keys are stored before their rotary embedding, and rotated
+ * by their rank among the keys held whenever they are read. Elements i < F and
+ * F + i of a row turn by angle i; those from 2 F on stay as they are. */
+typedef struct {
+    h2o_view table; /* [P,2,F] f32, cosines and sines of the angles of each rank; optional */
+    h2o_view ranks; /* [B,G,S] i32, -1 empty; given exactly with the table, kept up to date */
+} h2o_rotary;
+
 /* step: one decode step in one call. Writes the new key and value into the
  * free slot, attends over all held slots and itself, adds the weights to the
  * scores, and, where the row now holds more than its budget, empties the slot
@@ -214,6 +222,7 @@ typedef struct {
     h2o_view mask;  /* [B,1] u8, optional */
     h2o_slots slots;
     h2o_view out; /* [B,1,H,D] */
+    h2o_rotary rotary; /* optional; query and key then come without theirs */
     h2o_policy policy;
     float scale;
     float softcap;

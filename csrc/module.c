@@ -215,13 +215,13 @@ static PyObject *evict(PyObject *module, PyObject *const *args, Py_ssize_t count
 
 PyDoc_STRVAR(step_doc,
              "step($module, query, key, value, mask, slots, out, scale, softcap, sinks, rank_by,\n"
-             "     decay, value_weighted, /)\n--\n\nSee h2o.ops.step.");
+             "     decay, value_weighted, table, ranks, /)\n--\n\nSee h2o.ops.step.");
 
 static PyObject *step(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     h2o_step_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
-    if (require_count("step", count, 12) < 0 || require_slots(args[4]) < 0 ||
+    if (require_count("step", count, 14) < 0 || require_slots(args[4]) < 0 ||
         parse_float("scale", args[6], &params.scale) < 0 ||
         parse_float("softcap", args[7], &params.softcap) < 0 ||
         parse_policy(args + 8, &params.policy) < 0) {
@@ -233,6 +233,8 @@ static PyObject *step(PyObject *module, PyObject *const *args, Py_ssize_t count)
     h2o_loan(&loans, "mask", args[3], &params.mask);
     loan_slots(&loans, args[4], true, &params.slots);
     h2o_loan(&loans, "out", args[5], &params.out);
+    h2o_loan(&loans, "rotary.table", args[12], &params.rotary.table);
+    h2o_loan(&loans, "rotary.ranks", args[13], &params.rotary.ranks);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
         status = execute_step(&params, &error);

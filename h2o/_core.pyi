@@ -48,6 +48,8 @@ def step(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    table: Any | None,
+    ranks: Any | None,
     /,
 ) -> None: ...
 def simulate(

@@ -70,6 +70,10 @@ class H2OConfig:
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. None: all the same."""
+    positions: str = "original"
+    """"original": a key stays at the position that it came at, as in the paper. "rolled": a key's
+    rotary position is its rank among the keys held, the query's the number of keys held before it,
+    so that no position exceeds the budget however long the text. Rotary models only."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # frozen: what users gave becomes plain Python numbers
@@ -87,6 +91,8 @@ class H2OConfig:
             raise TypeError(f"value_weighted must be True or False, not {self.value_weighted!r}")
         if self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
+        if self.positions not in ("original", "rolled"):
+            raise ValueError(f'positions must be "original" or "rolled", not {self.positions!r}')
         self._check_total()
 
     @classmethod

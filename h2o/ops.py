@@ -49,7 +49,7 @@ from h2o.config import UNLIMITED
 
 Tensor = Any  # whatever speaks DLPack
 
-__all__ = ["Slots", "attend", "evict", "info", "new_slots", "simulate", "step"]
+__all__ = ["Rotary", "Slots", "attend", "evict", "info", "new_slots", "simulate", "step"]
 
 
 class Slots(NamedTuple):
@@ -84,6 +84,23 @@ class Slots(NamedTuple):
     """[B, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
     starts: Tensor | None = None
     """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T"""
+
+
+class Rotary(NamedTuple):
+    """How `step` rolls positions: keys are stored without their rotary embedding and get it,
+    whenever they are read, by their rank among the keys held; the query gets it by the number of
+    keys held before it. So no position exceeds the budget, in texts without end (Xiao et al.,
+    "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, section 3.2).
+
+    Elements i < F and F + i of a key or query turn by angle i, as in Llama; those from 2 F on stay
+    as they are. P is more than the number of keys that any row holds, F at most D / 2.
+    """
+
+    table: Tensor
+    """[P, 2, F] float32: cosines and sines of the angles of each rank"""
+    ranks: Tensor
+    """[B, G, S] (or [B, T]) int32, updated in place: how many keys of a lower position the head
+    holds beside each; -1: empty. After `evict` make it anew (`h2o.reference.ranks`)."""
 
 
 def new_slots(
@@ -233,6 +250,7 @@ def step(
     decay: float = 1.0,
     value_weighted: bool = False,
     out: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> Tensor:
     """One decode step: store the new key, attend, score, choose who leaves.
 
@@ -246,6 +264,8 @@ def step(
         slots: updated in place. Each row's `free` must be below S.
         mask: [B, 1] bool or uint8; a row with 0 stays as it is, its output is 0.
         out: [B, 1, H, D], written; made like `query` when not given.
+        rotary: rolls positions; query and key then come without their rotary embedding, as
+            the stored keys are.
         others: as in `attend` and `evict`.
 
     Returns:
@@ -261,8 +281,9 @@ def step(
     if _grad_enabled():
         _refuse_grad("query key value out", query, key, value, out, slots=slots)
     _core.step(
-        query, key, value, mask, slots, out, scale, softcap, sinks, rank_by, decay, value_weighted
-    )
+        query, key, value, mask, slots, out, scale, softcap, sinks, rank_by, decay, value_weighted,
+        *(rotary or (None, None)),
+    )  # fmt: skip
     return out
 
 

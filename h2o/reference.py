@@ -15,20 +15,25 @@ accumulated scores and a part of the budget reserved for recent tokens:
    positions stay, the `recent` highest positions, and of the others the `heavy`
    highest scores. The rest is dropped for good.
 
+With rolled positions, for texts without end (Xiao et al., "Efficient Streaming Language Models with
+Attention Sinks", ICLR 2024, section 3.2), keys are stored before their rotary embedding, and each
+call rotates a key by its rank among the keys held, queries by the number of keys held before them.
+
 Shape letters: B batch rows, H query heads, G key/value heads, R = H / G query
 heads to a group, Q new tokens, S slots, D head dimension, n real tokens (no
-pads) among the new ones, m stored keys of a row and head plus n.
+pads) among the new ones, m stored keys of a row and head plus n, P ranks, F frequencies.
 """
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["attend", "evict", "kept", "simulate", "step"]
+__all__ = ["attend", "evict", "kept", "ranks", "rotated", "simulate", "step"]
 
 
 def attend(
@@ -43,8 +48,13 @@ def attend(
     softcap: float = 0.0,
     out: Tensor | None = None,
     scores: Tensor | None = None,
+    rotary: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Steps 1 and 2. Arguments and results as in `h2o.ops.attend`."""
+    """Steps 1 and 2. Arguments and results as in `h2o.ops.attend`.
+
+    With `rotary`, a table of angles as in `h2o.ops.Rotary`, positions are rolled: query and keys
+    come without their rotary embedding, stored keys are without it, and it is put on here.
+    """
     B, H, Q, D = query.shape
     G = keys.shape[1]
     R = H // G
@@ -69,9 +79,14 @@ def attend(
                 value = torch.cat([store.values[held], value])
                 score = torch.cat([store.scores[held], score])
             key, value, score = key.double(), value.double(), score.double()
+            if rotary is not None:
+                key = rotated(key, rotary[: len(key)].double())
             group = slice(g * R, (g + 1) * R)
             for seen, column in enumerate(new.tolist(), start=len(key) - len(new) + 1):
-                p = _probabilities(query[b, group, column].double(), key[:seen], scale, softcap)
+                asked = query[b, group, column].double()
+                if rotary is not None:
+                    asked = rotated(asked, rotary[seen - 1].double())
+                p = _probabilities(asked, key[:seen], scale, softcap)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
                 score[:seen] = decay * score[:seen] + p.sum(0)
             if slots is not None:
@@ -86,6 +101,27 @@ def _probabilities(query: Tensor, keys: Tensor, scale: float, softcap: float) ->
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     return logits.softmax(-1)
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary embedding of x [..., D] by angles [..., 2, F], cosines and sines.
+
+    Element i < F and element F + i turn together by angle i; those from 2 F on stay as they are.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.
+    """
+    F = angles.shape[-1]
+    cos, sin = angles.unbind(-2)
+    a, b, rest = x[..., :F], x[..., F : 2 * F], x[..., 2 * F :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def ranks(slots: Any) -> Tensor:
+    """How many keys of a lower position lie beside each, int32 like positions; -1: empty slot."""
+    ranks = torch.full_like(slots.positions, -1)
+    for b, g in itertools.product(*map(range, slots.free.shape)):
+        held = _held_slots(_store(slots, b, g))
+        _store(slots._replace(positions=ranks), b, g).positions[held] = _range_like(held).int()
+    return ranks
 
 
 def evict(
@@ -175,15 +211,19 @@ def step(
     decay: float = 1.0,
     value_weighted: bool = False,
     out: Tensor | None = None,
+    rotary: Any = None,
 ) -> Tensor:
     """`attend` and `evict` for one new token. Arguments and result as in `h2o.ops.step`."""
     out, scores = attend(
-        query, key, value, slots, mask=mask, scale=scale, decay=decay, softcap=softcap, out=out
-    )
+        query, key, value, slots, mask=mask, scale=scale, decay=decay, softcap=softcap, out=out,
+        rotary=None if rotary is None else rotary.table,
+    )  # fmt: skip
     evict(
         key, value, scores, slots,
         mask=mask, sinks=sinks, rank_by=rank_by, decay=decay, value_weighted=value_weighted,
     )  # fmt: skip
+    if rotary is not None:
+        rotary.ranks.copy_(ranks(slots))
     return out
 
 

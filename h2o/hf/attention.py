@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from h2o.hf.cache import transformers_layers
 from h2o.hf.layer import H2OLayer
+from h2o.hf.rolled import RolledLayer
 from h2o.hf.support import Support, Unsupported
 
 __all__ = [
@@ -108,6 +109,8 @@ def h2o_attention_forward(
     if not query.dtype == key.dtype == value.dtype:
         query, key, value = _as_autocast(query, key, value)
     held, given = getattr(layer.keys, "dtype", query.dtype), query.dtype
+    if isinstance(layer, RolledLayer):
+        query, key = layer.unrotated(query, key, kwargs.get("position_ids"))
     if held != given:  # autocast began, or ended, after what is held was stored
         query, key, value = (x.to(held) for x in (query, key, value))
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):

@@ -29,6 +29,8 @@ from h2o.hf.conversation import NO_ROLLBACK, Conversation, is_reset
 from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
 from h2o.hf.report import LayerReport, Report
+from h2o.hf.rolled import RolledLayer
+from h2o.hf.rotary import Rotary, has_rotary
 from h2o.hf.support import Unsupported, refusal
 from h2o.hf.takeover import take_over
 
@@ -53,7 +55,7 @@ class H2OCache(Cache):
     Args:
         config: the model's (`model.config`).
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
-            `sinks`, `rank_by`, `decay`, `value_weighted`.
+            `sinks`, `rank_by`, `decay`, `value_weighted`, `positions`.
         prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
             needed where fractions meet a prompt that is fed in chunks
             (`generate(prefill_chunk_size=...)`). Forgotten by `reset()`.
@@ -74,10 +76,17 @@ class H2OCache(Cache):
         h2o_config = one_config(h2o_config, parameters)
         layers = list(transformers_layers(config))
         conversation = Conversation(prompt_length, len(layers))
+        rotary = None
+        if h2o_config.positions == "rolled":
+            rotary = Rotary(config, windows=any(layer.is_sliding for layer in layers))
         for index, layer in enumerate(layers):
-            if type(layer) is DynamicLayer:
-                own = h2o_config.for_layer(index, len(layers))
+            if type(layer) is not DynamicLayer:
+                continue
+            own = h2o_config.for_layer(index, len(layers))
+            if rotary is None or not has_rotary(config, index):
                 layers[index] = H2OLayer(own, index, conversation, trace=trace)
+            else:
+                layers[index] = RolledLayer(own, index, conversation, rotary, trace=trace)
         super().__init__(layers=layers)
         self.conversation = conversation
 
@@ -122,6 +131,11 @@ class H2OCache(Cache):
         DynamicCache that is empty or another model's, and for a mask of another shape.
         """
         taken = cls(config, h2o_config, **parameters)
+        if any(isinstance(layer, RolledLayer) for layer in taken.layers):
+            raise Unsupported(
+                'positions="rolled" cannot go on from a DynamicCache: its keys are rotated already, '
+                "at positions that it does not tell. Read the text with an H2OCache instead"
+            )
         take_over(cache, taken.layers, attention_mask)
         return taken
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
-__all__ = ["NO_ROLLBACK", "Conversation", "is_reset"]
+__all__ = ["NO_ROLLBACK", "Conversation", "is_reset", "never_attended"]
 
 NO_ROLLBACK = (
     "an H2OCache cannot go back: what was evicted is gone. Assisted decoding (assistant_model, "
@@ -100,3 +100,14 @@ def is_reset(tokens: int, seen: int) -> bool:
     if 0 < left < seen:
         raise NotImplementedError(NO_ROLLBACK)
     return left <= 0 < seen
+
+
+def never_attended(layer: int) -> str:
+    """Why nothing came of an update."""
+    return (
+        f"layer {layer} updated its H2OCache, but its keys never reached h2o's attention. Either "
+        'the model runs another one: load it with attn_implementation="h2o", or call '
+        'model.set_attn_implementation("h2o"). Or it changes the keys after the cache (latent '
+        "attention, repeated heads), which h2o cannot serve. Or the last forward pass was "
+        "interrupted: call cache.reset()"
+    )

@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf import slots as store
-from h2o.hf.conversation import NO_ROLLBACK, Conversation, is_reset
+from h2o.hf.conversation import NO_ROLLBACK, Conversation, is_reset, never_attended
 from h2o.hf.kept import Kept
 from h2o.hf.report import LayerReport
 from h2o.hf.support import Unsupported
@@ -47,6 +47,8 @@ class H2OLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
     supports_early_init = False
+    _step: Any = staticmethod(ops.step)
+    _attention: Any = staticmethod(ops.attend)
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class H2OLayer(CacheLayerMixin):
         an earlier layer's keys never got there, ValueError for another batch size or shape.
         """
         if self.conversation.waiting is not None:
-            raise RuntimeError(_never_attended(self.conversation.waiting))
+            raise RuntimeError(never_attended(self.conversation.waiting))
         if self.slots is None:
             if key_states.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
@@ -153,7 +155,7 @@ class H2OLayer(CacheLayerMixin):
         slots = self.slots
         if self.room.tokens <= self.longest:
             slots = self._with_room(self.longest + 1)
-        out = ops.step(
+        out = self._step(
             query,
             key,
             value,
@@ -189,7 +191,7 @@ class H2OLayer(CacheLayerMixin):
             stored = self._with_room(longest)
         scores_before = None if stored is None else stored.scores.clone()
         try:
-            out, scores = ops.attend(
+            out, scores = self._attention(
                 query, key, value, stored, mask=mask, decay=self.config.decay, **logits
             )
             slots, new = stored, (key, value, scores, mask)
@@ -377,13 +379,3 @@ class H2OLayer(CacheLayerMixin):
             unscored=self.unscored,
             **store.figures(self.slots, self.config.sinks),
         )
-
-
-def _never_attended(layer: int) -> str:
-    return (
-        f"layer {layer} updated its H2OCache, but its keys never reached h2o's attention. Either "
-        'the model runs another one: load it with attn_implementation="h2o", or call '
-        'model.set_attn_implementation("h2o"). Or it changes the keys after the cache (latent '
-        "attention, repeated heads), which h2o cannot serve. Or the last forward pass was "
-        "interrupted: call cache.reset()"
-    )

@@ -1,0 +1,129 @@
+"""A layer whose positions are rolled: a key's position is its rank among the keys held.
+
+So no position ever exceeds the budget, however long the text (Xiao et al., "Efficient Streaming
+Language Models with Attention Sinks", ICLR 2024, section 3.2). The model hands over keys and queries
+rotated at the positions that it counts; the rotation is taken off before anything is stored, and
+put on again by rank in every forward pass.
+
+Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q new tokens, S slots, D
+head dimension, F rotary angles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.config import H2OConfig
+from h2o.hf.conversation import Conversation
+from h2o.hf.layer import H2OLayer
+from h2o.hf.rotary import Rotary, turned
+from h2o.hf.support import Unsupported
+
+__all__ = ["RolledLayer", "attend", "ranks"]
+
+
+class RolledLayer(H2OLayer):
+    """An `H2OLayer` of a cache with `positions="rolled"`; its slots hold keys without rotation."""
+
+    def __init__(
+        self,
+        config: H2OConfig,
+        layer_idx: int,
+        conversation: Conversation,
+        rotary: Rotary,
+        *,
+        trace: bool = False,
+    ) -> None:
+        self.rotary = rotary
+        super().__init__(config, layer_idx, conversation, trace=trace)
+
+    def unrotated(
+        self, query: Tensor, key: Tensor, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Query [B, H, Q, D] and key [B, G, Q, D] as they were before the model rotated them."""
+        if position_ids is None:
+            self.forget_update()
+            raise Unsupported(
+                'positions="rolled" needs a model that tells its attention position_ids, and '
+                'this one does not: use H2OConfig(positions="original")'
+            )
+        try:
+            off = self.rotary.off(position_ids, query.dtype, self.layer_idx)
+        except Exception:
+            self.forget_update()
+            raise
+        halves = self.rotary.halves
+        if off is None:
+            return halves(query), halves(key)
+        return turned(halves(query), off), turned(halves(key), off)
+
+    def _step(
+        self, query: Tensor, key: Tensor, value: Tensor, slots: ops.Slots, **more: Any
+    ) -> Any:
+        if self._ranks is None:
+            self._ranks = ranks(slots)
+        table = self.rotary.table(min(self.longest, self.widest) + 1, key.device)
+        rotary = ops.Rotary(table, self._ranks)
+        return ops.step(query, key, value, slots, rotary=rotary, **more)
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, slots: ops.Slots | None, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._ranks = None  # what follows is an eviction
+        return attend(query, key, value, slots, self.rotary, **more)
+
+    def _hold(self, slots: ops.Slots | None) -> None:
+        super()._hold(slots)
+        self._ranks: Tensor | None = None  # [B, G, S] int32, where known
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: ops.Slots | None,
+    rotary: Rotary,
+    *,
+    mask: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """`h2o.ops.attend` of queries and keys, new and stored, that are rotated by rank before it."""
+    B, H, Q, _ = query.shape
+    G = key.shape[1]
+    if mask is None:
+        order = torch.arange(Q, device=key.device)[None]
+    else:
+        order = (mask.cumsum(1) - 1).clamp(min=0)  # of a pad: any, nobody sees it
+    order = order[:, None]  # [B or 1, G or 1, Q] ranks of the new tokens
+    if slots is not None:
+        held = torch.stack([(x >= 0).sum(-1) for x in _heads(slots.positions, slots)], dim=1)
+        held = held[:, :1] if bool((held == held[:, :1]).all()) else held
+        order = order + held[..., None]
+    table = rotary.table(int(order.max()) + 1, key.device)
+    angles = table[order]  # [B or 1, G or 1, Q, 2, F]
+    query = turned(query.unflatten(1, (G, H // G)), angles[:, :, None]).flatten(1, 2)
+    if slots is not None:
+        at = ranks(slots).clamp(min=0).long()
+        slots = slots._replace(keys=turned(slots.keys, table[at]))
+    return ops.attend(query, turned(key, angles), value, slots, mask=mask, **more)
+
+
+def ranks(slots: ops.Slots) -> Tensor:
+    """How many keys of a lower position lie beside each, int32 like positions; -1: empty slot."""
+    found = torch.empty_like(slots.positions)
+    last = slots.positions.masked_fill(slots.positions < 0, torch.iinfo(torch.int32).max)
+    for part, own in zip(_heads(found, slots), _heads(last, slots), strict=True):
+        count = torch.arange(own.shape[-1], dtype=own.dtype, device=own.device)
+        part.scatter_(-1, own.argsort(dim=-1), count.expand_as(own))
+    return found.masked_fill_(slots.positions < 0, -1)
+
+
+def _heads(x: Tensor, slots: ops.Slots) -> list[Tensor]:
+    """Views of a tensor like slots.positions that are one for each head, [B, S] each."""
+    if slots.starts is None:
+        return list(x.unbind(1))
+    return list(x.split(slots.starts.diff().tolist(), dim=1))
