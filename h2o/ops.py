@@ -38,14 +38,12 @@ No size may be 0.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from h2o import _core
 from h2o.config import UNLIMITED
+from h2o.outputs import empty, four_sizes, full, grad_enabled
 
 Tensor = Any  # whatever speaks DLPack
 
@@ -119,7 +117,7 @@ def new_slots(
     numbers of tokens, the same for every row; write into `budget` to give rows
     and heads their own.
     """
-    sizes = _sizes(keys)
+    sizes = four_sizes(keys)
     if sizes is None:
         raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")
     B, G, _, D = sizes
@@ -130,21 +128,21 @@ def new_slots(
     if not isinstance(capacity, int):
         if len(each) != G:
             raise ValueError(f"capacity: has {len(each)} numbers, wanted one for each of {G} heads")
-        starts, budgets, shape = _full(keys, (G + 1,), 0, "int32"), (B, G, 2), (B, sum(each))
+        starts, budgets, shape = full(keys, (G + 1,), 0, "int32"), (B, G, 2), (B, sum(each))
         for g, end in enumerate(itertools.accumulate(each), start=1):
             starts[g] = end
-    budget = _full(keys, budgets, heavy, "int32")
+    budget = full(keys, budgets, heavy, "int32")
     budget[..., 1] = recent
     return Slots(
-        keys=_full(keys, (*shape, D), 0),
-        values=_full(keys, (*shape, D), 0),
-        scores=_full(keys, shape, 0, "float32"),
-        positions=_full(keys, shape, -1, "int32"),
-        free=_full(keys, (B, G), 0, "int32"),
-        lengths=_full(keys, (B,), 0, "int64"),
+        keys=full(keys, (*shape, D), 0),
+        values=full(keys, (*shape, D), 0),
+        scores=full(keys, shape, 0, "float32"),
+        positions=full(keys, shape, -1, "int32"),
+        free=full(keys, (B, G), 0, "int32"),
+        lengths=full(keys, (B,), 0, "int64"),
         budget=budget,
-        lost=_full(keys, (B, G), 0, "float64"),
-        norms=_full(keys, shape, 0, "float32") if value_weighted else None,
+        lost=full(keys, (B, G), 0, "float64"),
+        norms=full(keys, shape, 0, "float32") if value_weighted else None,
         starts=starts,
     )
 
@@ -185,16 +183,16 @@ def attend(
     Memory is O(Q + S) beyond the outputs; no Q x S matrix is made. A value that is not
     finite shows in the outputs of the tokens that see it, and in no other.
     """
-    sizes, key_sizes = _sizes(query), _sizes(keys)
+    sizes, key_sizes = four_sizes(query), four_sizes(keys)
     if sizes is not None and key_sizes is not None:
         B, H, Q, D = sizes
         if out is None:
-            out = _empty(query, (B, Q, H, D))
+            out = empty(query, (B, Q, H, D))
         if scores is None:
-            scores = _empty(query, (B, key_sizes[1], Q), "float32")
+            scores = empty(query, (B, key_sizes[1], Q), "float32")
         if scale is None:
             scale = D**-0.5
-    if _grad_enabled():
+    if grad_enabled():
         _refuse_grad("query keys values out scores", query, keys, values, out, scores, slots=slots)
     _core.attend(query, keys, values, mask, slots, out, scores, scale, decay, softcap)
     return out, scores
@@ -231,7 +229,7 @@ def evict(
         decay: what `attend` was given.
         value_weighted: multiply the rank by the L2 norm of the key's value.
     """
-    if _grad_enabled():
+    if grad_enabled():
         _refuse_grad("keys values scores", keys, values, scores, slots=slots)
     _core.evict(keys, values, scores, mask, slots, sinks, rank_by, decay, value_weighted)
 
@@ -271,14 +269,14 @@ def step(
     Returns:
         out
     """
-    sizes = _sizes(query)
+    sizes = four_sizes(query)
     if sizes is not None:
         B, H, Q, D = sizes
         if out is None:
-            out = _empty(query, (B, Q, H, D))
+            out = empty(query, (B, Q, H, D))
         if scale is None:
             scale = D**-0.5
-    if _grad_enabled():
+    if grad_enabled():
         _refuse_grad("query key value out", query, key, value, out, slots=slots)
     _core.step(
         query, key, value, mask, slots, out, scale, softcap, sinks, rank_by, decay, value_weighted,
@@ -326,18 +324,18 @@ def simulate(
         (column number, pads counted) that no longer sees the key, Q if none, 0
         for a pad; [B, G, Q] float32, the score at the end or at eviction.
     """
-    sizes, key_sizes = _sizes(query), _sizes(keys)
+    sizes, key_sizes = four_sizes(query), four_sizes(keys)
     if sizes is not None and key_sizes is not None:
         (B, H, Q, D), G = sizes, key_sizes[1]
         if out is None:
-            out = _empty(query, (B, Q, H, D))
+            out = empty(query, (B, Q, H, D))
         if evicted_at is None:
-            evicted_at = _empty(query, (B, G, Q), "int32")
+            evicted_at = empty(query, (B, G, Q), "int32")
         if scores is None:
-            scores = _empty(query, (B, G, Q), "float32")
+            scores = empty(query, (B, G, Q), "float32")
         if scale is None:
             scale = D**-0.5
-    if _grad_enabled():
+    if grad_enabled():
         _refuse_grad("query keys values out scores", query, keys, values, out, scores)
     _core.simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
@@ -355,48 +353,6 @@ def info() -> dict[str, Any]:
     facts = _core.info()
     operations = ("attend", "evict", "step", "simulate")  # a level has all of them
     return facts | {"operations": dict.fromkeys(operations, facts["level"])}
-
-
-def _sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
-    """The four sizes of a tensor; None for what has others, so that the core can refuse it."""
-    try:
-        a, b, c, d = tensor.shape
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return None
-    return a, b, c, d
-
-
-_NO_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")
-
-
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Tensor:
-    """An uninitialised tensor of like's library, device and (if no other is given) dtype."""
-    if isinstance(like, np.ndarray):
-        return np.empty(shape, dtype or like.dtype)
-    if not hasattr(like, "new_empty"):
-        raise TypeError(
-            "outputs can be made for torch tensors and NumPy arrays, not for "
-            f"{type(like).__name__}: pass the output tensors yourself"
-        )
-    try:
-        if dtype is None:
-            return like.new_empty(shape)
-        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
-    except RuntimeError as error:  # torch has no class of its own for this
-        if not any(words in str(error) for words in _NO_MEMORY):
-            raise
-        raise MemoryError(f"no memory for an output of shape {list(shape)}") from error
-
-
-def _full(like: Tensor, shape: tuple[int, ...], value: int, dtype: str | None = None) -> Tensor:
-    tensor = _empty(like, shape, dtype)
-    tensor[...] = value
-    return tensor
-
-
-def _grad_enabled() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.is_grad_enabled()
 
 
 def _refuse_grad(names: str, *tensors: Tensor, slots: Slots | None = None) -> None:

@@ -133,8 +133,8 @@ class H2OCache(Cache):
         taken = cls(config, h2o_config, **parameters)
         if any(isinstance(layer, RolledLayer) for layer in taken.layers):
             raise Unsupported(
-                'positions="rolled" cannot go on from a DynamicCache: its keys are rotated already, '
-                "at positions that it does not tell. Read the text with an H2OCache instead"
+                'positions="rolled" cannot go on from a DynamicCache, whose keys are rotated at '
+                "positions that it does not tell: read the text with an H2OCache instead"
             )
         take_over(cache, taken.layers, attention_mask)
         return taken

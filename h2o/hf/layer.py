@@ -47,8 +47,6 @@ class H2OLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
     supports_early_init = False
-    _step: Any = staticmethod(ops.step)
-    _attention: Any = staticmethod(ops.attend)
 
     def __init__(
         self,
@@ -215,6 +213,12 @@ class H2OLayer(CacheLayerMixin):
         self.longest = longest
         self._count(Q, mask)
         return out
+
+    def _step(self, *tensors: Any, **more: Any) -> Any:
+        return ops.step(*tensors, **more)
+
+    def _attention(self, *tensors: Any, **more: Any) -> Any:
+        return ops.attend(*tensors, **more)
 
     def _count(self, Q: int, mask: Tensor | None) -> None:
         """Q more columns have been seen."""

@@ -1,9 +1,9 @@
 """A layer whose positions are rolled: a key's position is its rank among the keys held.
 
 So no position ever exceeds the budget, however long the text (Xiao et al., "Efficient Streaming
-Language Models with Attention Sinks", ICLR 2024, section 3.2). The model hands over keys and queries
-rotated at the positions that it counts; the rotation is taken off before anything is stored, and
-put on again by rank in every forward pass.
+Language Models with Attention Sinks", ICLR 2024, section 3.2). The model hands over keys and
+queries rotated at the positions that it counts; the rotation is taken off before anything is
+stored, and put on again by rank in every forward pass.
 
 Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q new tokens, S slots, D
 head dimension, F rotary angles.
@@ -61,20 +61,16 @@ class RolledLayer(H2OLayer):
             return halves(query), halves(key)
         return turned(halves(query), off), turned(halves(key), off)
 
-    def _step(
-        self, query: Tensor, key: Tensor, value: Tensor, slots: ops.Slots, **more: Any
-    ) -> Any:
+    def _step(self, *tensors: Any, **more: Any) -> Any:
+        slots = tensors[3]
         if self._ranks is None:
             self._ranks = ranks(slots)
-        table = self.rotary.table(min(self.longest, self.widest) + 1, key.device)
-        rotary = ops.Rotary(table, self._ranks)
-        return ops.step(query, key, value, slots, rotary=rotary, **more)
+        table = self.rotary.table(min(self.longest, self.widest) + 1, slots.keys.device)
+        return super()._step(*tensors, rotary=ops.Rotary(table, self._ranks), **more)
 
-    def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, slots: ops.Slots | None, **more: Any
-    ) -> tuple[Tensor, Tensor]:
+    def _attention(self, *tensors: Any, **more: Any) -> Any:
         self._ranks = None  # what follows is an eviction
-        return attend(query, key, value, slots, self.rotary, **more)
+        return attend(*tensors, rotary=self.rotary, **more)
 
     def _hold(self, slots: ops.Slots | None) -> None:
         super()._hold(slots)
@@ -86,13 +82,13 @@ def attend(
     key: Tensor,
     value: Tensor,
     slots: ops.Slots | None,
-    rotary: Rotary,
     *,
+    rotary: Rotary,
     mask: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """`h2o.ops.attend` of queries and keys, new and stored, that are rotated by rank before it."""
-    B, H, Q, _ = query.shape
+    H, Q = query.shape[1:3]
     G = key.shape[1]
     if mask is None:
         order = torch.arange(Q, device=key.device)[None]

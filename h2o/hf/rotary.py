@@ -5,7 +5,8 @@ turn pairs of a key's elements by angles that grow with its position. Which elem
 many there are and what the angles are differs between models, so all of it is asked of the model's
 modeling file: of its rotary module and of its `apply_rotary_pos_emb`.
 
-Shape letters: B batch rows, Q tokens, P positions, D head dimension, F angles: 2 F <= D elements turn.
+Shape letters: B batch rows, Q tokens, P positions, D head dimension, F angles: of D elements 2 F
+turn.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from h2o.hf.support import Unsupported
 __all__ = ["ROLLED", "Rotary", "refusal", "turned"]
 
 ROLLED = frozenset(
-    "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite cohere "
-    "smollm3 starcoder2".split()
+    "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite "
+    "cohere smollm3 starcoder2".split()
 )
 """Model types of which tests/hf/test_rolled.py shows that a key's position can be taken off."""
 

@@ -1,0 +1,56 @@
+"""Tensors that the operations make for their callers, like those that they are given."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+__all__ = ["empty", "four_sizes", "full", "grad_enabled"]
+
+Tensor = Any  # whatever speaks DLPack
+
+
+def four_sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
+    """The four sizes of a tensor; None for what has others, so that the core can refuse it."""
+    try:
+        a, b, c, d = tensor.shape
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+    return a, b, c, d
+
+
+_NO_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")
+
+
+def empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Tensor:
+    """An uninitialised tensor of like's library, device and (if no other is given) dtype."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype or like.dtype)
+    if not hasattr(like, "new_empty"):
+        raise TypeError(
+            "outputs can be made for torch tensors and NumPy arrays, not for "
+            f"{type(like).__name__}: pass the output tensors yourself"
+        )
+    try:
+        if dtype is None:
+            return like.new_empty(shape)
+        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+    except RuntimeError as error:  # torch has no class of its own for this
+        if not any(words in str(error) for words in _NO_MEMORY):
+            raise
+        raise MemoryError(f"no memory for an output of shape {list(shape)}") from error
+
+
+def full(like: Tensor, shape: tuple[int, ...], value: int, dtype: str | None = None) -> Tensor:
+    """A tensor like `empty` gives, filled."""
+    tensor = empty(like, shape, dtype)
+    tensor[...] = value
+    return tensor
+
+
+def grad_enabled() -> bool:
+    """Whether torch is here and records gradients."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled()

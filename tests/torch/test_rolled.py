@@ -1,0 +1,192 @@
+"""Rolled positions: the oracle against the authors' code, the core against the oracle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from h2o import ops, reference
+from h2o.hf import rolled
+from tests import inputs
+from tests.conversation import Conversation
+from tests.inputs import POLICIES
+from tests.torch.engines import core, one_thread, oracle
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+class Angles:
+    """Of the first 2 F elements of a row, in the usual base."""
+
+    def __init__(self, F: int, base: float = 10000.0) -> None:
+        self.frequencies = base ** (-torch.arange(0, F, dtype=torch.float64) / F)
+
+    def table(self, P: int, device: object = None) -> torch.Tensor:
+        angles = torch.arange(P)[:, None] * self.frequencies
+        return torch.stack([angles.cos(), angles.sin()], dim=1).float()
+
+
+def rolling(engine, angles: Angles, most: int = 200):
+    """The engine with rolled positions: its functions get the table, and the step the ranks."""
+    table = angles.table(most)
+
+    def attend(query, keys, values, slots, **more):
+        if engine.module is ops:
+            return rolled.attend(query, keys, values, slots, rotary=angles, **more)
+        return engine.module.attend(query, keys, values, slots, rotary=table, **more)
+
+    def step(query, key, value, slots, **more):
+        rotary = ops.Rotary(table, reference.ranks(slots))
+        out = engine.module.step(query, key, value, slots, rotary=rotary, **more)
+        assert torch.equal(rotary.ranks, reference.ranks(slots))
+        return out
+
+    return engine._replace(
+        module=SimpleNamespace(attend=attend, step=step, evict=engine.module.evict)
+    )
+
+
+@pytest.mark.parametrize("stepwise", [True, False], ids=["step", "attend-evict"])
+@pytest.mark.parametrize("engine", [oracle(), core()], ids=["oracle", "core"])
+@pytest.mark.parametrize("name", inputs.ROLLED_CASES)
+def test_as_the_authors_cache(name, engine, stepwise):
+    golden = inputs.golden_cache(name)
+    D = golden.text.keys.shape[-1]
+    engine = rolling(engine, Angles(D // 2))
+    policy = inputs.Policy(golden.heavy, golden.recent)
+    talk = Conversation(engine, golden.text, policy, stepwise=stepwise).feed_all(golden.calls)
+    for call, (positions, scores) in enumerate(talk.kept):
+        np.testing.assert_array_equal(positions, golden.kept[call])
+        np.testing.assert_allclose(scores, golden.scores[call], rtol=0, atol=5e-5)
+    np.testing.assert_allclose(talk.answer, golden.out, rtol=0, atol=1e-5)
+
+
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("D", "F"), [(8, 4), (64, 32), (128, 64), (20, 3), (9, 4), (80, 40), (2, 1), (33, 1)]
+)
+@pytest.mark.parametrize("R", [1, 3, 6])
+def test_a_step_of_the_core_is_the_oracles(dtype, D, F, R):
+    """Steps over slots of any order, in one part and in many, with a head that has no room left."""
+    B, G, S = 2, 2, 150
+    g = torch.Generator().manual_seed(D * R)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    slots = ops.new_slots(normal(B, G, 1, D), S + 1, heavy=100, recent=30)
+    keys, values = normal(B, G, S - 20, D), normal(B, G, S - 20, D)
+    ops.evict(keys, values, torch.rand(B, G, S - 20, generator=g), slots)
+    order = torch.stack([torch.randperm(S - 20, generator=g) for _ in range(B * G)])
+    order = order.reshape(B, G, -1)
+    for name in ("keys", "values", "scores", "positions"):
+        part = getattr(slots, name)[:, :, : S - 20]
+        index = order if part.ndim == 3 else order[..., None].expand_as(part)
+        part.copy_(part.clone().gather(2, index))
+    twin = ops.Slots(*(None if x is None else x.clone() for x in slots))
+    table = Angles(F).table(S)
+    ours = ops.Rotary(table, reference.ranks(slots))
+    theirs = ops.Rotary(table, reference.ranks(twin))
+    for _ in range(3):
+        token = normal(B, G * R, 1, D) / D**0.25, normal(B, G, 1, D), normal(B, G, 1, D)
+        out = ops.step(*token, slots, rotary=ours)
+        expected = reference.step(*token, twin, rotary=theirs)
+        torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE[dtype])
+        positions, scores = reference.kept(slots)
+        wanted, wanted_scores = reference.kept(twin)
+        assert torch.equal(positions, wanted)
+        torch.testing.assert_close(scores, wanted_scores, rtol=0, atol=1e-3)
+        assert torch.equal(ours.ranks, reference.ranks(slots))
+
+
+@settings(deadline=None)
+@given(inputs.scenarios())
+def test_the_core_keeps_what_the_oracle_keeps(scenario):
+    """Any padding, policy, calls; half of the elements turn."""
+    if scenario.D < 2:
+        return
+    talks = [
+        Conversation(
+            rolling(engine, Angles(max(1, scenario.D // 4))), scenario.text(), scenario.policy,
+            mask=scenario.mask(), softcap=scenario.softcap,
+        ).feed_all(scenario.calls)
+        for engine in (oracle(), core())
+    ]  # fmt: skip
+    for (positions, scores), (wanted, wanted_scores) in zip(*(t.kept for t in talks), strict=True):
+        np.testing.assert_array_equal(positions, wanted)
+        np.testing.assert_allclose(scores, wanted_scores, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", [oracle(), core()], ids=["oracle", "core"])
+def test_within_the_budget_it_is_the_embedding_at_true_positions(engine):
+    """Ranks are positions until something is evicted, whatever the calls."""
+    text = inputs.drifting(4, B=2, H=4, G=2, N=40, D=16)
+    calls, policy = [20, 1, 1, 7, *[1] * 11], POLICIES["full"]
+    talk = Conversation(rolling(engine, Angles(8)), text, policy).feed_all(calls)
+    at_position = [inputs.rotate(x) for x in text[:2]]
+    plain = Conversation(engine, inputs.Text(*at_position, text.values), policy).feed_all(calls)
+    np.testing.assert_allclose(talk.answer, plain.answer, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("engine", [oracle(), core()], ids=["oracle", "core"])
+def test_heads_with_budgets_of_their_own(engine):
+    """Each head as it does alone: its ranks are among its own keys."""
+    text = inputs.drifting(5, B=2, H=6, G=3, N=60, sink=True)
+    budgets = np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [0, 7]]])
+    calls, policy = [24, *[1] * 20, 7, *[1] * 9], POLICIES["sinks"]
+    engine = rolling(engine, Angles(text.keys.shape[-1] // 2))
+    talk = Conversation(engine, text, policy, budget=budgets).feed_all(calls)
+    for g in range(3):
+        one = inputs.Text(text.query[:, 2 * g : 2 * g + 2], *(x[:, g : g + 1] for x in text[1:]))
+        alone = Conversation(engine, one, policy, budget=budgets[:, g]).feed_all(calls)
+        np.testing.assert_allclose(
+            talk.answer[:, :, 2 * g : 2 * g + 2], alone.answer, rtol=0, atol=1e-6
+        )
+
+
+def test_ranks_of_the_torch_side():
+    text = inputs.drifting(5, B=2, H=6, G=3, N=60)
+    for budget in (None, np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [0, 7]]])):
+        talk = Conversation(core(), text, POLICIES["h2o"], budget=budget).feed_all([24, *[1] * 9])
+        assert torch.equal(rolled.ranks(talk.slots), reference.ranks(talk.slots))
+
+
+def test_ranks_that_say_nonsense_read_nothing_they_should_not():
+    """Another thread may write to them: what is out of range is read as some rank of the table."""
+    text = inputs.drifting(5, B=1, H=2, G=1, N=30, D=8)
+    talk = Conversation(core(), text, inputs.Policy(6, 6)).feed_all([20, *[1] * 5])
+    query, key, value = (torch.from_numpy(x[:, :, -1:].copy()) for x in text)
+    for nonsense in (-(2**31), -2, 13, 2**31 - 1):
+        ranks = torch.full_like(talk.slots.positions, nonsense)
+        out = ops.step(query, key, value, talk.slots, rotary=ops.Rotary(Angles(4).table(13), ranks))
+        assert out.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ops.info()["levels"])
+def test_at_level(level):
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow",
+        "tests/torch/test_rolled.py",
+    ]  # fmt: skip
+    environment = {**os.environ, "H2O_CPU": level}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
