@@ -278,9 +278,10 @@ def step(
             scale = D**-0.5
     if grad_enabled():
         _refuse_grad("query key value out", query, key, value, out, slots=slots)
+    table, ranks = (None, None) if rotary is None else rotary
     _core.step(
         query, key, value, mask, slots, out, scale, softcap, sinks, rank_by, decay, value_weighted,
-        *(rotary or (None, None)),
+        table, ranks,
     )  # fmt: skip
     return out
 

@@ -65,15 +65,15 @@ class RolledLayer(H2OLayer):
         slots = tensors[3]
         if self._ranks is None:
             self._ranks = ranks(slots)
-        table = self.rotary.table(min(self.longest, self.widest) + 1, slots.keys.device)
+        table = self.rotary.table(min(self.longest, max(self.room.widest)) + 1, slots.keys.device)
         return super()._step(*tensors, rotary=ops.Rotary(table, self._ranks), **more)
 
     def _attention(self, *tensors: Any, **more: Any) -> Any:
         self._ranks = None  # what follows is an eviction
         return attend(*tensors, rotary=self.rotary, **more)
 
-    def _hold(self, slots: ops.Slots | None) -> None:
-        super()._hold(slots)
+    def _hold(self, slots: ops.Slots | None, widest: list[int] | None = None) -> None:
+        super()._hold(slots, widest)
         self._ranks: Tensor | None = None  # [B, G, S] int32, where known
 
 
