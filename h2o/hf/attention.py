@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.output_capturing import _active_collector
 
+from h2o.hf import rotary
 from h2o.hf.cache import transformers_layers
 from h2o.hf.layer import H2OLayer
 from h2o.hf.rolled import RolledLayer
@@ -334,7 +335,8 @@ def supports(config: Any) -> Support:
             model_type, False, "it has attention code of its own instead of AttentionInterface", ()
         )
     kinds = tuple("sliding" if layer.is_sliding else "h2o" for layer in layers)
-    return Support(model_type, True, "", kinds)
+    not_rolled = rotary.refusal(config, windows="sliding" in kinds) or ""
+    return Support(model_type, True, "", kinds, not_rolled)
 
 
 def _model_classes(config: Any) -> list[Any]:

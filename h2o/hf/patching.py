@@ -15,6 +15,7 @@ from types import MethodType
 from typing import Any
 
 from h2o.config import H2OConfig
+from h2o.hf import rolled
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache, one_config
 from h2o.hf.support import Unsupported
@@ -113,6 +114,13 @@ class Patch:
 
     def _before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gives a forward pass that would make a cache of its own one of ours."""
+        given = self._with_cache(model, args, kwargs)
+        if self.config.positions == "original":
+            return given
+        args, kwargs = given or (args, kwargs)
+        return args, rolled.at_zero(args, kwargs)
+
+    def _with_cache(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("past_key_values") is not None or model.training:
             return None
         if len(args) > self.place:  # given by position

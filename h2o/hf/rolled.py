@@ -23,7 +23,7 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.rotary import Rotary, turned
 from h2o.hf.support import Unsupported
 
-__all__ = ["RolledLayer", "attend", "ranks"]
+__all__ = ["RolledLayer", "at_zero", "attend", "ranks"]
 
 
 class RolledLayer(H2OLayer):
@@ -75,6 +75,21 @@ class RolledLayer(H2OLayer):
     def _hold(self, slots: ops.Slots | None, widest: list[int] | None = None) -> None:
         super()._hold(slots, widest)
         self._ranks: Tensor | None = None  # [B, G, S] int32, where known
+
+
+def at_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a model's forward with which it leaves queries and keys unrotated.
+
+    Ranks decide where they are, so the model may take every token for the first of its text. Then
+    nothing has to be taken off, and no position grows with the text.
+    """
+    cache = kwargs.get("past_key_values")
+    layers = getattr(cache, "layers", ())
+    if len(args) > 1 or not any(isinstance(layer, RolledLayer) for layer in layers):
+        return kwargs
+    ids = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+    zeros = torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)
+    return {**kwargs, "position_ids": zeros}
 
 
 def attend(

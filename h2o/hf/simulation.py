@@ -261,6 +261,11 @@ def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], rati
     """ValueError for arguments of `simulated` that do not go together, whatever the model."""
     if variant not in ("h2o", *VARIANTS):
         raise ValueError(f"variant must be h2o, {', '.join(VARIANTS)}, not {variant!r}")
+    if config.positions != "original":
+        raise ValueError(
+            "a simulation cannot roll positions: in one forward pass every key has one. Use "
+            'positions="original", or the real cache (h2o.patched, --protocol drop)'
+        )
     plain = config.ranking == H2OConfig().ranking and config.shares is None
     if variant != "h2o" and not plain:
         raise ValueError(

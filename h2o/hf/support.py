@@ -47,6 +47,8 @@ class Support:
     """Why not; empty if it is."""
     layers: tuple[str, ...]
     """Of each layer "h2o" or "sliding"; empty if not supported."""
+    not_rolled: str = ""
+    """Why not with positions="rolled", if it is supported otherwise; empty if so too."""
 
     def __bool__(self) -> bool:
         return self.supported
@@ -57,7 +59,9 @@ class Support:
         own = self.layers.count("h2o")
         rest = len(self.layers) - own
         windows = f", {rest} keep their own sliding window" if rest else ""
-        return f"{self.model_type}: supported, {own} of {len(self.layers)} layers by h2o{windows}"
+        rolled = f'; positions="rolled": not, {self.not_rolled}' if self.not_rolled else ""
+        served = f"{own} of {len(self.layers)} layers by h2o{windows}"
+        return f"{self.model_type}: supported, {served}{rolled}"
 
 
 def refusal(config: Any) -> str | None:

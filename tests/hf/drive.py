@@ -59,10 +59,10 @@ def forward(cache: H2OCache, text: Text, mask: Any = None, layer: int = 0, **kwa
     return out
 
 
-def feed(cache: H2OCache, text: Text, calls: list[int], mask: Any = None) -> Tensor:
+def feed(cache: H2OCache, text: Text, calls: list[int], mask: Any = None, **kwargs: Any) -> Tensor:
     """A text in pieces of so many columns, to a cache of one layer. [B, N, H, D]."""
     out, stop = [], 0
     for columns in calls:
         start, stop = stop, stop + columns
-        out.append(forward(cache, text.cut(start, stop), mask))
+        out.append(forward(cache, text.cut(start, stop), mask, **kwargs))
     return torch.cat(out, dim=1)

@@ -1,0 +1,289 @@
+"""Rolled positions in an H2OCache: every family's rotation, every mode, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from h2o import H2OCache, H2OConfig, Unsupported, patched, reference, simulated, supports
+from h2o.hf.rolled import RolledLayer
+from h2o.hf.rotary import ROLLED, Rotary
+from tests import inputs
+from tests.hf.drive import feed, new_cache
+from tests.hf.modes import MODES
+from tests.hf.tiny import FAMILIES, Family, batch, greedy, model, prompts
+
+SERVED = [name for name, family in FAMILIES.items() if (family.model_type or name) in ROLLED]
+SERVED = [name for name in SERVED if "sliding" not in FAMILIES[name].layers]
+SCALED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 128,
+    },
+}
+SMALL = H2OConfig(6, 6, positions="rolled")
+FULL = H2OConfig(10**6, 0, positions="rolled")
+
+
+def scaled(kind: str) -> Family:
+    rope = {"rope_theta": 10000.0, **SCALED[kind]}
+    return Family("llama", {"rope_parameters": rope})
+
+
+def scaled_model(kind: str):
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_config(scaled(kind).build_config()).eval()
+    made.set_attn_implementation("h2o")
+    return made
+
+
+def every_model():
+    yield from ((name, lambda name=name: model(name)) for name in SERVED)
+    yield from ((kind, lambda kind=kind: scaled_model(kind)) for kind in SCALED)
+
+
+MODELS = dict(every_model())
+
+
+def stored(ours, position: int):
+    """What the layers hold of one token at a position."""
+    cache = H2OCache(ours.config, SMALL, prompt_length=1)
+    with torch.no_grad():
+        ours(
+            input_ids=torch.tensor([[7]]),
+            position_ids=torch.tensor([[position]]),
+            past_key_values=cache,
+        )
+    return [layer.held()[0] for layer in cache.layers if isinstance(layer, RolledLayer)]
+
+
+def test_all_model_types_are_shown():
+    assert {FAMILIES[name].model_type or name for name in SERVED} == ROLLED | {"llama"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_key_is_stored_as_if_it_had_no_position(name):
+    ours = MODELS[name]()
+    first, later = stored(ours, 0), stored(ours, 101)
+    assert first
+    for at_0, at_101 in zip(first, later, strict=True):
+        torch.testing.assert_close(at_0, at_101, rtol=0, atol=1e-5 * at_0.abs().max().item())
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beam search", "chunked prompt", "chat turns"])
+@pytest.mark.parametrize("name", MODELS)
+def test_full_budget_is_the_full_cache(name, mode):
+    ours = MODELS[name]()
+    inputs = batch(prompts(17, 23))
+    expected = MODES[mode](ours, inputs, lambda: None)
+    got = MODES[mode](ours, inputs, lambda: H2OCache(ours.config, FULL))
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_each_row_is_the_row_alone(name, side):
+    ours = MODELS[name]()
+    rows = prompts(5, 17, 23, 30)
+    caches = [H2OCache(ours.config, SMALL) for _ in range(1 + len(rows))]
+    together = batch(rows, side)
+    with torch.no_grad():
+        ours(**together, past_key_values=caches[0])
+        for row, cache in zip(rows, caches[1:], strict=True):
+            ours(input_ids=row, past_key_values=cache)
+        ones = torch.ones(4, 1, dtype=torch.long)
+        mask = together["attention_mask"]
+        for _ in range(20):
+            token = torch.full((4, 1), 9)
+            mask = torch.cat([mask, ones], dim=1)
+            out = ours(input_ids=token, attention_mask=mask, past_key_values=caches[0]).logits
+            for b, cache in enumerate(caches[1:]):
+                alone = ours(input_ids=token[:1], past_key_values=cache).logits[0]
+                torch.testing.assert_close(out[b], alone, rtol=0, atol=1e-3)
+    for layer in range(len(caches[0].layers)):
+        for b, cache in enumerate(caches[1:]):
+            positions = cache.kept(layer).positions
+            K = positions.shape[-1]
+            assert torch.equal(caches[0].kept(layer).positions[b : b + 1, :, :K], positions)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_positions_of_zero_change_nothing(name):
+    """`patched` gives them: ranks say where keys are, whatever the model counts."""
+    ours = MODELS[name]()
+    rows = batch(prompts(17, 23))
+    expected = greedy(ours, rows, 30, past_key_values=H2OCache(ours.config, SMALL))
+    with patched(ours, SMALL) as patch:
+        assert greedy(ours, rows, 30).tolist() == expected.tolist()
+        seen = []
+        hook = ours.get_decoder().register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+        )
+        greedy(ours, rows, 3)
+        hook.remove()
+        assert len(seen) == 3
+        assert not any(ids.any() for ids in seen)
+    assert any(isinstance(layer, RolledLayer) for layer in patch.cache.layers)
+
+
+@pytest.mark.parametrize("name", inputs.ROLLED_CASES)
+def test_the_cache_is_the_authors(name):
+    """Through cache and attention function, with keys rotated at their true positions."""
+    golden = inputs.golden_cache(name)
+    q, k, v = golden.text
+    H, D = q.shape[1], q.shape[-1]
+    text = inputs.Text(inputs.rotate(q), inputs.rotate(k), v)
+    heads = {"num_attention_heads": H, "num_key_value_heads": H, "head_dim": D}
+    config = Family("llama", heads, layers=("h2o",))
+    cache = H2OCache(
+        config.build_config(), heavy=golden.heavy, recent=golden.recent, positions="rolled"
+    )
+    out, start = [], 0
+    for call, columns in enumerate(golden.calls):
+        ids = torch.arange(start, start + columns)[None]
+        out.append(
+            feed(cache, text.cut(start, start + columns), [columns], position_ids=ids).numpy()
+        )
+        start += columns
+        positions, scores = cache.kept(0)
+        np.testing.assert_array_equal(positions, golden.kept[call])
+        np.testing.assert_allclose(scores, golden.scores[call], rtol=0, atol=5e-5)
+    np.testing.assert_allclose(np.concatenate(out, 1), golden.out, rtol=0, atol=2e-5)
+
+
+def test_no_position_exceeds_the_budget():
+    """Beyond the positions of the model, with dynamic angles too."""
+    for name in ("llama", "dynamic"):
+        ours = MODELS[name]()
+        with patched(ours, SMALL) as patch:
+            greedy(ours, batch(prompts(20)), 600)
+            table = patch.cache.layers[0].rotary.table(13)
+            assert len(table) < 100
+            assert patch.cache.layers[0].slots.keys.shape[2] == 13
+
+
+def test_beams_move_ranks_with_their_rows():
+    ours = model("llama")
+    cache = H2OCache(ours.config, SMALL)
+    greedy(ours, batch(prompts(17, 23)), 12, past_key_values=cache, num_beams=3)
+    for layer in cache.layers:
+        if layer._ranks is not None:
+            assert torch.equal(layer._ranks, reference.ranks(layer.slots))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_goes_on_alike(copied):
+    ours = model("cohere")
+    cache = H2OCache(ours.config, SMALL)
+    rows = prompts(23)[0]
+    with torch.no_grad():
+        ours(input_ids=rows, past_key_values=cache)
+        ours(input_ids=rows[:, :1], past_key_values=cache)
+        twin = copied(cache)
+        for token in rows[0, 1:9]:
+            a, b = (
+                ours(input_ids=token.reshape(1, 1), past_key_values=x).logits for x in (cache, twin)
+            )
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_answers_like_single(dtype):
+    """Rotation is taken off what was rounded after it; positions of 0 spare that rounding."""
+    ours = model("llama")
+    text = prompts(60)[0]
+
+    def answers(made, config):
+        cache, out = H2OCache(made.config, config), []
+        with torch.no_grad():
+            for token in text[0]:
+                out.append(made(input_ids=token.reshape(1, 1), past_key_values=cache).logits)
+        return torch.cat(out, dim=1).float()
+
+    config = H2OConfig(6, 6, positions="rolled")
+    single = answers(ours, config)
+    half = answers(ours.to(dtype), config)
+    plain = answers(ours, H2OConfig(6, 6))
+    expected = answers(ours.float(), H2OConfig(6, 6))
+    mean_error = (half - single).abs().mean()
+    assert mean_error < 3 * (plain - expected).abs().mean() + 1e-3
+
+
+def test_per_head_budgets_and_trace():
+    ours = model("llama")
+    shares = [[1.0, 3.0], [2.0, 1.0]]
+    config = H2OConfig(20, 12, shares=shares, positions="rolled")
+    cache = H2OCache(ours.config, config, trace=True)
+    greedy(ours, batch(prompts(60, 45)), 20, past_key_values=cache)
+    evicted_at = cache.evicted_at(0)
+    held = [(evicted_at[:, g] == evicted_at.shape[-1]).sum(-1).tolist() for g in range(2)]
+    assert held[0] < held[1]
+
+
+def test_what_cannot_be_rolled_says_why():
+    for name, reason in {
+        "opt": "no rotary position embedding",
+        "gemma2": "sliding-window layers",
+        "qwen2_vl": "nobody has shown",
+    }.items():
+        config = FAMILIES[name].build_config()
+        with pytest.raises(Unsupported, match=reason):
+            H2OCache(config, SMALL)
+        assert reason in supports(config).not_rolled
+        assert 'positions="rolled": not' in str(supports(config))
+    assert supports(model("llama").config).not_rolled == ""
+
+
+def test_refusals():
+    ours = model("llama")
+    with pytest.raises(ValueError, match='"original" or "rolled"'):
+        H2OConfig(positions="rolling")
+    with pytest.raises(ValueError, match="cannot roll positions"), simulated(ours, SMALL):
+        pass
+    full = DynamicCache(config=ours.config)
+    with torch.no_grad():
+        ours(input_ids=prompts(20)[0], past_key_values=full)
+    with pytest.raises(Unsupported, match="cannot go on from a DynamicCache"):
+        H2OCache.from_dynamic_cache(full, ours.config, SMALL)
+    text = inputs.drifting(1, H=4, G=2, N=8, D=8)
+    cache = new_cache(heavy=4, recent=4, positions="rolled")
+    with pytest.raises(Unsupported, match="position_ids"):
+        feed(cache, text, [8])
+    feed(cache, text, [8], position_ids=torch.arange(8)[None])  # as it was before
+    with pytest.raises(Unsupported, match=r"position_ids \[B, Q\]"):
+        feed(cache, text.cut(0, 1), [1], position_ids=torch.zeros(3, 1, 1))
+
+
+def test_dynamic_angles_beyond_the_model_need_positions_of_zero():
+    ours = scaled_model("dynamic")
+    cache = H2OCache(ours.config, SMALL)
+    with pytest.raises(Unsupported, match=r"h2o\.patched"), torch.no_grad():
+        ours(input_ids=prompts(20)[0], position_ids=torch.arange(20)[None] + 505,
+             past_key_values=cache)  # fmt: skip
+    with torch.no_grad():
+        ours(input_ids=prompts(20)[0], past_key_values=cache)
+
+
+def test_a_rotary_table_grows_by_halves():
+    rotary = Rotary(model("llama").config)
+    assert len(rotary.table(3)) == 64
+    assert len(rotary.table(65)) == 96
+    assert torch.equal(rotary.table(65)[:3], Rotary(model("llama").config).table(3)[:3])
