@@ -59,3 +59,32 @@ def test_mistakes(tiny, folder, capsys, monkeypatch, text, more, code, message):
     assert found == code
     assert message in capsys.readouterr().err
     assert not (folder / "p.json").exists()
+
+
+def test_the_shipped_profile_is_of_the_default_model():
+    """By its shape; and no other model of our own gets it."""
+    from transformers import LlamaConfig
+
+    shape = {
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    }  # fmt: skip
+    profile = Profile.shipped(LlamaConfig(**shape))
+    assert profile is not None
+    assert len(profile.shares_for(0.1)) == 30
+    assert Profile.shipped(LlamaConfig(**shape | {"num_hidden_layers": 32})) is None
+    assert all(len(text["sha256"]) == 64 for text in profile.texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_shipped_profile_knows_its_weights(dtype):
+    import h2o
+
+    model, _ = h2o.load_default(dtype)
+    profile = Profile.shipped(model)
+    assert profile is not None
+    for parameter in model.parameters():
+        parameter.data *= 1.1
+    with pytest.raises(ValueError, match="weights of"):
+        profile.check(model)
