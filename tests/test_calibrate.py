@@ -36,7 +36,7 @@ def test_calibrate(tiny, folder, capsys):  # noqa: F811
     assert content["window"] == 60
     assert TEXT[:20] not in output.read_text()
     assert len(Profile.load(output).shares_for(0.3)) == 2
-    assert not [path.name for path in output.parent.glob("*unfinished.json")]
+    assert [path.name for path in output.parent.iterdir()] == ["profile.json"]
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,7 @@ def _step(
     ]
     worths = np.mean([x["worth"] for x in found], axis=0)
     keys = moved(budgets[0], budgets[1] - budgets[2], worths)
+    keys = spread(keys, fraction * window, window)
     return keys / keys.mean()
 
 

@@ -81,7 +81,8 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
         progress=lambda done, total: say(f"{done} of {total} passes over a window"),
     )
     profile.save(options.output)
-    unfinished.unlink(missing_ok=True)
+    for leftover in (unfinished, unfinished.with_name(f".{unfinished.name}.lock")):
+        leftover.unlink(missing_ok=True)
     say(f"written: {options.output}")
     table = profile.shares_for(0.1)
     heads = sorted(((x, i, j) for i, row in enumerate(table) for j, x in enumerate(row)))

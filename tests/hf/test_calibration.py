@@ -206,6 +206,8 @@ def test_profile_of_a_tiny_model(profile):
         assert (shares > 0).all()
         assert shares.mean() == pytest.approx(1, abs=1e-9)
     assert np.ptp(profile.shares_for(0.3)) > 0.1
+    for fraction, shares in zip(profile.fractions, profile.shares, strict=True):
+        assert np.max(shares) * max(fraction * WINDOW, 8) <= WINDOW + 0.01, "a text has no more"
     assert profile.texts[0]["windows"] == 4
     assert profile.settings["windows"] == 4
     assert profile.versions["torch"] == torch.__version__
