@@ -22,7 +22,9 @@
 enum {
     OPTIONAL = 1, /* may be absent */
     WRITTEN = 2,
-    DENSE = 4 /* the last stride must be 1: kernels read whole vectors */
+    DENSE = 4,  /* the last stride must be 1: kernels read whole vectors */
+    STORED = 8, /* floats as the others, or bytes: rows of a quantised store, of any length */
+    BYTES = 16  /* bytes only */
 };
 
 typedef struct {
@@ -42,7 +44,8 @@ static const char *dtype_name(h2o_dtype dtype) {
     static const char *const names[] = {[H2O_NONE] = "none",   [H2O_F32] = "float32",
                                         [H2O_F16] = "float16", [H2O_BF16] = "bfloat16",
                                         [H2O_F64] = "float64", [H2O_I32] = "int32",
-                                        [H2O_I64] = "int64",   [H2O_U8] = "bool or uint8"};
+                                        [H2O_I64] = "int64",   [H2O_U8] = "bool or uint8",
+                                        [H2O_Q8] = "int8",     [H2O_Q4] = "int4"};
     return names[dtype];
 }
 
@@ -129,13 +132,16 @@ static int fail_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
 /* Sizes are kept within int32 because positions, slots and rows are counted so. */
 static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
     h2o_view *view = rule->view;
+    const bool bytes = rule->flags & (STORED | BYTES) && view->dtype == H2O_U8;
     if (view->ndim != (int32_t)strlen(rule->letters)) return fail_shape(rule, dims, error);
     for (int32_t i = 0; i < view->ndim; i++) {
         const char letter = rule->letters[i];
         const int64_t got = view->shape[i];
         const int64_t number = letter == '+' ? dims->G + 1 : letter - '0';
         int64_t *size = size_of(dims, letter);
-        if (size == NULL ? got != number : *size != 0 && got != *size) {
+        if (bytes && i == view->ndim - 1) {
+            size = NULL; /* check_rows judges it */
+        } else if (size == NULL ? got != number : *size != 0 && got != *size) {
             return fail_shape(rule, dims, error);
         }
         if (got < 1 || got > INT32_MAX) {
@@ -153,6 +159,7 @@ static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
 static int check_dtype(const rule *rule, h2o_dtype *floating, const char *leader,
                        h2o_error *error) {
     const h2o_view *view = rule->view;
+    if (rule->flags & STORED && view->dtype == H2O_U8) return H2O_OK;
     if (rule->dtype != H2O_NONE) {
         if (view->dtype == rule->dtype) return H2O_OK;
         return h2o_fail(error, H2O_ETYPE, "%s: has dtype %s, wanted %s", view->name,
@@ -354,6 +361,36 @@ static int check_policy(const h2o_policy *policy, h2o_error *error) {
     return check_decay(policy->decay, error);
 }
 
+/* Whether quantised keys and values have rows that are some quantisation of D elements, and
+ * both are quantised or neither is. */
+static int check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_error *error) {
+    const h2o_view *const views[] = {keys, values};
+    for (int i = 0; i < 2; i++) {
+        const h2o_view *const view = views[i];
+        if (view->dtype == H2O_U8 && view->shape[view->ndim - 1] == D) {
+            return h2o_fail(error, H2O_ETYPE,
+                            "%s: has dtype %s, wanted floats like the query, or quantised rows",
+                            view->name, dtype_name(view->dtype));
+        }
+        if (view->dtype == H2O_U8 && h2o_stored_type(view, D) == H2O_NONE) {
+            const int64_t int4 = h2o_row_bytes(H2O_Q4, D);
+            char other[48];
+            snprintf(other, sizeof other, " or %" PRId64 " (int4)", int4);
+            return h2o_fail(error, H2O_EVALUE,
+                            "%s: has rows of %" PRId64 " bytes, wanted %" PRId64
+                            " (int8)%s for %" PRId64 " elements",
+                            view->name, view->shape[view->ndim - 1], h2o_row_bytes(H2O_Q8, D),
+                            int4 ? other : "", D);
+        }
+    }
+    if ((keys->dtype == H2O_U8) != (values->dtype == H2O_U8)) {
+        return h2o_fail(error, H2O_ETYPE,
+                        "%s: has dtype %s and %s %s, wanted both quantised or none", keys->name,
+                        dtype_name(keys->dtype), values->name, dtype_name(values->dtype));
+    }
+    return H2O_OK;
+}
+
 /* Whether norms come exactly when they are needed. */
 static int check_norms(const h2o_view *norms, bool value_weighted, h2o_error *error) {
     if (h2o_given(norms) != value_weighted) {
@@ -392,8 +429,8 @@ static void slot_rules(h2o_slots *slots, unsigned written, rule rules[RULES_OF_S
     const bool uneven = h2o_given(&slots->starts);
     const char *const rows = uneven ? "BTD" : "BGSD", *const numbers = uneven ? "BT" : "BGS";
     const rule all[RULES_OF_SLOTS] = {
-        {&slots->keys, rows, H2O_NONE, written | DENSE},
-        {&slots->values, rows, H2O_NONE, written | DENSE},
+        {&slots->keys, rows, H2O_NONE, written | DENSE | STORED},
+        {&slots->values, rows, H2O_NONE, written | DENSE | STORED},
         {&slots->scores, numbers, H2O_F32, WRITTEN | DENSE},
         {&slots->positions, numbers, H2O_I32, written | DENSE},
         {&slots->starts, "+", H2O_I32, OPTIONAL},
@@ -404,6 +441,16 @@ static void slot_rules(h2o_slots *slots, unsigned written, rule rules[RULES_OF_S
         {&slots->norms, numbers, H2O_F32, OPTIONAL | WRITTEN | DENSE},
     };
     memcpy(rules, all, sizeof all);
+}
+
+/* Whether keys are of a type that the step can rotate. */
+static int check_rotated(const h2o_rotary *rotary, const h2o_view *keys, int64_t D,
+                         h2o_error *error) {
+    if (h2o_given(&rotary->table) && h2o_stored_type(keys, D) == H2O_Q4) {
+        return h2o_fail(error, H2O_ETYPE, "%s: has int4 rows, which rotary cannot rotate; use int8",
+                        keys->name);
+    }
+    return H2O_OK;
 }
 
 int h2o_check_attend(h2o_attend_params *params, h2o_error *error) {
@@ -419,7 +466,9 @@ int h2o_check_attend(h2o_attend_params *params, h2o_error *error) {
         (status = check_decay(params->decay, error))) {
         return status;
     }
-    return check_tensors(rules, params->has_slots ? 6 + STORED_RULES : 6, &params->dims, error);
+    status = check_tensors(rules, params->has_slots ? 6 + STORED_RULES : 6, &params->dims, error);
+    if (status != H2O_OK || !params->has_slots) return status;
+    return check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error);
 }
 
 int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
@@ -433,7 +482,8 @@ int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
     int status;
     params->dims = (h2o_dims){0};
     if ((status = check_policy(&params->policy, error)) ||
-        (status = check_tensors(rules, 4 + RULES_OF_SLOTS, &params->dims, error))) {
+        (status = check_tensors(rules, 4 + RULES_OF_SLOTS, &params->dims, error)) ||
+        (status = check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error))) {
         return status;
     }
     return check_norms(&params->slots.norms, params->policy.value_weighted, error);
@@ -448,14 +498,17 @@ int h2o_check_step(h2o_step_params *params, h2o_error *error) {
     };
     slot_rules(&params->slots, WRITTEN, rules + 5);
     rules[5 + RULES_OF_SLOTS] = (rule){&rotary->table, "P2F", H2O_F32, OPTIONAL | DENSE};
-    rules[6 + RULES_OF_SLOTS] = (rule){&rotary->ranks, params->slots.starts.dtype == H2O_NONE ? "BGS" : "BT", H2O_I32,
- OPTIONAL | WRITTEN | DENSE};
+    rules[6 + RULES_OF_SLOTS] =
+        (rule){&rotary->ranks, params->slots.starts.dtype == H2O_NONE ? "BGS" : "BT", H2O_I32,
+               OPTIONAL | WRITTEN | DENSE};
     int status;
     params->dims = (h2o_dims){0};
     if ((status = check_logits(params->scale, params->softcap, error)) ||
         (status = check_policy(&params->policy, error)) ||
         (status = check_tensors(rules, 7 + RULES_OF_SLOTS, &params->dims, error)) ||
-        (status = check_rotary(rotary, &params->dims, error))) {
+        (status = check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error)) ||
+        (status = check_rotary(rotary, &params->dims, error)) ||
+        (status = check_rotated(rotary, &params->slots.keys, params->dims.D, error))) {
         return status;
     }
     params->dims.Q = 1;
@@ -464,18 +517,27 @@ int h2o_check_step(h2o_step_params *params, h2o_error *error) {
 
 int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error) {
     h2o_view *const budget = &params->budget;
+    h2o_view *const stored_keys = &params->stored_keys, *const stored_values =
+                                                            &params->stored_values;
     const rule rules[] = {
-        {&params->query, "BHQD", H2O_NONE, 0},      {&params->keys, "BGQD", H2O_NONE, 0},
-        {&params->values, "BGQD", H2O_NONE, 0},     {&params->mask, "BQ", H2O_U8, OPTIONAL},
-        {&params->prompt, "B", H2O_I32, 0},         {budget, budget_letters(budget), H2O_I32, 0},
-        {&params->out, "BQHD", H2O_NONE, WRITTEN},  {&params->evicted_at, "BGQ", H2O_I32, WRITTEN},
+        {&params->query, "BHQD", H2O_NONE, 0},
+        {&params->keys, "BGQD", H2O_NONE, 0},
+        {&params->values, "BGQD", H2O_NONE, 0},
+        {&params->mask, "BQ", H2O_U8, OPTIONAL},
+        {&params->prompt, "B", H2O_I32, 0},
+        {budget, budget_letters(budget), H2O_I32, 0},
+        {&params->out, "BQHD", H2O_NONE, WRITTEN},
+        {&params->evicted_at, "BGQ", H2O_I32, WRITTEN},
         {&params->scores, "BGQ", H2O_F32, WRITTEN},
+        {stored_keys, "BGQD", H2O_U8, OPTIONAL | DENSE | BYTES},
+        {stored_values, "BGQD", H2O_U8, OPTIONAL | DENSE | BYTES},
     };
     int status;
     params->dims = (h2o_dims){0};
     if ((status = check_logits(params->scale, params->softcap, error)) ||
-        (status = check_policy(&params->policy, error))) {
+        (status = check_policy(&params->policy, error)) ||
+        (status = check_tensors(rules, 11, &params->dims, error))) {
         return status;
     }
-    return check_tensors(rules, 9, &params->dims, error);
+    return check_rows(stored_keys, stored_values, params->dims.D, error);
 }

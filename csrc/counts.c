@@ -250,9 +250,11 @@ int h2o_count_step(h2o_step_params *params, void *memory, h2o_error *error) {
     return status;
 }
 
-/* Until the budget of some head is full nothing is evicted, however short the prompt. */
-static int64_t dense_tokens(const h2o_row *row, const h2o_head *heads, int64_t G, int64_t prompt) {
-    int64_t budget = heads[0].budget;
+/* Until the budget of some head is full nothing is evicted, however short the prompt. But in a
+ * quantised store (stored) the tokens after the prompt see what is stored. */
+static int64_t dense_tokens(const h2o_row *row, const h2o_head *heads, int64_t G, int64_t prompt,
+                            bool stored) {
+    int64_t budget = stored ? 0 : heads[0].budget;
     for (int64_t g = 1; g < G; g++) {
         budget = heads[g].budget < budget ? heads[g].budget : budget;
     }
@@ -277,7 +279,8 @@ int h2o_count_simulate(h2o_simulate_params *params, void *memory, h2o_error *err
             if (status != H2O_OK) return status;
         }
         parts.rows[dims->B + b] = parts.rows[b];
-        parts.rows[dims->B + b].tokens = dense_tokens(&parts.rows[b], heads, dims->G, prompt);
+        parts.rows[dims->B + b].tokens =
+            dense_tokens(&parts.rows[b], heads, dims->G, prompt, h2o_given(&params->stored_keys));
     }
     params->counts = (h2o_counts){parts.rows, parts.heads, parts.rows + dims->B};
     return H2O_OK;

@@ -56,13 +56,16 @@ typedef enum {
     H2O_F64,
     H2O_I32,
     H2O_I64,
-    H2O_U8, /* masks: bool or uint8, 0 is a pad */
+    H2O_U8, /* masks: bool or uint8, 0 is a pad; quantised rows */
+    H2O_Q8, /* no tensor's: a row of D elements in a quantised store of bytes, ... */
+    H2O_Q4, /* ... see cpu/stored.h */
 } h2o_dtype;
 
 /* Bytes of an element. */
 static inline int64_t h2o_dtype_size(h2o_dtype dtype) {
     static const uint8_t sizes[] = {[H2O_NONE] = 0, [H2O_F32] = 4, [H2O_F16] = 2, [H2O_BF16] = 2,
-                                    [H2O_F64] = 8,  [H2O_I32] = 4, [H2O_I64] = 8, [H2O_U8] = 1};
+                                    [H2O_F64] = 8,  [H2O_I32] = 4, [H2O_I64] = 8, [H2O_U8] = 1,
+                                    [H2O_Q8] = 1,   [H2O_Q4] = 1};
     return sizes[dtype];
 }
 
@@ -99,6 +102,25 @@ typedef struct {
 
 /* ---- State and policy -------------------------------------------------- */
 
+enum { H2O_GROUP = 32 }; /* elements of a row of Q4 that share scale and minimum */
+
+/* Bytes of a stored row of D elements; 0 if there is no such row. */
+static inline int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
+    if (stored == H2O_Q8) return D + 2;
+    if (stored == H2O_Q4) return D % H2O_GROUP ? 0 : D / 2 + D / H2O_GROUP * 4;
+    return D * h2o_dtype_size(stored);
+}
+
+/* How the rows of stored keys or values hold D elements: bytes tell by their number,
+ * H2O_NONE if by none. */
+static inline h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
+    const int64_t bytes = rows->shape[rows->ndim - 1];
+    if (rows->dtype != H2O_U8) return rows->dtype;
+    return bytes == h2o_row_bytes(H2O_Q8, D)   ? H2O_Q8
+           : bytes == h2o_row_bytes(H2O_Q4, D) ? H2O_Q4
+                                               : H2O_NONE;
+}
+
 /* What one layer holds. A token's slot is its index on axis S.
  *
  * Heads may have numbers of slots of their own: then starts is given, a row's
@@ -111,8 +133,8 @@ typedef struct {
  * not the last one it is free[b,g]. So the step that fills free[b,g] finds
  * slots 0..held all filled. Empty slots have position -1. */
 typedef struct {
-    h2o_view keys;      /* [B,G,S,D] f32/f16/bf16 */
-    h2o_view values;    /* [B,G,S,D] same dtype */
+    h2o_view keys;      /* [B,G,S,D] f32/f16/bf16, or u8 rows of cpu/stored.h */
+    h2o_view values;    /* the same */
     h2o_view scores;    /* [B,G,S] f32, accumulated attention of each key */
     h2o_view positions; /* [B,G,S] i32, index in the row without pads, -1 empty */
     h2o_view free;      /* [B,G] i32, the slot that the next token takes */
@@ -221,7 +243,7 @@ typedef struct {
     h2o_view value; /* [B,G,1,D] */
     h2o_view mask;  /* [B,1] u8, optional */
     h2o_slots slots;
-    h2o_view out; /* [B,1,H,D] */
+    h2o_view out;      /* [B,1,H,D] */
     h2o_rotary rotary; /* optional; query and key then come without theirs */
     h2o_policy policy;
     float scale;
@@ -235,15 +257,17 @@ typedef struct {
  * is the first row (column number, pads counted) that no longer sees key j, Q
  * if none, 0 for a pad; scores are those at the end, or at eviction. */
 typedef struct {
-    h2o_view query;      /* [B,H,Q,D] the whole text */
-    h2o_view keys;       /* [B,G,Q,D] */
-    h2o_view values;     /* [B,G,Q,D] */
-    h2o_view mask;       /* [B,Q] u8, optional */
-    h2o_view prompt;     /* [B] i32, real tokens before the first eviction, >= 1 */
-    h2o_view budget;     /* [B,2] or [B,G,2] i32: heavy, recent */
-    h2o_view out;        /* [B,Q,H,D] */
-    h2o_view evicted_at; /* [B,G,Q] i32 */
-    h2o_view scores;     /* [B,G,Q] f32 */
+    h2o_view query;         /* [B,H,Q,D] the whole text */
+    h2o_view keys;          /* [B,G,Q,D] */
+    h2o_view values;        /* [B,G,Q,D] */
+    h2o_view mask;          /* [B,Q] u8, optional */
+    h2o_view prompt;        /* [B] i32, real tokens before the first eviction, >= 1 */
+    h2o_view budget;        /* [B,2] or [B,G,2] i32: heavy, recent */
+    h2o_view stored_keys;   /* optional: what a quantised store would hold of each token, */
+    h2o_view stored_values; /* [B,G,Q] rows of cpu/stored.h, by position */
+    h2o_view out;           /* [B,Q,H,D] */
+    h2o_view evicted_at;    /* [B,G,Q] i32 */
+    h2o_view scores;        /* [B,G,Q] f32 */
     h2o_policy policy;
     float scale;
     float softcap;

@@ -242,16 +242,18 @@ static PyObject *step(PyObject *module, PyObject *const *args, Py_ssize_t count)
     return finish(&loans, status, &error);
 }
 
-PyDoc_STRVAR(simulate_doc,
-             "simulate($module, query, keys, values, mask, prompt, budget, out, evicted_at,\n"
-             "         scores, scale, softcap, sinks, rank_by, decay, value_weighted, /)\n--\n\n"
-             "See h2o.ops.simulate.");
+PyDoc_STRVAR(
+    simulate_doc,
+    "simulate($module, query, keys, values, mask, prompt, budget, out, evicted_at,\n"
+    "         scores, scale, softcap, sinks, rank_by, decay, value_weighted, stored_keys,\n"
+    "         stored_values, /)\n--\n\n"
+    "See h2o.ops.simulate.");
 
 static PyObject *simulate(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     h2o_simulate_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
-    if (require_count("simulate", count, 15) < 0 ||
+    if (require_count("simulate", count, 17) < 0 ||
         parse_float("scale", args[9], &params.scale) < 0 ||
         parse_float("softcap", args[10], &params.softcap) < 0 ||
         parse_policy(args + 11, &params.policy) < 0) {
@@ -266,6 +268,8 @@ static PyObject *simulate(PyObject *module, PyObject *const *args, Py_ssize_t co
     h2o_loan(&loans, "out", args[6], &params.out);
     h2o_loan(&loans, "evicted_at", args[7], &params.evicted_at);
     h2o_loan(&loans, "scores", args[8], &params.scores);
+    h2o_loan(&loans, "stored_keys", args[15], &params.stored_keys);
+    h2o_loan(&loans, "stored_values", args[16], &params.stored_values);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
         status = execute_simulate(&params, &error);

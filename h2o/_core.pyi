@@ -68,6 +68,8 @@ def simulate(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    stored_keys: Any | None,
+    stored_values: Any | None,
     /,
 ) -> None: ...
 def info() -> _Info: ...

@@ -63,9 +63,9 @@ class Slots(NamedTuple):
     """
 
     keys: Tensor
-    """[B, G, S, D]"""
+    """[B, G, S, D]; quantised: [B, G, S, bytes] uint8, which `h2o.reference.dequantised` reads"""
     values: Tensor
-    """[B, G, S, D]"""
+    """as keys"""
     scores: Tensor
     """[B, G, S] float32: attention that each key has received"""
     positions: Tensor
@@ -108,6 +108,7 @@ def new_slots(
     recent: int = 0,
     *,
     value_weighted: bool = False,
+    kv_dtype: str | None = None,
 ) -> Slots:
     """Empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
 
@@ -116,6 +117,10 @@ def new_slots(
     and one more for each `step`, k + 1 at most. `heavy` and `recent` are
     numbers of tokens, the same for every row; write into `budget` to give rows
     and heads their own.
+
+    `kv_dtype`: None, keys and values are stored as they are; "int8", as bytes with a scale of 16
+    bits for each; "int8-int4", values as four bits with scale and minimum (16 bits each) for
+    every 32 elements, of which D must then be a multiple.
     """
     sizes = four_sizes(keys)
     if sizes is None:
@@ -131,11 +136,14 @@ def new_slots(
         starts, budgets, shape = full(keys, (G + 1,), 0, "int32"), (B, G, 2), (B, sum(each))
         for g, end in enumerate(itertools.accumulate(each), start=1):
             starts[g] = end
+    row_bytes = stored_bytes(kv_dtype, D)
+    shapes = [(*shape, n) for n in row_bytes or (D, D)]
+    dtype = None if row_bytes is None else "uint8"
     budget = full(keys, budgets, heavy, "int32")
     budget[..., 1] = recent
     return Slots(
-        keys=full(keys, (*shape, D), 0),
-        values=full(keys, (*shape, D), 0),
+        keys=full(keys, shapes[0], 0, dtype),
+        values=full(keys, shapes[1], 0, dtype),
         scores=full(keys, shape, 0, "float32"),
         positions=full(keys, shape, -1, "int32"),
         free=full(keys, (B, G), 0, "int32"),
@@ -145,6 +153,25 @@ def new_slots(
         norms=full(keys, shape, 0, "float32") if value_weighted else None,
         starts=starts,
     )
+
+
+def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
+    """Bytes of a stored key and value of D elements; None where they are stored as they are.
+
+    Errors: ValueError for an unknown `kv_dtype`, or one that does not go with D.
+    """
+    if kv_dtype is None:
+        return None
+    if kv_dtype == "int8":
+        return D + 2, D + 2
+    if kv_dtype != "int8-int4":
+        raise ValueError(f'kv_dtype must be None, "int8" or "int8-int4", not {kv_dtype!r}')
+    if D % 32:
+        raise ValueError(
+            f'kv_dtype="int8-int4" needs a head dimension that is a multiple of 32, not {D}; '
+            'use "int8"'
+        )
+    return D + 2, D // 2 + D // 8
 
 
 def attend(
@@ -300,6 +327,7 @@ def simulate(
     rank_by: str = "sum",
     decay: float = 1.0,
     value_weighted: bool = False,
+    kv_dtype: str | None = None,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
@@ -318,6 +346,7 @@ def simulate(
             1 evicts from the very beginning, as in the paper's Algorithm 1.
         budget: [B, 2], or [B, G, 2] for heads with budgets of their own, int32: heavy, recent.
         mask: [B, Q] bool or uint8, 0 is a pad.
+        kv_dtype: what the cache stores, as in `new_slots`. Takes memory for a store of all tokens.
         others: as in `attend` and `evict`.
 
     Returns:
@@ -338,11 +367,22 @@ def simulate(
             scale = D**-0.5
     if grad_enabled():
         _refuse_grad("query keys values out scores", query, keys, values, out, scores)
+    stored_keys = stored_values = None
+    if kv_dtype is not None:
+        stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
     _core.simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
-        scale, softcap, sinks, rank_by, decay, value_weighted,
+        scale, softcap, sinks, rank_by, decay, value_weighted, stored_keys, stored_values,
     )  # fmt: skip
     return out, evicted_at, scores
+
+
+def _quantised(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
+    """Keys and values [B, G, Q, bytes] as a store without a budget holds them, by position."""
+    B, G, Q, _ = keys.shape
+    slots = new_slots(keys, Q, kv_dtype=kv_dtype)
+    evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=mask)
+    return slots.keys, slots.values
 
 
 def info() -> dict[str, Any]:

@@ -33,7 +33,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["attend", "evict", "kept", "ranks", "rotated", "simulate", "step"]
+__all__ = [
+    "attend",
+    "dequantised",
+    "evict",
+    "kept",
+    "quantised",
+    "ranks",
+    "rotated",
+    "simulate",
+    "step",
+]
 
 
 def attend(
@@ -75,8 +85,8 @@ def attend(
             if slots is not None:
                 store = _store(slots, b, g)
                 held = _held_slots(store)
-                key = torch.cat([store.keys[held], key])
-                value = torch.cat([store.values[held], value])
+                key = torch.cat([dequantised(store.keys[held], D), key])
+                value = torch.cat([dequantised(store.values[held], D), value])
                 score = torch.cat([store.scores[held], score])
             key, value, score = key.double(), value.double(), score.double()
             if rotary is not None:
@@ -148,8 +158,8 @@ def evict(
             held = _held_slots(store)
             position = torch.cat([store.positions[held].long(), before + _range_like(new)])
             score = torch.cat([store.scores[held], scores[b, g, new]])
-            key = torch.cat([store.keys[held], keys[b, g, new]])
-            value = torch.cat([store.values[held], values[b, g, new]])
+            key = torch.cat([store.keys[held], _as_stored(keys[b, g, new], store.keys)])
+            value = torch.cat([store.values[held], _as_stored(values[b, g, new], store.values)])
             rank = score.double()
             if rank_by == "mean":
                 rank = rank / _queries(seen - 1 - position, decay)
@@ -167,6 +177,89 @@ def evict(
                 store.norms[: len(stay)] = norm[stay]
             slots.free[b, g] = len(stay)
         slots.lengths[b] = seen
+
+
+def quantised(x: Tensor, bits: int) -> Tensor:
+    """Rows [n, bytes] uint8 of a quantised store, of x [n, D].
+
+    8 bits: D signed bytes q, then a float16 scale, so that x is about q * scale. 4 bits: for each
+    group of 32 elements 16 bytes, of which byte j holds element j in its low half and j + 16 in
+    its high one; then scale and minimum of each group, x is about minimum + q * scale. Scales are
+    rounded up and minima down, q to nearest, ties to even, all in float32. An element that is not
+    finite makes the scale NaN.
+    """
+    x = x.float()
+    if bits == 8:
+        scale = _float16(x.abs().amax(-1, keepdim=True) / 127, up=True, finite=_finite(x))
+        q = _ratio(x, scale).clamp(-127, 127).to(torch.int8)
+        return torch.cat([q.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+    n, D = x.shape
+    groups = x.view(n, D // 32, 32)
+    finite = _finite(groups)
+    least = _float16(groups.amin(-1, keepdim=True), up=False, finite=None)
+    least = least.masked_fill(~finite, 0)
+    width = ((groups.amax(-1, keepdim=True) - least.float()) / 15).clamp(min=0)
+    scale = _float16(width, up=True, finite=finite)
+    q = _ratio(groups - least.float(), scale).clamp(0, 15).to(torch.uint8)
+    nibbles = (q[..., :16] | q[..., 16:] << 4).view(n, D // 2)
+    return torch.cat([nibbles, torch.cat([scale, least], -1).view(n, -1).view(torch.uint8)], -1)
+
+
+def dequantised(rows: Tensor, D: int) -> Tensor:
+    """What rows of a store hold, [n, D]: floats as they are, bytes as `quantised` made them."""
+    if rows.dtype != torch.uint8:
+        return rows
+    n = len(rows)
+    if rows.shape[-1] == D + 2:
+        scale = _copy(rows[:, D:]).view(torch.float16).float()
+        return _copy(rows[:, :D]).view(torch.int8).float() * scale
+    numbers = _copy(rows[:, D // 2 :]).view(torch.float16).float().view(n, D // 32, 2, 1)
+    nibbles = rows[:, : D // 2].view(n, D // 32, 16)
+    q = torch.cat([nibbles & 15, nibbles >> 4], dim=-1).float()
+    return (numbers[:, :, 1] + q * numbers[:, :, 0]).view(n, D)
+
+
+def _copy(rows: Tensor) -> Tensor:
+    """Contiguous memory of its own, so that it can be viewed as another dtype."""
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _as_stored(x: Tensor, store: Tensor) -> Tensor:
+    if store.dtype != torch.uint8:
+        return x
+    return quantised(x, 8 if store.shape[-1] == x.shape[-1] + 2 else 4)
+
+
+def _read_back(x: Tensor, store: Tensor) -> Tensor:
+    """[B, G, n, D] as they are read from the store, float32 if it is quantised."""
+    if store.dtype != torch.uint8:
+        return x
+    D = x.shape[-1]
+    return dequantised(_as_stored(x.reshape(-1, D), store), D).view(x.shape)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.isfinite().all(-1, keepdim=True)
+
+
+def _float16(x: Tensor, *, up: bool, finite: Tensor | None) -> Tensor:
+    """The next float16 that is no less (up) or no more than x float32, NaN where not finite."""
+    most = torch.finfo(torch.float16).max
+    near = (x.clamp(-most, most) + 0.0).half()  # -0 becomes 0
+    off = near.float() < x if up else near.float() > x
+    bits = near.view(torch.int16)
+    away = torch.where(near.float() > 0, 1, -1) if up else torch.where(near.float() > 0, -1, 1)
+    tiny = (near == 0) & off  # to the first subnormal on that side
+    bits = torch.where(off, bits + away.to(torch.int16), bits)
+    bits = torch.where(tiny, torch.tensor(1 if up else -32767, dtype=torch.int16), bits)
+    found = bits.view(torch.float16).clamp(-most, most)
+    return found if finite is None else found.masked_fill(~finite, torch.nan)
+
+
+def _ratio(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale, rounded; 0 where the scale is 0 or NaN."""
+    usable = scale.float() > 0
+    return torch.where(usable, (x / scale.float().masked_fill(~usable, 1)).round(), 0)
 
 
 def _choose(
@@ -213,9 +306,13 @@ def step(
     out: Tensor | None = None,
     rotary: Any = None,
 ) -> Tensor:
-    """`attend` and `evict` for one new token. Arguments and result as in `h2o.ops.step`."""
+    """`attend` and `evict` for one new token, which reads itself as it is stored.
+
+    Arguments and result as in `h2o.ops.step`.
+    """
+    k, v = _read_back(key, slots.keys), _read_back(value, slots.values)
     out, scores = attend(
-        query, key, value, slots, mask=mask, scale=scale, decay=decay, softcap=softcap, out=out,
+        query, k, v, slots, mask=mask, scale=scale, decay=decay, softcap=softcap, out=out,
         rotary=None if rotary is None else rotary.table,
     )  # fmt: skip
     evict(
@@ -241,6 +338,7 @@ def simulate(
     rank_by: str = "sum",
     decay: float = 1.0,
     value_weighted: bool = False,
+    kv_dtype: str | None = None,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
@@ -261,12 +359,15 @@ def simulate(
     for b in range(B):
         real = _real_columns(mask, b, Q, query.device)
         evicted_at[b, :, real] = Q
-        slots = _new_slots(keys, len(real), budget[b])
+        slots = _new_slots(keys, len(real), budget[b], kv_dtype)
         start, first = 0, max(1, min(int(prompt[b]), len(real)))
         for stop in range(first, len(real) + 1):
             new, start = real[start:stop], stop
             q, k, v = (x[b : b + 1, :, new] for x in (query, keys, values))
-            answer, new_scores = attend(q, k, v, slots, scale=scale, decay=decay, softcap=softcap)
+            seen = (k, v)
+            if stop > first:
+                seen = (_read_back(k, slots.keys), _read_back(v, slots.values))
+            answer, new_scores = attend(q, *seen, slots, scale=scale, decay=decay, softcap=softcap)
             out[b, new] = answer[0]
             scores[b, :, new] = new_scores[0]
             held = [real[slots.positions[0, g, : slots.free[0, g]].long()] for g in range(G)]
@@ -336,13 +437,19 @@ def _range_like(x: Tensor) -> Tensor:
     return torch.arange(len(x), device=x.device)
 
 
-def _new_slots(keys: Tensor, capacity: int, budget: Tensor) -> SimpleNamespace:
+def _new_slots(
+    keys: Tensor, capacity: int, budget: Tensor, kv_dtype: str | None
+) -> SimpleNamespace:
     """Empty slots for one row of keys [B, G, Q, D]."""
     G, D = keys.shape[1], keys.shape[3]
+    like, widths = keys, [D, D]
+    if kv_dtype is not None:
+        like, widths = keys.new_zeros(0, dtype=torch.uint8), [D + 2, D + 2]
+        widths[1] = D // 2 + D // 8 if kv_dtype == "int8-int4" else D + 2
     f32 = keys.new_zeros(1, G, capacity, dtype=torch.float32)
     return SimpleNamespace(
-        keys=keys.new_zeros(1, G, capacity, D),
-        values=keys.new_zeros(1, G, capacity, D),
+        keys=like.new_zeros(1, G, capacity, widths[0]),
+        values=like.new_zeros(1, G, capacity, widths[1]),
         scores=f32,
         positions=torch.full_like(f32, -1, dtype=torch.int32),
         free=keys.new_zeros(1, G, dtype=torch.int32),

@@ -44,6 +44,7 @@ class Conversation:
         budget: np.ndarray | None = None,
         capacity: int | list[int] | None = None,
         stepwise: bool = True,
+        kv_dtype: str | None = None,
     ):
         self.do, self.policy, self.softcap, self.stepwise = (
             engine.module, policy, softcap, stepwise,
@@ -55,7 +56,9 @@ class Conversation:
         if capacity is None:
             most = rows.sum(-1).max(0) + policy.sinks + 1  # of each head where they differ
             capacity = np.minimum(most, N).tolist()
-        self.slots = ops.new_slots(self.keys, capacity, value_weighted=policy.value_weighted)
+        self.slots = ops.new_slots(
+            self.keys, capacity, value_weighted=policy.value_weighted, kv_dtype=kv_dtype
+        )
         self.slots.budget[:] = engine.tensor(rows)
         self.column = 0
         self.out: list[np.ndarray] = []

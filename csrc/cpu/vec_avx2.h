@@ -109,6 +109,14 @@ VEC vf vf_load_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); 
 VEC vf vf_load_bf16(const void *p) { return widen_bf16(_mm_loadu_si128(p)); }
 VEC vf vf_load_f16_n(const void *p, int n) { return _mm256_cvtph_ps(half_n(p, n)); }
 VEC vf vf_load_bf16_n(const void *p, int n) { return widen_bf16(half_n(p, n)); }
+VEC vf vf_load_i8(const void *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
+}
+VEC vf vf_load_u4(const void *p, bool high) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p));
+    const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
+    return _mm256_cvtepi32_ps(high ? _mm256_srli_epi32(bytes, 4) : low);
+}
 VEC void vf_store_f16(void *p, vf x) { _mm_storeu_si128(p, narrow_f16(x)); }
 VEC void vf_store_bf16(void *p, vf x) { _mm_storeu_si128(p, narrow_bf16(x)); }
 VEC void vf_store_f16_n(void *p, vf x, int n) { half_store_n(p, narrow_f16(x), n); }

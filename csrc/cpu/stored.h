@@ -1,0 +1,165 @@
+/* stored.h - rows of a quantised store: how they are made, and read as floats.
+ *
+ * A row holds D elements and what is needed to read them, in bytes:
+ *
+ *   Q8   D signed bytes q, then a f16 scale: x = scale * q
+ *   Q4   for each group of 32 elements 16 bytes, byte j with element j in its low
+ *        half and element j + 16 in its high one; then for each group f16 scale
+ *        and f16 minimum: x = minimum + scale * q
+ *
+ * Scales are rounded up and minima down, so that nothing clips but what f16 cannot
+ * reach; elements to nearest, ties to even. Where an element is not finite the
+ * scale is NaN, and so is all that is read from it. (Symmetric bytes per token for
+ * keys, groups with a minimum for values: compare Liu et al., "KIVI", ICML 2024.) */
+#ifndef H2O_STORED_H
+#define H2O_STORED_H
+
+#include "rows.h"
+
+#include <math.h>
+
+enum { GROUP = H2O_GROUP };
+
+/* ---- Scales ------------------------------------------------------------ */
+
+enum { F16_MOST = 0x7bff, F16_NAN = 0x7e00 };
+
+/* The smallest f16 from 0 on that is no less than x; the largest there is beyond. */
+static inline uint16_t f16_no_less(float x) {
+    const uint16_t near = f16_from_float(x > 0.0f ? x : 0.0f);
+    if (near > F16_MOST) return F16_MOST;
+    return (uint16_t)(near + (float_from_f16(near) < x && near < F16_MOST));
+}
+
+/* The largest f16 that is no more than x; the smallest there is beyond. */
+static inline uint16_t f16_no_more(float x) {
+    const bool negative = x < 0.0f;
+    uint16_t near = f16_from_float(fabsf(x)), least = near;
+    near = near > F16_MOST ? F16_MOST : near;
+    const float size = float_from_f16(near);
+    if (negative) {
+        least = (uint16_t)(0x8000 | (near + (size < -x && near < F16_MOST)));
+    } else {
+        least = size > x ? (uint16_t)(near - 1) : near;
+    }
+    return least;
+}
+
+static inline float load_f16(const char *p) {
+    uint16_t h;
+    memcpy(&h, p, sizeof h);
+    return float_from_f16(h);
+}
+
+static inline void store_f16(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
+
+/* ---- Making ------------------------------------------------------------ */
+
+static inline bool all_finite(const float *x, int64_t n) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < n; i++) sum += x[i] - x[i];
+    return sum == 0.0f;
+}
+
+static inline float nearest_within(float x, float low, float high) {
+    const float whole = nearbyintf(x);
+    return whole < low ? low : whole > high ? high : whole;
+}
+
+/* A row's element at any stride. */
+typedef struct {
+    const char *data;
+    h2o_dtype type;
+    int64_t stride;
+} element_ref;
+
+static inline void gather(element_ref from, int64_t first, int64_t n, float *x) {
+    const int64_t step = from.stride * h2o_dtype_size(from.type);
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = load_scalar(from.data + (first + i) * step, from.type);
+    }
+}
+
+static inline void make_q8(char *row, element_ref from, int64_t D) {
+    float x[GROUP], high = 0.0f;
+    bool finite = true;
+    for (int64_t d = 0; d < D; d += GROUP) {
+        const int64_t n = D - d < GROUP ? D - d : GROUP;
+        gather(from, d, n, x);
+        finite = finite && all_finite(x, n);
+        for (int64_t i = 0; i < n; i++) high = fabsf(x[i]) > high ? fabsf(x[i]) : high;
+    }
+    const uint16_t half = finite ? f16_no_less(high / 127.0f) : F16_NAN;
+    const float scale = float_from_f16(half);
+    for (int64_t d = 0; d < D; d += GROUP) {
+        const int64_t n = D - d < GROUP ? D - d : GROUP;
+        gather(from, d, n, x);
+        for (int64_t i = 0; i < n; i++) {
+            const bool zero = !finite || scale == 0.0f;
+            row[d + i] = (char)(int8_t)(zero ? 0.0f : nearest_within(x[i] / scale, -127, 127));
+        }
+    }
+    store_f16(row + D, half);
+}
+
+static inline void make_q4_group(char *bytes, char *numbers, const float *x) {
+    float low = x[0], high = x[0];
+    for (int i = 1; i < GROUP; i++) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    const bool finite = all_finite(x, GROUP);
+    const uint16_t least = finite ? f16_no_more(low) : 0;
+    const float minimum = float_from_f16(least);
+    const uint16_t half = finite ? f16_no_less((high - minimum) / 15.0f) : F16_NAN;
+    const float scale = float_from_f16(half);
+    uint8_t q[GROUP];
+    for (int i = 0; i < GROUP; i++) {
+        const bool zero = !finite || scale == 0.0f;
+        q[i] = (uint8_t)(zero ? 0.0f : nearest_within((x[i] - minimum) / scale, 0, 15));
+    }
+    for (int i = 0; i < GROUP / 2; i++) bytes[i] = (char)(q[i] | q[i + GROUP / 2] << 4);
+    store_f16(numbers, half);
+    store_f16(numbers + 2, least);
+}
+
+/* What a slot is to hold of a token's key or value, as the store has it. */
+static inline void store_row(char *row, h2o_dtype stored, element_ref from, int64_t D) {
+    float x[GROUP];
+    if (stored == H2O_Q8) {
+        make_q8(row, from, D);
+    } else if (stored == H2O_Q4) {
+        for (int64_t group = 0; group < D / GROUP; group++) {
+            gather(from, group * GROUP, GROUP, x);
+            make_q4_group(row + group * GROUP / 2, row + D / 2 + 4 * group, x);
+        }
+    } else {
+        row_copy(row, from.data, from.type, D, from.stride);
+    }
+}
+
+/* ---- Reading ----------------------------------------------------------- */
+
+/* n <= VL bytes q from d on; those of Q8 want the scale yet. */
+VEC vf load_q8(const char *row, int64_t d, int n) {
+    int8_t bytes[VL] = {0};
+    if (n == VL) return vf_load_i8(row + d);
+    memcpy(bytes, row + d, (size_t)n);
+    return vf_load_i8(bytes);
+}
+
+VEC vf load_q4(const char *row, int64_t d, int64_t D) {
+    const char *const numbers = row + D / 2 + d / GROUP * 4;
+    const char *const bytes = row + d / GROUP * (GROUP / 2) + d % (GROUP / 2);
+    const vf q = vf_load_u4(bytes, d % GROUP >= GROUP / 2);
+    return vf_fma(q, vf_set1(load_f16(numbers)), vf_set1(load_f16(numbers + 2)));
+}
+
+/* VL elements from d on, 0 from D on. */
+VEC vf stored_floats(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
+    if (stored == H2O_Q4) return load_q4(row, d, D);
+    const int n = D - d < VL ? (int)(D - d) : VL;
+    return vf_mul(load_q8(row, d, n), vf_set1(load_f16(row + D)));
+}
+
+#endif

@@ -1,0 +1,181 @@
+"""Quantised stores: the bytes, what is read from them, and every operation over them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from h2o import ops, reference
+from tests import inputs
+from tests.conversation import Conversation
+from tests.inputs import POLICIES
+from tests.torch.engines import core, oracle
+
+CALLS = [24, *[1] * 25, 7, *[1] * 8]
+KINDS = ["int8", "int8-int4"]
+BUDGETS = np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [3, 7]]])
+
+floats = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=False)
+
+
+def of_dtype(dtype: torch.dtype) -> np.ndarray:
+    """Small budgets in float32. Rounding to 16 bits may choose others among near equals, so
+    there nothing is evicted."""
+    return BUDGETS if dtype == torch.float32 else np.full_like(BUDGETS, 100)
+
+
+def stored(x: torch.Tensor, kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [n, bytes] that the core makes of x [n, D] as keys and as values."""
+    n = len(x)
+    slots = ops.new_slots(x[None, None], n, kv_dtype=kv_dtype)
+    ops.evict(x[None, None], x[None, None], torch.zeros(1, 1, n), slots)
+    return slots.keys[0, 0], slots.values[0, 0]
+
+
+@pytest.mark.parametrize("kv_dtype", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 300.0, 1e7, 1e30])
+def test_the_core_stores_what_the_oracle_stores(kv_dtype, dtype, size):
+    generator = torch.Generator().manual_seed(int(abs(np.log10(size))))
+    x = torch.randn(40, 96, generator=generator) * size
+    x[3] = 0.0
+    x[4] = size
+    x[5, :50] = 0.0
+    x = x.to(dtype)
+    keys, values = stored(x, kv_dtype)
+    assert torch.equal(keys, reference.quantised(x, 8))
+    assert torch.equal(values, reference.quantised(x, 8 if kv_dtype == "int8" else 4))
+
+
+@given(arrays(np.float32, (3, 64), elements=floats))
+def test_bytes_of_any_floats(x):
+    keys, values = stored(torch.from_numpy(x), "int8-int4")
+    assert torch.equal(keys, reference.quantised(torch.from_numpy(x), 8))
+    assert torch.equal(values, reference.quantised(torch.from_numpy(x), 4))
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(8, 254), (4, 15)])
+def test_what_is_read_back_is_near(bits, levels):
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * 5 + 2
+    back = reference.dequantised(reference.quantised(x, bits), 64)
+    groups = x.view(200, -1, 64 if bits == 8 else 32)
+    width = groups.amax(-1) - groups.amin(-1) if bits == 4 else 2 * groups.abs().amax(-1)
+    error = (x - back).view(groups.shape).abs().amax(-1)
+    assert (error <= width / levels * 0.5 * 1.002).all()
+
+
+def test_what_is_not_finite_is_read_as_nan():
+    x = torch.randn(4, 64)
+    x[1, 5], x[2, 40] = torch.inf, torch.nan
+    for bits in (8, 4):
+        rows = reference.quantised(x, bits)
+        back = reference.dequantised(rows, 64)
+        assert back[[0, 3]].isfinite().all()
+        assert back[1, :32].isnan().all()
+        assert back[2, 32:].isnan().all()
+    keys, values = stored(x, "int8-int4")
+    assert torch.equal(keys, reference.quantised(x, 8))
+    assert torch.equal(values, reference.quantised(x, 4))
+
+
+@pytest.mark.parametrize("kv_dtype", KINDS)
+@pytest.mark.parametrize("D", [32, 64, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_core_answers_as_the_oracle(kv_dtype, D, dtype):
+    """Through a prompt, steps and chunks; heads with budgets of their own, and padded rows."""
+    policy = POLICIES["everything"]
+    text = inputs.drifting(5, B=2, H=6, G=3, N=sum(CALLS), D=D, sink=True)
+    text = inputs.Text(*(core(dtype).exact(x) for x in text))
+    mask = np.concatenate([inputs.left([24, 17], 24), np.ones((2, sum(CALLS) - 24), bool)], 1)
+    engines = oracle(torch.float32), core(dtype)
+    budgets = of_dtype(dtype)
+    talks = [
+        Conversation(e, text, policy, mask=mask, budget=budgets, kv_dtype=kv_dtype).feed_all(CALLS)
+        for e in engines
+    ]
+    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    np.testing.assert_allclose(talks[1].answer, talks[0].answer, rtol=tolerance, atol=tolerance)
+    if dtype == torch.float32:
+        for (positions, scores), (wanted, wanted_scores) in zip(
+            talks[1].kept, talks[0].kept, strict=True
+        ):
+            np.testing.assert_array_equal(positions, wanted)
+            np.testing.assert_allclose(scores, wanted_scores, rtol=1e-5, atol=1e-5)
+        order = [np.sort(np.asarray(t.slots.keys).reshape(-1, D + 2), axis=0) for t in talks]
+        assert order[0].shape == order[1].shape
+
+
+@pytest.mark.parametrize("kv_dtype", KINDS)
+def test_odd_head_dimensions(kv_dtype):
+    text = inputs.drifting(6, B=1, H=2, G=1, N=40, D=21)
+    if kv_dtype == "int8-int4":
+        with pytest.raises(ValueError, match="multiple of 32, not 21"):
+            Conversation(core(), text, POLICIES["h2o"], kv_dtype=kv_dtype)
+        return
+    talks = [
+        Conversation(e, text, POLICIES["h2o"], kv_dtype=kv_dtype).feed_all([20, *[1] * 12, 8])
+        for e in (oracle(), core())
+    ]
+    np.testing.assert_allclose(talks[1].answer, talks[0].answer, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("engine", [oracle(), core(), core(torch.bfloat16)], ids=lambda e: e.name)
+@pytest.mark.parametrize("prompt", [1, 24])
+@pytest.mark.parametrize("kv_dtype", KINDS)
+def test_simulation_is_the_cache(kv_dtype, prompt, engine):
+    policy = POLICIES["everything"]
+    N = sum(CALLS)
+    text = inputs.drifting(7, B=2, H=6, G=3, N=N, D=32, sink=True)
+    mask = np.ones((2, N), bool)
+    if prompt > 1:
+        mask[1, :5] = False
+    tensors = [engine.tensor(x) for x in text]
+    budgets = of_dtype(tensors[0].dtype)
+    out, evicted_at, _ = engine.module.simulate(
+        *tensors, engine.tensor(mask[:, :prompt].sum(1).astype(np.int32)),
+        engine.tensor(budgets.astype(np.int32)), mask=engine.tensor(mask), kv_dtype=kv_dtype,
+        **policy.ranking,
+    )  # fmt: skip
+    talk = Conversation(engine, text, policy, mask=mask, budget=budgets, kv_dtype=kv_dtype)
+    talk.stepwise = False  # a prompt of one token is no decode step
+    talk.feed(prompt)
+    talk.stepwise = True
+    talk.feed_all([1] * (N - prompt))
+    exact = tensors[0].dtype == torch.float32
+    tolerance = 2e-5 if exact else 3e-2
+    np.testing.assert_allclose(out.double().numpy(), talk.answer, rtol=tolerance, atol=tolerance)
+    if exact:
+        for b in range(2):
+            real = np.flatnonzero(mask[b])
+            for g in range(3):
+                positions = talk.kept[-1][0][b, g]
+                alive = np.flatnonzero(np.asarray(evicted_at[b, g]) >= N)
+                assert set(real[positions[positions >= 0]]) <= set(alive.tolist())
+
+
+def test_values_that_are_not_finite_show_where_they_are_seen():
+    text = inputs.drifting(8, B=1, H=2, G=1, N=30, D=32)
+    text.values[0, 0, 20, 3] = np.nan
+    talk = Conversation(core(), text, POLICIES["full"], kv_dtype="int8-int4")
+    talk.feed_all([10, *[1] * 20])
+    assert np.isfinite(talk.answer[:, :20]).all()
+    assert np.isnan(talk.answer[:, 20:]).any(-1).all()
+
+
+def test_bytes_that_are_no_rows():
+    x = torch.randn(1, 1, 4, 32)
+    slots = ops.new_slots(x, 8, kv_dtype="int8-int4")
+    short = slots._replace(keys=slots.keys[..., :33].contiguous())
+    with pytest.raises(
+        ValueError, match=r"slots.keys: has rows of 33 bytes, wanted 34 \(int8\) or 20"
+    ):
+        ops.step(*(x[:, :, :1],) * 3, short)
+    mixed = slots._replace(values=torch.zeros(1, 1, 8, 32))
+    with pytest.raises(TypeError, match="both quantised or none"):
+        ops.attend(x, x, x, mixed)
+    with pytest.raises(ValueError, match='must be None, "int8" or "int8-int4", not \'int3\''):
+        ops.new_slots(x, 8, kv_dtype="int3")
