@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACES = {  # where links in files outside of docs lead on the site
     "docs/evaluation.md": "evaluation.md",
     "docs/analysis.md": "analysis.md",
+    "docs/calibration.md": "calibration.md",
     "benchmarks/README.md": "benchmarks.md",
     "results/latest.png": "../benchmarks/results/latest.png",
 }
