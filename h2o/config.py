@@ -66,6 +66,11 @@ class H2OConfig:
     query alone."""
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
+    kv_dtype: str | None = None
+    """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
+    bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
+    (compare Liu et al., "KIVI", ICML 2024). Scores stay float32. The new tokens of one forward pass
+    see each other as they are, whoever comes later reads what is stored."""
     shares: Any = None
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
@@ -89,6 +94,8 @@ class H2OConfig:
         put(self, "decay", float(self.decay))
         if not isinstance(self.value_weighted, bool):
             raise TypeError(f"value_weighted must be True or False, not {self.value_weighted!r}")
+        if self.kv_dtype not in (None, "int8", "int8-int4"):
+            raise ValueError(f'kv_dtype must be None, "int8" or "int8-int4", not {self.kv_dtype!r}')
         if self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
         if self.positions not in ("original", "rolled"):

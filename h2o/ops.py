@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 from h2o import _core
 from h2o.config import UNLIMITED
-from h2o.outputs import empty, four_sizes, full, grad_enabled
+from h2o.outputs import empty, four_sizes, full, grad_enabled, stored_bytes
 
 Tensor = Any  # whatever speaks DLPack
 
@@ -63,7 +63,7 @@ class Slots(NamedTuple):
     """
 
     keys: Tensor
-    """[B, G, S, D]; quantised: [B, G, S, bytes] uint8, which `h2o.reference.dequantised` reads"""
+    """[B, G, S, D]; quantised: [B, G, S, bytes] uint8, which `h2o.storage.dequantised` reads"""
     values: Tensor
     """as keys"""
     scores: Tensor
@@ -153,25 +153,6 @@ def new_slots(
         norms=full(keys, shape, 0, "float32") if value_weighted else None,
         starts=starts,
     )
-
-
-def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
-    """Bytes of a stored key and value of D elements; None where they are stored as they are.
-
-    Errors: ValueError for an unknown `kv_dtype`, or one that does not go with D.
-    """
-    if kv_dtype is None:
-        return None
-    if kv_dtype == "int8":
-        return D + 2, D + 2
-    if kv_dtype != "int8-int4":
-        raise ValueError(f'kv_dtype must be None, "int8" or "int8-int4", not {kv_dtype!r}')
-    if D % 32:
-        raise ValueError(
-            f'kv_dtype="int8-int4" needs a head dimension that is a multiple of 32, not {D}; '
-            'use "int8"'
-        )
-    return D + 2, D // 2 + D // 8
 
 
 def attend(

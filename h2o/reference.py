@@ -33,12 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o.storage import dequantised, quantised
+
 __all__ = [
     "attend",
-    "dequantised",
     "evict",
     "kept",
-    "quantised",
     "ranks",
     "rotated",
     "simulate",
@@ -179,51 +179,6 @@ def evict(
         slots.lengths[b] = seen
 
 
-def quantised(x: Tensor, bits: int) -> Tensor:
-    """Rows [n, bytes] uint8 of a quantised store, of x [n, D].
-
-    8 bits: D signed bytes q, then a float16 scale, so that x is about q * scale. 4 bits: for each
-    group of 32 elements 16 bytes, of which byte j holds element j in its low half and j + 16 in
-    its high one; then scale and minimum of each group, x is about minimum + q * scale. Scales are
-    rounded up and minima down, q to nearest, ties to even, all in float32. An element that is not
-    finite makes the scale NaN.
-    """
-    x = x.float()
-    if bits == 8:
-        scale = _float16(x.abs().amax(-1, keepdim=True) / 127, up=True, finite=_finite(x))
-        q = _ratio(x, scale).clamp(-127, 127).to(torch.int8)
-        return torch.cat([q.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
-    n, D = x.shape
-    groups = x.view(n, D // 32, 32)
-    finite = _finite(groups)
-    least = _float16(groups.amin(-1, keepdim=True), up=False, finite=None)
-    least = least.masked_fill(~finite, 0)
-    width = ((groups.amax(-1, keepdim=True) - least.float()) / 15).clamp(min=0)
-    scale = _float16(width, up=True, finite=finite)
-    q = _ratio(groups - least.float(), scale).clamp(0, 15).to(torch.uint8)
-    nibbles = (q[..., :16] | q[..., 16:] << 4).view(n, D // 2)
-    return torch.cat([nibbles, torch.cat([scale, least], -1).view(n, -1).view(torch.uint8)], -1)
-
-
-def dequantised(rows: Tensor, D: int) -> Tensor:
-    """What rows of a store hold, [n, D]: floats as they are, bytes as `quantised` made them."""
-    if rows.dtype != torch.uint8:
-        return rows
-    n = len(rows)
-    if rows.shape[-1] == D + 2:
-        scale = _copy(rows[:, D:]).view(torch.float16).float()
-        return _copy(rows[:, :D]).view(torch.int8).float() * scale
-    numbers = _copy(rows[:, D // 2 :]).view(torch.float16).float().view(n, D // 32, 2, 1)
-    nibbles = rows[:, : D // 2].view(n, D // 32, 16)
-    q = torch.cat([nibbles & 15, nibbles >> 4], dim=-1).float()
-    return (numbers[:, :, 1] + q * numbers[:, :, 0]).view(n, D)
-
-
-def _copy(rows: Tensor) -> Tensor:
-    """Contiguous memory of its own, so that it can be viewed as another dtype."""
-    return rows.clone(memory_format=torch.contiguous_format)
-
-
 def _as_stored(x: Tensor, store: Tensor) -> Tensor:
     if store.dtype != torch.uint8:
         return x
@@ -236,30 +191,6 @@ def _read_back(x: Tensor, store: Tensor) -> Tensor:
         return x
     D = x.shape[-1]
     return dequantised(_as_stored(x.reshape(-1, D), store), D).view(x.shape)
-
-
-def _finite(x: Tensor) -> Tensor:
-    return x.isfinite().all(-1, keepdim=True)
-
-
-def _float16(x: Tensor, *, up: bool, finite: Tensor | None) -> Tensor:
-    """The next float16 that is no less (up) or no more than x float32, NaN where not finite."""
-    most = torch.finfo(torch.float16).max
-    near = (x.clamp(-most, most) + 0.0).half()  # -0 becomes 0
-    off = near.float() < x if up else near.float() > x
-    bits = near.view(torch.int16)
-    away = torch.where(near.float() > 0, 1, -1) if up else torch.where(near.float() > 0, -1, 1)
-    tiny = (near == 0) & off  # to the first subnormal on that side
-    bits = torch.where(off, bits + away.to(torch.int16), bits)
-    bits = torch.where(tiny, torch.tensor(1 if up else -32767, dtype=torch.int16), bits)
-    found = bits.view(torch.float16).clamp(-most, most)
-    return found if finite is None else found.masked_fill(~finite, torch.nan)
-
-
-def _ratio(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, rounded; 0 where the scale is 0 or NaN."""
-    usable = scale.float() > 0
-    return torch.where(usable, (x / scale.float().masked_fill(~usable, 1)).round(), 0)
 
 
 def _choose(

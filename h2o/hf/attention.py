@@ -109,7 +109,7 @@ def h2o_attention_forward(
         raise
     if not query.dtype == key.dtype == value.dtype:
         query, key, value = _as_autocast(query, key, value)
-    held, given = getattr(layer.keys, "dtype", query.dtype), query.dtype
+    held, given = layer.float_dtype(query.dtype), query.dtype
     if isinstance(layer, RolledLayer):
         query, key = layer.unrotated(query, key, kwargs.get("position_ids"))
     if held != given:  # autocast began, or ended, after what is held was stored

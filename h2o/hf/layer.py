@@ -13,6 +13,7 @@ batch; a position is a token's index in its own row, pads not counted.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class H2OLayer(CacheLayerMixin):
             if key_states.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
             self._refuse_shapes(key_states, value_states)
+            self.row_size = key_states.shape[-1], key_states.element_size()
         elif key_states.shape[0] != self.batch_size:
             raise ValueError(
                 f"this cache holds a batch of {self.batch_size} rows and was given "
@@ -134,6 +136,7 @@ class H2OLayer(CacheLayerMixin):
         All of them, with scores of 0, until the next forward pass has scored and cut them.
         """
         self._refuse_shapes(keys, values)
+        self.row_size = keys.shape[-1], keys.element_size()
         self._hold(store.filled(keys, values, mask, value_weighted=self.config.value_weighted))
         self.unscored = True
         self._count(keys.shape[2], mask)
@@ -141,6 +144,11 @@ class H2OLayer(CacheLayerMixin):
     def is_whole_text_again(self, Q: int) -> bool:
         """Whether Q new tokens are as many as the prompt, which is all there was, and one more."""
         return 0 < self.seen == self.prompt_columns == Q - 1
+
+    def float_dtype(self, given: torch.dtype) -> torch.dtype:
+        """Of the new keys that fit to those held: theirs, or any that is given."""
+        fixed = self.slots is not None and self.config.kv_dtype is None
+        return self.slots.keys.dtype if fixed else given
 
     def forget_update(self) -> None:
         """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
@@ -198,6 +206,7 @@ class H2OLayer(CacheLayerMixin):
                     key,
                     store.capacities(widest, longest),
                     value_weighted=self.config.value_weighted,
+                    kv_dtype=self.config.kv_dtype,
                 )
                 slots.budget.copy_(torch.tensor(budget, dtype=torch.int32).squeeze(1))
                 new = new if stored is None else store.together(stored, *new)
@@ -316,6 +325,7 @@ class H2OLayer(CacheLayerMixin):
         self.seen = 0
         self.longest = 0  # at least the tokens of the longest row
         self.prompt_columns = 0
+        self.row_size = (0, 0)  # D, and bytes of an element as the model gives it
         self.unscored = False  # whether all was taken over, and no forward pass has been since
         self.raised = False  # whether a fraction came to less than one token
         self.trace = Trace() if self.traced else None
@@ -369,7 +379,7 @@ class H2OLayer(CacheLayerMixin):
         if self.slots is None:
             return torch.zeros(0, 0, 0, 0), torch.zeros(0, 0, 0, 0)
         keys, values = store.held(self.slots, keys=0, values=0)
-        return keys, values
+        return store.floats(keys, self.row_size[0]), store.floats(values, self.row_size[0])
 
     def report(self) -> LayerReport:
         """Numbers of this layer; see `h2o.hf.report`."""
@@ -378,7 +388,7 @@ class H2OLayer(CacheLayerMixin):
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            bytes_full=self.seen * store.column_bytes(self.slots),
+            bytes_full=2 * self.seen * self.slots.free.numel() * math.prod(self.row_size),
             raised=self.raised,
             unscored=self.unscored,
             **store.figures(self.slots, self.config.sinks),

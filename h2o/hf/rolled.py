@@ -18,6 +18,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
+from h2o.hf import slots as store
 from h2o.hf.conversation import Conversation
 from h2o.hf.layer import H2OLayer
 from h2o.hf.rotary import Rotary, turned
@@ -119,7 +120,9 @@ def attend(
     query = turned(query.unflatten(1, (G, H // G)), angles[:, :, None]).flatten(1, 2)
     if slots is not None:
         at = ranks(slots).clamp(min=0).long()
-        slots = slots._replace(keys=turned(slots.keys, table[at]))
+        D, dtype = key.shape[-1], key.dtype
+        keys, values = (store.floats(x, D).to(dtype) for x in (slots.keys, slots.values))
+        slots = slots._replace(keys=turned(keys, table[at]), values=values)
     return ops.attend(query, turned(key, angles), value, slots, mask=mask, **more)
 
 

@@ -214,6 +214,7 @@ class Simulation:
                 mask=mask,
                 scale=scaling,
                 softcap=softcap,
+                kv_dtype=config.kv_dtype,
                 **config.ranking,
             )
             if self._scores is not None:
@@ -266,11 +267,11 @@ def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], rati
             "a simulation cannot roll positions: in one forward pass every key has one. Use "
             'positions="original", or the real cache (h2o.patched, --protocol drop)'
         )
-    plain = config.ranking == H2OConfig().ranking and config.shares is None
+    plain = (config.ranking, config.shares, config.kv_dtype) == (H2OConfig().ranking, None, None)
     if variant != "h2o" and not plain:
         raise ValueError(
             f"variant {variant!r} takes heavy and recent only, no sinks, rank_by, decay, "
-            "value_weighted or shares"
+            "value_weighted, shares or kv_dtype"
         )
     prompts = prompt_len if isinstance(prompt_len, Sequence) else [prompt_len]
     if not all(isinstance(prompt, int) and prompt >= 1 for prompt in prompts):

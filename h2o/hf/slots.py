@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.storage import dequantised
 
 __all__ = [
     "Room",
     "by_head",
     "capacities",
-    "column_bytes",
     "enlarged",
     "figures",
     "filled",
+    "floats",
     "held",
     "sizes",
     "together",
@@ -65,9 +66,9 @@ def sizes(slots: ops.Slots) -> list[int]:
     return each
 
 
-def with_capacities(keys: Tensor, each: list[int], *, value_weighted: bool) -> ops.Slots:
-    """New slots for keys like [B, G, any, D]; `each` as `Room.sizes`."""
-    return ops.new_slots(keys, each[0] if len(each) == 1 else each, value_weighted=value_weighted)
+def with_capacities(keys: Tensor, each: list[int], **kind: Any) -> ops.Slots:
+    """New slots for keys like [B, G, any, D]; `each` as `Room.sizes`, others as `new_slots`."""
+    return ops.new_slots(keys, each[0] if len(each) == 1 else each, **kind)
 
 
 def by_head(slots: ops.Slots, field: str, empty: float = 0) -> Tensor:
@@ -100,9 +101,11 @@ def held(slots: ops.Slots, **fields: float) -> list[Tensor]:
     return found
 
 
-def column_bytes(slots: ops.Slots) -> int:
-    """Bytes of one token's keys and values, of all rows and heads."""
-    return 2 * slots.free.numel() * slots.keys.shape[-1] * slots.keys.element_size()
+def floats(rows: Tensor, D: int) -> Tensor:
+    """Keys or values [..., D] of a store, float32 where they are quantised."""
+    if rows.dtype != torch.uint8:
+        return rows
+    return dequantised(rows.reshape(-1, rows.shape[-1]), D).view(*rows.shape[:-1], D)
 
 
 def figures(slots: ops.Slots, sinks: int) -> dict[str, Any]:
@@ -124,13 +127,22 @@ def figures(slots: ops.Slots, sinks: int) -> dict[str, Any]:
 
 def enlarged(slots: ops.Slots, each: list[int]) -> ops.Slots:
     """The same content in more slots; `each` as `Room.sizes`."""
-    like = by_head(slots, "keys")[:, :, :1]
-    larger = with_capacities(like, each, value_weighted=slots.norms is not None)
+    B, G = slots.free.shape
+    shape, starts = (B, G, each[0]), None
+    if slots.starts is not None:
+        ends = slots.starts.new_tensor(each).cumsum(0, dtype=torch.int32)
+        shape, starts = (B, int(ends[-1])), torch.cat([slots.starts[:1], ends])
+    grown = {}
+    for name in ("keys", "values", "scores", "positions", "norms"):
+        old = getattr(slots, name)
+        more = () if old is None else old.shape[slots.scores.ndim :]
+        empty = -1 if name == "positions" else 0
+        grown[name] = None if old is None else old.new_full((*shape, *more), empty)
+    larger = slots._replace(**grown, starts=starts)
     for name in ("keys", "values", "scores", "positions", "norms"):
         for old, new in zip(_parts(slots, name), _parts(larger, name), strict=True):
             new[:, : old.shape[1]] = old
-    same = {name: getattr(slots, name) for name in ("free", "lengths", "budget", "lost")}
-    return larger._replace(**same)
+    return larger
 
 
 def _parts(slots: ops.Slots, field: str) -> list[Tensor]:
