@@ -135,14 +135,14 @@ def test_core_is_imported_by_ops_only():
 
 def test_transformers_is_imported_where_it_is_served():
     allowed = {"h2o/models.py", "h2o/generate.py"}
-    folders = ("h2o/hf/", "h2o/evaluate/", "h2o/bench/")
+    folders = ("h2o/hf/", "h2o/evaluate/", "h2o/bench/", "h2o/stream/")
     for name in importers("transformers"):
         assert name in allowed or name.startswith(folders), name
 
 
 FLOORS = (
     "h2o/draw/", "h2o/hf/", "h2o/analysis/", "h2o/bench/", "h2o/evaluate/", "h2o/calibration/",
-    "h2o/cli/",
+    "h2o/stream/", "h2o/cli/",
 )  # fmt: skip
 """From the ground up: a room knows those below it."""
 

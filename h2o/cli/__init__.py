@@ -13,15 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-
-if TYPE_CHECKING:
-    from h2o.generate import Result
+from typing import Any, NamedTuple, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
@@ -196,6 +191,8 @@ def generate_arguments(parser: Parser) -> None:
     add("--decay", type=float, default=1.0, metavar="D", help="what remains of a score after one "
         "more token, 0 to 1 (%(default)s)")  # fmt: skip
     add("--value-weighted", action="store_true", help="rank times the norm of the value")
+    add("--positions", choices=("original", "rolled"), default="original", help="of keys: where "
+        "they stood in the text, or their rank in the cache (%(default)s)")  # fmt: skip
     add = parser.add_argument_group("how").add_argument
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
         help="auto: as the model was saved")  # fmt: skip
@@ -206,12 +203,12 @@ def generate_arguments(parser: Parser) -> None:
 
 
 def run_generate(parser: Parser, options: argparse.Namespace) -> int:
-    from h2o.cli import texts
+    from h2o.cli import generated, texts
     from h2o.config import H2OConfig
 
     if options.max_new_tokens < 1:
         parser.error("argument --max-new-tokens: must be at least 1")
-    names = ("heavy", "recent", "sinks", "rank_by", "decay", "value_weighted")
+    names = ("heavy", "recent", "sinks", "rank_by", "decay", "value_weighted", "positions")
     try:
         config = H2OConfig(**{name: getattr(options, name) for name in names})
     except ValueError as error:
@@ -246,48 +243,13 @@ def run_generate(parser: Parser, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
     else:
-        print("\n".join(comparison(result)) if options.compare else "\n")
-        print("\n".join(table(result)))
+        print("\n".join(generated.comparison(result)) if options.compare else "\n")
+        print("\n".join(generated.table(result)))
     return 0
 
 
 def write(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def comparison(result: Result) -> list[str]:
-    """The texts of the runs in columns."""
-    columns = max(60, shutil.get_terminal_size((100, 24)).columns)
-    width = (columns - 3 * (len(result.runs) - 1)) // len(result.runs)
-    texts = []
-    for run in result.runs:
-        lines = [run.mode, "-" * width]
-        for paragraph in run.text.strip().splitlines():
-            lines += textwrap.wrap(paragraph, width) or [""]
-        texts.append(lines)
-    height = max(map(len, texts))
-    rows = zip(*(lines + [""] * (height - len(lines)) for lines in texts), strict=True)
-    return [*(" | ".join(cell.ljust(width) for cell in row).rstrip() for row in rows), ""]
-
-
-def table(result: Result) -> list[str]:
-    """What the runs took, a column for each."""
-    share = {run.mode: run.tokens_held / run.tokens_seen for run in result.runs}
-    rows: list[tuple[str, Callable[[Any], str]]] = [
-        ("", lambda run: run.mode),
-        ("prefill, tokens/s", lambda run: f"{run.prefill_tokens_per_second:.0f}"),
-        ("decode, tokens/s", lambda run: f"{run.decode_tokens_per_second:.1f}"),
-        ("KV cache held, MB", lambda run: f"{run.kv_bytes_held / 1e6:.1f}"),
-        ("KV cache of a full cache, MB", lambda run: f"{run.kv_bytes_full / 1e6:.1f}"),
-        ("tokens held", lambda run: f"{run.tokens_held} ({share[run.mode]:.0%})"),
-        ("tokens evicted", lambda run: f"{run.tokens_evicted}"),
-        ("attention mass evicted", lambda run: f"{run.mass_evicted:.1%}"),
-    ]
-    if result.runs[0].tokens_agree is not None:
-        rows.append(("leading tokens as with full", lambda run: f"{run.tokens_agree}"))
-    head = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens"
-    lines = [f"{name:<30}" + "".join(f"{of(run):>14}" for run in result.runs) for name, of in rows]
-    return [head, *lines]
 
 
 # ---- h2o eval ------------------------------------------------------------------------------------
@@ -353,6 +315,27 @@ def run_calibrate(parser: Parser, options: argparse.Namespace) -> int:
     return 0
 
 
+# ---- h2o stream ----------------------------------------------------------------------------------
+
+
+def stream_arguments(parser: Parser) -> None:
+    from h2o.cli import stream
+
+    stream.add_arguments(parser)
+
+
+def run_stream(parser: Parser, options: argparse.Namespace) -> int:
+    from h2o import models
+    from h2o.cli import stream
+
+    models.quiet_libraries()
+    try:
+        stream.run(parser, options)
+    except models.UserError as error:
+        return failed(parser, error)
+    return 0
+
+
 # ---- h2o bench -----------------------------------------------------------------------------------
 
 
@@ -383,6 +366,7 @@ COMMANDS = (
     Command("eval", "what eviction costs in accuracy", eval_arguments, run_eval),
     Command("analyze", "see heavy hitters: a page of one text", analyze_arguments, run_analyze),
     Command("calibrate", "which heads need more of a cache", calibrate_arguments, run_calibrate),
+    Command("stream", "text without end, a chat without end", stream_arguments, run_stream),
     Command("bench", "time h2o beside its peers", bench_arguments, run_bench),
 )
 

@@ -32,14 +32,15 @@ mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simul
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
-follow after slashes: h2o:0.1+0.1/sinks=4/rank_by=mean/decay=0.99/value_weighted=true."""
+follow after slashes: h2o:0.1+0.1/sinks=4/rank_by=mean/decay=0.99/value_weighted=true, and for
+real caches positions=rolled."""
 
 KINDS = ("full", "h2o", "local", "sink", "authors", "robust", *(f"mask-{x}" for x in VARIANTS))
 
 DEVICES = ("cpu",)
 """Those that this build has kernels for."""
 
-OPTIONS = ("sinks", "rank_by", "decay", "value_weighted")
+OPTIONS = ("sinks", "rank_by", "decay", "value_weighted", "positions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name not in OPTIONS:
         raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
-    if name == "rank_by":
+    if name in ("rank_by", "positions"):
         return name, value
     if name == "value_weighted":
         if value.lower() not in ("", "true", "false"):

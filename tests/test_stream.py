@@ -1,0 +1,146 @@
+"""`h2o stream`: the text is read piece by piece, and every cache stays as small as it was."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from h2o import H2OCache, H2OConfig, cli  # noqa: E402
+from h2o.evaluate.perplexity import by_cache  # noqa: E402
+from h2o.evaluate.setting import parse  # noqa: E402
+from h2o.models import UserError  # noqa: E402
+from h2o.stream import text  # noqa: E402
+from h2o.stream.chat import Chat  # noqa: E402
+from h2o.stream.run import Reader, read  # noqa: E402
+from tests.hf.tiny import VOCABULARY, model  # noqa: E402
+from tests.test_cli import tiny  # noqa: E402, F401
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (count,), generator=generator).tolist()
+
+
+def test_pieces_are_the_text():
+    words = " ".join(f"word{i}" for i in range(400)) + "\nthe end"
+    for block in (1, 7, 50, 10**6):
+        found = list(text.pieces(io.StringIO(words), block=block))
+        assert "".join(found) == words
+        assert max(map(len, found)) < 2 * block + 20
+    twice = text.pieces(io.StringIO("abc "), repeat=True)
+    assert [next(twice) for _ in range(3)] == ["abc "] * 3
+    with pytest.raises(ValueError, match="empty"):
+        list(text.pieces(io.StringIO("\n \n"), repeat=False))
+    with pytest.raises(ValueError, match="empty"):
+        list(text.pieces(io.StringIO(""), repeat=True))
+
+
+def test_chunks():
+    assert list(text.chunks(iter(range(7)), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(text.chunks([], 3)) == []
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize("positions", ["rolled", "original"])
+def test_perplexity_is_the_cache_s(positions, chunk):
+    ours, tokens = model("llama"), ids(120)
+    setting = parse("h2o:6+6")
+    reader = Reader(ours, setting, positions)
+    for _ in read(text.chunks(tokens, chunk), [reader], every=40):
+        pass
+    assert [point.tokens for point in reader.points] == [40, 80, 120]
+    cache, losses, last = H2OCache(ours.config, H2OConfig(6, 6, positions=positions)), [], None
+    with torch.no_grad():
+        for part in text.chunks(tokens, chunk):
+            logits = ours(torch.tensor([part]), past_key_values=cache).logits[0]
+            before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
+            wanted = torch.tensor(part[len(part) - len(before) :], dtype=torch.long)
+            losses += torch.nn.functional.cross_entropy(before, wanted, reduction="none").tolist()
+            last = logits[-1:]
+    for point, part in zip(reader.points, (losses[:39], losses[39:79], losses[79:]), strict=True):
+        assert point.perplexity == pytest.approx(math.exp(sum(part) / len(part)), rel=1e-3)
+    if positions == "original" and chunk == 1:
+        expected = by_cache(ours, torch.tensor([tokens]), setting)[0]
+        torch.testing.assert_close(torch.tensor(losses), expected, rtol=0, atol=1e-3)
+
+
+def test_memory_and_positions_stay():
+    """Beyond the positions that the model has, which the full cache runs out of."""
+    ours = model("llama")
+    readers = [Reader(ours, parse(name)) for name in ("h2o:6+6", "sink:2+10", "local:12", "full")]
+    for _ in read(text.chunks(ids(700), 4), readers, every=100):
+        pass
+    for reader in readers[:3]:
+        assert len(reader.points) == 7
+        assert len({point.kv_bytes for point in reader.points}) == 1
+        assert {point.highest_position for point in reader.points} == {15}
+        assert not reader.ended
+    assert readers[3].ended
+    assert readers[3].points[-1].tokens == 512
+    assert len(readers[3].points) == 6
+
+
+def test_what_is_no_stream():
+    ours = model("llama")
+    with pytest.raises(UserError, match="numbers of tokens"):
+        Reader(ours, parse("h2o:0.1"))
+    with pytest.raises(UserError, match="a mask, no cache"):
+        Reader(ours, parse("mask-local:4+4"))
+
+
+def test_command(tiny, tmp_path, capsys):  # noqa: F811
+    file, output = tmp_path / "text.txt", tmp_path / "out" / "stream.json"
+    file.write_text("Some words of a text that goes on and on.\n" * 3)
+    arguments = ["stream", "--model", str(tiny), "--text", str(file), "--output", str(output)]
+    numbers = ["--caches", "h2o:8+8,local:16", "--every", "100", "--chunk", "8"]
+    assert cli.main([*arguments, *numbers, "--repeat", "--tokens", "400", "--json"]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(output.read_text())
+    assert json.loads(out.splitlines()[0]) == result
+    assert "local:16" in out.splitlines()[-1]
+    points = result["caches"]["h2o:8+8"]["points"]
+    assert [point["tokens"] for point in points] == [104, 208, 312, 400]
+    assert result["caches"]["h2o:8+8"]["config"]["positions"] == "rolled"
+    assert output.with_suffix(".png").stat().st_size > 1000
+    assert cli.main([*arguments, *numbers]) == 0  # once: what is left is too short for a point
+    assert json.loads(output.read_text())["caches"]["local:16"]["points"][-1]["tokens"] == 104
+
+
+def test_command_says_what_is_wrong(tiny, tmp_path, capsys):  # noqa: F811
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    start = ["stream", "--model", str(tiny), "--output", str(tmp_path / "x.json")]
+    for arguments, error in {
+        ("--text", str(tmp_path / "none.txt")): "No such file",
+        ("--text", str(empty)): "text is empty",
+        ("--caches", "h2o:0.2"): "numbers of tokens",
+        ("--caches", "nonsense"): "unknown",
+        ("--chat",): "no chat template",
+    }.items():
+        assert cli.main([*start, *arguments]) == 1
+        assert error in capsys.readouterr().err
+    for arguments in (["--chunk", "0"], ["--output", "x.png"]):
+        with pytest.raises(SystemExit):
+            cli.main([*start, *arguments])
+
+
+@pytest.mark.slow
+def test_a_chat_goes_on_beyond_its_budget():
+    """The second turn is what the template says of it, and a short memory does not end the talk."""
+    from h2o import load_default
+
+    ours, tokenizer = load_default()
+    talk = Chat(ours, tokenizer, H2OConfig(24, 40, sinks=4, positions="rolled"))
+    first = "".join(talk.reply("What is the capital of France?", 30))
+    assert "Paris" in first
+    assert talk.turn("And?") == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    for said in ("Tell me about rivers.", "And about mountains?", "Thanks."):
+        assert "".join(talk.reply(said, 30)).strip()
+    assert talk.cache.get_seq_length() > 100
+    assert talk.cache.report().total.kept[0] / len(talk.cache.layers) == 68
