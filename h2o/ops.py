@@ -95,7 +95,7 @@ class Rotary(NamedTuple):
     """
 
     table: Tensor
-    """[P, 2, F] float32: cosines and sines of the angles of each rank"""
+    """[P, 2, F] float32: cosines and sines of the angles of each rank, the last stride 1"""
     ranks: Tensor
     """[B, G, S] (or [B, T]) int32, updated in place: how many keys of a lower position the head
     holds beside each; -1: empty. After `evict` make it anew (`h2o.reference.ranks`)."""

@@ -55,7 +55,7 @@ class Call:
     def tensors(self) -> list[str]:
         names = []
         for name, value in self.arguments.items():
-            if isinstance(value, ops.Slots):
+            if isinstance(value, ops.Slots | ops.Rotary):
                 fields = value._asdict().items()
                 names += [f"{name}.{field}" for field, part in fields if part is not None]
             elif isinstance(value, np.ndarray) or hasattr(value, "__dlpack__"):
@@ -72,13 +72,20 @@ class Call:
         }
 
 
+def ranks(positions: np.ndarray) -> np.ndarray:
+    """Of the keys of each row and head by position; -1 where there is none."""
+    order = np.where(positions < 0, np.iinfo(np.int32).max, positions).argsort(-1)
+    return np.where(positions < 0, -1, order.argsort(-1)).astype(np.int32)
+
+
 STATE = ("keys", "values", "scores", "positions", "free", "lengths", "lost")
 
 
 def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
-    """A valid call; name: a function, or "step weighted" for one with norms."""
+    """A valid call; name: a function, "step weighted" for one with norms, "step rolled"."""
     rng = np.random.default_rng(seed)
-    name, _, weighted = name.partition(" ")
+    name, _, kind = name.partition(" ")
+    weighted = kind == "weighted"
     n = 1 if name == "step" else Q
 
     def normal(*shape: int) -> np.ndarray:
@@ -88,9 +95,9 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
     mask = np.ones((B, n), bool)
     out = np.zeros((B, n, H, D), dtype)
     scores = rng.uniform(0, 1, (B, G, n)).astype(np.float32)
-    policy = {"sinks": 0, "rank_by": "mean", "decay": 0.9, "value_weighted": bool(weighted)}
+    policy = {"sinks": 0, "rank_by": "mean", "decay": 0.9, "value_weighted": weighted}
     logits = {"scale": 0.3, "softcap": 2.0}
-    state = slots(dtype=dtype, norms=bool(weighted))
+    state = slots(dtype=dtype, norms=weighted)
     fields = STATE + (("norms",) if weighted else ())
     in_slots = tuple(f"slots.{field}" for field in fields)
     budget = np.array([[HEAVY, RECENT]] * B, np.int32)
@@ -105,6 +112,10 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
         case "step":
             arguments = {"query": query, "key": keys, "value": values, "slots": state}
             arguments |= {"mask": mask, "out": out, **policy, **logits}
+            if kind == "rolled":
+                table = rng.uniform(-1, 1, (S, 2, 3)).astype(np.float32)
+                arguments["rotary"] = ops.Rotary(table, ranks(state.positions))
+                in_slots += ("rotary.ranks",)
             return Call(ops.step, arguments, ("out", *in_slots))
         case "simulate":
             arguments = {"query": query, "keys": keys, "values": values, "mask": mask}
@@ -114,7 +125,7 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
     raise ValueError(name)
 
 
-NAMES = ("attend", "evict", "step", "simulate", "evict weighted", "step weighted")
+NAMES = ("attend", "evict", "step", "simulate", "evict weighted", "step weighted", "step rolled")
 
 EVERY_TENSOR = [(name, tensor) for name in NAMES for tensor in make(name).tensors()]
 EVERY_WRITTEN = [(name, tensor) for name in NAMES for tensor in make(name).written]

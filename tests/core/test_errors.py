@@ -45,6 +45,8 @@ def test_sizes(name, tensor, refused):
     call = make(name)
     array = call.get(tensor)
     for axis in range(array.ndim):
+        if (tensor, axis) in (("rotary.table", 0), ("rotary.table", 2)):
+            continue  # any number of ranks and of angles
         for more in (1, 5):
             wrong = np.concatenate([array] + [array.take([0], axis)] * more, axis)
             spoilt = call.put(tensor, wrong)
@@ -128,7 +130,9 @@ def test_what_is_no_tensor(name, tensor, refused):
 def test_none(name, tensor, refused):
     call = make(name)
     made = {"out", "evicted_at"} | ({"scores"} if "evict" not in name else set())
-    if tensor in OPTIONAL | made:
+    if tensor.startswith("rotary."):
+        refused(call.put(tensor, None), ValueError, "^rotary.ranks: is .*, but rotary.table is ")
+    elif tensor in OPTIONAL | made:
         if tensor == "slots.norms":
             refused(call.put(tensor, None), ValueError, "^slots.norms: is None, but value_weighted")
         else:
@@ -355,3 +359,14 @@ def test_a_shape_is_told_in_full(refused):
     B, G, Q, D = call.get("keys").shape
     told = f"^keys: has shape \\[{B}, {G}, {Q}, {D - 1}\\], wanted \\[B, G, Q, D\\] with B = {B}, "
     refused(call.put("keys", call.get("keys")[..., 1:]), ValueError, told)
+
+
+def test_angles_that_do_not_fit(refused):
+    """More angles than a row has pairs, fewer ranks than a row holds and its new token."""
+    call = make("step rolled")
+    many = np.zeros((calls.S, 2, 5), np.float32)
+    refused(call.put("rotary.table", many), ValueError, "^rotary.table: has 5 angles, .*have 8$")
+    few = call.get("rotary.table")[:5]
+    refused(call.put("rotary.table", few), ValueError, "^rotary.table: has angles of 5 ranks, ",
+            "row 0 holds 5 tokens")  # fmt: skip
+    call.put("rotary.table", call.get("rotary.table")[:6]).run()

@@ -13,7 +13,11 @@ from tests.core.calls import EVERY_TENSOR, EVERY_WRITTEN, NAMES, Call, make
 from tests.core.producers import Producer, Table, capsule_new
 
 OPERATIONS = ["attend", "evict weighted", "step weighted", "simulate"]
-INPUTS = [pair for pair in EVERY_TENSOR if pair not in EVERY_WRITTEN]
+INPUTS = [
+    (name, tensor)
+    for name, tensor in EVERY_TENSOR
+    if (name, tensor) not in EVERY_WRITTEN and tensor != "rotary.table"  # whose last stride is 1
+]
 
 
 def answer(call: Call) -> dict[str, bytes]:

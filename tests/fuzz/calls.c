@@ -30,6 +30,10 @@ static int64_t letter_size(const h2o_dims *d, char letter) {
         return d->S;
     case 'D':
         return d->D;
+    case 'P':
+        return d->S + 1;
+    case 'F':
+        return d->D > 1 ? d->D / 2 : 1;
     default:
         return letter - '0';
     }
@@ -176,6 +180,15 @@ static h2o_slots choose_slots(bench *w, bool weighted) {
     return s;
 }
 
+/* None, or a table of angles and ranks that are mostly those of some keys. */
+static h2o_rotary choose_rotary(bench *w) {
+    h2o_rotary rotary = {.table = {.name = "table"}, .ranks = {.name = "ranks"}};
+    if (choose(&w->in, 2) == 0) return rotary;
+    rotary.table = choose_tensor(w, "table", "P2F", H2O_F32);
+    rotary.ranks = choose_tensor(w, "ranks", "BGS", H2O_I32);
+    return rotary;
+}
+
 /* ---- Numbers ----------------------------------------------------------- */
 
 static float choose_float(input *in) {
@@ -267,7 +280,8 @@ static void call_operation(bench *w) {
                              .policy = policy,
                              .scale = scale,
                              .softcap = softcap,
-                             .slots = choose_slots(w, policy.value_weighted)};
+                             .slots = choose_slots(w, policy.value_weighted),
+                             .rotary = choose_rotary(w)};
         CALL(step, &p);
         break;
     }

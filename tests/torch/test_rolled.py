@@ -162,6 +162,22 @@ def test_heads_with_budgets_of_their_own(engine):
         )
 
 
+def test_quantised_keys():
+    """Keys of int8 are rotated as they are read."""
+    text = inputs.drifting(8, B=2, H=4, G=2, N=60, D=32)
+    calls = [24, *[1] * 20, 7, *[1] * 9]
+    talks = [
+        Conversation(rolling(engine, Angles(16)), text, POLICIES["h2o"], kv_dtype="int8")
+        for engine in (oracle(), core())
+    ]
+    for talk in talks:
+        talk.feed_all(calls)
+    for (positions, scores), (wanted, wanted_scores) in zip(*(t.kept for t in talks), strict=True):
+        np.testing.assert_array_equal(positions, wanted)
+        np.testing.assert_allclose(scores, wanted_scores, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=0, atol=1e-3)
+
+
 def test_ranks_of_the_torch_side():
     text = inputs.drifting(5, B=2, H=6, G=3, N=60)
     for budget in (None, np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [0, 7]]])):
