@@ -18,6 +18,7 @@ PLACES = {  # where links in files outside of docs lead on the site
     "docs/evaluation.md": "evaluation.md",
     "docs/analysis.md": "analysis.md",
     "docs/calibration.md": "calibration.md",
+    "docs/streaming.md": "streaming.md",
     "benchmarks/README.md": "benchmarks.md",
     "results/latest.png": "../benchmarks/results/latest.png",
 }

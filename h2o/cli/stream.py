@@ -125,7 +125,7 @@ def stream(options: argparse.Namespace) -> None:
     result = {
         "model": options.model or models.DEFAULT_MODEL,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "text": options.text or f"{DOCUMENT}, repeated",
+        "text": f"{DOCUMENT}, repeated" if shipped else Path(options.text).name,
         "positions": options.positions,
         "chunk": options.chunk,
         "every": options.every,

@@ -24,9 +24,12 @@ def plot(result: dict[str, Any], axes: Any, field: str, label: str, scale: float
         axes.plot(x, y, label=name + (" (out of positions)" if cache["ended"] else ""), lw=1.2)
     axes.set(xlabel="tokens read", ylabel=label)
     axes.margins(x=0.01)
-    axes.grid(alpha=0.3)
+    axes.grid(alpha=0.3, which="both" if field == "perplexity" else "major")
+    axes.xaxis.set_major_locator(need("matplotlib.ticker").MaxNLocator(4))
     if field == "perplexity":
         axes.set_yscale("log")
+        for which in ("major", "minor"):  # 20, not 2 x 10^1
+            getattr(axes.yaxis, f"set_{which}_formatter")("{x:g}")
         axes.legend(fontsize="small")
     else:
         axes.set_ylim(bottom=0)

@@ -162,6 +162,30 @@ def test_heads_with_budgets_of_their_own(engine):
         )
 
 
+def test_threads_change_nothing():
+    """A head that is cut into parts, each with the ranks of its own slots."""
+    B, G, R, S, D = 1, 2, 3, 1700, 128
+    g = torch.Generator().manual_seed(1)
+    prompt = torch.randn(2, B, G, S, D, generator=g)
+    tokens = torch.randn(5, 2, B, G, 1, D, generator=g)
+    queries = torch.randn(5, B, G * R, 1, D, generator=g) / 4
+    answers = []
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        slots = ops.new_slots(prompt[0], S + 1, heavy=S - 100, recent=100)
+        ops.evict(*prompt, torch.rand(B, G, S, generator=g.manual_seed(2)), slots)
+        rotary = ops.Rotary(Angles(64).table(S + 1), reference.ranks(slots))
+        outs = [
+            ops.step(query, *token, slots, rotary=rotary)
+            for query, token in zip(queries, tokens, strict=True)
+        ]
+        assert torch.equal(rotary.ranks, reference.ranks(slots))
+        answers.append((torch.stack(outs), *slots[:4]))
+    for answer in answers[1:]:
+        for ours, first in zip(answer, answers[0], strict=True):
+            assert torch.equal(ours, first)
+
+
 def test_quantised_keys():
     """Keys of int8 are rotated as they are read."""
     text = inputs.drifting(8, B=2, H=4, G=2, N=60, D=32)
