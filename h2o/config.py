@@ -7,30 +7,29 @@ or a test can speak about policies without loading a model.
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
-import operator
-from collections.abc import Callable, Sequence
 from typing import Any
 
+from h2o import sizes
+from h2o.amounts import (
+    UNLIMITED,
+    Amount,
+    Budget,
+    amount_of,
+    budget_of,
+    flat,
+    of_layer,
+    parted,
+    spread,
+    tokens_of,
+)
+from h2o.profile import Profile
 from h2o.shares import LayerShares, check_shares, table
 
 __all__ = ["UNLIMITED", "VARIANTS", "H2OConfig"]
 
-UNLIMITED = 2**31 - 1
-"""A `heavy` or `recent` budget that never bites."""
-
 VARIANTS = ("local", "global", "flexgen")
 """Published forms of H2O beside the cache of this package; see `h2o.simulation_mask`."""
-
-Amount = int | float
-"""An int counts tokens; a float in [0, 1] is a fraction of the row's prompt length."""
-
-OfLayer = Amount | Sequence[Amount]
-"""One amount for the layer, or one for each of its key/value heads."""
-
-Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
-"""The same for every layer, one per layer, or a function (layer, layers) -> that layer's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +73,14 @@ class H2OConfig:
     shares: Any = None
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
-    `heavy` and `recent` say; a head has at least 8 tokens. None: all the same."""
+    `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
+    h2o for this model. None: all the same."""
+    of: str = "keys"
+    """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
+    that may be taken of what the prompt would take in a full cache in the model's dtype, everything
+    that a slot needs counted, sinks included; as many keys are kept as fit."""
+    slot: tuple[int, int] | None = None
+    """Bytes of a token in a full cache and in a slot; `for_model` finds it where it is needed."""
     positions: str = "original"
     """"original": a key stays at the position that it came at, as in the paper. "rolled": a key's
     rotary position is its rank among the keys held, the query's the number of keys held before it,
@@ -83,8 +89,8 @@ class H2OConfig:
     def __post_init__(self) -> None:
         put = object.__setattr__  # frozen: what users gave becomes plain Python numbers
         for name in ("heavy", "recent"):
-            put(self, name, _budget(name, getattr(self, name)))
-        put(self, "sinks", _tokens("sinks", self.sinks))
+            put(self, name, budget_of(name, getattr(self, name)))
+        put(self, "sinks", tokens_of("sinks", self.sinks))
         if self.rank_by not in ("sum", "mean"):
             raise ValueError(f'rank_by must be "sum" or "mean", not {self.rank_by!r}')
         if isinstance(self.decay, bool) or not isinstance(self.decay, numbers.Real):
@@ -96,7 +102,15 @@ class H2OConfig:
             raise TypeError(f"value_weighted must be True or False, not {self.value_weighted!r}")
         if self.kv_dtype not in (None, "int8", "int8-int4"):
             raise ValueError(f'kv_dtype must be None, "int8" or "int8-int4", not {self.kv_dtype!r}')
-        if self.shares is not None and not isinstance(self.shares, LayerShares):
+        if self.of not in ("keys", "bytes"):
+            raise ValueError(f'of must be "keys" or "bytes", not {self.of!r}')
+        if self.of == "bytes" and not all(isinstance(x, float) for x in self._amounts):
+            raise ValueError(
+                'of="bytes" takes fractions, one heavy and one recent for all layers and heads, '
+                f"not heavy={self.heavy!r} and recent={self.recent!r}"
+            )
+        named = isinstance(self.shares, str) and self.shares == "shipped"
+        if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
         if self.positions not in ("original", "rolled"):
             raise ValueError(f'positions must be "original" or "rolled", not {self.positions!r}')
@@ -105,20 +119,37 @@ class H2OConfig:
     @classmethod
     def authors(cls, budget: Amount) -> H2OConfig:
         """The published algorithm at this budget: half heavy hitters, half recent tokens."""
-        return cls(*_shares(_amount("budget", budget), 0.5))
+        return cls(*parted(amount_of("budget", budget), 0.5))
 
     @classmethod
-    def robust(cls, budget: Amount) -> H2OConfig:
+    def robust(cls, budget: Amount, of: str = "keys") -> H2OConfig:
         """What lost least in our own measurements (docs/evaluation.md), small budgets above all.
 
         Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
         they received, times the norm of their value. A budget in tokens includes the sinks; to
-        a fraction they are added.
+        a fraction they are added. With of="bytes" the budget is a fraction of a full cache's
+        bytes, and keys are stored in eight bits, values in four, which keeps 2.2 times as many.
         """
-        budget = _amount("budget", budget)
+        budget = amount_of("budget", budget)
+        if of == "bytes":
+            heavy, recent = parted(budget, 0.75)
+            return cls(
+                heavy, recent, 4, rank_by="mean", value_weighted=True, of=of, kv_dtype="int8-int4"
+            )
         sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
-        heavy, recent = _shares(budget if isinstance(budget, float) else budget - sinks, 0.75)
+        heavy, recent = parted(budget if isinstance(budget, float) else budget - sinks, 0.75)
         return cls(heavy, recent, sinks, rank_by="mean", value_weighted=True)
+
+    @classmethod
+    def calibrated(
+        cls, budget: Amount, profile: Profile | None = None, of: str = "keys"
+    ) -> H2OConfig:
+        """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`).
+
+        Without a profile the one that comes with h2o for the model; where there is none, the
+        cache raises a ValueError.
+        """
+        return dataclasses.replace(cls.robust(budget, of), shares=profile or "shipped")
 
     @classmethod
     def full(cls) -> H2OConfig:
@@ -153,7 +184,28 @@ class H2OConfig:
     @property
     def needs_prompt_length(self) -> bool:
         """Whether a budget is a fraction. For layer budgets ask the layer's own config."""
-        return any(isinstance(x, float) for x in _flat((self.heavy, self.recent)))
+        return any(isinstance(x, float) for x in flat((self.heavy, self.recent)))
+
+    def for_model(self, model: Any) -> H2OConfig:
+        """This config with all that depends on the model filled in, which is given itself or by its
+        config: the shipped profile, bytes of a token.
+
+        Errors: ValueError for a profile of another model, or none that is shipped.
+        """
+        shares, slot = self.shares, self.slot
+        if isinstance(shares, str):
+            shares = Profile.shipped(model)
+            if shares is None:
+                raise ValueError(
+                    "no profile for this model comes with h2o: make one with h2o calibrate and "
+                    "give H2OConfig.calibrated(budget, h2o.Profile.load(path))"
+                )
+        elif isinstance(shares, Profile):
+            shares.check(model)
+        if self.of == "bytes":
+            config = getattr(model, "config", model)
+            slot = sizes.per_token(config, self.kv_dtype, self.value_weighted)
+        return dataclasses.replace(self, shares=shares, slot=slot)
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
@@ -161,7 +213,7 @@ class H2OConfig:
         Errors: ValueError when a list, or `shares`, has not one entry per layer.
         """
         heavy, recent = (
-            _of_layer(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
+            of_layer(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )
         shares = None
         if self.shares is not None:
@@ -185,6 +237,8 @@ class H2OConfig:
 
         The mean, rounded down, of heads that have budgets of their own.
         """
+        if self.of == "bytes":
+            return self._of_bytes(n)
         if isinstance(self.heavy, tuple) or isinstance(self.recent, tuple):
             heads = self.head_tokens(n)
             return sum(h for h, _ in heads) // len(heads), sum(r for _, r in heads) // len(heads)
@@ -194,6 +248,8 @@ class H2OConfig:
 
     def truncated(self, n: int) -> tuple[int, int]:
         """As `tokens`, with fractions that may come to 0 tokens, as in the authors' code."""
+        if self.of == "bytes":
+            return self._of_bytes(n)
         heavy, recent = (
             int(amount * n) if isinstance(amount, float) else amount for amount in self._amounts
         )
@@ -202,6 +258,17 @@ class H2OConfig:
     def is_raised(self, n: int) -> bool:
         """Whether a fraction of n tokens comes to less than one, and `tokens` makes it one."""
         return any(own.tokens(n) != own.truncated(n) for own in self._heads)
+
+    def _of_bytes(self, n: int) -> tuple[int, int]:
+        """(heavy, recent) that fit, with the sinks and a free slot, into a part of the bytes."""
+        if self.slot is None:
+            raise ValueError('of="bytes": ask config.for_model(model) first')
+        full, slot = self.slot
+        heavy, recent = self._amounts
+        part = heavy + recent
+        rest = max(1, (int(part * n * full) - sizes.FIXED) // slot - 1 - self.sinks)
+        own = int(rest * recent / part)
+        return rest - own, own
 
     @property
     def _heads(self) -> list[H2OConfig]:
@@ -235,102 +302,10 @@ class H2OConfig:
         amounts = (self.heavy, self.recent)
         if self.sinks or any(callable(amount) for amount in amounts):
             return
-        rows = _spread(amounts, "layer of the model")
-        pairs = [pair for row in rows for pair in _spread(row, "key/value head of a layer")]
+        rows = spread(amounts, "layer of the model")
+        pairs = [pair for row in rows for pair in spread(row, "key/value head of a layer")]
         if any(heavy == 0 and recent == 0 for heavy, recent in pairs):
             raise ValueError(
                 "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "
                 f"than 0 (heavy={self.heavy}, recent={self.recent}, sinks=0)"
             )
-
-
-def _shares(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
-    """(heavy, recent) of a budget, of which `heavy` is the share of the heavy hitters."""
-    if isinstance(budget, float):
-        return budget * heavy, budget * (1 - heavy)
-    return int(budget * heavy), budget - int(budget * heavy)
-
-
-def _flat(amounts: Any) -> list[Any]:
-    """All amounts of nested tuples."""
-    if not isinstance(amounts, tuple):
-        return [amounts]
-    return [x for part in amounts for x in _flat(part)]
-
-
-def _spread(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
-    """(heavy, recent) of each, where a single amount stands for all."""
-    count = max(len(x) if isinstance(x, tuple) else 1 for x in amounts)
-    heavy, recent = (x if isinstance(x, tuple) else (x,) * count for x in amounts)
-    if len(heavy) != len(recent):
-        raise ValueError(
-            f"heavy has {len(heavy)} amounts and recent {len(recent)}: each needs one per {what}"
-        )
-    return list(zip(heavy, recent, strict=True))
-
-
-def _budget(name: str, value: Any) -> Any:
-    """A budget with its numbers checked: an amount, a function, or a tuple with an amount, or a
-    tuple of amounts for its heads, for each layer."""
-    if callable(value):
-        return value
-    rows = value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else value
-    if _is_list(rows):
-        if not rows:
-            raise ValueError(f"{name} is an empty list: give one amount per layer of the model")
-        return tuple(_of_heads(f"{name}[{i}]", amount) for i, amount in enumerate(rows))
-    return _amount(name, value)
-
-
-def _of_heads(name: str, value: Any) -> Any:
-    """What one layer is given: an amount, or a tuple with one for each head."""
-    if not _is_list(value):
-        return _amount(name, value)
-    if not value:
-        raise ValueError(f"{name} is an empty list: give one amount per key/value head")
-    return tuple(_amount(f"{name}[{i}]", amount) for i, amount in enumerate(value))
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _amount(name: str, value: Any) -> Amount:
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return _tokens(name, value)
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        fraction = float(value)
-        if math.isnan(fraction) or not 0 <= fraction <= 1:
-            raise ValueError(
-                f"{name}={value!r}: a float is a fraction of the prompt and must be in [0, 1]; "
-                "for a number of tokens give an int"
-            )
-        return fraction
-    raise TypeError(
-        f"{name} must be a number of tokens (int) or a fraction of the prompt (float in [0, 1]), "
-        f"not {value!r}"
-    )
-
-
-def _tokens(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be a number of tokens (int), not {value!r}")
-    tokens = operator.index(value)
-    if not 0 <= tokens <= UNLIMITED:
-        raise ValueError(f"{name} must be from 0 to {UNLIMITED} tokens, not {tokens}")
-    return tokens
-
-
-def _of_layer(name: str, budget: Any, layer: int, layers: int) -> Any:
-    """An amount, or where heads have their own the list of one layer."""
-    if callable(budget):
-        own = _of_heads(f"{name}({layer}, {layers})", budget(layer, layers))
-        return (own,) if isinstance(own, tuple) else own
-    if isinstance(budget, tuple):
-        if len(budget) != layers:
-            raise ValueError(
-                f"{name} has {len(budget)} amounts, but the model has {layers} layers: "
-                "give one amount per layer"
-            )
-        return (budget[layer],) if isinstance(budget[layer], tuple) else budget[layer]
-    return budget

@@ -237,8 +237,8 @@ def new_cache(mode: str, model: Any, config: H2OConfig, prompt_tokens: int) -> A
     if mode == "full":
         return DynamicCache(config=model.config)
     if mode == "local":
-        heavy, recent = config.tokens(prompt_tokens)
-        config = replace(config, heavy=0, recent=heavy + recent)
+        heavy, recent = config.for_model(model).tokens(prompt_tokens)
+        config = H2OConfig.local(heavy + recent)
     return H2OCache(model.config, config, prompt_length=prompt_tokens)
 
 

@@ -43,7 +43,8 @@ from typing import Any, NamedTuple
 
 from h2o import _core
 from h2o.config import UNLIMITED
-from h2o.outputs import empty, four_sizes, full, grad_enabled, stored_bytes
+from h2o.outputs import empty, four_sizes, full, grad_enabled
+from h2o.sizes import stored_bytes
 
 Tensor = Any  # whatever speaks DLPack
 

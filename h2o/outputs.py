@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["empty", "four_sizes", "full", "grad_enabled", "stored_bytes"]
+__all__ = ["empty", "four_sizes", "full", "grad_enabled"]
 
 Tensor = Any  # whatever speaks DLPack
 
@@ -54,22 +54,3 @@ def grad_enabled() -> bool:
     """Whether torch is here and records gradients."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.is_grad_enabled()
-
-
-def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
-    """Bytes of a stored key and value of D elements; None where they are stored as they are.
-
-    Errors: ValueError for an unknown `kv_dtype`, or one that does not go with D.
-    """
-    if kv_dtype is None:
-        return None
-    if kv_dtype == "int8":
-        return D + 2, D + 2
-    if kv_dtype != "int8-int4":
-        raise ValueError(f'kv_dtype must be None, "int8" or "int8-int4", not {kv_dtype!r}')
-    if D % 32:
-        raise ValueError(
-            f'kv_dtype="int8-int4" needs a head dimension that is a multiple of 32, not {D}; '
-            'use "int8"'
-        )
-    return D + 2, D // 2 + D // 8

@@ -50,7 +50,7 @@ def analyze(
     arguments that do not fit.
     """
     parameters.pop("token_type_ids", None)  # some tokenizers make them, decoders do without
-    config = one_config(h2o_config, parameters)
+    config = one_config(h2o_config, parameters).for_model(model)
     ids = _one_text(input_ids, attention_mask)
     if not full_layers(model):
         raise ValueError("every layer has a sliding window: there is nothing for h2o to analyse")

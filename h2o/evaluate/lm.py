@@ -225,7 +225,7 @@ class H2OLM(HFLM):
         else:
             seen = len(text) - 1
             prompt = min(self.prompt_len, seen) if self.ratio_of == "prompt" else seen
-        kept = self.setting.config.held(seen, prompt)
+        kept = self.setting.config.for_model(self.model).held(seen, prompt)
         self.tally.requests += 1
         self.tally.one_token_answers += len(continuation) == 1
         self.tally.truncated += cut > 0

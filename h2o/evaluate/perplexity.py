@@ -7,7 +7,6 @@ numbers: the simulation, one forward a window, and the real cache, token by toke
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -85,7 +84,7 @@ def compare(
                             "loss": loss.double().sum().item(),
                             "predicted": loss.numel(),
                             "seen": len(ids),
-                            "kept": setting.config.held(len(ids)),
+                            "kept": setting.config.for_model(model).held(len(ids)),
                             "seconds": time.perf_counter() - start,
                             MASS[protocol]: attention,
                         },
@@ -136,8 +135,7 @@ def by_cache(
     model: Any, ids: Tensor, setting: Setting, prompt_len: int = 1
 ) -> tuple[Tensor, dict[int, float]]:
     """(loss of tokens 1 to n-1 of ids [1, n], share held by layer), token by token."""
-    heavy, recent = setting.config.tokens(ids.shape[1])
-    cache = H2OCache(model.config, dataclasses.replace(setting.config, heavy=heavy, recent=recent))
+    cache = H2OCache(model.config, setting.config, prompt_length=ids.shape[1])
     before = model.config._attn_implementation
     model.set_attn_implementation("h2o")
     try:

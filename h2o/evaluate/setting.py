@@ -28,6 +28,9 @@ local:RECENT            the recent keys only, a sliding window
 sink:SINKS+RECENT       the first keys and the recent ones (StreamingLLM)
 authors:BUDGET          H2OConfig.authors(BUDGET)
 robust:BUDGET           H2OConfig.robust(BUDGET)
+robust-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes")
+calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with the profile that comes with h2o
+calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
@@ -35,12 +38,23 @@ A number with a point is a fraction of the text, one without is a number of toke
 follow after slashes: h2o:0.1+0.1/sinks=4/rank_by=mean/decay=0.99/value_weighted=true, and for
 real caches positions=rolled."""
 
-KINDS = ("full", "h2o", "local", "sink", "authors", "robust", *(f"mask-{x}" for x in VARIANTS))
+KINDS = (
+    "full",
+    "h2o",
+    "local",
+    "sink",
+    "authors",
+    "robust",
+    "robust-bytes",
+    "calibrated",
+    "calibrated-bytes",
+    *(f"mask-{x}" for x in VARIANTS),
+)
 
 DEVICES = ("cpu",)
 """Those that this build has kernels for."""
 
-OPTIONS = ("sinks", "rank_by", "decay", "value_weighted", "positions")
+OPTIONS = ("sinks", "rank_by", "decay", "value_weighted", "positions", "kv_dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +174,12 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig.authors(budget), "h2o"
         case "robust", [budget]:
             return H2OConfig.robust(budget), "h2o"
+        case "robust-bytes", [budget]:
+            return H2OConfig.robust(budget, of="bytes"), "h2o"
+        case "calibrated", [budget]:
+            return H2OConfig.calibrated(budget), "h2o"
+        case "calibrated-bytes", [budget]:
+            return H2OConfig.calibrated(budget, of="bytes"), "h2o"
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:
@@ -195,7 +215,7 @@ def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name not in OPTIONS:
         raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
-    if name in ("rank_by", "positions"):
+    if name in ("rank_by", "positions", "kv_dtype"):
         return name, value
     if name == "value_weighted":
         if value.lower() not in ("", "true", "false"):

@@ -191,7 +191,7 @@ def summarize(
         "summary": text.strip(),
         "prompt_tokens": prompt,
         "new_tokens": out.shape[1] - prompt,
-        "kept": setting.config.held(prompt),
+        "kept": setting.config.for_model(model).held(prompt),
         "seconds": seconds,
     }
 

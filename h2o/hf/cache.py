@@ -74,7 +74,7 @@ class H2OCache(Cache):
         trace: bool = False,
         **parameters: Any,
     ) -> None:
-        h2o_config = one_config(h2o_config, parameters)
+        h2o_config = one_config(h2o_config, parameters).for_model(config)
         layers = list(transformers_layers(config))
         conversation = Conversation(prompt_length, len(layers))
         rotary = None

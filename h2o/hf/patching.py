@@ -167,7 +167,9 @@ def enable(
     generate() raises it for `cache_implementation="static"` and other caches that are not H2O.
     RuntimeError while another thread has this model enabled or simulated.
     """
-    patch = Patch(_base(model), one_config(h2o_config, parameters), trace=trace)
+    patch = Patch(
+        _base(model), one_config(h2o_config, parameters).for_model(_base(model)), trace=trace
+    )
     patch.apply()
     return patch
 

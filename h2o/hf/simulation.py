@@ -75,6 +75,7 @@ def simulated(
     """
     config = one_config(h2o_config, parameters)
     check(config, variant, prompt_len, ratio_of)
+    config = config.for_model(unwrapped(model))
     layers = transformers_layers(model.config)
     budgets = [
         config.for_layer(i, len(layers)) if not layer.is_sliding else None

@@ -1,0 +1,129 @@
+"""Amounts of keys as users give them: checked, and spread over layers and heads.
+
+Plain numbers, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = [
+    "UNLIMITED",
+    "Amount",
+    "Budget",
+    "amount_of",
+    "budget_of",
+    "flat",
+    "of_layer",
+    "parted",
+    "spread",
+    "tokens_of",
+]  # fmt: skip
+
+UNLIMITED = 2**31 - 1
+"""A `heavy` or `recent` budget that never bites."""
+
+Amount = int | float
+"""An int counts tokens; a float in [0, 1] is a fraction of the row's prompt length."""
+
+OfLayer = Amount | Sequence[Amount]
+"""One amount for the layer, or one for each of its key/value heads."""
+
+Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
+"""The same for every layer, one per layer, or a function (layer, layers) -> that layer's."""
+
+
+def parted(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
+    """(heavy, recent) of a budget, of which `heavy` is the share of the heavy hitters."""
+    if isinstance(budget, float):
+        return budget * heavy, budget * (1 - heavy)
+    return int(budget * heavy), budget - int(budget * heavy)
+
+
+def flat(amounts: Any) -> list[Any]:
+    """All amounts of nested tuples."""
+    if not isinstance(amounts, tuple):
+        return [amounts]
+    return [x for part in amounts for x in flat(part)]
+
+
+def spread(amounts: tuple[Any, Any], what: str) -> list[tuple[Any, Any]]:
+    """(heavy, recent) of each, where a single amount stands for all."""
+    count = max(len(x) if isinstance(x, tuple) else 1 for x in amounts)
+    heavy, recent = (x if isinstance(x, tuple) else (x,) * count for x in amounts)
+    if len(heavy) != len(recent):
+        raise ValueError(
+            f"heavy has {len(heavy)} amounts and recent {len(recent)}: each needs one per {what}"
+        )
+    return list(zip(heavy, recent, strict=True))
+
+
+def budget_of(name: str, value: Any) -> Any:
+    """A budget with its numbers checked: an amount, a function, or a tuple with an amount, or a
+    tuple of amounts for its heads, for each layer."""
+    if callable(value):
+        return value
+    rows = value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else value
+    if is_list(rows):
+        if not rows:
+            raise ValueError(f"{name} is an empty list: give one amount per layer of the model")
+        return tuple(of_heads(f"{name}[{i}]", amount) for i, amount in enumerate(rows))
+    return amount_of(name, value)
+
+
+def of_heads(name: str, value: Any) -> Any:
+    """What one layer is given: an amount, or a tuple with one for each head."""
+    if not is_list(value):
+        return amount_of(name, value)
+    if not value:
+        raise ValueError(f"{name} is an empty list: give one amount per key/value head")
+    return tuple(amount_of(f"{name}[{i}]", amount) for i, amount in enumerate(value))
+
+
+def is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def amount_of(name: str, value: Any) -> Amount:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return tokens_of(name, value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        fraction = float(value)
+        if math.isnan(fraction) or not 0 <= fraction <= 1:
+            raise ValueError(
+                f"{name}={value!r}: a float is a fraction of the prompt and must be in [0, 1]; "
+                "for a number of tokens give an int"
+            )
+        return fraction
+    raise TypeError(
+        f"{name} must be a number of tokens (int) or a fraction of the prompt (float in [0, 1]), "
+        f"not {value!r}"
+    )
+
+
+def tokens_of(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a number of tokens (int), not {value!r}")
+    tokens = operator.index(value)
+    if not 0 <= tokens <= UNLIMITED:
+        raise ValueError(f"{name} must be from 0 to {UNLIMITED} tokens, not {tokens}")
+    return tokens
+
+
+def of_layer(name: str, budget: Any, layer: int, layers: int) -> Any:
+    """An amount, or where heads have their own the list of one layer."""
+    if callable(budget):
+        own = of_heads(f"{name}({layer}, {layers})", budget(layer, layers))
+        return (own,) if isinstance(own, tuple) else own
+    if isinstance(budget, tuple):
+        if len(budget) != layers:
+            raise ValueError(
+                f"{name} has {len(budget)} amounts, but the model has {layers} layers: "
+                "give one amount per layer"
+            )
+        return (budget[layer],) if isinstance(budget[layer], tuple) else budget[layer]
+    return budget

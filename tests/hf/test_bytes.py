@@ -1,0 +1,102 @@
+"""Budgets in bytes, and presets that need the model: what is kept, and what it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import h2o
+from h2o import H2OCache, H2OConfig, Profile
+from tests.hf.tiny import batch, greedy, model, prompts
+
+
+def filled(config: H2OConfig, tokens: int = 600, family: str = "llama"):
+    ours = model(family)
+    cache = H2OCache(ours.config, config)
+    with torch.no_grad():
+        ours(prompts(tokens)[0], past_key_values=cache)
+    return cache.report()
+
+
+@pytest.mark.parametrize("part", [0.05, 0.1, 0.3])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("value_weighted", [False, True])
+def test_all_that_is_allocated_fits(part, kv_dtype, value_weighted):
+    config = H2OConfig(
+        part * 0.75, part * 0.25, 2, of="bytes", kv_dtype=kv_dtype, value_weighted=value_weighted
+    )
+    total = filled(config).total
+    taken = total.bytes_held + total.bytes_bookkeeping
+    assert taken <= part * total.bytes_full
+    slot = (total.bytes_held + total.bytes_bookkeeping) / (sum(total.kept) + 4)
+    assert taken + 2 * 4 * slot > part * total.bytes_full  # another key for each head would not fit
+
+
+def test_a_short_prompt_keeps_what_fits():
+    total = filled(H2OConfig(0.06, 0.04, 2, of="bytes"), tokens=12).total
+    assert total.kept == [2 * 3]  # two sinks and one more, in two layers
+
+
+def test_bytes_need_fractions():
+    with pytest.raises(ValueError, match='of="bytes" takes fractions'):
+        H2OConfig(16, 0.1, of="bytes")
+    with pytest.raises(ValueError, match='must be "keys" or "bytes"'):
+        H2OConfig(of="tokens")
+    with pytest.raises(ValueError, match="for_model"):
+        H2OConfig(0.1, 0.1, of="bytes").tokens(100)
+
+
+def test_no_profile_is_shipped_for_a_tiny_model():
+    with pytest.raises(ValueError, match=r"no profile for this model.*h2o calibrate"):
+        H2OCache(model("llama").config, H2OConfig.calibrated(0.2))
+
+
+def test_a_profile_of_another_model_is_refused():
+    profile = next(iter(_shipped()))
+    with pytest.raises(ValueError, match="this profile is of another model"):
+        H2OCache(model("llama").config, H2OConfig.calibrated(0.2, profile))
+    with (
+        pytest.raises(ValueError, match="this profile is of another model"),
+        h2o.patched(model("llama"), H2OConfig.calibrated(0.2, profile)),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="this profile is of another model"),
+        h2o.simulated(model("llama"), H2OConfig.calibrated(0.2, profile)),
+    ):
+        pass
+
+
+def _shipped():
+    from h2o.profile import _all_shipped
+
+    return _all_shipped()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.04, 0.1])
+def test_a_part_of_the_default_model_s_bytes(part):
+    ours, _ = h2o.load_default()
+    assert isinstance(Profile.shipped(ours), Profile)
+    ids = torch.randint(5, 5000, (1, 1024), generator=torch.Generator().manual_seed(0))
+    for config in (H2OConfig.robust(part, of="bytes"), H2OConfig.calibrated(part, of="bytes")):
+        cache = H2OCache(ours.config, config)
+        ours.set_attn_implementation("h2o")
+        with torch.no_grad():
+            ours(ids, past_key_values=cache)
+        total = cache.report().total
+        taken = total.bytes_held + total.bytes_bookkeeping
+        assert 0.97 * part < taken / total.bytes_full <= part
+
+
+def test_rows_of_a_batch_have_their_own_bytes():
+    ours = model("llama")
+    rows = prompts(200, 420)
+    config = H2OConfig(0.1, 0.1, of="bytes", kv_dtype="int8")
+    cache = H2OCache(ours.config, config)
+    greedy(ours, batch(rows), 4, past_key_values=cache)
+    for b, row in enumerate(rows):
+        alone = H2OCache(ours.config, config)
+        greedy(ours, {"input_ids": row}, 4, past_key_values=alone)
+        own = alone.report().layers[0].budget_by_head[0]
+        assert cache.report().layers[0].budget_by_head[b] == own
