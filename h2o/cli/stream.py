@@ -88,9 +88,11 @@ def chat(options: argparse.Namespace) -> None:
                 print()
     finally:
         seen, total = talk.cache.get_seq_length(), talk.cache.report().total
-        held = total.bytes_held / 1e6
-        print(f"\n{seen} tokens said, KV cache {held:.1f} MB", file=sys.stderr)
-        print(f"of a full cache {total.bytes_full / 1e6:.1f} MB", file=sys.stderr)
+        print(
+            f"\n{seen} tokens said, KV cache {total.bytes_held / 1e6:.1f} MB; a full cache would "
+            f"hold {total.bytes_full / 1e6:.1f} MB",
+            file=sys.stderr,
+        )
 
 
 def load(options: argparse.Namespace) -> tuple[Any, Any]:
