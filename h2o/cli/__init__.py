@@ -193,6 +193,10 @@ def generate_arguments(parser: Parser) -> None:
     add("--value-weighted", action="store_true", help="rank times the norm of the value")
     add("--positions", choices=("original", "rolled"), default="original", help="of keys: where "
         "they stood in the text, or their rank in the cache (%(default)s)")  # fmt: skip
+    add("--kv-dtype", choices=("int8", "int8-int4"), help="store keys in eight bits, and values in "
+        "eight or four")  # fmt: skip
+    add("--profile", metavar="FILE", help="share the budget among heads as `h2o calibrate` found "
+        "it; shipped: the profile that comes with h2o for the model")  # fmt: skip
     add = parser.add_argument_group("how").add_argument
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
         help="auto: as the model was saved")  # fmt: skip
@@ -205,13 +209,19 @@ def generate_arguments(parser: Parser) -> None:
 def run_generate(parser: Parser, options: argparse.Namespace) -> int:
     from h2o.cli import generated, texts
     from h2o.config import H2OConfig
+    from h2o.profile import Profile
 
     if options.max_new_tokens < 1:
         parser.error("argument --max-new-tokens: must be at least 1")
-    names = ("heavy", "recent", "sinks", "rank_by", "decay", "value_weighted", "positions")
+    names = (
+        "heavy", "recent", "sinks", "rank_by", "decay", "value_weighted", "positions", "kv_dtype",
+    )  # fmt: skip
     try:
-        config = H2OConfig(**{name: getattr(options, name) for name in names})
-    except ValueError as error:
+        shares = options.profile
+        if shares not in (None, "shipped"):
+            shares = Profile.load(shares)
+        config = H2OConfig(**{name: getattr(options, name) for name in names}, shares=shares)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     document = None
     if options.prompt_file is not None:
