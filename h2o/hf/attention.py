@@ -116,7 +116,7 @@ def h2o_attention_forward(
         query, key, value = (x.to(held) for x in (query, key, value))
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
         out = layer.attend(query, key, value, attention_mask, scaling, softcap or 0.0)
-        return out.to(given), None
+        return (out if held == given else out.to(given)), None
     with torch.no_grad():
         out = layer.attend(
             query.detach(), key.detach(), value.detach(), attention_mask, scaling, softcap or 0.0

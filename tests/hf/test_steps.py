@@ -69,7 +69,7 @@ def test_torch_allocates_the_output_only(running):
 
 
 def test_python_keeps_nothing(running):
-    """What Python holds back for objects of the same size is no leak: a full collection drops it."""
+    """But for free memory that Python holds back, which a full collection drops."""
     steps(running, 110, 10)
     tracemalloc.start()
     held = []
