@@ -34,6 +34,14 @@ static int64_t letter_size(const h2o_dims *d, char letter) {
         return d->S + 1;
     case 'F':
         return d->D > 1 ? d->D / 2 : 1;
+    case 'T':
+        return d->S * d->G;
+    case '+':
+        return d->G + 1;
+    case 'K': /* bytes of a quantised key, and of a value */
+        return h2o_row_bytes(H2O_Q8, d->D);
+    case 'V':
+        return h2o_row_bytes(d->D % H2O_GROUP ? H2O_Q8 : H2O_Q4, d->D);
     default:
         return letter - '0';
     }
@@ -135,28 +143,47 @@ static h2o_view choose_mask(bench *w, const char *letters) {
 }
 
 static h2o_view choose_budget(bench *w) {
-    const h2o_view budget = choose_tensor(w, "budget", "B2", H2O_I32);
+    const bool own = choose(&w->in, 4) == 0;
+    const h2o_view budget = choose_tensor(w, "budget", own ? "BG2" : "B2", H2O_I32);
     choose_numbers(w, &budget, w->dims.S);
     return budget;
+}
+
+/* Where heads begin: mostly as many slots for each. */
+static h2o_view choose_starts(bench *w, bool sound) {
+    const h2o_view starts = choose_tensor(w, "starts", "+", H2O_I32);
+    choose_numbers(w, &starts, w->dims.S * w->dims.G);
+    if (sound && is_countable(&starts, H2O_I32, 1)) {
+        for (int64_t g = 0; g < starts.shape[0]; g++)
+            *(int32_t *)h2o_at(&starts, g, 0, 0) = (int32_t)(g * w->dims.S);
+    }
+    return starts;
 }
 
 /* A store that holds what it says, mostly: the first slots of each head. */
 static h2o_slots choose_slots(bench *w, bool weighted) {
     input *const in = &w->in;
     const int64_t held = choose(in, w->dims.S + 1);
+    const bool uneven = choose(in, 3) == 0, bytes = choose(in, 3) == 0;
+    const h2o_dtype type = bytes ? H2O_U8 : w->dtype;
+    const char *const rows = uneven ? (bytes ? "BTK" : "BTD") : bytes ? "BGSK" : "BGSD";
+    const char *const others = uneven ? (bytes ? "BTV" : "BTD") : bytes ? "BGSV" : "BGSD";
+    const char *const numbers = uneven ? "BT" : "BGS";
     h2o_slots s = {
-        .keys = choose_tensor(w, "keys", "BGSD", w->dtype),
-        .values = choose_tensor(w, "values", "BGSD", w->dtype),
-        .scores = choose_tensor(w, "scores", "BGS", H2O_F32),
-        .positions = choose_tensor(w, "positions", "BGS", H2O_I32),
+        .keys = choose_tensor(w, "keys", rows, type),
+        .values = choose_tensor(w, "values", others, type),
+        .scores = choose_tensor(w, "scores", numbers, H2O_F32),
+        .positions = choose_tensor(w, "positions", numbers, H2O_I32),
         .free = choose_tensor(w, "free", "BG", H2O_I32),
         .lengths = choose_tensor(w, "lengths", "B", H2O_I64),
         .budget = choose_budget(w),
         .lost = choose_tensor(w, "lost", "BG", H2O_F64),
         .norms = {.name = "norms"},
+        .starts = {.name = "starts"},
     };
-    if (weighted) s.norms = choose_tensor(w, "norms", "BGS", H2O_F32);
+    if (weighted) s.norms = choose_tensor(w, "norms", numbers, H2O_F32);
     const bool sound = !rarely(in);
+    if (uneven) s.starts = choose_starts(w, sound);
     choose_numbers(w, &s.free, w->dims.S + 1);
     choose_numbers(w, &s.lengths, 2 * w->dims.S);
     const h2o_view *const p = &s.positions;
@@ -170,7 +197,14 @@ static h2o_slots choose_slots(bench *w, bool weighted) {
                 *(int32_t *)h2o_at(&s.free, b, g, 0) = (int32_t)held;
         }
     }
-    if (sound && is_countable(p, H2O_I32, 3)) {
+    if (sound && uneven && is_countable(p, H2O_I32, 2)) {
+        for (int64_t i = 0; i < p->shape[0] * p->shape[1]; i++) {
+            const int64_t slot = i % p->shape[1] % w->dims.S;
+            *(int32_t *)h2o_at(p, i / p->shape[1], i % p->shape[1], 0) =
+                slot < held ? (int32_t)slot : -1;
+        }
+    }
+    if (sound && !uneven && is_countable(p, H2O_I32, 3)) {
         for (int64_t i = 0; i < p->shape[0] * p->shape[1] * p->shape[2]; i++) {
             const int64_t slot = i % p->shape[2], head = i / p->shape[2];
             int32_t *const at = h2o_at(p, head / p->shape[1], head % p->shape[1], slot);
@@ -298,6 +332,10 @@ static void call_operation(bench *w) {
                                  .budget = choose_budget(w),
                                  .prompt = choose_tensor(w, "prompt", "B", H2O_I32),
                                  .evicted_at = choose_tensor(w, "evicted_at", "BGQ", H2O_I32)};
+        if (choose(&w->in, 4) == 0) {
+            p.stored_keys = choose_tensor(w, "stored_keys", "BGQK", H2O_U8);
+            p.stored_values = choose_tensor(w, "stored_values", "BGQV", H2O_U8);
+        }
         choose_numbers(w, &p.prompt, p.dims.Q);
         CALL(simulate, &p);
     }
