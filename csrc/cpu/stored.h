@@ -45,12 +45,6 @@ static inline uint16_t f16_no_more(float x) {
     return least;
 }
 
-static inline float load_f16(const char *p) {
-    uint16_t h;
-    memcpy(&h, p, sizeof h);
-    return float_from_f16(h);
-}
-
 static inline void store_f16(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
 
 /* ---- Making ------------------------------------------------------------ */
@@ -152,14 +146,14 @@ VEC vf load_q4(const char *row, int64_t d, int64_t D) {
     const char *const numbers = row + D / 2 + d / GROUP * 4;
     const char *const bytes = row + d / GROUP * (GROUP / 2) + d % (GROUP / 2);
     const vf q = vf_load_u4(bytes, d % GROUP >= GROUP / 2);
-    return vf_fma(q, vf_set1(load_f16(numbers)), vf_set1(load_f16(numbers + 2)));
+    return vf_fma(q, vf_set1_f16(numbers), vf_set1_f16(numbers + 2));
 }
 
 /* VL elements from d on, 0 from D on. */
 VEC vf stored_floats(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
     if (stored == H2O_Q4) return load_q4(row, d, D);
     const int n = D - d < VL ? (int)(D - d) : VL;
-    return vf_mul(load_q8(row, d, n), vf_set1(load_f16(row + D)));
+    return vf_mul(load_q8(row, d, n), vf_set1_f16(row + D));
 }
 
 #endif

@@ -23,6 +23,7 @@
  *   vf_exp2_parts(x, *f)    x = i + f with |f| <= 1/2, returns i as a float
  *   vf_scale2(x, i)         x * 2^i for integral i in -125..127; NaN if both are
  *   vf_load_f16 _bf16, vf_store_f16 _bf16, and with _n: conversions
+ *   vf_set1_f16(p)          the f16 at p in all lanes
  *   vf_load_i8(p)           VL signed bytes
  *   vf_load_u4(p, high)     the high or the low halves of VL bytes
  *   vf_transpose(v)         v[VL] as a VL x VL matrix, in place

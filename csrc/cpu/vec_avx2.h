@@ -109,6 +109,11 @@ VEC vf vf_load_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); 
 VEC vf vf_load_bf16(const void *p) { return widen_bf16(_mm_loadu_si128(p)); }
 VEC vf vf_load_f16_n(const void *p, int n) { return _mm256_cvtph_ps(half_n(p, n)); }
 VEC vf vf_load_bf16_n(const void *p, int n) { return widen_bf16(half_n(p, n)); }
+VEC vf vf_set1_f16(const void *p) {
+    uint16_t h;
+    memcpy(&h, p, sizeof h);
+    return _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(h)));
+}
 VEC vf vf_load_i8(const void *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
 }

@@ -129,6 +129,7 @@ VEC void vf_store_bf16_n(void *p, vf x, int n) {
     for (int i = 0; i < (n < VL ? n : VL); i++) store_scalar((char *)p + 2 * i, H2O_BF16, x[i]);
 }
 
+VEC vf vf_set1_f16(const void *p) { return vf_set1(load_scalar(p, H2O_F16)); }
 VEC vf vf_load_i8(const void *p) {
     int8_t q[VL];
     memcpy(q, p, sizeof q);

@@ -90,6 +90,7 @@ VEC vf vf_load_f16(const void *p) { return widen_f16(half_n(p, VL)); }
 VEC vf vf_load_bf16(const void *p) { return widen_bf16(half_n(p, VL)); }
 VEC vf vf_load_f16_n(const void *p, int n) { return widen_f16(half_n(p, n)); }
 VEC vf vf_load_bf16_n(const void *p, int n) { return widen_bf16(half_n(p, n)); }
+VEC vf vf_set1_f16(const void *p) { return vf_set1(load_scalar(p, H2O_F16)); }
 VEC vf vf_load_i8(const void *p) {
     int8_t q[VL];
     memcpy(q, p, sizeof q);
