@@ -238,7 +238,9 @@ def new_cache(mode: str, model: Any, config: H2OConfig, prompt_tokens: int) -> A
         return DynamicCache(config=model.config)
     if mode == "local":
         heavy, recent = config.for_model(model).tokens(prompt_tokens)
-        config = H2OConfig.local(heavy + recent)
+        config = replace(
+            config, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None
+        )
     return H2OCache(model.config, config, prompt_length=prompt_tokens)
 
 
