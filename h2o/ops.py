@@ -31,7 +31,8 @@ lazy negation: of a tensor x with `x.is_neg()` (as `z.conj().imag` is) give `x.r
 the sign is lost. To look for it would slow every decode step down.
 Written tensors must have positive strides without overlap, and the range of
 memory that one spans must not touch that of another tensor of the call; the
-last stride of the keys, values, scores, positions and norms of slots must be 1.
+last stride of the keys, values, scores, positions and norms of slots, and of a table of angles,
+must be 1.
 No size may be 0.
 """
 
