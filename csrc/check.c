@@ -24,7 +24,6 @@ enum {
     WRITTEN = 2,
     DENSE = 4,  /* the last stride must be 1: kernels read whole vectors */
     STORED = 8, /* floats as the others, or bytes: rows of a quantised store, of any length */
-    BYTES = 16  /* bytes only */
 };
 
 typedef struct {
@@ -132,7 +131,7 @@ static int fail_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
 /* Sizes are kept within int32 because positions, slots and rows are counted so. */
 static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
     h2o_view *view = rule->view;
-    const bool bytes = rule->flags & (STORED | BYTES) && view->dtype == H2O_U8;
+    const bool bytes = rule->flags & STORED && view->dtype == H2O_U8;
     if (view->ndim != (int32_t)strlen(rule->letters)) return fail_shape(rule, dims, error);
     for (int32_t i = 0; i < view->ndim; i++) {
         const char letter = rule->letters[i];
@@ -529,8 +528,8 @@ int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error) {
         {&params->out, "BQHD", H2O_NONE, WRITTEN},
         {&params->evicted_at, "BGQ", H2O_I32, WRITTEN},
         {&params->scores, "BGQ", H2O_F32, WRITTEN},
-        {stored_keys, "BGQD", H2O_U8, OPTIONAL | DENSE | BYTES},
-        {stored_values, "BGQD", H2O_U8, OPTIONAL | DENSE | BYTES},
+        {stored_keys, "BGQD", H2O_U8, OPTIONAL | DENSE | STORED},
+        {stored_values, "BGQD", H2O_U8, OPTIONAL | DENSE | STORED},
     };
     int status;
     params->dims = (h2o_dims){0};

@@ -22,7 +22,7 @@ __all__ = [
     "parted",
     "spread",
     "tokens_of",
-]  # fmt: skip
+]
 
 UNLIMITED = 2**31 - 1
 """A `heavy` or `recent` budget that never bites."""

@@ -275,18 +275,11 @@ class H2OConfig:
         """Of one layer's config the heads', with plain amounts; this one if all have the same."""
         if not isinstance(self.heavy, tuple) and not isinstance(self.recent, tuple):
             return [self]
-        heavy, recent = self._by_head(self.heavy), self._by_head(self.recent)
-        heads = max(len(heavy), len(recent))
-        pairs = zip(*(x * heads if len(x) == 1 else x for x in (heavy, recent)), strict=True)
-        return [dataclasses.replace(self, heavy=h, recent=r) for h, r in pairs]
-
-    @staticmethod
-    def _by_head(budget: Any) -> tuple[Amount, ...]:
-        if not isinstance(budget, tuple):
-            return (budget,)
-        if len(budget) != 1:
+        layers = spread(self._amounts, "layer of the model")
+        if len(layers) != 1:
             raise ValueError("budgets differ by layer: ask config.for_layer(layer, layers)")
-        return budget[0] if isinstance(budget[0], tuple) else budget
+        heads = spread(layers[0], "key/value head")
+        return [dataclasses.replace(self, heavy=h, recent=r) for h, r in heads]
 
     @property
     def _amounts(self) -> tuple[Amount, Amount]:

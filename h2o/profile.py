@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -273,10 +274,11 @@ def _normalised(table: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ..
     return tuple(tuple(x / mean for x in row) for row in table)
 
 
-def _all_shipped() -> Iterator[Profile]:
-    for entry in resources.files("h2o").joinpath("data").iterdir():
-        if entry.name.endswith(".profile.json"):
-            yield Profile.from_dict(json.loads(entry.read_text("utf-8")))
+@functools.cache
+def _all_shipped() -> list[Profile]:
+    files = resources.files("h2o").joinpath("data").iterdir()
+    texts = [x.read_text("utf-8") for x in files if x.name.endswith(".profile.json")]
+    return [Profile.from_dict(json.loads(text)) for text in texts]
 
 
 def _as_text(value: Any, indent: int = 0) -> str:

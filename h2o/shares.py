@@ -85,20 +85,19 @@ def allotted(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
     The sum is exactly k times the number of heads. What remains after rounding down goes to the
     largest remainders, of equal ones to the first.
     """
+    if k <= least:
+        return tuple((k,) * len(row) for row in shares)
     flat = [share for row in shares for share in row]
-    total, low = k * len(flat), min(least, k)
+    total = k * len(flat)
     raised: set[int] = set()
     while True:  # heads raised to the least leave less for the others
         rest = sum(share for i, share in enumerate(flat) if i not in raised)
-        left = total - low * len(raised)
-        exact = [low if i in raised else left * x / rest for i, x in enumerate(flat)]
-        below = {i for i, x in enumerate(exact) if x < low}
+        left = total - least * len(raised)
+        exact = [least if i in raised else left * x / rest for i, x in enumerate(flat)]
+        below = {i for i, x in enumerate(exact) if x < least}
         if not below:
             break
         raised |= below
-        if len(raised) == len(flat):
-            exact = [float(low)] * len(flat)
-            break
     tokens = [int(x) for x in exact]
     by_remainder = sorted(range(len(flat)), key=lambda i: (tokens[i] - exact[i], i))
     for i in by_remainder[: total - sum(tokens)]:

@@ -58,8 +58,10 @@
 #include "vec_avx2.h"
 #elif defined(H2O_VEC_NEON)
 #include "vec_neon.h"
+#include "vec_four.h"
 #else
 #include "vec_generic.h"
+#include "vec_four.h"
 #endif
 
 /* Whether this level multiplies bf16 without widening it. */

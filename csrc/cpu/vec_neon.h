@@ -90,19 +90,6 @@ VEC vf vf_load_f16(const void *p) { return widen_f16(half_n(p, VL)); }
 VEC vf vf_load_bf16(const void *p) { return widen_bf16(half_n(p, VL)); }
 VEC vf vf_load_f16_n(const void *p, int n) { return widen_f16(half_n(p, n)); }
 VEC vf vf_load_bf16_n(const void *p, int n) { return widen_bf16(half_n(p, n)); }
-VEC vf vf_set1_f16(const void *p) { return vf_set1(load_scalar(p, H2O_F16)); }
-VEC vf vf_load_i8(const void *p) {
-    int8_t q[VL];
-    memcpy(q, p, sizeof q);
-    return (vf){q[0], q[1], q[2], q[3]};
-}
-VEC vf vf_load_u4(const void *p, bool high) {
-    uint8_t q[VL];
-    memcpy(q, p, sizeof q);
-    const int shift = high ? 4 : 0;
-    return (vf){(float)(q[0] >> shift & 15), (float)(q[1] >> shift & 15),
-                (float)(q[2] >> shift & 15), (float)(q[3] >> shift & 15)};
-}
 VEC void vf_store_f16(void *p, vf x) { half_store_n(p, narrow_f16(x), VL); }
 VEC void vf_store_bf16(void *p, vf x) { half_store_n(p, narrow_bf16(x), VL); }
 VEC void vf_store_f16_n(void *p, vf x, int n) { half_store_n(p, narrow_f16(x), n); }

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from h2o import ops
-from h2o.hf import attention
+from h2o.hf.attending import Call, attending
 from h2o.hf.cache import transformers_layers
-from h2o.hf.simulation import attending
 from h2o.hf.variants import logit_blocks
 
 __all__ = ["Attention", "attend", "forward", "full_layers", "sparsity", "watch"]
@@ -56,31 +55,13 @@ def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Ten
         ids: [n], without pads.
         logits: whether the logits [n, vocabulary] are wanted.
     """
-    full = set(full_layers(model))
 
-    def function(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        if module.layer_idx not in full:
-            return attention.h2o_attention_forward(
-                module, query, key, value, attention_mask, scaling, dropout, softcap,
-                sliding_window, **kwargs,
-            )  # fmt: skip
-        attention.refuse_foreign(module, kwargs, attention_mask, sliding_window)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        seen = Attention(query[0], key[0], value[0], scale, softcap or 0.0)
-        return visit(module.layer_idx, seen)[None], None
+    def attention(call: Call) -> Tensor:
+        scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        seen = Attention(call.query[0], call.key[0], call.value[0], scale, call.softcap)
+        return visit(call.layer, seen)[None]
 
-    with attending(model, function):
+    with attending(model, full_layers(model), attention):
         return forward(model, ids, logits=logits)
 
 

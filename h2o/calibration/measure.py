@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from h2o import ops
 from h2o.analysis.collect import full_layers
 from h2o.config import H2OConfig
-from h2o.hf import attention
-from h2o.hf.simulation import attending
+from h2o.hf.attending import Call, attending
 
 __all__ = ["Watched", "costs", "watch"]
 
@@ -49,40 +48,19 @@ class Watched:
 
 def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> dict[int, Watched]:
     """Each full layer of a model on one text [n], nothing evicted."""
-    full = set(full_layers(model))
     layers: dict[int, Watched] = {}
     outputs: list[Tensor] = []
 
-    def function(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        layer: int = module.layer_idx  # type: ignore[assignment]
-        if layer in full:
-            attention.refuse_foreign(module, kwargs, attention_mask, sliding_window)
-            attention.refuse_both_ways(module, is_causal)
-        out, _ = attention.h2o_attention_forward(
-            module, query, key, value, attention_mask, scaling, dropout, softcap,
-            sliding_window, is_causal, **kwargs,
-        )  # fmt: skip
-        if layer in full:
-            if not out.requires_grad:  # a first layer whose parameters are frozen
-                out.requires_grad_()
-            outputs.append(out)
-            q, k, v = (x.detach().float() for x in (query, key, value))
-            layers[layer] = Watched(q, k, v, scaling, softcap or 0.0, [])
-        return out, None
+    def attention(call: Call) -> Tensor:
+        out = call.full()
+        if not out.requires_grad:  # a first layer whose parameters are frozen
+            out.requires_grad_()
+        outputs.append(out)
+        q, k, v = (x.detach().float() for x in (call.query, call.key, call.value))
+        layers[call.layer] = Watched(q, k, v, call.scale, call.softcap, [])
+        return out
 
-    with attending(model, function), torch.enable_grad():
+    with attending(model, full_layers(model), attention), torch.enable_grad():
         logits = model(ids[None].to(model.device), use_cache=False).logits
         for draw in range(draws):
             said = _likelihood_gradient(logits[0].detach(), generator)

@@ -22,8 +22,7 @@ from h2o import ops
 from h2o.analysis.collect import forward, full_layers
 from h2o.calibration.measure import ROWS
 from h2o.config import H2OConfig
-from h2o.hf import attention
-from h2o.hf.simulation import attending
+from h2o.hf.attending import Call, attending
 
 __all__ = ["around", "moved", "worth"]
 
@@ -56,29 +55,10 @@ def worth(
     outputs: list[Tensor] = []
     changes: list[Tensor] = []
 
-    def function(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        layer: int = module.layer_idx  # type: ignore[assignment]
-        if layer not in order:
-            return attention.h2o_attention_forward(
-                module, query, key, value, attention_mask, scaling, dropout, softcap,
-                sliding_window, is_causal, **kwargs,
-            )  # fmt: skip
-        attention.refuse_foreign(module, kwargs, attention_mask, sliding_window)
-        attention.refuse_both_ways(module, is_causal)
+    def attention(call: Call) -> Tensor:
+        query, key, value = call.query, call.key, call.value
         device = query.device
-        configs = [[policy(int(x)) for x in row] for row in budgets[:, order[layer]]]
+        configs = [[policy(int(x)) for x in row] for row in budgets[:, order[call.layer]]]
         amounts = [[config.tokens(len(ids)) for config in row] for row in configs]
         with torch.no_grad():
             q, k, v = (x.float().expand(3, *x.shape[1:]) for x in (query, key, value))
@@ -86,16 +66,16 @@ def worth(
                 q, k, v,
                 torch.ones(3, dtype=torch.int32, device=device),
                 torch.tensor(amounts, dtype=torch.int32, device=device),
-                scale=scaling, softcap=softcap or 0.0, **configs[0][0].ranking,
+                scale=call.scale, softcap=call.softcap, **configs[0][0].ranking,
             )  # fmt: skip
             changes.append(out[2] - out[1])
-        found = _attend(query[0], key[0], value[0], evicted_at[0], scaling, softcap)
+        found = _attend(query[0], key[0], value[0], evicted_at[0], call.scale, call.softcap)
         if not found.requires_grad:  # a first layer whose parameters are frozen
             found.requires_grad_()
         outputs.append(found)
-        return found, None
+        return found
 
-    with attending(model, function), torch.enable_grad():
+    with attending(model, order, attention), torch.enable_grad():
         logits = model(ids[None].to(model.device), use_cache=False).logits
         rise, divergence = _divergence(said, logits[0].detach())
         gradients = torch.autograd.grad(logits, outputs, rise[None])
@@ -127,7 +107,7 @@ def _attend(
     values: Tensor,
     evicted_at: Tensor,
     scale: float | None,
-    softcap: float | None,
+    softcap: float,
 ) -> Tensor:
     """What `ops.simulate` gives, with a gradient: [1, n, H, D] from [H, n, D] and twice [G, n, D].
 

@@ -112,7 +112,7 @@ def attend(
         order = (mask.cumsum(1) - 1).clamp(min=0)  # of a pad: any, nobody sees it
     order = order[:, None]  # [B or 1, G or 1, Q] ranks of the new tokens
     if slots is not None:
-        held = torch.stack([(x >= 0).sum(-1) for x in _heads(slots.positions, slots)], dim=1)
+        held = torch.stack([(x >= 0).sum(-1) for x in store.heads(slots.positions, slots)], dim=1)
         held = held[:, :1] if bool((held == held[:, :1]).all()) else held
         order = order + held[..., None]
     table = rotary.table(int(order.max()) + 1, key.device)
@@ -130,14 +130,7 @@ def ranks(slots: ops.Slots) -> Tensor:
     """How many keys of a lower position lie beside each, int32 like positions; -1: empty slot."""
     found = torch.empty_like(slots.positions)
     last = slots.positions.masked_fill(slots.positions < 0, torch.iinfo(torch.int32).max)
-    for part, own in zip(_heads(found, slots), _heads(last, slots), strict=True):
+    for part, own in zip(store.heads(found, slots), store.heads(last, slots), strict=True):
         count = torch.arange(own.shape[-1], dtype=own.dtype, device=own.device)
         part.scatter_(-1, own.argsort(dim=-1), count.expand_as(own))
     return found.masked_fill_(slots.positions < 0, -1)
-
-
-def _heads(x: Tensor, slots: ops.Slots) -> list[Tensor]:
-    """Views of a tensor like slots.positions that are one for each head, [B, S] each."""
-    if slots.starts is None:
-        return list(x.unbind(1))
-    return list(x.split(slots.starts.diff().tolist(), dim=1))

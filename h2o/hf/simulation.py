@@ -10,23 +10,23 @@ Shape letters: B batch rows, H query heads, G key/value heads, N columns of the 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from h2o import ops
 from h2o.config import VARIANTS, H2OConfig
 from h2o.hf import attention, variants
+from h2o.hf.attending import Call, attending
 from h2o.hf.cache import one_config, transformers_layers
 from h2o.hf.support import Unsupported
-from h2o.hf.turns import Turn, configs_of, lock, unwrapped
+from h2o.hf.turns import unwrapped
 from h2o.shares import levelled
 
-__all__ = ["Simulation", "attending", "check", "simulated"]
+__all__ = ["Simulation", "check", "simulated"]
 
 
 @contextmanager
@@ -82,34 +82,8 @@ def simulated(
         for i, layer in enumerate(layers)
     ]
     simulation = Simulation(budgets, variant, prompt_len, ratio_of, trace, mass)
-    with attending(model, simulation.attend):
+    with attending(model, simulation.layers(), simulation.attend):
         yield simulation
-
-
-@contextmanager
-def attending(model: Any, function: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
-    """Within the block the model's layers attend by a function of transformers' interface.
-
-    The model is as before after the block, also after an error. Errors: `Unsupported` for a model
-    with attention code of its own, RuntimeError where another thread has it in such a block.
-    """
-    model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
-    name = f"h2o_simulated:{next(_numbers)}"
-    turn = Turn("simulated", model)
-    attention.register(name, function)
-    try:
-        with turn.taken():
-            before = [(part, part._attn_implementation) for part in configs_of(model)]
-            attention.switch(model, name)
-        try:
-            yield
-        finally:
-            with lock:
-                for part, own in before:
-                    part._attn_implementation_internal = own
-            turn.end()
-    finally:
-        attention.unregister(name)
 
 
 class Simulation:
@@ -166,40 +140,19 @@ class Simulation:
         mass = _asked_for(self._mass, "mass")[layer_idx]
         return mass if per_token else mass.nanmean(-1)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """The attention function of transformers' AttentionInterface; see `h2o.hf.attention`."""
-        layer: int = module.layer_idx  # type: ignore[assignment]
-        config = self._budgets[layer]
-        if config is None:
-            return attention.h2o_attention_forward(
-                module, query, key, value, attention_mask, scaling, dropout, softcap,
-                sliding_window, is_causal, **kwargs,
-            )  # fmt: skip
-        attention.refuse_foreign(module, kwargs, attention_mask, sliding_window)
-        attention.refuse_both_ways(module, is_causal)
+    def attend(self, call: Call) -> Tensor:
+        """What an H2O cache's layer would give, [B, N, H, D]; for `h2o.hf.attending`."""
+        query, key, value, mask = call.query, call.key, call.value, call.mask
+        config = self._budgets[call.layer]
+        assert config is not None
         B, _, N, _ = query.shape
         if hasattr(key, "h2o_layer") or key.shape[2] != N:
             raise ValueError(
                 "simulated() answers for whole texts: call model(input_ids, attention_mask) "
                 "without a cache of earlier tokens; to generate, use an H2OCache"
             )
-        if module.training or dropout:
+        if call.module.training or call.dropout:
             raise RuntimeError("simulated() is for inference: call model.eval()")
-        softcap = softcap or 0.0
-        mask = None if attention_mask is None else attention_mask.bool()
         lengths = [N] * B if mask is None else mask.sum(1).tolist()
         prompts, budgets = self._resolve(config, lengths)
         q, k, v = query.detach(), key.detach(), value.detach()
@@ -213,25 +166,25 @@ class Simulation:
                     levelled(budgets, k.shape[1]), dtype=torch.int32, device=q.device
                 ).squeeze(1),
                 mask=mask,
-                scale=scaling,
-                softcap=softcap,
+                scale=call.scale,
+                softcap=call.softcap,
                 kv_dtype=config.kv_dtype,
                 **config.ranking,
             )
             if self._scores is not None:
-                self._scores[layer] = scores
-        elif softcap:
+                self._scores[call.layer] = scores
+        elif call.softcap:
             raise Unsupported(f"variant {self._variant!r} has no soft-capped logits")
         else:
             pairs = [heads[0] for heads in budgets]
-            out, evicted_at = _variant(self._variant, q, k, v, mask, prompts, pairs, scaling)
+            out, evicted_at = _variant(self._variant, q, k, v, mask, prompts, pairs, call.scale)
         if self._evicted_at is not None:
-            self._evicted_at[layer] = evicted_at
+            self._evicted_at[call.layer] = evicted_at
         if self._mass is not None:
-            self._mass[layer] = _retained(q, k, mask, evicted_at, scaling, softcap)
+            self._mass[call.layer] = _retained(q, k, mask, evicted_at, call.scale, call.softcap)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             out = attention.Undifferentiable.apply(out, query, key, value)
-        return out, None
+        return out
 
     def _resolve(
         self, config: H2OConfig, lengths: list[int]
@@ -342,6 +295,3 @@ def _columns(mask: Tensor | None, B: int, N: int, device: torch.device) -> list[
     if mask is None:
         return [torch.arange(N, device=device)] * B
     return [row.nonzero()[:, 0] for row in mask]
-
-
-_numbers = itertools.count()

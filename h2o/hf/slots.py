@@ -24,6 +24,7 @@ __all__ = [
     "figures",
     "filled",
     "floats",
+    "heads",
     "held",
     "sizes",
     "together",
@@ -71,13 +72,20 @@ def with_capacities(keys: Tensor, each: list[int], **kind: Any) -> ops.Slots:
     return ops.new_slots(keys, each[0] if len(each) == 1 else each, **kind)
 
 
+def heads(tensor: Tensor, slots: ops.Slots) -> list[Tensor]:
+    """Views of a field of slots, or of a tensor like one, by head: [B, S, ...] each."""
+    if slots.starts is None:
+        return list(tensor.unbind(1))
+    return list(tensor.split(sizes(slots), dim=1))
+
+
 def by_head(slots: ops.Slots, field: str, empty: float = 0) -> Tensor:
     """[B, G, S, ...]: keys, values, scores, positions or norms by head, whatever the store;
     `empty` where a head has fewer slots than another."""
     tensor: Tensor = getattr(slots, field)
     if slots.starts is None:
         return tensor
-    parts = tensor.split(sizes(slots), dim=1)
+    parts = heads(tensor, slots)
     most = max(part.shape[1] for part in parts)
     out = tensor.new_full((len(tensor), len(parts), most, *tensor.shape[2:]), empty)
     for g, part in enumerate(parts):
@@ -140,19 +148,13 @@ def enlarged(slots: ops.Slots, each: list[int]) -> ops.Slots:
         grown[name] = None if old is None else old.new_full((*shape, *more), empty)
     larger = slots._replace(**grown, starts=starts)
     for name in ("keys", "values", "scores", "positions", "norms"):
-        for old, new in zip(_parts(slots, name), _parts(larger, name), strict=True):
+        if grown[name] is None:
+            continue
+        for old, new in zip(
+            heads(getattr(slots, name), slots), heads(grown[name], larger), strict=True
+        ):
             new[:, : old.shape[1]] = old
     return larger
-
-
-def _parts(slots: ops.Slots, field: str) -> list[Tensor]:
-    """Views of a field by head, [B, S, ...]; none of one that is not there."""
-    tensor = getattr(slots, field)
-    if tensor is None:
-        return []
-    if slots.starts is None:
-        return list(tensor.unbind(1))
-    return list(tensor.split(sizes(slots), dim=1))
 
 
 def filled(keys: Tensor, values: Tensor, mask: Tensor | None, *, value_weighted: bool) -> ops.Slots:

@@ -1,0 +1,19 @@
+/* vec_four.h - what the levels whose vectors have four lanes share. */
+#ifndef H2O_VEC_FOUR_H
+#define H2O_VEC_FOUR_H
+
+VEC vf vf_set1_f16(const void *p) { return vf_set1(load_scalar(p, H2O_F16)); }
+VEC vf vf_load_i8(const void *p) {
+    int8_t q[VL];
+    memcpy(q, p, sizeof q);
+    return (vf){q[0], q[1], q[2], q[3]};
+}
+VEC vf vf_load_u4(const void *p, bool high) {
+    uint8_t q[VL];
+    memcpy(q, p, sizeof q);
+    const int shift = high ? 4 : 0;
+    return (vf){(float)(q[0] >> shift & 15), (float)(q[1] >> shift & 15),
+                (float)(q[2] >> shift & 15), (float)(q[3] >> shift & 15)};
+}
+
+#endif
