@@ -16,7 +16,7 @@ SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
 
-demo: .venv/core ## a real model with the full cache, with a fifth of it, and with a sliding window
+demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of its bytes, and a sliding window
 	$(BIN)/h2o generate --compare
 
 bench: .venv/core .venv/test ## every benchmark of benchmarks/README.md; an hour on a quiet machine

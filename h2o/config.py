@@ -68,7 +68,8 @@ class H2OConfig:
     kv_dtype: str | None = None
     """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
-    (compare Liu et al., "KIVI", ICML 2024). Scores stay float32. The new tokens of one forward pass
+    (compare Liu et al., "KIVI", ICML 2024); "auto", "int8-int4" where the model's head dimension
+    is a multiple of 32, else "int8". Scores stay float32. The new tokens of one forward pass
     see each other as they are, whoever comes later reads what is stored."""
     shares: Any = None
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
@@ -100,8 +101,10 @@ class H2OConfig:
         put(self, "decay", float(self.decay))
         if not isinstance(self.value_weighted, bool):
             raise TypeError(f"value_weighted must be True or False, not {self.value_weighted!r}")
-        if self.kv_dtype not in (None, "int8", "int8-int4"):
-            raise ValueError(f'kv_dtype must be None, "int8" or "int8-int4", not {self.kv_dtype!r}')
+        if self.kv_dtype not in (None, "auto", "int8", "int8-int4"):
+            raise ValueError(
+                f'kv_dtype must be None, "auto", "int8" or "int8-int4", not {self.kv_dtype!r}'
+            )
         if self.of not in ("keys", "bytes"):
             raise ValueError(f'of must be "keys" or "bytes", not {self.of!r}')
         if self.of == "bytes" and not all(isinstance(x, float) for x in self._amounts):
@@ -128,13 +131,14 @@ class H2OConfig:
         Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
         they received, times the norm of their value. A budget in tokens includes the sinks; to
         a fraction they are added. With of="bytes" the budget is a fraction of a full cache's
-        bytes, and keys are stored in eight bits, values in four, which keeps 2.2 times as many.
+        bytes, and keys are stored in eight bits, values in four, which keeps 2.2 times as many
+        (values in eight bits too where the head dimension is no multiple of 32).
         """
         budget = amount_of("budget", budget)
         if of == "bytes":
             heavy, recent = parted(budget, 0.75)
             return cls(
-                heavy, recent, 4, rank_by="mean", value_weighted=True, of=of, kv_dtype="int8-int4"
+                heavy, recent, 4, rank_by="mean", value_weighted=True, of=of, kv_dtype="auto"
             )
         sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
         heavy, recent = parted(budget if isinstance(budget, float) else budget - sinks, 0.75)
@@ -188,11 +192,12 @@ class H2OConfig:
 
     def for_model(self, model: Any) -> H2OConfig:
         """This config with all that depends on the model filled in, which is given itself or by its
-        config: the shipped profile, bytes of a token.
+        config: the shipped profile, bits of a stored value, bytes of a token.
 
         Errors: ValueError for a profile of another model, or none that is shipped.
         """
-        shares, slot = self.shares, self.slot
+        shares, slot, kv_dtype = self.shares, self.slot, self.kv_dtype
+        config = getattr(model, "config", model)
         if isinstance(shares, str):
             shares = Profile.shipped(model)
             if shares is None:
@@ -202,10 +207,11 @@ class H2OConfig:
                 )
         elif isinstance(shares, Profile):
             shares.check(model)
+        if kv_dtype == "auto":
+            kv_dtype = sizes.fewest_bits(config)
         if self.of == "bytes":
-            config = getattr(model, "config", model)
-            slot = sizes.per_token(config, self.kv_dtype, self.value_weighted)
-        return dataclasses.replace(self, shares=shares, slot=slot)
+            slot = sizes.per_token(config, kv_dtype, self.value_weighted)
+        return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.

@@ -1,4 +1,4 @@
-"""The work behind `h2o generate`: one prompt, one model, one or three caches.
+"""The work behind `h2o generate`: one prompt, one model, one cache or four.
 
 Every run goes through the model's own generate(), with the cache and the
 attention implementation that its users have: the full cache is transformers'
@@ -19,13 +19,14 @@ from typing import Any
 from h2o import models
 from h2o.config import H2OConfig
 from h2o.models import UserError
+from h2o.profile import Profile
 
 DOCUMENT = "lighthouse.txt"
 QUESTION = "Briefly summarize the following article."
 """Comes before the shipped document when the user gives no prompt."""
 
-MODES = ("full", "h2o", "local")
-"""In the order of a comparison: the full cache first, as the others are held against it."""
+TENTH = 0.1
+"""Of a full cache's bytes: what the preset of a comparison may take."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Request:
     dtype: str = "auto"
     max_new_tokens: int = 120
     compare: bool = False
-    """run all MODES instead of h2o alone"""
+    """run all of `caches` instead of h2o alone"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Run:
     """One generation and what it took."""
 
     mode: str
-    """"full", "h2o", or "local": the budget of h2o without heavy hitters"""
+    """which of `caches`"""
     text: str
     new_tokens: int
     prefill_seconds: float
@@ -66,7 +67,7 @@ class Run:
     """what a full cache would hold then"""
     tokens_seen: int
     tokens_held: int
-    """keys at the end, in each layer and key/value head"""
+    """keys at the end, in each layer and key/value head; the mean where they differ"""
     tokens_evicted: int
     mass_evicted: float
     """share of all attention given that evicted keys had received, 0 to 1"""
@@ -111,7 +112,7 @@ class Progress:
 def generate(
     request: Request, progress: Progress, stream: Callable[[str], None] | None = None
 ) -> Result:
-    """Generate greedily with an H2OCache, or with each of MODES.
+    """Generate greedily with an H2OCache, or with each of `caches`.
 
     `stream` is given the text piece by piece as it grows; without it the progress line shows
     the text's end. Errors: UserError.
@@ -131,9 +132,10 @@ def generate(
     warm_up(model, ids)
     runs: list[Run] = []
     reference: list[int] | None = None
-    for mode in MODES if request.compare else ("h2o",):
-        run, new = generate_once(mode, request, model, tokenizer, ids, progress, stream)
-        if mode == "full":
+    wanted = caches(request.config, model, tokens) if request.compare else {"h2o": request.config}
+    for mode, config in wanted.items():
+        run, new = generate_once(mode, config, request, model, tokenizer, ids, progress, stream)
+        if config is None:
             reference = new
         if reference is not None:
             run = replace(run, tokens_agree=leading_agreement(new, reference))
@@ -146,6 +148,24 @@ def generate(
         versions=versions(),
         runs=runs,
     )
+
+
+def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OConfig | None]:
+    """What a comparison runs, by the names that it shows; None is transformers' own cache.
+
+    "full" comes first, as the others are held against it; then "h2o", which is `config`; the best
+    preset for the model in a tenth of the bytes, "calibrated" where there is a profile and "robust"
+    where there is none; and "local", as many keys as h2o, but the newest.
+    """
+    heavy, recent = config.for_model(model).tokens(prompt_tokens)
+    local = replace(config, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None)
+    profile = config.shares if isinstance(config.shares, Profile) else Profile.shipped(model)
+    if profile is None:
+        name, preset = "robust", H2OConfig.robust(TENTH, of="bytes")
+    else:
+        name, preset = "calibrated", H2OConfig.calibrated(TENTH, profile, of="bytes")
+    preset = replace(preset, positions=config.positions)
+    return {"full": None, "h2o": config, name: preset, "local": local}
 
 
 def prompt_ids(request: Request, tokenizer: Any) -> Any:
@@ -186,6 +206,7 @@ def warm_up(model: Any, ids: Any) -> None:
 
 def generate_once(
     mode: str,
+    config: H2OConfig | None,
     request: Request,
     model: Any,
     tokenizer: Any,
@@ -196,7 +217,7 @@ def generate_once(
     """One run of `generate`, and the tokens that came."""
     import torch
 
-    cache = new_cache(mode, model, request.config, ids.shape[1])
+    cache = new_cache(model, config, ids.shape[1])
     streamer = Streamer(mode, tokenizer, progress, stream, request.max_new_tokens)
     hooks = watch_layers(model, streamer.prefilling)
     try:
@@ -227,20 +248,16 @@ def generate_once(
     return run, streamer.tokens
 
 
-def new_cache(mode: str, model: Any, config: H2OConfig, prompt_tokens: int) -> Any:
-    """An empty cache of this mode, after telling the model which attention goes with it."""
+def new_cache(model: Any, config: H2OConfig | None, prompt_tokens: int) -> Any:
+    """An empty cache, of all keys without a config, after telling the model which attention goes
+    with it."""
     from transformers import DynamicCache
 
     from h2o.hf.cache import H2OCache
 
-    model.set_attn_implementation("sdpa" if mode == "full" else "h2o")
-    if mode == "full":
+    model.set_attn_implementation("sdpa" if config is None else "h2o")
+    if config is None:
         return DynamicCache(config=model.config)
-    if mode == "local":
-        heavy, recent = config.for_model(model).tokens(prompt_tokens)
-        config = replace(
-            config, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None
-        )
     return H2OCache(model.config, config, prompt_length=prompt_tokens)
 
 

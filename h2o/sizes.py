@@ -9,7 +9,7 @@ from typing import Any
 
 from h2o.profile import describe
 
-__all__ = ["FIXED", "per_token", "stored_bytes"]
+__all__ = ["FIXED", "fewest_bits", "per_token", "stored_bytes"]
 
 FIXED = 32
 """Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
@@ -32,6 +32,12 @@ def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
             'use "int8"'
         )
     return D + 2, D // 2 + D // 8
+
+
+def fewest_bits(config: Any) -> str:
+    """The `kv_dtype` that stores least of what goes with a model's head dimension."""
+    D = describe(config).get("head_dim")
+    return "int8-int4" if isinstance(D, int) and D % 32 == 0 else "int8"
 
 
 def per_token(config: Any, kv_dtype: str | None, value_weighted: bool) -> tuple[int, int]:

@@ -201,8 +201,8 @@ def test_comparison_in_numbers(tiny, capsys):
     assert result["prompt_tokens"] == len(PROMPT)
     assert result["dtype"] == "float32"
     assert result["budget"]["heavy"] == heavy
-    full, ours, local = result["runs"]
-    assert [run["mode"] for run in result["runs"]] == ["full", "h2o", "local"]
+    full, ours, preset, local = result["runs"]
+    assert [run["mode"] for run in result["runs"]] == ["full", "h2o", "robust", "local"]
     seen = len(PROMPT) + new - 1  # the last token has not been fed
     held = heavy + recent + 2
     per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, head dimension, float32
@@ -218,6 +218,10 @@ def test_comparison_in_numbers(tiny, capsys):
         assert 0 < run["mass_evicted"] < 1
         assert 0 <= run["tokens_agree"] <= new
     assert ours["mass_evicted"] < local["mass_evicted"]
+    # A head dimension of 8: keys and values in 8 + 2 bytes each, twelve more for what a slot notes.
+    budget = (0.1 * len(PROMPT) * 64 - 32) // (2 * 10 + 12) - 1
+    assert preset["tokens_held"] == budget
+    assert preset["kv_bytes_held"] == (budget + 1) * 2 * 2 * 2 * 10
     for run in result["runs"]:
         assert run["new_tokens"] == new
         assert run["prefill_tokens_per_second"] == pytest.approx(
@@ -249,7 +253,7 @@ def test_generous_budget_agrees_everywhere(tiny, capsys):
         capsys, "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "20", "--compare",
         "--heavy", "300", "--recent", "1.0",
     )  # fmt: skip
-    full, ours, local = result["runs"]
+    full, ours, _, local = result["runs"]
     assert ours["text"] == full["text"] == local["text"]
     assert ours["tokens_agree"] == local["tokens_agree"] == 20
     assert ours["tokens_evicted"] == 0
@@ -297,10 +301,11 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     assert cli.main([*arguments, "--compare"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    assert re.fullmatch(r"full +\| h2o +\| local", lines[0])
+    assert re.fullmatch(r"full +\| h2o +\| robust +\| local", lines[0])
     table = text[text.index("prompt of") :].splitlines()[1:]
-    assert table[0].split() == ["full", "h2o", "local"]
-    rows = {line[:30].strip(): line[30:].split() for line in table[1:]}
+    assert table[0].split() == ["full", "h2o", "robust", "local"]
+    assert table[-1] == 'robust: H2OConfig.robust(0.1, of="bytes"), a tenth of the bytes'
+    rows = {line[:30].strip(): line[30:].split() for line in table[1:-1]}
     assert rows["attention mass evicted"][0] == "0.0%"
     assert rows["leading tokens as with full"][0] == "60"
     assert all(len(line) <= 90 for line in lines)
@@ -383,7 +388,8 @@ def test_reader_that_goes_away(tiny):
 
 @pytest.mark.slow
 def test_shipped_document_with_the_default_model(capsys):
-    """What `make demo` shows: a fifth of the cache keeps the subject, a window of that size not."""
+    """What `make demo` shows: a fifth of the cache keeps the subject, so does a tenth of the bytes
+    with what h2o knows of the model, and a window of that fifth does not."""
     from h2o import models
 
     try:
@@ -392,12 +398,15 @@ def test_shipped_document_with_the_default_model(capsys):
         pytest.skip(str(error))
     result = generated(capsys, "--compare")
     assert result["prompt_tokens"] > 2000
-    full, ours, local = result["runs"]
+    _, ours, calibrated, local = result["runs"]
+    assert calibrated["mode"] == "calibrated"
+    assert calibrated["kv_bytes_held"] < 0.1 * calibrated["kv_bytes_full"]
     for run in (ours, local):
         assert run["kv_bytes_held"] < 0.21 * run["kv_bytes_full"]
     assert ours["mass_evicted"] < local["mass_evicted"]
     assert ours["tokens_agree"] > local["tokens_agree"]
-    for run, subject in ((full, True), (ours, True), (local, False)):
+    for run in result["runs"]:
+        subject = run is not local
         assert ("Marrow Point" in run["text"]) is subject, run["text"]
 
 
@@ -507,4 +516,4 @@ def test_an_empty_prompt_is_noticed_before_the_model_is_loaded(capsys):
 def test_short_prompts_under_fractions(tiny, capsys, prompt):
     options = ["--model", tiny, "--prompt", prompt, "--max-new-tokens", "6", "--compare"]
     runs = generated(capsys, *options)["runs"]
-    assert [run["tokens_held"] for run in runs] == [len(prompt) + 5, 2, 2]
+    assert [run["tokens_held"] for run in runs] == [len(prompt) + 5, 2, 5, 2]

@@ -193,16 +193,16 @@ def generate_arguments(parser: Parser) -> None:
     add("--value-weighted", action="store_true", help="rank times the norm of the value")
     add("--positions", choices=("original", "rolled"), default="original", help="of keys: where "
         "they stood in the text, or their rank in the cache (%(default)s)")  # fmt: skip
-    add("--kv-dtype", choices=("int8", "int8-int4"), help="store keys in eight bits, and values in "
-        "eight or four")  # fmt: skip
+    add("--kv-dtype", choices=("auto", "int8", "int8-int4"), help="store keys in eight bits, and "
+        "values in eight or four; auto: in four where they go with the model")  # fmt: skip
     add("--profile", metavar="FILE", help="share the budget among heads as `h2o calibrate` found "
         "it; shipped: the profile that comes with h2o for the model")  # fmt: skip
     add = parser.add_argument_group("how").add_argument
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
         help="auto: as the model was saved")  # fmt: skip
     add("--max-new-tokens", type=int, default=120, metavar="N", help="(%(default)s)")
-    add("--compare", action="store_true", help="run the full cache and `local` (the same budget "
-        "without heavy hitters) as well, and show all side by side")  # fmt: skip
+    add("--compare", action="store_true", help="show it beside the full cache, a preset in a "
+        "tenth of its bytes, and `local`, the same budget without heavy hitters")  # fmt: skip
     add("--json", action="store_true", help="for machines: one object, nothing else")
 
 

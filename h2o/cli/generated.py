@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from h2o.generate import Result
+from h2o.generate import TENTH, Result
 
 __all__ = ["comparison", "table"]
 
@@ -45,4 +44,9 @@ def table(result: Result) -> list[str]:
         rows.append(("leading tokens as with full", lambda run: f"{run.tokens_agree}"))
     head = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens"
     lines = [f"{name:<30}" + "".join(f"{of(run):>14}" for run in result.runs) for name, of in rows]
-    return [head, *lines]
+    presets = [
+        f'{run.mode}: H2OConfig.{run.mode}({TENTH}, of="bytes"), a tenth of the bytes'
+        for run in result.runs
+        if run.mode in ("robust", "calibrated")
+    ]
+    return [head, *lines, *presets]

@@ -16,12 +16,14 @@ from h2o.models import UserError, need_transformers
 __all__ = ["add_arguments", "run"]
 
 DESCRIPTION = """\
-What eviction costs: accuracy on lm-eval's tasks, ROUGE of summaries, or perplexity.
+What eviction costs: accuracy on lm-eval's tasks, ROUGE of summaries, perplexity, or facts that are
+no longer found.
 
   h2o eval --tasks copa,openbookqa --num_fewshot 5 --heavy 0.1 --recent 0.1
   h2o eval --tasks copa --num_fewshot 5 --compare full,h2o,local --budgets 0.04,0.1,0.2,0.4,0.6
   h2o eval --summarize articles.jsonl --compare full,h2o:0.1+0.1,local:0.2
   h2o eval --perplexity book.txt --compare full,h2o:0.1+0.1,sink:4+0.2
+  h2o eval --needle book.txt --compare full,authors,robust-bytes --budgets 0.1,0.2
 
 With --tasks this is lm-eval's own `run` command: every option of it that is not named here
 (--num_fewshot, --limit, --include_path, --batch_size, --log_samples, ...) goes there unchanged.
@@ -38,6 +40,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what.add_argument("--tasks", "-t", nargs="+", metavar="TASK", help="lm-eval tasks")
     what.add_argument("--summarize", type=Path, metavar="FILE", help="JSON lines of articles")
     what.add_argument("--perplexity", type=Path, metavar="FILE", help="a long plain text")
+    what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
     p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
     p.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default)")
     p.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="(%(default)s)")
@@ -50,12 +53,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="lm-eval's memory of answers, with which an interrupted --tasks run goes on; a file "
         "for each model and setting",
     )  # fmt: skip
-    p.add_argument("--limit", "-L", type=float, help="only the first so many rows or windows")
+    p.add_argument("--limit", "-L", type=float, help="only the first so many rows or "
+                   "windows; facts of each length and depth (default 4)")  # fmt: skip
 
     one = p.add_argument_group("the cache")
     one.add_argument("--protocol", choices=["simulate", "drop"],
                      help="one forward with masks (default), or a real cache, token by token; "
-                     "summaries always use a real cache")  # fmt: skip
+                     "summaries and needles always use a real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
     for name in ("heavy", "recent"):
         one.add_argument(f"--{name}", type=number, help="tokens, or a fraction (default 0.1)")
@@ -72,10 +76,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "--budgets", metavar="AMOUNTS", help="for settings without one, e.g. 0.04,0.2"
     )
 
-    text = p.add_argument_group("summaries and perplexity")
+    text = p.add_argument_group("summaries, perplexity and needles")
     text.add_argument("--chat", action="store_true", help="summaries: use the chat template")
     text.add_argument("--max-new-tokens", type=int, default=64, help="of a summary (default 64)")
     text.add_argument("--window", type=int, default=1024, help="of perplexity (default 1024)")
+    text.add_argument("--lengths", default="256,512,1024", metavar="TOKENS",
+                      help="of texts in which facts are hidden (default %(default)s)")  # fmt: skip
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> None:
@@ -108,7 +114,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
 
 
 def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
-    """Summaries or perplexity."""
+    """Summaries, perplexity or needles."""
     if args.limit is not None and (args.limit < 1 or args.limit % 1):
         raise ValueError(f"--limit {args.limit:g}: a number of rows or windows, at least 1")
     common = {
@@ -125,9 +131,15 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         return perplexity.compare(
             args.perplexity, settings, output, window=args.window, **how, **common
         )
+    what = "needles" if args.needle else "summaries"
+    refuse(args, what, "protocol", "prompt_len", "ratio_of", protocol="drop")
+    if args.needle:
+        from h2o.evaluate import needle
+
+        lengths = whole_numbers("--lengths", args.lengths)
+        return needle.compare(args.needle, settings, output, lengths=lengths, **common)
     from h2o.evaluate import summarize
 
-    refuse(args, "summaries", "protocol", "prompt_len", "ratio_of", protocol="drop")
     how = {"chat": args.chat, "max_new_tokens": args.max_new_tokens}
     return summarize.compare(args.summarize, settings, output, **how, **common)
 
@@ -144,6 +156,14 @@ def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 def single(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in given(args, CACHE)]
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Of a comma-separated list; ValueError for anything but numbers from 1 on."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} {text}: numbers of tokens, such as 256,512")
+    return [int(part) for part in parts]
 
 
 def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) -> None:

@@ -169,8 +169,8 @@ def summarize(
     stop: Sequence[str],
 ) -> dict[str, Any]:
     """One summary: its text up to the first stop text, and what it took."""
-    mode = "full" if setting.variant == "full" else "h2o"
-    cache = generate.new_cache(mode, model, setting.config, ids.shape[1])
+    config = None if setting.variant == "full" else setting.config
+    cache = generate.new_cache(model, config, ids.shape[1])
     start = time.perf_counter()
     with torch.no_grad():
         out = model.generate(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import h2o
-from h2o import H2OCache, H2OConfig, Profile
+from h2o import H2OCache, H2OConfig, Profile, sizes
 from tests.hf.tiny import batch, greedy, model, prompts
 
 
@@ -30,6 +31,19 @@ def test_all_that_is_allocated_fits(part, kv_dtype, value_weighted):
     assert taken <= part * total.bytes_full
     slot = (total.bytes_held + total.bytes_bookkeeping) / (sum(total.kept) + 4)
     assert taken + 2 * 4 * slot > part * total.bytes_full  # another key for each head would not fit
+
+
+def test_values_take_the_bits_that_go_with_the_head_dimension():
+    for D, kv_dtype in ((8, "int8"), (32, "int8-int4"), (48, "int8"), (64, "int8-int4")):
+        config = LlamaConfig(head_dim=D)
+        found = H2OConfig.robust(0.1, of="bytes").for_model(config)
+        assert found.kv_dtype == kv_dtype
+        assert found.slot == sizes.per_token(config, kv_dtype, value_weighted=True)
+        assert found.for_model(config) == found
+    total = filled(H2OConfig.robust(0.1, of="bytes")).total
+    assert total.bytes_held + total.bytes_bookkeeping <= 0.1 * total.bytes_full
+    with pytest.raises(ValueError, match='use "int8"'):
+        H2OCache(model("llama").config, H2OConfig(0.1, 0.1, of="bytes", kv_dtype="int8-int4"))
 
 
 def test_a_short_prompt_keeps_what_fits():

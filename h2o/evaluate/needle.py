@@ -1,0 +1,226 @@
+"""`h2o eval --needle`: whether a fact within a long text can still be told at its end.
+
+A sentence with a number is hidden in a piece of a text. The piece is the prompt of a real
+`H2OCache`, which is cut to its budget before the question is known; then the question goes in, and
+the answer counts if greedy decoding writes the number, digit by digit. What nobody attends to while
+the text is read has to survive that cut: the hard case of every eviction (compare Kamradt, "Needle
+in a haystack", 2023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from h2o import generate, models
+from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
+from h2o.evaluate.setting import Setting
+from h2o.models import UserError
+
+__all__ = ["DEPTHS", "LENGTHS", "Trial", "compare", "trials"]
+
+LENGTHS = (256, 512, 1024)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Where in the text the sentence stands: at 0 it is the second one, at 1 the last."""
+TOWNS = (
+    "Harrowick", "Lisbon", "Trondheim", "Calgary", "Odessa", "Kyoto", "Dunedin", "Marseille",
+    "Bergamo", "Tartu", "Quito", "Aleppo", "Windhoek", "Tampere", "Cusco", "Galway",
+)  # fmt: skip
+FACT = "The secret number of {town} is {number}."
+QUESTION = (
+    "\n\nQuestion: What is the secret number of {town}?\nAnswer: The secret number of {town} is"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One text with its sentence, and the question to it."""
+
+    length: int
+    depth: float
+    document: str
+    question: str
+    answer: str
+
+
+def trials(text: str, tokenizer: Any, lengths: Sequence[int], each: int) -> list[Trial]:
+    """`each` trials of every length and depth, always the same ones.
+
+    Pieces of the text are taken one after the other, from its start again where it ends; a
+    length counts the piece's tokens, to which those of the sentence come.
+
+    Errors: UserError for a text with fewer tokens than a length, or without sentences.
+    """
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if len(ids) < max(lengths):
+        raise UserError(
+            f"the text has {len(ids)} tokens, a length is {max(lengths)}: lower --lengths"
+        )
+    draw = random.Random(0)
+    found, start = [], 0
+    for length in lengths:
+        for depth in DEPTHS:
+            for _ in range(each):
+                if start + length > len(ids):
+                    start = 0
+                piece = tokenizer.decode(ids[start : start + length])
+                start += length
+                town, number = draw.choice(TOWNS), str(draw.randint(10000, 99999))
+                document = hidden(piece, FACT.format(town=town, number=number), depth)
+                question = QUESTION.format(town=town)
+                found.append(Trial(length, depth, document, question, " " + number))
+    return found
+
+
+def hidden(piece: str, fact: str, depth: float) -> str:
+    """The piece with the fact between two of its sentences."""
+    ends = [match.end() for match in re.finditer(r"[.!?;]\s+|\n+", piece)]
+    if not ends:
+        raise UserError("a piece of the text has no end of a sentence: nowhere to hide a fact")
+    at = ends[round(depth * (len(ends) - 1))]
+    return f"{piece[:at]}{fact} {piece[at:]}"
+
+
+def compare(
+    file: Path,
+    settings: Sequence[Setting],
+    output: Path,
+    *,
+    model_name: str | None = None,
+    dtype: str = "auto",
+    lengths: Sequence[int] = LENGTHS,
+    limit: int | None = None,
+) -> str:
+    """How many facts each setting finds.
+
+    Args:
+        file: plain text, UTF-8, to hide them in.
+        settings: what to compare; fractions are of the text with the fact, without the question.
+        output: folder for needle.json, which a second run completes, and needle.png.
+        lengths: tokens of the texts.
+        limit: trials of every length and depth; None is 4.
+
+    Returns:
+        the table, as text.
+    """
+    for setting in settings:
+        if not setting.dropping:
+            raise UserError(f"{setting.name}: a mask, no cache; it cannot answer")
+    try:
+        text = file.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+    cells = Cells(output / "needle.json", "h2o eval --needle")
+    model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
+    rows = trials(text, tokenizer, lengths, limit or 4)
+    encoded = [encode(tokenizer, model.config, row) for row in rows]
+    origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
+    results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
+    with tqdm(total=len(rows) * len(settings), desc="needles") as bar:
+        for row, ids in zip(rows, encoded, strict=True):
+            for setting in settings:
+                facts = origin | {
+                    "file": file.name,
+                    "content": fingerprint(dataclasses.asdict(row)),
+                    "length": row.length,
+                    "depth": row.depth,
+                    "protocol": "drop",
+                    "ratio_of": "prompt",
+                    **setting.describe(),
+                }
+                result = cells.find(facts)
+                if result is None:
+                    result = cells.put(facts, answered(model, setting, *ids))
+                results[setting.name].append(result | {"length": row.length, "depth": row.depth})
+                bar.update()
+    curves: dict[str, list[tuple[float, float, float]]] = {}
+    for setting in settings:
+        found = results[setting.name]
+        curves.setdefault(setting.kind, []).append((share_kept(found), *found_share(found)))
+    drawn = plot_curves(output / "needle.png", [(file.name, curves)], "facts found")
+    written = f"{output / 'needle.json'}" + (f", {output / 'needle.png'}" if drawn else "")
+    first = (
+        f"{origin['model']}, {len(rows)} facts in pieces of {file.name}, cut before the question; "
+        "fractions of the piece"
+    )
+    return "\n".join([first, "", as_table(results, lengths), "", f"written: {written}"])
+
+
+def encode(tokenizer: Any, config: Any, row: Trial) -> tuple[torch.Tensor, ...]:
+    """Token ids [1, n] of document, question and answer. Errors: UserError if they do not fit."""
+    document = tokenizer(row.document, return_tensors="pt")["input_ids"]
+    question, answer = (
+        tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        for text in (row.question, row.answer)
+    )
+    tokens = document.shape[1] + question.shape[1] + answer.shape[1]
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions and tokens > positions:
+        raise UserError(
+            f"a text of {row.length} tokens and its question are more than the model's "
+            f"{positions} positions: lower --lengths"
+        )
+    return document, question, answer
+
+
+def answered(
+    model: Any, setting: Setting, document: torch.Tensor, question: torch.Tensor,
+    answer: torch.Tensor,
+) -> dict[str, Any]:  # fmt: skip
+    """Whether greedy decoding would write the answer: as long as it does, feeding the answer is
+    the same as feeding what was decoded."""
+    config = None if setting.variant == "full" else setting.config
+    n = document.shape[1]
+    cache = generate.new_cache(model, config, n)
+    start = time.perf_counter()
+    written = []
+    with torch.no_grad():
+        model.base_model(document, past_key_values=cache, use_cache=True)  # no logits needed
+        for ids in (question, *answer[:, :-1].split(1, dim=1)):
+            out = model(ids, past_key_values=cache, use_cache=True)
+            written.append(out.logits[0, -1].argmax().item())
+    return {
+        "found": written == answer[0].tolist(),
+        "seen": n,
+        "kept": setting.config.for_model(model).held(n),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def found_share(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Share of the facts found and its standard error."""
+    share = statistics.fmean(row["found"] for row in rows)
+    return share, (share * (1 - share) / max(1, len(rows) - 1)) ** 0.5
+
+
+def share_kept(rows: Sequence[dict[str, Any]]) -> float:
+    return 100 * sum(row["kept"] for row in rows) / sum(row["seen"] for row in rows)
+
+
+def as_table(results: dict[str, list[dict[str, Any]]], lengths: Sequence[int]) -> str:
+    """Settings down; lengths, then depths, across."""
+    lines = []
+    for setting, rows in results.items():
+        by_length = [[row for row in rows if row["length"] == length] for length in lengths]
+        by_depth = [[row for row in rows if row["depth"] == depth] for depth in DEPTHS]
+        lines.append(
+            [
+                setting,
+                f"{share_kept(rows):.1f}%",
+                "{:.2f} ±{:.2f}".format(*found_share(rows)),
+                *(f"{found_share(part)[0]:.2f}" for part in by_length + by_depth),
+                f"{sum(row['seconds'] for row in rows):.0f} s",
+            ]
+        )
+    header = ["setting", "kept", "found", *(f"{length} tokens" for length in lengths)]
+    header += [f"depth {depth:g}" for depth in DEPTHS]
+    return table([*header, "time"], lines)
