@@ -26,7 +26,7 @@ from h2o.amounts import (
 from h2o.profile import Profile
 from h2o.shares import LayerShares, check_shares, table
 
-__all__ = ["UNLIMITED", "VARIANTS", "H2OConfig"]
+__all__ = ["UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
 
 VARIANTS = ("local", "global", "flexgen")
 """Published forms of H2O beside the cache of this package; see `h2o.simulation_mask`."""
@@ -308,3 +308,17 @@ class H2OConfig:
                 "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "
                 f"than 0 (heavy={self.heavy}, recent={self.recent}, sinks=0)"
             )
+
+
+def one_config(h2o_config: H2OConfig | None, parameters: dict[str, Any]) -> H2OConfig:
+    """The config that was given whole, or as keywords."""
+    if h2o_config is None:
+        known = [field.name for field in dataclasses.fields(H2OConfig)]
+        if unknown := sorted(set(parameters) - set(known)):
+            raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(known)}")
+        return H2OConfig(**parameters)
+    if not isinstance(h2o_config, H2OConfig):
+        raise TypeError(f"expected an H2OConfig, not {h2o_config!r}; or give heavy=, recent=, ...")
+    if parameters:
+        raise TypeError(f"give an H2OConfig or keywords, not both: {', '.join(parameters)}")
+    return h2o_config

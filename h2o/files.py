@@ -1,14 +1,15 @@
-"""Folders that results go into: whether that will work is known before anything is measured."""
+"""Files and folders that results go into: whole or not at all, and known to work beforehand."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["UserError", "alone", "make_writable"]
+__all__ = ["UserError", "alone", "make_writable", "whole"]
 
 
 class UserError(Exception):
@@ -38,3 +39,15 @@ def alone(path: Path) -> Iterator[None]:
     with (path.parent / f".{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A draft beside a file, for the block to write, which then takes its place: whole or not at
+    all."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

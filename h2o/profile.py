@@ -16,7 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Profile", "describe", "sample"]
+from h2o.files import whole
+
+__all__ = ["Profile", "describe", "difference", "sample"]
 
 KIND = "h2o profile"
 LAYOUT = 1
@@ -133,33 +135,9 @@ class Profile:
 
         Errors: ValueError that names what differs.
         """
-        config = getattr(model, "config", model)
-        found = describe(config)
-        for name, wanted in self.model.items():
-            if name in found and found[name] != wanted:
-                raise ValueError(
-                    f"this profile is of another model: {name} is {wanted} there and "
-                    f"{found[name]} here. {REMEDY}"
-                )
-        layers = found.get("num_hidden_layers", len(self.shares[0]))
-        if layers != len(self.shares[0]):
-            raise ValueError(
-                f"this profile has shares for {len(self.shares[0])} layers and this model "
-                f"{layers}. {REMEDY}"
-            )
-        if config is model or not self.weights:
-            return
-        own = _parameters(model)
-        for name, wanted in self.weights.items():
-            values = _values(own[name], len(wanted)) if name in own else None
-            if values is None:  # quantised, offloaded or renamed by an adapter: nothing to compare
-                continue
-            apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
-            if not apart <= TOLERANCE:
-                raise ValueError(
-                    f"this profile is of another model: its shape is the same, but the weights of "
-                    f"{name} differ by {apart:.0%}. {REMEDY}"
-                )
+        shape = {**self.model, "num_hidden_layers": len(self.shares[0])}
+        if reason := difference(model, shape, self.weights):
+            raise ValueError(f"this profile is of another model: {reason}. {REMEDY}")
 
     # ---- files ---------------------------------------------------------------------------------
 
@@ -196,10 +174,8 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file of some kilobytes, as a whole or not at all."""
-        path = Path(path)
-        draft = path.with_name(f".{path.name}.draft")
-        draft.write_text(_as_text(self.as_dict()), "utf-8")
-        os.replace(draft, path)
+        with whole(Path(path)) as draft:
+            draft.write_text(_as_text(self.as_dict()), "utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -238,6 +214,29 @@ def describe(config: Any) -> dict[str, Any]:
         if "hidden_size" in found:
             found.setdefault("head_dim", found["hidden_size"] // heads)
     return found
+
+
+def difference(
+    model: Any, shape: Mapping[str, Any], weights: Mapping[str, Sequence[float]]
+) -> str | None:
+    """What tells a model from the one that `describe` and `sample` have described; None if nothing
+    does. Of a config the shape only is looked at."""
+    config = getattr(model, "config", model)
+    found = describe(config)
+    for name, wanted in shape.items():
+        if found.get(name, wanted) != wanted:
+            return f"{name} is {wanted} there and {found[name]} here"
+    if config is model or not weights:
+        return None
+    own = _parameters(model)
+    for name, wanted in weights.items():
+        values = _values(own[name], len(wanted)) if name in own else None
+        if values is None:  # quantised, offloaded or renamed by an adapter: nothing to compare
+            continue
+        apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
+        if not apart <= TOLERANCE:
+            return f"its shape is the same, but the weights of {name} differ by {apart:.0%}"
+    return None
 
 
 def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[float]]:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from h2o.analysis.collect import Attention, attend, full_layers, sparsity, watch
 from h2o.analysis.result import THRESHOLD, Analysis, Measured
-from h2o.config import H2OConfig
-from h2o.hf.cache import one_config
+from h2o.config import H2OConfig, one_config
 
 __all__ = ["analyze"]
 

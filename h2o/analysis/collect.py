@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.hf.attending import Call, attending
-from h2o.hf.cache import transformers_layers
+from h2o.hf.served import transformers_layers
 from h2o.hf.variants import logit_blocks
 
 __all__ = ["Attention", "attend", "forward", "full_layers", "sparsity", "watch"]

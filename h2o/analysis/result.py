@@ -11,9 +11,8 @@ from torch import Tensor
 
 from h2o.analysis import measures, removal
 from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
-from h2o.config import H2OConfig
+from h2o.config import H2OConfig, one_config
 from h2o.draw.text import pieces
-from h2o.hf.cache import one_config
 from h2o.hf.simulation import simulated
 
 __all__ = ["Analysis", "Cached", "Measured", "Token"]

@@ -20,7 +20,7 @@ from h2o.calibration.measure import costs, watch
 from h2o.calibration.refine import around, moved, worth
 from h2o.config import H2OConfig
 from h2o.evaluate.results import Cells, provenance
-from h2o.hf.cache import transformers_layers
+from h2o.hf.served import transformers_layers
 from h2o.profile import Profile, describe, sample
 from h2o.shares import LEAST
 

@@ -22,9 +22,9 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils.output_capturing import _active_collector
 
 from h2o.hf import rotary
-from h2o.hf.cache import transformers_layers
 from h2o.hf.layer import H2OLayer
 from h2o.hf.rolled import RolledLayer
+from h2o.hf.served import transformers_layers
 from h2o.hf.support import Support, Unsupported
 
 __all__ = [

@@ -11,30 +11,29 @@ row, pads not counted.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from h2o.config import H2OConfig
+from h2o.config import H2OConfig, one_config
+from h2o.hf import saved
 from h2o.hf.conversation import NO_ROLLBACK, Conversation, is_reset
 from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
 from h2o.hf.report import LayerReport, Report
 from h2o.hf.rolled import RolledLayer
 from h2o.hf.rotary import Rotary, has_rotary
-from h2o.hf.support import Unsupported, refusal
+from h2o.hf.served import transformers_layers
+from h2o.hf.support import Unsupported
 from h2o.hf.takeover import take_over
+from h2o.profile import describe
 
-__all__ = ["H2OCache", "H2OLayer", "Unsupported", "one_config", "transformers_layers"]
+__all__ = ["H2OCache", "H2OLayer", "Unsupported"]
 
 
 class H2OCache(Cache):
@@ -90,6 +89,7 @@ class H2OCache(Cache):
                 layers[index] = RolledLayer(own, index, conversation, rotary, trace=trace)
         super().__init__(layers=layers)
         self.conversation = conversation
+        self.model_shape = describe(config)
 
     @classmethod
     def from_dynamic_cache(
@@ -139,6 +139,70 @@ class H2OCache(Cache):
             )
         take_over(cache, taken.layers, attention_mask)
         return taken
+
+    def fork(self, rows: int = 1) -> H2OCache:
+        """A copy that goes on by itself: read a document once, then ask a fork each question.
+
+        ```python
+        model(**document, past_key_values=cache)
+        for question in questions:  # each with the document's ids before it
+            model.generate(question, past_key_values=cache.fork())
+        ```
+
+        `copy.deepcopy(cache)` is the same. What a copy holds counts as a whole prompt, so that
+        fractions stay those of the document.
+
+        Args:
+            rows: what each row becomes, for questions in one batch.
+        """
+        self.conversation.refuse_other_thread()
+        fork = copy.deepcopy(self)
+        if rows != 1:
+            fork.batch_repeat_interleave(rows)
+        return fork
+
+    def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
+        """Writes a safetensors file from which `load` goes on with identical tokens.
+
+        Args:
+            path: replaced as a whole or not at all.
+            model: the model that has read the text. With it the file knows a few numbers of its
+                weights, and `load` refuses another one of the same shape.
+
+        Errors: OSError, RuntimeError during another thread's forward pass, ValueError for a model
+        that is not the cache's.
+        """
+        self.conversation.refuse_other_thread()
+        saved.write(Path(path), self, model)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Any, *, device: Any = None) -> H2OCache:
+        """What `save` wrote, with its settings. Like a fork it counts as a whole prompt.
+
+        ```python
+        cache = h2o.H2OCache.load("document.safetensors", model)
+        model.generate(document_and_question, past_key_values=cache)
+        ```
+
+        Args:
+            model: the model that goes on, or its config, which has a shape but no weights.
+            device: where the tensors go; by default where the model is.
+
+        Errors: ValueError with the reason for a file that is truncated, edited, of a later version
+        or of another model; OSError without one.
+        """
+        content, tensors = saved.read(Path(path), model)
+        settings = content["settings"]
+        loaded = cls(
+            getattr(model, "config", model),
+            settings["config"],
+            prompt_length=content["prompt_length"],
+            trace=settings["trace"],
+        )
+        device = getattr(model, "device", "cpu") if device is None else device
+        saved.fill(loaded.layers, content, {name: x.to(device) for name, x in tensors.items()})
+        loaded.conversation.copied = True
+        return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Called once before a forward pass: the place to notice that the last one broke off."""
@@ -318,42 +382,3 @@ class H2OCache(Cache):
                 f"the layers of h2o are {[x.layer_idx for x in self.layers if hasattr(x, 'slots')]}"
             )
         return layer
-
-
-def one_config(h2o_config: H2OConfig | None, parameters: dict[str, Any]) -> H2OConfig:
-    """The config that was given whole, or as keywords."""
-    if h2o_config is None:
-        known = [field.name for field in dataclasses.fields(H2OConfig)]
-        if unknown := sorted(set(parameters) - set(known)):
-            raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(known)}")
-        return H2OConfig(**parameters)
-    if not isinstance(h2o_config, H2OConfig):
-        raise TypeError(f"expected an H2OConfig, not {h2o_config!r}; or give heavy=, recent=, ...")
-    if parameters:
-        raise TypeError(f"give an H2OConfig or keywords, not both: {', '.join(parameters)}")
-    return h2o_config
-
-
-def transformers_layers(config: Any) -> list[CacheLayerMixin]:
-    """The layers that transformers' own cache has for a model; checked that h2o can serve them.
-
-    Errors: TypeError for a thing that is no config, `Unsupported`.
-    """
-    if not hasattr(config, "get_text_config"):
-        hint = "its .config" if hasattr(config, "config") else "a model's config"
-        raise TypeError(f"H2OCache needs {hint} as first argument, not {type(config).__name__}")
-    text_config = config.get_text_config(decoder=True)
-    if reason := refusal(config):
-        raise Unsupported(f"h2o cannot serve {config.model_type}: {reason}")
-    layers = DynamicCache(config=text_config).layers
-    if not layers:  # Gemma 4 without shared layers in transformers 5.10
-        raise Unsupported(
-            f"h2o cannot serve {config.model_type}: transformers caches no layer of it"
-        )
-    for index, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise Unsupported(
-                f"h2o cannot serve {config.model_type}: layer {index} is cached as "
-                f"{type(layer).__name__}, which is neither full nor sliding-window attention"
-            )
-    return layers

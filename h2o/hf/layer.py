@@ -277,7 +277,7 @@ class H2OLayer(CacheLayerMixin):
                 f"this looks like the second chunk of a prompt, but the budget is a fraction of "
                 f"the whole prompt. If it is one, give H2OCache(..., prompt_length="
                 f"{self.seen + Q}); if the first {self.seen} tokens were all of it, prompt_length="
-                f"{self.seen}, or a copy.deepcopy(cache) for each text that follows them. "
+                f"{self.seen}, or a cache.fork() for each text that follows them. "
                 "h2o.patched() and numbers of tokens need neither"
             )
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
-from h2o.config import H2OConfig
+from h2o.config import H2OConfig, one_config
 from h2o.hf import rolled
 from h2o.hf.attention import switch
-from h2o.hf.cache import H2OCache, one_config
+from h2o.hf.cache import H2OCache
 from h2o.hf.support import Unsupported
 from h2o.hf.turns import Turn, configs_of, lock, unwrapped
 

@@ -39,7 +39,7 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
     for layers that are neither full nor sliding-window attention.
     """
     if not isinstance(cache, DynamicCache):
-        hint = "; it is one already, copy.deepcopy() it" if hasattr(cache, "conversation") else ""
+        hint = "; it is one already, fork() it" if hasattr(cache, "conversation") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
     B, n = _sizes(cache, len(layers))
     mask = _mask(attention_mask, B, n)

@@ -294,7 +294,7 @@ def states(dtype=torch.float32, *, D=8, n=6, B=2):
          "holds 9 of 20 keys"),
         (lambda: StaticCache(config=model("llama").config, max_cache_len=9), TypeError,
          "DynamicCache, not StaticCache"),
-        (lambda: H2OCache(model("llama").config), TypeError, "deepcopy"),
+        (lambda: H2OCache(model("llama").config), TypeError, "fork"),
         (lambda: [(states(), states())] * 2, TypeError, "not list"),
     ],
 )  # fmt: skip

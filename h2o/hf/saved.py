@@ -1,0 +1,172 @@
+"""A cache as a file, and back: read a document once, and ask it in another process.
+
+A safetensors file. Its tensors are those of the layers' states, named `<layer>.<tensor>`; its
+metadata has one JSON text with the rest (settings, which model it was, numbers of each layer), and
+a checksum of all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from h2o.config import H2OConfig
+from h2o.files import whole
+from h2o.hf.layer import H2OLayer
+from h2o.hf.state import State, restore, state_of
+from h2o.installed import version
+from h2o.profile import Profile, difference, sample
+from h2o.shares import LayerShares
+
+__all__ = ["fill", "read", "write"]
+
+KIND = "h2o cache"
+LAYOUT = 1
+"""Raised when a file is written that older versions cannot read."""
+
+
+def write(path: Path, cache: Any, model: Any = None) -> None:
+    """Writes what an `H2OCache` holds; see its `save`."""
+    if model is not None and (reason := difference(model, cache.model_shape, {})):
+        raise ValueError(f"this cache was made for another model: {reason}")
+    states = [state_of(layer) for layer in cache.layers]
+    text = json.dumps(
+        {
+            "kind": KIND,
+            "layout": LAYOUT,
+            "versions": {name: version(name) for name in ("h2o-kv", "torch", "transformers")},
+            "model": cache.model_shape,
+            "weights": {} if model is None else sample(model),
+            "settings": _settings(cache.layers),
+            "prompt_length": cache.conversation.prompt_length,
+            "layers": [state.numbers for state in states],
+        }
+    )
+    tensors = {
+        f"{index}.{name}": x.cpu().contiguous()
+        for index, state in enumerate(states)
+        for name, x in state.tensors.items()
+    }
+    metadata = {"format": "pt", "h2o": text, "sha256": _checksum(text, tensors)}
+    with whole(path) as draft:
+        draft.touch()  # OSError as everywhere, where no file can be
+        try:
+            save_file(tensors, draft, metadata)
+        except SafetensorError as error:
+            raise OSError(f"{path} could not be written: {error}") from error
+
+
+def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `write` wrote: `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
+
+    Errors: ValueError for a file that is no cache, not whole, edited, written by a later version,
+    or of another model than this one or one with this config; OSError without one.
+    """
+    try:
+        metadata, tensors = _opened(path)
+        if "h2o" not in metadata:
+            raise ValueError("is a safetensors file, but none of H2OCache.save")
+        text = metadata["h2o"]
+        if metadata.get("sha256") != _checksum(text, tensors):
+            raise ValueError(
+                "its content is not what was written, by its checksum: it was edited or damaged. "
+                "Read the text again and save it anew"
+            )
+        content = json.loads(text)
+        if content["kind"] != KIND:
+            raise ValueError(f"is of the kind {content['kind']!r}, wanted {KIND!r}")
+        if content["layout"] != LAYOUT:
+            raise ValueError(
+                f"was written in layout {content['layout']}, this version of h2o reads {LAYOUT}"
+            )
+        if reason := difference(model, content["model"], content["weights"]):
+            raise ValueError(
+                f"this cache is of another model: {reason}. Load the model that read the text"
+            )
+        content["settings"]["config"] = _config(content["settings"]["config"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return content, tensors
+
+
+def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Gives new layers what `read` found; the tensors become theirs.
+
+    Errors: ValueError where something is missing, or is there that no layer has.
+    """
+    if len(layers) != len(content["layers"]):
+        raise ValueError(f"the file has {len(content['layers'])} layers, the model {len(layers)}")
+    for index, (layer, numbers) in enumerate(zip(layers, content["layers"], strict=True)):
+        prefix = f"{index}."
+        own = {
+            name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)
+        }
+        try:
+            restore(layer, State(own, numbers))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"layer {index} was written by another version: {error}") from error
+
+
+def _opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    path.open("rb").close()  # OSError as everywhere
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(
+            f"is truncated, damaged or no safetensors file at all ({error}): save the cache anew"
+        ) from error
+
+
+def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256(text.encode())
+    for name, x in sorted(tensors.items()):
+        found.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+        found.update(x.reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def _settings(layers: list[Any]) -> dict[str, Any]:
+    """What a cache with these layers is made with: fields of `H2OConfig` for JSON, and trace."""
+    own = [layer if isinstance(layer, H2OLayer) else None for layer in layers]
+    some = next(filter(None, own), None)
+    if some is None:  # all have windows
+        return {"config": None, "trace": False}
+    fields = {x.name: getattr(some.config, x.name) for x in dataclasses.fields(H2OConfig)}
+    for name in ("heavy", "recent"):  # what a function gave for a layer has become its number
+        amounts = [_amounts(getattr((layer or some).config, name)) for layer in own]
+        alike = len(set(map(repr, amounts))) == 1 and not isinstance(amounts[0], list)
+        fields[name] = amounts[0] if alike else amounts
+    shares = fields["shares"]
+    if isinstance(shares, LayerShares):
+        table = shares.shares
+        fields["shares"] = table.as_dict() if isinstance(table, Profile) else table
+    return {"config": fields, "trace": some.traced}
+
+
+def _amounts(given: Any) -> Any:
+    """Of one layer's config: an amount, or a list with one for each head."""
+    return list(given[0]) if isinstance(given, tuple) else given
+
+
+def _config(fields: dict[str, Any] | None) -> H2OConfig:
+    """What `_settings` took apart."""
+    if fields is None:
+        return H2OConfig()
+    fields = dict(fields)
+    if isinstance(fields["shares"], dict):
+        fields["shares"] = Profile.from_dict(fields["shares"])
+    if fields["slot"] is not None:
+        fields["slot"] = tuple(fields["slot"])
+    try:
+        return H2OConfig(**fields)
+    except TypeError as error:
+        raise ValueError(f"was written by a later version of h2o ({error})") from error

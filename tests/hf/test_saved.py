@@ -1,0 +1,327 @@
+"""One document, many questions: caches that are forked, and written to a file and read again."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from h2o import H2OCache, H2OConfig, Profile
+from h2o.hf import saved
+from h2o.hf.layer import H2OLayer
+from h2o.hf.state import state_of
+from tests.hf.modes import uneven
+from tests.hf.tiny import greedy, model, prompts
+
+SMALL = {"heavy": 6, "recent": 6}
+STORES = {
+    "rectangular": ("llama", {}),
+    "fractions": ("llama", {"heavy": 0.2, "recent": 0.1}),
+    "own budgets": ("qwen2", {"shares": uneven, "sinks": 1}),
+    "by layer and head": ("llama", {"heavy": lambda i, n: [5 + i, 9], "recent": [3, 4]}),
+    "int8": ("llama", {"kv_dtype": "int8", "rank_by": "mean"}),
+    "int8-int4": ("wide", {"kv_dtype": "int8-int4", "shares": uneven}),
+    "bytes": ("wide", {"heavy": 0.3, "recent": 0.2, "of": "bytes", "kv_dtype": "int8"}),
+    "norms": ("llama", {"value_weighted": True, "decay": 0.9}),
+    "rolled": ("llama", {"positions": "rolled", "sinks": 2}),
+    "rolled, own budgets": ("llama", {"positions": "rolled", "shares": uneven}),
+    "trace": ("llama", {"trace": True, "shares": uneven}),
+    "windows": ("gemma3", {}),
+    "windows only": ("mistral-window", {}),
+}
+
+
+def opened(name):
+    """A model, and what a cache for it takes."""
+    family, more = STORES[name]
+    parameters = SMALL | more
+    if family == "wide":  # four bits come in groups of 32
+        torch.manual_seed(1)
+        config = LlamaConfig(
+            vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, intermediate_size=48, initializer_range=0.5,
+            attn_implementation="h2o", pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        ours = LlamaForCausalLM(config).eval()
+    else:
+        ours = model(family)
+    if "shares" in parameters:
+        parameters = parameters | {"shares": uneven(ours)}
+    return ours, parameters
+
+
+def has_read(ours, ids, **parameters):
+    cache = H2OCache(ours.config, **parameters)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+    return cache
+
+
+def after(document, question):
+    return {"input_ids": torch.cat([document, question], dim=1)}
+
+
+def assert_same(one, other):
+    """Bit for bit, but for what was allocated and not written."""
+    for a, b in zip(one.layers, other.layers, strict=True):
+        (tensors, numbers), (more, others) = state_of(a), state_of(b)
+        assert numbers == others
+        assert tensors.keys() == more.keys()
+        for name, x in tensors.items():
+            torch.testing.assert_close(more[name], x, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_forks_are_independent(store):
+    """One after the other and side by side: each is as if it had read the document itself."""
+    ours, parameters = opened(store)
+    document, *questions = prompts(40, 5, 9, 1)
+    cache = has_read(ours, document, **parameters)
+    before = copy.deepcopy(cache)
+    forks = [cache.fork() for _ in questions]
+    for question, fork in zip(questions, forks, strict=True):
+        inputs = after(document, question)
+        alone = before.fork()
+        expected = greedy(ours, inputs, past_key_values=alone)
+        assert greedy(ours, inputs, past_key_values=fork).tolist() == expected.tolist()
+        assert_same(fork, alone)
+        assert_same(cache, before)
+    shared = {x.data_ptr() for layer in cache.layers for x in state_of(layer).tensors.values()}
+    for layer in forks[0].layers:
+        assert not shared & {x.data_ptr() for x in state_of(layer).tensors.values()}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_questions_in_one_batch(store):
+    """Rows of one document, with questions of different lengths: pads stand between the two."""
+    ours, parameters = opened(store)
+    document, *questions = prompts(40, 5, 9, 2)
+    cache = has_read(ours, document, **parameters)
+    longest = max(question.shape[1] for question in questions)
+    ids = torch.zeros(3, 40 + longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, question in enumerate(questions):
+        ids[row, :40], ids[row, -question.shape[1] :] = document[0], question[0]
+        mask[row, :40], mask[row, -question.shape[1] :] = 1, 1
+    together = greedy(
+        ours, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache.fork(rows=3)
+    )
+    if "windows" in store:  # pads take places of transformers' own windows: the longest alone
+        questions = {1: questions[1]}
+    else:
+        questions = dict(enumerate(questions))
+    for row, question in questions.items():
+        alone = greedy(ours, after(document, question), past_key_values=cache.fork())
+        assert together[row].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_file_goes_on_with_the_same_tokens(store, tmp_path):
+    ours, parameters = opened(store)
+    document, question = prompts(40, 7)
+    cache = has_read(ours, document, **parameters)
+    path = tmp_path / "document.safetensors"
+    cache.save(path, ours)
+    loaded = H2OCache.load(path, ours)
+    assert_same(loaded, cache)
+    assert str(loaded.report()) == str(cache.report())
+    inputs = after(document, question)
+    expected = greedy(ours, inputs, past_key_values=cache.fork())
+    assert greedy(ours, inputs, past_key_values=loaded).tolist() == expected.tolist()
+    loaded.reset()  # its settings came along: another document is cut as the first cache cuts it
+    cache.reset()
+    other = {"input_ids": prompts(31, seed=3)[0]}
+    expected = greedy(ours, other, past_key_values=cache)
+    assert greedy(ours, other, past_key_values=loaded).tolist() == expected.tolist()
+    assert_same(loaded, cache)
+    assert [x.name for x in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_file_of_rows_amid_an_answer(tmp_path):
+    """bfloat16, padded rows, some steps on; loaded by a config."""
+    ours = model("llama").bfloat16()
+    ids = torch.cat(prompts(20, 20))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    cache = H2OCache(ours.config, **SMALL, trace=True)
+    out = ours.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+    )
+    cache.save(tmp_path / "rows")
+    loaded = H2OCache.load(tmp_path / "rows", ours.config)
+    assert loaded.layers[1].keys.dtype == torch.bfloat16
+    mask = torch.cat([mask, mask.new_ones(2, out.shape[1] - 20)], dim=1)
+    inputs = {"input_ids": out, "attention_mask": mask}
+    expected = greedy(ours, inputs, past_key_values=cache)
+    assert greedy(ours, inputs, past_key_values=loaded).tolist() == expected.tolist()
+    assert torch.equal(loaded.evicted_at(1), cache.evicted_at(1))
+
+
+def test_a_file_of_a_profile_and_of_nothing_read(tmp_path):
+    ours = model("llama")
+    profile = Profile(
+        fractions=(0.1, 0.5),
+        shares=(((0.5, 1.5), (1.0, 1.0)), ((1.25, 0.75), (1.0, 1.0))),
+        window=64,
+    )
+    (ids,) = prompts(40)
+    cache = H2OCache(ours.config, heavy=0.2, recent=0.2, shares=profile, prompt_length=50)
+    cache.save(tmp_path / "empty", ours)
+    loaded = H2OCache.load(tmp_path / "empty", ours)
+    assert loaded.get_seq_length() == 0
+    expected = greedy(ours, {"input_ids": ids}, past_key_values=cache)
+    assert greedy(ours, {"input_ids": ids}, past_key_values=loaded).tolist() == expected.tolist()
+    budget = loaded.report().layers[0].budget_by_head
+    assert budget == cache.report().layers[0].budget_by_head != [[20, 20]]
+
+
+def test_a_file_of_what_was_taken_over(tmp_path):
+    """From a DynamicCache, before the pass that scores it."""
+    ours = model("llama")
+    document, question = prompts(30, 6)
+    full = DynamicCache(config=ours.config)
+    with torch.no_grad():
+        ours(document, past_key_values=full)
+    cache = H2OCache.from_dynamic_cache(full, ours.config, **SMALL)
+    cache.save(tmp_path / "taken", ours)
+    loaded = H2OCache.load(tmp_path / "taken", ours)
+    assert loaded.report().layers[0].unscored
+    expected = greedy(ours, after(document, question), past_key_values=cache)
+    got = greedy(ours, after(document, question), past_key_values=loaded)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.fixture
+def written(tmp_path):
+    ours = model("llama")
+    cache = has_read(ours, prompts(40)[0], **SMALL)
+    path = tmp_path / "document.safetensors"
+    cache.save(path, ours)
+    return path, ours
+
+
+@pytest.mark.parametrize("part", [0, 0.001, 0.1, 0.5, 0.999])
+def test_a_truncated_file(written, part):
+    path, ours = written
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * part)])
+    with pytest.raises(ValueError, match=r"document.safetensors: is truncated, damaged"):
+        H2OCache.load(path, ours)
+
+
+def rewritten(path, change):
+    """The file again, after `change(text, tensors)` has given other JSON; with its old checksum."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+    metadata["h2o"] = change(metadata["h2o"], tensors)
+    save_file(tensors, path, metadata)
+    return metadata["h2o"], tensors
+
+
+EDITS = {
+    "a score": lambda text, tensors: (tensors["0.slots.scores"].mul_(1.0001), text)[1],
+    "a position": lambda text, tensors: (tensors["1.slots.positions"].add_(1), text)[1],
+    "a shape": lambda text, tensors: (
+        tensors.update({"0.slots.keys": tensors["0.slots.keys"][..., :4].contiguous()}), text)[1],
+    "a name": lambda text, tensors: (
+        tensors.update({"1.slots.bias": tensors.pop("1.slots.scores")}), text)[1],
+    "a budget": lambda text, tensors: text.replace('"recent": 6', '"recent": 7'),
+    "a number": lambda text, tensors: text.replace('"seen": 40', '"seen": 41'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_file(written, edit):
+    path, ours = written
+    rewritten(path, EDITS[edit])
+    with pytest.raises(ValueError, match=r"document.safetensors: .*was edited or damaged"):
+        H2OCache.load(path, ours)
+
+
+def test_flipped_bits(written):
+    path, ours = written
+    whole = path.read_bytes()
+    for at in range(8, len(whole), len(whole) // 40):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"edited or damaged|truncated, damaged"):
+            H2OCache.load(path, ours)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"layout": 2}, "was written in layout 2, this version of h2o reads 1"),
+        ({"kind": "h2o profile"}, "wanted 'h2o cache'"),
+        ({"layers": []}, "has 0 layers, the model 2"),
+        ({"layers": [{"seen": 40}] * 2}, "layer 0 was written by another version.*widest"),
+        ({"settings": {"config": {"heavy": 1, "shares": None, "slot": None, "news": 1}}},
+         "later version of h2o.*news"),
+    ],
+)  # fmt: skip
+def test_files_of_other_versions(written, content, words):
+    """With a checksum that is right."""
+    path, ours = written
+    text, tensors = rewritten(path, lambda text, _: json.dumps(json.loads(text) | content))
+    save_file(tensors, path, {"h2o": text, "sha256": saved._checksum(text, tensors)})
+    with pytest.raises(ValueError, match=words):
+        H2OCache.load(path, ours)
+
+
+def test_another_model(written):
+    path, ours = written
+    with pytest.raises(ValueError, match="another model: model_type is llama there and qwen2 here"):
+        H2OCache.load(path, model("qwen2"))
+    with pytest.raises(ValueError, match="num_hidden_layers is 2 there and 1 here"):
+        H2OCache.load(path, LlamaConfig(**(ours.config.to_dict() | {"num_hidden_layers": 1})))
+    tuned = copy.deepcopy(ours)
+    for parameter in tuned.parameters():
+        torch.nn.init.normal_(parameter)
+    with pytest.raises(ValueError, match=r"the weights of .* differ by"):
+        H2OCache.load(path, tuned)
+    H2OCache.load(path, tuned.config)  # a shape only
+    with pytest.raises(ValueError, match="made for another model: model_type is llama"):
+        H2OCache(ours.config, **SMALL).save(path, model("qwen2"))
+    assert H2OCache.load(path, ours).get_seq_length() == 40  # what was there has stayed
+
+
+def test_no_cache_file(tmp_path):
+    ours = model("llama")
+    with pytest.raises(FileNotFoundError):
+        H2OCache.load(tmp_path / "none", ours)
+    save_file({"weight": torch.ones(2)}, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"none of H2OCache\.save"):
+        H2OCache.load(tmp_path / "other", ours)
+    with pytest.raises(FileNotFoundError):
+        H2OCache(ours.config, **SMALL).save(tmp_path / "no" / "folder")
+
+
+def test_states_are_whole():
+    """Whatever a pass changes in a layer is in its state, or is made anew from it."""
+    ours = model("llama")
+    (ids,) = prompts(40)
+    anew = {
+        "room",
+        "keys",
+        "values",
+        "is_initialized",
+        "batch_size",
+        "_out",
+        "_ranks",
+        "conversation",
+    }
+    for positions in ("original", "rolled"):
+        config = H2OConfig(**SMALL, positions=positions)
+        cache = H2OCache(ours.config, config, trace=True)
+        before = [dict(vars(layer)) for layer in cache.layers]
+        greedy(ours, {"input_ids": ids}, past_key_values=cache)
+        for layer, old in zip(cache.layers, before, strict=True):
+            assert isinstance(layer, H2OLayer)
+            changed = {name for name, x in vars(layer).items() if x is not old[name]}
+            found = {name.partition(".")[0] for name in state_of(layer).tensors}
+            assert changed - anew <= found | set(state_of(layer).numbers)
