@@ -8,6 +8,7 @@ numbers: the simulation, one forward a window, and the real cache, token by toke
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -190,8 +191,21 @@ def summary(windows: list[dict[str, Any]]) -> tuple[float, float, float, dict[st
     return share, math.exp(mean), math.exp(mean) * deviation, layers
 
 
+def lost(windows: list[dict[str, Any]], full: list[dict[str, Any]]) -> tuple[float, float]:
+    """(nats a token lost to the full cache, their standard error over windows, which are the same
+    ones in both)."""
+    each = [
+        (own["loss"] - whole["loss"]) / own["predicted"]
+        for own, whole in zip(windows, full, strict=True)
+    ]
+    mean = sum(own["loss"] - whole["loss"] for own, whole in zip(windows, full, strict=True))
+    mean /= sum(own["predicted"] for own in windows)
+    return mean, statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else 0.0
+
+
 def as_table(results: dict[Setting, list[dict[str, Any]]], protocol: str) -> str:
     name = MASS[protocol].replace("_", " ")
+    full = next((w for setting, w in results.items() if setting.variant == "full"), None)
     rows = []
     for setting, windows in results.items():
         share, perplexity, error, layers = summary(windows)
@@ -202,10 +216,11 @@ def as_table(results: dict[Setting, list[dict[str, Any]]], protocol: str) -> str
                 f"{share:.1f}%",
                 f"{sum(w['kept'] for w in windows) / len(windows):.0f}",
                 f"{perplexity:.2f} ±{error:.2f}",
+                "{:.3f} ±{:.3f}".format(*lost(windows, full)) if full else "",
                 f"{sum(layers.values()) / len(layers):.1%}" if layers else "",
                 f"{layers[lowest]:.1%} (layer {lowest})" if layers else "",
                 f"{sum(w['seconds'] for w in windows):.0f} s",
             ]
         )
-    header = ["setting", "kept", "tokens", "perplexity", name, "lowest layer", "time"]
+    header = ["setting", "kept", "tokens", "perplexity", "nats lost", name, "lowest layer", "time"]
     return "\n".join([table(header, rows), *footnote(results)])

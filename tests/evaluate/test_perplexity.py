@@ -95,6 +95,15 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
     want = math.exp(sum(r["loss"] for r in full) / sum(r["predicted"] for r in full))
     assert rows["full"][3] == f"{want:.2f}"
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 0
+    name = next(name for name in settings.split(",") if name.startswith("local"))
+    own = [c["result"] for c in found if c["facts"]["setting"] == name]
+    loss = math.log(float(rows[name][3]) / float(rows["full"][3]))
+    assert rows["full"][5:7] == ["0.000", "±0.000"]
+    assert float(rows[name][5]) == pytest.approx(loss, abs=2e-3)
+    each = torch.tensor(
+        [(a["loss"] - b["loss"]) / a["predicted"] for a, b in zip(own, full, strict=True)]
+    )
+    assert rows[name][6] == f"±{each.std().item() / len(each) ** 0.5:.3f}"
 
 
 @pytest.mark.parametrize("protocol", ["simulate", "drop"])

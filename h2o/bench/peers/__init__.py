@@ -21,6 +21,11 @@ from ..machine import cache_dir
 
 REQUIREMENTS = {
     "kvpress": ["kvpress==0.5.5", "torch==" + torch.__version__.split("+")[0]],
+    "quality": [
+        "kvpress==0.5.5",
+        "optimum-quanto==0.2.7",
+        "torch==" + torch.__version__.split("+")[0],
+    ],
     "openvino": ["openvino-genai==2026.4.1.0"],
 }
 

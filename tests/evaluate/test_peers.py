@@ -1,0 +1,77 @@
+"""The example that holds h2o beside other packages, with a peer that answers at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from h2o.evaluate import perplexity
+from tests.evaluate.conftest import build
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "peers_at_equal_bytes.py"
+
+if not SCRIPT.exists():
+    pytest.skip("the examples are not here", allow_module_level=True)
+
+
+@pytest.fixture
+def script():
+    spec = importlib.util.spec_from_file_location("peers_at_equal_bytes", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_press_gets_the_budget_at_the_cut_or_at_the_end(script):
+    kept = {name: request.get("kept") for name, request in script.rows(1000, 50)}
+    for method in script.PRESSES:
+        assert kept[f"{method}:0.1 cut"] == 100
+        assert kept[f"{method}:0.1 end"] == 50
+        assert f"{method}:0.04 end" not in kept
+    source = (ROOT / "h2o" / "bench" / "peers" / "quality_peer.py").read_text("utf-8")
+    assert all(f'"{method}": ' in source for method in script.PRESSES)
+
+
+def test_the_table(script, tokenizer, tmp_path, monkeypatch, capsys):
+    model = build()
+    full = 2 * 2 * 2 * 8 * 2 * 100  # keys and values, layers, heads, D, two bytes, window
+
+    class Answers:
+        def __init__(self, *arguments):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            pass
+
+        def ask(self, ids, prompt, method, **request):
+            assert (len(ids), prompt) == (100, 80)
+            held = request.get("kept", 50) * full // 100
+            return {"loss": [2.0] * 19, "bytes": {"cut": held, "end": held + full // 5}}
+
+    monkeypatch.setattr(script, "Peer", Answers)
+    monkeypatch.setattr(script.models, "load", lambda *a, **k: (model, tokenizer))
+    monkeypatch.setattr(script.models, "embedded_folder", lambda: tmp_path)
+    # No profile is shipped for a tiny model.
+    wanted = [row for row in script.rows(100, 20) if "calibrated" not in row[0]]
+    monkeypatch.setattr(script, "rows", lambda window, rest: wanted)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i * i} fish, " for i in range(80)))
+    arguments = ["--window", "100", "--rest", "20", "--skip", "1", "--limit", "2"]
+    where = [str(text), "--output-path", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["peers_at_equal_bytes.py", *where, *arguments])
+    script.main()
+    rows = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert [row[0] for row in wanted] == list(rows)[2:]
+    assert rows["SnapKV:0.1 cut"][2:5] == ["10.0%", "30.0%", "7.39"]
+    assert rows["robust-bytes:0.1"][1:3] == ["10.0%", "10.0%"]
+    assert rows["full"][-2:] == ["0.000", "±0.000"]
+    monkeypatch.setattr(Answers, "ask", None)  # what is there is not measured again
+    monkeypatch.setattr(perplexity, "by_simulation", None)
+    script.main()
