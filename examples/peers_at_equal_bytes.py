@@ -6,9 +6,9 @@ Each window's first tokens are the prompt, which every method compresses in its 
 been read; the tokens after it are what is scored, all but the first of them, whose prediction
 comes before the cut. Budgets are parts of what a full cache holds of the whole window. h2o keeps to
 its budget from the cut on. A press of kvpress only cuts the prompt, and then grows with every
-token: "cut" lets it have the budget when the prompt is cut, and more at the end; "end" gives it so
-much less that it has the budget at the end. The peers run in an environment of their own, which
-is made under h2o's cache folder.
+token; what it leaves may be quantised too. "cut" lets it have the budget when the prompt is cut,
+and more at the end; "end" gives it so much less that it has the budget at the end. The peers run in
+an environment of their own, which is made under h2o's cache folder.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from h2o.evaluate.setting import parse_all
 
 PRESSES = ("ObservedAttention", "SnapKV", "KeyDiff", "ExpectedAttention", "AdaKV")
 BUDGETS = (0.04, 0.1, 0.2)
+PACKED = 4.5 / 16
+"""Of bfloat16 what a number takes in 4 bits, with 16 each of scale and shift for 64 numbers."""
 
 
 def rows(window: int, rest: int) -> list[tuple[str, dict]]:
@@ -35,13 +37,17 @@ def rows(window: int, rest: int) -> list[tuple[str, dict]]:
     found = [("full", {"setting": "full"})]
     for kind in ("authors", "robust-bytes", "calibrated-bytes"):
         found += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in BUDGETS]
-    for method in PRESSES:
+    for method, bits in [*((press, 16) for press in PRESSES), ("ObservedAttention", 4)]:
         for count in ("cut", "end"):
             for part in BUDGETS:
                 kept = int(part * window) - (rest if count == "end" else 0)
                 if kept > 0:
+                    request = {"method": method, "kept": kept}
                     name = f"{method}:{part} {count}"
-                    found.append((name, {"method": method, "kept": kept}))
+                    if bits == 4:
+                        request |= {"kept": int(kept / PACKED), "bits": bits}
+                        name = f"{method}, {bits} bits:{part} {count}"
+                    found.append((name, request))
     for bits in (2, 4):
         found.append((f"QuantizedCache, {bits} bits", {"method": "QuantizedCache", "bits": bits}))
     for kind in ("robust-bytes", "calibrated-bytes"):  # as much as these two hold at the end

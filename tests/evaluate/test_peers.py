@@ -32,6 +32,7 @@ def test_a_press_gets_the_budget_at_the_cut_or_at_the_end(script):
         assert kept[f"{method}:0.1 cut"] == 100
         assert kept[f"{method}:0.1 end"] == 50
         assert f"{method}:0.04 end" not in kept
+    assert kept["ObservedAttention, 4 bits:0.1 cut"] == int(100 * 16 / 4.5)
     source = (ROOT / "h2o" / "bench" / "peers" / "quality_peer.py").read_text("utf-8")
     assert all(f'"{method}": ' in source for method in script.PRESSES)
 

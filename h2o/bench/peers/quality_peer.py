@@ -2,7 +2,8 @@
 
 Run by peers.Peer with the model's folder and the number of threads. A request is
 {"ids": [...], "prompt": tokens that are compressed, "method": one of METHODS or "QuantizedCache",
-"kept": keys that a press keeps of them, or "bits" of a quantised cache}; the answer
+"kept": keys that a press keeps of them, all by default, and "bits" of a quantised cache, which
+kvpress' presses may fill too}; the answer
 {"loss": [-log p of each token from ids[prompt + 1] on], "bytes": {"cut": after the prompt,
 "end": after the text}}.
 
@@ -12,6 +13,7 @@ and a quantised cache with room left in its residual part takes new tokens as th
 rest may go in at once.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from kvpress import (
     ObservedAttentionPress,
     SnapKVPress,
 )
-from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, QuantizedCache
 
 METHODS = {
     "ObservedAttention": ObservedAttentionPress,
@@ -45,16 +47,16 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from plain(getattr(tensor, name))
 
 
-def held(cache: DynamicCache, kept: int | None, grown: int) -> int:
-    """Bytes of keys and values. AdaKV only masks what it drops: as if it were dropped."""
+def held(cache: Cache, tokens: int) -> int:
+    """Bytes of keys and values; without quantisation of so many tokens, as AdaKV only masks what
+    it drops."""
     total = 0
     for layer in cache.layers:
-        if kept is not None:
-            key = layer.keys[:, :, 0]
-            total += 2 * key.nbytes * (kept + grown)
-            continue
-        parts = layer._quantized_keys, layer._quantized_values, layer.keys, layer.values
-        total += sum(x.nbytes for part in parts for x in plain(part))
+        if isinstance(cache, QuantizedCache):
+            parts = layer._quantized_keys, layer._quantized_values, layer.keys, layer.values
+            total += sum(x.nbytes for part in parts for x in plain(part))
+        else:
+            total += 2 * layer.keys[:, :, 0].nbytes * tokens
     return total
 
 
@@ -68,25 +70,24 @@ models = {
 }
 for line in sys.stdin:
     request = json.loads(line)
-    method, prompt, kept = request["method"], request["prompt"], request.get("kept")
+    method, prompt = request["method"], request["prompt"]
+    kept, bits = request.get("kept", prompt), request.get("bits")
     ids = torch.tensor([request["ids"]])
     model = models["eager" if method == "ObservedAttention" else "sdpa"]
     with torch.inference_mode():
-        if kept is None:
-            cache = QuantizedCache("quanto", model.config, nbits=request["bits"])
+        cache = QuantizedCache("quanto", model.config, nbits=bits) if bits else DynamicCache()
+        press = contextlib.nullcontext()
+        if kept < prompt:  # a press rounds down; half a key more keeps what is asked for
+            press = METHODS[method](1 - (kept + 0.5) / prompt)(model)
+        with press:
             model.model(input_ids=ids[:, :prompt], past_key_values=cache)
-        else:
-            cache = DynamicCache()
-            # A press rounds down; half a key more keeps what is asked for.
-            with METHODS[method](1 - (kept + 0.5) / prompt)(model):
-                model.model(input_ids=ids[:, :prompt], past_key_values=cache)
-        answer = {"bytes": {"cut": held(cache, kept, 0)}}
+        answer = {"bytes": {"cut": held(cache, kept)}}
         rest = ids[:, prompt:]
         positions = torch.arange(prompt, ids.shape[1])[None]
         logits = model(rest, past_key_values=cache, position_ids=positions).logits[0, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits, rest[0, 1:], reduction="none")
-        answer["bytes"]["end"] = held(cache, kept, rest.shape[1])
+        answer["bytes"]["end"] = held(cache, kept + rest.shape[1])
         answer["loss"] = loss.tolist()
-    if kept is not None and method != "AdaKV":
-        assert cache.layers[0].keys.shape[2] == kept + rest.shape[1]
+    if method != "AdaKV":
+        assert cache.get_seq_length() == kept + rest.shape[1]
     print(json.dumps(answer), flush=True)
