@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from h2o.config import H2OConfig, one_config
 from h2o.hf import saved
-from h2o.hf.conversation import NO_ROLLBACK, Conversation, is_reset
+from h2o.hf.conversation import Conversation, broken_off, columns_left
 from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
 from h2o.hf.report import LayerReport, Report
@@ -209,7 +209,7 @@ class H2OCache(Cache):
         self.conversation.refuse_other_thread()
         seen = self.layers[0].get_seq_length()
         if any(layer.get_seq_length() != seen for layer in self.layers):
-            raise RuntimeError(self._broken_off(seen))
+            raise RuntimeError(broken_off([layer.get_seq_length() for layer in self.layers]))
         if query_length == 0:
             raise ValueError(
                 f"no new tokens: the cache has seen {seen}, and generate() needs input_ids with "
@@ -315,19 +315,42 @@ class H2OCache(Cache):
         self.conversation.prompt_length = None
 
     def crop(self, tokens: int) -> None:
-        """As `DynamicCache.crop` where it removes nothing, or everything, which is `reset()`.
+        """Takes back the last tokens; all of them is `reset()`.
 
         `tokens` means what it means in this version of transformers: minus the number of tokens
-        to remove, and before 5.16 the number to keep.
+        to remove, and before 5.16 the number to keep. A part of them can be taken back where
+        passes are recorded (`activate_past_recording`), and of the last forward pass only. Then
+        the cache is as if they had never come: what stays of that pass is attended to once more.
 
-        Errors: NotImplementedError for a part of the tokens: what was evicted cannot come back.
+        Errors: NotImplementedError for other tokens: what was evicted cannot come back.
         """
-        if is_reset(tokens, self.get_seq_length()):
+        self.conversation.refuse_other_thread()
+        seen = self.get_seq_length()
+        left = columns_left(tokens, seen)
+        if left == 0:
             self.reset()
+            return
+        own = [layer for layer in self.layers if isinstance(layer, H2OLayer)]
+        for layer in own:
+            if left < seen:
+                layer.refuse_crop(left)
+        for layer in self.layers:  # transformers' own first, which may refuse it
+            if layer.is_sliding and (left < seen or getattr(layer, "record_past", False)):
+                layer.crop(tokens)
+        for layer in own:
+            layer.crop(tokens)
 
     def activate_past_recording(self) -> None:
-        """Errors: NotImplementedError; transformers asks before assisted decoding."""
-        raise NotImplementedError(NO_ROLLBACK)
+        """From now on the last forward pass can be taken back by `crop`.
+
+        Assisted decoding and prompt lookup ask for it, from transformers 5.16 on by themselves.
+        Each layer then keeps, from a forward pass to the next one or to `crop`, a copy of what it
+        held before it and the pass' queries, keys and values. `layer.record_past = False` of each
+        layer ends it.
+        """
+        for layer in self.layers:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -356,23 +379,6 @@ class H2OCache(Cache):
         """Row i becomes what row beam_idx[i] was, in every layer."""
         self.conversation.refuse_other_thread()
         super().reorder_cache(beam_idx)
-
-    def _broken_off(self, seen: int) -> str:
-        """Why layers have seen different numbers of tokens."""
-        counts = [layer.get_seq_length() for layer in self.layers]
-        run = sum(count > 0 for count in counts)
-        text = (
-            "the last forward pass broke off between two layers, which now have seen "
-            "different numbers of tokens: call cache.reset() and start anew"
-        )
-        if counts != [seen] * run + [0] * (len(counts) - run):
-            return text
-        return (
-            f"{run} layers of this cache have seen {seen} tokens, the other {len(counts) - run} "
-            f"none. If the model has {run} layers (some were dropped, or the cache is another "
-            f"model's), set config.num_hidden_layers = {run} and make a new H2OCache from that "
-            f"config. Otherwise {text}"
-        )
 
     def _h2o_layer(self, layer_idx: int) -> H2OLayer:
         layer = self.layers[layer_idx]

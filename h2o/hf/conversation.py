@@ -10,12 +10,7 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
-__all__ = ["NO_ROLLBACK", "Conversation", "is_reset", "never_attended"]
-
-NO_ROLLBACK = (
-    "an H2OCache cannot go back: what was evicted is gone. Assisted decoding (assistant_model, "
-    "prompt_lookup_num_tokens) and cache.crop() need a cache that can, such as DynamicCache"
-)
+__all__ = ["Conversation", "broken_off", "columns_left", "never_attended"]
 
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicCache.crop).parameters
 """Before transformers 5.16, crop() was told the length to keep, unless that was negative."""
@@ -88,18 +83,15 @@ class Conversation:
             )
 
 
-def is_reset(tokens: int, seen: int) -> bool:
-    """Of crop(tokens) after so many columns: whether it takes all away; False: it takes nothing.
+def columns_left(tokens: int, seen: int) -> int:
+    """How many of so many columns crop(tokens) leaves.
 
-    Errors: NotImplementedError for anything between, ValueError for a number that this version
-    of transformers does not take.
+    Errors: ValueError for a number that this version of transformers does not take.
     """
     if not CROPS_TO_LENGTH and tokens > 0:
         raise ValueError(f"crop({tokens}): give the tokens to remove as a negative number")
     left = tokens if CROPS_TO_LENGTH and tokens >= 0 else seen + tokens
-    if 0 < left < seen:
-        raise NotImplementedError(NO_ROLLBACK)
-    return left <= 0 < seen
+    return min(max(left, 0), seen)
 
 
 def never_attended(layer: int) -> str:
@@ -110,4 +102,21 @@ def never_attended(layer: int) -> str:
         'model.set_attn_implementation("h2o"). Or it changes the keys after the cache (latent '
         "attention, repeated heads), which h2o cannot serve. Or the last forward pass was "
         "interrupted: call cache.reset()"
+    )
+
+
+def broken_off(counts: list[int]) -> str:
+    """Why layers have seen different numbers of tokens."""
+    seen, run = counts[0], sum(count > 0 for count in counts)
+    text = (
+        "the last forward pass broke off between two layers, which now have seen "
+        "different numbers of tokens: call cache.reset() and start anew"
+    )
+    if counts != [seen] * run + [0] * (len(counts) - run):
+        return text
+    return (
+        f"{run} layers of this cache have seen {seen} tokens, the other {len(counts) - run} "
+        f"none. If the model has {run} layers (some were dropped, or the cache is another "
+        f"model's), set config.num_hidden_layers = {run} and make a new H2OCache from that "
+        f"config. Otherwise {text}"
     )

@@ -22,20 +22,17 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config import H2OConfig
+from h2o.hf import prompt
 from h2o.hf import slots as store
-from h2o.hf.conversation import NO_ROLLBACK, Conversation, is_reset, never_attended
+from h2o.hf.conversation import Conversation, columns_left, never_attended
 from h2o.hf.kept import Kept
 from h2o.hf.report import LayerReport
+from h2o.hf.rollback import NO_RECORD, LastPass
 from h2o.hf.support import Unsupported
 from h2o.hf.trace import Trace
 from h2o.shares import levelled
 
 __all__ = ["H2OLayer"]
-
-_TELL_LENGTH = (
-    "if the prompt comes in chunks, tell H2OCache its prompt_length, use h2o.patched(), or give "
-    "numbers of tokens"
-)
 
 
 class H2OLayer(CacheLayerMixin):
@@ -63,6 +60,7 @@ class H2OLayer(CacheLayerMixin):
         self.conversation = conversation or Conversation()
         self.ranking = self.config.ranking
         self.traced = trace
+        self.record_past = False  # transformers' name for it
         self.reset()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
@@ -120,15 +118,24 @@ class H2OLayer(CacheLayerMixin):
                 f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
                 "cannot be used where forward passes are repeated (gradient checkpointing)"
             )
-        many = self.slots is None or self.unscored or query.shape[2] != 1
-        forward = self._attend_many if many else self._attend_one
+        given, logits = (query, key, value, mask), {"scale": scale, "softcap": softcap}
+        last = LastPass(self, *given, **logits) if self.record_past else None
         try:
-            out = forward(query, key, value, mask, scale=scale, softcap=softcap)
+            out = self.forward(*given, **logits)
         except Exception:
             self.forget_update()
             raise
+        self.last = last
         self.conversation.attended(self.layer_idx)
         return out
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **logits: Any
+    ) -> Tensor:
+        """As `attend`, whoever's turn it is."""
+        many = self.slots is None or self.unscored or query.shape[2] != 1
+        forward = self._attend_many if many else self._attend_one
+        return forward(query, key, value, mask, **logits)
 
     def take_over(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """Holds keys and values [B, G, n, D] of another cache, pads (mask [B, n]) left out.
@@ -187,11 +194,14 @@ class H2OLayer(CacheLayerMixin):
             lengths = [Q] * B if mask is None else mask.sum(1).tolist()
             if stored is not None:
                 lengths = [x + y for x, y in zip(lengths, stored.lengths.tolist(), strict=True)]
-            budget = self._budget(lengths, key.shape[1])
             longest = max(lengths)
+            lengths = prompt.lengths(self.config, self.conversation.prompt_length, lengths)
+            self.raised = any(map(self.config.is_raised, filter(None, lengths)))
+            budget = levelled(list(map(self.config.head_tokens, lengths)), key.shape[1])
             widest = [self.config.sinks + max(map(sum, head)) for head in zip(*budget, strict=True)]
         else:
-            self._refuse_chunk(Q)
+            if self.seen == self.prompt_columns and not self.record_past:
+                prompt.refuse_chunk(self.config, self.conversation, self.seen, Q)
             longest = self.longest + Q
             widest = self.room.widest
             stored = self._with_room(longest)
@@ -235,50 +245,11 @@ class H2OLayer(CacheLayerMixin):
         if self.trace is not None:
             self.trace.record(self.slots, Q, mask)
 
-    def _budget(self, lengths: list[int], heads: int) -> list[list[tuple[int, int]]]:
-        """Heavy and recent tokens of each row and head, from the tokens that the rows' prompts
-        have; of a single head for all where they have the same."""
-        given = self.conversation.prompt_length
-        if isinstance(given, int):
-            lengths = [given] * len(lengths)
-        elif given is not None:
-            if len(given) != len(lengths):
-                raise ValueError(
-                    f"prompt_length has {len(given)} entries for a batch of {len(lengths)} rows"
-                )
-            lengths = list(given)
-        elif self.config.needs_prompt_length and max(lengths) == 1:
-            raise ValueError(
-                "a fraction of a prompt of 1 token: if that is all of it, tell H2OCache "
-                f"prompt_length=1; {_TELL_LENGTH}"
-            )
-        self.raised = any(map(self.config.is_raised, filter(None, lengths)))
-        return levelled(list(map(self.config.head_tokens, lengths)), heads)
-
     def _refuse_shapes(self, keys: Tensor, values: Tensor) -> None:
         if keys.shape != values.shape:
             raise Unsupported(
                 f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
                 f"{tuple(values.shape)}: h2o needs one head dimension for both"
-            )
-
-    def _refuse_chunk(self, Q: int) -> None:
-        """A second forward of several tokens, with no decode step before it, is a chunk.
-
-        Not so in a copy: what is copied and then asked is a prompt, whatever follows.
-        """
-        if (
-            self.config.needs_prompt_length
-            and self.conversation.prompt_length is None
-            and not self.conversation.copied
-            and self.seen == self.prompt_columns
-        ):
-            raise ValueError(
-                f"this looks like the second chunk of a prompt, but the budget is a fraction of "
-                f"the whole prompt. If it is one, give H2OCache(..., prompt_length="
-                f"{self.seen + Q}); if the first {self.seen} tokens were all of it, prompt_length="
-                f"{self.seen}, or a cache.fork() for each text that follows them. "
-                "h2o.patched() and numbers of tokens need neither"
             )
 
     def _with_room(self, tokens: int) -> ops.Slots:
@@ -329,6 +300,7 @@ class H2OLayer(CacheLayerMixin):
         self.unscored = False  # whether all was taken over, and no forward pass has been since
         self.raised = False  # whether a fraction came to less than one token
         self.trace = Trace() if self.traced else None
+        self.last: LastPass | None = None  # where passes are recorded
         self.conversation.waiting = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -348,17 +320,29 @@ class H2OLayer(CacheLayerMixin):
             rows = {name: x for name, x in self.slots._asdict().items() if name != "starts"}
             changed = {name: None if x is None else change(x) for name, x in rows.items()}
             self._hold(self.slots._replace(**changed))
+            self.last = None  # of other rows
             if self.trace is not None:
                 self.trace.each(change)
 
     def crop(self, tokens: int) -> None:
         """See `H2OCache.crop`."""
-        if is_reset(tokens, self.seen):
+        left, last = columns_left(tokens, self.seen), self.last
+        if left == 0:
             self.reset()
+        elif left < self.seen:
+            self.refuse_crop(left)
+            last.again(self, left)
+        self.last = None
+
+    def refuse_crop(self, left: int) -> None:
+        """Errors: NotImplementedError where so few columns cannot be left."""
+        if self.last is None:
+            raise NotImplementedError(NO_RECORD)
+        self.last.refuse(left, self.seen)
 
     def activate_past_recording(self) -> None:
-        """Errors: NotImplementedError; transformers asks before assisted decoding."""
-        raise NotImplementedError(NO_ROLLBACK)
+        """See `H2OCache.activate_past_recording`."""
+        self.record_past = True
 
     def offload(self) -> None:
         """Errors: NotImplementedError."""

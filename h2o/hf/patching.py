@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
+from transformers.generation import GenerationMode
+
 from h2o.config import H2OConfig, one_config
 from h2o.hf import rolled
 from h2o.hf.attention import switch
@@ -105,11 +107,20 @@ class Patch:
                 f"cache_implementation={wanted!r} inside h2o.patched(): a model has one cache, and "
                 "this one would keep everything; drop the argument, or leave patched()"
             )
+        if getattr(generation_config, "is_assistant", False):
+            raise Unsupported(
+                "the draft model of assisted decoding goes back over several of its forward "
+                "passes, which an H2OCache cannot: leave the draft model outside of h2o.patched()"
+            )
         length = _prompt_length(generation_config, model_kwargs)
-        # A cache can tell by itself, unless the prompt comes in chunks or is a single token.
-        if generation_config.prefill_chunk_size is None and length not in (1, [1]):
-            length = None
-        model_kwargs["past_key_values"] = self.make_cache(length)
+        assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
+        whole = generation_config.prefill_chunk_size is None and not assisted  # no draft after it
+        if whole and length not in (1, [1]):
+            length = None  # a cache can tell by itself
+        cache = self.make_cache(length)
+        if assisted:
+            cache.activate_past_recording()  # before 5.16 transformers does not ask
+        model_kwargs["past_key_values"] = cache
         return None
 
     def _before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.layer import H2OLayer
 
 __all__ = ["State", "restore", "state_of"]
 
@@ -38,7 +37,7 @@ class State(NamedTuple):
 
 def state_of(layer: Any) -> State:
     """Of an `H2OLayer`, or of a layer of transformers with a sliding window."""
-    if not isinstance(layer, H2OLayer):
+    if layer.is_sliding:
         tensors = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
         return State(tensors, {"cumulative_length": layer.cumulative_length})
     tensors = {}
@@ -57,7 +56,7 @@ def restore(layer: Any, state: State) -> None:
 
     Errors: KeyError for what is missing, TypeError for a tensor that no layer has.
     """
-    if not isinstance(layer, H2OLayer):
+    if layer.is_sliding:
         if state.tensors:
             layer.update(state.tensors["keys"], state.tensors["values"])
         layer.cumulative_length = state.numbers["cumulative_length"]

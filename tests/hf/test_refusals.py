@@ -230,22 +230,6 @@ def test_dropout():
     feed(cache, TEXT, [30])
 
 
-@pytest.mark.skipif(CROPS_TO_LENGTH, reason="before 5.16 nothing is asked but the crop of a draft")
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_assisted_decoding(name):
-    ours = model(name)
-    inputs = {"input_ids": prompts(20)[0]}
-    for more in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": copy.deepcopy(ours)}):
-        cache = H2OCache(ours.config, **SMALL)
-        with pytest.raises(NotImplementedError, match="Assisted decoding"):
-            greedy(ours, inputs, past_key_values=cache, **more)
-        with (
-            patched(ours, **SMALL),
-            pytest.raises(NotImplementedError, match="Assisted decoding"),
-        ):
-            greedy(ours, inputs, **more)
-
-
 def test_cropping_and_offloading():
     cache = new_cache(**SMALL)
     feed(cache, TEXT, [20, *[1] * 10])
@@ -254,8 +238,6 @@ def test_cropping_and_offloading():
     for crop in (cache.crop, cache.layers[0].crop):
         with pytest.raises(NotImplementedError, match="cannot go back"):
             crop(-1)
-    with pytest.raises(NotImplementedError, match="cannot go back"):
-        cache.layers[0].activate_past_recording()
     with pytest.raises(NotImplementedError, match="cannot be offloaded"):
         cache.offload(0)
     with pytest.raises(NotImplementedError, match="cannot be offloaded"):

@@ -1,0 +1,56 @@
+"""Going back: the last forward pass of a layer is remembered, undone, and done again with less.
+
+What was evicted is gone, so a layer that records keeps a copy of what it held before its last pass,
+and what the pass was given. To take tokens back it puts the copy in place and attends once more to
+the tokens that stay: as if the others had never come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from h2o.hf.state import restore, state_of
+
+__all__ = ["NO_RECORD", "LastPass"]
+
+NO_RECORD = (
+    "an H2OCache cannot go back on its own: what was evicted is gone. Call "
+    "cache.activate_past_recording() before the forward pass of which tokens are to be taken back"
+)
+
+
+class LastPass:
+    """What it takes to do the last forward pass of a layer again."""
+
+    def __init__(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        **logits: Any,
+    ) -> None:
+        """Before the pass; arguments as of `H2OLayer.attend`."""
+        self.before = state_of(layer).each(Tensor.clone)
+        self.tensors = query, key, value
+        self.mask = mask
+        self.logits = logits
+
+    def refuse(self, left: int, seen: int) -> None:
+        """Errors: NotImplementedError where fewer columns are to be left than the pass found."""
+        if left < self.before.numbers["seen"]:
+            raise NotImplementedError(
+                f"an H2OCache goes back within its last forward pass, which began after "
+                f"{self.before.numbers['seen']} of {seen} tokens, and {left} were to be left"
+            )
+
+    def again(self, layer: Any, left: int) -> None:
+        """The layer as if so many columns had been all it has seen."""
+        restore(layer, self.before)
+        if columns := left - layer.seen:
+            query, key, value = (x[:, :, :columns] for x in self.tensors)
+            mask = None if self.mask is None else self.mask[:, :columns]
+            layer.forward(query, key, value, mask, **self.logits)

@@ -1,0 +1,237 @@
+"""Going back: crop() where passes are recorded, prompt lookup and assisted decoding."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from h2o import H2OCache, H2OConfig, Unsupported, patched
+from h2o.hf import layer as layers
+from h2o.hf.layer import H2OLayer
+from tests.hf.drive import feed, new_cache
+from tests.hf.test_saved import STORES, assert_same, opened
+from tests.hf.tiny import CROPS_TO_LENGTH, greedy, model, prompts
+from tests.inputs import drifting, holes, pad
+
+SMALL = {"heavy": 6, "recent": 6}
+TEXT = drifting(5, B=2, N=48)
+WAYS = {"prompt lookup": {"prompt_lookup_num_tokens": 4}, "draft model": {}}
+OLD_WINDOWS = pytest.param(
+    "gemma3", marks=pytest.mark.skipif(CROPS_TO_LENGTH, reason="windows go back from 5.16 on")
+)
+
+
+def remove(cache, tokens):
+    """Takes back so many, in any version of transformers."""
+    cache.crop(cache.get_seq_length() - tokens if CROPS_TO_LENGTH else -tokens)
+
+
+def recording(cache):
+    cache.activate_past_recording()
+    return cache
+
+
+def drafted(name, model):
+    """What makes generate() draft: with a model that agrees now and then."""
+    if name == "prompt lookup":
+        return WAYS[name]
+    draft = copy.deepcopy(model)
+    draft.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.manual_seed(1)))
+    draft.generation_config.num_assistant_tokens = 5
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    return {"assistant_model": draft}
+
+
+class Echo(LogitsProcessor):
+    """Makes a model prefer what it said PERIOD tokens ago: mostly, not always."""
+
+    def __call__(self, ids, scores):
+        return scores + 3 * scores.std() * nn.functional.one_hot(ids[:, -PERIOD], scores.shape[-1])
+
+
+PERIOD = 9
+
+
+def repeated(seed=0):
+    """A prompt that says the same again and again, of which an answer goes on to do so."""
+    (ids,) = prompts(PERIOD, seed=seed)
+    return {"input_ids": ids.repeat(1, 4), "logits_processor": LogitsProcessorList([Echo()])}
+
+
+@pytest.mark.parametrize("policy", [{}, {"kv_dtype": "int8"}, {"value_weighted": True}])
+@pytest.mark.parametrize("calls", [[20], [20, 6], [20, 1], [20, 1, 1, 9], [3, 7]])
+def test_what_was_taken_back_never_came(calls, policy):
+    """Every number of tokens of the last pass; then both go on, with steps and with a chunk."""
+    mask = holes(3, [38, 44], 48)
+    text = pad(TEXT, mask)
+    for back in range(1, calls[-1] + (len(calls) > 1)):
+        ours = recording(new_cache(**SMALL, **policy, trace=True))
+        plain = new_cache(**SMALL, **policy, trace=True)
+        left = sum(calls) - back
+        feed(ours, text, calls, mask)
+        remove(ours, back)
+        assert ours.get_seq_length() == left
+        shorter = [n for n in [*calls[:-1], calls[-1] - back] if n]
+        feed(plain, text, shorter, mask)
+        assert_same(ours, plain)
+        for columns in (1, 5, 1):
+            rest = text.cut(left, left + columns)
+            got, expected = (feed(x, rest, [columns], mask) for x in (ours, plain))
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+            left += columns
+        assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox", "qwen2", OLD_WINDOWS])
+def test_a_full_budget_gives_the_tokens_of_greedy(name, way):
+    ours = model(name)
+    inputs = repeated()
+    cropped = []
+    cache = recording(H2OCache(ours.config, H2OConfig.full()))
+    crop, cache.crop = cache.crop, lambda n: cropped.append(cache.get_seq_length()) or crop(n)
+    got = greedy(ours, inputs, 24, past_key_values=cache, **drafted(way, ours))
+    theirs = model(name, "sdpa")
+    assert got.tolist() == greedy(theirs, inputs, 24).tolist()
+    assert sum(cropped) > sum(range(36, 36 + len(cropped)))  # drafts were refused, and came back
+    assert cache.get_seq_length() == 36 + 23
+
+
+def watched(ours, cache, inputs, **more):
+    """Tokens that came, and what stayed of each forward pass."""
+    passes = []
+    crop = cache.crop
+
+    def forward(module, args, kwargs):
+        passes.append(kwargs["input_ids"])
+
+    def cropping(tokens):
+        before = cache.get_seq_length()
+        crop(tokens)
+        passes[-1] = passes[-1][:, : passes[-1].shape[1] - before + cache.get_seq_length()]
+
+    cache.crop = cropping
+    hook = ours.register_forward_pre_hook(forward, with_kwargs=True)
+    tokens = greedy(ours, inputs, 24, past_key_values=cache, **more)
+    hook.remove()
+    return tokens, passes
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("store", [x for x in STORES if "windows" not in x])
+def test_a_small_budget_gives_what_the_same_chunks_give(store, way):
+    ours, parameters = opened(store)
+    parameters = parameters | {"prompt_length": 36}
+    cache = recording(H2OCache(ours.config, **parameters))
+    got, passes = watched(ours, cache, repeated(), **drafted(way, ours))
+    assert len({chunk.shape[1] for chunk in passes[1:]}) > 1
+    plain = H2OCache(ours.config, **parameters)
+    for layer in plain.layers:
+        layer.record_past = True  # or chunks would be refused where budgets are fractions
+    expected = repeated()["input_ids"]
+    with torch.no_grad():
+        for chunk in passes:
+            logits = ours(chunk, past_key_values=plain).logits
+            for own in logits[:, 35 - plain.get_seq_length() :].unbind(1):
+                expected = torch.cat([expected, Echo()(expected, own).argmax(-1)[None]], dim=1)
+    assert got[0].tolist() == expected[0, 36 : 36 + 24].tolist()
+    for one, other in zip(cache.layers, plain.layers, strict=True):
+        assert torch.equal(one.slots.positions, other.slots.positions)
+        assert one.seen == other.seen
+
+
+def test_prompt_lookup_takes_fewer_passes():
+    ours = model("llama")
+    counts, texts = [], []
+    for more in ({}, WAYS["prompt lookup"]):
+        cache = recording(H2OCache(ours.config, H2OConfig.full()))
+        text, passes = watched(ours, cache, repeated(), **more)
+        counts.append(len(passes))
+        texts.append(text.tolist())
+    assert texts[0] == texts[1]
+    assert counts[0] == 24
+    assert counts[1] < 18
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_patched(way):
+    """Fractions are of the prompt, whatever draft comes with it."""
+    ours = model("llama")
+    more = drafted(way, ours)
+    with patched(ours, H2OConfig.full()):
+        got = greedy(ours, repeated(), 24, **more)
+    assert got.tolist() == greedy(model("llama", "sdpa"), repeated(), 24).tolist()
+    with patched(ours, heavy=0.25, recent=0.25) as patch:
+        greedy(ours, repeated(), 24, **more)
+        assert patch.cache.report().layers[0].budget == [18]
+
+
+def test_nothing_is_kept_where_nobody_records(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(layers, "LastPass", refuse)
+    cache = new_cache(**SMALL)
+    feed(cache, TEXT, [20, 1, 6])
+    assert cache.layers[0].last is None
+
+
+def test_what_cannot_be_taken_back():
+    cache = new_cache(**SMALL)
+    feed(cache, TEXT, [20, 4])
+    with pytest.raises(NotImplementedError, match="activate_past_recording"):
+        remove(cache, 1)
+    recording(cache)
+    with pytest.raises(NotImplementedError, match="activate_past_recording"):
+        remove(cache, 1)  # of a pass before
+    feed(cache, TEXT.cut(24, 30), [6])
+    before = copy.deepcopy(cache)
+    with pytest.raises(NotImplementedError, match="began after 24 of 30 tokens, and 23 were"):
+        remove(cache, 7)
+    assert_same(cache, before)
+    remove(cache, 2)
+    with pytest.raises(NotImplementedError, match="activate_past_recording"):
+        remove(cache, 1)  # twice
+    feed(cache, TEXT.cut(28, 30), [2])
+    cache.reorder_cache(torch.tensor([1, 0]))
+    with pytest.raises(NotImplementedError, match="activate_past_recording"):
+        remove(cache, 1)
+    remove(cache, 30)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_draft_model_with_such_a_cache():
+    """It would have to go back over several of its own passes."""
+    ours = model("llama")
+    draft = model("llama")
+    with (
+        patched(ours, **SMALL),
+        patched(draft, **SMALL),
+        pytest.raises(Unsupported, match="leave the draft model outside"),
+    ):
+        greedy(ours, repeated(), 24, assistant_model=draft, num_assistant_tokens=5)
+
+
+@pytest.mark.skipif(CROPS_TO_LENGTH, reason="windows go back from 5.16 on")
+def test_windows_go_back_too():
+    ours = model("gemma3")
+    (ids,) = prompts(30)
+    with torch.no_grad():
+        cache = recording(H2OCache(ours.config, **SMALL))
+        plain = recording(H2OCache(ours.config, **SMALL))
+        ours(ids[:, :20], past_key_values=cache)
+        ours(ids[:, 20:], past_key_values=cache)
+        cache.crop(-6)
+        ours(ids[:, :20], past_key_values=plain)
+        ours(ids[:, 20:24], past_key_values=plain)
+        plain.crop(0)
+        got, expected = (ours(ids[:, 24:26], past_key_values=x).logits for x in (cache, plain))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert all(isinstance(x, H2OLayer) == hasattr(x, "slots") for x in cache.layers)
