@@ -180,17 +180,19 @@ static int check_dtype(const rule *rule, h2o_dtype *floating, const char *leader
 
 static int check_device(const h2o_view *view, const h2o_view *leader, h2o_error *error) {
     char device[40], other[40];
-    if (h2o_table(view->device_type) == NULL) {
-        return h2o_fail(error, H2O_EBACKEND,
-                        "%s: is on %s, for which this build of h2o has no kernels; "
-                        "move the tensors to the CPU",
-                        view->name, device_text(view, device));
-    }
     if (view->device_type != leader->device_type || view->device_id != leader->device_id) {
         return h2o_fail(error, H2O_EVALUE, "%s: is on %s, but %s on %s", view->name,
                         device_text(view, device), leader->name, device_text(leader, other));
     }
     return H2O_OK;
+}
+
+int h2o_fail_kernels(const h2o_view *leader, h2o_error *error) {
+    char device[40];
+    return h2o_fail(error, H2O_EBACKEND,
+                    "%s: is on %s, for which this build of h2o has no kernels; move the tensors to "
+                    "the CPU, or give tensors of torch",
+                    leader->name, device_text(leader, device));
 }
 
 /* Gives dimensions of size 1, whose stride says nothing, the stride of C order,
@@ -277,7 +279,9 @@ static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
 static int check_overlap(const rule *rules, const range *ranges, int count, h2o_error *error) {
     for (int i = 0; i < count; i++) {
         for (int j = i + 1; j < count; j++) {
-            const bool apart = ranges[i].last < ranges[j].first || ranges[j].last < ranges[i].first;
+            const bool apart = ranges[i].last < ranges[j].first ||
+                               ranges[j].last < ranges[i].first || !rules[i].view->data ||
+                               !rules[j].view->data;
             if (!apart && ((rules[i].flags | rules[j].flags) & WRITTEN)) {
                 const bool first = rules[i].flags & WRITTEN;
                 return h2o_fail(error, H2O_EVALUE, "%s: is written and shares memory with %s",

@@ -11,8 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { DEVICE_CPU = 1 /* kDLCPU */ };
-
 /* ---- Features: bits of present ----------------------------------------- */
 
 #if defined(__x86_64__)
@@ -183,7 +181,9 @@ int h2o_init(h2o_error *error) {
     return H2O_OK;
 }
 
-const h2o_ops *h2o_table(int32_t device_type) { return device_type == DEVICE_CPU ? cpu_ops : NULL; }
+const h2o_ops *h2o_table(int32_t device_type) {
+    return device_type == H2O_DEVICE_CPU ? cpu_ops : NULL;
+}
 
 const char *h2o_cpu_features(void) { return feature_names; }
 

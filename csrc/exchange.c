@@ -70,7 +70,7 @@ static int require_memory(const h2o_view *view, PyObject *object) {
     if (view->ndim > H2O_MAX_DIMS || !has_elements(view)) {
         return 0; /* check.c tells what is wrong with the shape */
     }
-    if (view->data == NULL) {
+    if (view->data == NULL && view->device_type == H2O_DEVICE_CPU) { /* others are not read */
         PyErr_Format(PyExc_BufferError,
                      "%s: this %s has no memory (a fake, meta or wrapped tensor?)", view->name,
                      h2o_type_name(object).text);
@@ -117,7 +117,7 @@ static int borrow_numpy(PyArrayObject *array, h2o_view *view) {
     }
     view->data = PyArray_DATA(array);
     view->ndim = PyArray_NDIM(array);
-    view->device_type = 1;
+    view->device_type = H2O_DEVICE_CPU;
     view->readonly = !PyArray_ISWRITEABLE(array);
     if (view->ndim > H2O_MAX_DIMS) return 0;
     const npy_intp size = h2o_dtype_size(view->dtype);

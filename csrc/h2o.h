@@ -69,7 +69,7 @@ static inline int64_t h2o_dtype_size(h2o_dtype dtype) {
     return sizes[dtype];
 }
 
-enum { H2O_MAX_DIMS = 4 };
+enum { H2O_MAX_DIMS = 4, H2O_DEVICE_CPU = 1 /* DLPack's number */ };
 
 /* A borrowed tensor: never outlives the call. data has any byte offset
  * applied. Strides count elements and may be negative or 0 for inputs. A view
@@ -81,7 +81,7 @@ typedef struct {
     const char *name; /* argument name, for messages */
     h2o_dtype dtype;
     int32_t ndim;
-    int32_t device_type; /* DLPack's numbers: 1 is the CPU */
+    int32_t device_type; /* DLPack's numbers */
     int32_t device_id;
     bool readonly;
 } h2o_view;
@@ -280,6 +280,7 @@ int h2o_check_attend(h2o_attend_params *params, h2o_error *error);
 int h2o_check_evict(h2o_evict_params *params, h2o_error *error);
 int h2o_check_step(h2o_step_params *params, h2o_error *error);
 int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error);
+int h2o_fail_kernels(const h2o_view *leader, h2o_error *error); /* its device has none */
 
 /* counts.c: reads the small tensors of a checked call, once, into memory of
  * h2o_counts_bytes, judges what they say and fills in counts. */

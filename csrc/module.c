@@ -130,12 +130,13 @@ static void loan_slots(h2o_loans *loans, PyObject *tuple, bool whole, h2o_slots 
 
 /* ---- Calls ------------------------------------------------------------- */
 
-/* execute_<op>: all that can fail comes before the kernel, which runs without the GIL. */
+/* execute_<op>: all that can fail comes before the kernel, which runs without the GIL; judges
+ * only, where the kernel is not to run. */
 #define DEFINE_EXECUTE(op)                                                                         \
-    static int execute_##op(h2o_##op##_params *params, h2o_error *error) {                         \
+    static int execute_##op(h2o_##op##_params *params, bool run, h2o_error *error) {               \
         h2o_call call = {0};                                                                       \
-        int status = h2o_open_##op(params, &call, error);                                          \
-        if (status == H2O_OK) {                                                                    \
+        int status = (run ? h2o_open_##op : h2o_judge_##op)(params, &call, error);                 \
+        if (status == H2O_OK && run) {                                                             \
             Py_BEGIN_ALLOW_THREADS status = h2o_run_##op(params, &call, error);                    \
             Py_END_ALLOW_THREADS                                                                   \
         }                                                                                          \
@@ -161,7 +162,7 @@ PyDoc_STRVAR(attend_doc,
              "attend($module, query, keys, values, mask, slots, out, scores, scale, decay,\n"
              "       softcap, /)\n--\n\nSee h2o.ops.attend.");
 
-static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *call_attend(PyObject *module, PyObject *const *args, Py_ssize_t count, bool run) {
     h2o_attend_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
@@ -185,7 +186,7 @@ static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t coun
     }
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
-        status = execute_attend(&params, &error);
+        status = execute_attend(&params, run, &error);
     }
     return finish(&loans, status, &error);
 }
@@ -193,7 +194,7 @@ static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t coun
 PyDoc_STRVAR(evict_doc, "evict($module, keys, values, scores, mask, slots, sinks, rank_by, decay,\n"
                         "      value_weighted, /)\n--\n\nSee h2o.ops.evict.");
 
-static PyObject *evict(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *call_evict(PyObject *module, PyObject *const *args, Py_ssize_t count, bool run) {
     h2o_evict_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
@@ -208,7 +209,7 @@ static PyObject *evict(PyObject *module, PyObject *const *args, Py_ssize_t count
     loan_slots(&loans, args[4], true, &params.slots);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
-        status = execute_evict(&params, &error);
+        status = execute_evict(&params, run, &error);
     }
     return finish(&loans, status, &error);
 }
@@ -217,7 +218,7 @@ PyDoc_STRVAR(step_doc,
              "step($module, query, key, value, mask, slots, out, scale, softcap, sinks, rank_by,\n"
              "     decay, value_weighted, table, ranks, /)\n--\n\nSee h2o.ops.step.");
 
-static PyObject *step(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *call_step(PyObject *module, PyObject *const *args, Py_ssize_t count, bool run) {
     h2o_step_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
@@ -237,7 +238,7 @@ static PyObject *step(PyObject *module, PyObject *const *args, Py_ssize_t count)
     h2o_loan(&loans, "rotary.ranks", args[13], &params.rotary.ranks);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
-        status = execute_step(&params, &error);
+        status = execute_step(&params, run, &error);
     }
     return finish(&loans, status, &error);
 }
@@ -249,7 +250,8 @@ PyDoc_STRVAR(
     "         stored_values, /)\n--\n\n"
     "See h2o.ops.simulate.");
 
-static PyObject *simulate(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *call_simulate(PyObject *module, PyObject *const *args, Py_ssize_t count,
+                               bool run) {
     h2o_simulate_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
@@ -272,10 +274,26 @@ static PyObject *simulate(PyObject *module, PyObject *const *args, Py_ssize_t co
     h2o_loan(&loans, "stored_values", args[16], &params.stored_values);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
-        status = execute_simulate(&params, &error);
+        status = execute_simulate(&params, run, &error);
     }
     return finish(&loans, status, &error);
 }
+
+/* Each operation, and the same call judged only: for those that others carry out. */
+PyDoc_STRVAR(check_doc, "Raises what the operation would raise, and does nothing else.");
+
+#define DEFINE_PAIR(op)                                                                            \
+    static PyObject *op(PyObject *module, PyObject *const *args, Py_ssize_t count) {               \
+        return call_##op(module, args, count, true);                                               \
+    }                                                                                              \
+    static PyObject *check_##op(PyObject *module, PyObject *const *args, Py_ssize_t count) {       \
+        return call_##op(module, args, count, false);                                              \
+    }
+
+DEFINE_PAIR(attend)
+DEFINE_PAIR(evict)
+DEFINE_PAIR(step)
+DEFINE_PAIR(simulate)
 
 PyDoc_STRVAR(info_doc, "info($module, /)\n--\n\nSee h2o.ops.info.");
 
@@ -302,9 +320,16 @@ static PyObject *info(PyObject *module, PyObject *unused) {
 #define FASTCALL(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
 
 static PyMethodDef methods[] = {
-    {"attend", FASTCALL(attend), attend_doc}, {"evict", FASTCALL(evict), evict_doc},
-    {"step", FASTCALL(step), step_doc},       {"simulate", FASTCALL(simulate), simulate_doc},
-    {"info", info, METH_NOARGS, info_doc},    {0},
+    {"attend", FASTCALL(attend), attend_doc},
+    {"evict", FASTCALL(evict), evict_doc},
+    {"step", FASTCALL(step), step_doc},
+    {"simulate", FASTCALL(simulate), simulate_doc},
+    {"check_attend", FASTCALL(check_attend), check_doc},
+    {"check_evict", FASTCALL(check_evict), check_doc},
+    {"check_step", FASTCALL(check_step), check_doc},
+    {"check_simulate", FASTCALL(check_simulate), check_doc},
+    {"info", info, METH_NOARGS, info_doc},
+    {0},
 };
 
 static int execute_module(PyObject *module) {

@@ -68,7 +68,9 @@ void h2o_scratch_release(void *memory);
 
 /* call.c: open checks a call and gets all that it needs, so that everything
  * that can fail fails before anything is written; run may go without the GIL;
- * close gives back what open got, whether or not it succeeded.
+ * close gives back what open got, whether or not it succeeded. judge is the part
+ * of open that says whether the call is right: of tensors on a device without
+ * kernels only what can be said without reading them.
  * What is not 0 before open is taken as it is: table (else the kernels of the
  * tensors' device), and lanes and run of exec (else the borrowed pool). */
 typedef struct {
@@ -78,6 +80,7 @@ typedef struct {
 } h2o_call;
 
 #define H2O_DECLARE_CALL(op)                                                                       \
+    int h2o_judge_##op(h2o_##op##_params *params, h2o_call *call, h2o_error *error);               \
     int h2o_open_##op(h2o_##op##_params *params, h2o_call *call, h2o_error *error);                \
     int h2o_run_##op(const h2o_##op##_params *params, const h2o_call *call, h2o_error *error);
 H2O_DECLARE_CALL(attend)

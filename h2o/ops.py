@@ -22,7 +22,7 @@ of the cache.
 Errors, for all of them: ValueError for a wrong shape, stride, value or
 overlap, TypeError for a wrong dtype or a thing that is no tensor, BufferError
 for memory that cannot be shared and for tensors that require grad outside
-`torch.no_grad()`, RuntimeError for a device that this build has no kernels for,
+`torch.no_grad()`, RuntimeError for tensors of others than torch that are not on the CPU,
 MemoryError. They name the argument and are raised before anything is written.
 
 Inputs may have any strides, also 0 or negative ones, and may be read-only; JAX
@@ -42,7 +42,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from h2o import _core
+from h2o import backends
 from h2o.config import UNLIMITED
 from h2o.outputs import empty, four_sizes, full, grad_enabled
 from h2o.sizes import stored_bytes
@@ -204,7 +204,9 @@ def attend(
             scale = D**-0.5
     if grad_enabled():
         _refuse_grad("query keys values out scores", query, keys, values, out, scores, slots=slots)
-    _core.attend(query, keys, values, mask, slots, out, scores, scale, decay, softcap)
+    backends.serving(query).attend(
+        query, keys, values, mask, slots, out, scores, scale, decay, softcap
+    )
     return out, scores
 
 
@@ -241,7 +243,9 @@ def evict(
     """
     if grad_enabled():
         _refuse_grad("keys values scores", keys, values, scores, slots=slots)
-    _core.evict(keys, values, scores, mask, slots, sinks, rank_by, decay, value_weighted)
+    backends.serving(keys).evict(
+        keys, values, scores, mask, slots, sinks, rank_by, decay, value_weighted
+    )
 
 
 def step(
@@ -289,7 +293,7 @@ def step(
     if grad_enabled():
         _refuse_grad("query key value out", query, key, value, out, slots=slots)
     table, ranks = (None, None) if rotary is None else rotary
-    _core.step(
+    backends.serving(query).step(
         query, key, value, mask, slots, out, scale, softcap, sinks, rank_by, decay, value_weighted,
         table, ranks,
     )  # fmt: skip
@@ -353,7 +357,7 @@ def simulate(
     stored_keys = stored_values = None
     if kv_dtype is not None:
         stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
-    _core.simulate(
+    backends.serving(query).simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
         scale, softcap, sinks, rank_by, decay, value_weighted, stored_keys, stored_values,
     )  # fmt: skip
@@ -372,11 +376,9 @@ def info() -> dict[str, Any]:
     """What the core runs on.
 
     level (instruction set), operations (the level that each runs at), levels (those that this
-    machine has), features, threads, thread_source, version.
+    machine has), features, threads, thread_source, version; backends: by device, who serves it.
     """
-    facts = _core.info()
-    operations = ("attend", "evict", "step", "simulate")  # a level has all of them
-    return facts | {"operations": dict.fromkeys(operations, facts["level"])}
+    return backends.info()
 
 
 def _refuse_grad(names: str, *tensors: Tensor, slots: Slots | None = None) -> None:

@@ -129,8 +129,9 @@ def test_core_allocates_no_tensors_and_remembers_nothing():
                 assert re.search(rf"\bconst\b|{static_tables}", line), f"{name}: {line.strip()}"
 
 
-def test_core_is_imported_by_ops_only():
-    assert importers("h2o._core") == {"h2o/ops.py"}
+def test_core_is_imported_where_backends_are_chosen():
+    assert importers("h2o._core") == {"h2o/backends.py"}
+    assert importers("h2o.portable") <= {"h2o/backends.py", *sources("h2o/portable", ".py")}
 
 
 def test_transformers_is_imported_where_it_is_served():

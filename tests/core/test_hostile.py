@@ -193,32 +193,33 @@ def test_a_stride_that_is_never_taken_does_not_matter():
 # ---- Producers ---------------------------------------------------------------------------------
 
 
+DEVICES = {(2, 0): "CUDA device 0", (2, 3): "CUDA device 3", (99, 0): "type 99", (-1, 0): "type -1"}
+DEVICES_AND_MORE = {**DEVICES, (1, 1): "CPU device 1"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_devices_without_kernels(name, device, refused):
+    """Checked as on any other, and only then refused."""
+    call = make(name)
+    producers = []
+    for tensor in call.tensors():
+        array = call.get(tensor)
+        producers.append(Producer(array, device_type=device[0], device_id=device[1]))
+        call = call.put(tensor, producers[-1])
+    text = f"^(query|keys): is on .*{DEVICES[device]}, for which this build"
+    refused(call, RuntimeError, text)
+    assert {producer.deleted for producer in producers} <= {0, 1}
+    refused(call.put("decay", 2.0), ValueError, "^decay: is 2")
+
+
 @pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
-@pytest.mark.parametrize(
-    ("device", "words"),
-    [
-        ((2, 0), "CUDA device 0"),
-        ((2, 3), "CUDA device 3"),
-        ((99, 0), "type 99"),
-        ((-1, 0), "type -1"),
-    ],
-)
-def test_devices_without_kernels(name, tensor, device, words, refused):
+@pytest.mark.parametrize("device", DEVICES_AND_MORE)
+def test_devices_that_differ(name, tensor, device, refused):
     call = make(name)
     producer = Producer(call.get(tensor), device_type=device[0], device_id=device[1])
-    refused(
-        call.put(tensor, producer),
-        RuntimeError,
-        f"^{tensor}: is on .*{words}, for which this build",
-    )
-    assert producer.deleted == 1
-
-
-@pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
-def test_devices_that_differ(name, tensor, refused):
-    call = make(name)
-    producer = Producer(call.get(tensor), device_id=1)
-    refused(call.put(tensor, producer), ValueError, "is on CPU device [01], but .* on CPU device")
+    text = r"is on (CPU device 0, but .* on .*{0}|.*{0}, but .* on CPU device 0)$"
+    refused(call.put(tensor, producer), ValueError, text.format(DEVICES_AND_MORE[device]))
     assert producer.deleted == 1
 
 
@@ -364,7 +365,7 @@ def test_deleters_may_run_python_while_an_exception_is_on_its_way(refused):
             raise KeyError("in a deleter")
 
     producer = Producer(call.get("query"), on_delete=disturb, device_type=2)
-    refused(call.put("query", producer), RuntimeError, "^query: is on CUDA")
+    refused(call.put("query", producer), ValueError, "but query on CUDA device 0$")
     assert producer.deleted == 1
 
 

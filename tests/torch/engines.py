@@ -1,4 +1,4 @@
-"""Both implementations of the operations, on torch tensors."""
+"""The implementations of the operations, on torch tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from h2o import ops, reference
-from tests.conversation import Engine
+from h2o import backends, ops, reference
+from tests.conversation import Engine, as_float64
 
 
 def _engine(name: str, module, dtype: torch.dtype) -> Engine:
@@ -50,6 +50,19 @@ _REFERENCE = SimpleNamespace(
 )
 
 
+def assert_same(got, wanted, rounding: float = 1e-5) -> None:
+    """Equal to the last bit, as answers of the core are. How torch cuts and adds up products
+    depends on shapes, strides and threads, so those of the torch backend are within rounding."""
+    got, wanted = (as_float64(x) if isinstance(x, torch.Tensor) else x for x in (got, wanted))
+    if not backends.forced:
+        rounding = 0.0
+    np.testing.assert_allclose(got, wanted, rtol=rounding, atol=rounding)
+
+
+ROUNDING = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Of outputs in a dtype, which are rounded to it; scores are float32 for all."""
+
+
 def oracle(dtype: torch.dtype = torch.float32) -> Engine:
     """`h2o.reference`."""
     return _engine("oracle", _REFERENCE, dtype)
@@ -58,3 +71,32 @@ def oracle(dtype: torch.dtype = torch.float32) -> Engine:
 def core(dtype: torch.dtype = torch.float32) -> Engine:
     """`h2o.ops`, that is, the C core."""
     return _engine("core", ops, dtype)
+
+
+@contextlib.contextmanager
+def forced() -> Iterator[None]:
+    """As with H2O_BACKEND=torch."""
+    before, backends.forced = backends.forced, "torch"
+    try:
+        yield
+    finally:
+        backends.forced = before
+
+
+def _forced(function):
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        with forced(), one_thread():
+            return function(*args, **kwargs)
+
+    return run
+
+
+_PORTABLE = SimpleNamespace(
+    **{name: _forced(getattr(ops, name)) for name in ("attend", "evict", "step", "simulate")}
+)
+
+
+def portable(dtype: torch.dtype = torch.float32) -> Engine:
+    """`h2o.ops` of tensors that `h2o.portable` serves."""
+    return _engine("torch", _PORTABLE, dtype)

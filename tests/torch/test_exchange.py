@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from h2o import ops
+from h2o import backends, ops
 from tests.core.calls import EVERY_TENSOR, EVERY_WRITTEN, Call
 from tests.core.calls import make as make_arrays
+from tests.torch.calls import make, plain_bytes
+
+if backends.forced:
+    pytest.skip("of the core's border", allow_module_level=True)
 
 TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 """torch >= 2.10. Older ones hand over capsules, which they refuse more of."""
@@ -23,41 +27,6 @@ INPUTS = [
     for pair in EVERY_TENSOR
     if pair not in EVERY_WRITTEN and not pair[1].startswith(("slots.", "rotary."))
 ]
-
-
-def plain_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-class TorchCall(Call):
-    def snapshot(self) -> dict[str, bytes]:
-        tensors = {name: self.get(name) for name in self.tensors()}
-        return {
-            name: plain_bytes(tensor)
-            for name, tensor in tensors.items()
-            if type(tensor) is torch.Tensor and is_plain(tensor)
-        }
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.is_quantized
-        and tensor.untyped_storage().nbytes() > 0
-        and not tensor.is_conj()
-        and not tensor.is_nested
-    )
-
-
-def make(name: str, dtype: torch.dtype = torch.float32) -> Call:
-    """A valid call on tensors that own their memory; 4-D ones have the dtype."""
-    arrays = make_arrays(name)
-    call: Call = TorchCall(arrays.function, arrays.arguments, arrays.written)
-    for tensor in call.tensors():
-        array = torch.from_numpy(call.get(tensor)).clone()
-        call = call.put(tensor, array.to(dtype) if array.dim() == 4 else array)
-    return call
 
 
 def left_in(call: Call) -> dict[str, bytes]:

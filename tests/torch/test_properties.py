@@ -8,13 +8,13 @@ import torch
 from hypothesis import assume, given
 from torch.nn.functional import scaled_dot_product_attention
 
-from h2o import ops
+from h2o import backends, ops
 from h2o.config import UNLIMITED
 from tests import inputs
 from tests.conversation import Conversation
 from tests.core.dense import answers
 from tests.inputs import POLICIES, Policy, Text
-from tests.torch.engines import core, oracle
+from tests.torch.engines import ROUNDING, assert_same, core, oracle
 
 CLEAR = 3e-5
 """Ranks further apart than this (relatively) cannot change places by float32 rounding."""
@@ -168,11 +168,11 @@ def test_a_row_in_a_batch_is_the_row_alone(engine_of_any_dtype, padding, name):
         ):
             held = wanted_positions.shape[-1]
             np.testing.assert_array_equal(positions[b, :, :held], wanted_positions[0])
-            np.testing.assert_array_equal(scores[b, :, :held], wanted_scores[0])
+            assert_same(scores[b, :, :held], wanted_scores[0])
             assert (positions[b, :, held:] == -1).all()
-        np.testing.assert_array_equal(batch.answer[b, mask[b]], alone.answer[0])
+        assert_same(batch.answer[b, mask[b]], alone.answer[0], ROUNDING[batch.keys.dtype])
         assert not batch.answer[b, ~mask[b]].any()
-        np.testing.assert_array_equal(batch.slots.lost[b], alone.slots.lost[0])
+        assert_same(batch.slots.lost[b], alone.slots.lost[0])
 
 
 @pytest.mark.parametrize("calls", [[30, 10], [1] * 40, [7, 33], [39, 1], [2, 1, 31, 6]], ids=str)
@@ -241,6 +241,7 @@ def test_simulation_is_the_cache(engine, name):
 # ---- Threads -----------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(backends.forced == "torch", reason="torch cuts products by its threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("shape", "policy"),

@@ -1,0 +1,22 @@
+"""The operations of `h2o.ops` in plain torch, for devices that the C core has no kernels for.
+
+`h2o.backends` calls these functions with the positional arguments of their namesakes in `_core`,
+after the core's own checks. They work on any device that torch has and never wait for it: nothing
+reads a tensor's numbers on the host, and shapes follow from shapes alone. What the checks cannot
+read on such a device (lengths, budgets, free slots) is taken as it is.
+
+Which keys stay is decided in the order of `csrc/policy.h`: see `h2o.portable.policy`. Scores and
+logits are float32, memory is O(n): no matrix of queries and keys is ever whole.
+
+Empty slots must hold finite values (as `new_slots` and all operations here leave them): they are
+multiplied by 0.
+
+Shape letters as in `h2o.ops`, and M queries of a key/value head, C keys that compete.
+"""
+
+from h2o.portable.blocks import attend
+from h2o.portable.evict import evict
+from h2o.portable.simulate import simulate
+from h2o.portable.step import step
+
+__all__ = ["attend", "evict", "simulate", "step"]

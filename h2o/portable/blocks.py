@@ -1,0 +1,148 @@
+"""Attention of many queries with column sums, in blocks of queries."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o.portable.store import Store, products
+
+__all__ = ["attend", "capped", "dense"]
+
+BLOCK = 1 << 22
+"""Logits that a block of queries makes at most, or a single query where it alone makes more."""
+
+
+class Stored(NamedTuple):
+    """What the slots hold, as queries see it."""
+
+    keys: Tensor
+    """[B, G or 1, S, D]"""
+    values: Tensor
+    held: Tensor
+    """[B, G, S] bool"""
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    slots: Any,
+    out: Tensor,
+    scores: Tensor,
+    scale: float,
+    decay: float,
+    softcap: float,
+) -> None:
+    """See `h2o.ops.attend`."""
+    real = None if mask is None else mask.bool()
+    weights = total = None
+    if decay != 1.0:
+        order = torch.arange(query.shape[2], device=query.device)[None]
+        if real is not None:
+            order = real.cumsum(1) - 1
+        tokens = order[:, -1:] + 1  # [B or 1, 1]
+        weights = decay ** (tokens - 1 - order).float()
+        total = decay ** tokens.float()
+    store = stored = None
+    if slots is not None:
+        store = Store(slots)
+        held = store.by_head(slots.positions, -1) >= 0
+        D = query.shape[-1]
+        stored_values = store.rows("values", D)
+        empty = ~(held if store.first is None else held.any(1, keepdim=True))
+        stored = Stored(store.rows("keys", D), stored_values.masked_fill(empty[..., None], 0), held)
+    new, old = dense(query, keys, values, real, stored, weights, scale, softcap, out)
+    scores.copy_(new)
+    if store is not None:
+        before = store.by_head(slots.scores, 0)
+        if total is not None:
+            before = before * total[..., None]
+        store.take_back(slots.scores, before + old)
+
+
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """Logits squeezed into (-softcap, softcap); as they are if that is 0."""
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+
+def dense(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    real: Tensor | None,
+    stored: Stored | None,
+    weights: Tensor | None,
+    scale: float,
+    softcap: float,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention into `out` [B, Q, H, D], and what keys receive of it.
+
+    Args:
+        query: [B, H, Q, D]; keys, values: [B, G, Q, D].
+        real: [B, Q] bool, False at a pad; None: no pads.
+        weights: [B or 1, Q]: of each query in the sums, pads' say nothing; None: 1.
+
+    Returns:
+        float32 [B, G, Q] of the new keys and [B, G, S] of the stored ones.
+
+    The probabilities of a block of queries are whole, so they serve the output and the sums, and no
+    product is done twice. A value that is not finite is taken out of the product, where 0 times it
+    would be NaN, and its sum up to each query put back.
+    """
+    B, H, Q, _ = query.shape
+    G = keys.shape[1]
+    S = 0 if stored is None else stored.held.shape[2]
+    R = H // G
+    query = query.unflatten(1, (G, R))
+    keys, values = keys.float(), values.float()
+    usable = values.isfinite()
+    if real is not None:
+        pads = ~real[:, None, :, None]
+        values = values.masked_fill(pads, 0)
+        usable |= pads
+    beyond = values.masked_fill(usable, 0).cumsum(2)[:, :, None]
+    values = values.masked_fill(~usable, 0)
+    sums = keys.new_zeros(B, G, S + Q)
+    rows = max(1, min(Q, BLOCK // (B * H * (S + Q))))
+    future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
+    for start in range(0, Q, rows):
+        stop = min(start + rows, Q)
+        n = stop - start
+
+        def hide(x: Tensor, value: float, start: int = start, stop: int = stop) -> None:
+            """Puts a value in place of what nobody sees of a block [B, G, R * n, S + stop]."""
+            x = x.unflatten(2, (R, stop - start))
+            x[..., S + start :].masked_fill_(future[: stop - start, : stop - start], value)
+            if real is not None:
+                x[..., S:].masked_fill_(~real[:, None, None, None, :stop], value)
+            if stored is not None:
+                x[..., :S].masked_fill_(~stored.held[:, :, None, None], value)
+
+        asked = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)  # [B, G, R * n, D]
+        logits = asked @ keys[:, :, :stop].mT
+        if stored is not None:
+            logits = torch.cat([products(asked, stored.keys.mT), logits], -1)
+        logits = capped(logits, softcap)
+        hide(logits, -torch.inf)
+        p = logits.softmax(-1)
+        hide(p, 0)  # where one logit is NaN, all of the row is
+        if real is not None:
+            p.unflatten(2, (R, n)).masked_fill_(~real[:, None, None, start:stop, None], 0)
+        answer = p[..., S:] @ values[:, :, :stop]
+        if stored is not None:
+            answer += products(p[..., :S], stored.values)
+        answer = answer.unflatten(2, (R, n)) + beyond[:, :, :, start:stop]
+        if real is not None:
+            answer = answer.masked_fill(~real[:, None, None, start:stop, None], 0)
+        out[:, start:stop] = answer.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        if weights is None:
+            sums[..., : S + stop] += p.sum(2)
+        else:
+            w = weights[:, None, None, start:stop].repeat(1, 1, 1, R)  # [B or 1, 1, 1, R * n]
+            sums[..., : S + stop] += (w @ p)[:, :, 0]
+    return sums[..., S:], sums[..., :S]

@@ -1,0 +1,110 @@
+"""New keys into the slots, and out with what the budget has no room for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.portable.policy import Policy, budget_of, staying
+from h2o.portable.store import Store, as_stored
+
+__all__ = ["evict"]
+
+
+def evict(
+    keys: Tensor,
+    values: Tensor,
+    scores: Tensor,
+    mask: Tensor | None,
+    slots: Any,
+    sinks: int,
+    rank_by: str,
+    decay: float,
+    value_weighted: bool,
+) -> None:
+    """See `h2o.ops.evict`. Survivors lie in the lowest slots, stored ones before new ones."""
+    B, G, Q, _ = keys.shape
+    store = Store(slots)
+    before = slots.lengths[:, None, None]
+    order = torch.arange(Q, device=keys.device)[None]
+    tokens = torch.full((1, 1), Q, device=keys.device)
+    if mask is not None:
+        real = mask.bool()
+        order, tokens = (real.cumsum(1) - 1).masked_fill(~real, -1), real.sum(1, keepdim=True)
+    new = (before + order[:, None]).masked_fill(order[:, None] < 0, -1).int()  # [B, 1, Q]
+    positions = torch.cat([store.by_head(slots.positions, -1), new.expand(B, G, Q)], -1)
+    held_scores = store.by_head(slots.scores, 0)
+    norms = None
+    if value_weighted:
+        new_norms = torch.linalg.vector_norm(values.float(), dim=-1)
+        norms = torch.cat([store.by_head(slots.norms, 0), new_norms], -1)
+    all_scores = torch.cat([held_scores, scores], -1)
+    seen = before + tokens[..., None]
+    budget = budget_of(slots.budget, sinks)
+    policy = Policy(sinks, rank_by, decay, value_weighted)
+    ranks = policy.keys(all_scores, positions, norms, seen, budget)
+    stay = staying(ranks, positions, budget.k)
+    gone = all_scores.masked_fill(stay | (positions < 0), 0)
+    slots.lost.add_(gone.sum(-1, dtype=slots.lost.dtype))
+    _place(keys, values, slots, store, stay, positions, all_scores, norms)
+    slots.free.copy_(stay.sum(-1))
+    slots.lengths.add_(tokens[:, 0])
+
+
+def _place(
+    keys: Tensor,
+    values: Tensor,
+    slots: Any,
+    store: Store,
+    stay: Tensor,
+    positions: Tensor,
+    scores: Tensor,
+    norms: Tensor | None,
+) -> None:
+    """Writes the candidates [B, G, S + Q] that stay into the lowest slots of their heads; what
+    is left of these becomes empty."""
+    B, G, Q, _ = keys.shape
+    C = positions.shape[-1]
+    S = C - Q
+    # Of each slot of a head, counted from its first, the candidate that goes there; S: nowhere.
+    slot = torch.where(stay, stay.cumsum(-1) - 1, S).clamp(max=S)
+    candidates = torch.arange(C, device=keys.device).expand_as(stay)
+    come = slot.new_zeros(B, G, S + 1).scatter_(-1, slot, candidates)[..., :S]
+    filled = torch.arange(S, device=keys.device) < stay.sum(-1, keepdim=True)
+    if store.first is not None:  # by place on axis T instead
+        local = (torch.arange(S, device=keys.device) - store.first[:, None]).clamp(min=0)
+        local = local.expand_as(come)
+        come, filled = come.gather(-1, local), filled.gather(-1, local)
+    for numbers, found, empty in (
+        (slots.positions, positions, -1),
+        (slots.scores, scores, 0),
+        (slots.norms, norms, 0),
+    ):
+        if found is not None:
+            store.take_back(numbers, torch.where(filled, found.gather(-1, come), empty))
+    for rows, given in ((slots.keys, keys), (slots.values, values)):
+        _place_rows(rows, given, store, come, filled)
+
+
+def _place_rows(rows: Tensor, given: Tensor, store: Store, come: Tensor, filled: Tensor) -> None:
+    """Keys or values of the candidates `come` [B, G, S] to the slots that are `filled`."""
+    B, G, Q, D = given.shape
+    S = come.shape[-1]
+    index = (come - S).clamp(min=0)
+    if store.first is None:
+        taken = given.gather(2, index[..., None].expand(-1, -1, -1, D))
+    else:
+        own = store.head.expand(B, 1, S)
+        come, filled = come.gather(1, own)[:, 0], filled.gather(1, own)[:, 0]  # [B, T]
+        index = index.gather(1, own)[:, 0] + store.head * Q
+        taken = given.reshape(B, G * Q, D).gather(1, index[..., None].expand(-1, -1, D))
+    stayed = come.clamp(max=S - 1)[..., None].expand_as(rows)
+    moved = rows.gather(-2, stayed)
+    fresh = as_stored(taken, rows)
+    found = torch.where((come >= S)[..., None], fresh, moved)
+    found = found.masked_fill(~filled[..., None], 0)
+    if store.first is not None:
+        found = torch.where(store.own.any(0)[:, None], found, rows)
+    rows.copy_(found)

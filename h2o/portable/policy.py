@@ -1,0 +1,96 @@
+"""Which keys stay: `csrc/policy.h` in torch, for all rows and heads at once.
+
+Ranks are compared as order-preserving integers, never as floats, so that the order is total: NaN
+is below every number, -0 equals +0, and what may not leave is above all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Budget", "Policy", "budget_of", "lowest", "staying"]
+
+_SPARED = 2**31 - 1
+_NAN = -(2**31)
+
+
+class Budget(NamedTuple):
+    """What rows and heads may keep: [B, 1 or G, 1] each."""
+
+    recent: Tensor
+    """int32"""
+    k: Tensor
+    """int64, sinks + heavy + recent: each part may be "unlimited" by itself"""
+
+
+def budget_of(budget: Tensor, sinks: int) -> Budget:
+    """From [B, 2] or [B, G, 2] int32: heavy, recent."""
+    if budget.ndim == 2:
+        budget = budget[:, None]
+    return Budget(budget[..., 1:], budget.sum(-1, keepdim=True) + sinks)
+
+
+class Policy(NamedTuple):
+    """How keys are ranked, as `h2o.ops.evict` says."""
+
+    sinks: int
+    rank_by: str
+    decay: float
+    value_weighted: bool
+
+    def keys(
+        self,
+        scores: Tensor,
+        positions: Tensor,
+        norms: Tensor | None,
+        lengths: Tensor,
+        budget: Budget,
+    ) -> Tensor:
+        """int32 [B, G, C] in the order of ranks; the highest for what stays by its position, and
+        for what is no key (position -1).
+
+        Args:
+            scores, positions, norms: [B, G, C].
+            lengths: [B, 1, 1] int64, tokens that the rows have seen, the newest included.
+        """
+        rank = scores
+        if self.rank_by == "mean":
+            rank = rank / self._queries((lengths - positions).clamp(min=1).float())
+        if self.value_weighted:
+            rank = rank * norms
+        bits = (rank + 0.0).view(torch.int32)  # -0 + 0 is +0
+        keys = bits ^ ((bits >> 31) & _SPARED)
+        keys = keys.masked_fill_(rank.isnan(), _NAN)
+        spared = (positions < self.sinks) | (positions >= lengths - budget.recent)
+        return keys.masked_fill_(spared, _SPARED)
+
+    def _queries(self, age: Tensor) -> Tensor:
+        """How many queries have seen a key: decay^0 + ... + decay^(age - 1)."""
+        if self.decay == 1.0:
+            return age
+        if self.decay == 0.0:
+            return torch.ones_like(age)
+        return torch.expm1(age * math.log(self.decay)) / (self.decay - 1.0)
+
+
+def lowest(keys: Tensor, positions: Tensor) -> Tensor:
+    """[B, G, 1]: the index on the last axis of the key that leaves first: of the lowest rank, of
+    equal ones the highest position."""
+    tied = keys == keys.amin(-1, keepdim=True)
+    return torch.where(tied, positions, -1).argmax(-1, keepdim=True)
+
+
+def staying(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
+    """[B, G, C] bool: the k [B, 1 or G, 1] of highest rank, of equal ones the lowest positions.
+
+    `ranks` as `Policy.keys` makes them. What has position -1 is no key.
+    """
+    best = (ranks.long() << 32) + (_SPARED - positions)
+    best = best.masked_fill(positions < 0, torch.iinfo(torch.int64).min)
+    last = (k - 1).clamp(max=best.shape[-1] - 1).expand(*best.shape[:2], 1)
+    least = best.sort(-1, descending=True).values.gather(-1, last)
+    return (best >= least) & (positions >= 0)

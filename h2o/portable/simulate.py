@@ -1,0 +1,138 @@
+"""A whole text through a cache, token by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o.portable.blocks import BLOCK, capped, dense
+from h2o.portable.policy import Budget, Policy, budget_of, lowest, staying
+from h2o.storage import dequantised
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    prompt: Tensor,
+    budget: Tensor,
+    out: Tensor,
+    evicted_at: Tensor,
+    scores: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: int,
+    rank_by: str,
+    decay: float,
+    value_weighted: bool,
+    stored_keys: Tensor | None,
+    stored_values: Tensor | None,
+) -> None:
+    """See `h2o.ops.simulate`. The prompts are attended at once and cut; the columns after that, of
+    which each needs to know what the one before evicted, one by one, all rows and heads together.
+
+    As nothing may wait for the device, nobody knows here where a prompt ends: the loop goes over
+    all columns, and those within a row's prompt change nothing in it.
+    """
+    B, _, Q, D = query.shape
+    G = keys.shape[1]
+    real = torch.ones(B, Q, dtype=torch.bool, device=query.device) if mask is None else mask.bool()
+    count = real.cumsum(1)
+    position = (count - 1).masked_fill(~real, -1)  # [B, Q]
+    first = torch.minimum(prompt, count[:, -1])[:, None]  # [B, 1] tokens attended at once
+    early = real & (position < first)
+    weights = early * decay ** (first - 1 - position).clamp(min=0).float()
+    given, _ = dense(query, keys, values, real, None, weights, scale, softcap, out)
+    scores.copy_(given)
+    evicted_at.copy_((real * Q)[:, None].expand(B, G, Q))
+
+    policy = Policy(sinks, rank_by, decay, value_weighted)
+    norms = torch.linalg.vector_norm(values.float(), dim=-1) if value_weighted else None
+    limits = budget_of(budget, sinks)
+    places = position[:, None].expand(B, G, Q).int()
+    in_prompt = places.masked_fill(~early[:, None], -1)
+    ranks = policy.keys(scores, in_prompt, norms, first[..., None], limits)
+    stay = staying(ranks, in_prompt, limits.k)
+    cut = (in_prompt >= 0) & ~stay
+    end = (early * torch.arange(1, Q + 1, device=query.device)).amax(1)[:, None, None]
+    evicted_at.copy_(torch.where(cut, end, evicted_at))
+    if stored_keys is not None:
+        index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
+        keys, values = (
+            dequantised(x.reshape(-1, x.shape[-1]), D).view(B, G, Q, D).gather(2, index)
+            for x in (stored_keys, stored_values)
+        )
+    later = real & ~early
+    _one_by_one(
+        query, keys, values, norms, later, places, stay, policy, limits, scale, softcap,
+        out, evicted_at, scores,
+    )  # fmt: skip
+
+
+def _one_by_one(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    norms: Tensor | None,
+    later: Tensor,
+    places: Tensor,
+    held: Tensor,
+    policy: Policy,
+    limits: Budget,
+    scale: float,
+    softcap: float,
+    out: Tensor,
+    evicted_at: Tensor,
+    scores: Tensor,
+) -> None:
+    """The columns that are `later` [B, Q] than their rows' prompts, as decode steps.
+
+    places: int32 [B, G, Q], positions. held: [B, G, Q] bool, who survived the prompt.
+    Logits and outputs are made for blocks of columns at a time.
+    """
+    B, H, Q, _ = query.shape
+    G = keys.shape[1]
+    R = H // G
+    query = query.unflatten(1, (G, R))
+    keys, values = keys.float(), values.float()
+    finite = values.isfinite()
+    pads = (places < 0)[..., None]
+    odd = (~finite & ~pads).float()
+    values = values.masked_fill(~finite | pads, 0)
+    rows = max(1, min(Q, BLOCK // (B * H * Q)))
+    for start in range(0, Q, rows):
+        stop = min(start + rows, Q)
+        asked = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)
+        logits = capped(asked @ keys[:, :, :stop].mT, softcap)
+        logits = logits.unflatten(2, (R, stop - start)).unbind(3)
+        block = []
+        near = held[..., :stop]
+        score = scores[..., :stop]
+        for i in range(start, stop):
+            now = later[:, i, None, None]  # [B, 1, 1]
+            near[..., i : i + 1] |= now
+            unseen = ~(near & now)[:, :, None]
+            p = logits[i - start].masked_fill(unseen, -torch.inf).softmax(-1)
+            block.append(p.masked_fill_(unseen, 0))
+            if policy.decay != 1.0:
+                score.copy_(torch.where(near & now, score * policy.decay, score))
+            score += p.sum(2)
+            alive = places[..., :stop].masked_fill(~near, -1)
+            length = places[:, :1, i : i + 1] + 1
+            norm = None if norms is None else norms[..., :stop]
+            order = policy.keys(score, alive, norm, length, limits)
+            last = lowest(order, alive)
+            leaves = now & (length > limits.k)
+            near.scatter_(-1, last, near.gather(-1, last) & ~leaves)
+            when = evicted_at.gather(-1, last)
+            evicted_at.scatter_(-1, last, torch.where(leaves, i + 1, when))
+        p = torch.stack(block, 3).flatten(2, 3)  # [B, G, R * n, stop]
+        answer = p @ values[:, :, :stop]
+        shown = (p @ odd[:, :, :stop]) > 0
+        answer = answer.masked_fill(shown, torch.nan).unflatten(2, (R, stop - start))
+        answer = answer.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        part = out[:, start:stop]
+        part.copy_(torch.where(later[:, start:stop, None, None], answer.to(out.dtype), part))

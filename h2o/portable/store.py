@@ -1,0 +1,115 @@
+"""Where the slots of each head are, in stores of both layouts; what is stored, read as floats.
+
+In a store with `starts` the slots of all heads lie on one axis T. Numbers of slots (scores,
+positions) are small, so they are spread there to [B, G, T], with slots of other heads empty, and a
+head's index is one on axis T. Keys and values are not spread: products go over all slots of a row,
+[B, 1, T, D], for every head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.storage import dequantised, quantised
+
+__all__ = ["Store", "as_stored", "products"]
+
+
+class Store:
+    """The slots of one call, by head: S is T where there are `starts`."""
+
+    def __init__(self, slots: Any) -> None:
+        self.slots = slots
+        self.first: Tensor | None = None
+        if slots.starts is None:
+            return
+        starts = slots.starts.long()
+        place = torch.arange(slots.scores.shape[-1], device=starts.device)
+        self.first = starts[:-1]
+        """[G]"""
+        self.own = (place >= starts[:-1, None]) & (place < starts[1:, None])
+        """[G, T] bool: a head's slots"""
+        self.head = self.own.int().argmax(0)
+        """[T] int64: whose each slot is; 0 for what is nobody's"""
+
+    def by_head(self, numbers: Tensor, empty: float) -> Tensor:
+        """[B, G, S] of scores, positions or norms."""
+        if self.first is None:
+            return numbers
+        return torch.where(self.own, numbers[:, None], empty)
+
+    def take_back(self, numbers: Tensor, found: Tensor) -> None:
+        """Writes `by_head` numbers [B, G, S] found into the store's."""
+        if self.first is not None:
+            index = self.head.expand(len(found), 1, -1)
+            found = torch.where(self.own.any(0), found.gather(1, index)[:, 0], numbers)
+        numbers.copy_(found)
+
+    def rows(self, name: str, D: int) -> Tensor:
+        """Keys or values [B, G or 1, S, D], floats."""
+        rows: Tensor = getattr(self.slots, name)
+        if rows.dtype == torch.uint8:
+            rows = dequantised(rows.reshape(-1, rows.shape[-1]), D).view(*rows.shape[:-1], D)
+        return self.shaped(rows)
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """[B, G or 1, S, ...]: what is by slot, not spread over heads."""
+        return x if self.first is None else x[:, None]
+
+    # ---- One slot of each head ---------------------------------------------------------------
+
+    def place(self, free: Tensor) -> Tensor:
+        """Index for `read` and `write` of slots [B, G] counted in their heads."""
+        return free.long()[..., None] if self.first is None else free + self.first
+
+    def place_of(self, index: Tensor) -> Tensor:
+        """Index for `read` and `write` of indices [B, G, 1] on axis S."""
+        return index if self.first is None else index[..., 0]
+
+    def counted(self, place: Tensor) -> Tensor:
+        """[B, G]: an index of `place` as the number of a slot in its head."""
+        return place[..., 0] if self.first is None else place - self.first
+
+    @staticmethod
+    def read(numbers: Tensor, place: Tensor) -> Tensor:
+        """The numbers of one slot of each head, [B, G]."""
+        return numbers.gather(-1, place).view(place.shape[:2])
+
+    @staticmethod
+    def write(numbers: Tensor, place: Tensor, given: Tensor, real: Tensor | None) -> None:
+        """Scores, positions or norms [B, G] into one slot of each head; `real` [B, 1] bool: of
+        these rows, None: of all."""
+        given = given.to(numbers.dtype).expand(place.shape[:2]).reshape(place.shape)
+        if real is not None:
+            kept = numbers.gather(-1, place)
+            given = torch.where(real.view(-1, *[1] * (place.ndim - 1)), given, kept)
+        numbers.scatter_(-1, place, given)
+
+    @staticmethod
+    def write_rows(rows: Tensor, place: Tensor, given: Tensor, real: Tensor | None) -> None:
+        """Keys or values [B, G, 1, D] into one slot of each head."""
+        given = as_stored(given, rows).reshape(*place.shape, -1)
+        index = place[..., None].expand(given.shape)
+        if real is not None:
+            given = torch.where(real.view(-1, *[1] * place.ndim), given, rows.gather(-2, index))
+        rows.scatter_(-2, index, given)
+
+
+def as_stored(x: Tensor, rows: Tensor) -> Tensor:
+    """Keys or values [..., D] as slots like these hold them."""
+    if rows.dtype != torch.uint8:
+        return x
+    D = x.shape[-1]
+    made = quantised(x.reshape(-1, D), 8 if rows.shape[-1] == D + 2 else 4)
+    return made.view(*x.shape[:-1], -1)
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """left [B, G, M, X] @ right [B, G or 1, X, Y]: [B, G, M, Y] in float32."""
+    left, right = left.float(), right.float()
+    if right.shape[1] == left.shape[1]:
+        return left @ right
+    return (left.flatten(1, 2)[:, None] @ right)[:, 0].unflatten(1, left.shape[1:3])

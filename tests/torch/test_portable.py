@@ -1,0 +1,299 @@
+"""The torch backend on the CPU: against golden data, the oracle and the core.
+
+A subset of what `make test-portable` runs, which is all of tests/torch and tests/hf with
+H2O_BACKEND=torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from h2o import backends, ops, portable
+from h2o.portable import blocks
+from tests import inputs
+from tests.conversation import Conversation
+from tests.core.calls import EVERY_TENSOR
+from tests.inputs import POLICIES, Policy
+from tests.torch.calls import make
+from tests.torch.engines import core, forced, one_thread, oracle
+from tests.torch.engines import portable as torch_engine
+
+if backends.forced:
+    pytest.skip("all tests are of it now", allow_module_level=True)
+
+CALLS = [24, *[1] * 20, 7, *[1] * 6]
+N = sum(CALLS)
+UNEVEN = np.array([[[9, 5], [2, 1]], [[4, 4], [12, 0]]])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+def padded() -> np.ndarray:
+    """A prompt padded on the left, and one row that sits a step out."""
+    mask = np.concatenate([inputs.left([24, 17], 24), np.ones((2, N - 24), bool)], axis=1)
+    mask[1, 30] = False
+    return mask
+
+
+def assert_same_history(talk: Conversation, wanted: Conversation) -> None:
+    for (positions, scores), (wanted_positions, wanted_scores) in zip(
+        talk.kept, wanted.kept, strict=True
+    ):
+        np.testing.assert_array_equal(positions, wanted_positions)
+        np.testing.assert_allclose(scores, wanted_scores, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(talk.answer, wanted.answer, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(talk.slots.lost, wanted.slots.lost, rtol=1e-5, atol=1e-5)
+
+
+# ---- Who serves whom ---------------------------------------------------------------------------
+
+
+def test_the_core_serves_the_cpu_unless_told_otherwise():
+    tensor = torch.zeros(1)
+    assert backends.forced == os.environ.get("H2O_BACKEND", "")
+    if not backends.forced:
+        assert backends.serving(tensor) is backends.serving(np.zeros(1))
+    with forced():
+        assert backends.serving(tensor) is not backends.serving(np.zeros(1))
+        assert ops.info()["backends"]["cpu"] == "torch"
+
+
+@pytest.mark.parametrize("name", ["torch", "nonsense"])
+def test_the_variable(name):
+    code = "import h2o; print(h2o.ops.info()['backends']['cpu'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "H2O_BACKEND": name, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    if name == "torch":
+        assert done.stdout == "torch\n"
+    else:
+        assert 'H2O_BACKEND=nonsense: wanted "torch"' in done.stderr
+
+
+@pytest.mark.parametrize("name", backends.OPERATIONS)
+def test_forced_calls_reach_the_backend(name, monkeypatch):
+    def reached(*arguments):
+        raise NotImplementedError("reached")
+
+    backends._portable.cache_clear()
+    monkeypatch.setattr(portable, name, reached)
+    try:
+        with forced(), pytest.raises(NotImplementedError, match="reached"):
+            make(name).run()
+    finally:
+        backends._portable.cache_clear()
+
+
+# ---- The algorithm -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stepwise", [True, False], ids=["step", "attend-evict"])
+@pytest.mark.parametrize("name", inputs.CACHE_CASES)
+def test_cache_keeps_what_the_authors_cache_keeps(name, stepwise):
+    golden = inputs.golden_cache(name)
+    policy = Policy(golden.heavy, golden.recent)
+    talk = Conversation(torch_engine(), golden.text, policy, stepwise=stepwise)
+    talk.feed_all(golden.calls)
+    for call, (positions, scores) in enumerate(talk.kept):
+        np.testing.assert_array_equal(positions, golden.kept[call])
+        np.testing.assert_allclose(scores, golden.scores[call], rtol=0, atol=5e-5)
+    np.testing.assert_allclose(talk.answer, golden.out, rtol=0, atol=1e-5)
+
+
+LAYOUTS = list(itertools.product([False, True], [None, UNEVEN], [None, "int8", "int8-int4"]))
+"""Pads, budgets of heads, kv_dtype."""
+
+CROSSED = [
+    *((name, *LAYOUTS[i % len(LAYOUTS)]) for i, name in enumerate(POLICIES)),
+    *(("everything", *layout) for layout in LAYOUTS),
+]
+
+
+@pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), CROSSED)
+def test_as_the_oracle(name, pads, budget, kv_dtype):
+    """Through a prompt, steps and a chunk, in blocks of a few queries."""
+    text = inputs.drifting(21, B=2, H=6, G=2, N=N, D=32, sink=True)
+    mask = padded() if pads else None
+    talks = [
+        Conversation(
+            engine, text, POLICIES[name], mask=mask, budget=budget, kv_dtype=kv_dtype
+        ).feed_all(CALLS)
+        for engine in (torch_engine(), oracle())
+    ]
+    assert_same_history(*talks)
+
+
+@given(inputs.scenarios())
+def test_any_scenario_is_as_with_the_core(scenario):
+    """The oracle would take its time; the core is held against it elsewhere."""
+    talks = [
+        Conversation(
+            engine, scenario.text(), scenario.policy, mask=scenario.mask(), softcap=scenario.softcap
+        ).feed_all(scenario.calls)
+        for engine in (torch_engine(), core())
+    ]
+    assert_same_history(*talks)
+
+
+@pytest.mark.parametrize("size", [1, 700, 5000, 1 << 22])
+def test_blocks_of_any_size(size, monkeypatch):
+    text = inputs.drifting(22, B=2, H=6, G=2, N=N, D=32, sink=True)
+    wanted = Conversation(core(), text, POLICIES["everything"], mask=padded()).feed_all(CALLS)
+    monkeypatch.setattr(blocks, "BLOCK", size)
+    talk = Conversation(torch_engine(), text, POLICIES["everything"], mask=padded())
+    assert_same_history(talk.feed_all(CALLS), wanted)
+
+
+@pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), CROSSED[::2])
+@pytest.mark.parametrize("prompt", [(1, 1), (24, 9), (90, 30)], ids=str)
+def test_simulation_as_with_the_core(name, pads, budget, kv_dtype, prompt):
+    policy = POLICIES[name]
+    text = inputs.drifting(21, B=2, H=6, G=2, N=N, D=32, sink=True)
+    rows = np.array([[policy.heavy, policy.recent]] * 2) if budget is None else budget
+    answers = [
+        engine.module.simulate(
+            *map(engine.tensor, text), torch.tensor(prompt, dtype=torch.int32),
+            torch.tensor(rows, dtype=torch.int32), kv_dtype=kv_dtype, softcap=3.0 * pads,
+            mask=torch.from_numpy(padded()) if pads else None, **policy.ranking,
+        )
+        for engine in (torch_engine(), core())
+    ]  # fmt: skip
+    out, evicted_at, scores = zip(*answers, strict=True)
+    assert torch.equal(*evicted_at)
+    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*out, rtol=2e-5, atol=2e-5)
+
+
+ranks = arrays(
+    np.float32,
+    (1, 2, 12),
+    elements=st.sampled_from(
+        [0.0, -0.0, 1.0, 1.0, 2.0, -3.0, np.nan, np.inf, -np.inf, 1e-45, 3e38]
+    ),
+)
+
+
+@given(ranks, inputs.policies(6), st.integers(0, 5))
+def test_the_order_of_any_ranks(scores, policy, more):
+    """Ties, signs of zero, infinity and NaN: those stay who stay by the core."""
+    kept = []
+    for engine in (torch_engine(), core()):
+        x = torch.ones(1, 2, 12, 4)
+        slots = ops.new_slots(
+            x, 20, policy.heavy, policy.recent, value_weighted=policy.value_weighted
+        )
+        engine.module.evict(x, x, torch.from_numpy(scores), slots, **policy.ranking)
+        for i in range(more):
+            zero = torch.zeros(1, 2, 1, 4)
+            engine.module.step(zero, zero, (i + 1) * zero, slots, **policy.ranking)
+        kept.append(inputs.kept(slots)[0])
+    np.testing.assert_array_equal(*kept)
+
+
+def test_values_that_are_not_finite_show_where_they_are_seen():
+    """And not in what stands beside them in the same block, nor at pads, nor when evicted."""
+    text = inputs.drifting(8, B=2, H=4, G=2, N=N, D=32)
+    mask = padded()
+    for b, g, column, bad in [(0, 0, 5, np.nan), (0, 1, 11, np.inf), (1, 1, 26, np.nan)]:
+        text.values[b, g, column, 3] = bad
+    for x in text:
+        x[1, :, :7] = np.nan  # pads
+    talks = [
+        Conversation(engine, text, Policy(8, 8), mask=mask).feed_all(CALLS)
+        for engine in (torch_engine(), core())
+    ]
+    answers = [talk.answer for talk in talks]
+    assert np.isnan(answers[1]).any()
+    assert np.isfinite(answers[1][:, -1]).all(), "nothing of it was evicted"
+    np.testing.assert_array_equal(*(np.isfinite(x) for x in answers))
+    np.testing.assert_allclose(*(np.where(np.isfinite(x), x, 0) for x in answers), atol=2e-5)
+    tensors = [torch.from_numpy(x) for x in text]
+    budget = torch.tensor([[8, 8]] * 2, dtype=torch.int32)
+    outs = [
+        engine.module.simulate(
+            *tensors, torch.tensor([20, 9], dtype=torch.int32), budget, mask=torch.from_numpy(mask)
+        )[0]
+        for engine in (torch_engine(), core())
+    ]
+    assert torch.equal(*(x.isfinite() for x in outs))
+
+
+def test_memory_is_no_square():
+    """The largest tensor that a prompt's attention makes, told by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    largest = []
+    for n in (1024, 4096):
+        x = torch.randn(1, 2, n, 8)
+        with forced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            ops.attend(x, x, x)
+        largest.append(max(event.self_cpu_memory_usage for event in profiler.events()))
+    assert largest[0] <= 4 * 2 * 1024 * 1024
+    assert largest[1] <= 4 * blocks.BLOCK
+
+
+# ---- Errors ------------------------------------------------------------------------------------
+
+
+def spoilt(tensor: torch.Tensor) -> list[object]:
+    """What a tensor of a call could wrongly be."""
+    other = torch.float64 if tensor.dtype != torch.float64 else torch.int32
+    return [tensor[:0], tensor[None], tensor.to(other), torch.cat([tensor, tensor]), None, [1.0]]
+
+
+@pytest.mark.parametrize(("name", "tensor"), EVERY_TENSOR)
+def test_refuses_what_the_core_refuses(name, tensor):
+    """With its words, and before anything is written."""
+    call = make(name)
+    for wrong in spoilt(call.get(tensor)):
+        bad = call.put(tensor, wrong)
+        told = []
+        for context in (forced(), one_thread()):
+            before = bad.snapshot()
+            with context:
+                try:
+                    bad.run()
+                except (ValueError, TypeError, BufferError) as error:
+                    told.append((type(error), str(error)))
+                    assert bad.snapshot() == before
+                else:
+                    told.append(None)
+            if told == [None]:
+                break  # it was written to
+        if told != [None]:
+            assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "numbers", "text"),
+    [
+        ("step", "slots.free", [[2, -1], [3, 3]], r"^slots.free\[0, 1\]: is -1"),
+        ("step", "slots.lengths", [7, -3], r"^slots.lengths\[1\]: is -3"),
+        ("evict", "slots.budget", [[0, 0], [2, 3]], "sinks \\+ heavy \\+ recent is 0"),
+        ("simulate", "prompt", [1, 0], r"^prompt\[1\]: is 0"),
+    ],
+)
+def test_numbers_are_judged_where_they_can_be_read(name, tensor, numbers, text):
+    call = make(name)
+    call.get(tensor)[...] = torch.tensor(numbers)
+    before = call.snapshot()
+    with forced(), pytest.raises(ValueError, match=text):
+        call.run()
+    assert call.snapshot() == before
