@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class Family:
     """One image as the model takes it: IMAGE_TOKENS places in the text are its."""
     lacks: tuple[str, ...] = ()
     """Modes in which transformers itself fails, with its own cache too."""
+    weights: str = ""
+    """How torchao quantises them, "int8" or "int4"; "": not at all."""
 
     def build_config(self) -> Any:
         numbers = {
@@ -139,6 +142,11 @@ FAMILIES = {
         Family("mistral-window", _SLIDING, model_type="mistral", layers=("sliding", "sliding")),
     ]
 }
+if importlib.util.find_spec("torchao"):
+    FAMILIES |= {
+        "llama, int8 weights": Family("llama", model_type="llama", weights="int8"),
+        "qwen3, int4 weights": Family("qwen3", model_type="qwen3", weights="int4"),
+    }
 PURE = [name for name, family in FAMILIES.items() if "sliding" not in family.layers]
 HYBRID = [name for name in FAMILIES if name not in PURE and "h2o" in FAMILIES[name].layers]
 
@@ -147,7 +155,25 @@ HYBRID = [name for name in FAMILIES if name not in PURE and "h2o" in FAMILIES[na
 def _model(name: str) -> Any:
     torch.manual_seed(len(name))
     auto = AutoModelForImageTextToText if FAMILIES[name].image else AutoModelForCausalLM
-    return auto.from_config(FAMILIES[name].build_config()).eval()
+    made = auto.from_config(FAMILIES[name].build_config()).eval()
+    if FAMILIES[name].weights:
+        quantise(made, FAMILIES[name].weights)
+    return made
+
+
+def quantise(model: Any, weights: str) -> None:
+    """The weights of linear layers, with torchao; four bits want them to be multiples of 16."""
+    from torchao.prototype.quantization.int4.inference_workflow import (
+        PrototypeInt4WeightOnlyConfig,  # which has a layout for the CPU
+    )
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    settings = {"int8": Int8WeightOnlyConfig, "int4": PrototypeInt4WeightOnlyConfig}[weights]
+    quantize_(
+        model,
+        settings() if weights == "int8" else settings(group_size=32),
+        lambda x, _: isinstance(x, torch.nn.Linear) and x.out_features % 16 == 0,
+    )
 
 
 def model(name: str, attention: str = "h2o") -> Any:
