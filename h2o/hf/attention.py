@@ -206,7 +206,8 @@ def h2o_mask(
             kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
             **kwargs,
         )  # fmt: skip
-    ours = kv_length == q_length and kv_offset == q_offset
+    # Offsets are tensors where the cache is to be compiled, whose numbers nobody should ask for.
+    ours = kv_length == q_length and (kv_offset is q_offset or kv_offset == q_offset)
     if not ours and (kv_offset != 0 or kv_length != q_length + q_offset):
         raise Unsupported(
             f"h2o attention was given a cache with {kv_length} places for {q_offset} + {q_length} "
@@ -215,7 +216,7 @@ def h2o_mask(
     if attention_mask is None:
         return None
     length = attention_mask.shape[1]
-    if length not in (q_offset + q_length, kv_length):
+    if length != kv_length and length != q_offset + q_length:
         raise ValueError(
             f"attention_mask has {length} columns; {q_offset + q_length} are needed: "
             f"{q_offset} tokens seen and {q_length} new ones"

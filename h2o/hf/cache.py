@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from h2o.config import H2OConfig, one_config
-from h2o.hf import saved
-from h2o.hf.conversation import Conversation, broken_off, columns_left
+from h2o.hf import compiled, saved
+from h2o.hf.conversation import Conversation, columns_left, refuse_broken
 from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
 from h2o.hf.report import LayerReport, Report
@@ -60,6 +61,9 @@ class H2OCache(Cache):
             needed where fractions meet a prompt that is fed in chunks
             (`generate(prefill_chunk_size=...)`). Forgotten by `reset()`.
         trace: remember when each key was evicted; see `evicted_at`.
+        compileable: give torch.compile one graph for all decode steps. `generate()` compiles by
+            itself on CUDA, and where a `CompileConfig` says so. Slots are made for the whole
+            budget at once. Not with sliding windows, rolled positions or trace.
 
     Errors: `Unsupported` (a ValueError) for a model that h2o cannot serve, naming the reason.
     """
@@ -71,11 +75,14 @@ class H2OCache(Cache):
         *,
         prompt_length: int | Sequence[int] | None = None,
         trace: bool = False,
+        compileable: bool = False,
         **parameters: Any,
     ) -> None:
         h2o_config = one_config(h2o_config, parameters).for_model(config)
         layers = list(transformers_layers(config))
         conversation = Conversation(prompt_length, len(layers))
+        if compileable:
+            compiled.refuse([x.is_sliding for x in layers], h2o_config.positions, trace)
         rotary = None
         if h2o_config.positions == "rolled":
             rotary = Rotary(config, windows=any(layer.is_sliding for layer in layers))
@@ -84,7 +91,8 @@ class H2OCache(Cache):
                 continue
             own = h2o_config.for_layer(index, len(layers))
             if rotary is None or not has_rotary(config, index):
-                layers[index] = H2OLayer(own, index, conversation, trace=trace)
+                kind = compiled.CompileableLayer if compileable else H2OLayer
+                layers[index] = kind(own, index, conversation, trace=trace)
             else:
                 layers[index] = RolledLayer(own, index, conversation, rotary, trace=trace)
         super().__init__(layers=layers)
@@ -198,6 +206,7 @@ class H2OCache(Cache):
             settings["config"],
             prompt_length=content["prompt_length"],
             trace=settings["trace"],
+            compileable=settings["compileable"],
         )
         device = getattr(model, "device", "cpu") if device is None else device
         saved.fill(loaded.layers, content, {name: x.to(device) for name, x in tensors.items()})
@@ -206,14 +215,15 @@ class H2OCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Called once before a forward pass: the place to notice that the last one broke off."""
+        if torch.compiler.is_compiling():
+            return super().get_mask_sizes(query_length, layer_idx)
         self.conversation.refuse_other_thread()
-        seen = self.layers[0].get_seq_length()
-        if any(layer.get_seq_length() != seen for layer in self.layers):
-            raise RuntimeError(broken_off([layer.get_seq_length() for layer in self.layers]))
+        if not self.is_compileable or self.conversation.under_way:
+            refuse_broken([int(layer.get_seq_length()) for layer in self.layers])
         if query_length == 0:
             raise ValueError(
-                f"no new tokens: the cache has seen {seen}, and generate() needs input_ids with "
-                "these and more. For another conversation make a new H2OCache, or reset() this one"
+                f"no new tokens: the cache has seen {int(self.get_seq_length())}. generate() needs "
+                "input_ids with these and more; for another conversation reset() the cache"
             )
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -325,7 +335,7 @@ class H2OCache(Cache):
         Errors: NotImplementedError for other tokens: what was evicted cannot come back.
         """
         self.conversation.refuse_other_thread()
-        seen = self.get_seq_length()
+        seen = int(self.get_seq_length())
         left = columns_left(tokens, seen)
         if left == 0:
             self.reset()

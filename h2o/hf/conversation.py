@@ -8,9 +8,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers.cache_utils import DynamicCache
 
-__all__ = ["Conversation", "broken_off", "columns_left", "never_attended"]
+__all__ = ["Conversation", "columns_left", "never_attended", "refuse_broken"]
 
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicCache.crop).parameters
 """Before transformers 5.16, crop() was told the length to keep, unless that was negative."""
@@ -50,6 +51,8 @@ class Conversation:
 
     def enter(self) -> None:
         """A layer is about to be given new keys. Errors: RuntimeError during another's pass."""
+        if torch.compiler.is_compiling():
+            return  # a graph knows no threads
         with _lock:
             self.refuse_other_thread()
             self._thread = threading.get_ident()
@@ -70,8 +73,15 @@ class Conversation:
         """Nothing of a pass is under way."""
         self._thread = None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass has begun and did not come to its end."""
+        return self._thread is not None
+
     def refuse_other_thread(self) -> None:
         """Errors: RuntimeError while another thread that still runs is amid a forward pass."""
+        if torch.compiler.is_compiling():
+            return
         thread = self._thread
         if thread in (None, threading.get_ident()):
             return
@@ -105,18 +115,20 @@ def never_attended(layer: int) -> str:
     )
 
 
-def broken_off(counts: list[int]) -> str:
-    """Why layers have seen different numbers of tokens."""
+def refuse_broken(counts: list[int]) -> None:
+    """Errors: RuntimeError for layers that have seen different numbers of tokens."""
     seen, run = counts[0], sum(count > 0 for count in counts)
+    if counts == [seen] * len(counts):
+        return
     text = (
         "the last forward pass broke off between two layers, which now have seen "
         "different numbers of tokens: call cache.reset() and start anew"
     )
-    if counts != [seen] * run + [0] * (len(counts) - run):
-        return text
-    return (
-        f"{run} layers of this cache have seen {seen} tokens, the other {len(counts) - run} "
-        f"none. If the model has {run} layers (some were dropped, or the cache is another "
-        f"model's), set config.num_hidden_layers = {run} and make a new H2OCache from that "
-        f"config. Otherwise {text}"
-    )
+    if counts == [seen] * run + [0] * (len(counts) - run):
+        text = (
+            f"{run} layers of this cache have seen {seen} tokens, the other {len(counts) - run} "
+            f"none. If the model has {run} layers (some were dropped, or the cache is another "
+            f"model's), set config.num_hidden_layers = {run} and make a new H2OCache from that "
+            f"config. Otherwise {text}"
+        )
+    raise RuntimeError(text)

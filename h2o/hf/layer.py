@@ -214,7 +214,7 @@ class H2OLayer(CacheLayerMixin):
             if first:
                 slots = store.with_capacities(
                     key,
-                    store.capacities(widest, longest),
+                    self._capacities(widest, longest),
                     value_weighted=self.config.value_weighted,
                     kv_dtype=self.config.kv_dtype,
                 )
@@ -232,6 +232,9 @@ class H2OLayer(CacheLayerMixin):
         self.longest = longest
         self._count(Q, mask)
         return out
+
+    def _capacities(self, widest: list[int], tokens: int) -> list[int]:
+        return store.capacities(widest, tokens)
 
     def _step(self, *tensors: Any, **more: Any) -> Any:
         return ops.step(*tensors, **more)
@@ -282,7 +285,7 @@ class H2OLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
-        return query_length, self.seen
+        return query_length, self.get_seq_length()
 
     def get_max_length(self) -> int:
         """-1: unbounded."""

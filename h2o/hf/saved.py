@@ -135,11 +135,11 @@ def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _settings(layers: list[Any]) -> dict[str, Any]:
-    """What a cache with these layers is made with: fields of `H2OConfig` for JSON, and trace."""
+    """What a cache with these layers is made with: fields of `H2OConfig` for JSON, and the rest."""
     own = [layer if isinstance(layer, H2OLayer) else None for layer in layers]
     some = next(filter(None, own), None)
     if some is None:  # all have windows
-        return {"config": None, "trace": False}
+        return {"config": None, "trace": False, "compileable": False}
     fields = {x.name: getattr(some.config, x.name) for x in dataclasses.fields(H2OConfig)}
     for name in ("heavy", "recent"):  # what a function gave for a layer has become its number
         amounts = [_amounts(getattr((layer or some).config, name)) for layer in own]
@@ -149,7 +149,7 @@ def _settings(layers: list[Any]) -> dict[str, Any]:
     if isinstance(shares, LayerShares):
         table = shares.shares
         fields["shares"] = table.as_dict() if isinstance(table, Profile) else table
-    return {"config": fields, "trace": some.traced}
+    return {"config": fields, "trace": some.traced, "compileable": some.is_compileable}
 
 
 def _amounts(given: Any) -> Any:

@@ -1,0 +1,124 @@
+"""A layer whose decode step torch.compile takes whole: one graph for all steps.
+
+The core reads memory through DLPack, and a compiler's fake tensors have none. So the step is an
+operation of torch's own library, `torch.ops.h2o.step`: torch is told what it makes (an output like
+the query) and what it writes to (the slots), and calls it as it stands. Then the slots stay where
+they are, and nothing of them is copied. They have their full size from the prompt on, since another
+size would be another graph, as would another number of columns seen: so that is a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.config import UNLIMITED
+from h2o.hf import slots as store
+from h2o.hf.layer import H2OLayer
+from h2o.hf.support import Unsupported
+
+__all__ = ["CompileableLayer", "refuse"]
+
+_READ = ("budget", "starts")
+"""Fields of slots that a step does not write to."""
+
+
+class CompileableLayer(H2OLayer):
+    """An `H2OLayer` of a cache with `compileable=True`."""
+
+    is_compileable = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        register()
+        self._columns = torch.tensor(0)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def seen(self) -> int:
+        """Columns seen."""
+        return int(self._columns)
+
+    @seen.setter
+    def seen(self, columns: int) -> None:
+        self._columns.fill_(columns)
+
+    def get_seq_length(self) -> Any:
+        """As a tensor, which the next step changes, as transformers' StaticLayer has it."""
+        return self._columns
+
+    def _attend_one(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **logits: Any
+    ) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super()._attend_one(query, key, value, mask, **logits)
+        out: Tensor = torch.ops.h2o.step(
+            query, key, value, *self.slots, mask=mask, **logits, **self.ranking
+        )
+        self._columns.add_(1)
+        return out
+
+    def _capacities(self, widest: list[int], tokens: int) -> list[int]:
+        if max(widest) >= UNLIMITED:
+            raise ValueError(
+                "compileable=True makes room for the whole budget at once, and this one has no "
+                "end: give heavy and recent as many tokens as the longest text will have"
+            )
+        return store.capacities(widest, max(widest))
+
+    def _hold(self, slots: ops.Slots | None, widest: list[int] | None = None) -> None:
+        super()._hold(slots, widest)
+        if slots is not None:
+            self._columns = self._columns.to(slots.keys.device)
+            for tensor in (self._columns, *slots):
+                if tensor is not None:
+                    torch._dynamo.mark_static_address(tensor)
+
+
+def refuse(kinds: list[bool], positions: str, trace: bool) -> None:
+    """Errors: `Unsupported` for what changes its shape from step to step. `kinds`: of each layer,
+    whether it has a sliding window."""
+    reasons = {
+        "layers with a sliding window, which grow as they go": any(kinds),
+        'positions="rolled", whose angles are looked up anew': positions != "original",
+        "trace=True, whose record grows": trace,
+    }
+    for reason, given in reasons.items():
+        if given:
+            raise Unsupported(f"compileable=True does not go with {reason}")
+
+
+@functools.cache
+def register() -> torch.library.Library:
+    """Makes the operation known for as long as the process runs."""
+    library = torch.library.Library("h2o", "FRAGMENT")
+    library.define(_schema())
+    library.impl("step", _step, "CompositeExplicitAutograd")
+    torch.library.register_fake("h2o::step", _fake, lib=library)
+    return library
+
+
+def _schema() -> str:
+    """Arguments of `h2o.ops.step`; what it writes to is marked with an exclamation mark."""
+    slots = []
+    for index, name in enumerate(ops.Slots._fields):
+        kind = "Tensor" if name in _READ else f"Tensor(s{index}!)"
+        slots.append(f"{kind}{'?' if name in ops.Slots._field_defaults else ''} {name}")
+    return (
+        f"step(Tensor query, Tensor key, Tensor value, {', '.join(slots)}, *, Tensor? mask, "
+        "float? scale, float softcap, int sinks, str rank_by, float decay, bool value_weighted"
+        ") -> Tensor"
+    )
+
+
+def _step(query: Tensor, key: Tensor, value: Tensor, *slots: Tensor, **more: Any) -> Tensor:
+    out: Tensor = ops.step(query, key, value, ops.Slots(*slots), **more)
+    return out
+
+
+def _fake(query: Tensor, *_: Any, **__: Any) -> Tensor:
+    B, H, Q, D = query.shape
+    return query.new_empty(B, Q, H, D)

@@ -1,0 +1,202 @@
+"""torch.compile of the decode step: `H2OCache(..., compileable=True)`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
+
+from h2o import H2OCache, H2OConfig, Unsupported, ops
+from h2o.hf import compiled
+from tests.hf.modes import policy
+from tests.hf.test_saved import assert_same
+from tests.hf.tiny import batch, greedy, model, prompts
+from tests.inputs import drifting
+
+SMALL = {"heavy": 6, "recent": 6}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """No graph of another test is found, and none stays."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiling(backend="eager"):
+    """What makes generate() compile on a CPU; whole graphs only."""
+    config = CompileConfig(fullgraph=True, dynamic=None, backend=backend, mode=None)
+    config._compile_all_devices = True
+    return {"compile_config": config}
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("chosen", ["fractions", "sinks, mean", "value-weighted", "shares", "int8"])
+def test_policies_give_the_same_tokens(chosen):
+    ours = model("llama")
+    config = policy(chosen, ours)
+    (ids,) = prompts(20)
+    plain = H2OCache(ours.config, config)
+    cache = H2OCache(ours.config, config, compileable=True)
+    expected = greedy(ours, {"input_ids": ids}, past_key_values=plain)
+    got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling())
+    assert got.tolist() == expected.tolist()
+    assert graphs() == 1
+    assert str(cache.report()) == str(plain.report())
+    for layer in range(2):
+        torch.testing.assert_close(cache.kept(layer), plain.kept(layer), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt_neox"])
+def test_families(name):
+    ours = model(name)
+    (ids,) = prompts(20)
+    expected = greedy(ours, {"input_ids": ids}, past_key_values=H2OCache(ours.config, **SMALL))
+    cache = H2OCache(ours.config, **SMALL, compileable=True)
+    got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling())
+    assert got.tolist() == expected.tolist()
+    assert graphs() == 1
+
+
+def test_one_graph_for_steps_prompts_and_caches():
+    """Also for one shorter than the budget, for a fork, and for what a file had."""
+    ours = model("llama")
+    for seed, length in enumerate((20, 20, 31, 5)):
+        inputs = {"input_ids": prompts(length, seed=seed)[0]}
+        expected = greedy(ours, inputs, past_key_values=H2OCache(ours.config, **SMALL))
+        cache = H2OCache(ours.config, **SMALL, compileable=True)
+        got = greedy(ours, inputs, past_key_values=cache, **compiling())
+        assert got.tolist() == expected.tolist()
+    more = {"input_ids": torch.cat([inputs["input_ids"], got, prompts(4)[0]], dim=1)}
+    fork = cache.fork()
+    expected = greedy(ours, more, past_key_values=cache, **compiling())
+    assert greedy(ours, more, past_key_values=fork, **compiling()).tolist() == expected.tolist()
+    assert graphs() == 1
+    assert not counters["graph_break"]
+
+
+def test_padded_rows():
+    ours = model("llama")
+    inputs = batch(prompts(5, 17, 23))
+    expected = greedy(ours, inputs, past_key_values=H2OCache(ours.config, **SMALL))
+    cache = H2OCache(ours.config, **SMALL, compileable=True)
+    got = greedy(ours, inputs, past_key_values=cache, **compiling())
+    assert got.tolist() == expected.tolist()
+    assert not counters["graph_break"]
+
+
+def test_slots_stay_where_they_are():
+    ours = model("llama")
+    (ids,) = prompts(20)
+    cache = H2OCache(ours.config, **SMALL, compileable=True)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+
+        def places():
+            return [x.data_ptr() for layer in cache.layers for x in layer.slots if x is not None]
+
+        before = places()
+        step = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
+        for token in range(5, 9):
+            step(input_ids=torch.tensor([[token]]), past_key_values=cache)
+    assert places() == before
+    assert cache.get_seq_length() == 24
+
+
+def test_what_the_operation_says_of_itself():
+    """That it writes to what it says, that a fake has the right shape, that it can be compiled."""
+    compiled.register()
+    text = drifting(3, B=2, N=12)
+    query, keys, values = (torch.from_numpy(x) for x in text)
+    for kind in ({}, {"value_weighted": True}, {"kv_dtype": "int8"}):
+        for capacity in (8, [8, 5]):
+            slots = ops.new_slots(keys, capacity, 2, 2, **kind)
+            weighted = kind.get("value_weighted", False)
+            _, scores = ops.attend(query[:, :, :11], keys[:, :, :11], values[:, :, :11])
+            ops.evict(keys[:, :, :11], values[:, :, :11], scores, slots, value_weighted=weighted)
+            torch.library.opcheck(
+                torch.ops.h2o.step.default,
+                (query[:, :, 11:], keys[:, :, 11:], values[:, :, 11:], *slots),
+                {
+                    "mask": None, "scale": None, "softcap": 0.0, "sinks": 0, "rank_by": "sum",
+                    "decay": 1.0, "value_weighted": weighted,
+                },
+                test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "words"),
+    [
+        ("gemma3", {}, "sliding window"),
+        ("mistral-window", {}, "sliding window"),
+        ("llama", {"positions": "rolled"}, "rolled"),
+        ("llama", {"trace": True}, "trace=True"),
+    ],
+)
+def test_what_changes_its_shape(name, parameters, words):
+    with pytest.raises(Unsupported, match=rf"compileable=True does not go with .*{words}"):
+        H2OCache(model(name).config, **SMALL, **parameters, compileable=True)
+
+
+def test_a_budget_without_end():
+    ours = model("llama")
+    cache = H2OCache(ours.config, H2OConfig.full(), compileable=True)
+    with pytest.raises(ValueError, match="the whole budget at once"), torch.no_grad():
+        ours(prompts(20)[0], past_key_values=cache)
+
+
+def test_a_pass_that_broke_off():
+    ours = model("llama")
+    cache = H2OCache(ours.config, **SMALL, compileable=True)
+    hook = ours.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad():
+        with pytest.raises(ZeroDivisionError):
+            ours(prompts(20)[0], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(RuntimeError, match="have seen 20 tokens, the other 1 none"):
+            ours(torch.tensor([[5]]), past_key_values=cache)
+
+
+def test_a_file_of_it(tmp_path):
+    ours = model("llama")
+    cache = H2OCache(ours.config, **SMALL, compileable=True)
+    ids, question = prompts(20, 4)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+    cache.save(tmp_path / "document", ours)
+    loaded = H2OCache.load(tmp_path / "document", ours)
+    assert loaded.is_compileable
+    assert_same(loaded, cache)
+    inputs = {"input_ids": torch.cat([ids, question], dim=1)}
+    expected = greedy(ours, inputs, past_key_values=cache)
+    got = greedy(ours, inputs, past_key_values=loaded, **compiling())
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.slow
+def test_nothing_of_the_slots_is_copied():
+    """All that a compiled step allocates is less than a hundredth of one layer's slots."""
+    ours = model("llama")
+    (ids,) = prompts(20)
+    budget = {"heavy": 3000, "recent": 3000}
+    cache = H2OCache(ours.config, **budget, compileable=True)
+    expected = greedy(ours, {"input_ids": ids}, past_key_values=H2OCache(ours.config, **budget))
+    got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling("inductor"))
+    assert got.tolist() == expected.tolist()
+    step = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[36]])}
+    with torch.no_grad():
+        ours._compiled_call(**step, past_key_values=cache)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            ours._compiled_call(**step, past_key_values=cache)
+    events = profile.events()
+    assert "h2o::step" in {event.name for event in events}
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in events)
+    held = sum(x.nbytes for x in cache.layers[0].slots if x is not None)
+    assert 0 < allocated < held / 100
