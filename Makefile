@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constr
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 
-.PHONY: help demo bench test test-all test-c balance test-neon test-python test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench test test-all test-c balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -67,6 +67,9 @@ test-all: test notebooks ## the slow ones and the notebooks too
 PYTEST_MARKS := -m "not slow"
 test-python: .venv/core .venv/test ## pytest
 	$(BIN)/python -m pytest -q $(PYTEST_MARKS)
+
+test-portable: .venv/core .venv/test ## golden data, the oracle, caches and families with the torch backend on the CPU
+	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf
 
 # Each tests/c/test_*.c is a program, linked with the core but for what needs Python.
 OUT := build/c

@@ -191,7 +191,7 @@ class H2OLayer(CacheLayerMixin):
         stored = self.slots
         first = stored is None or self.unscored
         if first:
-            lengths = [Q] * B if mask is None else mask.sum(1).tolist()
+            lengths = prompt.counted(mask, B, Q, self.config, self.conversation)
             if stored is not None:
                 lengths = [x + y for x, y in zip(lengths, stored.lengths.tolist(), strict=True)]
             longest = max(lengths)

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from h2o.config import H2OConfig
 from h2o.hf.conversation import Conversation
 
-__all__ = ["lengths", "refuse_chunk"]
+__all__ = ["counted", "lengths", "refuse_chunk"]
+
+
+def counted(
+    mask: Tensor | None, B: int, Q: int, config: H2OConfig, conversation: Conversation
+) -> list[int]:
+    """Tokens of each of B rows of a first pass of Q columns, by their mask [B, Q].
+
+    Q for all where nothing but the room they may take depends on it, and counting them would have
+    to wait for the device.
+    """
+    needed = config.needs_prompt_length and conversation.prompt_length is None
+    if mask is None or not (needed or mask.is_cpu):
+        return [Q] * B
+    tokens: list[int] = mask.sum(1).tolist()
+    return tokens
 
 
 def lengths(config: H2OConfig, given: int | Sequence[int] | None, found: list[int]) -> list[int]:

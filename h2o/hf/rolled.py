@@ -71,6 +71,9 @@ class RolledLayer(H2OLayer):
 
     def _attention(self, *tensors: Any, **more: Any) -> Any:
         self._ranks = None  # what follows is an eviction
+        if more["mask"] is None:
+            held = min(self.longest, max(self.room.widest))
+            more["most"] = held + tensors[0].shape[2]
         return attend(*tensors, rotary=self.rotary, **more)
 
     def _hold(self, slots: ops.Slots | None, widest: list[int] | None = None) -> None:
@@ -101,9 +104,13 @@ def attend(
     *,
     rotary: Rotary,
     mask: Tensor | None = None,
+    most: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`h2o.ops.attend` of queries and keys, new and stored, that are rotated by rank before it."""
+    """`h2o.ops.attend` of queries and keys, new and stored, that are rotated by rank before it.
+
+    `most`: how many keys any query sees; None: whoever is told reads it off the tensors.
+    """
     H, Q = query.shape[1:3]
     G = key.shape[1]
     if mask is None:
@@ -113,9 +120,9 @@ def attend(
     order = order[:, None]  # [B or 1, G or 1, Q] ranks of the new tokens
     if slots is not None:
         held = torch.stack([(x >= 0).sum(-1) for x in store.heads(slots.positions, slots)], dim=1)
-        held = held[:, :1] if bool((held == held[:, :1]).all()) else held
+        held = held[:, :1] if slots.budget.ndim == 2 else held  # the same for all heads
         order = order + held[..., None]
-    table = rotary.table(int(order.max()) + 1, key.device)
+    table = rotary.table(int(order.max()) + 1 if most is None else most, key.device)
     angles = table[order]  # [B or 1, G or 1, Q, 2, F]
     query = turned(query.unflatten(1, (G, H // G)), angles[:, :, None]).flatten(1, 2)
     if slots is not None:

@@ -160,8 +160,8 @@ class Rotary:
             raise Unsupported(
                 f'positions="rolled" needs position_ids [B, Q], not of shape {list(ids.shape)}'
             )
-        if self.module.attention_scaling == 1 and not ids.any():
-            return None
+        if self.module.attention_scaling == 1 and ids.is_cpu and not ids.any():
+            return None  # on another device it would take longer to ask than to turn by 0
         if self.by_length and int(ids.max()) >= self.most:
             raise Unsupported(
                 f'positions="rolled": beyond {self.most} tokens the angles of this model '

@@ -153,7 +153,9 @@ class Simulation:
             )
         if call.module.training or call.dropout:
             raise RuntimeError("simulated() is for inference: call model.eval()")
-        lengths = [N] * B if mask is None else mask.sum(1).tolist()
+        lengths = [N] * B
+        if mask is not None and (config.needs_prompt_length or mask.is_cpu):  # else all the same
+            lengths = mask.sum(1).tolist()
         prompts, budgets = self._resolve(config, lengths)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._variant == "h2o":

@@ -60,16 +60,27 @@ def capacities(widest: list[int], tokens: int) -> list[int]:
 
 
 def sizes(slots: ops.Slots) -> list[int]:
-    """Slots of each head, or of all where they have the same."""
+    """Slots of each head, or of all where they have the same.
+
+    Noted on `starts`, as a decode step should not wait for the numbers of another device.
+    """
     if slots.starts is None:
         return [slots.scores.shape[-1]]
-    each: list[int] = slots.starts.diff().tolist()
+    if not hasattr(slots.starts, _SIZES):
+        setattr(slots.starts, _SIZES, slots.starts.diff().tolist())
+    each: list[int] = getattr(slots.starts, _SIZES)
     return each
+
+
+_SIZES = "h2o_sizes"
 
 
 def with_capacities(keys: Tensor, each: list[int], **kind: Any) -> ops.Slots:
     """New slots for keys like [B, G, any, D]; `each` as `Room.sizes`, others as `new_slots`."""
-    return ops.new_slots(keys, each[0] if len(each) == 1 else each, **kind)
+    slots = ops.new_slots(keys, each[0] if len(each) == 1 else each, **kind)
+    if slots.starts is not None:
+        setattr(slots.starts, _SIZES, each)
+    return slots
 
 
 def heads(tensor: Tensor, slots: ops.Slots) -> list[Tensor]:
@@ -139,7 +150,8 @@ def enlarged(slots: ops.Slots, each: list[int]) -> ops.Slots:
     shape, starts = (B, G, each[0]), None
     if slots.starts is not None:
         ends = slots.starts.new_tensor(each).cumsum(0, dtype=torch.int32)
-        shape, starts = (B, int(ends[-1])), torch.cat([slots.starts[:1], ends])
+        shape, starts = (B, sum(each)), torch.cat([slots.starts[:1], ends])
+        setattr(starts, _SIZES, each)
     grown = {}
     for name in ("keys", "values", "scores", "positions", "norms"):
         old = getattr(slots, name)

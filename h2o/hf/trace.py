@@ -39,7 +39,7 @@ class Trace:
         held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
         position = torch.arange(N, device=left.device)
         seen = position < slots.lengths[:, None, None]
-        left[seen & ~held[..., :N] & (left < 0)] = N
+        left.masked_fill_(seen & ~held[..., :N] & (left < 0), N)
         self.real, self.left = real, left
 
     def evicted_at(self) -> Tensor:

@@ -14,9 +14,9 @@ multiplied by 0.
 Shape letters as in `h2o.ops`, and M queries of a key/value head, C keys that compete.
 """
 
-from h2o.portable.blocks import attend
-from h2o.portable.evict import evict
-from h2o.portable.simulate import simulate
-from h2o.portable.step import step
+from h2o.portable.decode import step
+from h2o.portable.eviction import evict
+from h2o.portable.prefill import attend
+from h2o.portable.simulation import simulate
 
 __all__ = ["attend", "evict", "simulate", "step"]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from h2o import backends, ops, portable
-from h2o.portable import blocks
+from h2o.portable import prefill
 from tests import inputs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR
@@ -156,7 +156,7 @@ def test_any_scenario_is_as_with_the_core(scenario):
 def test_blocks_of_any_size(size, monkeypatch):
     text = inputs.drifting(22, B=2, H=6, G=2, N=N, D=32, sink=True)
     wanted = Conversation(core(), text, POLICIES["everything"], mask=padded()).feed_all(CALLS)
-    monkeypatch.setattr(blocks, "BLOCK", size)
+    monkeypatch.setattr(prefill, "BLOCK", size)
     talk = Conversation(torch_engine(), text, POLICIES["everything"], mask=padded())
     assert_same_history(talk.feed_all(CALLS), wanted)
 
@@ -246,7 +246,7 @@ def test_memory_is_no_square():
             ops.attend(x, x, x)
         largest.append(max(event.self_cpu_memory_usage for event in profiler.events()))
     assert largest[0] <= 4 * 2 * 1024 * 1024
-    assert largest[1] <= 4 * blocks.BLOCK
+    assert largest[1] <= 4 * prefill.BLOCK
 
 
 # ---- Errors ------------------------------------------------------------------------------------

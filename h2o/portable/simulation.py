@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o.portable.blocks import BLOCK, capped, dense
 from h2o.portable.policy import Budget, Policy, budget_of, lowest, staying
+from h2o.portable.prefill import BLOCK, capped, dense
 from h2o.storage import dequantised
 
 __all__ = ["simulate"]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.portable.blocks import capped
 from h2o.portable.policy import Policy, budget_of, lowest
+from h2o.portable.prefill import capped
 from h2o.portable.store import Store, products
 from h2o.reference import rotated
 

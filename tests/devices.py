@@ -1,0 +1,108 @@
+"""Tensors of a device that this machine lacks, which have shapes and no numbers.
+
+Under `elsewhere()` whatever is made is on that device by torch's FakeTensorMode, where nothing can
+be read: `.item()`, `.tolist()`, `bool()`, `int()` and a boolean index raise, and so does an
+operation on tensors of two devices. What runs here never waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["WAITS", "elsewhere", "moved"]
+
+WAITS = "aten._local_scalar_dense|aten.nonzero|aten.index|not linked with support"
+"""What the RuntimeError says that is raised where the host would wait for numbers of the device."""
+
+
+@contextlib.contextmanager
+def elsewhere(device: str = "cuda") -> Iterator[None]:
+    with torch.no_grad(), FakeTensorMode(), torch.device(device), _WithoutDriver():
+        yield
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """The model with all its tensors on the device of the context that this is called in."""
+    for part in model.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, x in tensors.items():
+                if x is not None:
+                    new = torch.empty(x.shape, dtype=x.dtype)
+                    is_parameter = isinstance(x, nn.Parameter)
+                    tensors[name] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+    return model
+
+
+class _WithoutDriver(TorchFunctionMode):
+    """By other means what torch does not do for a device that it was built without."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _INSTEAD:
+            return _INSTEAD[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _put(x: Tensor, key: Any, value: Any) -> None:
+    keys = key if isinstance(key, tuple) else (key,)
+    if any(isinstance(k, Tensor) for k in keys):
+        torch.ops.aten.index_put_(x, keys, torch.as_tensor(value))
+    elif isinstance(value, Tensor):
+        _copy(_at(x, key), value)
+    else:
+        _at(x, key).fill_(value)
+
+
+def _copy(x: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
+    """There are no numbers, so it is enough that the shapes go together."""
+    value.expand(x.shape)
+    return x
+
+
+def _contiguous(x: Tensor, memory_format: Any = torch.contiguous_format) -> Tensor:
+    return x if x.is_contiguous() else x.clone(memory_format=memory_format)
+
+
+def _new_tensor(x: Tensor, numbers: Any) -> Tensor:
+    return x.new_empty(len(numbers))
+
+
+def _at(x: Tensor, key: Any) -> Tensor:
+    keys = key if isinstance(key, tuple) else (key,)
+    keys = [torch.tensor(k) if isinstance(k, list) else k for k in keys]
+    if Ellipsis in [k for k in keys if not isinstance(k, Tensor)]:
+        place = next(i for i, k in enumerate(keys) if k is Ellipsis)
+        named = sum(k is not None and k is not Ellipsis for k in keys)
+        keys[place : place + 1] = [slice(None)] * (x.ndim - named)
+    dim, indices = 0, {}
+    for k in keys:
+        if k is None:
+            x = x.unsqueeze(dim)
+        elif isinstance(k, slice):
+            x = torch.ops.aten.slice(x, dim, k.start, k.stop, k.step or 1)
+        elif isinstance(k, Tensor):
+            indices[dim] = k
+        else:
+            x = x.select(dim, k)
+            continue
+        dim += 1
+    if not indices:
+        return x
+    return torch.ops.aten.index(x, [indices.get(i) for i in range(max(indices) + 1)])
+
+
+_INSTEAD = {
+    Tensor.__getitem__: _at,
+    Tensor.__setitem__: _put,
+    Tensor.__invert__: torch.bitwise_not,
+    Tensor.copy_: _copy,
+    Tensor.contiguous: _contiguous,
+    Tensor.new_tensor: _new_tensor,
+}

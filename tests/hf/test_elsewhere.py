@@ -1,0 +1,217 @@
+"""Models on a device that the core has no kernels for: nothing waits for it, nothing leaves it.
+
+The device is not there (tests.devices): what these tests show is that every call goes through
+without reading a number of the device. What it answers is shown on the CPU, by test_portable.py
+and `make test-portable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import h2o
+from h2o import H2OCache, ops
+from h2o.hf.layer import H2OLayer
+from h2o.portable import decode
+from tests.devices import WAITS, elsewhere, moved
+from tests.hf.modes import POLICIES
+from tests.hf.tiny import FAMILIES, model
+
+OWN_KERNELS = {"mixtral", "qwen3_moe"}
+"""Families whose experts transformers itself runs in kernels that want the device to be there."""
+
+SERVED = [name for name in FAMILIES if "h2o" in FAMILIES[name].layers and name not in OWN_KERNELS]
+
+
+@contextlib.contextmanager
+def there(
+    name: str = "llama", attention: str = "h2o", dtype: torch.dtype = torch.float32
+) -> Iterator[Any]:
+    """A model on the device, and all that is made in the block."""
+    ours = model(name, attention).to(dtype)
+    with elsewhere():
+        yield moved(ours)
+
+
+def ids(B: int, n: int) -> Tensor:
+    return torch.ones(B, n, dtype=torch.long)
+
+
+def converse(ours, cache, mask: Tensor | None = None) -> Tensor:
+    """A prompt, a step, a chunk and a step. The last logits."""
+    for n in (20, 1, 4, 1):
+        if mask is not None and mask.shape[1] < cache.get_seq_length() + n:
+            mask = torch.cat([mask, mask.new_ones(len(mask), n)], dim=1)
+        out = ours(ids(2, n), attention_mask=mask, past_key_values=cache)
+    return out.logits
+
+
+def on_the_device(cache) -> bool:
+    slots = [layer.slots for layer in cache.layers if isinstance(layer, H2OLayer)]
+    return all(x.device.type == "cuda" for each in slots for x in each if x is not None)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_families(name):
+    with there(name) as ours:
+        cache = H2OCache(ours.config, heavy=6, recent=6)
+        logits = converse(ours, cache)
+        assert logits.device.type == "cuda"
+        assert on_the_device(cache)
+        held = {layer.keys.shape[2] for layer in cache.layers if isinstance(layer, H2OLayer)}
+        assert held == {13}
+
+
+@pytest.mark.parametrize("chosen", POLICIES)
+def test_policies(chosen):
+    config = POLICIES[chosen]
+    if config.shares is not None:
+        config = replace(config, shares=[[0.4, 1.6], [1.2, 0.8]])
+    with there(dtype=torch.bfloat16) as ours:
+        cache = H2OCache(ours.config, config)
+        converse(ours, cache)
+        assert on_the_device(cache)
+
+
+@pytest.mark.parametrize(
+    ("shares", "kv_dtype"),
+    [(None, "int8"), ([[0.4, 1.6], [1.2, 0.8]], None)],
+    ids=["even", "shares"],
+)
+def test_slots_that_grow(shares, kv_dtype):
+    """A short prompt under a larger budget, with a trace."""
+    with there() as ours:
+        more = {"shares": shares, "kv_dtype": kv_dtype, "trace": shares is None}
+        cache = H2OCache(ours.config, heavy=12, recent=12, **more)
+        ours(ids(2, 4), past_key_values=cache)
+        first = cache.layers[0].keys.shape
+        for _ in range(6):
+            ours(ids(2, 1), past_key_values=cache)
+        assert cache.layers[0].keys.shape != first
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gemma3"])
+def test_padding(name):
+    """With numbers of tokens nobody needs to know how long each row is."""
+    with there(name) as ours:
+        cache = H2OCache(ours.config, heavy=6, recent=6, sinks=1)
+        converse(ours, cache, torch.ones(2, 20, dtype=torch.long))
+        assert on_the_device(cache)
+
+
+def test_fractions_of_padded_rows_are_read_once():
+    with there() as ours:
+        mask = torch.ones(2, 20, dtype=torch.long)
+        with pytest.raises(RuntimeError, match=WAITS):
+            converse(ours, H2OCache(ours.config, heavy=0.3, recent=0.3), mask)
+        told = H2OCache(ours.config, heavy=0.3, recent=0.3, prompt_length=[20, 17])
+        converse(ours, told, mask)
+
+
+def test_beams():
+    with there() as ours:
+        cache = H2OCache(ours.config, heavy=6, recent=6, shares=[[0.5, 1.5]] * 2)
+        converse(ours, cache)
+        cache.reorder_cache(torch.zeros(2, dtype=torch.long))
+        ours(ids(2, 1), past_key_values=cache)
+        cache.batch_repeat_interleave(3)
+        ours(ids(6, 1), past_key_values=cache)
+        cache.batch_select_indices(torch.zeros(4, dtype=torch.long))
+        ours(ids(4, 1), past_key_values=cache)
+        assert on_the_device(cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_patched(name):
+    with there(name, "sdpa") as ours:
+        with h2o.patched(ours, heavy=6, recent=6, rank_by="mean", decay=0.9) as patch:
+            out = ours(ids(2, 20))
+            for _ in range(3):
+                out = ours(ids(2, 1), past_key_values=out.past_key_values)
+            assert on_the_device(patch.cache)
+            assert out.logits.device.type == "cuda"
+
+
+@pytest.mark.parametrize("parameters", [{}, {"kv_dtype": "int8"}, {"sinks": 2, "decay": 0.9}])
+def test_simulated(parameters):
+    """With a mask, without which transformers itself looks for texts that begin anew."""
+    with there(attention="sdpa") as ours:
+        mask = torch.ones(2, 12, dtype=torch.long)
+        with h2o.simulated(ours, heavy=3, recent=3, prompt_len=4, trace=True, **parameters) as run:
+            out = ours(ids(2, 12), attention_mask=mask, use_cache=False)
+        assert out.logits.device.type == "cuda"
+        assert run.evicted_at(0).device.type == "cuda"
+
+
+def test_shapes_are_fixed():
+    """The step makes the same operations on the same shapes, whatever was seen before."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.seen.append((str(func), getattr(out, "shape", None)))
+            return out
+
+    with there() as ours:
+        cache = H2OCache(ours.config, heavy=6, recent=6)
+        converse(ours, cache)
+        histories = []
+        for _ in range(3):
+            with Recorder() as recorder:
+                ours(ids(2, 1), past_key_values=cache)
+            histories.append(recorder.seen)
+        assert len(histories[0]) > 100
+        assert histories[0] == histories[1] == histories[2]
+
+
+# ---- That it would be noticed ------------------------------------------------------------------
+
+SEEDS = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "bool": lambda x: bool(x.any()),
+    "int": lambda x: int(x.max()),
+    "boolean index": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "another device": lambda x: x + torch.ones(x.shape, dtype=x.dtype, device="cpu"),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_read_in_the_step_is_caught(seed, monkeypatch):
+    with there() as ours:
+        cache = H2OCache(ours.config, heavy=6, recent=6)
+        ours(ids(2, 20), past_key_values=cache)
+        honest = decode.lowest
+
+        def seeded(keys: Tensor, positions: Tensor) -> Tensor:
+            SEEDS[seed](positions)
+            return honest(keys, positions)
+
+        monkeypatch.setattr(decode, "lowest", seeded)
+        with pytest.raises(RuntimeError, match=WAITS if seed != "another device" else "devices"):
+            ours(ids(2, 1), past_key_values=cache)
+
+
+def test_devices_that_differ_are_told():
+    slots = ops.new_slots(torch.ones(1, 2, 1, 8), 5, 2, 2)
+    with elsewhere():
+        x = torch.ones(1, 2, 1, 8)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=re.escape("slots.keys: is on CPU device 0, but query on")),
+    ):
+        ops.step(x, x, x, slots)

@@ -1,0 +1,80 @@
+"""Models under the torch backend, on the CPU: the tokens and the kept keys of the core.
+
+A subset: `make test-portable` runs all of tests/hf so.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import h2o
+from h2o import H2OCache, backends
+from tests.hf.modes import MODES, POLICIES, TOKENS, policy
+from tests.hf.tiny import batch, greedy, model, prompts
+from tests.torch.engines import forced
+
+if backends.forced:
+    pytest.skip("all tests are of it now", allow_module_level=True)
+
+ROWS = batch(prompts(5, 17, 23, 30))
+
+
+def both(run):
+    """What `run` gives by the torch backend and by the core."""
+    with forced():
+        ours = run()
+    return ours, run()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode):
+    ours = model("llama")
+
+    def run():
+        return MODES[mode](ours, ROWS, lambda: H2OCache(ours.config, POLICIES["h2o"])).tolist()
+
+    tokens, wanted = both(run)
+    assert tokens == wanted
+
+
+@pytest.mark.parametrize("chosen", POLICIES)
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma2"])
+def test_policies(name, chosen):
+    ours = model(name)
+    config = policy(chosen, ours)
+
+    def run():
+        cache = H2OCache(ours.config, config)
+        tokens = greedy(ours, ROWS, TOKENS, past_key_values=cache).tolist()
+        layers = [i for i, layer in enumerate(cache.layers) if not layer.is_sliding]
+        return tokens, [cache.kept(i)[0].tolist() for i in layers]
+
+    (tokens, positions), (wanted, wanted_positions) = both(run)
+    assert tokens == wanted
+    assert positions == wanted_positions
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_rolled(kv_dtype):
+    ours = model("llama", "sdpa")
+
+    def run():
+        more = {"sinks": 1, "kv_dtype": kv_dtype, "positions": "rolled"}
+        with h2o.patched(ours, heavy=6, recent=6, **more):
+            return greedy(ours, ROWS, 2 * TOKENS).tolist()
+
+    tokens, wanted = both(run)
+    assert tokens == wanted
+
+
+def test_simulated():
+    ours = model("llama", "sdpa")
+
+    def run():
+        with torch.no_grad(), h2o.simulated(ours, heavy=0.2, recent=0.2, trace=True) as trace:
+            return ours(**ROWS, use_cache=False).logits, trace.evicted_at(1)
+
+    (logits, evicted_at), (wanted, wanted_at) = both(run)
+    assert torch.equal(evicted_at, wanted_at)
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4)
