@@ -46,6 +46,8 @@ class Request:
     max_new_tokens: int = 120
     compare: bool = False
     """run all of `caches` instead of h2o alone"""
+    compile: bool = False
+    """compile the decode step of caches that h2o makes, before the clock starts"""
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,17 @@ def generate_once(
     """One run of `generate`, and the tokens that came."""
     import torch
 
-    cache = new_cache(model, config, ids.shape[1])
+    compiled = request.compile and config is not None
+    cache = new_cache(model, config, ids.shape[1], compiled)
+    how: dict[str, Any] = {"do_sample": False}
+    if compiled:
+        progress.say(f"{mode}: compiling the decode step, which takes a minute or two")
+        how |= compiling()
+        few, warm = ids[:, :8], new_cache(model, config, ids.shape[1], compiled)
+        mask = torch.ones_like(few)
+        model.generate(few, attention_mask=mask, past_key_values=warm, max_new_tokens=3, **how)
     streamer = Streamer(mode, tokenizer, progress, stream, request.max_new_tokens)
-    hooks = watch_layers(model, streamer.prefilling)
+    hooks = [] if compiled else watch_layers(model, streamer.prefilling)
     try:
         model.generate(
             ids,
@@ -227,7 +237,7 @@ def generate_once(
             past_key_values=cache,
             streamer=streamer,
             max_new_tokens=request.max_new_tokens,
-            do_sample=False,
+            **how,
         )
     finally:
         progress.update("")
@@ -248,17 +258,33 @@ def generate_once(
     return run, streamer.tokens
 
 
-def new_cache(model: Any, config: H2OConfig | None, prompt_tokens: int) -> Any:
+def compiling() -> dict[str, Any]:
+    """What makes the model's generate() compile, also on a CPU."""
+    from transformers import CompileConfig
+
+    config = CompileConfig(fullgraph=True, mode="default")
+    config._compile_all_devices = True
+    return {"compile_config": config}
+
+
+def new_cache(
+    model: Any, config: H2OConfig | None, prompt_tokens: int, compileable: bool = False
+) -> Any:
     """An empty cache, of all keys without a config, after telling the model which attention goes
-    with it."""
+    with it. Errors: UserError for one that is to be compiled and cannot."""
     from transformers import DynamicCache
 
-    from h2o.hf.cache import H2OCache
+    from h2o.hf.cache import H2OCache, Unsupported
 
     model.set_attn_implementation("sdpa" if config is None else "h2o")
     if config is None:
         return DynamicCache(config=model.config)
-    return H2OCache(model.config, config, prompt_length=prompt_tokens)
+    try:
+        return H2OCache(model.config, config, prompt_length=prompt_tokens, compileable=compileable)
+    except Unsupported as error:
+        if compileable:
+            raise UserError(f"--compile: {error}") from error
+        raise
 
 
 def holdings(cache: Any) -> dict[str, Any]:

@@ -180,6 +180,7 @@ def test_binary_prompt_file(tmp_path, capsys):
         (["--prompt", ""], "empty"),
         (["--prompt", "x" * 1990], "2000"),
         (["--prompt", "x", "--chat"], "chat template"),
+        (["--compile", "--positions", "rolled", "--prompt", PROMPT], "--compile"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(tiny, arguments, word, capsys):
@@ -228,6 +229,25 @@ def test_comparison_in_numbers(tiny, capsys):
             len(PROMPT) / run["prefill_seconds"]
         )
         assert run["decode_tokens_per_second"] == pytest.approx((new - 1) / run["decode_seconds"])
+
+
+def test_compiled_steps_give_the_same_text(tiny, capsys, monkeypatch):
+    """Of the whole way only the compiler's last part is left out, which takes a minute."""
+    from torch._dynamo.utils import counters
+
+    from h2o import generate
+
+    how = generate.compiling()
+    assert how["compile_config"].backend == "inductor"
+    how["compile_config"].backend = "eager"
+    monkeypatch.setattr(generate, "compiling", lambda: how)
+    arguments = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "20", "--heavy", "0.2"]
+    eager = generated(capsys, *arguments)["runs"][0]
+    counters.clear()
+    compiled = generated(capsys, *arguments, "--compile")["runs"][0]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert compiled["text"] == eager["text"]
+    assert compiled["kv_bytes_held"] == eager["kv_bytes_held"]
 
 
 def test_full_run_is_the_models_own_generate(tiny, capsys):

@@ -203,6 +203,8 @@ def generate_arguments(parser: Parser) -> None:
     add("--max-new-tokens", type=int, default=120, metavar="N", help="(%(default)s)")
     add("--compare", action="store_true", help="show it beside the full cache, a preset in a "
         "tenth of its bytes, and `local`, the same budget without heavy hitters")  # fmt: skip
+    add("--compile", action="store_true", help="compile the decode step first (not the full "
+        "cache's), which takes a minute or two and a C++ compiler")  # fmt: skip
     add("--json", action="store_true", help="for machines: one object, nothing else")
 
 
@@ -244,6 +246,7 @@ def run_generate(parser: Parser, options: argparse.Namespace) -> int:
                 dtype=options.dtype,
                 max_new_tokens=options.max_new_tokens,
                 compare=options.compare,
+                compile=options.compile,
             ),
             generate.Progress(quiet=options.json),
             None if options.json or options.compare else write,

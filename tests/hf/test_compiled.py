@@ -181,6 +181,7 @@ def test_a_file_of_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
 def test_nothing_of_the_slots_is_copied():
     """All that a compiled step allocates is less than a hundredth of one layer's slots."""
     ours = model("llama")
