@@ -7,14 +7,16 @@ makes that serve all tensors of torch, those on the CPU too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 from h2o import _core
 
-__all__ = ["OPERATIONS", "info", "serving"]
+__all__ = ["OPERATIONS", "by_torch", "info", "serving"]
 
 OPERATIONS = ("attend", "evict", "step", "simulate")
 
@@ -29,6 +31,17 @@ def serving(tensor: Any) -> Any:
     if on_cpu is None or (on_cpu and not forced):
         return _core
     return _portable()
+
+
+@contextlib.contextmanager
+def by_torch() -> Iterator[None]:
+    """As with H2O_BACKEND=torch, in all threads: to measure and to test."""
+    global forced
+    before, forced = forced, "torch"
+    try:
+        yield
+    finally:
+        forced = before
 
 
 @functools.cache

@@ -23,7 +23,8 @@ Errors, for all of them: ValueError for a wrong shape, stride, value or
 overlap, TypeError for a wrong dtype or a thing that is no tensor, BufferError
 for memory that cannot be shared and for tensors that require grad outside
 `torch.no_grad()`, RuntimeError for tensors of others than torch that are not on the CPU,
-MemoryError. They name the argument and are raised before anything is written.
+MemoryError. They name the argument and are raised before anything is written. Torch tensors on
+other devices are checked alike, but for the numbers in them, which are not read on the host.
 
 Inputs may have any strides, also 0 or negative ones, and may be read-only; JAX
 arrays, which nobody may write to, can be inputs only. DLPack does not know torch's
@@ -79,7 +80,7 @@ class Slots(NamedTuple):
     budget: Tensor
     """[B, 2], or [B, G, 2] for heads with budgets of their own, int32: heavy, recent"""
     lost: Tensor
-    """[B, G] float64: sum of the scores of evicted keys at their eviction"""
+    """[B, G] float64 (on mps float32): sum of the scores of evicted keys at their eviction"""
     norms: Tensor | None = None
     """[B, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
     starts: Tensor | None = None

@@ -25,7 +25,10 @@ _NO_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")
 
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Tensor:
-    """An uninitialised tensor of like's library, device and (if no other is given) dtype."""
+    """An uninitialised tensor of like's library, device and (if no other is given) dtype.
+
+    On a device that has no float64 (mps) it is float32 instead.
+    """
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype or like.dtype)
     if not hasattr(like, "new_empty"):
@@ -36,6 +39,8 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: str | None = None) -> Ten
     try:
         if dtype is None:
             return like.new_empty(shape)
+        if dtype == "float64" and like.device.type == "mps":
+            dtype = "float32"
         return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
     except RuntimeError as error:  # torch has no class of its own for this
         if not any(words in str(error) for words in _NO_MEMORY):

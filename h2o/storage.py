@@ -48,7 +48,7 @@ def dequantised(rows: Tensor, D: int) -> Tensor:
     n = len(rows)
     if rows.shape[-1] == D + 2:
         scale = _copy(rows[:, D:]).view(torch.float16).float()
-        return _copy(rows[:, :D]).view(torch.int8).float() * scale
+        return rows[:, :D].view(torch.int8).float() * scale
     numbers = _copy(rows[:, D // 2 :]).view(torch.float16).float().view(n, D // 32, 2, 1)
     nibbles = rows[:, : D // 2].view(n, D // 32, 16)
     q = torch.cat([nibbles & 15, nibbles >> 4], dim=-1).float()

@@ -32,6 +32,7 @@ def quick(tmp_path, *arguments: str) -> dict:
         ("evict", ["P6", "P6"]),
         ("simulate", ["P7"] * 8),
         ("overhead", ["P9"] * 3),
+        ("portable", ["P20"] * 4),
         ("threads", ["threads"] * 4),
     ],
 )

@@ -16,6 +16,7 @@ TABLES = {
     "evict": "P6: the cut of a prompt to its budget, against topk + sort + gather",
     "simulate": "P7: eviction simulated over a whole text, against a Python loop and dense SDPA",
     "overhead": "P9: one call on tiny tensors",
+    "portable": "P20: the torch backend on the CPU, against eager with scores and the core's step",
     "threads": "whether torch's operators get slower beside h2o",
     "model": "P8: SmolLM2 from prompt to text, DynamicCache against H2OCache",
     "openvino": "P10: the same against OpenVINO GenAI, in an environment of its own",

@@ -13,7 +13,7 @@ import torch
 
 from h2o.files import make_writable
 
-from . import kernels, layouts, machine, memory, report, simulation, threads, whole_model
+from . import kernels, layouts, machine, memory, portable, report, simulation, threads, whole_model
 from .measure import Row
 from .options import TABLES, Options
 from .peers import PeerMissing
@@ -27,6 +27,7 @@ FUNCTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "evict": kernels.evict,
     "simulate": simulation.simulate,
     "overhead": kernels.overhead,
+    "portable": portable.portable,
     "threads": threads.threads,
     "model": whole_model.generate,
     "openvino": whole_model.openvino,

@@ -140,7 +140,7 @@ def figures(slots: ops.Slots, sinks: int) -> dict[str, Any]:
         "bytes_held": sum(sizes[:2]),
         "bytes_bookkeeping": sum(sizes[2:]),
         "mass_evicted": slots.lost.sum().item(),
-        "mass_kept": slots.scores.double()[filled].sum().item(),
+        "mass_kept": slots.scores[filled].cpu().double().sum().item(),
     }
 
 

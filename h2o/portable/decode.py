@@ -37,27 +37,30 @@ def step(
     store = Store(slots)
     real = None if mask is None else mask.bool()  # [B, 1]
     lengths = slots.lengths[:, None]  # [B, 1]: without the new token, of which it is the position
+    seen = lengths + 1
     budget = budget_of(slots.budget, sinks)
     place = store.place(slots.free)
     store.write_rows(slots.keys, place, key, real)
     store.write_rows(slots.values, place, value, real)
     store.write(slots.positions, place, lengths, real)
-    store.write(slots.scores, place, slots.scores.new_zeros(1, 1), real)
+    store.write(slots.scores, place, 0.0, real)
+    norms = None
     if value_weighted:
         norms = torch.linalg.vector_norm(value[:, :, 0].float(), dim=-1)
         store.write(slots.norms, place, norms, real)
+        norms = store.by_head(slots.norms, 0)
 
-    keys = store.rows("keys", D)
+    keys = store.rows("keys", D).float()  # scores are to be float32, and so must logits be
     asked = query[:, :, 0].float().unflatten(1, (G, H // G))  # [B, G, R, D]
     if table is not None:
         before = torch.minimum(lengths[..., None], budget.k)  # [B, 1 or G, 1] keys held
         store.write(ranks, place, before[..., 0], real)
-        keys = rotated(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
+        keys = rotated(keys, table[store.shaped(ranks).clamp(0, len(table) - 1)])
         asked = rotated(asked, table[before])
     positions = store.by_head(slots.positions, -1)
-    held = positions >= 0
+    empty = (positions < 0)[:, :, None]
     logits = capped(products(asked * scale, keys.mT), softcap)  # [B, G, R, S]
-    p = logits.masked_fill_(~held[:, :, None], -torch.inf).softmax(-1)
+    p = logits.masked_fill_(empty, -torch.inf).softmax(-1)
     answer = products(p, store.rows("values", D)).view(B, 1, H, D)
     given = p.sum(2)
     if real is not None:
@@ -72,25 +75,20 @@ def step(
     scores = scores + given
     store.take_back(slots.scores, scores)
 
-    seen = (lengths + 1)[..., None]
-    norms = store.by_head(slots.norms, 0) if value_weighted else None
-    order = Policy(sinks, rank_by, decay, value_weighted).keys(
-        scores, positions, norms, seen, budget
-    )
-    last = lowest(order, positions)
-    leaves = (seen > budget.k)[..., 0]  # [B, 1 or G]
+    policy = Policy(sinks, rank_by, decay, value_weighted)
+    order = policy.keys(scores, positions, norms, seen[..., None], budget)
+    position, last = lowest(order, positions)
+    leaves = seen > budget.k[..., 0]  # [B, 1 or G]
     if real is not None:
         leaves = leaves & real
     place = store.place_of(last)
     slots.lost.add_(torch.where(leaves, scores.gather(-1, last)[..., 0], 0))
-    store.write(
-        slots.positions, place, torch.where(leaves, -1, store.read(slots.positions, place)), None
-    )
+    store.write(slots.positions, place, torch.where(leaves, -1, position[..., 0]), None)
     if ranks is not None:
         left = store.read(ranks, place)[..., None]
         after = store.by_head(ranks, -1)
         store.take_back(ranks, after - ((after > left) & leaves[..., None]).int())
         store.write(ranks, place, torch.where(leaves, -1, left[..., 0]), None)
-    free = torch.where(leaves, store.counted(place), lengths + 1)
+    free = torch.where(leaves, store.counted(place), seen)
     slots.free.copy_(free if real is None else torch.where(real, free, slots.free))
     slots.lengths.add_(1 if real is None else real[:, 0])

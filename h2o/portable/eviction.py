@@ -40,7 +40,7 @@ def evict(
     if value_weighted:
         new_norms = torch.linalg.vector_norm(values.float(), dim=-1)
         norms = torch.cat([store.by_head(slots.norms, 0), new_norms], -1)
-    all_scores = torch.cat([held_scores, scores], -1)
+    all_scores = torch.cat([held_scores, scores], -1) + 0.0  # -0 becomes 0
     seen = before + tokens[..., None]
     budget = budget_of(slots.budget, sinks)
     policy = Policy(sinks, rank_by, decay, value_weighted)

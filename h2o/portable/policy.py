@@ -31,7 +31,8 @@ def budget_of(budget: Tensor, sinks: int) -> Budget:
     """From [B, 2] or [B, G, 2] int32: heavy, recent."""
     if budget.ndim == 2:
         budget = budget[:, None]
-    return Budget(budget[..., 1:], budget.sum(-1, keepdim=True) + sinks)
+    k = budget.sum(-1, keepdim=True)
+    return Budget(budget[..., 1:], k + sinks if sinks else k)
 
 
 class Policy(NamedTuple):
@@ -54,7 +55,7 @@ class Policy(NamedTuple):
         for what is no key (position -1).
 
         Args:
-            scores, positions, norms: [B, G, C].
+            scores, positions, norms: [B, G, C]; no score is -0.
             lengths: [B, 1, 1] int64, tokens that the rows have seen, the newest included.
         """
         rank = scores
@@ -62,9 +63,9 @@ class Policy(NamedTuple):
             rank = rank / self._queries((lengths - positions).clamp(min=1).float())
         if self.value_weighted:
             rank = rank * norms
-        bits = (rank + 0.0).view(torch.int32)  # -0 + 0 is +0
-        keys = bits ^ ((bits >> 31) & _SPARED)
-        keys = keys.masked_fill_(rank.isnan(), _NAN)
+        bits = rank.view(torch.int32)
+        keys = ((bits >> 31) & _SPARED).bitwise_xor_(bits)
+        keys.masked_fill_(rank.isnan(), _NAN)
         spared = (positions < self.sinks) | (positions >= lengths - budget.recent)
         return keys.masked_fill_(spared, _SPARED)
 
@@ -77,11 +78,12 @@ class Policy(NamedTuple):
         return torch.expm1(age * math.log(self.decay)) / (self.decay - 1.0)
 
 
-def lowest(keys: Tensor, positions: Tensor) -> Tensor:
-    """[B, G, 1]: the index on the last axis of the key that leaves first: of the lowest rank, of
-    equal ones the highest position."""
+def lowest(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The key that leaves first, of the lowest rank, of equal ones at the highest position: that
+    position and its index on the last axis, [B, G, 1] each."""
     tied = keys == keys.amin(-1, keepdim=True)
-    return torch.where(tied, positions, -1).argmax(-1, keepdim=True)
+    position, index = torch.where(tied, positions, -1).max(-1, keepdim=True)
+    return position, index
 
 
 def staying(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ def attend(
         D = query.shape[-1]
         stored_values = store.rows("values", D)
         empty = ~(held if store.first is None else held.any(1, keepdim=True))
-        stored = Stored(store.rows("keys", D), stored_values.masked_fill(empty[..., None], 0), held)
+        stored_values = stored_values.masked_fill(empty[..., None], 0)
+        stored = Stored(store.rows("keys", D).float(), stored_values, held)
     new, old = dense(query, keys, values, real, stored, weights, scale, softcap, out)
     scores.copy_(new)
     if store is not None:
@@ -99,13 +100,13 @@ def dense(
     S = 0 if stored is None else stored.held.shape[2]
     R = H // G
     query = query.unflatten(1, (G, R))
-    keys, values = keys.float(), values.float()
+    keys = keys.float()
     usable = values.isfinite()
     if real is not None:
         pads = ~real[:, None, :, None]
         values = values.masked_fill(pads, 0)
         usable |= pads
-    beyond = values.masked_fill(usable, 0).cumsum(2)[:, :, None]
+    beyond = values.masked_fill(usable, 0).float().cumsum(2)[:, :, None]
     values = values.masked_fill(~usable, 0)
     sums = keys.new_zeros(B, G, S + Q)
     rows = max(1, min(Q, BLOCK // (B * H * (S + Q))))
@@ -133,7 +134,7 @@ def dense(
         hide(p, 0)  # where one logit is NaN, all of the row is
         if real is not None:
             p.unflatten(2, (R, n)).masked_fill_(~real[:, None, None, start:stop, None], 0)
-        answer = p[..., S:] @ values[:, :, :stop]
+        answer = products(p[..., S:], values[:, :, :stop])
         if stored is not None:
             answer += products(p[..., :S], stored.values)
         answer = answer.unflatten(2, (R, n)) + beyond[:, :, :, start:stop]

@@ -124,7 +124,7 @@ def _one_by_one(
             length = places[:, :1, i : i + 1] + 1
             norm = None if norms is None else norms[..., :stop]
             order = policy.keys(score, alive, norm, length, limits)
-            last = lowest(order, alive)
+            _, last = lowest(order, alive)
             leaves = now & (length > limits.k)
             near.scatter_(-1, last, near.gather(-1, last) & ~leaves)
             when = evicted_at.gather(-1, last)

@@ -79,10 +79,11 @@ class Store:
         return numbers.gather(-1, place).view(place.shape[:2])
 
     @staticmethod
-    def write(numbers: Tensor, place: Tensor, given: Tensor, real: Tensor | None) -> None:
-        """Scores, positions or norms [B, G] into one slot of each head; `real` [B, 1] bool: of
-        these rows, None: of all."""
-        given = given.to(numbers.dtype).expand(place.shape[:2]).reshape(place.shape)
+    def write(numbers: Tensor, place: Tensor, given: Tensor | float, real: Tensor | None) -> None:
+        """Scores, positions or norms [B, G], or one for all, into one slot of each head; `real`
+        [B, 1] bool: of these rows, None: of all."""
+        if isinstance(given, Tensor):
+            given = given.to(numbers.dtype).expand(place.shape[:2]).reshape(place.shape)
         if real is not None:
             kept = numbers.gather(-1, place)
             given = torch.where(real.view(-1, *[1] * (place.ndim - 1)), given, kept)
@@ -92,6 +93,8 @@ class Store:
     def write_rows(rows: Tensor, place: Tensor, given: Tensor, real: Tensor | None) -> None:
         """Keys or values [B, G, 1, D] into one slot of each head."""
         given = as_stored(given, rows).reshape(*place.shape, -1)
+        if rows.element_size() == 2:  # of 16-bit floats torch's CPU build copies all to write one
+            rows, given = rows.view(torch.int16), given.view(torch.int16)
         index = place[..., None].expand(given.shape)
         if real is not None:
             given = torch.where(real.view(-1, *[1] * place.ndim), given, rows.gather(-2, index))
@@ -108,8 +111,9 @@ def as_stored(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
-    """left [B, G, M, X] @ right [B, G or 1, X, Y]: [B, G, M, Y] in float32."""
-    left, right = left.float(), right.float()
+    """left [B, G, M, X] @ right [B, G or 1, X, Y]: [B, G, M, Y], float32; left has the dtype of
+    right for it."""
+    left = left.to(right.dtype)
     if right.shape[1] == left.shape[1]:
-        return left @ right
-    return (left.flatten(1, 2)[:, None] @ right)[:, 0].unflatten(1, left.shape[1:3])
+        return (left @ right).float()
+    return (left.flatten(1, 2)[:, None] @ right)[:, 0].unflatten(1, left.shape[1:3]).float()

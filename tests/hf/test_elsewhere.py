@@ -215,3 +215,11 @@ def test_devices_that_differ_are_told():
         pytest.raises(ValueError, match=re.escape("slots.keys: is on CPU device 0, but query on")),
     ):
         ops.step(x, x, x, slots)
+
+
+def test_a_device_without_float64():
+    with elsewhere("mps"):
+        x = torch.ones(1, 2, 1, 8)
+        slots = ops.new_slots(x, 5, 2, 2)
+        assert slots.lost.dtype == torch.float32
+        ops.step(x, x, x, slots)

@@ -12,7 +12,6 @@ import h2o
 from h2o import H2OCache, backends
 from tests.hf.modes import MODES, POLICIES, TOKENS, policy
 from tests.hf.tiny import batch, greedy, model, prompts
-from tests.torch.engines import forced
 
 if backends.forced:
     pytest.skip("all tests are of it now", allow_module_level=True)
@@ -22,7 +21,7 @@ ROWS = batch(prompts(5, 17, 23, 30))
 
 def both(run):
     """What `run` gives by the torch backend and by the core."""
-    with forced():
+    with backends.by_torch():
         ours = run()
     return ours, run()
 

@@ -73,20 +73,10 @@ def core(dtype: torch.dtype = torch.float32) -> Engine:
     return _engine("core", ops, dtype)
 
 
-@contextlib.contextmanager
-def forced() -> Iterator[None]:
-    """As with H2O_BACKEND=torch."""
-    before, backends.forced = backends.forced, "torch"
-    try:
-        yield
-    finally:
-        backends.forced = before
-
-
 def _forced(function):
     @functools.wraps(function)
     def run(*args, **kwargs):
-        with forced(), one_thread():
+        with backends.by_torch(), one_thread():
             return function(*args, **kwargs)
 
     return run

@@ -25,7 +25,7 @@ from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR
 from tests.inputs import POLICIES, Policy
 from tests.torch.calls import make
-from tests.torch.engines import core, forced, one_thread, oracle
+from tests.torch.engines import core, one_thread, oracle
 from tests.torch.engines import portable as torch_engine
 
 if backends.forced:
@@ -67,7 +67,7 @@ def test_the_core_serves_the_cpu_unless_told_otherwise():
     assert backends.forced == os.environ.get("H2O_BACKEND", "")
     if not backends.forced:
         assert backends.serving(tensor) is backends.serving(np.zeros(1))
-    with forced():
+    with backends.by_torch():
         assert backends.serving(tensor) is not backends.serving(np.zeros(1))
         assert ops.info()["backends"]["cpu"] == "torch"
 
@@ -95,7 +95,7 @@ def test_forced_calls_reach_the_backend(name, monkeypatch):
     backends._portable.cache_clear()
     monkeypatch.setattr(portable, name, reached)
     try:
-        with forced(), pytest.raises(NotImplementedError, match="reached"):
+        with backends.by_torch(), pytest.raises(NotImplementedError, match="reached"):
             make(name).run()
     finally:
         backends._portable.cache_clear()
@@ -242,7 +242,10 @@ def test_memory_is_no_square():
     largest = []
     for n in (1024, 4096):
         x = torch.randn(1, 2, n, 8)
-        with forced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with (
+            backends.by_torch(),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        ):
             ops.attend(x, x, x)
         largest.append(max(event.self_cpu_memory_usage for event in profiler.events()))
     assert largest[0] <= 4 * 2 * 1024 * 1024
@@ -265,7 +268,7 @@ def test_refuses_what_the_core_refuses(name, tensor):
     for wrong in spoilt(call.get(tensor)):
         bad = call.put(tensor, wrong)
         told = []
-        for context in (forced(), one_thread()):
+        for context in (backends.by_torch(), one_thread()):
             before = bad.snapshot()
             with context:
                 try:
@@ -294,6 +297,6 @@ def test_numbers_are_judged_where_they_can_be_read(name, tensor, numbers, text):
     call = make(name)
     call.get(tensor)[...] = torch.tensor(numbers)
     before = call.snapshot()
-    with forced(), pytest.raises(ValueError, match=text):
+    with backends.by_torch(), pytest.raises(ValueError, match=text):
         call.run()
     assert call.snapshot() == before

@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from h2o import ops, reference
+from h2o import backends, ops, reference
 from h2o.hf import rolled
 from tests import inputs
 from tests.conversation import Conversation
 from tests.inputs import POLICIES
-from tests.torch.engines import core, forced, one_thread, oracle, portable
+from tests.torch.engines import core, one_thread, oracle, portable
 
 ENGINES = [oracle(), core(), portable()]
 
@@ -50,7 +50,7 @@ def rolling(engine, angles: Angles, most: int = 200):
     def attend(query, keys, values, slots, **more):
         if engine.name == "oracle":
             return engine.module.attend(query, keys, values, slots, rotary=table, **more)
-        with forced() if engine.name == "torch" else contextlib.nullcontext():
+        with backends.by_torch() if engine.name == "torch" else contextlib.nullcontext():
             return rolled.attend(query, keys, values, slots, rotary=angles, **more)
 
     def step(query, key, value, slots, **more):
