@@ -19,6 +19,7 @@ PLACES = {  # where links in files outside of docs lead on the site
     "docs/analysis.md": "analysis.md",
     "docs/calibration.md": "calibration.md",
     "docs/streaming.md": "streaming.md",
+    "docs/decoding.md": "decoding.md",
     "benchmarks/README.md": "benchmarks.md",
     "results/latest.png": "../benchmarks/results/latest.png",
 }
