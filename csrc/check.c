@@ -363,6 +363,10 @@ static int check_policy(const h2o_policy *policy, h2o_error *error) {
     if (policy->sinks < 0) {
         return h2o_fail(error, H2O_EVALUE, "sinks: is %d, wanted at least 0", (int)policy->sinks);
     }
+    if (!(policy->merge >= 0.0f && policy->merge < 1.0f)) {
+        return h2o_fail(error, H2O_EVALUE, "merge: is %g, wanted a cosine between 0 and 1, or None",
+                        (double)policy->merge);
+    }
     return check_decay(policy->decay, error);
 }
 
@@ -396,17 +400,28 @@ static int check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h
     return H2O_OK;
 }
 
-/* Whether norms come exactly when they are needed. */
-static int check_norms(const h2o_view *norms, bool value_weighted, h2o_error *error) {
-    if (h2o_given(norms) != value_weighted) {
-        return h2o_fail(error, H2O_EVALUE, "%s: is %s, but value_weighted is %s", norms->name,
-                        value_weighted ? "None" : "given", value_weighted ? "true" : "false");
+/* Whether norms and bias come exactly when they are needed. */
+static int check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error *error) {
+    const bool weighted = policy->value_weighted, merges = h2o_merges(policy);
+    if (h2o_given(&slots->norms) != weighted) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is %s, but value_weighted is %s", slots->norms.name,
+                        weighted ? "None" : "given", weighted ? "true" : "false");
+    }
+    if (h2o_given(&slots->bias) != merges) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is %s, but merge is %s", slots->bias.name,
+                        merges ? "None" : "given", merges ? "given" : "None");
     }
     return H2O_OK;
 }
 
-/* Whether table and ranks come together, and the table's angles fit into a row. */
-static int check_rotary(const h2o_rotary *rotary, const h2o_dims *dims, h2o_error *error) {
+/* Whether table and ranks come together, and the table's angles fit into a row. A merged key
+ * has no rank of its own. */
+static int check_rotary(const h2o_rotary *rotary, const h2o_slots *slots, const h2o_dims *dims,
+                        h2o_error *error) {
+    if (h2o_given(&rotary->table) && h2o_given(&slots->bias)) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is given, but keys that are merged cannot roll",
+                        rotary->table.name);
+    }
     if (h2o_given(&rotary->table) != h2o_given(&rotary->ranks)) {
         return h2o_fail(error, H2O_EVALUE, "%s: is %s, but %s is %s", rotary->ranks.name,
                         h2o_given(&rotary->ranks) ? "given" : "None", rotary->table.name,
@@ -424,7 +439,7 @@ static int check_rotary(const h2o_rotary *rotary, const h2o_dims *dims, h2o_erro
 /* ---- Operations -------------------------------------------------------- */
 
 /* What attend needs of the slots comes first: it writes to their scores only. */
-enum { STORED_RULES = 5, RULES_OF_SLOTS = 10 };
+enum { STORED_RULES = 6, RULES_OF_SLOTS = 11 };
 
 static const char *budget_letters(const h2o_view *budget) {
     return budget->ndim == 3 ? "BG2" : "B2";
@@ -439,6 +454,7 @@ static void slot_rules(h2o_slots *slots, unsigned written, rule rules[RULES_OF_S
         {&slots->scores, numbers, H2O_F32, WRITTEN | DENSE},
         {&slots->positions, numbers, H2O_I32, written | DENSE},
         {&slots->starts, "+", H2O_I32, OPTIONAL},
+        {&slots->bias, numbers, H2O_F32, OPTIONAL | written | DENSE},
         {&slots->free, "BG", H2O_I32, WRITTEN},
         {&slots->lengths, "B", H2O_I64, WRITTEN},
         {&slots->budget, budget_letters(&slots->budget), H2O_I32, 0},
@@ -491,7 +507,7 @@ int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
         (status = check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error))) {
         return status;
     }
-    return check_norms(&params->slots.norms, params->policy.value_weighted, error);
+    return check_needed(&params->slots, &params->policy, error);
 }
 
 int h2o_check_step(h2o_step_params *params, h2o_error *error) {
@@ -512,12 +528,12 @@ int h2o_check_step(h2o_step_params *params, h2o_error *error) {
         (status = check_policy(&params->policy, error)) ||
         (status = check_tensors(rules, 7 + RULES_OF_SLOTS, &params->dims, error)) ||
         (status = check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error)) ||
-        (status = check_rotary(rotary, &params->dims, error)) ||
+        (status = check_rotary(rotary, &params->slots, &params->dims, error)) ||
         (status = check_rotated(rotary, &params->slots.keys, params->dims.D, error))) {
         return status;
     }
     params->dims.Q = 1;
-    return check_norms(&params->slots.norms, params->policy.value_weighted, error);
+    return check_needed(&params->slots, &params->policy, error);
 }
 
 int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error) {

@@ -144,6 +144,8 @@ typedef struct {
     h2o_view norms;     /* [B,G,S] f32, L2 norm of each value; given exactly
                            when the policy is value_weighted */
     h2o_view starts;    /* [G+1] i32, optional */
+    h2o_view bias;      /* [B,G,S] f32, log of how many keys a slot stands for, added to its
+                           logits; given exactly when keys are merged */
 } h2o_slots;
 
 typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1 } h2o_rank_by;
@@ -155,7 +157,11 @@ typedef struct {
     h2o_rank_by rank_by;
     float decay; /* in [0, 1] */
     bool value_weighted;
+    float merge; /* between 0 and 1: a key that leaves goes into the one whose cosine with it is
+                    the highest and higher than this; 0: never */
 } h2o_policy;
+
+static inline bool h2o_merges(const h2o_policy *policy) { return policy->merge > 0.0f; }
 
 /* ---- What the small tensors say ---------------------------------------- */
 
@@ -197,11 +203,11 @@ typedef struct {
     h2o_view keys;   /* [B,G,Q,D] new keys */
     h2o_view values; /* [B,G,Q,D] new values */
     h2o_view mask;   /* [B,Q] u8, optional */
-    bool has_slots;  /* slots.keys, values, scores and positions, and starts if need be */
+    bool has_slots;  /* slots.keys, values, scores and positions; starts and bias if need be */
     h2o_slots slots;
     h2o_view out;    /* [B,Q,H,D], 0 where the query is a pad */
     h2o_view scores; /* [B,G,Q] f32, 0 where the key is a pad */
-    float scale;     /* logits = softcap(scale * q.k) */
+    float scale;     /* logits = softcap(scale * q.k) + bias */
     float decay;
     float softcap; /* 0: none; else cap * tanh(logit / cap) */
     h2o_dims dims;
@@ -209,7 +215,8 @@ typedef struct {
 } h2o_attend_params;
 
 /* evict: takes the new keys with the scores that attend gave them into the
- * slots; what the budget has no room for, stored or new, is dropped for good.
+ * slots; what the budget has no room for, stored or new, is dropped for good, or
+ * merged, in order of position, into keys that stay.
  * A stored key that stays keeps its slot, unless that lies beyond the last one
  * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
  * be at least min(k, held + new) for every row. */
@@ -232,6 +239,12 @@ typedef struct {
     h2o_view ranks; /* [B,G,S] i32, -1 empty; given exactly with the table, kept up to date */
 } h2o_rotary;
 
+/* A key at its eviction; position -1: none left. */
+typedef struct {
+    int32_t position;
+    float score;
+} h2o_departure;
+
 /* step: one decode step in one call. Writes the new key and value into the
  * free slot, attends over all held slots and itself, adds the weights to the
  * scores, and, where the row now holds more than its budget, empties the slot
@@ -243,8 +256,9 @@ typedef struct {
     h2o_view value; /* [B,G,1,D] */
     h2o_view mask;  /* [B,1] u8, optional */
     h2o_slots slots;
-    h2o_view out;      /* [B,1,H,D] */
-    h2o_rotary rotary; /* optional; query and key then come without theirs */
+    h2o_view out;              /* [B,1,H,D] */
+    h2o_rotary rotary;         /* optional; query and key then come without theirs */
+    h2o_departure *departures; /* [B*G], optional: who left */
     h2o_policy policy;
     float scale;
     float softcap;

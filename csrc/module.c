@@ -96,10 +96,15 @@ static int parse_policy(PyObject *const *args, h2o_policy *policy) {
     }
     const int weighted = PyObject_IsTrue(args[3]);
     policy->value_weighted = weighted > 0;
+    policy->merge = 0.0f;
     return weighted < 0 ? -1 : 0;
 }
 
-enum { SLOTS_FIELDS = 10 };
+static int parse_merge(PyObject *object, h2o_policy *policy) {
+    return object == Py_None ? 0 : parse_float("merge", object, &policy->merge);
+}
+
+enum { SLOTS_FIELDS = 11 };
 
 static int require_slots(PyObject *slots) {
     if (PyTuple_Check(slots) && PyTuple_Size(slots) == SLOTS_FIELDS) return 0;
@@ -120,6 +125,7 @@ static void loan_slots(h2o_loans *loans, PyObject *tuple, bool whole, h2o_slots 
         {"slots.free", &slots->free, false},     {"slots.lengths", &slots->lengths, false},
         {"slots.budget", &slots->budget, false}, {"slots.lost", &slots->lost, false},
         {"slots.norms", &slots->norms, false},   {"slots.starts", &slots->starts, true},
+        {"slots.bias", &slots->bias, true},
     };
     for (int i = 0; i < SLOTS_FIELDS; i++) {
         if (whole || fields[i].attended) {
@@ -192,14 +198,14 @@ static PyObject *call_attend(PyObject *module, PyObject *const *args, Py_ssize_t
 }
 
 PyDoc_STRVAR(evict_doc, "evict($module, keys, values, scores, mask, slots, sinks, rank_by, decay,\n"
-                        "      value_weighted, /)\n--\n\nSee h2o.ops.evict.");
+                        "      value_weighted, merge, /)\n--\n\nSee h2o.ops.evict.");
 
 static PyObject *call_evict(PyObject *module, PyObject *const *args, Py_ssize_t count, bool run) {
     h2o_evict_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
-    if (require_count("evict", count, 9) < 0 || require_slots(args[4]) < 0 ||
-        parse_policy(args + 5, &params.policy) < 0) {
+    if (require_count("evict", count, 10) < 0 || require_slots(args[4]) < 0 ||
+        parse_policy(args + 5, &params.policy) < 0 || parse_merge(args[9], &params.policy) < 0) {
         return NULL;
     }
     h2o_loan(&loans, "keys", args[0], &params.keys);
@@ -216,16 +222,16 @@ static PyObject *call_evict(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 PyDoc_STRVAR(step_doc,
              "step($module, query, key, value, mask, slots, out, scale, softcap, sinks, rank_by,\n"
-             "     decay, value_weighted, table, ranks, /)\n--\n\nSee h2o.ops.step.");
+             "     decay, value_weighted, merge, table, ranks, /)\n--\n\nSee h2o.ops.step.");
 
 static PyObject *call_step(PyObject *module, PyObject *const *args, Py_ssize_t count, bool run) {
-    h2o_step_params params;
+    h2o_step_params params = {.departures = NULL};
     h2o_loans loans = {.count = 0};
     h2o_error error;
-    if (require_count("step", count, 14) < 0 || require_slots(args[4]) < 0 ||
+    if (require_count("step", count, 15) < 0 || require_slots(args[4]) < 0 ||
         parse_float("scale", args[6], &params.scale) < 0 ||
         parse_float("softcap", args[7], &params.softcap) < 0 ||
-        parse_policy(args + 8, &params.policy) < 0) {
+        parse_policy(args + 8, &params.policy) < 0 || parse_merge(args[12], &params.policy) < 0) {
         return NULL;
     }
     h2o_loan(&loans, "query", args[0], &params.query);
@@ -234,8 +240,8 @@ static PyObject *call_step(PyObject *module, PyObject *const *args, Py_ssize_t c
     h2o_loan(&loans, "mask", args[3], &params.mask);
     loan_slots(&loans, args[4], true, &params.slots);
     h2o_loan(&loans, "out", args[5], &params.out);
-    h2o_loan(&loans, "rotary.table", args[12], &params.rotary.table);
-    h2o_loan(&loans, "rotary.ranks", args[13], &params.rotary.ranks);
+    h2o_loan(&loans, "rotary.table", args[13], &params.rotary.table);
+    h2o_loan(&loans, "rotary.ranks", args[14], &params.rotary.ranks);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
         status = execute_step(&params, run, &error);
@@ -246,7 +252,7 @@ static PyObject *call_step(PyObject *module, PyObject *const *args, Py_ssize_t c
 PyDoc_STRVAR(
     simulate_doc,
     "simulate($module, query, keys, values, mask, prompt, budget, out, evicted_at,\n"
-    "         scores, scale, softcap, sinks, rank_by, decay, value_weighted, stored_keys,\n"
+    "         scores, scale, softcap, sinks, rank_by, decay, value_weighted, merge, stored_keys,\n"
     "         stored_values, /)\n--\n\n"
     "See h2o.ops.simulate.");
 
@@ -255,10 +261,10 @@ static PyObject *call_simulate(PyObject *module, PyObject *const *args, Py_ssize
     h2o_simulate_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
-    if (require_count("simulate", count, 17) < 0 ||
+    if (require_count("simulate", count, 18) < 0 ||
         parse_float("scale", args[9], &params.scale) < 0 ||
         parse_float("softcap", args[10], &params.softcap) < 0 ||
-        parse_policy(args + 11, &params.policy) < 0) {
+        parse_policy(args + 11, &params.policy) < 0 || parse_merge(args[15], &params.policy) < 0) {
         return NULL;
     }
     h2o_loan(&loans, "query", args[0], &params.query);
@@ -270,8 +276,8 @@ static PyObject *call_simulate(PyObject *module, PyObject *const *args, Py_ssize
     h2o_loan(&loans, "out", args[6], &params.out);
     h2o_loan(&loans, "evicted_at", args[7], &params.evicted_at);
     h2o_loan(&loans, "scores", args[8], &params.scores);
-    h2o_loan(&loans, "stored_keys", args[15], &params.stored_keys);
-    h2o_loan(&loans, "stored_values", args[16], &params.stored_values);
+    h2o_loan(&loans, "stored_keys", args[16], &params.stored_keys);
+    h2o_loan(&loans, "stored_values", args[17], &params.stored_values);
     int status = h2o_borrow(PyModule_GetState(module), &loans);
     if (status == 0) {
         status = execute_simulate(&params, run, &error);

@@ -1,8 +1,6 @@
 /* policy.c - the part of the policy that runs once per prompt or chunk. */
 #include "policy.h"
 
-#include <math.h>
-
 h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heavy, int32_t recent,
                                int64_t length) {
     const int64_t may_leave = length - recent - policy->sinks;
@@ -14,10 +12,11 @@ h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heavy, int32_t 
         .kind = H2O_BY_SUM,
         .value_weighted = policy->value_weighted,
     };
+    const bool decays = policy->decay < 1.0f;
     if (policy->rank_by == H2O_RANK_MEAN) {
-        ranking.kind = policy->decay < 1.0f ? H2O_BY_DECAYED_MEAN : H2O_BY_MEAN;
+        ranking.kind = decays ? H2O_BY_DECAYED_MEAN : H2O_BY_MEAN;
     }
-    if (ranking.kind == H2O_BY_DECAYED_MEAN) {
+    if (decays) {
         ranking.log_decay = (float)log((double)policy->decay);
         ranking.all_ages = 1.0f / (policy->decay - 1.0f);
     }

@@ -7,7 +7,9 @@
  *   spared   the positions below sinks, and the recent highest ones;
  *   rank     of the others the highest ranked stay: the score, on request per
  *            query that has seen the key and weighted by the norm of its value;
- *   ties     the lower position stays; NaN ranks below every number.
+ *   ties     the lower position stays; NaN ranks below every number;
+ *   merge    on request what leaves goes into a key like it, by weights that follow
+ *            from the mean scores of the two.
  *
  * Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference
  * of Large Language Models" (NeurIPS 2023), section 4, Algorithm 1.
@@ -22,6 +24,7 @@
 
 #include "h2o.h"
 
+#include <math.h>
 #include <string.h>
 
 /* How the rank follows from the score. */
@@ -33,8 +36,8 @@ typedef struct {
     int32_t first;   /* the lowest position that may leave, ... */
     uint32_t span;   /* ... and how many positions from there on may */
     int32_t length;  /* tokens seen, the newest included */
-    float log_decay; /* H2O_BY_DECAYED_MEAN: ln(decay), and */
-    float all_ages;  /*   1 / (decay - 1), minus the sum over infinitely many ages */
+    float log_decay; /* ln(decay) where decay < 1, and */
+    float all_ages;  /*   1 / (decay - 1), minus the sum over infinitely many ages; else 0 */
     h2o_rank_kind kind;
     bool value_weighted;
 } h2o_ranking;
@@ -102,6 +105,40 @@ static inline float h2o_policy_rank(const h2o_ranking *ranking, h2o_rank_kind ki
         rank /= kind == H2O_BY_MEAN ? age : h2o_policy_decayed_ages(ranking, age);
     }
     return weighted ? rank * norm : rank;
+}
+
+/* How many queries have seen a key, decayed as scores are. */
+static inline float h2o_policy_queries(const h2o_ranking *ranking, int32_t position) {
+    const int32_t queries = (int32_t)((uint32_t)ranking->length - (uint32_t)position);
+    const float age = (float)(queries > 1 ? queries : 1);
+    return ranking->all_ages < 0.0f ? h2o_policy_decayed_ages(ranking, age) : age;
+}
+
+/* What merging asks of a key. */
+typedef struct {
+    float score, bias;
+    int32_t position;
+} h2o_member;
+
+/* own * the kept key + other * the one that leaves, and what the slot then has. */
+typedef struct {
+    float own, other, score, bias;
+    bool possible; /* the weights are numbers */
+} h2o_merged;
+
+static inline h2o_merged h2o_policy_merge(const h2o_ranking *ranking, h2o_member kept,
+                                          h2o_member left) {
+    const float floor = 1e-9f; /* keys without attention have weights as well */
+    const float kept_queries = h2o_policy_queries(ranking, kept.position);
+    const float left_queries = h2o_policy_queries(ranking, left.position);
+    const float a = kept.score / kept_queries + floor, b = left.score / left_queries + floor;
+    const float most = kept.bias > left.bias ? kept.bias : left.bias;
+    h2o_merged merged = {.own = a / (a + b), .other = b / (a + b)};
+    const float sum = merged.own + merged.other;
+    merged.possible = sum - sum == 0.0f;
+    merged.score = kept.score + left.score * (kept_queries / left_queries);
+    merged.bias = most + logf(expf(kept.bias - most) + expf(left.bias - most));
+    return merged;
 }
 
 static inline bool h2o_policy_may_leave(const h2o_ranking *ranking, int32_t position) {

@@ -33,6 +33,7 @@ def evict(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    merge: float | None,
     /,
 ) -> None: ...
 def step(
@@ -48,6 +49,7 @@ def step(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    merge: float | None,
     table: Any | None,
     ranks: Any | None,
     /,
@@ -68,6 +70,7 @@ def simulate(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    merge: float | None,
     stored_keys: Any | None,
     stored_values: Any | None,
     /,
@@ -95,6 +98,7 @@ def check_evict(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    merge: float | None,
     /,
 ) -> None: ...
 def check_step(
@@ -110,6 +114,7 @@ def check_step(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    merge: float | None,
     table: Any | None,
     ranks: Any | None,
     /,
@@ -130,6 +135,7 @@ def check_simulate(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    merge: float | None,
     stored_keys: Any | None,
     stored_values: Any | None,
     /,

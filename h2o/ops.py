@@ -39,52 +39,15 @@ No size may be 0.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from h2o import backends
-from h2o.config import UNLIMITED
 from h2o.outputs import empty, four_sizes, full, grad_enabled
-from h2o.sizes import stored_bytes
+from h2o.slots import Slots, new_slots
 
 Tensor = Any  # whatever speaks DLPack
 
 __all__ = ["Rotary", "Slots", "attend", "evict", "info", "new_slots", "simulate", "step"]
-
-
-class Slots(NamedTuple):
-    """What one layer holds; the operations update the tensors in place.
-
-    A slot is an index on axis S. A row that has seen `lengths[b]` tokens and may
-    keep k = sinks + heavy + recent of them holds min(lengths[b], k), in the
-    lowest slots, except that `free[b, g]` may be a hole among them.
-
-    Heads may have budgets of their own, and numbers of slots of their own, so that memory falls
-    with the budgets: then `starts` is given, a row's slots lie one head after the other on one
-    axis T, and keys are [B, T, D] where [B, G, S, D] stands below, scores [B, T] for [B, G, S].
-    """
-
-    keys: Tensor
-    """[B, G, S, D]; quantised: [B, G, S, bytes] uint8, which `h2o.storage.dequantised` reads"""
-    values: Tensor
-    """as keys"""
-    scores: Tensor
-    """[B, G, S] float32: attention that each key has received"""
-    positions: Tensor
-    """[B, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
-    free: Tensor
-    """[B, G] int32: the slot that the next token takes"""
-    lengths: Tensor
-    """[B] int64: tokens that the row has seen, pads not counted"""
-    budget: Tensor
-    """[B, 2], or [B, G, 2] for heads with budgets of their own, int32: heavy, recent"""
-    lost: Tensor
-    """[B, G] float64 (on mps float32): sum of the scores of evicted keys at their eviction"""
-    norms: Tensor | None = None
-    """[B, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
-    starts: Tensor | None = None
-    """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T"""
 
 
 class Rotary(NamedTuple):
@@ -102,60 +65,6 @@ class Rotary(NamedTuple):
     ranks: Tensor
     """[B, G, S] (or [B, T]) int32, updated in place: how many keys of a lower position the head
     holds beside each; -1: empty. After `evict` make it anew (`h2o.reference.ranks`)."""
-
-
-def new_slots(
-    keys: Tensor,
-    capacity: int | Sequence[int],
-    heavy: int = UNLIMITED,
-    recent: int = 0,
-    *,
-    value_weighted: bool = False,
-    kv_dtype: str | None = None,
-) -> Slots:
-    """Empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
-
-    `capacity` is S, or one number for each of the G heads, which makes a store with `starts` and
-    budgets [B, G, 2]. A row of budget k needs min(k, tokens) slots after `evict`
-    and one more for each `step`, k + 1 at most. `heavy` and `recent` are
-    numbers of tokens, the same for every row; write into `budget` to give rows
-    and heads their own.
-
-    `kv_dtype`: None, keys and values are stored as they are; "int8", as bytes with a scale of 16
-    bits for each; "int8-int4", values as four bits with scale and minimum (16 bits each) for
-    every 32 elements, of which D must then be a multiple.
-    """
-    sizes = four_sizes(keys)
-    if sizes is None:
-        raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")
-    B, G, _, D = sizes
-    each = [capacity] if isinstance(capacity, int) else list(capacity)
-    if min(each, default=0) < 1:
-        raise ValueError(f"capacity: is {capacity}, wanted at least 1: k + 1 for rows of budget k")
-    starts, budgets, shape = None, (B, 2), (B, G, each[0])
-    if not isinstance(capacity, int):
-        if len(each) != G:
-            raise ValueError(f"capacity: has {len(each)} numbers, wanted one for each of {G} heads")
-        starts, budgets, shape = full(keys, (G + 1,), 0, "int32"), (B, G, 2), (B, sum(each))
-        for g, end in enumerate(itertools.accumulate(each), start=1):
-            starts[g] = end
-    row_bytes = stored_bytes(kv_dtype, D)
-    shapes = [(*shape, n) for n in row_bytes or (D, D)]
-    dtype = None if row_bytes is None else "uint8"
-    budget = full(keys, budgets, heavy, "int32")
-    budget[..., 1] = recent
-    return Slots(
-        keys=full(keys, shapes[0], 0, dtype),
-        values=full(keys, shapes[1], 0, dtype),
-        scores=full(keys, shape, 0, "float32"),
-        positions=full(keys, shape, -1, "int32"),
-        free=full(keys, (B, G), 0, "int32"),
-        lengths=full(keys, (B,), 0, "int64"),
-        budget=budget,
-        lost=full(keys, (B, G), 0, "float64"),
-        norms=full(keys, shape, 0, "float32") if value_weighted else None,
-        starts=starts,
-    )
 
 
 def attend(
@@ -222,6 +131,7 @@ def evict(
     rank_by: str = "sum",
     decay: float = 1.0,
     value_weighted: bool = False,
+    merge: float | None = None,
 ) -> None:
     """Take new keys into the slots, and drop for good what the budget has no room for.
 
@@ -234,18 +144,26 @@ def evict(
         keys, values: [B, G, Q, D] new tokens, as given to `attend`.
         scores: [B, G, Q] float32, as returned by `attend`.
         slots: updated in place: the survivors with scores and positions,
-            `lengths`, `lost`, `free`. S must be at least min(k, stored + new).
+            `lengths`, `lost` (of what is dropped), `free`. S must be at least min(k, stored + new).
         mask: [B, Q] bool or uint8, 0 is a pad.
         sinks: positions that are never evicted.
         rank_by: "sum": the score; "mean": the score per query that has seen the
             key (with decay: per sum of decay^age over these queries).
         decay: what `attend` was given.
         value_weighted: multiply the rank by the L2 norm of the key's value.
+        merge: a cosine between 0 and 1, with slots that have a `bias`. What leaves goes into the
+            key most like it, where their cosine is higher: of those that stay at positions from
+            `sinks` on, keys as they are stored, of equal cosines the lower position; one after
+            the other by position, each against what the slots then hold. With a and b the scores
+            per query of the key that stays and the one that leaves, scaled to a + b = 1, its key
+            becomes a k + b k', its value a v + b v', its bias log(exp bias + exp bias'), and its
+            score grows by the other's score over the other's queries times its own (compare Wan
+            et al., "D2O", 2024). None: what leaves is dropped.
     """
     if grad_enabled():
         _refuse_grad("keys values scores", keys, values, scores, slots=slots)
     backends.serving(keys).evict(
-        keys, values, scores, mask, slots, sinks, rank_by, decay, value_weighted
+        keys, values, scores, mask, slots, sinks, rank_by, decay, value_weighted, merge
     )
 
 
@@ -262,6 +180,7 @@ def step(
     rank_by: str = "sum",
     decay: float = 1.0,
     value_weighted: bool = False,
+    merge: float | None = None,
     out: Tensor | None = None,
     rotary: Rotary | None = None,
 ) -> Tensor:
@@ -296,7 +215,7 @@ def step(
     table, ranks = (None, None) if rotary is None else rotary
     backends.serving(query).step(
         query, key, value, mask, slots, out, scale, softcap, sinks, rank_by, decay, value_weighted,
-        table, ranks,
+        merge, table, ranks,
     )  # fmt: skip
     return out
 
@@ -315,6 +234,7 @@ def simulate(
     rank_by: str = "sum",
     decay: float = 1.0,
     value_weighted: bool = False,
+    merge: float | None = None,
     kv_dtype: str | None = None,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
@@ -360,7 +280,8 @@ def simulate(
         stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
     backends.serving(query).simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
-        scale, softcap, sinks, rank_by, decay, value_weighted, stored_keys, stored_values,
+        scale, softcap, sinks, rank_by, decay, value_weighted, merge, stored_keys,
+        stored_values,
     )  # fmt: skip
     return out, evicted_at, scores
 

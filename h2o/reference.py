@@ -13,7 +13,8 @@ accumulated scores and a part of the budget reserved for recent tokens:
    queries and over the query heads of its group.
 3. Evict. Beyond the budget of k = sinks + heavy + recent keys, the first `sinks`
    positions stay, the `recent` highest positions, and of the others the `heavy`
-   highest scores. The rest is dropped for good.
+   highest scores. The rest is dropped for good, or where `merge` is given merged into
+   keys like it (`h2o.merging`).
 
 With rolled positions, for texts without end (Xiao et al., "Efficient Streaming Language Models with
 Attention Sinks", ICLR 2024, section 3.2), keys are stored before their rotary embedding, and each
@@ -33,7 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.storage import dequantised, quantised
+from h2o.merging import take_in
+from h2o.slots import new_slots
+from h2o.storage import dequantised, stored_like
 
 __all__ = [
     "attend",
@@ -44,6 +47,9 @@ __all__ = [
     "simulate",
     "step",
 ]
+
+FIELDS = ("keys", "values", "scores", "positions", "bias", "norms")
+"""Of slots, what there is for each of them."""
 
 
 def attend(
@@ -77,18 +83,18 @@ def attend(
     for b in range(B):
         new = _real_columns(mask, b, Q, query.device)
         for g in range(G):
-            key, value, score = (
-                keys[b, g, new],
-                values[b, g, new],
-                torch.zeros_like(scores[b, g, new]),
-            )
+            key, value = keys[b, g, new], values[b, g, new]
+            score = torch.zeros_like(scores[b, g, new])
+            bias = torch.zeros_like(score)
             if slots is not None:
                 store = _store(slots, b, g)
                 held = _held_slots(store)
                 key = torch.cat([dequantised(store.keys[held], D), key])
                 value = torch.cat([dequantised(store.values[held], D), value])
                 score = torch.cat([store.scores[held], score])
-            key, value, score = key.double(), value.double(), score.double()
+                stored = torch.zeros_like(score[: len(held)])
+                bias = torch.cat([stored if store.bias is None else store.bias[held], bias])
+            key, value, score, bias = (x.double() for x in (key, value, score, bias))
             if rotary is not None:
                 key = rotated(key, rotary[: len(key)].double())
             group = slice(g * R, (g + 1) * R)
@@ -96,7 +102,7 @@ def attend(
                 asked = query[b, group, column].double()
                 if rotary is not None:
                     asked = rotated(asked, rotary[seen - 1].double())
-                p = _probabilities(asked, key[:seen], scale, softcap)
+                p = _probabilities(asked, key[:seen], bias[:seen], scale, softcap)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
                 score[:seen] = decay * score[:seen] + p.sum(0)
             if slots is not None:
@@ -105,12 +111,14 @@ def attend(
     return out, scores
 
 
-def _probabilities(query: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
+def _probabilities(
+    query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float
+) -> Tensor:
     """[R, seen]: the attention of one token's queries [R, D] to the keys [seen, D] it sees."""
     logits = scale * (query @ keys.T)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    return logits.softmax(-1)
+    return (logits + bias).softmax(-1)
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
@@ -145,44 +153,62 @@ def evict(
     rank_by: str = "sum",
     decay: float = 1.0,
     value_weighted: bool = False,
+    merge: float | None = None,
 ) -> None:
     """Step 3. Arguments and effect as in `h2o.ops.evict`; survivors lie in order of position."""
-    B, G, Q, _ = keys.shape
+    B, G, Q, D = keys.shape
     for b in range(B):
         new = _real_columns(mask, b, Q, keys.device)
-        before = int(slots.lengths[b])
-        seen = before + len(new)
+        seen = int(slots.lengths[b]) + len(new)
         for g in range(G if len(new) else 0):
             heavy, recent = _budget(slots.budget, b, g)
             store = _store(slots, b, g)
-            held = _held_slots(store)
-            position = torch.cat([store.positions[held].long(), before + _range_like(new)])
-            score = torch.cat([store.scores[held], scores[b, g, new]])
-            key = torch.cat([store.keys[held], _as_stored(keys[b, g, new], store.keys)])
-            value = torch.cat([store.values[held], _as_stored(values[b, g, new], store.values)])
-            rank = score.double()
+            every = _candidates(store, keys[b, g, new], values[b, g, new], scores[b, g, new], seen)
+            every.queries = _queries(seen - 1 - every.positions.long(), decay)
+            rank = every.scores.double()
             if rank_by == "mean":
-                rank = rank / _queries(seen - 1 - position, decay)
+                rank = rank / every.queries
             if value_weighted:
-                norm = torch.cat([store.norms[held], _norms(values[b, g, new])])
-                rank = rank * norm
-            stay, leave = _choose(position.tolist(), rank.tolist(), sinks, heavy, recent)
-            slots.lost[b, g] += score[leave].double().sum()
+                rank = rank * every.norms
+            stay, leave = _choose(every.positions.tolist(), rank.tolist(), sinks, heavy, recent)
+            kept = _at(every, stay)
+            for i in leave:
+                left = _at(every, i)
+                if merge is None or not take_in(kept, left, threshold=merge, sinks=sinks, D=D):
+                    slots.lost[b, g] += left.scores.double()
             store.positions[:] = -1
-            store.positions[: len(stay)] = position[stay].int()
-            store.scores[: len(stay)] = score[stay]
-            store.keys[: len(stay)] = key[stay]
-            store.values[: len(stay)] = value[stay]
-            if value_weighted:
-                store.norms[: len(stay)] = norm[stay]
+            for name in FIELDS:
+                if getattr(store, name) is not None:
+                    getattr(store, name)[: len(stay)] = getattr(kept, name)
             slots.free[b, g] = len(stay)
         slots.lengths[b] = seen
 
 
-def _as_stored(x: Tensor, store: Tensor) -> Tensor:
-    if store.dtype != torch.uint8:
-        return x
-    return quantised(x, 8 if store.shape[-1] == x.shape[-1] + 2 else 4)
+def _candidates(
+    store: Any, keys: Tensor, values: Tensor, scores: Tensor, seen: int
+) -> SimpleNamespace:
+    """What one row and head has stored and n new tokens, by ascending position, all as stored."""
+    held, n = _held_slots(store), len(keys)
+    new = {
+        "keys": stored_like(keys, store.keys),
+        "values": stored_like(values, store.values),
+        "scores": scores,
+        "positions": torch.arange(seen - n, seen, device=keys.device).int(),
+        "bias": torch.zeros_like(scores),
+        "norms": values.double().norm(dim=-1).float(),
+    }
+    both = {}
+    for name in FIELDS:
+        own = getattr(store, name)
+        both[name] = None if own is None else torch.cat([own[held], new[name]])
+    return SimpleNamespace(**both)
+
+
+def _at(every: SimpleNamespace, index: Any) -> SimpleNamespace:
+    """The candidates at an index, or at several: copies."""
+    index = torch.tensor(index, device=every.keys.device, dtype=torch.long)
+    fields = vars(every).items()
+    return SimpleNamespace(**{name: None if x is None else x[index] for name, x in fields})
 
 
 def _read_back(x: Tensor, store: Tensor) -> Tensor:
@@ -190,7 +216,7 @@ def _read_back(x: Tensor, store: Tensor) -> Tensor:
     if store.dtype != torch.uint8:
         return x
     D = x.shape[-1]
-    return dequantised(_as_stored(x.reshape(-1, D), store), D).view(x.shape)
+    return dequantised(stored_like(x.reshape(-1, D), store), D).view(x.shape)
 
 
 def _choose(
@@ -216,11 +242,6 @@ def _queries(age: Tensor, decay: float) -> Tensor:
     return terms.cumsum(0)[age]
 
 
-def _norms(values: Tensor) -> Tensor:
-    """L2 norms [n] float32 of values [n, D]."""
-    return values.double().norm(dim=-1).float()
-
-
 def step(
     query: Tensor,
     key: Tensor,
@@ -234,6 +255,7 @@ def step(
     rank_by: str = "sum",
     decay: float = 1.0,
     value_weighted: bool = False,
+    merge: float | None = None,
     out: Tensor | None = None,
     rotary: Any = None,
 ) -> Tensor:
@@ -247,8 +269,8 @@ def step(
         rotary=None if rotary is None else rotary.table,
     )  # fmt: skip
     evict(
-        key, value, scores, slots,
-        mask=mask, sinks=sinks, rank_by=rank_by, decay=decay, value_weighted=value_weighted,
+        key, value, scores, slots, mask=mask, sinks=sinks, rank_by=rank_by, decay=decay,
+        value_weighted=value_weighted, merge=merge,
     )  # fmt: skip
     if rotary is not None:
         rotary.ranks.copy_(ranks(slots))
@@ -269,6 +291,7 @@ def simulate(
     rank_by: str = "sum",
     decay: float = 1.0,
     value_weighted: bool = False,
+    merge: float | None = None,
     kv_dtype: str | None = None,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
@@ -290,7 +313,10 @@ def simulate(
     for b in range(B):
         real = _real_columns(mask, b, Q, query.device)
         evicted_at[b, :, real] = Q
-        slots = _new_slots(keys, len(real), budget[b], kv_dtype)
+        slots = new_slots(
+            keys[:1], max(1, len(real)),
+            value_weighted=value_weighted, kv_dtype=kv_dtype, merge=merge is not None,
+        )._replace(budget=budget[b : b + 1])  # fmt: skip
         start, first = 0, max(1, min(int(prompt[b]), len(real)))
         for stop in range(first, len(real) + 1):
             new, start = real[start:stop], stop
@@ -305,12 +331,13 @@ def simulate(
             for g in range(G):
                 scores[b, g, held[g]] = slots.scores[0, g, : len(held[g])]
             evict(
-                k, v, new_scores, slots,
-                sinks=sinks, rank_by=rank_by, decay=decay, value_weighted=value_weighted,
+                k, v, new_scores, slots, sinks=sinks, rank_by=rank_by, decay=decay,
+                value_weighted=value_weighted, merge=merge,
             )  # fmt: skip
             for g in range(G):
                 before = torch.cat([held[g], new])
                 after = real[slots.positions[0, g, : slots.free[0, g]].long()]
+                scores[b, g, after] = slots.scores[0, g, : len(after)]
                 evicted_at[b, g, before[~torch.isin(before, after)]] = int(new[-1]) + 1
     return out, evicted_at, scores
 
@@ -339,8 +366,7 @@ def _store(slots: Any, b: int, g: int) -> SimpleNamespace:
     where: tuple[Any, ...] = (b, g)
     if slots.starts is not None:  # the slots of all heads lie on one axis
         where = (b, slice(int(slots.starts[g]), int(slots.starts[g + 1])))
-    names = ("keys", "values", "scores", "positions", "norms")
-    tensors = {name: getattr(slots, name) for name in names}
+    tensors = {name: getattr(slots, name) for name in FIELDS}
     return SimpleNamespace(**{n: None if x is None else x[where] for n, x in tensors.items()})
 
 
@@ -366,27 +392,3 @@ def _real_columns(mask: Tensor | None, b: int, Q: int, device: torch.device) -> 
 
 def _range_like(x: Tensor) -> Tensor:
     return torch.arange(len(x), device=x.device)
-
-
-def _new_slots(
-    keys: Tensor, capacity: int, budget: Tensor, kv_dtype: str | None
-) -> SimpleNamespace:
-    """Empty slots for one row of keys [B, G, Q, D]."""
-    G, D = keys.shape[1], keys.shape[3]
-    like, widths = keys, [D, D]
-    if kv_dtype is not None:
-        like, widths = keys.new_zeros(0, dtype=torch.uint8), [D + 2, D + 2]
-        widths[1] = D // 2 + D // 8 if kv_dtype == "int8-int4" else D + 2
-    f32 = keys.new_zeros(1, G, capacity, dtype=torch.float32)
-    return SimpleNamespace(
-        keys=like.new_zeros(1, G, capacity, widths[0]),
-        values=like.new_zeros(1, G, capacity, widths[1]),
-        scores=f32,
-        positions=torch.full_like(f32, -1, dtype=torch.int32),
-        free=keys.new_zeros(1, G, dtype=torch.int32),
-        lengths=keys.new_zeros(1, dtype=torch.int64),
-        budget=budget[None],
-        lost=keys.new_zeros(1, G, dtype=torch.float64),
-        norms=torch.zeros_like(f32),
-        starts=None,
-    )

@@ -40,9 +40,11 @@ def fewest_bits(config: Any) -> str:
     return "int8-int4" if isinstance(D, int) and D % 32 == 0 else "int8"
 
 
-def per_token(config: Any, kv_dtype: str | None, value_weighted: bool) -> tuple[int, int]:
+def per_token(
+    config: Any, kv_dtype: str | None, value_weighted: bool, merges: bool
+) -> tuple[int, int]:
     """Bytes of a token for one key/value head: in a full cache in the model's dtype, and in a slot
-    with score, position and norm.
+    with score, position, norm and bias.
 
     `config`: a model's. Errors: ValueError for one that does not tell its head dimension.
     """
@@ -54,4 +56,4 @@ def per_token(config: Any, kv_dtype: str | None, value_weighted: bool) -> tuple[
     element = 2 if dtype.endswith(("float16", "half")) else 4
     full = 2 * D * element
     stored = stored_bytes(kv_dtype, D)
-    return full, (full if stored is None else sum(stored)) + 8 + 4 * value_weighted
+    return full, (full if stored is None else sum(stored)) + 8 + 4 * (value_weighted + merges)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dequantised", "quantised"]
+__all__ = ["dequantised", "quantised", "stored_like"]
 
 
 def quantised(x: Tensor, bits: int) -> Tensor:
@@ -53,6 +53,13 @@ def dequantised(rows: Tensor, D: int) -> Tensor:
     nibbles = rows[:, : D // 2].view(n, D // 32, 16)
     q = torch.cat([nibbles & 15, nibbles >> 4], dim=-1).float()
     return (numbers[:, :, 1] + q * numbers[:, :, 0]).view(n, D)
+
+
+def stored_like(x: Tensor, rows: Tensor) -> Tensor:
+    """x [n, D] as the store holds it of which these are rows, [any, D] floats or [any, bytes]."""
+    if rows.dtype != torch.uint8:
+        return x.to(rows.dtype)
+    return quantised(x, 8 if rows.shape[-1] == x.shape[-1] + 2 else 4)
 
 
 def _copy(rows: Tensor) -> Tensor:

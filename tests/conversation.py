@@ -57,8 +57,9 @@ class Conversation:
             most = rows.sum(-1).max(0) + policy.sinks + 1  # of each head where they differ
             capacity = np.minimum(most, N).tolist()
         self.slots = ops.new_slots(
-            self.keys, capacity, value_weighted=policy.value_weighted, kv_dtype=kv_dtype
-        )
+            self.keys, capacity, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
+            merge=policy.merge is not None,
+        )  # fmt: skip
         self.slots.budget[:] = engine.tensor(rows)
         self.column = 0
         self.out: list[np.ndarray] = []

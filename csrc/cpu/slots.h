@@ -10,7 +10,7 @@ typedef struct {
     char *keys, *values;              /* [S] rows of D elements, ... */
     int64_t key_stride, value_stride; /* ... so many bytes apart */
     h2o_dtype key_type, value_type;   /* floats, H2O_Q8 or H2O_Q4 */
-    float *scores, *norms;            /* [S]; norms may be NULL */
+    float *scores, *norms, *bias;     /* [S]; norms and bias may be NULL */
     int32_t *positions;               /* [S] */
     int64_t slots;                    /* S */
 } slot_store;
@@ -30,6 +30,7 @@ static inline slot_store open_store(const h2o_slots *slots, int64_t b, const h2o
         .value_type = h2o_stored_type(&slots->values, D),
         .scores = h2o_at(&slots->scores, b, head->place, 0),
         .norms = h2o_given(&slots->norms) ? h2o_at(&slots->norms, b, head->place, 0) : NULL,
+        .bias = h2o_given(&slots->bias) ? h2o_at(&slots->bias, b, head->place, 0) : NULL,
         .positions = h2o_at(&slots->positions, b, head->place, 0),
         .slots = head->slots,
     };

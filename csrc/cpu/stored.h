@@ -132,6 +132,18 @@ static inline void store_row(char *row, h2o_dtype stored, element_ref from, int6
     }
 }
 
+/* The same of floats, x [D]. */
+static inline void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D) {
+    if (stored == H2O_Q8 || stored == H2O_Q4) {
+        store_row(row, stored, (element_ref){(const char *)x, H2O_F32, 1}, D);
+        return;
+    }
+    for (int64_t d = 0; d < D; d += VL) {
+        const int n = D - d < VL ? (int)(D - d) : VL;
+        vf_store_as_n(row + d * h2o_dtype_size(stored), stored, vf_load_n(x + d, n), n);
+    }
+}
+
 /* ---- Reading ----------------------------------------------------------- */
 
 /* n <= VL bytes q from d on; those of Q8 want the scale yet. */
@@ -154,6 +166,13 @@ VEC vf stored_floats(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
     if (stored == H2O_Q4) return load_q4(row, d, D);
     const int n = D - d < VL ? (int)(D - d) : VL;
     return vf_mul(load_q8(row, d, n), vf_set1_f16(row + D));
+}
+
+/* The same of any store's row. */
+VEC vf row_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
+    if (type == H2O_Q8 || type == H2O_Q4) return stored_floats(row, type, d, D);
+    const char *const p = row + d * h2o_dtype_size(type);
+    return D - d < VL ? vf_load_as_n(p, type, (int)(D - d)) : vf_load_as(p, type);
 }
 
 #endif

@@ -191,6 +191,8 @@ def generate_arguments(parser: Parser) -> None:
     add("--decay", type=float, default=1.0, metavar="D", help="what remains of a score after one "
         "more token, 0 to 1 (%(default)s)")  # fmt: skip
     add("--value-weighted", action="store_true", help="rank times the norm of the value")
+    add("--merge", type=float, metavar="C", help="a key that leaves goes into one whose cosine "
+        "with it is above C (0.85 is a good start) instead of being dropped")  # fmt: skip
     add("--positions", choices=("original", "rolled"), default="original", help="of keys: where "
         "they stood in the text, or their rank in the cache (%(default)s)")  # fmt: skip
     add("--kv-dtype", choices=("auto", "int8", "int8-int4"), help="store keys in eight bits, and "
@@ -216,7 +218,8 @@ def run_generate(parser: Parser, options: argparse.Namespace) -> int:
     if options.max_new_tokens < 1:
         parser.error("argument --max-new-tokens: must be at least 1")
     names = (
-        "heavy", "recent", "sinks", "rank_by", "decay", "value_weighted", "positions", "kv_dtype",
+        "heavy", "recent", "sinks", "rank_by", "decay", "value_weighted", "merge", "positions",
+        "kv_dtype",
     )  # fmt: skip
     try:
         shares = options.profile

@@ -54,7 +54,7 @@ KINDS = (
 DEVICES = ("cpu",)
 """Those that this build has kernels for."""
 
-OPTIONS = ("sinks", "rank_by", "decay", "value_weighted", "positions", "kv_dtype")
+OPTIONS = ("sinks", "rank_by", "decay", "value_weighted", "merge", "positions", "kv_dtype")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ class H2OCache(Cache):
     Args:
         config: the model's (`model.config`).
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
-            `sinks`, `rank_by`, `decay`, `value_weighted`, `positions`,
+            `sinks`, `rank_by`, `decay`, `value_weighted`, `merge`, `positions`,
             `shares`, `kv_dtype`.
         prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
             needed where fractions meet a prompt that is fed in chunks

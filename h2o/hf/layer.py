@@ -217,6 +217,7 @@ class H2OLayer(CacheLayerMixin):
                     self._capacities(widest, longest),
                     value_weighted=self.config.value_weighted,
                     kv_dtype=self.config.kv_dtype,
+                    merge=self.config.merge is not None,
                 )
                 slots.budget.copy_(torch.tensor(budget, dtype=torch.int32).squeeze(1))
                 new = new if stored is None else store.together(stored, *new)

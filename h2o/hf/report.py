@@ -32,11 +32,14 @@ class LayerReport:
     """Bytes of keys and values that a full cache would hold, pads included."""
     bytes_bookkeeping: int = 0
     """Bytes of scores, positions and counters."""
+    merged: int = 0
+    """Keys that have left and live on in others, summed over rows and heads."""
     mass_evicted: float = 0.0
-    """Attention that the evicted keys had received by then, summed over rows and heads."""
+    """Attention that the keys which were dropped had received by then, summed over rows and
+    heads."""
     mass_kept: float = 0.0
-    """Attention that the kept keys have received. With decay 1 both together are the number
-    of queries times query heads."""
+    """Attention that the kept keys have received. With decay 1, and where none are merged, both
+    together are the number of queries times query heads."""
 
     raised: bool = False
     """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""
@@ -106,6 +109,7 @@ class Report:
             bytes_held=all_layers("bytes_held"),
             bytes_full=all_layers("bytes_full"),
             bytes_bookkeeping=all_layers("bytes_bookkeeping"),
+            merged=all_layers("merged"),
             mass_evicted=all_layers("mass_evicted"),
             mass_kept=all_layers("mass_kept"),
             raised=any(layer.raised for layer in own),
@@ -141,7 +145,8 @@ class Report:
         return (
             f"{raised}{total.kept[0] / total.seen[0]:.1%} of the tokens are held, in {share:.1%} "
             f"of the bytes of a full cache; the evicted ones had received "
-            f"{total.share_evicted:.1%} of the attention."
+            f"{total.share_evicted:.1%} of the attention"
+            + (f", without the {total.merged} that live on in others." if total.merged else ".")
         )
 
     def __str__(self) -> str:

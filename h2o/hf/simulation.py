@@ -55,7 +55,7 @@ def simulated(
     Args:
         model: any that an `H2OCache` can serve; sliding-window layers stay as they are.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
-            `sinks`, `rank_by`, `decay`, `value_weighted`.
+            `sinks`, `rank_by`, `decay`, `value_weighted`, `merge`, `kv_dtype`, `shares`.
         variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
             only `heavy` and `recent` (`h2o.simulation_mask` describes them). "global" sees the
             future.
@@ -227,7 +227,7 @@ def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], rati
     if variant != "h2o" and not plain:
         raise ValueError(
             f"variant {variant!r} takes heavy and recent only, no sinks, rank_by, decay, "
-            "value_weighted, shares or kv_dtype"
+            "value_weighted, merge, shares or kv_dtype"
         )
     prompts = prompt_len if isinstance(prompt_len, Sequence) else [prompt_len]
     if not all(isinstance(prompt, int) and prompt >= 1 for prompt in prompts):

@@ -32,6 +32,10 @@ __all__ = [
 ]
 
 
+BY_SLOT = ("keys", "values", "scores", "positions", "norms", "bias")
+"""The fields that have something for each slot."""
+
+
 @dataclasses.dataclass
 class Room:
     """How far slots reach. Lists have an entry for each head, or one for all."""
@@ -91,7 +95,7 @@ def heads(tensor: Tensor, slots: ops.Slots) -> list[Tensor]:
 
 
 def by_head(slots: ops.Slots, field: str, empty: float = 0) -> Tensor:
-    """[B, G, S, ...]: keys, values, scores, positions or norms by head, whatever the store;
+    """[B, G, S, ...]: a field of `BY_SLOT` by head, whatever the store;
     `empty` where a head has fewer slots than another."""
     tensor: Tensor = getattr(slots, field)
     if slots.starts is None:
@@ -139,6 +143,7 @@ def figures(slots: ops.Slots, sinks: int) -> dict[str, Any]:
         "budget_by_head": (budget.sum(-1) + sinks).tolist(),
         "bytes_held": sum(sizes[:2]),
         "bytes_bookkeeping": sum(sizes[2:]),
+        "merged": 0 if slots.bias is None else round(slots.bias[filled].expm1().sum().item()),
         "mass_evicted": slots.lost.sum().item(),
         "mass_kept": slots.scores[filled].cpu().double().sum().item(),
     }
@@ -153,13 +158,13 @@ def enlarged(slots: ops.Slots, each: list[int]) -> ops.Slots:
         shape, starts = (B, sum(each)), torch.cat([slots.starts[:1], ends])
         setattr(starts, _SIZES, each)
     grown = {}
-    for name in ("keys", "values", "scores", "positions", "norms"):
+    for name in BY_SLOT:
         old = getattr(slots, name)
         more = () if old is None else old.shape[slots.scores.ndim :]
         empty = -1 if name == "positions" else 0
         grown[name] = None if old is None else old.new_full((*shape, *more), empty)
     larger = slots._replace(**grown, starts=starts)
-    for name in ("keys", "values", "scores", "positions", "norms"):
+    for name in BY_SLOT:
         if grown[name] is None:
             continue
         for old, new in zip(

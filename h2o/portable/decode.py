@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.portable.policy import Policy, budget_of, lowest
+from h2o.portable.policy import Policy, budget_of, lowest, refuse_merge
 from h2o.portable.prefill import capped
 from h2o.portable.store import Store, products
 from h2o.reference import rotated
@@ -28,10 +28,12 @@ def step(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    merge: float | None,
     table: Tensor | None,
     ranks: Tensor | None,
 ) -> None:
     """See `h2o.ops.step`. All shapes are fixed by those of the slots."""
+    refuse_merge(merge)
     B, H, _, D = query.shape
     G = key.shape[1]
     store = Store(slots)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.portable.policy import Policy, budget_of, staying
+from h2o.portable.policy import Policy, budget_of, refuse_merge, staying
 from h2o.portable.store import Store, as_stored
 
 __all__ = ["evict"]
@@ -23,8 +23,10 @@ def evict(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    merge: float | None,
 ) -> None:
     """See `h2o.ops.evict`. Survivors lie in the lowest slots, stored ones before new ones."""
+    refuse_merge(merge)
     B, G, Q, _ = keys.shape
     store = Store(slots)
     before = slots.lengths[:, None, None]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Budget", "Policy", "budget_of", "lowest", "staying"]
+__all__ = ["Budget", "Policy", "budget_of", "lowest", "refuse_merge", "staying"]
 
 _SPARED = 2**31 - 1
 _NAN = -(2**31)
@@ -96,3 +96,8 @@ def staying(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
     last = (k - 1).clamp(max=best.shape[-1] - 1).expand(*best.shape[:2], 1)
     least = best.sort(-1, descending=True).values.gather(-1, last)
     return (best >= least) & (positions >= 0)
+
+
+def refuse_merge(merge: float | None) -> None:
+    if merge is not None:
+        raise RuntimeError("merge: has no kernels but those of the C core, on the CPU; use None")

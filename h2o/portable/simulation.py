@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o.portable.policy import Budget, Policy, budget_of, lowest, staying
+from h2o.portable.policy import Budget, Policy, budget_of, lowest, refuse_merge, staying
 from h2o.portable.prefill import BLOCK, capped, dense
 from h2o.storage import dequantised
 
@@ -28,6 +28,7 @@ def simulate(
     rank_by: str,
     decay: float,
     value_weighted: bool,
+    merge: float | None,
     stored_keys: Tensor | None,
     stored_values: Tensor | None,
 ) -> None:
@@ -37,6 +38,7 @@ def simulate(
     As nothing may wait for the device, nobody knows here where a prompt ends: the loop goes over
     all columns, and those within a row's prompt change nothing in it.
     """
+    refuse_merge(merge)
     B, _, Q, D = query.shape
     G = keys.shape[1]
     real = torch.ones(B, Q, dtype=torch.bool, device=query.device) if mask is None else mask.bool()

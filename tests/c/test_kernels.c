@@ -80,8 +80,13 @@ static void free_text(const text *t) {
 
 static answer make_answer(const scene *s) {
     const h2o_dims *const d = &s->dims;
-    return (answer){make_layout(s->how, s->dtype, 4, d->B, d->Q, d->H, d->D, 2),
-                    make_slots(s->how, d, s->dtype, s->heavy, s->recent, s->policy.value_weighted)};
+    answer a = {make_layout(s->how, s->dtype, 4, d->B, d->Q, d->H, d->D, 2),
+                make_slots(s->how, d, s->dtype, s->heavy, s->recent, s->policy.value_weighted)};
+    if (h2o_merges(&s->policy)) {
+        a.slots.bias = make_layout(s->how, H2O_F32, 3, d->B, d->G, d->S, 1, 1);
+        FILL(float, a.slots.bias, NAN);
+    }
+    return a;
 }
 
 /* Calls f with every tensor of an answer. */
@@ -97,6 +102,7 @@ static void for_each_tensor(const answer *a, const answer *b,
     f(&a->slots.budget, &b->slots.budget);
     f(&a->slots.lost, &b->slots.lost);
     if (h2o_given(&a->slots.norms)) f(&a->slots.norms, &b->slots.norms);
+    if (h2o_given(&a->slots.bias)) f(&a->slots.bias, &b->slots.bias);
 }
 
 static void check_same(const h2o_view *a, const h2o_view *b) {
@@ -335,8 +341,10 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
 
 /* ---- Scenes ------------------------------------------------------------ */
 
-/* Not for ThreadSanitizer: plain loops have no threads, and take minutes. */
+/* Not for ThreadSanitizer: plain loops have no threads, and take minutes. They do not merge:
+ * tests/torch/test_merge.py judges what does. */
 static void check_units(const scene *s, const text *t, const answer *a) {
+    if (h2o_merges(&s->policy)) return;
     for (int64_t i = 0; !THREAD_SANITIZER && i < s->dims.B * s->dims.G; i++) {
         check_unit(s, t, a, i / s->dims.G, i % s->dims.G);
     }
@@ -378,7 +386,8 @@ static void test_scene(const h2o_ops *ops, const scene *s, uint64_t seed) {
 int main(void) {
     static const h2o_dtype dtypes[] = {H2O_F32, H2O_F16, H2O_BF16};
     const h2o_policy plain = {.decay = 1.0f};
-    const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true};
+    const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true, 0.0f};
+    const h2o_policy merging = {4, H2O_RANK_MEAN, 0.99f, true, 0.25f};
     const scene scenes[] = {
         /* several chunks of slots, fewer units than lanes like */
         {.dims = make_dims(2, 1, 3, 780, 700, 64),
@@ -409,6 +418,25 @@ int main(void) {
          .recent = 30,
          .policy = plain,
          .scale = -0.1f},
+        /* keys that leave are merged: chunks of slots that lanes search together, and many heads */
+        {.dims = make_dims(2, 1, 3, 660, 620, 24),
+         .prompt = 640,
+         .chunk_at = 645,
+         .chunk = 8,
+         .heavy = 380,
+         .recent = 180,
+         .policy = merging,
+         .scale = 0.1f},
+        {.dims = make_dims(2, 16, 2, 130, 100, 8),
+         .prompt = 90,
+         .chunk_at = 95,
+         .chunk = 20,
+         .heavy = 30,
+         .recent = 30,
+         .policy = merging,
+         .softcap = 5.0f,
+         .scale = 0.1f,
+         .how = SPREAD},
         /* no number is one in the end */
         {.dims = make_dims(2, 2, 2, 200, 60, 24),
          .prompt = 40,

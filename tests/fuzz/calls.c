@@ -161,7 +161,7 @@ static h2o_view choose_starts(bench *w, bool sound) {
 }
 
 /* A store that holds what it says, mostly: the first slots of each head. */
-static h2o_slots choose_slots(bench *w, bool weighted) {
+static h2o_slots choose_slots(bench *w, bool weighted, bool merges) {
     input *const in = &w->in;
     const int64_t held = choose(in, w->dims.S + 1);
     const bool uneven = choose(in, 3) == 0, bytes = choose(in, 3) == 0;
@@ -180,8 +180,10 @@ static h2o_slots choose_slots(bench *w, bool weighted) {
         .lost = choose_tensor(w, "lost", "BG", H2O_F64),
         .norms = {.name = "norms"},
         .starts = {.name = "starts"},
+        .bias = {.name = "bias"},
     };
     if (weighted) s.norms = choose_tensor(w, "norms", numbers, H2O_F32);
+    if (merges) s.bias = choose_tensor(w, "bias", numbers, H2O_F32);
     const bool sound = !rarely(in);
     if (uneven) s.starts = choose_starts(w, sound);
     choose_numbers(w, &s.free, w->dims.S + 1);
@@ -235,7 +237,8 @@ static h2o_policy choose_policy(input *in) {
     return (h2o_policy){.sinks = (int32_t)(rarely(in) ? choose(in, 256) - 128 : choose(in, 4)),
                         .rank_by = choose(in, 2) ? H2O_RANK_MEAN : H2O_RANK_SUM,
                         .decay = choose(in, 4) ? 1.0f : choose_float(in),
-                        .value_weighted = choose(in, 4) == 3};
+                        .value_weighted = choose(in, 4) == 3,
+                        .merge = choose(in, 4) == 3 ? choose_float(in) : 0.0f};
 }
 
 /* ---- Calls ------------------------------------------------------------- */
@@ -291,7 +294,7 @@ static void call_operation(bench *w) {
                                .decay = policy.decay,
                                .softcap = softcap};
         p.has_slots = choose(in, 2);
-        if (p.has_slots) p.slots = choose_slots(w, false);
+        if (p.has_slots) p.slots = choose_slots(w, false, choose(in, 4) == 3);
         CALL(attend, &p);
         break;
     }
@@ -301,7 +304,7 @@ static void call_operation(bench *w) {
                               .scores = scores,
                               .mask = mask,
                               .policy = policy,
-                              .slots = choose_slots(w, policy.value_weighted)};
+                              .slots = choose_slots(w, policy.value_weighted, h2o_merges(&policy))};
         CALL(evict, &p);
         break;
     }
@@ -314,7 +317,7 @@ static void call_operation(bench *w) {
                              .policy = policy,
                              .scale = scale,
                              .softcap = softcap,
-                             .slots = choose_slots(w, policy.value_weighted),
+                             .slots = choose_slots(w, policy.value_weighted, h2o_merges(&policy)),
                              .rotary = choose_rotary(w)};
         CALL(step, &p);
         break;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -21,11 +23,12 @@ def filled(config: H2OConfig, tokens: int = 600, family: str = "llama"):
 
 @pytest.mark.parametrize("part", [0.05, 0.1, 0.3])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("value_weighted", [False, True])
-def test_all_that_is_allocated_fits(part, kv_dtype, value_weighted):
+@pytest.mark.parametrize(("value_weighted", "merge"), [(False, None), (True, None), (True, 0.5)])
+def test_all_that_is_allocated_fits(part, kv_dtype, value_weighted, merge):
     config = H2OConfig(
-        part * 0.75, part * 0.25, 2, of="bytes", kv_dtype=kv_dtype, value_weighted=value_weighted
-    )
+        part * 0.75, part * 0.25, 2,
+        of="bytes", kv_dtype=kv_dtype, value_weighted=value_weighted, merge=merge,
+    )  # fmt: skip
     total = filled(config).total
     taken = total.bytes_held + total.bytes_bookkeeping
     assert taken <= part * total.bytes_full
@@ -49,6 +52,23 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
 def test_a_short_prompt_keeps_what_fits():
     total = filled(H2OConfig(0.06, 0.04, 2, of="bytes"), tokens=12).total
     assert total.kept == [2 * 3]  # two sinks and one more, in two layers
+
+
+def test_the_report_counts_who_lives_on():
+    config = H2OConfig(20, 10, sinks=2, merge=0.3)
+    report = filled(config)
+    own = model("llama")
+    cache = H2OCache(own.config, config)
+    with torch.no_grad():
+        own(prompts(600)[0], past_key_values=cache)
+    merged = [
+        round(layer.slots.bias.exp().sum().item()) - layer.slots.bias.numel()
+        for layer in cache.layers
+    ]
+    assert [layer.merged for layer in report.layers] == merged
+    assert min(merged) > 100
+    assert f"without the {sum(merged)} that live on in others" in report.note
+    assert filled(dataclasses.replace(config, merge=None)).total.merged == 0
 
 
 def test_bytes_need_fractions():

@@ -21,6 +21,7 @@ def test_defaults_are_the_authors():
         "rank_by": "sum",
         "decay": 1.0,
         "value_weighted": False,
+        "merge": None,
     }
 
 
@@ -120,3 +121,15 @@ def test_imports_nothing_heavy():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_merge_is_a_cosine():
+    assert H2OConfig(merge=0.85).ranking["merge"] == 0.85
+    for wrong in (0, 1, -0.5, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="merge must be a cosine between 0 and 1"):
+            H2OConfig(merge=wrong)
+    for wrong in (True, "0.85"):
+        with pytest.raises(TypeError, match="merge must be a cosine between 0 and 1"):
+            H2OConfig(merge=wrong)
+    with pytest.raises(ValueError, match='merge needs positions="original"'):
+        H2OConfig(merge=0.85, positions="rolled")

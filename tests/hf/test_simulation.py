@@ -55,6 +55,17 @@ POLICIES = {
         "kv_dtype": "int8",
         "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
     },
+    "merge": {"heavy": 6, "recent": 4, "merge": 0.3},
+    "merge of all": {
+        "heavy": 9,
+        "recent": 4,
+        "sinks": 1,
+        "rank_by": "mean",
+        "value_weighted": True,
+        "decay": 0.95,
+        "merge": 0.4,
+        "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
+    },
     "shares, fractions": {
         "heavy": 0.2,
         "recent": 0.1,
@@ -122,7 +133,9 @@ def prove(
         kept, scores = (x[0] for x in cache.kept(layer))
         assert kept.shape[1] > 0
         want = simulation.scores(layer)[0].gather(1, kept.clamp(min=0)).masked_fill(kept < 0, 0)
-        torch.testing.assert_close(scores, want, atol=max(1e-4, atol / 10), rtol=1e-4)
+        torch.testing.assert_close(
+            scores, want, atol=max(1e-4, atol / 10), rtol=max(1e-4, atol / 4)
+        )
     recent = chosen["recent"] if isinstance(chosen["recent"], int) else 3
     left = torch.cat([evicted_at[layer].reshape(-1, N) for layer in layers])
     return int(((left > prompt_len) & (left < N) & (left - column - 1 != recent)).sum())
@@ -135,8 +148,9 @@ def test_equals_the_cache(family, chosen):
     settings = policy(chosen, model)
     base = {"ratio_of": "prompt"} if isinstance(settings["heavy"], float) else {}
     prompt = 40 if base else PROMPT
-    # Both ways' keys differ by float32 rounding, and now and then are quantised apart by it.
-    atol = 2e-2 if "kv_dtype" in settings else 2e-4
+    # Both ways' keys differ by float32 rounding, and now and then are quantised apart by it, or go
+    # into different ones of two that they are equally like.
+    atol = 2e-2 if {"kv_dtype", "merge"} & set(settings) else 2e-4
     swaps = prove(model, text(), prompt, atol, base=base, **settings)
     if chosen not in ("local", "streaming", "tiny", "one", "full", "large"):
         assert swaps >= 3, "the heavy set of this text never changes: a test of nothing"

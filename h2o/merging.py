@@ -1,0 +1,64 @@
+"""Merge instead of drop: the part of `h2o.reference` about keys that leave.
+
+A key that the policy names goes into the kept key that is most like it, if that is like it enough.
+The slot then stands for several keys, and its logits grow by the logarithm of their number.
+(Compare Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Generative Inference of
+Large Language Models", 2024, and Zhang et al., "CaM: Cache Merging for Memory-efficient LLMs
+Inference", ICML 2024.)
+
+Shape letters: K keys kept, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.storage import dequantised, stored_like
+
+__all__ = ["most_similar", "take_in"]
+
+FLOOR = 1e-9
+"""Added to a key's mean score, so that keys without attention have weights as well."""
+
+
+def most_similar(keys: Tensor, candidates: Tensor, key: Tensor, threshold: float) -> int | None:
+    """Index of the key [K, D] with the highest cosine above the threshold to `key` [D].
+
+    Only where `candidates` [K] is True, and where both have a norm that is finite and not 0; of
+    equal cosines the first.
+    """
+    cosine = (keys @ key) / (keys.norm(dim=-1) * key.norm())
+    cosine = cosine.masked_fill(~candidates | ~cosine.isfinite(), -torch.inf)
+    best = int(cosine.argmax())
+    return best if cosine[best] > threshold else None
+
+
+def take_in(kept: Any, left: Any, *, threshold: float, sinks: int, D: int) -> bool:
+    """Merges one key, `left`, into one of those `kept`; False where none is like it enough.
+
+    Both have keys and values as stored, scores, positions, bias, norms (or None) and `queries`, how
+    many have seen each key: [K, ...] by ascending position, and the same of one key.
+    """
+    key, value = (dequantised(x[None], D)[0].double() for x in (left.keys, left.values))
+    keys = dequantised(kept.keys, D).double()
+    j = most_similar(keys, kept.positions >= sinks, key, threshold)
+    if j is None:
+        return False
+    mine, other = (
+        score.double() / queries + FLOOR
+        for score, queries in ((kept.scores[j], kept.queries[j]), (left.scores, left.queries))
+    )
+    a, b = mine / (mine + other), other / (mine + other)
+    if not (a + b).isfinite():
+        return False
+    merged = a * dequantised(kept.values[j][None], D)[0].double() + b * value
+    kept.keys[j] = stored_like((a * keys[j] + b * key)[None], kept.keys)[0]
+    kept.values[j] = stored_like(merged[None], kept.values)[0]
+    if kept.norms is not None:
+        kept.norms[j] = merged.norm()
+    kept.bias[j] = torch.logaddexp(kept.bias[j].double(), left.bias.double())
+    kept.scores[j] += left.scores.double() * (kept.queries[j] / left.queries)
+    return True

@@ -1,0 +1,112 @@
+"""What one layer holds of a text: a record of tensors of any library, and how to make one.
+
+Shape letters: B batch rows, G key/value heads, S slots, T slots of all heads of a row, D head
+dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from h2o.config import UNLIMITED
+from h2o.outputs import four_sizes, full
+from h2o.sizes import stored_bytes
+
+Tensor = Any  # whatever speaks DLPack
+
+__all__ = ["Slots", "new_slots"]
+
+
+class Slots(NamedTuple):
+    """What one layer holds; the operations update the tensors in place.
+
+    A slot is an index on axis S. A row that has seen `lengths[b]` tokens and may
+    keep k = sinks + heavy + recent of them holds min(lengths[b], k), in the
+    lowest slots, except that `free[b, g]` may be a hole among them.
+
+    Heads may have budgets of their own, and numbers of slots of their own, so that memory falls
+    with the budgets: then `starts` is given, a row's slots lie one head after the other on one
+    axis T, and keys are [B, T, D] where [B, G, S, D] stands below, scores [B, T] for [B, G, S].
+    """
+
+    keys: Tensor
+    """[B, G, S, D]; quantised: [B, G, S, bytes] uint8, which `h2o.storage.dequantised` reads"""
+    values: Tensor
+    """as keys"""
+    scores: Tensor
+    """[B, G, S] float32: attention that each key has received"""
+    positions: Tensor
+    """[B, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
+    free: Tensor
+    """[B, G] int32: the slot that the next token takes"""
+    lengths: Tensor
+    """[B] int64: tokens that the row has seen, pads not counted"""
+    budget: Tensor
+    """[B, 2], or [B, G, 2] for heads with budgets of their own, int32: heavy, recent"""
+    lost: Tensor
+    """[B, G] float64 (on mps float32): sum of the scores of evicted keys at their eviction"""
+    norms: Tensor | None = None
+    """[B, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
+    starts: Tensor | None = None
+    """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T"""
+    bias: Tensor | None = None
+    """[B, G, S] float32: log of the number of keys that a slot stands for, which its logits grow
+    by; given exactly if keys are merged"""
+
+
+def new_slots(
+    keys: Tensor,
+    capacity: int | Sequence[int],
+    heavy: int = UNLIMITED,
+    recent: int = 0,
+    *,
+    value_weighted: bool = False,
+    kv_dtype: str | None = None,
+    merge: bool = False,
+) -> Slots:
+    """Empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
+
+    `capacity` is S, or one number for each of the G heads, which makes a store with `starts` and
+    budgets [B, G, 2]. A row of budget k needs min(k, tokens) slots after `evict`
+    and one more for each `step`, k + 1 at most. `heavy` and `recent` are
+    numbers of tokens, the same for every row; write into `budget` to give rows
+    and heads their own.
+
+    `kv_dtype`: None, keys and values are stored as they are; "int8", as bytes with a scale of 16
+    bits for each; "int8-int4", values as four bits with scale and minimum (16 bits each) for
+    every 32 elements, of which D must then be a multiple. `merge`: whether keys will be merged.
+    """
+    sizes = four_sizes(keys)
+    if sizes is None:
+        raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")
+    B, G, _, D = sizes
+    each = [capacity] if isinstance(capacity, int) else list(capacity)
+    if min(each, default=0) < 1:
+        raise ValueError(f"capacity: is {capacity}, wanted at least 1: k + 1 for rows of budget k")
+    starts, budgets, shape = None, (B, 2), (B, G, each[0])
+    if not isinstance(capacity, int):
+        if len(each) != G:
+            raise ValueError(f"capacity: has {len(each)} numbers, wanted one for each of {G} heads")
+        starts, budgets, shape = full(keys, (G + 1,), 0, "int32"), (B, G, 2), (B, sum(each))
+        for g, end in enumerate(itertools.accumulate(each), start=1):
+            starts[g] = end
+    row_bytes = stored_bytes(kv_dtype, D)
+    shapes = [(*shape, n) for n in row_bytes or (D, D)]
+    dtype = None if row_bytes is None else "uint8"
+    budget = full(keys, budgets, heavy, "int32")
+    budget[..., 1] = recent
+    return Slots(
+        keys=full(keys, shapes[0], 0, dtype),
+        values=full(keys, shapes[1], 0, dtype),
+        scores=full(keys, shape, 0, "float32"),
+        positions=full(keys, shape, -1, "int32"),
+        free=full(keys, (B, G), 0, "int32"),
+        lengths=full(keys, (B,), 0, "int64"),
+        budget=budget,
+        lost=full(keys, (B, G), 0, "float64"),
+        norms=full(keys, shape, 0, "float32") if value_weighted else None,
+        starts=starts,
+        bias=full(keys, shape, 0, "float32") if merge else None,
+    )
