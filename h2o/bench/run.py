@@ -13,7 +13,18 @@ import torch
 
 from h2o.files import make_writable
 
-from . import kernels, layouts, machine, memory, portable, report, simulation, threads, whole_model
+from . import (
+    kernels,
+    layouts,
+    machine,
+    memory,
+    portable,
+    report,
+    simulation,
+    stores,
+    threads,
+    whole_model,
+)
 from .measure import Row
 from .options import TABLES, Options
 from .peers import PeerMissing
@@ -26,6 +37,9 @@ FUNCTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "lengths": layouts.lengths,
     "evict": kernels.evict,
     "simulate": simulation.simulate,
+    "bits": stores.bits,
+    "merging": stores.merging,
+    "uneven": stores.uneven,
     "overhead": kernels.overhead,
     "portable": portable.portable,
     "threads": threads.threads,
