@@ -9,6 +9,7 @@
  * to its last byte, may not touch that of any other tensor of the call. This
  * also refuses some that are interleaved without sharing an element.
  */
+#include "policy.h"
 #include "run.h"
 
 #include <float.h>

@@ -141,27 +141,21 @@ typedef struct {
     h2o_view lengths;   /* [B] i64, real tokens that the row has seen */
     h2o_view budget;    /* [B,2] or [B,G,2] i32: heavy, recent */
     h2o_view lost;      /* [B,G] f64, sum of the scores of evicted keys */
-    h2o_view norms;     /* [B,G,S] f32, L2 norm of each value; given exactly
-                           when the policy is value_weighted */
+    h2o_view norms;     /* [B,G,S] f32, L2 norm of each value; given if value_weighted only */
     h2o_view starts;    /* [G+1] i32, optional */
-    h2o_view bias;      /* [B,G,S] f32, log of how many keys a slot stands for, added to its
-                           logits; given exactly when keys are merged */
+    h2o_view bias;      /* [B,G,S] f32, log of a slot's number of keys; given if keys merge only */
 } h2o_slots;
 
 typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1 } h2o_rank_by;
 
-/* How keys are ranked; budgets are per row and live in the slots. What each
- * field means is policy.h's business alone. */
+/* Budgets are per row and live in the slots. What each field means, policy.h knows. */
 typedef struct {
     int32_t sinks;
     h2o_rank_by rank_by;
     float decay; /* in [0, 1] */
     bool value_weighted;
-    float merge; /* between 0 and 1: a key that leaves goes into the one whose cosine with it is
-                    the highest and higher than this; 0: never */
+    float merge; /* a cosine above which a key that leaves goes into another, < 1; 0: none does */
 } h2o_policy;
-
-static inline bool h2o_merges(const h2o_policy *policy) { return policy->merge > 0.0f; }
 
 /* ---- What the small tensors say ---------------------------------------- */
 
@@ -215,8 +209,7 @@ typedef struct {
 } h2o_attend_params;
 
 /* evict: takes the new keys with the scores that attend gave them into the
- * slots; what the budget has no room for, stored or new, is dropped for good, or
- * merged, in order of position, into keys that stay.
+ * slots; what the budget has no room for, stored or new, is dropped, or merged.
  * A stored key that stays keeps its slot, unless that lies beyond the last one
  * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
  * be at least min(k, held + new) for every row. */

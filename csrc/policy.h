@@ -42,6 +42,8 @@ typedef struct {
     bool value_weighted;
 } h2o_ranking;
 
+static inline bool h2o_merges(const h2o_policy *policy) { return policy->merge > 0.0f; }
+
 /* k; 64 bits, since each part may be "unlimited" by itself. */
 static inline int64_t h2o_policy_budget(const h2o_policy *policy, int32_t heavy, int32_t recent) {
     return (int64_t)policy->sinks + heavy + recent;

@@ -109,7 +109,8 @@ def _schema() -> str:
         slots.append(f"{kind}{'?' if name in ops.Slots._field_defaults else ''} {name}")
     return (
         f"step(Tensor query, Tensor key, Tensor value, {', '.join(slots)}, *, Tensor? mask, "
-        "float? scale, float softcap, int sinks, str rank_by, float decay, bool value_weighted"
+        "float? scale, float softcap, int sinks, str rank_by, float decay, bool value_weighted, "
+        "float? merge"
         ") -> Tensor"
     )
 

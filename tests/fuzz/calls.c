@@ -3,6 +3,7 @@
  * the memory that the tensors span. Built by `make fuzz`. */
 #define _GNU_SOURCE
 #include "fuzz.h"
+#include "policy.h"
 
 enum { MOST_TENSORS = 20 };
 

@@ -37,7 +37,9 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("chosen", ["fractions", "sinks, mean", "value-weighted", "shares", "int8"])
+@pytest.mark.parametrize(
+    "chosen", ["fractions", "sinks, mean", "value-weighted", "shares", "int8", "merge"]
+)
 def test_policies_give_the_same_tokens(chosen):
     ours = model("llama")
     config = policy(chosen, ours)
