@@ -134,6 +134,14 @@ def test_core_is_imported_where_backends_are_chosen():
     assert importers("h2o.portable") <= {"h2o/backends.py", *sources("h2o/portable", ".py")}
 
 
+def test_the_torch_backend_waits_for_no_device():
+    """What would read a tensor's numbers; tests/hf/test_elsewhere.py runs it where that fails."""
+    reads = r"\.(item|tolist|numpy|cpu|nonzero|unique)\(|(?<![.\w])(int|bool|float)\("
+    for name, text in sources("h2o/portable", ".py").items():
+        found = re.search(reads, text)
+        assert not found, f"{name}: {found[0]}"
+
+
 def test_transformers_is_imported_where_it_is_served():
     allowed = {"h2o/models.py", "h2o/generate.py"}
     folders = ("h2o/hf/", "h2o/evaluate/", "h2o/bench/", "h2o/stream/")

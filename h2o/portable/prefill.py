@@ -9,10 +9,14 @@ from torch import Tensor
 
 from h2o.portable.store import Store, products
 
-__all__ = ["attend", "capped", "dense"]
+__all__ = ["attend", "capped", "dense", "rows_of"]
 
 BLOCK = 1 << 22
-"""Logits that a block of queries makes at most, or a single query where it alone makes more."""
+"""Logits that a block of queries makes on the CPU, so that they stay in its caches. Elsewhere eight
+times as many: what counts there is how often something is launched."""
+
+FEWEST = 8
+"""Queries of a block, however many rows and heads."""
 
 
 class Stored(NamedTuple):
@@ -65,6 +69,13 @@ def attend(
         store.take_back(slots.scores, before + old)
 
 
+def rows_of(query: Tensor, columns: int) -> int:
+    """How many of the queries [B, H, Q, D], which see so many columns each, make a block."""
+    B, H, Q, _ = query.shape
+    logits = BLOCK if query.is_cpu else 8 * BLOCK
+    return min(Q, max(FEWEST, logits // (B * H * columns)))
+
+
 def capped(logits: Tensor, softcap: float) -> Tensor:
     """Logits squeezed into (-softcap, softcap); as they are if that is 0."""
     return torch.tanh(logits / softcap) * softcap if softcap else logits
@@ -99,6 +110,7 @@ def dense(
     G = keys.shape[1]
     S = 0 if stored is None else stored.held.shape[2]
     R = H // G
+    rows = rows_of(query, S + Q)
     query = query.unflatten(1, (G, R))
     keys = keys.float()
     usable = values.isfinite()
@@ -109,7 +121,6 @@ def dense(
     beyond = values.masked_fill(usable, 0).float().cumsum(2)[:, :, None]
     values = values.masked_fill(~usable, 0)
     sums = keys.new_zeros(B, G, S + Q)
-    rows = max(1, min(Q, BLOCK // (B * H * (S + Q))))
     future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
     for start in range(0, Q, rows):
         stop = min(start + rows, Q)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from h2o.portable.policy import Budget, Policy, budget_of, lowest, refuse_merge, staying
-from h2o.portable.prefill import BLOCK, capped, dense
+from h2o.portable.prefill import capped, dense, rows_of
 from h2o.storage import dequantised
 
 __all__ = ["simulate"]
@@ -95,16 +95,16 @@ def _one_by_one(
     places: int32 [B, G, Q], positions. held: [B, G, Q] bool, who survived the prompt.
     Logits and outputs are made for blocks of columns at a time.
     """
-    B, H, Q, _ = query.shape
+    _, H, Q, _ = query.shape
     G = keys.shape[1]
     R = H // G
+    rows = rows_of(query, Q)
     query = query.unflatten(1, (G, R))
     keys, values = keys.float(), values.float()
     finite = values.isfinite()
     pads = (places < 0)[..., None]
     odd = (~finite & ~pads).float()
     values = values.masked_fill(~finite | pads, 0)
-    rows = max(1, min(Q, BLOCK // (B * H * Q)))
     for start in range(0, Q, rows):
         stop = min(start + rows, Q)
         asked = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)
