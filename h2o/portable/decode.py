@@ -33,7 +33,7 @@ def step(
     ranks: Tensor | None,
 ) -> None:
     """See `h2o.ops.step`. All shapes are fixed by those of the slots."""
-    refuse_merge(merge)
+    refuse_merge(merge, slots)
     B, H, _, D = query.shape
     G = key.shape[1]
     store = Store(slots)

@@ -26,7 +26,7 @@ def evict(
     merge: float | None,
 ) -> None:
     """See `h2o.ops.evict`. Survivors lie in the lowest slots, stored ones before new ones."""
-    refuse_merge(merge)
+    refuse_merge(merge, slots)
     B, G, Q, _ = keys.shape
     store = Store(slots)
     before = slots.lengths[:, None, None]

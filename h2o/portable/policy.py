@@ -7,7 +7,7 @@ is below every number, -0 equals +0, and what may not leave is above all.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,6 +98,10 @@ def staying(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
     return (best >= least) & (positions >= 0)
 
 
-def refuse_merge(merge: float | None) -> None:
-    if merge is not None:
-        raise RuntimeError("merge: has no kernels but those of the C core, on the CPU; use None")
+def refuse_merge(merge: float | None, slots: Any = None) -> None:
+    """Errors: RuntimeError for what only the C core does: merging, and slots that were merged."""
+    if merge is not None or (slots is not None and slots.bias is not None):
+        raise RuntimeError(
+            "merge: only the C core does this yet, for tensors on the CPU (without "
+            "H2O_BACKEND=torch); move the model there, or leave merge out"
+        )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from h2o.portable.policy import refuse_merge
 from h2o.portable.store import Store, products
 
 __all__ = ["attend", "capped", "dense", "rows_of"]
@@ -42,6 +43,7 @@ def attend(
     softcap: float,
 ) -> None:
     """See `h2o.ops.attend`."""
+    refuse_merge(None, slots)
     real = None if mask is None else mask.bool()
     weights = total = None
     if decay != 1.0:
