@@ -127,7 +127,7 @@ def test_what_the_operation_says_of_itself():
                 (query[:, :, 11:], keys[:, :, 11:], values[:, :, 11:], *slots),
                 {
                     "mask": None, "scale": None, "softcap": 0.0, "sinks": 0, "rank_by": "sum",
-                    "decay": 1.0, "value_weighted": weighted,
+                    "decay": 1.0, "value_weighted": weighted, "merge": None,
                 },
                 test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
             )  # fmt: skip
