@@ -85,7 +85,7 @@ def merging(options: Options) -> Iterator[Row]:
 
 
 def uneven(options: Options) -> Iterator[Row]:
-    """P16: the decode step over heads of 0.3 to 3.2 times the mean, against even ones."""
+    """P16: the decode step over heads of 0.3 to 1.7 times the mean, against even ones."""
     B, H, G, D, k = (1, 4, 2, 64, 24) if options.quick else (1, 32, 8, 128, 1024)
     shares = torch.linspace(0.3, 1.7, G)
     shares[-1] = G - shares[:-1].sum()
