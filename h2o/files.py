@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def alone(path: Path) -> Iterator[None]:
 def whole(path: Path) -> Iterator[Path]:
     """A draft beside a file, for the block to write, which then takes its place: whole or not at
     all."""
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.draft")
     try:
         yield draft
         os.replace(draft, path)

@@ -160,7 +160,9 @@ def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OCo
     where there is none; and "local", as many keys as h2o, but the newest.
     """
     heavy, recent = config.for_model(model).tokens(prompt_tokens)
-    local = replace(config, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None)
+    local = replace(
+        config, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None, merge=None
+    )
     profile = config.shares if isinstance(config.shares, Profile) else Profile.shipped(model)
     if profile is None:
         name, preset = "robust", H2OConfig.robust(TENTH, of="bytes")

@@ -35,7 +35,7 @@ class LastPass:
     ) -> None:
         """Before the pass; arguments as of `H2OLayer.attend`."""
         self.before = state_of(layer).each(Tensor.clone)
-        self.tensors = query, key, value
+        self.tensors = query, key.detach(), value  # without its reference to the layer
         self.mask = mask
         self.logits = logits
 

@@ -63,6 +63,7 @@ class Policy(NamedTuple):
             rank = rank / self._queries((lengths - positions).clamp(min=1).float())
         if self.value_weighted:
             rank = rank * norms
+        rank = rank + 0.0  # -0 is 0
         bits = rank.view(torch.int32)
         keys = ((bits >> 31) & _SPARED).bitwise_xor_(bits)
         keys.masked_fill_(rank.isnan(), _NAN)

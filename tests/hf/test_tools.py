@@ -96,3 +96,11 @@ def test_double_precision_names_the_remedy():
     ours = model("llama").double()
     with pytest.raises(TypeError, match=r"model\.float\(\)"):
         greedy(ours, {"input_ids": prompts(20)[0]}, past_key_values=H2OCache(ours.config, **SMALL))
+
+
+def test_the_sliding_window_of_a_comparison_is_plain():
+    from h2o import H2OConfig, generate
+    from tests.hf import tiny
+
+    config = H2OConfig(8, 8, merge=0.8, kv_dtype="int8")
+    assert generate.caches(config, tiny.model("llama"), 40)["local"] == H2OConfig.local(16)
