@@ -42,7 +42,7 @@ def take_in(kept: Any, left: Any, *, threshold: float, sinks: int, D: int) -> bo
     Both have keys and values as stored, scores, positions, bias, norms (or None) and `queries`, how
     many have seen each key: [K, ...] by ascending position, and the same of one key.
     """
-    key, value = (dequantised(x[None], D)[0].double() for x in (left.keys, left.values))
+    key, value = (dequantised(x, D).double() for x in (left.keys, left.values))
     keys = dequantised(kept.keys, D).double()
     j = most_similar(keys, kept.positions >= sinks, key, threshold)
     if j is None:
@@ -54,9 +54,9 @@ def take_in(kept: Any, left: Any, *, threshold: float, sinks: int, D: int) -> bo
     a, b = mine / (mine + other), other / (mine + other)
     if not (a + b).isfinite():
         return False
-    merged = a * dequantised(kept.values[j][None], D)[0].double() + b * value
-    kept.keys[j] = stored_like((a * keys[j] + b * key)[None], kept.keys)[0]
-    kept.values[j] = stored_like(merged[None], kept.values)[0]
+    merged = a * dequantised(kept.values[j], D).double() + b * value
+    kept.keys[j] = stored_like(a * keys[j] + b * key, kept.keys)
+    kept.values[j] = stored_like(merged, kept.values)
     if kept.norms is not None:
         kept.norms[j] = merged.norm()
     kept.bias[j] = torch.logaddexp(kept.bias[j].double(), left.bias.double())

@@ -213,10 +213,7 @@ def _at(every: SimpleNamespace, index: Any) -> SimpleNamespace:
 
 def _read_back(x: Tensor, store: Tensor) -> Tensor:
     """[B, G, n, D] as they are read from the store, float32 if it is quantised."""
-    if store.dtype != torch.uint8:
-        return x
-    D = x.shape[-1]
-    return dequantised(stored_like(x.reshape(-1, D), store), D).view(x.shape)
+    return dequantised(stored_like(x, store), x.shape[-1])
 
 
 def _choose(

@@ -42,9 +42,15 @@ def quantised(x: Tensor, bits: int) -> Tensor:
 
 
 def dequantised(rows: Tensor, D: int) -> Tensor:
-    """What rows of a store hold, [n, D]: floats as they are, bytes as `quantised` made them."""
+    """What rows [..., D or bytes] hold, [..., D]: floats as they are, bytes as `quantised` made
+    them."""
     if rows.dtype != torch.uint8:
         return rows
+    return _floats(rows.reshape(-1, rows.shape[-1]), D).view(*rows.shape[:-1], D)
+
+
+def _floats(rows: Tensor, D: int) -> Tensor:
+    """[n, D] of rows [n, bytes]."""
     n = len(rows)
     if rows.shape[-1] == D + 2:
         scale = _copy(rows[:, D:]).view(torch.float16).float()
@@ -56,10 +62,12 @@ def dequantised(rows: Tensor, D: int) -> Tensor:
 
 
 def stored_like(x: Tensor, rows: Tensor) -> Tensor:
-    """x [n, D] as the store holds it of which these are rows, [any, D] floats or [any, bytes]."""
+    """x [..., D] as the store holds it of which these are rows, [..., D] floats or [..., bytes]."""
     if rows.dtype != torch.uint8:
         return x.to(rows.dtype)
-    return quantised(x, 8 if rows.shape[-1] == x.shape[-1] + 2 else 4)
+    D = x.shape[-1]
+    made = quantised(x.reshape(-1, D), 8 if rows.shape[-1] == D + 2 else 4)
+    return made.view(*x.shape[:-1], -1)
 
 
 def _copy(rows: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from h2o.hf.rollback import NO_RECORD, LastPass
 from h2o.hf.support import Unsupported
 from h2o.hf.trace import Trace
 from h2o.shares import levelled
+from h2o.storage import dequantised
 
 __all__ = ["H2OLayer"]
 
@@ -367,7 +368,7 @@ class H2OLayer(CacheLayerMixin):
         if self.slots is None:
             return torch.zeros(0, 0, 0, 0), torch.zeros(0, 0, 0, 0)
         keys, values = store.held(self.slots, keys=0, values=0)
-        return store.floats(keys, self.row_size[0]), store.floats(values, self.row_size[0])
+        return dequantised(keys, self.row_size[0]), dequantised(values, self.row_size[0])
 
     def report(self) -> LayerReport:
         """Numbers of this layer; see `h2o.hf.report`."""

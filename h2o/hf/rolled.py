@@ -23,6 +23,7 @@ from h2o.hf.conversation import Conversation
 from h2o.hf.layer import H2OLayer
 from h2o.hf.rotary import Rotary, turned
 from h2o.hf.support import Unsupported
+from h2o.storage import dequantised
 
 __all__ = ["RolledLayer", "at_zero", "attend", "ranks"]
 
@@ -128,7 +129,7 @@ def attend(
     if slots is not None:
         at = ranks(slots).clamp(min=0).long()
         D, dtype = key.shape[-1], key.dtype
-        keys, values = (store.floats(x, D).to(dtype) for x in (slots.keys, slots.values))
+        keys, values = (dequantised(x, D).to(dtype) for x in (slots.keys, slots.values))
         slots = slots._replace(keys=turned(keys, table[at]), values=values)
     return ops.attend(query, turned(key, angles), value, slots, mask=mask, **more)
 

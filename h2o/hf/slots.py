@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.storage import dequantised
 
 __all__ = [
     "Room",
@@ -23,7 +22,6 @@ __all__ = [
     "enlarged",
     "figures",
     "filled",
-    "floats",
     "heads",
     "held",
     "sizes",
@@ -122,13 +120,6 @@ def held(slots: ops.Slots, **fields: float) -> list[Tensor]:
         index, gone = (x.view(*x.shape, *[1] * (len(shape) - 3)) for x in (order, empty))
         found.append(tensor.gather(2, index.expand(shape)).masked_fill(gone, filler))
     return found
-
-
-def floats(rows: Tensor, D: int) -> Tensor:
-    """Keys or values [..., D] of a store, float32 where they are quantised."""
-    if rows.dtype != torch.uint8:
-        return rows
-    return dequantised(rows.reshape(-1, rows.shape[-1]), D).view(*rows.shape[:-1], D)
 
 
 def figures(slots: ops.Slots, sinks: int) -> dict[str, Any]:

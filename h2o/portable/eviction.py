@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from h2o.portable.policy import Policy, budget_of, refuse_merge, staying
-from h2o.portable.store import Store, as_stored
+from h2o.portable.store import Store
+from h2o.storage import stored_like
 
 __all__ = ["evict"]
 
@@ -104,7 +105,7 @@ def _place_rows(rows: Tensor, given: Tensor, store: Store, come: Tensor, filled:
         taken = given.reshape(B, G * Q, D).gather(1, index[..., None].expand(-1, -1, D))
     stayed = come.clamp(max=S - 1)[..., None].expand_as(rows)
     moved = rows.gather(-2, stayed)
-    fresh = as_stored(taken, rows)
+    fresh = stored_like(taken, rows)
     found = torch.where((come >= S)[..., None], fresh, moved)
     found = found.masked_fill(~filled[..., None], 0)
     if store.first is not None:

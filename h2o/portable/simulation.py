@@ -63,10 +63,7 @@ def simulate(
     evicted_at.copy_(torch.where(cut, end, evicted_at))
     if stored_keys is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
-        keys, values = (
-            dequantised(x.reshape(-1, x.shape[-1]), D).view(B, G, Q, D).gather(2, index)
-            for x in (stored_keys, stored_values)
-        )
+        keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
     later = real & ~early
     _one_by_one(
         query, keys, values, norms, later, places, stay, policy, limits, scale, softcap,

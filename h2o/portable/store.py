@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.storage import dequantised, quantised
+from h2o.storage import dequantised, stored_like
 
-__all__ = ["Store", "as_stored", "products"]
+__all__ = ["Store", "products"]
 
 
 class Store:
@@ -50,10 +50,7 @@ class Store:
 
     def rows(self, name: str, D: int) -> Tensor:
         """Keys or values [B, G or 1, S, D], floats."""
-        rows: Tensor = getattr(self.slots, name)
-        if rows.dtype == torch.uint8:
-            rows = dequantised(rows.reshape(-1, rows.shape[-1]), D).view(*rows.shape[:-1], D)
-        return self.shaped(rows)
+        return self.shaped(dequantised(getattr(self.slots, name), D))
 
     def shaped(self, x: Tensor) -> Tensor:
         """[B, G or 1, S, ...]: what is by slot, not spread over heads."""
@@ -92,22 +89,13 @@ class Store:
     @staticmethod
     def write_rows(rows: Tensor, place: Tensor, given: Tensor, real: Tensor | None) -> None:
         """Keys or values [B, G, 1, D] into one slot of each head."""
-        given = as_stored(given, rows).reshape(*place.shape, -1)
+        given = stored_like(given, rows).reshape(*place.shape, -1)
         if rows.element_size() == 2:  # of 16-bit floats torch's CPU build copies all to write one
             rows, given = rows.view(torch.int16), given.view(torch.int16)
         index = place[..., None].expand(given.shape)
         if real is not None:
             given = torch.where(real.view(-1, *[1] * place.ndim), given, rows.gather(-2, index))
         rows.scatter_(-2, index, given)
-
-
-def as_stored(x: Tensor, rows: Tensor) -> Tensor:
-    """Keys or values [..., D] as slots like these hold them."""
-    if rows.dtype != torch.uint8:
-        return x
-    D = x.shape[-1]
-    made = quantised(x.reshape(-1, D), 8 if rows.shape[-1] == D + 2 else 4)
-    return made.view(*x.shape[:-1], -1)
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
