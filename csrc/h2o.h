@@ -24,6 +24,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "target.h"
+
 /* ---- Status and errors ------------------------------------------------- */
 
 typedef enum {
@@ -58,15 +60,13 @@ typedef enum {
     H2O_I64,
     H2O_U8, /* masks: bool or uint8, 0 is a pad; quantised rows */
     H2O_Q8, /* no tensor's: a row of D elements in a quantised store of bytes, ... */
-    H2O_Q4, /* ... see cpu/stored.h */
+    H2O_Q4, /* ... see quantise.h */
 } h2o_dtype;
 
-/* Bytes of an element. */
-static inline int64_t h2o_dtype_size(h2o_dtype dtype) {
-    static const uint8_t sizes[] = {[H2O_NONE] = 0, [H2O_F32] = 4, [H2O_F16] = 2, [H2O_BF16] = 2,
-                                    [H2O_F64] = 8,  [H2O_I32] = 4, [H2O_I64] = 8, [H2O_U8] = 1,
-                                    [H2O_Q8] = 1,   [H2O_Q4] = 1};
-    return sizes[dtype];
+/* Bytes of an element, by the order above. */
+H2O_INLINE int64_t h2o_dtype_size(h2o_dtype dtype) {
+    const uint64_t sizes = 0x1118482240; /* a hexadecimal digit each */
+    return (int64_t)(sizes >> 4 * dtype & 15);
 }
 
 enum { H2O_MAX_DIMS = 4, H2O_DEVICE_CPU = 1 /* DLPack's number */ };
@@ -86,10 +86,10 @@ typedef struct {
     bool readonly;
 } h2o_view;
 
-static inline bool h2o_given(const h2o_view *view) { return view->dtype != H2O_NONE; }
+H2O_INLINE bool h2o_given(const h2o_view *view) { return view->dtype != H2O_NONE; }
 
 /* The address of element [a, b, c, 0] of a tensor, of [a, b, 0] and so on. */
-static inline void *h2o_at(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
+H2O_INLINE void *h2o_at(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
     const int64_t offset = a * view->stride[0] + b * view->stride[1] + c * view->stride[2];
     return (char *)view->data + offset * h2o_dtype_size(view->dtype);
 }
@@ -105,7 +105,7 @@ typedef struct {
 enum { H2O_GROUP = 32 }; /* elements of a row of Q4 that share scale and minimum */
 
 /* Bytes of a stored row of D elements; 0 if there is no such row. */
-static inline int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
+H2O_INLINE int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
     if (stored == H2O_Q8) return D + 2;
     if (stored == H2O_Q4) return D % H2O_GROUP ? 0 : D / 2 + D / H2O_GROUP * 4;
     return D * h2o_dtype_size(stored);
@@ -113,7 +113,7 @@ static inline int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
 
 /* How the rows of stored keys or values hold D elements: bytes tell by their number,
  * H2O_NONE if by none. */
-static inline h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
+H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
     const int64_t bytes = rows->shape[rows->ndim - 1];
     if (rows->dtype != H2O_U8) return rows->dtype;
     return bytes == h2o_row_bytes(H2O_Q8, D)   ? H2O_Q8
@@ -133,7 +133,7 @@ static inline h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
  * not the last one it is free[b,g]. So the step that fills free[b,g] finds
  * slots 0..held all filled. Empty slots have position -1. */
 typedef struct {
-    h2o_view keys;      /* [B,G,S,D] f32/f16/bf16, or u8 rows of cpu/stored.h */
+    h2o_view keys;      /* [B,G,S,D] f32/f16/bf16, or u8 rows of quantise.h */
     h2o_view values;    /* the same */
     h2o_view scores;    /* [B,G,S] f32, accumulated attention of each key */
     h2o_view positions; /* [B,G,S] i32, index in the row without pads, -1 empty */
@@ -183,7 +183,7 @@ typedef struct {
 } h2o_counts;
 
 /* The column of a row's i-th new token. */
-static inline int64_t h2o_column(const h2o_row *row, int64_t i) {
+H2O_INLINE int64_t h2o_column(const h2o_row *row, int64_t i) {
     return row->columns ? row->columns[i] : i;
 }
 
@@ -271,7 +271,7 @@ typedef struct {
     h2o_view prompt;        /* [B] i32, real tokens before the first eviction, >= 1 */
     h2o_view budget;        /* [B,2] or [B,G,2] i32: heavy, recent */
     h2o_view stored_keys;   /* optional: what a quantised store would hold of each token, */
-    h2o_view stored_values; /* [B,G,Q] rows of cpu/stored.h, by position */
+    h2o_view stored_values; /* [B,G,Q] rows of quantise.h, by position */
     h2o_view out;           /* [B,Q,H,D] */
     h2o_view evicted_at;    /* [B,G,Q] i32 */
     h2o_view scores;        /* [B,G,Q] f32 */

@@ -1,28 +1,6 @@
 /* policy.c - the part of the policy that runs once per prompt or chunk. */
 #include "policy.h"
 
-h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heavy, int32_t recent,
-                               int64_t length) {
-    const int64_t may_leave = length - recent - policy->sinks;
-    h2o_ranking ranking = {
-        .budget = h2o_policy_budget(policy, heavy, recent),
-        .first = policy->sinks,
-        .span = may_leave > 0 ? (uint32_t)may_leave : 0,
-        .length = (int32_t)length,
-        .kind = H2O_BY_SUM,
-        .value_weighted = policy->value_weighted,
-    };
-    const bool decays = policy->decay < 1.0f;
-    if (policy->rank_by == H2O_RANK_MEAN) {
-        ranking.kind = decays ? H2O_BY_DECAYED_MEAN : H2O_BY_MEAN;
-    }
-    if (decays) {
-        ranking.log_decay = (float)log((double)policy->decay);
-        ranking.all_ages = 1.0f / (policy->decay - 1.0f);
-    }
-    return ranking;
-}
-
 /* The nth highest of n keys, counted from 1; *among is how many of the keys
  * equal to it belong to the nth highest. Radix select: each pass counts the
  * keys that agree with the digits known so far by their next digit. */

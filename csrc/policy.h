@@ -42,21 +42,40 @@ typedef struct {
     bool value_weighted;
 } h2o_ranking;
 
-static inline bool h2o_merges(const h2o_policy *policy) { return policy->merge > 0.0f; }
+H2O_INLINE bool h2o_merges(const h2o_policy *policy) { return policy->merge > 0.0f; }
 
 /* k; 64 bits, since each part may be "unlimited" by itself. */
-static inline int64_t h2o_policy_budget(const h2o_policy *policy, int32_t heavy, int32_t recent) {
+H2O_INLINE int64_t h2o_policy_budget(const h2o_policy *policy, int32_t heavy, int32_t recent) {
     return (int64_t)policy->sinks + heavy + recent;
 }
 
 /* How many keys a row keeps that has seen length tokens. */
-static inline int64_t h2o_policy_held(int64_t budget, int64_t length) {
+H2O_INLINE int64_t h2o_policy_held(int64_t budget, int64_t length) {
     return length < budget ? length : budget;
 }
 
 /* The policy of a row that has seen length tokens, the newest included. */
-h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heavy, int32_t recent,
-                               int64_t length);
+H2O_INLINE h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heavy, int32_t recent,
+                                          int64_t length) {
+    const int64_t may_leave = length - recent - policy->sinks;
+    h2o_ranking ranking = {
+        .budget = h2o_policy_budget(policy, heavy, recent),
+        .first = policy->sinks,
+        .span = may_leave > 0 ? (uint32_t)may_leave : 0,
+        .length = (int32_t)length,
+        .kind = H2O_BY_SUM,
+        .value_weighted = policy->value_weighted,
+    };
+    const bool decays = policy->decay < 1.0f;
+    if (policy->rank_by == H2O_RANK_MEAN) {
+        ranking.kind = decays ? H2O_BY_DECAYED_MEAN : H2O_BY_MEAN;
+    }
+    if (decays) {
+        ranking.log_decay = (float)log((double)policy->decay);
+        ranking.all_ages = 1.0f / (policy->decay - 1.0f);
+    }
+    return ranking;
+}
 
 /* Of n > 0 candidates in any order sets keep[i] to 1 for the min(n, k) that
  * stay and to 0 for the others; returns how many stay. positions must differ.
@@ -68,7 +87,7 @@ int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *sc
 
 /* The same order as the floats', as unsigned integers: NaN is 0, below
  * -infinity, and -0 equals +0. */
-static inline uint32_t h2o_policy_key(float rank) {
+H2O_INLINE uint32_t h2o_policy_key(float rank) {
     const float sum = rank + 0.0f; /* -0 + 0 is +0 */
     uint32_t bits;
     memcpy(&bits, &sum, sizeof bits);
@@ -79,7 +98,7 @@ static inline uint32_t h2o_policy_key(float rank) {
 /* decay^0 + ... + decay^(age-1) = (decay^age - 1) / (decay - 1): how much all
  * the queries that saw the key could have given it. Near decay 1 the power
  * minus 1 must not cancel, so this is expm1: 2^n (e^r - 1) + (2^n - 1). */
-static inline float h2o_policy_decayed_ages(const h2o_ranking *ranking, float age) {
+H2O_INLINE float h2o_policy_decayed_ages(const h2o_ranking *ranking, float age) {
     const float raw = age * ranking->log_decay;
     const float x = raw > -87.0f ? raw : -87.0f;         /* e^-87: still a normal number */
     const float shifted = x * 1.44269504f + 12582912.0f; /* rounds to an integer: 1.5 * 2^23 */
@@ -98,8 +117,8 @@ static inline float h2o_policy_decayed_ages(const h2o_ranking *ranking, float ag
     return (power * small + (power - 1.0f)) * ranking->all_ages;
 }
 
-static inline float h2o_policy_rank(const h2o_ranking *ranking, h2o_rank_kind kind, bool weighted,
-                                    float score, int32_t position, float norm) {
+H2O_INLINE float h2o_policy_rank(const h2o_ranking *ranking, h2o_rank_kind kind, bool weighted,
+                                 float score, int32_t position, float norm) {
     float rank = score;
     if (kind != H2O_BY_SUM) {
         const int32_t queries = (int32_t)((uint32_t)ranking->length - (uint32_t)position);
@@ -110,7 +129,7 @@ static inline float h2o_policy_rank(const h2o_ranking *ranking, h2o_rank_kind ki
 }
 
 /* How many queries have seen a key, decayed as scores are. */
-static inline float h2o_policy_queries(const h2o_ranking *ranking, int32_t position) {
+H2O_INLINE float h2o_policy_queries(const h2o_ranking *ranking, int32_t position) {
     const int32_t queries = (int32_t)((uint32_t)ranking->length - (uint32_t)position);
     const float age = (float)(queries > 1 ? queries : 1);
     return ranking->all_ages < 0.0f ? h2o_policy_decayed_ages(ranking, age) : age;
@@ -128,8 +147,8 @@ typedef struct {
     bool possible; /* the weights are numbers */
 } h2o_merged;
 
-static inline h2o_merged h2o_policy_merge(const h2o_ranking *ranking, h2o_member kept,
-                                          h2o_member left) {
+H2O_INLINE h2o_merged h2o_policy_merge(const h2o_ranking *ranking, h2o_member kept,
+                                       h2o_member left) {
     const float floor = 1e-9f; /* keys without attention have weights as well */
     const float kept_queries = h2o_policy_queries(ranking, kept.position);
     const float left_queries = h2o_policy_queries(ranking, left.position);
@@ -143,16 +162,17 @@ static inline h2o_merged h2o_policy_merge(const h2o_ranking *ranking, h2o_member
     return merged;
 }
 
-static inline bool h2o_policy_may_leave(const h2o_ranking *ranking, int32_t position) {
+H2O_INLINE bool h2o_policy_may_leave(const h2o_ranking *ranking, int32_t position) {
     return (uint32_t)position - (uint32_t)ranking->first < ranking->span;
 }
 
 /* Writes the keys of the ranks, the highest one for spared positions, and
  * returns the lowest key. */
-static inline uint32_t h2o_policy_fill_keys(const h2o_ranking *ranking, h2o_rank_kind kind,
-                                            bool weighted, int64_t n, const float *restrict scores,
-                                            const int32_t *restrict positions,
-                                            const float *restrict norms, uint32_t *restrict keys) {
+H2O_INLINE uint32_t h2o_policy_fill_keys(const h2o_ranking *ranking, h2o_rank_kind kind,
+                                         bool weighted, int64_t n, const float *H2O_RESTRICT scores,
+                                         const int32_t *H2O_RESTRICT positions,
+                                         const float *H2O_RESTRICT norms,
+                                         uint32_t *H2O_RESTRICT keys) {
     const h2o_ranking local = *ranking;
     uint32_t lowest = UINT32_MAX;
     for (int64_t i = 0; i < n; i++) {
@@ -167,9 +187,8 @@ static inline uint32_t h2o_policy_fill_keys(const h2o_ranking *ranking, h2o_rank
 }
 
 /* The same, with one loop per kind of rank, none of which branches. */
-static inline uint32_t h2o_policy_keys(const h2o_ranking *ranking, int64_t n, const float *scores,
-                                       const int32_t *positions, const float *norms,
-                                       uint32_t *keys) {
+H2O_INLINE uint32_t h2o_policy_keys(const h2o_ranking *ranking, int64_t n, const float *scores,
+                                    const int32_t *positions, const float *norms, uint32_t *keys) {
 #define FILL(kind)                                                                                 \
     (ranking->value_weighted                                                                       \
          ? h2o_policy_fill_keys(ranking, kind, true, n, scores, positions, norms, keys)            \
@@ -199,9 +218,9 @@ typedef struct {
  *
  * Three sweeps over memory that is in L1, each a reduction that vectorises:
  * the lowest key, the highest position with it, the index of that. */
-static inline h2o_candidate h2o_policy_candidate(const h2o_ranking *ranking, int64_t n,
-                                                 const float *scores, const int32_t *positions,
-                                                 const float *norms, uint32_t *restrict keys) {
+H2O_INLINE h2o_candidate h2o_policy_candidate(const h2o_ranking *ranking, int64_t n,
+                                              const float *scores, const int32_t *positions,
+                                              const float *norms, uint32_t *H2O_RESTRICT keys) {
     const uint32_t lowest = h2o_policy_keys(ranking, n, scores, positions, norms, keys);
     const int32_t count = (int32_t)n;
     /* Masks instead of conditions: gcc would turn those into branches. */
@@ -220,7 +239,7 @@ static inline h2o_candidate h2o_policy_candidate(const h2o_ranking *ranking, int
 }
 
 /* Of the candidates of two sets of keys that of both together. */
-static inline h2o_candidate h2o_policy_worse(h2o_candidate a, h2o_candidate b) {
+H2O_INLINE h2o_candidate h2o_policy_worse(h2o_candidate a, h2o_candidate b) {
     const bool first = a.key < b.key || (a.key == b.key && a.position > b.position);
     return first ? a : b;
 }

@@ -1,40 +1,10 @@
-/* slots.h - where a layer's slots keep what belongs to row b and key/value head g. */
+/* slots.h - what every operation writes to a layer's slots. */
 #ifndef H2O_SLOTS_H
 #define H2O_SLOTS_H
 
 #include "../policy.h"
+#include "../store.h"
 #include "stored.h"
-
-/* The store of one key/value head of one row. */
-typedef struct {
-    char *keys, *values;              /* [S] rows of D elements, ... */
-    int64_t key_stride, value_stride; /* ... so many bytes apart */
-    h2o_dtype key_type, value_type;   /* floats, H2O_Q8 or H2O_Q4 */
-    float *scores, *norms, *bias;     /* [S]; norms and bias may be NULL */
-    int32_t *positions;               /* [S] */
-    int64_t slots;                    /* S */
-} slot_store;
-
-static inline int64_t row_pitch(const h2o_view *view) {
-    return view->stride[view->ndim - 2] * h2o_dtype_size(view->dtype);
-}
-
-static inline slot_store open_store(const h2o_slots *slots, int64_t b, const h2o_head *head,
-                                    int64_t D) {
-    return (slot_store){
-        .keys = h2o_at(&slots->keys, b, head->place, 0),
-        .values = h2o_at(&slots->values, b, head->place, 0),
-        .key_stride = row_pitch(&slots->keys),
-        .value_stride = row_pitch(&slots->values),
-        .key_type = h2o_stored_type(&slots->keys, D),
-        .value_type = h2o_stored_type(&slots->values, D),
-        .scores = h2o_at(&slots->scores, b, head->place, 0),
-        .norms = h2o_given(&slots->norms) ? h2o_at(&slots->norms, b, head->place, 0) : NULL,
-        .bias = h2o_given(&slots->bias) ? h2o_at(&slots->bias, b, head->place, 0) : NULL,
-        .positions = h2o_at(&slots->positions, b, head->place, 0),
-        .slots = head->slots,
-    };
-}
 
 /* Puts the new token in a column into a slot. */
 static inline void store_token(const slot_store *store, int64_t slot, const h2o_view *keys,

@@ -1,49 +1,12 @@
-/* stored.h - rows of a quantised store: how they are made, and read as floats.
- *
- * A row holds D elements and what is needed to read them, in bytes:
- *
- *   Q8   D signed bytes q, then a f16 scale: x = scale * q
- *   Q4   for each group of 32 elements 16 bytes, byte j with element j in its low
- *        half and element j + 16 in its high one; then for each group f16 scale
- *        and f16 minimum: x = minimum + scale * q
- *
- * Scales are rounded up and minima down, so that nothing clips but what f16 cannot
- * reach; elements to nearest, ties to even. Where an element is not finite the
- * scale is NaN, and so is all that is read from it. (Symmetric bytes per token for
- * keys, groups with a minimum for values: compare Liu et al., "KIVI", ICML 2024.) */
+/* stored.h - rows of a quantised store: how they are made, and read as floats;
+ * quantise.h says what their bytes are. */
 #ifndef H2O_STORED_H
 #define H2O_STORED_H
 
+#include "../quantise.h"
 #include "rows.h"
 
-#include <math.h>
-
 enum { GROUP = H2O_GROUP };
-
-/* ---- Scales ------------------------------------------------------------ */
-
-enum { F16_MOST = 0x7bff, F16_NAN = 0x7e00 };
-
-/* The smallest f16 from 0 on that is no less than x; the largest there is beyond. */
-static inline uint16_t f16_no_less(float x) {
-    const uint16_t near = f16_from_float(x > 0.0f ? x : 0.0f);
-    if (near > F16_MOST) return F16_MOST;
-    return (uint16_t)(near + (float_from_f16(near) < x && near < F16_MOST));
-}
-
-/* The largest f16 that is no more than x; the smallest there is beyond. */
-static inline uint16_t f16_no_more(float x) {
-    const bool negative = x < 0.0f;
-    uint16_t near = f16_from_float(fabsf(x)), least = near;
-    near = near > F16_MOST ? F16_MOST : near;
-    const float size = float_from_f16(near);
-    if (negative) {
-        least = (uint16_t)(0x8000 | (near + (size < -x && near < F16_MOST)));
-    } else {
-        least = size > x ? (uint16_t)(near - 1) : near;
-    }
-    return least;
-}
 
 static inline void store_f16(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
 
@@ -53,11 +16,6 @@ static inline bool all_finite(const float *x, int64_t n) {
     float sum = 0.0f;
     for (int64_t i = 0; i < n; i++) sum += x[i] - x[i];
     return sum == 0.0f;
-}
-
-static inline float nearest_within(float x, float low, float high) {
-    const float whole = nearbyintf(x);
-    return whole < low ? low : whole > high ? high : whole;
 }
 
 /* A row's element at any stride. */
@@ -83,17 +41,13 @@ static inline void make_q8(char *row, element_ref from, int64_t D) {
         finite = finite && all_finite(x, n);
         for (int64_t i = 0; i < n; i++) high = fabsf(x[i]) > high ? fabsf(x[i]) : high;
     }
-    const uint16_t half = finite ? f16_no_less(high / 127.0f) : F16_NAN;
-    const float scale = float_from_f16(half);
+    const quantiser q = q8_quantiser(high, finite);
     for (int64_t d = 0; d < D; d += GROUP) {
         const int64_t n = D - d < GROUP ? D - d : GROUP;
         gather(from, d, n, x);
-        for (int64_t i = 0; i < n; i++) {
-            const bool zero = !finite || scale == 0.0f;
-            row[d + i] = (char)(int8_t)(zero ? 0.0f : nearest_within(x[i] / scale, -127, 127));
-        }
+        for (int64_t i = 0; i < n; i++) row[d + i] = (char)(int8_t)q8_quantised(q, x[i]);
     }
-    store_f16(row + D, half);
+    store_f16(row + D, q.scale);
 }
 
 static inline void make_q4_group(char *bytes, char *numbers, const float *x) {
@@ -102,19 +56,12 @@ static inline void make_q4_group(char *bytes, char *numbers, const float *x) {
         low = x[i] < low ? x[i] : low;
         high = x[i] > high ? x[i] : high;
     }
-    const bool finite = all_finite(x, GROUP);
-    const uint16_t least = finite ? f16_no_more(low) : 0;
-    const float minimum = float_from_f16(least);
-    const uint16_t half = finite ? f16_no_less((high - minimum) / 15.0f) : F16_NAN;
-    const float scale = float_from_f16(half);
-    uint8_t q[GROUP];
-    for (int i = 0; i < GROUP; i++) {
-        const bool zero = !finite || scale == 0.0f;
-        q[i] = (uint8_t)(zero ? 0.0f : nearest_within((x[i] - minimum) / scale, 0, 15));
+    const quantiser q = q4_quantiser(low, high, all_finite(x, GROUP));
+    for (int i = 0; i < GROUP / 2; i++) {
+        bytes[i] = (char)(q4_quantised(q, x[i]) | q4_quantised(q, x[i + GROUP / 2]) << 4);
     }
-    for (int i = 0; i < GROUP / 2; i++) bytes[i] = (char)(q[i] | q[i + GROUP / 2] << 4);
-    store_f16(numbers, half);
-    store_f16(numbers + 2, least);
+    store_f16(numbers, q.scale);
+    store_f16(numbers + 2, q.minimum);
 }
 
 /* What a slot is to hold of a token's key or value, as the store has it. */

@@ -40,7 +40,7 @@
 #ifndef H2O_VEC_H
 #define H2O_VEC_H
 
-#include "half.h"
+#include "../half.h"
 
 #define VEC static inline __attribute__((always_inline))
 

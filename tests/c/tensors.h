@@ -3,7 +3,7 @@
 #ifndef H2O_TENSORS_H
 #define H2O_TENSORS_H
 
-#include "cpu/half.h"
+#include "half.h"
 
 #include "test.h"
 

@@ -9,23 +9,23 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "../h2o.h"
+#include "h2o.h"
 
-static inline uint32_t float_bits(float x) {
+H2O_INLINE uint32_t float_bits(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
 
-static inline float bits_float(uint32_t bits) {
+H2O_INLINE float bits_float(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
-static inline float float_from_bf16(uint16_t h) { return bits_float((uint32_t)h << 16); }
+H2O_INLINE float float_from_bf16(uint16_t h) { return bits_float((uint32_t)h << 16); }
 
-static inline uint16_t bf16_from_float(float x) {
+H2O_INLINE uint16_t bf16_from_float(float x) {
     const uint32_t bits = float_bits(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40);
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
@@ -34,7 +34,7 @@ static inline uint16_t bf16_from_float(float x) {
 /* Moves the fraction into place, then fixes the exponent: a normal number by
  * adding the difference of the biases, a subnormal by letting the floating
  * point unit normalise it, infinity and NaN by filling the exponent. */
-static inline float float_from_f16(uint16_t h) {
+H2O_INLINE float float_from_f16(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
     const uint32_t rest = (uint32_t)(h & 0x7fffu) << 13;
     uint32_t bits;
@@ -49,7 +49,7 @@ static inline float float_from_f16(uint16_t h) {
 
 /* Subnormal results: adding 0.5 makes the unit round at 2^-24, the smallest
  * step of f16, and leaves the fraction in the low bits. */
-static inline uint16_t f16_from_float(float x) {
+H2O_INLINE uint16_t f16_from_float(float x) {
     const uint32_t bits = float_bits(x);
     const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000u);
     const uint32_t rest = bits & 0x7fffffffu;
@@ -61,7 +61,7 @@ static inline uint16_t f16_from_float(float x) {
 }
 
 /* The element of f32, f16 or bf16 at p, as a float. */
-static inline float load_scalar(const void *p, h2o_dtype type) {
+H2O_INLINE float load_scalar(const void *p, h2o_dtype type) {
     uint16_t h;
     float x;
     if (type == H2O_F32) {
@@ -72,7 +72,7 @@ static inline float load_scalar(const void *p, h2o_dtype type) {
     return type == H2O_F16 ? float_from_f16(h) : float_from_bf16(h);
 }
 
-static inline void store_scalar(void *p, h2o_dtype type, float x) {
+H2O_INLINE void store_scalar(void *p, h2o_dtype type, float x) {
     if (type == H2O_F32) {
         memcpy(p, &x, sizeof x);
         return;

@@ -1,0 +1,39 @@
+/* store.h - where a layer's slots keep what belongs to row b and a key/value head. */
+#ifndef H2O_STORE_H
+#define H2O_STORE_H
+
+#include "h2o.h"
+
+/* The store of one key/value head of one row. */
+typedef struct {
+    char *keys, *values;              /* [S] rows of D elements, ... */
+    int64_t key_stride, value_stride; /* ... so many bytes apart */
+    h2o_dtype key_type, value_type;   /* floats, H2O_Q8 or H2O_Q4 */
+    float *scores, *norms, *bias;     /* [S]; norms and bias may be NULL */
+    int32_t *positions;               /* [S] */
+    int64_t slots;                    /* S */
+} slot_store;
+
+H2O_INLINE int64_t row_pitch(const h2o_view *view) {
+    return view->stride[view->ndim - 2] * h2o_dtype_size(view->dtype);
+}
+
+H2O_INLINE slot_store open_store(const h2o_slots *slots, int64_t b, const h2o_head *head,
+                                 int64_t D) {
+    const bool norms = h2o_given(&slots->norms), bias = h2o_given(&slots->bias);
+    return (slot_store){
+        .keys = (char *)h2o_at(&slots->keys, b, head->place, 0),
+        .values = (char *)h2o_at(&slots->values, b, head->place, 0),
+        .key_stride = row_pitch(&slots->keys),
+        .value_stride = row_pitch(&slots->values),
+        .key_type = h2o_stored_type(&slots->keys, D),
+        .value_type = h2o_stored_type(&slots->values, D),
+        .scores = (float *)h2o_at(&slots->scores, b, head->place, 0),
+        .norms = norms ? (float *)h2o_at(&slots->norms, b, head->place, 0) : NULL,
+        .bias = bias ? (float *)h2o_at(&slots->bias, b, head->place, 0) : NULL,
+        .positions = (int32_t *)h2o_at(&slots->positions, b, head->place, 0),
+        .slots = head->slots,
+    };
+}
+
+#endif

@@ -1,0 +1,17 @@
+/* target.h - lets the headers that the host's compiler and a device's share be compiled for both. */
+#ifndef H2O_TARGET_H
+#define H2O_TARGET_H
+
+#ifdef __CUDACC__
+#define H2O_INLINE static inline __host__ __device__
+#else
+#define H2O_INLINE static inline
+#endif
+
+#ifdef __cplusplus /* kernels are C++ to their compilers, which lacks the word */
+#define H2O_RESTRICT __restrict__
+#else
+#define H2O_RESTRICT restrict
+#endif
+
+#endif
