@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from h2o.evaluate.processes import launched
 from h2o.evaluate.results import fingerprint
 from h2o.evaluate.setting import DEVICES, GRAMMAR, Setting, from_options, number, parse_all
 from h2o.files import make_writable
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
         if args.tasks:
             tasks(args, settings, rest)
         else:
-            print(texts(args, settings or [one]))
+            say(texts(args, settings or [one]))
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -142,6 +143,12 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
 
     how = {"chat": args.chat, "max_new_tokens": args.max_new_tokens}
     return summarize.compare(args.summarize, settings, output, **how, **common)
+
+
+def say(text: str) -> None:
+    """A result, which each of several processes has."""
+    if launched().first:
+        print(text)
 
 
 OUTPUT = Path("h2o-eval")
@@ -196,7 +203,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
             raise ValueError("--log_samples is for one setting; --compare keeps the numbers only")
         output = args.output_path or OUTPUT
         arguments += as_model_args(model_args)
-        print(lm_eval_tasks.compare(arguments, settings, output, **how))
+        say(lm_eval_tasks.compare(arguments, settings, output, **how))
         return
     cache = given(args, CACHE)
     model_type = "h2o"
@@ -208,7 +215,11 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
     arguments += ["--model", model_type, *as_model_args(model_args)]
     output = args.output_path or OUTPUT
     make_writable(output)
-    arguments += ["--output_path", str(output)]
+    if args.use_cache and launched().world > 1:
+        raise ValueError(
+            "--use_cache gives each process a file of its own, which would come to differ: use "
+            "--compare, which remembers what all of them have measured"
+        )
     if args.use_cache:
         # lm-eval files answers under the question alone. Those of another budget or model must
         # not be taken for this one's, nor those of another model that lay at the same place.
@@ -217,7 +228,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
         lying = identity.of_files([*map(str, model_args.values()), *rest])
         name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": lying})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
-    lm_eval_tasks.run(arguments)
+    lm_eval_tasks.run(arguments, output)
 
 
 def as_model_args(values: dict[str, Any]) -> list[str]:

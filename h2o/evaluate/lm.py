@@ -16,24 +16,28 @@ few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import inspect
-import json
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from lm_eval import utils
+from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import Collator
 from torch import Tensor
 from tqdm import tqdm
 
 from h2o import models
 from h2o.config import H2OConfig
+from h2o.evaluate.journal import Journal, Request
+from h2o.evaluate.processes import ALONE, launched
 from h2o.evaluate.setting import DEVICES, Setting, from_config, from_options
 from h2o.hf import simulation
 from h2o.hf.attention import switch
@@ -50,8 +54,6 @@ a CPU ends in the machine's standstill instead of an error."""
 POLICY = ("variant", *(field.name for field in dataclasses.fields(H2OConfig)))
 
 log = logging.getLogger(__name__)
-
-Request = tuple[Any, list[int], list[int]]  # what lm-eval passes: (key, context, continuation)
 
 
 @dataclasses.dataclass
@@ -108,7 +110,15 @@ class H2OLM(HFLM):
         if torch.device(kwargs.get("device") or "cuda").type not in DEVICES:
             log.info("device=%s: h2o has no kernels for it; cpu", kwargs.get("device"))
             kwargs["device"] = "cpu"
+        # A model that is given, or cut into parts, is there for one process or for all alike.
+        self.processes = launched() if isinstance(pretrained, str) else ALONE
+        self.workers = self.processes if kwargs.get("tp_plan") is None else ALONE
+        if self.workers.world > 1 and kwargs["device"] == "cpu":
+            PartialState(cpu=True)  # or accelerate would take another device where there is one
         super().__init__(pretrained, **kwargs)
+        # lm-eval would deal out rows by the process's number on its own machine. All processes go
+        # through all rows instead, and share the forward passes.
+        self._rank, self._world_size = 0, 1
         if self.backend != "causal":
             raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
         self._own_attention = self.model.config._attn_implementation
@@ -163,7 +173,7 @@ class H2OLM(HFLM):
             score = self._as_hflm
         else:
             score = self._simulate if self.protocol == "simulate" else self._drop
-        known = Journal(self.journal)
+        known = Journal(self.journal, self.processes)
         answers = [known.get(request) for request in requests]
         # Longest first, as in HFLM: the largest batch comes at once, and the time left is
         # never understated.
@@ -172,22 +182,63 @@ class H2OLM(HFLM):
             key=lambda i: (-len(requests[i][1]) - len(requests[i][2]), *requests[i][1:]),
         )
         size = override_bs or self._batch_size()
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
         with tqdm(
             total=len(requests),
             initial=len(requests) - len(order),
-            disable=disable_tqdm or self.rank != 0,
+            disable=disable_tqdm or not self.processes.first,
             desc=self.setting.name,
         ) as bar:
-            for start in range(0, len(order), size):
-                places = order[start : start + size]
-                batch = [requests[i] for i in places]
-                for i, request, answer in zip(places, batch, score(batch), strict=True):
+            for places, found in self.workers.shared(
+                batches, lambda places: score([requests[i] for i in places])
+            ):
+                for i, answer in zip(places, found, strict=True):
+                    request = requests[i]
                     answers[i] = answer
                     known.put(request, answer)
                     if request[0] is not None:
                         self.cache_hook.add_partial("loglikelihood", request[0], answer)
-                bar.update(len(batch))
+                bar.update(len(places))
         return answers
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """As HFLM's, with the windows of all texts in one call, so that processes can share it."""
+        windows: list[Request] = []
+        starts = [0]
+        for (text,) in (request.args for request in requests):
+            pairs = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            windows += [(None, *utils.make_disjoint_window(pair)) for pair in pairs]
+            starts.append(len(windows))
+        answers = self._loglikelihood_tokens(windows, disable_tqdm)
+        sums = [sum(x for x, _ in answers[a:b]) for a, b in itertools.pairwise(starts)]
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """HFLM's, each process with batches of its own: the same that a single process makes."""
+        if self.workers.world == 1:
+            return super().generate_until(requests, disable_tqdm)
+        sorted_ = Collator(
+            [(*request.args, place) for place, request in enumerate(requests)],
+            sort_fn=lambda x: (-len(self.tok_encode(x[0])), x[0]),
+            group_by="gen_kwargs",
+            group_fn=lambda x: x[1],
+        )
+        batches = list(sorted_.get_batched(n=self._batch_size()))
+        own = [place for x in batches[self.workers.rank :: self.workers.world] for *_, place in x]
+        texts = super().generate_until([requests[i] for i in own], disable_tqdm) if own else []
+        found = dict(zip(own, texts, strict=True))
+        for more in self.workers.everyone(found):
+            found |= more
+        return [found[place] for place in range(len(requests))]
 
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
@@ -318,32 +369,6 @@ class H2OLM(HFLM):
                 "this task generates text, which cannot be simulated: use protocol=drop"
             )
         return super()._model_generate(context, *args, **kwargs)
-
-
-class Journal:
-    """Answers of an evaluation in a file, one line each, written as they come. Without a path
-    it remembers nothing."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.answers: dict[str, tuple[float, bool]] = {}
-        for line in path.read_text("utf-8").splitlines() if path and path.exists() else []:
-            with contextlib.suppress(ValueError):  # a last line that was cut short
-                key, logprob, greedy = json.loads(line)
-                self.answers[key] = (logprob, greedy)
-
-    def get(self, request: Request) -> tuple[float, bool] | None:
-        return self.answers.get(self._key(request))
-
-    def put(self, request: Request, answer: tuple[float, bool]) -> None:
-        if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("\n" + json.dumps([self._key(request), *answer]))
-
-    @staticmethod
-    def _key(request: Request) -> str:
-        return hashlib.sha256(json.dumps(request[1:]).encode()).hexdigest()
 
 
 def check(setting: Setting, protocol: str, prompt_len: int, ratio_of: str | None) -> str:

@@ -15,13 +15,14 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from h2o import generate, models
+from h2o.evaluate.processes import launched
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting
 from h2o.models import UserError
@@ -119,29 +120,26 @@ def compare(
         text = file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {file}: {error}") from error
-    cells = Cells(output / "needle.json", "h2o eval --needle")
+    cells = Cells(output / "needle.json", "h2o eval --needle", launched())
     model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
     rows = trials(text, tokenizer, lengths, limit or 4)
     encoded = [encode(tokenizer, model.config, row) for row in rows]
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
+    work = []
+    for row, ids in zip(rows, encoded, strict=True):
+        facts = origin | {
+            "file": file.name,
+            "content": fingerprint(dataclasses.asdict(row)),
+            "length": row.length,
+            "depth": row.depth,
+            "protocol": "drop",
+            "ratio_of": "prompt",
+        }
+        work.append([(facts | x.describe(), partial(answered, model, x, *ids)) for x in settings])
     results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
-    with tqdm(total=len(rows) * len(settings), desc="needles") as bar:
-        for row, ids in zip(rows, encoded, strict=True):
-            for setting in settings:
-                facts = origin | {
-                    "file": file.name,
-                    "content": fingerprint(dataclasses.asdict(row)),
-                    "length": row.length,
-                    "depth": row.depth,
-                    "protocol": "drop",
-                    "ratio_of": "prompt",
-                    **setting.describe(),
-                }
-                result = cells.find(facts)
-                if result is None:
-                    result = cells.put(facts, answered(model, setting, *ids))
-                results[setting.name].append(result | {"length": row.length, "depth": row.depth})
-                bar.update()
+    for row, found in zip(rows, cells.complete(work, "needles"), strict=True):
+        for setting, result in zip(settings, found, strict=True):
+            results[setting.name].append(result | {"length": row.length, "depth": row.depth})
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
         found = results[setting.name]

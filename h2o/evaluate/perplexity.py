@@ -11,14 +11,15 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from h2o import models
+from h2o.evaluate.processes import launched
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting, footnote
 from h2o.hf.cache import H2OCache
@@ -57,41 +58,27 @@ def compare(
     for setting in settings:
         if protocol == "drop" and not setting.dropping:
             raise UserError(f"{setting.name}: a mask, no cache; use --protocol simulate")
-    cells = Cells(output / "perplexity.json", "h2o eval --perplexity")
+    cells = Cells(output / "perplexity.json", "h2o eval --perplexity", launched())
     model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
     windows, total = read_windows(file, tokenizer, model.config, window, limit)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
-    measure = by_simulation if protocol == "simulate" else by_cache
-    results: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
-    with tqdm(total=len(windows) * len(settings), desc="windows") as bar:
-        for number, ids in enumerate(windows):
-            for setting in settings:
-                facts = origin | {
-                    "file": file.name,
-                    "window": number,
-                    "tokens": fingerprint({"ids": ids}),
-                    "protocol": protocol,
-                    "ratio_of": "text",
-                    "prompt_len": prompt_len,
-                    **setting.describe(),
-                }
-                result = cells.find(facts)
-                if result is None:
-                    start = time.perf_counter()
-                    loss, attention = measure(model, torch.tensor([ids]), setting, prompt_len)
-                    result = cells.put(
-                        facts,
-                        {
-                            "loss": loss.double().sum().item(),
-                            "predicted": loss.numel(),
-                            "seen": len(ids),
-                            "kept": setting.config.for_model(model).held(len(ids)),
-                            "seconds": time.perf_counter() - start,
-                            MASS[protocol]: attention,
-                        },
-                    )
-                results[setting].append(result)
-                bar.update()
+    work = []
+    for number, ids in enumerate(windows):
+        facts = origin | {
+            "file": file.name,
+            "window": number,
+            "tokens": fingerprint({"ids": ids}),
+            "protocol": protocol,
+            "ratio_of": "text",
+            "prompt_len": prompt_len,
+        }
+        ways = [
+            partial(measured, model, ids, setting, protocol, prompt_len) for setting in settings
+        ]
+        each = zip(settings, ways, strict=True)
+        work.append([(facts | setting.describe(), way) for setting, way in each])
+    by_setting = map(list, zip(*cells.complete(work, "windows"), strict=True))
+    results = dict(zip(settings, by_setting, strict=True))
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
         share, value, error = summary(results[setting])[:3]
@@ -116,6 +103,23 @@ MASS = {"simulate": "retained_mass", "drop": "share_held"}
 attention that falls on keys still held (`h2o.Simulation.retained_mass`), mean over heads. By the
 real cache, which no longer has the others: the share of the attention given that went to
 keys held at the end (1 - `share_evicted` of `H2OCache.report`)."""
+
+
+def measured(
+    model: Any, ids: list[int], setting: Setting, protocol: str, prompt_len: int
+) -> dict[str, Any]:
+    """One window, as the result file has it."""
+    measure = by_simulation if protocol == "simulate" else by_cache
+    start = time.perf_counter()
+    loss, attention = measure(model, torch.tensor([ids]), setting, prompt_len)
+    return {
+        "loss": loss.double().sum().item(),
+        "predicted": loss.numel(),
+        "seen": len(ids),
+        "kept": setting.config.for_model(model).held(len(ids)),
+        "seconds": time.perf_counter() - start,
+        MASS[protocol]: attention,
+    }
 
 
 def by_simulation(

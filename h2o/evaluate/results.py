@@ -7,15 +7,19 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from h2o import ops
+from h2o.evaluate.processes import ALONE, Processes, launched
 from h2o.files import alone, make_writable
 from h2o.models import UserError
 
 __all__ = ["Cells", "fingerprint", "plot_curves", "provenance", "table"]
+
+Work = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
+"""The facts of a result, and what measures it."""
 
 PACKAGES = ("h2o-kv", "torch", "transformers", "lm-eval", "rouge-score", "numpy")
 
@@ -52,13 +56,18 @@ class Cells:
     untouched. The file is replaced as a whole, never written in part, and what other processes
     have put into it meanwhile is kept.
 
+    Of several processes the first one reads and writes it, and the others know what it knows.
+
     Errors: UserError for a file of another kind, and for a folder that cannot be written to.
     """
 
-    def __init__(self, path: Path, kind: str) -> None:
-        self.path, self.kind = path, kind
-        make_writable(path.parent)
-        self.cells = self._read()
+    def __init__(self, path: Path, kind: str, processes: Processes = ALONE) -> None:
+        self.path, self.kind, self.processes = path, kind, processes
+        self.cells: dict[str, dict[str, Any]] = {}
+        if processes.first:
+            make_writable(path.parent)
+            self.cells = self._read()
+        self.cells = processes.of_first(self.cells)
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
@@ -79,15 +88,36 @@ class Cells:
         return cell and cell["result"]
 
     def put(self, facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-        """Returns the result as the file has it."""
+        """Returns the result as the file has it. Called by every process with the same."""
         cell = _plain({"facts": facts, "result": result})
-        with alone(self.path):
-            self.cells = self.cells | self._read() | {fingerprint(facts): cell}
-            draft = self.path.with_suffix(".tmp")
-            content = {"kind": self.kind, "cells": list(self.cells.values())}
-            draft.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-            os.replace(draft, self.path)
+        if self.processes.first:
+            with alone(self.path):
+                self.cells = self.cells | self._read() | {fingerprint(facts): cell}
+                draft = self.path.with_suffix(".tmp")
+                content = {"kind": self.kind, "cells": list(self.cells.values())}
+                draft.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+                os.replace(draft, self.path)
+        self.cells = self.processes.of_first(self.cells)
         return cell["result"]
+
+    def complete(self, rows: Sequence[Sequence[Work]], name: str) -> list[list[dict[str, Any]]]:
+        """The result of each piece of work; what the file does not have is measured.
+
+        Processes share it: each measures the same column of another row. `name`: of the bar.
+        """
+        from tqdm import tqdm  # --help does without
+
+        self.processes.agree([facts for row in rows for facts, _ in row])
+        world, columns = self.processes.world, len(rows[0])
+        with tqdm(total=len(rows) * columns, desc=name, disable=not self.processes.first) as bar:
+            for start in range(0, len(rows), world):
+                for column in zip(*rows[start : start + world], strict=True):
+                    missing = [work for work in column if self.find(work[0]) is None]
+                    measured = self.processes.shared(missing, lambda work: work[1]())
+                    for (facts, _), result in measured:
+                        self.put(facts, result)
+                    bar.update(len(column))
+        return [[self.cells[fingerprint(facts)]["result"] for facts, _ in row] for row in rows]
 
 
 def fingerprint(facts: dict[str, Any]) -> str:
@@ -122,8 +152,10 @@ def plot_curves(
     """One panel per (title, {curve: [(budget in per cent, value, standard error)]}), as PNG.
 
     A curve with one point at 100% is drawn as a dashed line: the full cache. False, and nothing
-    is written, without matplotlib.
+    is written, without matplotlib; nor by any but the first of several processes.
     """
+    if not launched().first:
+        return False
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -13,13 +13,14 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from h2o import generate, models
+from h2o.evaluate.processes import launched
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting
 from h2o.models import UserError
@@ -120,35 +121,34 @@ def compare(
     except ImportError as error:
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
     rows = read_rows(file, limit)
-    cells = Cells(output / "summaries.json", "h2o eval --summarize")
+    cells = Cells(output / "summaries.json", "h2o eval --summarize", launched())
     model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
     prompts = [generate.encode(tokenizer, row.prompt, chat) for row in rows]
     check_lengths(rows, prompts, model.config, max_new_tokens)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     scorer = RougeScorer(ROUGE, use_stemmer=True)
-    results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
-    with tqdm(total=len(rows) * len(settings), desc="summaries") as bar:
-        for row, ids in zip(rows, prompts, strict=True):
-            for setting in settings:
-                facts = origin | {
-                    "file": file.name,
-                    "row": row.name,
-                    "content": fingerprint(dataclasses.asdict(row)),
-                    "chat": chat,
-                    "max_new_tokens": max_new_tokens,
-                    "decoding": "greedy",
-                    "protocol": "drop",
-                    "ratio_of": "prompt",
-                    **setting.describe(),
-                }
-                result = cells.find(facts)
-                if result is None:
-                    result = summarize(model, tokenizer, ids, setting, max_new_tokens, row.stop)
-                    score = scorer.score(row.reference, result["summary"])
-                    result |= {name: score[name].fmeasure for name in ROUGE}
-                    result = cells.put(facts, result | {"reference": row.reference})
-                results[setting.name].append(result)
-                bar.update()
+
+    def judged(row: Row, ids: torch.Tensor, setting: Setting) -> dict[str, Any]:
+        result = summarize(model, tokenizer, ids, setting, max_new_tokens, row.stop)
+        score = scorer.score(row.reference, result["summary"])
+        rouge = {name: score[name].fmeasure for name in ROUGE}
+        return result | rouge | {"reference": row.reference}
+
+    work = []
+    for row, ids in zip(rows, prompts, strict=True):
+        facts = origin | {
+            "file": file.name,
+            "row": row.name,
+            "content": fingerprint(dataclasses.asdict(row)),
+            "chat": chat,
+            "max_new_tokens": max_new_tokens,
+            "decoding": "greedy",
+            "protocol": "drop",
+            "ratio_of": "prompt",
+        }
+        work.append([(facts | x.describe(), partial(judged, row, ids, x)) for x in settings])
+    by_row = map(list, zip(*cells.complete(work, "summaries"), strict=True))
+    results = dict(zip((setting.name for setting in settings), by_row, strict=True))
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
         found = results[setting.name]

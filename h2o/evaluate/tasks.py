@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
 
 from h2o.evaluate.lm import H2OLM, POLICY, check, one_token_note
+from h2o.evaluate.processes import launched
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting, footnote
 from h2o.models import DEFAULT_MODEL, UserError
@@ -27,9 +30,23 @@ from h2o.models import DEFAULT_MODEL, UserError
 __all__ = ["compare", "is_model_type", "run"]
 
 
-def run(arguments: Sequence[str]) -> None:
-    """lm-eval's `run` with these arguments; the model "h2o" is registered."""
-    with lm_eval_arguments(arguments), readable_errors():
+def run(arguments: Sequence[str], output: Path) -> None:
+    """lm-eval's `run` with these arguments; the model "h2o" is registered.
+
+    Of several processes, all but the first work for it only: lm-eval would have the first one of
+    each machine write its files.
+    """
+    if launched().first:
+        with lm_eval_arguments([*arguments, "--output_path", str(output)]), readable_errors():
+            cli_evaluate()
+        return
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),
+        lm_eval_arguments([*arguments, "--output_path", folder]),
+        readable_errors(),
+    ):
         cli_evaluate()
 
 
@@ -67,7 +84,7 @@ def compare(
     common = {"batch_size": config.batch_size, "device": config.device}
     for setting in settings:  # before anything long is started
         check(setting, protocol, prompt_len, ratio_of)
-    cells = Cells(output / "compare.json", "h2o eval --compare on lm-eval tasks")
+    cells = Cells(output / "compare.json", "h2o eval --compare on lm-eval tasks", launched())
     with readable_errors():
         lm = H2OLM(**config.model_args, **{k: v for k, v in common.items() if v is not None})
     lm.use(settings[0], protocol, prompt_len=prompt_len, ratio_of=ratio_of)
@@ -100,12 +117,14 @@ def compare(
                 "prompt_len": prompt_len,
                 **setting.describe(),
             }
+            cells.processes.agree([facts])
             result = cells.find(facts)
             if result is None:
                 journal = output / f"answers-{fingerprint(facts)}.jsonl"
                 lm.use(setting, protocol, prompt_len=prompt_len, ratio_of=ratio_of, journal=journal)
                 with readable_errors(name):
-                    result = cells.put(facts, measure(lm, task, config, manager))
+                    found = cells.processes.of_first(measure(lm, task, config, manager))
+                result = cells.put(facts, found)
                 journal.unlink(missing_ok=True)
             if protocol == "drop" and result["one_token_answers"]:
                 notes.add(
@@ -130,7 +149,10 @@ def own_tasks(config: EvaluatorConfig) -> TaskManager | None:
 
 
 def measure(lm: H2OLM, task: Any, config: EvaluatorConfig, manager: Any) -> dict[str, Any]:
-    """One task with the setting in use: {"metrics": {(sub)task: {metric: value}}, ...}."""
+    """One task with the setting in use: {"metrics": {(sub)task: {metric: value}}, ...}.
+
+    Of several processes lm-eval lets the first one of each machine know; the others get {}.
+    """
     start = time.perf_counter()
     seeds = config.seed or [None] * 4
     results = simple_evaluate(
@@ -152,6 +174,8 @@ def measure(lm: H2OLM, task: Any, config: EvaluatorConfig, manager: Any) -> dict
         confirm_run_unsafe_code=config.confirm_run_unsafe_code,
         metadata=config.metadata,
     )
+    if results is None:
+        return {}
     metrics = {
         name: {
             key.removesuffix(",none"): value
@@ -168,6 +192,10 @@ def measure(lm: H2OLM, task: Any, config: EvaluatorConfig, manager: Any) -> dict
     }
 
 
+ROLLING = "loglikelihood_rolling"
+"""Of whole texts: nothing stands before them."""
+
+
 def check_rows(task: Any) -> str:
     """A fingerprint of rows and templates; ValueError for rows that lm-eval would guess about.
 
@@ -178,7 +206,7 @@ def check_rows(task: Any) -> str:
     content: list[Any] = [dict(row) for row in task.eval_docs]
     for part in ("doc_to_text", "doc_to_choice", "doc_to_target"):
         template = getattr(config, part)
-        if not isinstance(template, str):
+        if not isinstance(template, str) or (config.output_type == ROLLING and not template):
             continue
         content.append(template)
         fields = {template}

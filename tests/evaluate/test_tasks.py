@@ -282,6 +282,22 @@ def test_bad_tasks(folder, tmp_path, capsys, mode):
     assert own()
 
 
+def test_whole_texts(folder, tmp_path, capsys):
+    """Such tasks, wikitext for one, say with an empty text that nothing stands before them."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"page": "It rained. " * 40}))
+    task(tmp_path, f"test: {tmp_path}/rows.jsonl", text='""', target='"{{page}}"')
+    file = tmp_path / "own.yaml"
+    rolling = file.read_text().replace("multiple_choice", "loglikelihood_rolling")
+    rolling = rolling.replace("doc_to_choice: choices\n", "")
+    file.write_text(rolling.replace("metric: acc", "metric: word_perplexity"))
+    arguments = ["--compare", "full,h2o:4+4", "-o", tmp_path / "out"]
+    assert run(folder, *arguments, task="own", tasks=tmp_path) == 0
+    cells = json.loads((tmp_path / "out" / "compare.json").read_text())["cells"]
+    full, small = (cell["result"]["metrics"]["own"]["word_perplexity"] for cell in cells)
+    assert full != small
+    assert [cell["result"]["requests"] for cell in cells] == [2, 2]  # windows of 320 tokens
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [

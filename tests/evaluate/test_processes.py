@@ -1,0 +1,203 @@
+"""`h2o eval` in several processes: the numbers and the files of one."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from tests.launch import TORCHRUN, launch, start
+
+pytestmark = pytest.mark.slow
+
+TORCHRUN_H2O = [*TORCHRUN, "-m"]
+ACCELERATE = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+              "--mixed_precision", "no", "--dynamo_backend", "no", "-m"]  # fmt: skip
+TEXT = "The bridge was closed in winter. Whoever came late slept at the inn. Nobody minded; "
+
+TASKS = {
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": '["a road", "b", "no way at all"]',
+        "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "written": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "{{gold}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 6},
+        "metric_list": [{"metric": "bleu"}, {"metric": "exact_match"}],
+    },
+    "rolled": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+}
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """A folder of tasks of eleven rows."""
+    rows = [{"text": TEXT[: 20 + 9 * i % 50] * (1 + i % 4), "gold": i % 3} for i in range(11)]
+    where = tmp_path / "tasks"
+    where.mkdir()
+    (where / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, task in TASKS.items():
+        data = {"dataset_path": "json", "test_split": "test"}
+        data["dataset_kwargs"] = {"data_files": {"test": str(where / "rows.jsonl")}}
+        (where / f"{name}.yaml").write_text(json.dumps({"task": name, **data, **task}))
+    return where
+
+
+def cells(folder):
+    """Results by their facts, without the time that they took."""
+    (file,) = folder.glob("*.json")
+    found = {}
+    for cell in json.loads(file.read_text())["cells"]:
+        cell["result"].pop("seconds")
+        found[json.dumps(cell["facts"], sort_keys=True)] = cell["result"]
+    return found
+
+
+def compared(folder, tmp_path, arguments, **launchers):
+    """What each launcher leads to: cells, and the table without times."""
+    results = []
+    for name, launcher in {"one": ["h2o"], **launchers}.items():
+        module = [] if name == "one" else ["h2o"]
+        where = ["--model", folder, "-o", tmp_path / name]
+        cache = str(tmp_path / f"datasets-{name}")
+        out, _ = launch([*module, "eval", *where, *arguments], launcher, HF_DATASETS_CACHE=cache)
+        table = [line.rpartition("  ")[0] for line in out.splitlines() if line.endswith(" s")]
+        assert table, out
+        results.append((cells(tmp_path / name), table))
+        assert not list((tmp_path / name).glob("answers-*"))
+    return results
+
+
+@pytest.mark.parametrize("protocol", ["simulate", "drop"])
+def test_tasks(folder, tmp_path, tasks, protocol):
+    names = ["choices", "rolled"] if protocol == "simulate" else ["choices", "written"]
+    one, two = compared(
+        folder, tmp_path, ["--tasks", ",".join(names), "--include_path", tasks, "--batch_size", "4",
+        "--num_fewshot", "0", "--protocol", protocol, "--compare", "full,h2o:0.1+0.1"],
+        two=TORCHRUN_H2O,
+    )  # fmt: skip
+    assert one == two
+    assert len(one[0]) == 4
+    assert any(result["requests"] == 33 for result in one[0].values())
+
+
+def test_accelerate_launch(folder, tmp_path, tasks):
+    """And fewer batches than processes."""
+    one, two = compared(
+        folder, tmp_path, ["--tasks", "choices", "--include_path", tasks, "--batch_size", "4",
+        "--limit", "1", "--compare", "h2o:0.1+0.1"], two=ACCELERATE,
+    )  # fmt: skip
+    assert one == two
+
+
+@pytest.mark.parametrize("what", ["perplexity", "summarize", "needle"])
+def test_texts(folder, tmp_path, what):
+    text = tmp_path / "text"
+    text.write_text(TEXT * 6)
+    more = {
+        "perplexity": ["--window", 90],
+        "summarize": ["--max-new-tokens", 5],
+        "needle": ["--lengths", 90, "--limit", 1],
+    }
+    if what == "summarize":
+        rows = [{"article": TEXT * (1 + i % 2), "summary": TEXT[i:40]} for i in range(5)]
+        text.write_text("\n".join(map(json.dumps, rows)))
+    arguments = [f"--{what}", text, "--compare", "full,h2o:0.1+0.1,sink:4+0.1", *more[what]]
+    one, two = compared(folder, tmp_path, arguments, two=TORCHRUN_H2O)
+    assert one == two
+    assert len(one[0]) == {"perplexity": 18, "summarize": 15, "needle": 15}[what]
+
+
+def test_lm_evals_own_command_line(folder, tmp_path, tasks):
+    """One file of results, one of samples; nothing of what would differ between processes."""
+    results = []
+    arguments = ["eval", "--model", folder, "--tasks", "choices", "--include_path", tasks,
+                 "--batch_size", "4", "--heavy", "0.1", "--log_samples"]  # fmt: skip
+    for name, launcher, module in (("one", ["h2o"], []), ("two", TORCHRUN_H2O, ["h2o"])):
+        cache = str(tmp_path / f"datasets-{name}")
+        here = [*module, *arguments, "-o", tmp_path / name]
+        out, _ = launch(here, launcher, HF_DATASETS_CACHE=cache)
+        assert out.count("acc_norm") == 1
+        (file,) = (tmp_path / name).rglob("results_*.json")
+        (samples,) = (tmp_path / name).rglob("samples_*.jsonl")
+        responses = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
+        found = json.loads(file.read_text())
+        results.append((found["results"], found["config"]["h2o"], responses))
+    assert results[0] == results[1]
+    _, error = launch(["h2o", *arguments, "--use_cache", tmp_path / "answers"], TORCHRUN_H2O, 1)
+    assert "--use_cache gives each process a file of its own" in error
+
+
+def test_two_machines(folder, tmp_path, tasks):
+    """Two launchers with folders of their own: only the first machine's has anything."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    machines = []
+    for rank in range(2):
+        launcher = ["torch.distributed.run", "--nnodes", "2", "--node_rank", str(rank),
+                    "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port",
+                    str(port), "-m"]  # fmt: skip
+        arguments = ["h2o", "eval", "--model", folder, "--tasks", "choices", "--include_path",
+                     tasks, "--heavy", "0.1", "-o", tmp_path / str(rank)]  # fmt: skip
+        cache = str(tmp_path / f"datasets-{rank}")
+        machines.append(start(arguments, launcher, HF_DATASETS_CACHE=cache))
+    printed = [machine.communicate(timeout=420) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], printed
+    assert [out.count("acc_norm") for out, _ in printed] == [1, 0]
+    assert [len(list((tmp_path / f"{x}").rglob("*.json"))) for x in range(2)] == [1, 0]
+
+
+INTERRUPTED = """
+import sys
+from h2o import cli
+from h2o.evaluate.lm import H2OLM
+forward, count = H2OLM._forward, 0
+def stopping(*args, **kwargs):
+    global count
+    count += 1
+    if count > 4:
+        raise KeyboardInterrupt
+    return forward(*args, **kwargs)
+H2OLM._forward = stopping
+sys.exit(cli.main())
+"""
+
+
+def test_an_interrupted_run_goes_on(folder, tmp_path, tasks):
+    """Also with another number of processes."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    arguments = ["--tasks", "choices", "--include_path", tasks, "--batch_size", "2",
+                 "--compare", "h2o:0.1+0.1"]  # fmt: skip
+    cache = str(tmp_path / "datasets")
+    where = ["eval", "--model", folder, *arguments, "-o", tmp_path / "one"]
+    launch([tmp_path / "interrupted.py", *where], TORCHRUN, 1, HF_DATASETS_CACHE=cache)
+    (journal,) = (tmp_path / "one").glob("answers-*")
+    assert len(journal.read_text().split("\n")) == 1 + 4 * 2 * 2
+    one, two = compared(folder, tmp_path, arguments, two=TORCHRUN_H2O)
+    assert one == two
+
+
+def test_processes_that_have_other_rows(folder, tmp_path, tasks):
+    (tmp_path / "own.py").write_text(
+        "import os, sys; from h2o import cli\n"
+        "sys.exit(cli.main([x.replace('TEXT', os.environ['RANK']) for x in sys.argv[1:]]))"
+    )
+    for rank in range(2):
+        (tmp_path / f"{rank}").mkdir()
+        (tmp_path / f"{rank}" / "text").write_text(TEXT * 2 + str(rank))
+    arguments = ["eval", "--model", folder, "--perplexity", tmp_path / "TEXT" / "text", "--compare",
+                 "full", "--window", "90", "-o", tmp_path / "out"]  # fmt: skip
+    _, error = launch([tmp_path / "own.py", *arguments], code=1)
+    assert "process 1 has tokens" in error
+    assert "give all processes the same files" in error
