@@ -7,9 +7,10 @@ comma := ,
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
+CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 
-.PHONY: help demo bench test test-all test-c balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench test test-all test-c test-cuda tsan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -22,7 +23,7 @@ demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of 
 bench: .venv/core .venv/test ## every benchmark of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
 
-test: lint test-c balance test-python ## everything but the slow tests
+test: lint test-c test-cuda balance test-python ## everything but the slow tests
 
 test-all: PYTEST_MARKS :=
 test-all: test notebooks ## the slow ones and the notebooks too
@@ -98,6 +99,55 @@ balance: ## how well work spreads over 2 to 64 lanes, counted; fails below what 
 	@$(MAKE) --silent build/balance/balance OUT=build/balance CFLAGS="-O2 -DH2O_BALANCE"
 	@build/balance/balance
 
+# The kernels for GPUs, with a fiber for each thread, in the place of the CPU's level "generic".
+CUDA := build/cuda
+CUDA_FLAGS := -fPIC -pthread -DH2O_GENERIC_ONLY -Icsrc -Itests/c $(CFLAGS)
+CUDA_CC := $(CC) -std=c11 -Wall -Wextra -Werror $(CUDA_FLAGS)
+CUDA_CXX := $(CXX) -std=gnu++20 -Wall -Werror $(CUDA_FLAGS)
+CUDA_CORE := $(addprefix $(CUDA)/,$(addsuffix .o,call check counts dispatch error parallel policy \
+	scratch plan emulated kernels fiber shim))
+.SECONDARY: $(CUDA_CORE)
+
+$(CUDA)/%.o: csrc/%.c $(HEADERS)
+	@mkdir -p $(@D)
+	$(CUDA_CC) -c $< -o $@
+
+$(CUDA)/%.o: csrc/cuda/%.c $(CUDA_HEADERS)
+	@mkdir -p $(@D)
+	$(CUDA_CC) -c $< -o $@
+
+$(CUDA)/%.o: tests/cuda/%.c $(CUDA_HEADERS) $(wildcard tests/c/*.h)
+	@mkdir -p $(@D)
+	$(CUDA_CC) -c $< -o $@
+
+# ThreadSanitizer is told what it is to know, see fiber.cpp.
+$(CUDA)/%.o: tests/cuda/shim/%.cpp $(wildcard tests/cuda/shim/*.h) csrc/half.h
+	@mkdir -p $(@D)
+	$(patsubst -fsanitize=thread,-DSHIM_TSAN,$(CUDA_CXX)) -c $< -o $@
+
+$(CUDA)/kernels.o: csrc/cuda/kernels.cu tests/cuda/shim/shim.h $(CUDA_HEADERS)
+	@mkdir -p $(@D)
+	$(CUDA_CXX) -Itests/cuda/shim -x c++ -c $< -o $@
+
+$(CUDA)/test_cuda: $(CUDA)/test_cuda.o $(CUDA_CORE)
+	$(CUDA_CXX) $^ -o $@ -lm -ldl
+
+# The package, with its core linked like that.
+$(CUDA)/lib: csrc/module.c csrc/exchange.c $(CUDA_CORE) $(wildcard h2o/*.py) .venv/base
+	rm -rf $@
+	mkdir -p $@
+	cp -r h2o tests $@
+	rm -f $@/h2o/_core*.so
+	$(CUDA_CC) -shared '-DH2O_VERSION="emulated"' $$($(BIN)/python tests/fuzz/python_flags.py) \
+		csrc/module.c csrc/exchange.c $(CUDA_CORE) -o $@/h2o/_core.abi3.so -lm -ldl -lstdc++
+
+CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py \
+	tests/torch/test_merge.py tests/torch/test_rolled.py tests/torch/test_heads.py
+test-cuda: $(CUDA)/test_cuda $(CUDA)/lib .venv/test ## the kernels for GPUs, emulated on the CPU
+	$(CUDA)/test_cuda
+	cd $(CUDA)/lib && ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
+		-m "not slow" -k "not large_store and not oracle" $(CUDA_TESTS)
+
 test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user-static
 	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \
 		EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=neon H2O_TEST_EMULATED=1 qemu-aarch64-static -L /usr/aarch64-linux-gnu"
@@ -108,6 +158,8 @@ SANITIZED = cd build/asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.s
 	../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . -m "not slow"
 asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
 	$(MAKE) -j2 test-c OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
+	$(MAKE) -j2 build/cuda-asan/test_cuda CUDA=build/cuda-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
+	build/cuda-asan/test_cuda
 	rm -rf build/asan/lib
 	H2O_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base build/asan \
 		--build-lib build/asan/lib --build-temp build/asan/temp
@@ -119,6 +171,11 @@ asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and
 
 tsan: ## C tests under ThreadSanitizer
 	$(MAKE) -j2 test-c OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
+
+tsan-cuda: ## the kernels for GPUs, each thread a thread to ThreadSanitizer; needs clang, gcc takes minutes
+	$(MAKE) -j2 build/cuda-tsan/test_cuda CUDA=build/cuda-tsan CC=$(CLANG) CXX=$(CLANG)++ \
+		CFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=thread"
+	build/cuda-tsan/test_cuda
 
 # Coverage-guided fuzzing of the checks and kernels, and of the border with Python. UBSan takes
 # minutes to compile the kernels; `make asan` has it.

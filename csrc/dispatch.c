@@ -90,11 +90,11 @@ static const struct {
     const char *needs[4];
 } levels[] = {
     {&h2o_ops_generic, {NULL}},
-#if defined(__x86_64__)
+#if defined(H2O_LEVELS_X86)
     {&h2o_ops_avx2, {"avx2", "fma", "f16c"}},
     {&h2o_ops_avx512, {"avx512f", "avx512bw", "avx512vl", "avx512dq"}},
     {&h2o_ops_avx512bf16, {"avx512_bf16"}},
-#elif defined(__aarch64__)
+#elif defined(H2O_LEVELS_ARM)
     {&h2o_ops_neon, {"neon"}},
 #endif
 };

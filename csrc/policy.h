@@ -166,8 +166,15 @@ H2O_INLINE bool h2o_policy_may_leave(const h2o_ranking *ranking, int32_t positio
     return (uint32_t)position - (uint32_t)ranking->first < ranking->span;
 }
 
-/* Writes the keys of the ranks, the highest one for spared positions, and
- * returns the lowest key. */
+/* The key of a rank, the highest one for a spared position. */
+H2O_INLINE uint32_t h2o_policy_slot_key(const h2o_ranking *ranking, h2o_rank_kind kind,
+                                        bool weighted, float score, int32_t position, float norm) {
+    const float rank = h2o_policy_rank(ranking, kind, weighted, score, position, norm);
+    const bool spared = !h2o_policy_may_leave(ranking, position);
+    return h2o_policy_key(rank) | (0u - spared);
+}
+
+/* Writes the keys of all and returns the lowest. */
 H2O_INLINE uint32_t h2o_policy_fill_keys(const h2o_ranking *ranking, h2o_rank_kind kind,
                                          bool weighted, int64_t n, const float *H2O_RESTRICT scores,
                                          const int32_t *H2O_RESTRICT positions,
@@ -177,9 +184,8 @@ H2O_INLINE uint32_t h2o_policy_fill_keys(const h2o_ranking *ranking, h2o_rank_ki
     uint32_t lowest = UINT32_MAX;
     for (int64_t i = 0; i < n; i++) {
         const float norm = weighted ? norms[i] : 1.0f;
-        const float rank = h2o_policy_rank(&local, kind, weighted, scores[i], positions[i], norm);
-        const bool spared = !h2o_policy_may_leave(&local, positions[i]);
-        const uint32_t key = h2o_policy_key(rank) | (0u - spared);
+        const uint32_t key =
+            h2o_policy_slot_key(&local, kind, weighted, scores[i], positions[i], norm);
         keys[i] = key;
         lowest = key < lowest ? key : lowest;
     }

@@ -36,13 +36,18 @@ typedef struct {
 } h2o_ops;
 
 /* The tables; each lives in cpu/level_<name>.c. Those that this processor
- * family cannot have are not compiled. */
+ * family cannot have are not compiled; with H2O_GENERIC_ONLY there is but the first. */
+#if !defined(H2O_GENERIC_ONLY) && defined(__x86_64__)
+#define H2O_LEVELS_X86
+#elif !defined(H2O_GENERIC_ONLY) && defined(__aarch64__)
+#define H2O_LEVELS_ARM
+#endif
 extern const h2o_ops h2o_ops_generic;
-#if defined(__x86_64__)
+#if defined(H2O_LEVELS_X86)
 extern const h2o_ops h2o_ops_avx2;
 extern const h2o_ops h2o_ops_avx512;
 extern const h2o_ops h2o_ops_avx512bf16;
-#elif defined(__aarch64__)
+#elif defined(H2O_LEVELS_ARM)
 extern const h2o_ops h2o_ops_neon;
 #endif
 

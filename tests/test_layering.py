@@ -111,6 +111,15 @@ def test_libraries_are_opened_in_two_places():
             assert driver, name
 
 
+def test_what_only_a_gpu_has_is_in_one_place():
+    """So that kernels run as they are where there is none."""
+    words = r"\basm\b|\b__\w*sync|\b__nv|\b__shared__|\b__global__|\batomic[A-Z]|<cuda|\bcg::"
+    for name, text in C.items():
+        if name.startswith("csrc/cuda/") and name != "csrc/cuda/common.cuh":
+            found = re.search(words, without_comments(text))
+            assert not found, f"{name}: {found[0]}"
+
+
 def test_core_allocates_no_tensors_and_remembers_nothing():
     """Scratch is kept by scratch.c; what else lives longer than a call is written once."""
     allocators = {"csrc/scratch.c"}

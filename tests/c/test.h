@@ -36,8 +36,7 @@ enum { ADDRESS_SANITIZER = 0 };
  * child of AddressSanitizer (GCC 12's allocator holds a lock over the fork in one run of ten) and
  * of an emulator, one now and then waits for ever for a lock of theirs, not of ours. */
 static inline bool can_fork_threads(void) {
-    const bool can =
-        !THREAD_SANITIZER && !ADDRESS_SANITIZER && getenv("H2O_TEST_EMULATED") == NULL;
+    const bool can = !THREAD_SANITIZER && !ADDRESS_SANITIZER && getenv("H2O_TEST_EMULATED") == NULL;
     if (!can) puts("forks of a process with threads are not tested here");
     return can;
 }
@@ -81,11 +80,11 @@ static inline void *test_alloc(size_t bytes) {
 /* Every level that this processor family can have. */
 static const h2o_ops *const levels[] = {
     &h2o_ops_generic,
-#if defined(__x86_64__)
+#if defined(H2O_LEVELS_X86)
     &h2o_ops_avx2,
     &h2o_ops_avx512,
     &h2o_ops_avx512bf16,
-#elif defined(__aarch64__)
+#elif defined(H2O_LEVELS_ARM)
     &h2o_ops_neon,
 #endif
 };

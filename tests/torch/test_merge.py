@@ -171,7 +171,7 @@ def test_simulation_is_the_cache(name, kv_dtype, prompt, engine):
     talk.feed(prompt)
     talk.stepwise = True
     talk.feed_all([1] * (N - prompt))
-    np.testing.assert_allclose(out.double().numpy(), talk.answer, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(out.double().numpy(), talk.answer, rtol=1e-6, atol=4e-6)
     positions, held_scores = talk.kept[-1]
     for b, g in np.ndindex(2, 3):
         columns = np.flatnonzero(mask[b])

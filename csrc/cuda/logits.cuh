@@ -1,0 +1,19 @@
+/* logits.cuh - from dot products to attention. */
+#ifndef H2O_CUDA_LOGITS_CUH
+#define H2O_CUDA_LOGITS_CUH
+
+#include "common.cuh"
+
+DEVICE float logit_of(float dot, float scale, float softcap, float bias) {
+    const float x = scale * dot;
+    return (softcap > 0.0f ? softcap * tanhf(x / softcap) : x) + bias;
+}
+
+/* The exponentials of logits x - base 2 - above the highest; where there is none but -infinity,
+ * of -infinity. */
+DEVICE float exponential(float x, float top) {
+    const float least = top == -INFINITY ? 0.0f : top;
+    return fast_exp2((x - least) * 1.44269504f);
+}
+
+#endif

@@ -1,0 +1,32 @@
+/* plan.h - what to launch for an operation: kernels, sizes of grids and of memory. From the
+ * shapes of a checked call alone; no tensor is read. */
+#ifndef H2O_CUDA_PLAN_H
+#define H2O_CUDA_PLAN_H
+
+#include "kernels.h"
+
+enum { CUDA_MOST_LAUNCHES = 4 };
+
+/* A kernel has two parameters: `size` bytes of parameters by value, and the workspace. */
+typedef struct {
+    const char *kernel;
+    const void *params;
+    size_t size;
+    unsigned grid[3], block, shared; /* threads of a block, bytes of its dynamic shared memory */
+} cuda_launch;
+
+/* Launches go in order on one stream, after the first `cleared` bytes of the workspace have been
+ * cleared on it. They point to the call's parameters and into the plan. */
+typedef struct {
+    size_t workspace, cleared;
+    int count;
+    cuda_launch launch[CUDA_MOST_LAUNCHES];
+    h2o_attend_params dense; /* simulate: a part of it, which is like a call of its own */
+} cuda_plan;
+
+void cuda_plan_attend(const h2o_attend_params *params, cuda_plan *plan);
+void cuda_plan_evict(const h2o_evict_params *params, cuda_plan *plan);
+void cuda_plan_step(const h2o_step_params *params, cuda_plan *plan);
+void cuda_plan_simulate(const h2o_simulate_params *params, cuda_plan *plan);
+
+#endif

@@ -1,0 +1,131 @@
+/* fiber.cpp - see fiber.h. x86-64 switches in a dozen instructions (System V ABI: what a callee
+ * saves); others by ucontext.
+ *
+ * This file and shim.cpp are never instrumented by ThreadSanitizer: what the scheduler does is none
+ * of its business. With SHIM_TSAN they tell it what matters. */
+#include "fiber.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+#ifdef SHIM_TSAN
+extern "C" {
+void *__tsan_get_current_fiber(void);
+void *__tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void *fiber);
+void __tsan_switch_to_fiber(void *fiber, unsigned flags);
+void __tsan_acquire(void *address);
+void __tsan_release(void *address);
+}
+enum { SWITCH_WITHOUT_ORDER = 1 };
+void order_release(void *place) { __tsan_release(place); }
+void order_acquire(void *place) { __tsan_acquire(place); }
+static void *know_new(void) { return __tsan_create_fiber(0); }
+static void *know_here(void) { return __tsan_get_current_fiber(); }
+static void forget(void *known) { __tsan_destroy_fiber(known); }
+static void tell(const fiber *to) { __tsan_switch_to_fiber(to->known, SWITCH_WITHOUT_ORDER); }
+#else
+void order_release(void *) {}
+void order_acquire(void *) {}
+static void *know_new(void) { return nullptr; }
+static void *know_here(void) { return nullptr; }
+static void forget(void *) {}
+static void tell(const fiber *) {}
+#endif
+
+#ifdef SHIM_TSAN
+static const size_t STACK = 96 << 10; /* whose shadow takes time to clear */
+#else
+static const size_t STACK = 256 << 10;
+#endif
+static std::vector<void *> spare;
+
+/* A stack ends at a page that nobody may touch. */
+static void *get_stack(void) {
+    if (!spare.empty()) {
+        void *const stack = spare.back();
+        spare.pop_back();
+        return stack;
+    }
+    void *const stack =
+        mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (stack == MAP_FAILED || mprotect(stack, (size_t)getpagesize(), PROT_NONE) != 0) {
+        perror("a fiber's stack");
+        abort();
+    }
+    return stack;
+}
+
+void fiber_here(fiber *f) {
+    *f = {nullptr, nullptr, know_here()};
+#if !defined(__x86_64__)
+    f->pointer = new ucontext_t;
+#endif
+}
+
+#if defined(__x86_64__)
+
+extern "C" void shim_switch(void **from, void *to);
+__asm__(".text\n"
+        ".type shim_switch, @function\n"
+        "shim_switch:\n"
+        "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\n"
+        "mov %rsp, (%rdi)\n"
+        "mov %rsi, %rsp\n"
+        "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\n"
+        "ret\n"
+        ".size shim_switch, .-shim_switch\n");
+
+void fiber_open(fiber *f, void (*function)(void)) {
+    char *const stack = (char *)get_stack();
+    void **top = (void **)(stack + STACK - 64);
+    *--top = nullptr; /* as if called: the stack is aligned after a return address */
+    *--top = (void *)function;
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    *f = {stack, top, know_new()};
+}
+
+__attribute__((noinline)) void fiber_switch(fiber *from, const fiber *to) {
+    tell(to);
+    shim_switch(&from->pointer, to->pointer);
+}
+
+#else
+
+void fiber_open(fiber *f, void (*function)(void)) {
+    ucontext_t *const context = new ucontext_t;
+    getcontext(context);
+    context->uc_stack.ss_sp = get_stack();
+    context->uc_stack.ss_size = STACK;
+    context->uc_link = nullptr;
+    makecontext(context, function, 0);
+    *f = {context->uc_stack.ss_sp, context, know_new()};
+}
+
+void fiber_switch(fiber *from, const fiber *to) {
+    tell(to);
+    swapcontext((ucontext_t *)from->pointer, (const ucontext_t *)to->pointer);
+}
+
+#endif
+
+void fiber_forget(fiber *f) { forget(f->known); }
+
+void fiber_free(fiber *f) {
+#if !defined(__x86_64__)
+    delete (ucontext_t *)f->pointer;
+#endif
+#ifdef SHIM_TSAN
+    munmap(f->stack, STACK); /* else what another did there before would look like a race */
+#else
+    spare.push_back(f->stack);
+#endif
+}

@@ -1,0 +1,109 @@
+/* shim.h - the names of common.cuh where there is no GPU: each thread of a block is a fiber.
+ *
+ * A fiber runs until it waits, at a barrier or for its warp. In which order they run the seed
+ * says, so that a result that depends on it differs from seed to seed. Under ThreadSanitizer
+ * fibers are threads to it, and only barriers order what they do: a missing one is a race,
+ * also where the result came out right. Shared memory is a heap block of the size asked for,
+ * full of 0xff: NaN, or -1. */
+#ifndef H2O_SHIM_H
+#define H2O_SHIM_H
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "half.h"
+
+#define DEVICE static inline
+#define UNROLL
+#define DEVICE_METHOD inline
+
+/* ---- For tests ----------------------------------------------------------- */
+
+typedef void (*shim_entry)(const void *params, char *workspace);
+
+/* Runs a kernel by its name; its parameters are copied first, as a driver does. Returns 0, or
+ * what CUDA would (98: no such kernel, 1: bad launch, 719: it failed); then shim_error tells. */
+extern "C" int shim_launch(const char *name, const void *params, size_t size, char *workspace,
+                           const unsigned grid[3], unsigned block, unsigned shared);
+extern "C" const char *shim_error(void);
+extern "C" void shim_seed(uint64_t seed);           /* 0: in order */
+extern "C" long shim_params_size(const char *name); /* -1: no such kernel */
+
+struct shim_registration {
+    shim_registration(const char *name, size_t size, shim_entry entry);
+};
+
+#define KERNEL(name, type) extern "C" void name(const type params, char *workspace)
+#define EXPORT_KERNEL(name, type)                                                                  \
+    static void name##_entry(const void *params, char *workspace) {                                \
+        name(*(const type *)params, workspace);                                                    \
+    }                                                                                              \
+    static const shim_registration name##_registration(#name, sizeof(type), name##_entry);
+
+/* ---- Inside a kernel ----------------------------------------------------- */
+
+struct shim_dim3 {
+    unsigned x, y, z;
+};
+
+/* Where the running fiber is; not for a sanitizer's eyes, as the scheduler writes it. */
+extern "C" shim_dim3 shim_thread_index(void), shim_block_index(void), shim_block_size(void),
+    shim_grid_size(void);
+extern "C" unsigned char *shim_shared(void);
+#define threadIdx (shim_thread_index())
+#define blockIdx (shim_block_index())
+#define blockDim (shim_block_size())
+#define gridDim (shim_grid_size())
+#define DYN_SHARED(p) unsigned char *const p = shim_shared()
+
+enum shim_operation { SHIM_SYNC, SHIM_SHUFFLE, SHIM_BALLOT };
+
+/* The wait for all threads of a block, and for the lanes of a warp, each with a word. All have to
+ * come from the same line. */
+extern "C" bool shim_block(bool mine, int line);
+extern "C" uint64_t shim_warp(shim_operation operation, uint64_t word, int lane, int line);
+
+DEVICE void sync_block(int line = __builtin_LINE()) { shim_block(false, line); }
+DEVICE bool block_any(bool mine, int line = __builtin_LINE()) { return shim_block(mine, line); }
+DEVICE void sync_warp(int line = __builtin_LINE()) { shim_warp(SHIM_SYNC, 0, 0, line); }
+
+template <typename T> DEVICE T shfl(T x, int lane, int line = __builtin_LINE()) {
+    static_assert(sizeof x <= 8);
+    uint64_t word = 0;
+    memcpy(&word, &x, sizeof x);
+    word = shim_warp(SHIM_SHUFFLE, word, lane, line);
+    memcpy(&x, &word, sizeof x);
+    return x;
+}
+
+template <typename T> DEVICE T shfl_xor(T x, int lanes, int line = __builtin_LINE()) {
+    return shfl(x, (int)(threadIdx.x % 32) ^ lanes, line);
+}
+
+DEVICE uint32_t warp_ballot(bool mine, int line = __builtin_LINE()) {
+    return (uint32_t)shim_warp(SHIM_BALLOT, mine, 0, line);
+}
+
+DEVICE bool warp_all(bool mine, int line = __builtin_LINE()) {
+    return warp_ballot(mine, line) == 0xffffffffu;
+}
+
+DEVICE int popcount(uint32_t x) { return __builtin_popcount(x); }
+DEVICE float fast_exp2(float x) { return exp2f(x); }
+DEVICE float f16_to_float(uint16_t h) { return float_from_f16(h); }
+DEVICE uint16_t float_to_f16(float x) { return f16_from_float(x); }
+DEVICE uint16_t float_to_bf16(float x) { return bf16_from_float(x); }
+DEVICE void count_shared(uint32_t *counter) { __atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED); }
+DEVICE uint32_t count_release(uint32_t *counter) {
+    return __atomic_fetch_add(counter, 1u, __ATOMIC_ACQ_REL);
+}
+
+extern "C" void shim_misaligned(const void *p);
+DEVICE void check_alignment(const void *p) {
+    if ((uintptr_t)p % 16) shim_misaligned(p);
+}
+
+#endif

@@ -1,0 +1,85 @@
+/* test_cuda.c - the scenes through the kernels for GPUs, emulated: in several orders of their
+ * threads, which may not change a bit. */
+#define _GNU_SOURCE
+#include "../c/scenes.h"
+
+void shim_seed(uint64_t seed);
+
+static answer play(const h2o_ops *ops, const scene *s, const text *t, passage through) {
+    const runner with = {.ops = ops, .lanes = 1};
+    shim_seed(0);
+    const answer first = through(&with, s, t);
+    for (uint64_t seed = 1; seed < (THREAD_SANITIZER ? 2 : 3); seed++) {
+        shim_seed(seed);
+        const answer other = through(&with, s, t);
+        for_each_tensor(&first, &other, check_same);
+        for_each_tensor(&other, &other, free_tensor);
+    }
+    return first;
+}
+
+int main(void) {
+    static const h2o_dtype dtypes[] = {H2O_F32, H2O_F16, H2O_BF16};
+    const h2o_policy plain = {.decay = 1.0f};
+    const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true, 0.0f};
+    const h2o_policy merging = {4, H2O_RANK_MEAN, 0.99f, true, 0.25f};
+    const scene scenes[] = {
+        {.dims = make_dims(2, 1, 3, 480, 420, 64),
+         .prompt = 420,
+         .chunk_at = 435,
+         .chunk = 12,
+         .heavy = 200,
+         .recent = 180,
+         .policy = plain,
+         .scale = 0.1f},
+        {.dims = make_dims(2, 2, 5, 90, 80, 50),
+         .prompt = 60,
+         .chunk_at = 70,
+         .chunk = 7,
+         .heavy = 30,
+         .recent = 20,
+         .policy = all,
+         .softcap = 5.0f,
+         .scale = 0.1f,
+         .how = SPREAD},
+        {.dims = make_dims(2, 2, 2, 90, 60, 24),
+         .prompt = 60,
+         .chunk_at = 65,
+         .chunk = 10,
+         .heavy = 20,
+         .recent = 20,
+         .policy = merging,
+         .scale = 0.1f},
+        {.dims = make_dims(2, 2, 2, 120, 60, 24),
+         .prompt = 40,
+         .chunk_at = 50,
+         .chunk = 20,
+         .heavy = 20,
+         .recent = 20,
+         .policy = plain,
+         .scale = 0.1f,
+         .how = SPREAD,
+         .weird = true},
+        {.dims = make_dims(1, 1, 2, 60, 30, 7),
+         .prompt = 30,
+         .chunk_at = 40,
+         .chunk = 3,
+         .heavy = 10,
+         .recent = 10,
+         .policy = all,
+         .scale = 0.0f,
+         .how = SPREAD},
+    };
+    h2o_error error;
+    CHECK(h2o_init(&error) == H2O_OK);
+    /* ThreadSanitizer takes a hundred times as long, and one type is as good as another */
+    const size_t first = THREAD_SANITIZER ? 1 : 0, types = THREAD_SANITIZER ? 1 : 3;
+    for (size_t i = first; i < sizeof scenes / sizeof *scenes; i++) {
+        for (size_t type = 0; type < types; type++) {
+            scene s = scenes[i];
+            s.dtype = dtypes[type];
+            test_scene(&h2o_ops_generic, &s, type + 1, play);
+        }
+    }
+    return 0;
+}
