@@ -106,12 +106,21 @@ def allotted(k: int, shares: Table, least: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tokens[i : i + heads]) for i in range(0, len(flat), heads))
 
 
-def levelled(rows: list[list[tuple[int, int]]], heads: int) -> list[list[tuple[int, int]]]:
+def levelled(
+    rows: list[list[tuple[int, int]]], heads: int, part: tuple[int, int] = (0, 1)
+) -> list[list[tuple[int, int]]]:
     """Budgets of a layer's rows, each with an entry for every head or one for all, all in one way.
+
+    `part`: which of how many equal parts of the heads these are (`h2o.hf.parallel`).
 
     Errors: ValueError for another number of heads than the layer has.
     """
     given = max(map(len, rows))
+    index, parts = part
+    if given == heads * parts:
+        own = slice(index * heads, (index + 1) * heads)
+        rows = [row if len(row) == 1 else row[own] for row in rows]
+        given = heads
     if given not in (1, heads):
         raise ValueError(
             f"this layer has {heads} key/value heads, but heavy, recent or shares say how much "

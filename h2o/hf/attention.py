@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.output_capturing import _active_collector
 
-from h2o.hf import rotary
+from h2o.hf import parallel, rotary
 from h2o.hf.layer import H2OLayer
 from h2o.hf.rolled import RolledLayer
 from h2o.hf.served import transformers_layers
@@ -109,6 +109,8 @@ def h2o_attention_forward(
         raise
     if not query.dtype == key.dtype == value.dtype:
         query, key, value = _as_autocast(query, key, value)
+    if layer.slots is None or layer.unscored:
+        layer.part = parallel.part(module)
     held, given = layer.float_dtype(query.dtype), query.dtype
     if isinstance(layer, RolledLayer):
         query, key = layer.unrotated(query, key, kwargs.get("position_ids"))

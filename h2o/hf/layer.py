@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.hf import prompt
+from h2o.hf import parallel, prompt
 from h2o.hf import slots as store
 from h2o.hf.conversation import Conversation, columns_left, never_attended
 from h2o.hf.kept import Kept
@@ -62,6 +62,7 @@ class H2OLayer(CacheLayerMixin):
         self.ranking = self.config.ranking
         self.traced = trace
         self.record_past = False  # transformers' name for it
+        self.part = parallel.WHOLE  # of the model's heads; attention knows
         self.reset()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
@@ -198,7 +199,8 @@ class H2OLayer(CacheLayerMixin):
             longest = max(lengths)
             lengths = prompt.lengths(self.config, self.conversation.prompt_length, lengths)
             self.raised = any(map(self.config.is_raised, filter(None, lengths)))
-            budget = levelled(list(map(self.config.head_tokens, lengths)), key.shape[1])
+            each = list(map(self.config.head_tokens, lengths))
+            budget = levelled(each, key.shape[1], self.part)
             widest = [self.config.sinks + max(map(sum, head)) for head in zip(*budget, strict=True)]
         else:
             if self.seen == self.prompt_columns and not self.record_past:

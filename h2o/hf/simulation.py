@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import VARIANTS, H2OConfig, one_config
-from h2o.hf import attention, variants
+from h2o.hf import attention, parallel, variants
 from h2o.hf.attending import Call, attending
 from h2o.hf.served import transformers_layers
 from h2o.hf.support import Unsupported
@@ -165,7 +165,9 @@ class Simulation:
                 v,
                 torch.tensor(prompts, dtype=torch.int32, device=q.device),
                 torch.tensor(
-                    levelled(budgets, k.shape[1]), dtype=torch.int32, device=q.device
+                    levelled(budgets, k.shape[1], parallel.part(call.module)),
+                    dtype=torch.int32,
+                    device=q.device,
                 ).squeeze(1),
                 mask=mask,
                 scale=call.scale,

@@ -1,0 +1,43 @@
+"""Models whose layers are cut over several processes (tensor parallel): which heads are here.
+
+transformers gives each process of a mesh an equal part of every layer's heads, in order. A cache's
+layer therefore sees keys of its own heads alone, while budgets and shares speak of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import distributed, nn
+
+__all__ = ["WHOLE", "part"]
+
+WHOLE = (0, 1)
+"""A layer that is not cut."""
+
+
+def part(module: nn.Module) -> tuple[int, int]:
+    """(i, n): this process has the i-th of n equal parts of an attention module's heads.
+
+    A module that is cut in another way (FSDP, for one) is whole when it computes, which the number
+    of its heads shows.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return WHOLE
+    for mesh in _meshes(module):
+        if mesh.ndim > 1 and "tp" in (mesh.mesh_dim_names or ()):
+            mesh = mesh["tp"]
+        if mesh.ndim == 1:
+            return mesh.get_local_rank(), mesh.size()
+    return WHOLE
+
+
+def _meshes(module: nn.Module) -> Iterator[Any]:
+    """torch's DeviceMesh, from its sharded tensors, or as transformers notes it, before 5.11."""
+    for parameter in module.parameters():
+        if hasattr(parameter, "placements"):
+            yield parameter.device_mesh  # type: ignore[attr-defined]
+    for child in module.modules():
+        if (mesh := getattr(child, "_hf_device_mesh", None)) is not None:
+            yield mesh

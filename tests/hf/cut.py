@@ -1,0 +1,80 @@
+"""What models give that are cut over processes: `torchrun -m tests.hf.cut FOLDER` writes it there.
+
+FOLDER has a model in each folder below it; the rank's file is beside them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from h2o import H2OCache, H2OConfig, patched, simulated
+from tests.hf.tiny import batch, greedy, prompts
+
+SHARES = [[1.0, 3.0, 2.0, 0.7], [0.6, 1.0, 1.5, 4.0]]
+CACHES = {
+    "even": {"heavy": 6, "recent": 6},
+    "fractions": {"heavy": 0.2, "recent": 0.1, "value_weighted": True, "rank_by": "mean"},
+    "shares": {"heavy": 10, "recent": 8, "sinks": 2, "shares": SHARES},
+    "shares of bytes": {"heavy": 0.3, "recent": 0.1, "of": "bytes", "shares": SHARES},
+    "heads": {"heavy": [[3, 9, 5, 1], [4, 4, 8, 2]], "recent": 6},
+    "int8": {"heavy": 10, "recent": 8, "shares": SHARES, "kv_dtype": "int8"},
+    "rolled": {"heavy": 10, "recent": 8, "shares": SHARES, "positions": "rolled"},
+    "merged": {"heavy": 10, "recent": 8, "shares": SHARES, "merge": 0.5},
+}
+
+
+def everything(model, folder):
+    """{name: (tokens, positions kept [layers, B, G, K])}; `folder` is this process's own."""
+    inputs = batch(prompts(40, 33))
+    found = {}
+    for name, parameters in CACHES.items():
+        cache = H2OCache(model.config, **parameters)
+        found[name] = greedy(model, inputs, 20, past_key_values=cache), kept(cache)
+    config = H2OConfig(**CACHES["shares"])
+    with patched(model, config) as patch:
+        found["patched"] = greedy(model, inputs, 20), kept(patch.cache)
+    with simulated(model, config, trace=True) as simulation, torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits
+    found["simulated"] = logits.argmax(-1), list(map(simulation.evicted_at, simulation.layers()))
+    cache = H2OCache(model.config, config)
+    (ids,) = prompts(40)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(folder / "cache.safetensors", model)
+    for name, again in {
+        "forked": cache.fork(2),
+        "loaded": H2OCache.load(folder / "cache.safetensors", model),
+    }.items():
+        more = torch.cat([ids, *prompts(5)], dim=1).repeat(2 if name == "forked" else 1, 1)
+        found[name] = greedy(model, {"input_ids": more}, 20, past_key_values=again), kept(again)
+    cache = H2OCache(model.config, config)
+    lookup = {"past_key_values": cache, "prompt_lookup_num_tokens": 3}
+    found["prompt lookup"] = greedy(model, {"input_ids": ids.repeat(1, 2)}, 20, **lookup), []
+    return found
+
+
+def kept(cache):
+    return [cache.kept(layer.layer_idx)[0] for layer in cache.layers if hasattr(layer, "slots")]
+
+
+def main(folder):
+    from transformers import AutoModelForCausalLM
+
+    rank = os.environ["RANK"]
+    for place in (x for x in folder.iterdir() if x.is_dir()):
+        model = AutoModelForCausalLM.from_pretrained(
+            place, attn_implementation="h2o", tp_plan="auto"
+        )
+        own = place / rank
+        own.mkdir()
+        torch.save(everything(model.eval(), own), own / "found.pt")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))
