@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from h2o.config import H2OConfig, one_config
-from h2o.hf import compiled, saved
+from h2o.hf import compiled, rollback, saved
 from h2o.hf.conversation import Conversation, columns_left, refuse_broken
 from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
@@ -333,22 +333,18 @@ class H2OCache(Cache):
         the cache is as if they had never come: what stays of that pass is attended to once more.
 
         Errors: NotImplementedError for other tokens: what was evicted cannot come back.
+        RuntimeError after a forward pass that broke off; then `reset()`, or all tokens, remains.
+        Whatever the error, all layers are what they were before.
         """
         self.conversation.refuse_other_thread()
-        seen = int(self.get_seq_length())
-        left = columns_left(tokens, seen)
+        counts = [int(layer.get_seq_length()) for layer in self.layers]
+        left = columns_left(tokens, counts[0])
         if left == 0:
             self.reset()
             return
-        own = [layer for layer in self.layers if isinstance(layer, H2OLayer)]
-        for layer in own:
-            if left < seen:
-                layer.refuse_crop(left)
-        for layer in self.layers:  # transformers' own first, which may refuse it
-            if layer.is_sliding and (left < seen or getattr(layer, "record_past", False)):
-                layer.crop(tokens)
-        for layer in own:
-            layer.crop(tokens)
+        self.conversation.refuse_interrupted()
+        refuse_broken(counts)
+        rollback.crop(self.layers, tokens, left)
 
     def activate_past_recording(self) -> None:
         """From now on the last forward pass can be taken back by `crop`.

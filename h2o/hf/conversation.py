@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-__all__ = ["Conversation", "columns_left", "never_attended", "refuse_broken"]
+__all__ = ["Conversation", "columns_left", "refuse_broken"]
 
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicCache.crop).parameters
 """Before transformers 5.16, crop() was told the length to keep, unless that was negative."""
@@ -69,6 +69,11 @@ class Conversation:
         if layer == 0:
             self.leave()
 
+    def refuse_interrupted(self) -> None:
+        """Errors: RuntimeError where a layer's new keys never got to its attention."""
+        if self.waiting is not None:
+            raise RuntimeError(_never_attended(self.waiting))
+
     def leave(self) -> None:
         """Nothing of a pass is under way."""
         self._thread = None
@@ -104,7 +109,7 @@ def columns_left(tokens: int, seen: int) -> int:
     return min(max(left, 0), seen)
 
 
-def never_attended(layer: int) -> str:
+def _never_attended(layer: int) -> str:
     """Why nothing came of an update."""
     return (
         f"layer {layer} updated its H2OCache, but its keys never reached h2o's attention. Either "

@@ -24,7 +24,7 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf import parallel, prompt
 from h2o.hf import slots as store
-from h2o.hf.conversation import Conversation, columns_left, never_attended
+from h2o.hf.conversation import Conversation, columns_left
 from h2o.hf.kept import Kept
 from h2o.hf.report import LayerReport
 from h2o.hf.rollback import NO_RECORD, LastPass
@@ -75,8 +75,7 @@ class H2OLayer(CacheLayerMixin):
         Nothing is stored before attention has been through `attend`. Errors: RuntimeError when
         an earlier layer's keys never got there, ValueError for another batch size or shape.
         """
-        if self.conversation.waiting is not None:
-            raise RuntimeError(never_attended(self.conversation.waiting))
+        self.conversation.refuse_interrupted()
         if self.slots is None:
             if key_states.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")

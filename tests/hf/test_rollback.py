@@ -13,6 +13,7 @@ from h2o import H2OCache, H2OConfig, Unsupported, patched
 from h2o.hf import layer as layers
 from h2o.hf.layer import H2OLayer
 from tests.hf.drive import feed, new_cache
+from tests.hf.test_compiled import compiling, nothing_compiled  # noqa: F401
 from tests.hf.test_saved import STORES, assert_same, opened
 from tests.hf.tiny import CROPS_TO_LENGTH, greedy, model, prompts
 from tests.inputs import drifting, holes, pad
@@ -207,6 +208,107 @@ def test_what_cannot_be_taken_back():
     assert cache.get_seq_length() == 0
 
 
+class Failure(BaseException):
+    """As Ctrl-C, or no memory left."""
+
+
+@pytest.mark.parametrize("compileable", [False, True])
+@pytest.mark.parametrize("error", [MemoryError, Failure])
+def test_what_breaks_off_leaves_all_as_it_was(monkeypatch, error, compileable):
+    """The first layer has gone back when the second one fails."""
+    ours = model("llama")
+    (ids,) = prompts(30)
+    cache = recording(H2OCache(ours.config, **SMALL, compileable=compileable))
+    forward = H2OLayer.forward
+
+    def failing(layer, *args, **kwargs):
+        out = forward(layer, *args, **kwargs)
+        if layer.layer_idx == 1:
+            raise error
+        return out
+
+    with torch.no_grad():
+        ours(ids[:, :20], past_key_values=cache)
+        ours(ids[:, 20:26], past_key_values=cache)
+        before = copy.deepcopy(cache)
+        monkeypatch.setattr(H2OLayer, "forward", failing)
+        with pytest.raises(error):
+            remove(cache, 4)
+        monkeypatch.undo()
+        assert_same(cache, before)
+        with pytest.raises(NotImplementedError, match="activate_past_recording"):
+            remove(cache, 4)  # the pass was half done again
+        got, expected = (ours(ids[:, 26:], past_key_values=x).logits for x in (cache, before))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_a_pass_that_broke_off_is_not_taken_back():
+    """The layers have seen different numbers of tokens: so many of one are not those of another."""
+    ours = model("llama")
+    (ids,) = prompts(30)
+    cache = recording(H2OCache(ours.config, **SMALL))
+    with torch.no_grad():
+        ours(ids[:, :20], past_key_values=cache)
+        hook = ours.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ours(ids[:, 20:26], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(RuntimeError, match="broke off between two layers"):
+            remove(cache, 3)
+        assert [layer.seen for layer in cache.layers] == [26, 20]
+        remove(cache, 26)
+        expected = ours(ids, past_key_values=H2OCache(ours.config, **SMALL)).logits
+        torch.testing.assert_close(ours(ids, past_key_values=cache).logits, expected)
+
+
+def test_an_interrupted_layer_is_not_taken_back(monkeypatch):
+    cache = recording(new_cache(**SMALL))
+    feed(cache, TEXT, [20])
+
+    def interrupted(*_, **__):
+        raise Failure
+
+    monkeypatch.setattr(H2OLayer, "forward", interrupted)
+    with pytest.raises(Failure):
+        feed(cache, TEXT.cut(20, 24), [4])
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"was interrupted: call cache.reset\(\)"):
+        remove(cache, 2)
+
+
+@pytest.mark.parametrize("taken", [1, 0])
+def test_after_compiled_steps(taken):
+    """The last step was one of a graph, and is taken back all the same."""
+    ours = model("llama")
+    (ids,) = prompts(20)
+    caches = [recording(H2OCache(ours.config, **SMALL, compileable=x)) for x in (True, False)]
+    first = [
+        greedy(ours, {"input_ids": ids}, past_key_values=cache, **more)
+        for cache, more in zip(caches, (compiling(), {}), strict=True)
+    ]
+    assert first[0].tolist() == first[1].tolist()
+    for cache in caches:
+        remove(cache, taken)
+        assert int(cache.get_seq_length()) == 35 - taken
+    for layer in range(2):
+        torch.testing.assert_close(*(cache.kept(layer) for cache in caches), rtol=0, atol=0)
+    more = torch.cat([ids, first[0], *prompts(3)], dim=1)
+    second = [greedy(ours, {"input_ids": more}, past_key_values=cache) for cache in caches]
+    assert second[0].tolist() == second[1].tolist()
+
+
+def test_prompt_lookup_where_steps_are_compiled():
+    ours = model("llama")
+    tokens = [
+        greedy(ours, repeated(), 24, past_key_values=recording(cache), **WAYS["prompt lookup"], **x)
+        for cache, x in (
+            (H2OCache(ours.config, **SMALL), {}),
+            (H2OCache(ours.config, **SMALL, compileable=True), compiling()),
+        )
+    ]
+    assert tokens[0].tolist() == tokens[1].tolist()
+
+
 def test_a_draft_model_with_such_a_cache():
     """It would have to go back over several of its own passes."""
     ours = model("llama")
@@ -217,6 +319,23 @@ def test_a_draft_model_with_such_a_cache():
         pytest.raises(Unsupported, match="leave the draft model outside"),
     ):
         greedy(ours, repeated(), 24, assistant_model=draft, num_assistant_tokens=5)
+
+
+@pytest.mark.skipif(CROPS_TO_LENGTH, reason="windows go back from 5.16 on")
+def test_windows_that_refuse_leave_all_as_it_was():
+    ours = model("gemma3")
+    (ids,) = prompts(30)
+    cache = recording(H2OCache(ours.config, **SMALL))
+    for layer in cache.layers:
+        layer.record_past = isinstance(layer, H2OLayer)
+    with torch.no_grad():
+        ours(ids[:, :20], past_key_values=cache)
+        ours(ids[:, 20:26], past_key_values=cache)
+        before = copy.deepcopy(cache)
+        with pytest.raises(RuntimeError, match="does not track past states"):
+            cache.crop(-2)
+        got, expected = (ours(ids[:, 26:], past_key_values=x).logits for x in (cache, before))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(CROPS_TO_LENGTH, reason="windows go back from 5.16 on")
