@@ -10,7 +10,7 @@ HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
 CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
 
-.PHONY: help demo bench test test-all test-c test-cuda tsan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench test test-all test-c test-cuda tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -101,12 +101,13 @@ balance: ## how well work spreads over 2 to 64 lanes, counted; fails below what 
 
 # The kernels for GPUs, with a fiber for each thread, in the place of the CPU's level "generic".
 CUDA := build/cuda
-CUDA_FLAGS := -fPIC -pthread -DH2O_GENERIC_ONLY -Icsrc -Itests/c $(CFLAGS)
+CUDA_FLAGS := -fno-math-errno -fno-trapping-math -fPIC -pthread -DH2O_GENERIC_ONLY -Icsrc -Itests/c $(CFLAGS)
 CUDA_CC := $(CC) -std=c11 -Wall -Wextra -Werror $(CUDA_FLAGS)
 CUDA_CXX := $(CXX) -std=gnu++20 -Wall -Werror $(CUDA_FLAGS)
 CUDA_CORE := $(addprefix $(CUDA)/,$(addsuffix .o,call check counts dispatch error parallel policy \
 	scratch plan emulated kernels fiber shim))
 .SECONDARY: $(CUDA_CORE)
+CUDA_PROGRAMS := test_shim test_cuda
 
 $(CUDA)/%.o: csrc/%.c $(HEADERS)
 	@mkdir -p $(@D)
@@ -132,6 +133,14 @@ $(CUDA)/kernels.o: csrc/cuda/kernels.cu tests/cuda/shim/shim.h $(CUDA_HEADERS)
 $(CUDA)/test_cuda: $(CUDA)/test_cuda.o $(CUDA_CORE)
 	$(CUDA_CXX) $^ -o $@ -lm -ldl
 
+# Whether the emulation does what a GPU does, and catches what would go wrong on one.
+$(CUDA)/test_shim.o: tests/cuda/test_shim.cpp tests/cuda/seeded.h tests/cuda/shim/shim.h $(CUDA_HEADERS)
+	@mkdir -p $(@D)
+	$(CUDA_CXX) -Itests/cuda/shim -c $< -o $@
+
+$(CUDA)/test_shim: $(CUDA)/test_shim.o $(CUDA)/fiber.o $(CUDA)/shim.o
+	$(CUDA_CXX) $^ -o $@
+
 # The package, with its core linked like that.
 $(CUDA)/lib: csrc/module.c csrc/exchange.c $(CUDA_CORE) $(wildcard h2o/*.py) .venv/base
 	rm -rf $@
@@ -143,7 +152,10 @@ $(CUDA)/lib: csrc/module.c csrc/exchange.c $(CUDA_CORE) $(wildcard h2o/*.py) .ve
 
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py \
 	tests/torch/test_merge.py tests/torch/test_rolled.py tests/torch/test_heads.py
-test-cuda: $(CUDA)/test_cuda $(CUDA)/lib .venv/test ## the kernels for GPUs, emulated on the CPU
+test-cuda: $(CUDA)/test_shim $(CUDA)/test_cuda $(CUDA)/lib .venv/test ## the kernels for GPUs, emulated on the CPU
+	$(MAKE) build/cuda-ucontext/test_shim CUDA=build/cuda-ucontext CFLAGS="-O1 -DSHIM_UCONTEXT"
+	build/cuda-ucontext/test_shim
+	$(CUDA)/test_shim
 	$(CUDA)/test_cuda
 	cd $(CUDA)/lib && ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
 		-m "not slow" -k "not large_store and not oracle" $(CUDA_TESTS)
@@ -158,7 +170,9 @@ SANITIZED = cd build/asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.s
 	../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . -m "not slow"
 asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
 	$(MAKE) -j2 test-c OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
-	$(MAKE) -j2 build/cuda-asan/test_cuda CUDA=build/cuda-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
+	$(MAKE) -j2 $(addprefix build/cuda-asan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-asan \
+		CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
+	build/cuda-asan/test_shim
 	build/cuda-asan/test_cuda
 	rm -rf build/asan/lib
 	H2O_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base build/asan \
@@ -173,9 +187,16 @@ tsan: ## C tests under ThreadSanitizer
 	$(MAKE) -j2 test-c OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
 
 tsan-cuda: ## the kernels for GPUs, each thread a thread to ThreadSanitizer; needs clang, gcc takes minutes
-	$(MAKE) -j2 build/cuda-tsan/test_cuda CUDA=build/cuda-tsan CC=$(CLANG) CXX=$(CLANG)++ \
-		CFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=thread"
+	$(MAKE) -j2 $(addprefix build/cuda-tsan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-tsan CC=$(CLANG) \
+		CXX=$(CLANG)++ CFLAGS="$(SANITIZE) -fsanitize=thread"
+	build/cuda-tsan/test_shim
 	build/cuda-tsan/test_cuda
+
+msan-cuda: ## the same under MemorySanitizer, to which shared memory and workspaces are uninitialised; needs clang
+	$(MAKE) -j2 $(addprefix build/cuda-msan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-msan CC=$(CLANG) \
+		CXX=$(CLANG)++ CFLAGS="$(SANITIZE) -fsanitize=memory"
+	build/cuda-msan/test_shim
+	build/cuda-msan/test_cuda
 
 # Coverage-guided fuzzing of the checks and kernels, and of the border with Python. UBSan takes
 # minutes to compile the kernels; `make asan` has it.

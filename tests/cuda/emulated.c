@@ -12,6 +12,7 @@
 int shim_launch(const char *name, const void *params, size_t size, char *workspace,
                 const unsigned grid[3], unsigned block, unsigned shared);
 const char *shim_error(void);
+void shim_unset(void *p, size_t bytes);
 
 /* The workspace is a block of its own, of the size that was asked for and full of what is no
  * number, but for what is to be cleared. */
@@ -20,7 +21,7 @@ static int launch(const cuda_plan *plan, h2o_error *error) {
     char *const workspace = malloc(plan->workspace);
     int status = 0;
     pthread_mutex_lock(&one_at_a_time);
-    memset(workspace, 0xff, plan->workspace);
+    shim_unset(workspace, plan->workspace);
     memset(workspace, 0, plan->cleared);
     for (int i = 0; i < plan->count && status == 0; i++) {
         const cuda_launch *const l = &plan->launch[i];

@@ -1,5 +1,5 @@
 /* fiber.cpp - see fiber.h. x86-64 switches in a dozen instructions (System V ABI: what a callee
- * saves); others by ucontext.
+ * saves); others by ucontext, as it does with SHIM_UCONTEXT.
  *
  * This file and shim.cpp are never instrumented by ThreadSanitizer: what the scheduler does is none
  * of its business. With SHIM_TSAN they tell it what matters. */
@@ -12,7 +12,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) || defined(SHIM_UCONTEXT)
+#define UCONTEXT
 #include <ucontext.h>
 #endif
 
@@ -46,6 +47,20 @@ static const size_t STACK = 96 << 10; /* whose shadow takes time to clear */
 #else
 static const size_t STACK = 256 << 10;
 #endif
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1 /* as gcc has it */
+#endif
+#endif
+#ifdef __SANITIZE_ADDRESS__
+extern "C" void __asan_unpoison_memory_region(const volatile void *address, size_t size);
+/* It remembers what was on a stack that nobody came back to. */
+static void clear_stack(void *stack) { __asan_unpoison_memory_region(stack, STACK); }
+#else
+static void clear_stack(void *) {}
+#endif
+
 static std::vector<void *> spare;
 
 /* A stack ends at a page that nobody may touch. */
@@ -66,12 +81,12 @@ static void *get_stack(void) {
 
 void fiber_here(fiber *f) {
     *f = {nullptr, nullptr, know_here()};
-#if !defined(__x86_64__)
+#ifdef UCONTEXT
     f->pointer = new ucontext_t;
 #endif
 }
 
-#if defined(__x86_64__)
+#ifndef UCONTEXT
 
 extern "C" void shim_switch(void **from, void *to);
 __asm__(".text\n"
@@ -120,9 +135,11 @@ void fiber_switch(fiber *from, const fiber *to) {
 void fiber_forget(fiber *f) { forget(f->known); }
 
 void fiber_free(fiber *f) {
-#if !defined(__x86_64__)
+#ifdef UCONTEXT
     delete (ucontext_t *)f->pointer;
 #endif
+    if (!f->stack) return;
+    clear_stack(f->stack);
 #ifdef SHIM_TSAN
     munmap(f->stack, STACK); /* else what another did there before would look like a race */
 #else

@@ -3,31 +3,35 @@
 
 #include <cstdarg>
 #include <cstdio>
-#include <map>
-#include <string>
 #include <vector>
 
 #include "fiber.h"
 
+#ifdef SHIM_MSAN
+extern "C" void __msan_poison(const volatile void *address, size_t size);
+#endif
+
 enum { WARP = 32, MOST_THREADS = 1024, NO_LINE = -1 };
 
-struct kernel {
-    size_t size;
-    shim_entry entry;
-};
+static const shim_registration *kernels;
 
-static std::map<std::string, kernel> &kernels(void) {
-    static std::map<std::string, kernel> all;
-    return all;
+/* The libraries of C++ have no place here: MemorySanitizer does not know what they write. */
+shim_registration::shim_registration(const char *name, size_t size, shim_entry entry)
+    : name(name), size(size), entry(entry), next(kernels) {
+    kernels = this;
 }
 
-shim_registration::shim_registration(const char *name, size_t size, shim_entry entry) {
-    kernels()[name] = {size, entry};
+static const shim_registration *find_kernel(const char *name) {
+    const shim_registration *k = kernels;
+    while (k && strcmp(k->name, name) != 0) k = k->next;
+    return k;
 }
 
-/* Those who wait for each other. */
+/* Those who wait for each other. Two places take turns to order what they do: who leaves a meeting
+ * late must not be ordered after what others have done since, before the next. */
 struct meeting {
-    unsigned arrived;
+    unsigned arrived, turn;
+    uint64_t *places;
     int line;
     shim_operation operation;
     bool any;
@@ -39,6 +43,8 @@ struct thread {
     fiber own;
     unsigned index;
     bool gone;
+    const char *waits_for;
+    int line;
     bool any;        /* what it was told by the block, ... */
     uint64_t answer; /* ... and by its warp */
 };
@@ -46,7 +52,7 @@ struct thread {
 /* The launch that is going on. */
 static struct {
     shim_dim3 grid, block, at;
-    kernel what;
+    shim_entry entry;
     const void *params;
     char *workspace;
     unsigned char *shared;
@@ -77,10 +83,10 @@ static void fail(const char *format, ...) {
     now.failed = true;
 }
 
-/* Never comes back: whoever fails is not switched to again. */
+/* Never comes back: whoever fails, or is done, is not switched to again. */
 static void leave(void) {
+    order_release(&now.gone);
     fiber_switch(&now.threads[now.running].own, &now.scheduler);
-    abort();
 }
 
 /* ---- Who runs ------------------------------------------------------------ */
@@ -108,7 +114,12 @@ static unsigned next_ready(void) {
     return thread;
 }
 
-static void wait_for_others(void) { fiber_switch(&now.threads[now.running].own, &now.scheduler); }
+static void wait_for_others(const char *whom, int line) {
+    thread *const self = &now.threads[now.running];
+    self->waits_for = whom;
+    self->line = line;
+    fiber_switch(&self->own, &now.scheduler);
+}
 
 /* ---- What kernels call --------------------------------------------------- */
 
@@ -123,32 +134,34 @@ void shim_misaligned(const void *p) {
     leave();
 }
 
-static void check_line(const meeting *m, const char *who, int line) {
-    if (m->line == NO_LINE || m->line == line) return;
-    fail("thread %u waits for its %s at line %d, others at line %d", now.running, who, line,
-         m->line);
+static void check_same(const meeting *m, const char *who, shim_operation operation, int line) {
+    if (m->line == NO_LINE || (m->line == line && m->operation == operation)) return;
+    fail("thread %u waits for its %s at line %d, others at line %d%s", now.running, who, line,
+         m->line, m->operation == operation ? "" : " in another operation");
     leave();
 }
 
 bool shim_block(bool mine, int line) {
     meeting *const m = &now.all;
     const unsigned self = now.running;
-    check_line(m, "block", line);
+    check_same(m, "block", SHIM_SYNC, line);
+    uint64_t *const place = &m->places[m->turn];
     m->line = line;
     m->any |= mine;
-    order_release(m);
+    order_release(place);
     if (++m->arrived == now.block.x) {
         for (unsigned i = 0; i < now.block.x; i++) {
             now.threads[i].any = m->any;
             if (i != self) make_ready(i);
         }
         m->arrived = 0; /* no memset, which a sanitizer would see */
+        m->turn ^= 1;
         m->any = false;
         m->line = NO_LINE;
     } else {
-        wait_for_others();
+        wait_for_others("block", line);
     }
-    order_acquire(m);
+    order_acquire(place);
     return now.threads[self].any;
 }
 
@@ -164,23 +177,25 @@ static void answer_warp(const meeting *m, unsigned first) {
 uint64_t shim_warp(shim_operation operation, uint64_t word, int lane, int line) {
     const unsigned self = now.running, first = self / WARP * WARP;
     meeting *const m = &now.warps[self / WARP];
-    check_line(m, "warp", line);
+    check_same(m, "warp", operation, line);
+    uint64_t *const place = &m->places[m->turn];
     m->line = line;
     m->operation = operation;
     m->words[self - first] = word;
     m->lanes[self - first] = lane;
-    if (operation == SHIM_SYNC) order_release(m);
+    if (operation == SHIM_SYNC) order_release(place);
     if (++m->arrived == WARP) {
         answer_warp(m, first);
         for (unsigned i = first; i < first + WARP; i++) {
             if (i != self) make_ready(i);
         }
         m->arrived = 0;
+        m->turn ^= 1;
         m->line = NO_LINE;
     } else {
-        wait_for_others();
+        wait_for_others("warp", line);
     }
-    if (operation == SHIM_SYNC) order_acquire(m);
+    if (operation == SHIM_SYNC) order_acquire(place);
     return now.threads[self].answer;
 }
 
@@ -194,38 +209,62 @@ static void thread_is_gone(void) {
 /* What was before the block, and before the launch, is ordered; what other blocks do is not. */
 static void thread_main(void) {
     order_acquire(&now.at);
-    now.what.entry(now.params, now.workspace);
-    order_release(&now.gone);
+    now.entry(now.params, now.workspace);
     thread_is_gone();
     leave();
 }
 
 static void blame_waiting(void) {
-    for (unsigned i = 0; i < now.block.x; i++) {
-        const meeting *const warp = &now.warps[i / WARP];
-        if (now.threads[i].gone) continue;
-        fail("%u of %u threads are gone, but thread %u waits at line %d", now.gone, now.block.x, i,
-             now.all.arrived > 0 ? now.all.line : warp->line);
-        return;
+    unsigned first = 0, other;
+    while (now.threads[first].gone) first++;
+    const thread *const a = &now.threads[first];
+    for (other = first; other < now.block.x; other++) {
+        const thread *const b = &now.threads[other];
+        if (!b->gone && (b->line != a->line || b->waits_for != a->waits_for)) break;
     }
+    char more[80] = "";
+    if (other < now.block.x) {
+        const thread *const b = &now.threads[other];
+        snprintf(more, sizeof more, ", thread %u waits for its %s at line %d", other, b->waits_for,
+                 b->line);
+    }
+    fail("%u of %u threads are gone, but thread %u waits for its %s at line %d%s", now.gone,
+         now.block.x, first, a->waits_for, a->line, more);
 }
 
 /* What is not to be used again before the launch is over, since it would look ordered. */
 struct leavings {
     std::vector<fiber> fibers;
-    std::vector<void *> shared;
+    std::vector<void *> memory;
 };
 
+static void *get_memory(size_t bytes, leavings *used) {
+    void *memory;
+    if (posix_memalign(&memory, 16, bytes) != 0) abort();
+    used->memory.push_back(memory);
+    return memory;
+}
+
+static void open_meeting(meeting *m, leavings *used) {
+    *m = {};
+    m->line = NO_LINE;
+    m->places = (uint64_t *)get_memory(2 * sizeof *m->places, used);
+}
+
+void shim_unset(void *p, size_t bytes) {
+    memset(p, 0xff, bytes);
+#ifdef SHIM_MSAN
+    __msan_poison(p, bytes);
+#endif
+}
+
 static void run_block(unsigned shared, leavings *used) {
-    now.shared = (unsigned char *)aligned_alloc(16, (shared + 15) / 16 * 16);
-    memset(now.shared, 0xff, shared);
-    used->shared.push_back(now.shared);
-    now.all = {};
-    now.all.line = NO_LINE;
+    now.shared = (unsigned char *)get_memory(shared, used);
+    shim_unset(now.shared, shared);
+    open_meeting(&now.all, used);
     now.gone = now.first = now.waiting = 0;
     for (unsigned i = 0; i < now.block.x; i++) {
-        now.warps[i / WARP] = {};
-        now.warps[i / WARP].line = NO_LINE;
+        if (i % WARP == 0) open_meeting(&now.warps[i / WARP], used);
         now.threads[i] = {};
         now.threads[i].index = i;
         fiber_open(&now.threads[i].own, thread_main);
@@ -244,32 +283,34 @@ static void run_block(unsigned shared, leavings *used) {
 }
 
 long shim_params_size(const char *name) {
-    const auto found = kernels().find(name);
-    return found == kernels().end() ? -1 : (long)found->second.size;
+    const shim_registration *const k = find_kernel(name);
+    return k ? (long)k->size : -1;
 }
 
 int shim_launch(const char *name, const void *params, size_t size, char *workspace,
                 const unsigned grid[3], unsigned block, unsigned shared) {
-    const auto found = kernels().find(name);
+    const shim_registration *const k = find_kernel(name);
     const uint64_t blocks = (uint64_t)grid[0] * grid[1] * grid[2];
     now.failed = false;
     now.at = {};
-    if (found == kernels().end()) {
+    if (!k) {
         fail("%s: no such kernel", name);
         return 98;
     }
-    if (size != found->second.size || block == 0 || block % WARP || block > MOST_THREADS ||
-        blocks == 0 || grid[1] > 65535 || grid[2] > 65535 || shared > 99 << 10) {
-        fail("%s: %zu bytes of parameters, wanted %zu; %u threads; %u bytes of shared memory", name,
-             size, found->second.size, block, shared);
+    if (size != k->size || block == 0 || block % WARP || block > MOST_THREADS || blocks == 0 ||
+        grid[0] > INT32_MAX || grid[1] > 65535 || grid[2] > 65535 || shared > 99 << 10) {
+        fail("%s: %zu bytes of parameters, wanted %zu; %u,%u,%u blocks; %u threads; %u bytes of "
+             "shared memory",
+             name, size, k->size, grid[0], grid[1], grid[2], block, shared);
         return 1;
     }
-    const std::string copy((const char *)params, size);
     leavings used;
+    void *const copy = get_memory(size, &used);
+    memcpy(copy, params, size);
     now.grid = {grid[0], grid[1], grid[2]};
     now.block = {block, 1, 1};
-    now.what = found->second;
-    now.params = copy.data();
+    now.entry = k->entry;
+    now.params = copy;
     now.workspace = workspace;
     now.random = seed;
     fiber_here(&now.scheduler);
@@ -281,6 +322,7 @@ int shim_launch(const char *name, const void *params, size_t size, char *workspa
     }
     order_acquire(&now.gone);
     for (fiber &f : used.fibers) fiber_forget(&f);
-    for (void *room : used.shared) free(room);
+    fiber_free(&now.scheduler);
+    for (void *room : used.memory) free(room);
     return now.failed ? 719 : 0;
 }

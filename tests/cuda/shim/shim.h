@@ -16,6 +16,12 @@
 
 #include "half.h"
 
+#if defined(__has_feature)
+#if __has_feature(memory_sanitizer)
+#define SHIM_MSAN
+#endif
+#endif
+
 #define DEVICE static inline
 #define UNROLL
 #define DEVICE_METHOD inline
@@ -32,7 +38,15 @@ extern "C" const char *shim_error(void);
 extern "C" void shim_seed(uint64_t seed);           /* 0: in order */
 extern "C" long shim_params_size(const char *name); /* -1: no such kernel */
 
+/* Fills memory with 0xff, and tells MemorySanitizer that nobody has written to it. */
+extern "C" void shim_unset(void *p, size_t bytes);
+
+/* A kernel; all are in a list. */
 struct shim_registration {
+    const char *name;
+    size_t size;
+    shim_entry entry;
+    const shim_registration *next;
     shim_registration(const char *name, size_t size, shim_entry entry);
 };
 
@@ -92,14 +106,26 @@ DEVICE bool warp_all(bool mine, int line = __builtin_LINE()) {
 }
 
 DEVICE int popcount(uint32_t x) { return __builtin_popcount(x); }
-DEVICE float fast_exp2(float x) { return exp2f(x); }
+DEVICE float fast_exp2(float x) {
+    const float y = exp2f(x);
+    return y < 0x1p-126f ? 0.0f : y;
+}
+
 DEVICE float f16_to_float(uint16_t h) { return float_from_f16(h); }
 DEVICE uint16_t float_to_f16(float x) { return f16_from_float(x); }
 DEVICE uint16_t float_to_bf16(float x) { return bf16_from_float(x); }
-DEVICE void count_shared(uint32_t *counter) { __atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED); }
-DEVICE uint32_t count_release(uint32_t *counter) {
-    return __atomic_fetch_add(counter, 1u, __ATOMIC_ACQ_REL);
+
+/* MemorySanitizer takes whatever an atomic operation has touched for initialised. */
+template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter) {
+#ifdef SHIM_MSAN
+    return (*counter)++;
+#else
+    return __atomic_fetch_add(counter, 1u, ORDER);
+#endif
 }
+
+DEVICE void count_shared(uint32_t *counter) { shim_count<__ATOMIC_RELAXED>(counter); }
+DEVICE uint32_t count_release(uint32_t *counter) { return shim_count<__ATOMIC_ACQ_REL>(counter); }
 
 extern "C" void shim_misaligned(const void *p);
 DEVICE void check_alignment(const void *p) {

@@ -1,0 +1,307 @@
+/* seeded.h - small kernels in the manner of those of csrc/cuda, each of which can have a bug that
+ * is typical of its kind, and what they have to compute. test_shim.cpp says who must catch what. */
+#ifndef H2O_SEEDED_H
+#define H2O_SEEDED_H
+
+#include "cuda/common.cuh"
+
+enum {
+    THREADS = 64,
+    ROWS = 3,
+    WIDTH = 50, /* of a row, or how many queries: no multiple of a warp */
+    SLOTS = 5,
+    DEPTH = 4,
+    BINS = 8,
+};
+
+enum bug {
+    NO_BUG,
+    NO_BARRIER,
+    NO_BARRIER_BEFORE_REUSE,
+    NO_BARRIER_LATER,
+    NO_WARP_BARRIER,
+    SHARED_PAST_END,
+    NOT_ATOMIC,
+    NOT_ZEROED,
+    RELAXED_COUNTER,
+    COUNTED_TOO_EARLY,
+    COUNTER_NOT_CLEARED,
+    SAME_PLACE,
+    CAUSAL_MASK,
+    SLOT_PAST_END,
+    ROW_PAST_END,
+    UNWRITTEN_LSE,
+    BARRIER_IN_BRANCH,
+    GONE_BEFORE_BALLOT,
+    STACK_OVERFLOW,
+};
+
+typedef struct {
+    bug with;
+    const float *in, *slots;
+    float *out, *sums;
+    uint32_t *counter;
+} sample_params;
+
+/* ---- A row of each block: its softmax ------------------------------------ */
+
+DEVICE float warp_total(float x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += shfl_xor(x, lanes);
+    return x;
+}
+
+/* Shared: a float for each element of a row, and no more. */
+KERNEL(sample_softmax, sample_params) {
+    DYN_SHARED(shared);
+    const int i = threadIdx.x;
+    float *const row = (float *)shared;
+    const int past = params.with == SHARED_PAST_END ? 1 : 0;
+    if (i < WIDTH + past) row[i] = i < WIDTH ? params.in[blockIdx.x * WIDTH + i] : 0.0f;
+    if (params.with != NO_BARRIER) sync_block();
+    float top = row[0], total = 0.0f;
+    for (int j = 1; j < WIDTH; j++) top = fmaxf(top, row[j]);
+    if (params.with != NO_BARRIER_BEFORE_REUSE) sync_block();
+    if (i < WIDTH) row[i] = expf(params.in[blockIdx.x * WIDTH + i] - top);
+    sync_block();
+    for (int j = 0; j < WIDTH; j++) total += row[j];
+    if (params.with != NO_BARRIER_LATER) sync_block();
+    if (i < WIDTH) row[i] /= total; /* of which each thread reads its neighbour's */
+    sync_block();
+    if (i < WIDTH) params.out[blockIdx.x * WIDTH + i] = row[WIDTH - 1 - i];
+}
+EXPORT_KERNEL(sample_softmax, sample_params)
+
+static void expect_softmax(const sample_params *p, float *out, float *) {
+    for (int r = 0; r < ROWS; r++) {
+        const float *const row = p->in + r * WIDTH;
+        double top = row[0], total = 0;
+        for (int i = 0; i < WIDTH; i++) top = fmax(top, row[i]);
+        for (int i = 0; i < WIDTH; i++) total += exp(row[i] - top);
+        for (int i = 0; i < WIDTH; i++) {
+            out[r * WIDTH + WIDTH - 1 - i] = (float)(exp(row[i] - top) / total);
+        }
+    }
+}
+
+/* ---- Elements of a warp in the opposite order ---------------------------- */
+
+KERNEL(sample_reverse, sample_params) {
+    DYN_SHARED(shared);
+    const int i = threadIdx.x, first = i / 32 * 32;
+    float *const room = (float *)shared;
+    room[i] = params.in[i];
+    if (params.with == NO_WARP_BARRIER) {
+        shfl_xor(0, 1); /* all are here now, but it orders no memory */
+    } else {
+        sync_warp();
+    }
+    params.out[i] = room[first + 31 - i % 32];
+}
+EXPORT_KERNEL(sample_reverse, sample_params)
+
+static void expect_reverse(const sample_params *p, float *out, float *) {
+    for (int i = 0; i < THREADS; i++) out[i] = p->in[i ^ 31];
+}
+
+/* ---- How many elements have which size ----------------------------------- */
+
+DEVICE int bin_of(float x) { return (int)fminf(fabsf(x) * 4.0f, (float)(BINS - 1)); }
+
+KERNEL(sample_histogram, sample_params) {
+    DYN_SHARED(shared);
+    const int i = threadIdx.x;
+    uint32_t *const bins = (uint32_t *)shared;
+    if (i < BINS && params.with != NOT_ZEROED) bins[i] = 0;
+    sync_block();
+    const int bin = bin_of(params.in[i]);
+    if (params.with == NOT_ATOMIC) {
+        bins[bin]++;
+    } else {
+        count_shared(&bins[bin]);
+    }
+    sync_block();
+    if (i < BINS) params.out[i] = (float)bins[i];
+}
+EXPORT_KERNEL(sample_histogram, sample_params)
+
+static void expect_histogram(const sample_params *p, float *out, float *) {
+    for (int i = 0; i < THREADS; i++) out[bin_of(p->in[i])] += 1.0f;
+}
+
+/* ---- A sum over blocks, by the one that comes last ----------------------- */
+
+/* The block that comes last, where memory is ordered too late or not at all. */
+DEVICE bool arrive_wrongly(uint32_t *counter, uint32_t blocks, bug with) {
+    if (with == COUNTED_TOO_EARLY) {
+        return block_any(threadIdx.x == 0 && count_release(counter) == blocks - 1);
+    }
+    sync_block();
+    return block_any(threadIdx.x == 0 &&
+                     __atomic_fetch_add(counter, 1u, __ATOMIC_RELAXED) == blocks - 1);
+}
+
+KERNEL(sample_total, sample_params) {
+    const int i = threadIdx.x;
+    float *const parts = (float *)workspace + blockIdx.x * THREADS;
+    parts[i] = i < WIDTH ? params.in[blockIdx.x * WIDTH + i] : 0.0f;
+    const bool wrong = params.with == RELAXED_COUNTER || params.with == COUNTED_TOO_EARLY;
+    const bool last = wrong ? arrive_wrongly(params.counter, gridDim.x, params.with)
+                            : arrive_last(params.counter, gridDim.x);
+    if (params.with == SAME_PLACE && i == 0) params.out[1] = 1.0f; /* by every block */
+    if (!last) return;
+    float sum = 0.0f;
+    for (unsigned b = 0; b < gridDim.x; b++) {
+        sum += ((const float *)workspace)[b * THREADS + (i + 1) % THREADS];
+    }
+    sum = warp_total(sum);
+    float *const warps = (float *)workspace + ROWS * THREADS;
+    if (i % 32 == 0) warps[i / 32] = sum;
+    sync_block();
+    if (i == 0) params.out[0] = warps[0] + warps[1];
+    if (i == 1) params.out[1] = 1.0f;
+}
+EXPORT_KERNEL(sample_total, sample_params)
+
+static void expect_total(const sample_params *p, float *out, float *) {
+    for (int i = 0; i < ROWS * WIDTH; i++) out[0] += p->in[i];
+    out[1] = 1.0f;
+}
+
+/* ---- Causal attention, and what each key gets of it ---------------------- */
+
+DEVICE float dot(const float *a, const float *b) {
+    float sum = 0.0f;
+    for (int d = 0; d < DEPTH; d++) sum = fmaf(a[d], b[d], sum);
+    return sum;
+}
+
+/* Adds a key, which is its own value, to what a query has seen. */
+DEVICE void see(const float *query, const float *key, float *top, float *total, float *sum) {
+    const float logit = dot(query, key), highest = fmaxf(*top, logit);
+    const float factor = expf(*top - highest), weight = expf(logit - highest);
+    *total = *total * factor + weight;
+    for (int d = 0; d < DEPTH; d++) sum[d] = sum[d] * factor + weight * key[d];
+    *top = highest;
+}
+
+/* A query of each thread: to SLOTS stored keys, and to new ones up to its own. Its logarithm of the
+ * sum of exponentials goes into the workspace, which has room for whole blocks. */
+KERNEL(sample_attention, sample_params) {
+    const int q = threadIdx.x;
+    const int slots = SLOTS + (params.with == SLOT_PAST_END ? 1 : 0);
+    const int rows = WIDTH + (params.with == ROW_PAST_END ? 1 : 0);
+    const int own = q < WIDTH ? q : WIDTH - 1;
+    const int seen = own + (params.with == CAUSAL_MASK && own + 1 < WIDTH ? 2 : 1);
+    float top = -INFINITY, total = 0.0f, sum[DEPTH] = {};
+    const float *const query = params.in + own * DEPTH;
+    for (int s = 0; s < slots; s++) see(query, params.slots + s * DEPTH, &top, &total, sum);
+    for (int k = 0; k < seen; k++) see(query, params.in + k * DEPTH, &top, &total, sum);
+    for (int d = 0; q < rows && d < DEPTH; d++) params.out[q * DEPTH + d] = sum[d] / total;
+    if (q < WIDTH) ((float *)workspace)[q] = top + logf(total);
+}
+EXPORT_KERNEL(sample_attention, sample_params)
+
+/* A new key of each thread: what all queries that see it give it. */
+KERNEL(sample_columns, sample_params) {
+    const int k = threadIdx.x;
+    const int queries = params.with == UNWRITTEN_LSE ? THREADS : WIDTH;
+    const float *const logs = (const float *)workspace;
+    float sum = 0.0f;
+    for (int q = k; q < queries; q++) {
+        const float *const query = params.in + (q < WIDTH ? q : 0) * DEPTH;
+        sum += expf(dot(query, params.in + (k < WIDTH ? k : 0) * DEPTH) - logs[q]);
+    }
+    if (k < WIDTH) params.sums[k] = sum;
+}
+EXPORT_KERNEL(sample_columns, sample_params)
+
+static void expect_attention(const sample_params *p, float *out, float *sums) {
+    for (int q = 0; q < WIDTH; q++) {
+        double total = 0, sum[DEPTH] = {};
+        for (int pass = 0; pass < 2; pass++) {
+            for (int i = 0; i < SLOTS + q + 1; i++) {
+                const bool stored = i < SLOTS;
+                const float *const key =
+                    stored ? p->slots + i * DEPTH : p->in + (i - SLOTS) * DEPTH;
+                double logit = 0;
+                for (int d = 0; d < DEPTH; d++) logit += (double)p->in[q * DEPTH + d] * key[d];
+                if (pass == 0) total += exp(logit);
+                for (int d = 0; pass == 0 && d < DEPTH; d++) sum[d] += exp(logit) * key[d];
+                if (pass == 1 && !stored) sums[i - SLOTS] += (float)(exp(logit) / total);
+            }
+        }
+        for (int d = 0; d < DEPTH; d++) out[q * DEPTH + d] = (float)(sum[d] / total);
+    }
+}
+
+/* ---- What no thread may do ----------------------------------------------- */
+
+/* Takes more of the stack than there is. */
+__attribute__((noinline)) static int deep(int levels) {
+    volatile char room[1024];
+    room[levels % 1024] = (char)levels;
+    return levels == 0 ? 0 : deep(levels - 1) + room[levels % 1024];
+}
+
+KERNEL(sample_lost, sample_params) {
+    const int i = threadIdx.x;
+    if (params.with == GONE_BEFORE_BALLOT && i % 32 > 20) return;
+    if (params.with == BARRIER_IN_BRANCH && i < 40) sync_block();
+    if (params.with == STACK_OVERFLOW) params.out[i] = (float)deep(2000);
+    params.out[i] = (float)popcount(warp_ballot(i % 2 == 0));
+    sync_block();
+}
+EXPORT_KERNEL(sample_lost, sample_params)
+
+static void expect_lost(const sample_params *, float *out, float *) {
+    for (int i = 0; i < THREADS; i++) out[i] = 16.0f;
+}
+
+/* ---- All of them --------------------------------------------------------- */
+
+struct sample {
+    const char *kernel, *then; /* NULL: nothing */
+    unsigned blocks, shared, outputs;
+    void (*expect)(const sample_params *params, float *out, float *sums);
+};
+
+static const sample samples[] = {
+    {"sample_softmax", nullptr, ROWS, WIDTH * 4, ROWS * WIDTH, expect_softmax},
+    {"sample_reverse", nullptr, 1, THREADS * 4, THREADS, expect_reverse},
+    {"sample_histogram", nullptr, 1, BINS * 4, BINS, expect_histogram},
+    {"sample_total", nullptr, ROWS, 0, 2, expect_total},
+    {"sample_attention", "sample_columns", 1, 0, WIDTH * DEPTH, expect_attention},
+    {"sample_lost", nullptr, 1, 0, THREADS, expect_lost},
+};
+
+/* By whom each must be caught where there is no sanitizer, and by AddressSanitizer, ThreadSanitizer
+ * and MemorySanitizer: F, a wrong result; E, an error of the shim; D, death; S, the sanitizer's
+ * report; -, by nothing that can be relied on. */
+struct seeded {
+    const char *name;
+    bug with;
+    const char *kernel, *caught;
+};
+
+static const seeded bugs[] = {
+    {"no_barrier", NO_BARRIER, "sample_softmax", "FFSS"},
+    {"no_barrier_before_reuse", NO_BARRIER_BEFORE_REUSE, "sample_softmax", "--S-"},
+    {"no_barrier_later", NO_BARRIER_LATER, "sample_softmax", "--S-"},
+    {"shared_past_end", SHARED_PAST_END, "sample_softmax", "-S--"},
+    {"no_warp_barrier", NO_WARP_BARRIER, "sample_reverse", "--S-"},
+    {"not_atomic", NOT_ATOMIC, "sample_histogram", "--S-"},
+    {"not_zeroed", NOT_ZEROED, "sample_histogram", "FFFS"},
+    {"relaxed_counter", RELAXED_COUNTER, "sample_total", "--S-"},
+    {"counted_too_early", COUNTED_TOO_EARLY, "sample_total", "--S-"},
+    {"counter_not_cleared", COUNTER_NOT_CLEARED, "sample_total", "FFFS"},
+    {"same_place", SAME_PLACE, "sample_total", "--S-"},
+    {"causal_mask", CAUSAL_MASK, "sample_attention", "FFFF"},
+    {"slot_past_end", SLOT_PAST_END, "sample_attention", "-S--"},
+    {"row_past_end", ROW_PAST_END, "sample_attention", "-S--"},
+    {"unwritten_lse", UNWRITTEN_LSE, "sample_attention", "FFFS"},
+    {"barrier_in_branch", BARRIER_IN_BRANCH, "sample_lost", "EEEE"},
+    {"gone_before_ballot", GONE_BEFORE_BALLOT, "sample_lost", "EEEE"},
+    {"stack_overflow", STACK_OVERFLOW, "sample_lost", "DSSS"},
+};
+
+#endif
