@@ -59,7 +59,18 @@ def of_files(texts: Iterable[str]) -> str:
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, those inside of quantised tensors instead of these."""
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        yield from _plain(name, value.detach())
+        yield from _plain(name, _loaded(model, name, value.detach()))
+
+
+def _loaded(model: Any, name: str, value: Tensor) -> Tensor:
+    """The tensor, or what accelerate puts in its place for the time of a forward pass."""
+    place, _, own = name.rpartition(".")
+    hook = getattr(model.get_submodule(place), "_hf_hook", None)
+    for one in getattr(hook, "hooks", [hook]):
+        weights = getattr(one, "weights_map", None)
+        if value.is_meta and weights is not None:
+            return torch.as_tensor(weights[own])
+    return value
 
 
 def _plain(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -72,7 +83,7 @@ def _plain(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Bytes of elements that are spread evenly; none of a tensor that is offloaded to disk."""
+    """Bytes of elements that are spread evenly; none of a tensor that is nowhere."""
     if tensor.is_meta or tensor.numel() == 0:
         return b""
     flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)

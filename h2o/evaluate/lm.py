@@ -116,6 +116,8 @@ class H2OLM(HFLM):
         if self.workers.world > 1 and kwargs["device"] == "cpu":
             PartialState(cpu=True)  # or accelerate would take another device where there is one
         super().__init__(pretrained, **kwargs)
+        if self._device.type == "meta":  # all is offloaded; accelerate takes inputs along
+            self._device = torch.device("cpu")
         # lm-eval would deal out rows by the process's number on its own machine. All processes go
         # through all rows instead, and share the forward passes.
         self._rank, self._world_size = 0, 1

@@ -194,7 +194,8 @@ class H2OCache(Cache):
 
         Args:
             model: the model that goes on, or its config, which has a shape but no weights.
-            device: where the tensors go; by default where the model is.
+            device: where the tensors go; by default where the model is. In a forward pass they
+                follow each layer to where it computes, for a model that is spread or offloaded.
 
         Errors: ValueError with the reason for a file that is truncated, edited, of a later version
         or of another model; OSError without one.
@@ -208,8 +209,8 @@ class H2OCache(Cache):
             trace=settings["trace"],
             compileable=settings["compileable"],
         )
-        device = getattr(model, "device", "cpu") if device is None else device
-        saved.fill(loaded.layers, content, {name: x.to(device) for name, x in tensors.items()})
+        where = saved.device_of(model) if device is None else device
+        saved.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
         loaded.conversation.copied = True
         return loaded
 

@@ -28,6 +28,7 @@ from h2o.hf.conversation import Conversation, columns_left
 from h2o.hf.kept import Kept
 from h2o.hf.report import LayerReport
 from h2o.hf.rollback import NO_RECORD, LastPass
+from h2o.hf.state import restore, state_of
 from h2o.hf.support import Unsupported
 from h2o.hf.trace import Trace
 from h2o.shares import levelled
@@ -87,6 +88,8 @@ class H2OLayer(CacheLayerMixin):
                 f"{key_states.shape[0]}: one cache is one batch of conversations, so use a new "
                 "H2OCache, or cache.reset()"
             )
+        elif self.keys.device != key_states.device:  # of a file, or the model has moved
+            restore(self, state_of(self).each(lambda x: x.to(key_states.device)))
         # A detached view is the cheapest one; where gradients are wanted the
         # graph must stay, so that attention can refuse them.
         key = key_states[:] if key_states.requires_grad else key_states.detach()

@@ -26,7 +26,7 @@ from h2o.installed import version
 from h2o.profile import Profile, difference, sample
 from h2o.shares import LayerShares
 
-__all__ = ["fill", "read", "write"]
+__all__ = ["device_of", "fill", "read", "write"]
 
 KIND = "h2o cache"
 LAYOUT = 1
@@ -95,6 +95,12 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return content, tensors
+
+
+def device_of(model: Any) -> Any:
+    """Where tensors for a model go at first: not where nothing is, as of one that is offloaded."""
+    device = torch.device(getattr(model, "device", "cpu"))  # a config has none
+    return "cpu" if device.type == "meta" else device
 
 
 def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM
 
 from h2o import H2OConfig
 from h2o.evaluate.lm import H2OLM
@@ -90,6 +91,19 @@ def test_small_budgets_are_not_hflm(lm, hflm, setting):
     want = numbers(hflm)[0]
     longest = max(range(len(PAIRS)), key=lambda i: len("".join(PAIRS[i])))
     assert (numbers(lm)[0] - want)[longest].abs() > 0.05
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open
+@pytest.mark.parametrize("protocol", ["simulate", "drop"])
+def test_a_model_on_the_disk(lm, folder, tokenizer, tmp_path, protocol):
+    """It has no device of its own."""
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        folder, device_map={"": "disk"}, offload_folder=tmp_path
+    )
+    ours = H2OLM(offloaded, tokenizer=tokenizer, batch_size=5)
+    for one in (lm, ours):
+        one.use(parse("h2o:4+4"), protocol)
+    assert numbers(ours, PAIRS[:5])[0].tolist() == numbers(lm, PAIRS[:5])[0].tolist()
 
 
 # ---- Batches and padding -----------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""Models of which accelerate keeps parts on the disk: same tokens, same fingerprint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from h2o import H2OCache, patched, simulated
+from h2o.evaluate import identity
+from h2o.models import embedded_folder
+from tests.hf.drive import feed, new_cache
+from tests.hf.tiny import batch, greedy, model, prompts
+from tests.inputs import drifting
+
+SMALL = {"heavy": 6, "recent": 6}
+PARTS = ("embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb")
+
+
+def spread(*on_disk):
+    """A device_map of the tiny llama."""
+    where = {f"model.{name}": "cpu" for name in PARTS} | {"lm_head": "cpu"}
+    return where | dict.fromkeys(on_disk, "disk")
+
+
+MAPS = {
+    "a layer": spread("model.layers.1"),
+    "layers and head": spread("model.layers.0", "model.layers.1", "lm_head"),
+    "all": {"": "disk"},
+}
+
+
+def everything(ours):
+    """Tokens of a cache and of patched(), logits of a simulation."""
+    inputs = batch(prompts(40, 33))
+    cache = H2OCache(ours.config, **SMALL)
+    tokens = [greedy(ours, inputs, 20, past_key_values=cache).tolist()]
+    with patched(ours, heavy=0.2, recent=0.1):
+        tokens.append(greedy(ours, inputs, 20).tolist())
+    with simulated(ours, **SMALL), torch.no_grad():
+        return tokens, ours(**inputs, use_cache=False).logits
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open
+@pytest.mark.parametrize("name", MAPS)
+def test_parts_on_the_disk(tmp_path, name):
+    plain = model("llama")
+    plain.save_pretrained(tmp_path / "model")
+    ours = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        attn_implementation="h2o",
+        device_map=MAPS[name],
+        offload_folder=tmp_path / "offloaded",
+    )
+    assert any(parameter.is_meta for parameter in ours.parameters())
+    (tokens, logits), (expected, wanted) = everything(ours), everything(plain)
+    assert tokens == expected
+    assert torch.equal(logits, wanted)
+    assert identity.of_model(ours) == identity.of_model(plain)
+    (ids,) = prompts(30)
+    cache = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        ours(ids[:, :24], past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors", ours)
+    loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
+    with torch.no_grad():
+        got, expected = (ours(ids[:, 24:], past_key_values=x).logits for x in (loaded, cache))
+    assert torch.equal(got, expected)
+
+
+def test_another_model_on_the_disk_is_another_one(tmp_path):
+    """Though its tensors have no numbers that could be told apart."""
+    found = set()
+    for factor in (1.0, 1.5):
+        ours = model("llama")
+        with torch.no_grad():
+            ours.lm_head.weight.mul_(factor)
+        ours.save_pretrained(tmp_path / str(factor))
+        offloaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / str(factor),
+            device_map={"": "disk"},
+            offload_folder=tmp_path / f"offloaded-{factor}",
+        )
+        found.add(identity.of_model(offloaded))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_what_is_held_follows_the_keys(trace):
+    """To the device of each layer, which a file does not know."""
+    cache = new_cache(**SMALL, trace=trace)
+    feed(cache, drifting(3, B=1, N=20), [20])
+    layer = cache.layers[0]
+    key = torch.empty(1, 2, 1, 8, device="meta")
+    layer.update(key, key)
+    tensors = [*filter(lambda x: x is not None, layer.slots), layer.keys, layer.values]
+    tensors += [layer.trace.real, layer.trace.left] if trace else []
+    assert {x.device.type for x in tensors} == {"meta"}
+    assert layer.seen == 20
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_default_model(tmp_path):
+    folder = str(embedded_folder())
+    config = AutoConfig.from_pretrained(folder, num_hidden_layers=4)
+    where = {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
+    where |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    where |= {"lm_head": "cpu"}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("The keeper of the lighthouse wrote a letter every evening. " * 6,
+                       return_tensors="pt")  # fmt: skip
+    tokens = []
+    for more in ({}, {"device_map": where, "offload_folder": tmp_path}):
+        ours = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, attn_implementation="h2o", **more
+        )
+        cache = H2OCache(ours.config, heavy=16, recent=16)
+        tokens.append(greedy(ours, inputs, 24, past_key_values=cache).tolist())
+    assert tokens[0] == tokens[1]
