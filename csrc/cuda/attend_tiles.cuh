@@ -39,6 +39,60 @@ DEVICE attend_unit open_attend(const h2o_attend_params *p, char *workspace, int6
     return u;
 }
 
+/* Which of `count` keys there are: what is added to their logits, else +infinity, which nothing
+ * adds. Returns whether there is any. */
+DEVICE bool load_bias(const attend_unit *u, bool stored, int64_t first, int count, float *biases) {
+    bool any = false;
+    if (threadIdx.x < (unsigned)count) {
+        const int64_t i = first + threadIdx.x;
+        float bias = INFINITY;
+        if (stored && i < u->slots && u->store.positions[i] >= 0) {
+            bias = u->store.bias ? u->store.bias[i] : 0.0f;
+        } else if (!stored && i < u->tokens) {
+            bias = 0.0f;
+        }
+        any = bias != INFINITY;
+        biases[threadIdx.x] = bias;
+    }
+    return block_any(any);
+}
+
+/* ---- What is written ----------------------------------------------------- */
+
+/* The outputs of pads among some columns. */
+DEVICE void clear_pads(const h2o_attend_params *p, int64_t b, int64_t h, int64_t first,
+                       int64_t columns) {
+    const int64_t size = h2o_dtype_size(p->out.dtype), D = p->dims.D;
+    const int64_t count = lower(columns, p->dims.Q - first);
+    for (int64_t i = threadIdx.x; i < count * D; i += blockDim.x) {
+        const int64_t q = first + i / D;
+        char *const out = (char *)h2o_at(&p->out, b, q, h) + i % D * p->out.stride[3] * size;
+        if (!is_token(&p->mask, b, q)) store_number(out, p->out.dtype, 0.0f);
+    }
+}
+
+/* The same of their scores; no more columns than threads. */
+DEVICE void clear_pad_scores(const h2o_attend_params *p, int64_t b, int64_t g, int64_t first,
+                             unsigned columns) {
+    const int64_t q = first + threadIdx.x;
+    if (threadIdx.x < columns && q < p->dims.Q && !is_token(&p->mask, b, q)) {
+        *(float *)h2o_at(&p->scores, b, g, q) = 0.0f;
+    }
+}
+
+/* Scores of keys: new ones begin with what they got; stored ones are added to. */
+DEVICE void write_sum(const attend_unit *u, bool stored, int64_t i, float bias, float sum) {
+    const h2o_attend_params *const p = u->p;
+    if (bias == INFINITY) return;
+    if (!stored) {
+        *(float *)h2o_at(&p->scores, u->b, u->g, u->columns[i]) = sum;
+    } else {
+        const float decay =
+            p->decay < 1.0f ? (float)pow((double)p->decay, (double)u->tokens) : 1.0f;
+        u->store.scores[i] = fmaf(u->store.scores[i], decay, sum);
+    }
+}
+
 /* ---- prepare ------------------------------------------------------------- */
 
 /* Lists the tokens of a row; of those after the first `most` none comes. */
@@ -97,24 +151,6 @@ DEVICE void load_stored_tile(float (*tile)[DEPTH + 4], const char *rows, int64_t
         UNROLL
         for (int j = 0; j < RUN; j++) tile[i / runs][d + j] = x[j];
     }
-}
-
-/* Which keys there are: what is added to their logits, else +infinity, which nothing adds. Returns
- * whether there is any. */
-DEVICE bool load_bias(const attend_unit *u, bool stored, int64_t first, float *biases) {
-    bool any = false;
-    if (threadIdx.x < ATTEND_TILE) {
-        const int64_t i = first + threadIdx.x;
-        float bias = INFINITY;
-        if (stored && i < u->slots && u->store.positions[i] >= 0) {
-            bias = u->store.bias ? u->store.bias[i] : 0.0f;
-        } else if (!stored && i < u->tokens) {
-            bias = 0.0f;
-        }
-        any = bias != INFINITY;
-        biases[threadIdx.x] = bias;
-    }
-    return block_any(any);
 }
 
 /* The products of PAIRS rows of one tile with FOURS of the other, LANES apart. */

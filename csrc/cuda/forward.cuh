@@ -75,7 +75,7 @@ DEVICE void forward_tile(const attend_unit *u, bool stored, int64_t first, int64
     const int row = threadIdx.x / LANES * PAIRS, column = threadIdx.x % LANES;
     const slot_store *const store = &u->store;
     float dots[PAIRS][FOURS];
-    if (!load_bias(u, stored, first, room->bias)) return;
+    if (!load_bias(u, stored, first, ATTEND_TILE, room->bias)) return;
     if (stored) {
         load_stored_tile<DEPTH>(room->columns, store->keys, store->key_stride, store->key_type,
                                 first, u->slots, p->dims.D);
@@ -119,17 +119,6 @@ DEVICE void write_queries(const attend_unit *u, int64_t h, int64_t query, float 
     }
 }
 
-/* The outputs of pads among ATTEND_TILE columns. */
-DEVICE void clear_pads(const h2o_attend_params *p, int64_t b, int64_t h, int64_t first) {
-    const int64_t size = h2o_dtype_size(p->out.dtype), D = p->dims.D;
-    const int64_t count = lower(ATTEND_TILE, p->dims.Q - first);
-    for (int64_t i = threadIdx.x; i < count * D; i += blockDim.x) {
-        const int64_t q = first + i / D;
-        char *const out = (char *)h2o_at(&p->out, b, q, h) + i % D * p->out.stride[3] * size;
-        if (!is_token(&p->mask, b, q)) store_number(out, p->out.dtype, 0.0f);
-    }
-}
-
 /* Grid: tiles of queries, H, B. */
 template <int DEPTH>
 DEVICE void forward_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
@@ -137,7 +126,7 @@ DEVICE void forward_block(const h2o_attend_params *p, char *workspace, unsigned 
     const int64_t query = (int64_t)(gridDim.x - 1 - blockIdx.x) * ATTEND_TILE; /* longest first */
     const int64_t h = blockIdx.y, b = blockIdx.z;
     const attend_unit u = open_attend(p, workspace, b, h / p->dims.R);
-    if (h2o_given(&p->mask)) clear_pads(p, b, h, query);
+    if (h2o_given(&p->mask)) clear_pads(p, b, h, query, ATTEND_TILE);
     if (query >= u.tokens) return;
     query_sums<DEPTH> sums = {};
     UNROLL

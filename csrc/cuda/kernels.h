@@ -13,7 +13,8 @@ enum {
     STEP_PARTS = 16,    /* ... in no more blocks than this */
     EVICT_THREADS = 256,
     ATTEND_THREADS = 128,
-    ATTEND_TILE = 32, /* queries, and keys, that a block looks at together */
+    ATTEND_TILE = 32, /* queries, and keys, that a block looks at together; */
+    MATRIX_ROWS = 64, /* by the tensor cores: those that stay with it */
     STEP_HEADS = 4,   /* query heads that go through the keys together */
     TEAM = 8,         /* threads that share a key */
     RUN = 8           /* elements of a row that a thread reads at a time */
@@ -102,6 +103,14 @@ H2O_INLINE unsigned cuda_prepare_shared(void) { return 4096; }
 H2O_INLINE unsigned cuda_attend_shared(unsigned depth) {
     const unsigned tile = ATTEND_TILE;
     return (unsigned)sizeof(float) * (2 * tile * (depth + 4) + tile * (tile + 4) + tile);
+}
+
+/* The same of 16-bit numbers; rows that pass by, and what a tile of sums has beside them. */
+H2O_INLINE int cuda_matrix_columns(int depth) { return depth > 128 ? 32 : 64; }
+
+H2O_INLINE unsigned cuda_matrix_shared(int depth) {
+    const int rows = MATRIX_ROWS + 2 * cuda_matrix_columns(depth);
+    return (unsigned)(rows * (depth + 8) * 2) + 3 * MATRIX_ROWS * (unsigned)sizeof(float);
 }
 
 /* ---- evict --------------------------------------------------------------- */

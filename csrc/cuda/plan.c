@@ -8,20 +8,42 @@ static void add_launch(cuda_plan *plan, const char *kernel, const void *params, 
         (cuda_launch){kernel, params, size, {(unsigned)x, (unsigned)y, (unsigned)z}, block, shared};
 }
 
+/* Whether all numbers are of the same 16 bits, as the tensor cores want them. */
+static bool fits_matrices(const h2o_attend_params *p) {
+    const h2o_dtype type = p->query.dtype;
+    const bool stored =
+        !p->has_slots || (p->slots.keys.dtype == type && p->slots.values.dtype == type);
+    return (type == H2O_F16 || type == H2O_BF16) && stored;
+}
+
+enum { KINDS = 3, SIZES = 3 };
+
+static const char *const forward_names[KINDS][SIZES] = {
+    {"h2o_cuda_forward_64", "h2o_cuda_forward_128", "h2o_cuda_forward_256"},
+    {"h2o_cuda_forward_f16_64", "h2o_cuda_forward_f16_128", "h2o_cuda_forward_f16_256"},
+    {"h2o_cuda_forward_bf16_64", "h2o_cuda_forward_bf16_128", "h2o_cuda_forward_bf16_256"},
+};
+
+static const char *const sums_names[KINDS][SIZES] = {
+    {"h2o_cuda_sums_64", "h2o_cuda_sums_128", "h2o_cuda_sums_256"},
+    {"h2o_cuda_sums_f16_64", "h2o_cuda_sums_f16_128", "h2o_cuda_sums_f16_256"},
+    {"h2o_cuda_sums_bf16_64", "h2o_cuda_sums_bf16_128", "h2o_cuda_sums_bf16_256"},
+};
+
 /* forward and sums, after somebody has prepared the rows. */
 static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
-    static const char *const names[][2] = {{"h2o_cuda_forward_64", "h2o_cuda_sums_64"},
-                                           {"h2o_cuda_forward_128", "h2o_cuda_sums_128"},
-                                           {"h2o_cuda_forward_256", "h2o_cuda_sums_256"}};
     const h2o_dims *const d = &params->dims;
-    const int size = d->D <= 64 ? 0 : d->D <= 128 ? 1 : 2;
-    const unsigned shared = cuda_attend_shared(64u << size);
-    const int64_t queries = cuda_ceil(d->Q, ATTEND_TILE);
-    const int64_t stored =
-        params->has_slots ? cuda_ceil(cuda_slots(&params->slots), ATTEND_TILE) : 0;
-    add_launch(plan, names[size][0], params, sizeof *params, queries, d->H, d->B, ATTEND_THREADS,
-               shared);
-    add_launch(plan, names[size][1], params, sizeof *params, stored + queries, d->G, d->B,
+    const bool matrices = fits_matrices(params);
+    const int kind = !matrices ? 0 : params->query.dtype == H2O_F16 ? 1 : 2;
+    const int size = d->D <= 64 ? 0 : d->D <= 128 ? 1 : 2, depth = 64 << size;
+    const int tile = matrices ? MATRIX_ROWS : ATTEND_TILE;
+    const unsigned shared =
+        matrices ? cuda_matrix_shared(depth) : cuda_attend_shared((unsigned)depth);
+    const int64_t queries = cuda_ceil(d->Q, tile);
+    const int64_t stored = params->has_slots ? cuda_ceil(cuda_slots(&params->slots), tile) : 0;
+    add_launch(plan, forward_names[kind][size], params, sizeof *params, queries, d->H, d->B,
+               ATTEND_THREADS, shared);
+    add_launch(plan, sums_names[kind][size], params, sizeof *params, stored + queries, d->G, d->B,
                ATTEND_THREADS, shared);
 }
 

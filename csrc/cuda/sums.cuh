@@ -29,19 +29,6 @@ DEVICE void add_attention(const attend_unit *u, bool stored, int64_t first, int6
     }
 }
 
-/* Scores of keys: new ones begin with what they got; stored ones are added to. */
-DEVICE void write_sum(const attend_unit *u, bool stored, int64_t i, float bias, float sum) {
-    const h2o_attend_params *const p = u->p;
-    if (bias == INFINITY) return;
-    if (!stored) {
-        *(float *)h2o_at(&p->scores, u->b, u->g, u->columns[i]) = sum;
-    } else {
-        const float decay =
-            p->decay < 1.0f ? (float)pow((double)p->decay, (double)u->tokens) : 1.0f;
-        u->store.scores[i] = fmaf(u->store.scores[i], decay, sum);
-    }
-}
-
 /* Grid: tiles of keys, stored ones first, G, B. */
 template <int DEPTH>
 DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
@@ -52,11 +39,8 @@ DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned cha
     const bool stored = blockIdx.x < before;
     const int64_t first = (stored ? blockIdx.x : blockIdx.x - before) * ATTEND_TILE;
     const int row = threadIdx.x / LANES * PAIRS, column = threadIdx.x % LANES;
-    const int64_t pad = first + threadIdx.x;
-    if (!stored && threadIdx.x < ATTEND_TILE && pad < p->dims.Q && !is_token(&p->mask, b, pad)) {
-        *(float *)h2o_at(&p->scores, b, g, pad) = 0.0f;
-    }
-    const bool any = load_bias(&u, stored, first, room->bias) && u.tokens > 0;
+    if (!stored) clear_pad_scores(p, b, g, first, ATTEND_TILE);
+    const bool any = load_bias(&u, stored, first, ATTEND_TILE, room->bias) && u.tokens > 0;
     float sum[PAIRS] = {};
     if (any && stored) {
         load_stored_tile<DEPTH>(room->rows, u.store.keys, u.store.key_stride, u.store.key_type,

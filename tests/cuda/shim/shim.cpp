@@ -165,8 +165,15 @@ bool shim_block(bool mine, int line) {
     return now.threads[self].any;
 }
 
+void shim_load_matrices(const uint64_t words[WARP], bool transposed);
+void shim_multiply(const uint64_t words[WARP]);
+
 static void answer_warp(const meeting *m, unsigned first) {
     uint64_t votes = 0;
+    if (m->operation == SHIM_MULTIPLY) return shim_multiply(m->words);
+    if (m->operation >= SHIM_MATRICES) {
+        return shim_load_matrices(m->words, m->operation == SHIM_TRANSPOSED);
+    }
     for (unsigned lane = 0; lane < WARP; lane++) votes |= (m->words[lane] & 1) << lane;
     for (unsigned lane = 0; lane < WARP; lane++) {
         now.threads[first + lane].answer =

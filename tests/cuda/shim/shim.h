@@ -73,7 +73,14 @@ extern "C" unsigned char *shim_shared(void);
 #define gridDim (shim_grid_size())
 #define DYN_SHARED(p) unsigned char *const p = shim_shared()
 
-enum shim_operation { SHIM_SYNC, SHIM_SHUFFLE, SHIM_BALLOT };
+enum shim_operation {
+    SHIM_SYNC,
+    SHIM_SHUFFLE,
+    SHIM_BALLOT,
+    SHIM_MATRICES, /* matrix.cpp, from here on: a word is a pointer to what a lane gives */
+    SHIM_TRANSPOSED,
+    SHIM_MULTIPLY
+};
 
 /* The wait for all threads of a block, and for the lanes of a warp, each with a word. All have to
  * come from the same line. */
@@ -130,6 +137,55 @@ DEVICE uint32_t count_release(uint32_t *counter) { return shim_count<__ATOMIC_AC
 extern "C" void shim_misaligned(const void *p);
 DEVICE void check_alignment(const void *p) {
     if ((uintptr_t)p % 16) shim_misaligned(p);
+}
+
+/* ---- Matrices ------------------------------------------------------------ */
+
+struct shim_rows { /* of load_matrices */
+    uint32_t row[4];
+    uint32_t *to;
+};
+
+struct shim_product {
+    float *c;
+    const uint32_t *a, *b;
+    float (*widen)(uint16_t);
+};
+
+/* Each lane reads its own row, so that a sanitizer blames the right one. */
+DEVICE void shim_load(shim_operation operation, uint32_t r[4], const void *row, int line) {
+    shim_rows mine = {{}, r};
+    check_alignment(row);
+    memcpy(mine.row, row, sizeof mine.row);
+    shim_warp(operation, (uintptr_t)&mine, 0, line);
+}
+
+DEVICE void load_matrices(uint32_t r[4], const void *row, int line = __builtin_LINE()) {
+    shim_load(SHIM_MATRICES, r, row, line);
+}
+
+DEVICE void load_transposed(uint32_t r[4], const void *row, int line = __builtin_LINE()) {
+    shim_load(SHIM_TRANSPOSED, r, row, line);
+}
+
+DEVICE void multiply_bf16(float c[4], const uint32_t a[4], const uint32_t b[2],
+                          int line = __builtin_LINE()) {
+    const shim_product mine = {c, a, b, float_from_bf16};
+    shim_warp(SHIM_MULTIPLY, (uintptr_t)&mine, 0, line);
+}
+
+DEVICE void multiply_f16(float c[4], const uint32_t a[4], const uint32_t b[2],
+                         int line = __builtin_LINE()) {
+    const shim_product mine = {c, a, b, float_from_f16};
+    shim_warp(SHIM_MULTIPLY, (uintptr_t)&mine, 0, line);
+}
+
+DEVICE uint32_t pack_bf16(float low, float high) {
+    return bf16_from_float(low) | (uint32_t)bf16_from_float(high) << 16;
+}
+
+DEVICE uint32_t pack_f16(float low, float high) {
+    return f16_from_float(low) | (uint32_t)f16_from_float(high) << 16;
 }
 
 #endif

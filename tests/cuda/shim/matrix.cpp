@@ -1,0 +1,47 @@
+/* matrix.cpp - what the lanes of a warp do to matrices together (PTX ISA, "Matrix fragments for
+ * mma.m16n8k16" and "ldmatrix"). */
+#include "shim.h"
+
+enum { WARP = 32 };
+
+static uint16_t half_of(const uint32_t *words, int i) {
+    return (uint16_t)(words[i / 2] >> 16 * (i % 2));
+}
+
+void shim_load_matrices(const uint64_t words[WARP], bool transposed) {
+    const auto row = [&](int matrix, int i) {
+        return ((const shim_rows *)(uintptr_t)words[8 * matrix + i])->row;
+    };
+    for (int lane = 0; lane < WARP; lane++) {
+        uint32_t *const to = ((const shim_rows *)(uintptr_t)words[lane])->to;
+        const int i = lane / 4, j = 2 * (lane % 4);
+        for (int m = 0; m < 4; m++) {
+            const uint16_t low = transposed ? half_of(row(m, j), i) : half_of(row(m, i), j);
+            const uint16_t high =
+                transposed ? half_of(row(m, j + 1), i) : half_of(row(m, i), j + 1);
+            to[m] = low | (uint32_t)high << 16;
+        }
+    }
+}
+
+/* Of a's registers the second and fourth are 8 rows, the last two 8 columns further on. */
+void shim_multiply(const uint64_t words[WARP]) {
+    float a[16][16], b[16][8];
+    for (int lane = 0; lane < WARP; lane++) {
+        const shim_product *const p = (const shim_product *)(uintptr_t)words[lane];
+        const int i = lane / 4, j = 2 * (lane % 4);
+        for (int e = 0; e < 8; e++) {
+            a[i + e / 2 % 2 * 8][j + e % 2 + e / 4 * 8] = p->widen(half_of(p->a, e));
+        }
+        for (int e = 0; e < 4; e++) b[j + e % 2 + e / 2 * 8][i] = p->widen(half_of(p->b, e));
+    }
+    for (int lane = 0; lane < WARP; lane++) {
+        float *const c = ((const shim_product *)(uintptr_t)words[lane])->c;
+        for (int e = 0; e < 4; e++) {
+            const int row = lane / 4 + e / 2 * 8, column = 2 * (lane % 4) + e % 2;
+            float sum = c[e];
+            for (int k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
+            c[e] = sum;
+        }
+    }
+}
