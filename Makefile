@@ -138,7 +138,7 @@ $(CUDA)/test_shim.o: tests/cuda/test_shim.cpp tests/cuda/seeded.h tests/cuda/shi
 	@mkdir -p $(@D)
 	$(CUDA_CXX) -Itests/cuda/shim -c $< -o $@
 
-$(CUDA)/test_shim: $(CUDA)/test_shim.o $(CUDA)/fiber.o $(CUDA)/shim.o
+$(CUDA)/test_shim: $(addprefix $(CUDA)/,test_shim.o fiber.o shim.o matrix.o)
 	$(CUDA_CXX) $^ -o $@
 
 # The package, with its core linked like that.
