@@ -100,8 +100,14 @@ static int parse_policy(PyObject *const *args, h2o_policy *policy) {
     return weighted < 0 ? -1 : 0;
 }
 
+/* A given number is above 0, which in h2o_policy says that there is none. */
 static int parse_merge(PyObject *object, h2o_policy *policy) {
-    return object == Py_None ? 0 : parse_float("merge", object, &policy->merge);
+    if (object == Py_None) return 0;
+    if (parse_float("merge", object, &policy->merge) < 0) return -1;
+    if (policy->merge > 0.0f) return 0;
+    PyErr_Format(PyExc_ValueError, "merge: is %.100R, wanted a cosine between 0 and 1, or None",
+                 object);
+    return -1;
 }
 
 enum { SLOTS_FIELDS = 11 };

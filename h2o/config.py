@@ -68,7 +68,8 @@ class H2OConfig:
     merge: float | None = None
     """A cosine between 0 and 1. A key that leaves goes into the key that stays whose cosine with
     it is the highest and higher than this, instead of being dropped; a slot then stands for several
-    keys (compare Wan et al., "D2O", 2024; 0.85 in our measurements). None: all are dropped."""
+    keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/evaluation.md, "At
+    equal bytes". None: all are dropped."""
     kv_dtype: str | None = None
     """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits

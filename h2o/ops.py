@@ -245,7 +245,8 @@ def simulate(
     Equal to feeding the first `prompt[b]` tokens of each row through `attend` and
     `evict`, and each later one through `step`. A dropped key never returns, so
     the whole history is one number per key: row i sees key j exactly when
-    j <= i < evicted_at[j] and j is no pad.
+    j <= i < evicted_at[j] and j is no pad. With `merge` that is when a key leaves its own slot: the
+    rows after see what it has become part of.
 
     Args:
         query: [B, H, Q, D], all Q tokens of the text.

@@ -195,11 +195,13 @@ def observations(a: Analysis) -> list[tuple[str, str, str]]:
             )
         )
     mass = np.stack([a.retained_mass(layer) for layer in a.layers]).mean(1)
+    note = "" if a.config.merge is None else "; keys that were merged count as gone"
     table.append(
         (
             f"What does a cache of {budget(a)} retain of the attention?",
             "a fifth of the keys is enough",
-            f"{100 * mass.mean():.1f}% (layers {100 * mass.min():.1f}% to {100 * mass.max():.1f}%)",
+            f"{100 * mass.mean():.1f}% (layers {100 * mass.min():.1f}% to {100 * mass.max():.1f}%)"
+            + note,
         )
     )
     return table

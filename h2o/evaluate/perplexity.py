@@ -100,9 +100,10 @@ def compare(
 
 MASS = {"simulate": "retained_mass", "drop": "share_held"}
 """What is told of attention, by layer. In simulation: the share of a full cache's
-attention that falls on keys still held (`h2o.Simulation.retained_mass`), mean over heads. By the
-real cache, which no longer has the others: the share of the attention given that went to
-keys held at the end (1 - `share_evicted` of `H2OCache.report`)."""
+attention that falls on keys still held (`h2o.Simulation.retained_mass`), mean over heads; a merged
+key counts as gone, which the table says. By the real cache, which no longer has the others: the
+share of the attention given that went to keys held at the end (1 - `share_evicted` of
+`H2OCache.report`)."""
 
 
 def measured(
@@ -141,19 +142,24 @@ def by_cache(
 ) -> tuple[Tensor, dict[int, float]]:
     """(loss of tokens 1 to n-1 of ids [1, n], share held by layer), token by token."""
     cache = H2OCache(model.config, setting.config, prompt_length=ids.shape[1])
+    logits = [*read(model, cache, ids[:, :prompt_len]), *read(model, cache, ids[:, prompt_len:], 1)]
+    own = [layer for layer in cache.report().layers if layer.kind == "h2o"]
+    held = {layer.layer: 1 - layer.share_evicted for layer in own}
+    return _loss(torch.cat(logits, dim=1), ids), held
+
+
+def read(model: Any, cache: H2OCache, ids: Tensor, tokens: int | None = None) -> list[Tensor]:
+    """Logits [1, n, vocabulary] of ids [1, N], all in one pass or so many tokens in each."""
     before = model.config._attn_implementation
     model.set_attn_implementation("h2o")
     try:
         with torch.no_grad():
-            chunks = [ids[:, :prompt_len], *ids[:, prompt_len:].split(1, dim=1)]
-            logits = [
-                model(chunk, past_key_values=cache, use_cache=True).logits for chunk in chunks
+            return [
+                model(chunk, past_key_values=cache, use_cache=True).logits
+                for chunk in ids.split(tokens or ids.shape[1], dim=1)
             ]
     finally:
         model.set_attn_implementation(before)
-    own = [layer for layer in cache.report().layers if layer.kind == "h2o"]
-    held = {layer.layer: 1 - layer.share_evicted for layer in own}
-    return _loss(torch.cat(logits, dim=1), ids), held
 
 
 def _loss(logits: Tensor, ids: Tensor) -> Tensor:
@@ -227,4 +233,6 @@ def as_table(results: dict[Setting, list[dict[str, Any]]], protocol: str) -> str
             ]
         )
     header = ["setting", "kept", "tokens", "perplexity", "nats lost", name, "lowest layer", "time"]
-    return "\n".join([table(header, rows), *footnote(results)])
+    merges = protocol == "simulate" and any(setting.config.merge for setting in results)
+    notes = [f"{name}: keys that were merged count as gone"] if merges else []
+    return "\n".join([table(header, rows), *footnote(results), *notes])

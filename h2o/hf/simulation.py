@@ -3,7 +3,8 @@
 Log-likelihoods and perplexities need the output at every token. A real cache gives them token
 by token; `simulated` gives the same from a single forward, because a key that is dropped never
 returns: every row attends to what the cache would have held when it came to that row
-(`h2o.ops.simulate`). Nothing is dropped and nothing is saved; it is for measuring.
+(`h2o.ops.simulate`), and with `merge` to what keys had become by then. Nothing is dropped and
+nothing is saved; it is for measuring.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the padded batch.
 """
@@ -135,7 +136,8 @@ class Simulation:
 
         The mean over the row's tokens of the softmax over all tokens before, summed over those
         that were seen; see `h2o.hf.variants.retained_mass`. With `per_token` [B, H, N]: what each
-        token retains, NaN for a pad.
+        token retains, NaN for a pad. A key that was merged counts as gone, though a part of it
+        lives on: with `merge` this says too little.
         """
         mass = _asked_for(self._mass, "mass")[layer_idx]
         return mass if per_token else mass.nanmean(-1)

@@ -16,6 +16,8 @@ __all__ = ["Trace"]
 class Trace:
     """The history of one layer: one number per key, because an evicted key never returns.
 
+    Not to a slot of its own: one that was merged lives on in another's, and counts as evicted.
+
     Columns are places in the padded batch, positions count a row's real tokens.
     """
 

@@ -96,6 +96,7 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
     out = np.zeros((B, n, H, D), dtype)
     scores = rng.uniform(0, 1, (B, G, n)).astype(np.float32)
     policy = {"sinks": 0, "rank_by": "mean", "decay": 0.9, "value_weighted": weighted}
+    policy |= {"merge": None}
     logits = {"scale": 0.3, "softcap": 2.0}
     state = slots(dtype=dtype, norms=weighted)
     fields = STATE + (("norms",) if weighted else ())

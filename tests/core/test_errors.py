@@ -186,6 +186,8 @@ SCALARS = [
     *[("rank_by", wrong, ValueError) for wrong in ("", "summ", "SUM", "\N{SNOWMAN}", "\ud800")],
     *[("rank_by", wrong, TypeError) for wrong in (None, b"sum", 0)],
     *[("value_weighted", wrong, ValueError) for wrong in (np.ones(2),)],
+    *[("merge", wrong, ValueError) for wrong in (0, -0.0, 1e-60, -0.5, 1, 1.5, NAN, INFINITE)],
+    *[("merge", wrong, TypeError) for wrong in ("1", [])],
 ]
 
 
@@ -209,7 +211,7 @@ class Shouting:
         raise ZeroDivisionError("shout")
 
 
-@pytest.mark.parametrize("scalar", ["scale", "softcap", "sinks", "decay"])
+@pytest.mark.parametrize("scalar", ["scale", "softcap", "sinks", "decay", "merge"])
 def test_exceptions_of_scalars_pass(scalar, refused):
     refused(make("step").put(scalar, Shouting()), ZeroDivisionError, "^shout$")
 

@@ -202,14 +202,17 @@ DEVICES_AND_MORE = {**DEVICES, (1, 1): "CPU device 1"}
 def test_devices_without_kernels(name, device, refused):
     """Checked as on any other, and only then refused."""
     call = make(name)
-    producers = []
+    producers = {}
     for tensor in call.tensors():
         array = call.get(tensor)
-        producers.append(Producer(array, device_type=device[0], device_id=device[1]))
-        call = call.put(tensor, producers[-1])
+        producers[tensor] = Producer(array, device_type=device[0], device_id=device[1])
+        call = call.put(tensor, producers[tensor])
     text = f"^(query|keys): is on .*{DEVICES[device]}, for which this build"
     refused(call, RuntimeError, text)
-    assert {producer.deleted for producer in producers} <= {0, 1}
+    # Each tensor was looked at and given back, once.
+    once = {tensor: int(calls.used(name, tensor)) for tensor in producers}
+    assert {tensor: len(producer.given) for tensor, producer in producers.items()} == once
+    assert {tensor: producer.deleted for tensor, producer in producers.items()} == once
     refused(call.put("decay", 2.0), ValueError, "^decay: is 2")
 
 

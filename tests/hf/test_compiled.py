@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -116,21 +118,28 @@ def test_what_the_operation_says_of_itself():
     compiled.register()
     text = drifting(3, B=2, N=12)
     query, keys, values = (torch.from_numpy(x) for x in text)
-    for kind in ({}, {"value_weighted": True}, {"kv_dtype": "int8"}):
-        for capacity in (8, [8, 5]):
-            slots = ops.new_slots(keys, capacity, 2, 2, **kind)
-            weighted = kind.get("value_weighted", False)
-            _, scores = ops.attend(query[:, :, :11], keys[:, :, :11], values[:, :, :11])
-            ops.evict(keys[:, :, :11], values[:, :, :11], scores, slots, value_weighted=weighted)
-            torch.library.opcheck(
-                torch.ops.h2o.step.default,
-                (query[:, :, 11:], keys[:, :, 11:], values[:, :, 11:], *slots),
-                {
-                    "mask": None, "scale": None, "softcap": 0.0, "sinks": 0, "rank_by": "sum",
-                    "decay": 1.0, "value_weighted": weighted, "merge": None,
-                },
-                test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
-            )  # fmt: skip
+    stores = ({}, {"value_weighted": True}, {"kv_dtype": "int8"}, {"merge": True})
+    for kind, capacity in itertools.product(stores, (8, [8, 5])):
+        slots = ops.new_slots(keys, capacity, 2, 2, **kind)
+        policy = {
+            "value_weighted": kind.get("value_weighted", False),
+            "merge": 0.2 if "merge" in kind else None,
+        }
+        _, scores = ops.attend(query[:, :, :11], keys[:, :, :11], values[:, :, :11])
+        ops.evict(keys[:, :, :11], values[:, :, :11], scores, slots, **policy)
+        if "merge" in kind:  # a step that merges writes to the bias, which the check is about
+            moved = ops.Slots(*(None if x is None else x.clone() for x in slots))
+            ops.step(query[:, :, 11:], keys[:, :, 11:], values[:, :, 11:], moved, **policy)
+            assert not torch.equal(moved.bias, slots.bias)
+        torch.library.opcheck(
+            torch.ops.h2o.step.default,
+            (query[:, :, 11:], keys[:, :, 11:], values[:, :, 11:], *slots),
+            {
+                "mask": None, "scale": None, "softcap": 0.0, "sinks": 0, "rank_by": "sum",
+                "decay": 1.0, **policy,
+            },
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
