@@ -64,6 +64,7 @@ DEVICE void clear_pads(const h2o_attend_params *p, int64_t b, int64_t h, int64_t
                        int64_t columns) {
     const int64_t size = h2o_dtype_size(p->out.dtype), D = p->dims.D;
     const int64_t count = lower(columns, p->dims.Q - first);
+    ROLLED
     for (int64_t i = threadIdx.x; i < count * D; i += blockDim.x) {
         const int64_t q = first + i / D;
         char *const out = (char *)h2o_at(&p->out, b, q, h) + i % D * p->out.stride[3] * size;
@@ -105,6 +106,7 @@ DEVICE void prepare_row(const h2o_view *mask, const h2o_dims *d, float decay, in
         d->Q, 0, room, [&](int64_t q) { return is_token(mask, b, q); },
         [&](int64_t q, int64_t place) { columns[place] = (int32_t)q; });
     const int64_t tokens = lower(found, most);
+    ROLLED
     for (int64_t i = threadIdx.x; i < tokens; i += blockDim.x) {
         const double after = (double)(tokens - 1 - i);
         weights[i] = decay < 1.0f ? (float)pow((double)decay, after) : 1.0f;
@@ -129,6 +131,7 @@ DEVICE void load_given_tile(float (*tile)[DEPTH + 4], const attend_unit *u, cons
                             int64_t h, int64_t first) {
     const int runs = DEPTH / RUN;
     const int64_t D = u->p->dims.D;
+    ROLLED
     for (int i = threadIdx.x; i < ATTEND_TILE * runs; i += blockDim.x) {
         const int64_t token = first + i / runs, d = i % runs * RUN;
         float x[RUN] = {};
@@ -144,6 +147,7 @@ template <int DEPTH>
 DEVICE void load_stored_tile(float (*tile)[DEPTH + 4], const char *rows, int64_t stride,
                              h2o_dtype type, int64_t first, int64_t count, int64_t D) {
     const int runs = DEPTH / RUN;
+    ROLLED
     for (int i = threadIdx.x; i < ATTEND_TILE * runs; i += blockDim.x) {
         const int64_t row = first + i / runs, d = i % runs * RUN;
         float x[RUN] = {};

@@ -17,6 +17,7 @@
 #ifdef __CUDACC__
 
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1") /* whose bodies are long and whose time does not count */
 
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_METHOD __device__ __forceinline__

@@ -51,10 +51,12 @@ DEVICE void move_candidate(const evict_unit *u, int64_t i, int64_t to) {
 
 DEVICE void move_all(const evict_unit *u, int64_t moves, int64_t kept) {
     const slot_store *const store = &u->store;
+    ROLLED
     for (int64_t m = threadIdx.x / 32; m < moves; m += blockDim.x / 32) {
         move_candidate(u, u->sources[m], u->holes[m]);
     }
     sync_block();
+    ROLLED
     for (int64_t s = kept + threadIdx.x; s < u->head.slots; s += blockDim.x) {
         store->positions[s] = -1;
         store->scores[s] = 0.0f;
@@ -75,9 +77,11 @@ DEVICE int64_t list_leavers(const evict_unit *u, int64_t *stored, select_room *r
         slots, 0, room, [&](int64_t s) { return u->marks[s] == LEAVES; },
         [&](int64_t s, int64_t place) { u->sources[place] = (int32_t)s; });
     *stored = lower(found, lower(slots, u->Q)); /* as many as come, unless somebody interfered */
+    ROLLED
     for (int64_t i = threadIdx.x / 32; i < *stored; i += warps) {
         const int32_t slot = u->sources[i], position = store->positions[slot];
         int32_t earlier = 0;
+        ROLLED
         for (int64_t j = threadIdx.x % 32; j < *stored; j += 32) {
             const int32_t other = store->positions[u->sources[j]];
             earlier += other < position || (other == position && j < i);
@@ -158,6 +162,7 @@ DEVICE int64_t evict_head(const evict_unit *u) {
     if (h2o_merges(u->policy)) {
         leaving = list_leavers(u, &stored, room.select);
     } else {
+        ROLLED
         for (int64_t i = threadIdx.x; i < candidates(u); i += blockDim.x) {
             if (u->marks[i] == LEAVES) lost += (double)score_of(u, i);
         }

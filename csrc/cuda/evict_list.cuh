@@ -102,6 +102,7 @@ DEVICE float norm_of_candidate(const evict_unit *u, int64_t i) {
 
 /* Numbers the new tokens, no more than u->tokens; returns how many there are. */
 DEVICE int64_t order_tokens(const evict_unit *u, select_room *room) {
+    ROLLED
     for (int64_t q = threadIdx.x; q < u->Q; q += blockDim.x) u->order[q] = -1;
     sync_block();
     const int64_t most = u->tokens;
@@ -114,6 +115,7 @@ DEVICE int64_t order_tokens(const evict_unit *u, select_room *room) {
 DEVICE void new_norms(const evict_unit *u) {
     if (!u->policy->value_weighted) return;
     const int warps = blockDim.x / 32;
+    ROLLED
     for (int64_t q = threadIdx.x / 32; q < u->Q; q += warps) {
         const float norm = norm_of(row_of(u->values, u->b, u->g, q), u->D);
         if (threadIdx.x % 32 == 0) u->norms[q] = norm;
@@ -123,6 +125,7 @@ DEVICE void new_norms(const evict_unit *u) {
 /* Marks all candidates and gives them keys; returns how many there are. */
 DEVICE int64_t list_candidates(const evict_unit *u, const h2o_ranking *ranking, select_room *room) {
     double mine = 0.0;
+    ROLLED
     for (int64_t i = threadIdx.x; i < candidates(u); i += blockDim.x) {
         const bool is = is_new(u, i) ? u->order[column_of(u, i)] >= 0 : u->store.positions[i] >= 0;
         u->marks[i] = is ? LEAVES : NOBODY;
@@ -150,6 +153,7 @@ DEVICE int64_t choose(const evict_unit *u, int64_t n, int64_t budget, select_roo
                                      [&](int64_t i) { return ~(uint32_t)position_of(u, i); });
     }
     double mine = 0.0;
+    ROLLED
     for (int64_t i = threadIdx.x; i < candidates(u); i += blockDim.x) {
         if (!all(i)) continue;
         const uint32_t key = u->rank_keys[i];

@@ -106,13 +106,13 @@ DEVICE void write_queries(const attend_unit *u, int64_t h, int64_t query, float 
     UNROLL
     for (int i = 0; i < PAIRS; i++) {
         const int64_t token = query + row + i;
-        const float total = lanes_sum(sums->total[i]);
+        const float total = lanes_sum(sums->total[i]), inverse = 1.0f / total;
         if (token >= u->tokens) continue;
         char *const out = (char *)h2o_at(&p->out, u->b, u->columns[token], h);
         UNROLL
         for (int k = 0; k < DEPTH / LANES; k++) {
             const int64_t d = k / 4 * 4 * LANES + column * 4 + k % 4;
-            const float x = sums->output[i][k] / total;
+            const float x = sums->output[i][k] * inverse;
             if (d < p->dims.D) store_number(out + d * p->out.stride[3] * size, p->out.dtype, x);
         }
         if (column == 0) logs[token] = sums->top[i] + logf(total);

@@ -131,21 +131,21 @@ DEVICE void matrix_forward_tile(const attend_unit *u, bool stored, int64_t first
     sync_block();
 }
 
-template <int DEPTH>
+template <int DEPTH, h2o_dtype TYPE>
 DEVICE void write_matrix(const attend_unit *u, int64_t h, int64_t query, float *logs,
                          const matrix_sums<DEPTH> *sums) {
     const h2o_attend_params *const p = u->p;
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int64_t token = query + warp_row() + lane_row() + 8 * i;
-        const float total = quad_sum(sums->total[i]);
+        const float total = quad_sum(sums->total[i]), inverse = 1.0f / total;
         if (token >= u->tokens) continue;
         char *const out = (char *)h2o_at(&p->out, u->b, u->columns[token], h);
         UNROLL
         for (int k = 0; k < DEPTH / 4; k++) {
             const int64_t d = k / 2 * 8 + lane_column() + k % 2;
-            const float x = sums->output[k / 2][2 * i + k % 2] / total;
-            if (d < p->dims.D) store_number(out + 2 * d * p->out.stride[3], p->out.dtype, x);
+            const float x = sums->output[k / 2][2 * i + k % 2] * inverse;
+            if (d < p->dims.D) store_number(out + 2 * d * p->out.stride[3], TYPE, x);
         }
         if (lane_column() == 0) logs[token] = sums->top[i] + logf(total);
     }
@@ -171,7 +171,7 @@ DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned
     for (int64_t i = 0; i < lower(query + MATRIX_ROWS, u.tokens); i += columns) {
         matrix_forward_tile<DEPTH, TYPE>(&u, false, i, query, room, &sums);
     }
-    write_matrix<DEPTH>(&u, h, query, (float *)u.logs + h * p->dims.Q, &sums);
+    write_matrix<DEPTH, TYPE>(&u, h, query, (float *)u.logs + h * p->dims.Q, &sums);
 }
 
 #endif

@@ -61,6 +61,7 @@ template <int DEPTH, h2o_dtype TYPE, typename ROW>
 DEVICE bool load_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], int rows, int64_t D, ROW row) {
     const int runs = DEPTH / RUN;
     bool finite = true;
+    ROLLED
     for (int i = threadIdx.x; i < rows * runs; i += blockDim.x) {
         const int d = i % runs * RUN;
         const element_ref from = row(i / runs);

@@ -39,6 +39,7 @@ DEVICE neighbour warp_neighbour(neighbour mine) {
 
 /* All elements of a stored row, by the threads of a block; a sync_block makes them visible. */
 DEVICE void read_floats(const char *row, h2o_dtype type, int64_t D, float *x) {
+    ROLLED
     for (int64_t d = threadIdx.x * RUN; d < D; d += blockDim.x * RUN) {
         float run[RUN];
         load_stored(row, type, d, D, run);
@@ -87,6 +88,7 @@ DEVICE void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D)
         make_row(row, stored, element_ref{(const char *)x, H2O_F32, 1}, D);
         return;
     }
+    ROLLED
     for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
         ((uint16_t *)row)[d] = stored == H2O_F16 ? float_to_f16(x[d]) : float_to_bf16(x[d]);
     }
@@ -95,6 +97,7 @@ DEVICE void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D)
 /* x = own * row + other * leaving, which then is what the row holds; a warp's. */
 DEVICE void merge_row(char *row, h2o_dtype type, const h2o_merged *both, const float *leaving,
                       int64_t D, float *x) {
+    ROLLED
     for (int64_t d = threadIdx.x % 32 * RUN; d < D; d += 32 * RUN) {
         float mine[RUN];
         load_stored(row, type, d, D, mine);

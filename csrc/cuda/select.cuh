@@ -21,6 +21,7 @@ typedef struct {
 template <typename PICKS, typename EMIT>
 DEVICE int64_t compact(int64_t n, int64_t first, select_room *room, PICKS picks, EMIT emit) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    ROLLED
     for (int64_t base = 0; base < n; base += blockDim.x) {
         const int64_t i = base + threadIdx.x;
         const bool picked = i < n && picks(i);
@@ -51,9 +52,11 @@ DEVICE uint32_t nth_highest(int64_t n, int64_t nth, int64_t *among, select_room 
     }
     uint32_t mask = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
+        ROLLED
         for (int i = threadIdx.x; i < SELECT_BINS; i += blockDim.x) room->bins[i] = 0;
         sync_block();
         const uint32_t known = room->known;
+        ROLLED
         for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
             if (!picks(i)) continue;
             const uint32_t k = key(i);

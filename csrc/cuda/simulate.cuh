@@ -122,9 +122,11 @@ DEVICE float *final_score(const simulate_head *h, int64_t column) {
 DEVICE void clear_head(simulate_head *h, select_room *room) {
     const h2o_simulate_params *const p = h->p;
     const slot_store *const store = &h->cut.store;
+    ROLLED
     for (int64_t q = threadIdx.x; q < p->dims.Q; q += blockDim.x) {
         *evicted_at(h, q) = is_token(&p->mask, h->b, q) ? (int32_t)p->dims.Q : 0;
     }
+    ROLLED
     for (int64_t s = threadIdx.x; s < h->cut.head.slots; s += blockDim.x) {
         store->positions[s] = -1;
         store->scores[s] = 0.0f;
@@ -141,10 +143,12 @@ DEVICE void cut_prompt(const simulate_head *h) {
     const slot_store *const store = &h->cut.store;
     evict_head(&h->cut);
     const int32_t gone = h->columns[h->dense - 1] + 1;
+    ROLLED
     for (int64_t i = threadIdx.x; i < h->dense; i += blockDim.x) {
         *evicted_at(h, h->columns[i]) = gone;
     }
     sync_block();
+    ROLLED
     for (int64_t s = threadIdx.x; s < h->cut.head.slots; s += blockDim.x) {
         const int32_t position = store->positions[s];
         if (position >= 0) *evicted_at(h, h->columns[position]) = (int32_t)h->p->dims.Q;
@@ -190,6 +194,7 @@ KERNEL(h2o_cuda_simulate, h2o_simulate_params) {
     const int64_t unit = h.b * p->dims.G + h.g;
     select_room *const select = (select_room *)room;
     double mine = 0.0;
+    ROLLED
     for (int64_t q = threadIdx.x; q < p->dims.Q; q += blockDim.x) {
         mine += is_token(&p->mask, h.b, q);
     }
@@ -202,6 +207,7 @@ KERNEL(h2o_cuda_simulate, h2o_simulate_params) {
     if (h.tokens == 0) return;
     cut_prompt(&h);
     for (int64_t i = h.dense; i < h.tokens; i++) take_step(&h, i, (float *)room);
+    ROLLED
     for (int64_t s = threadIdx.x; s < h.cut.head.slots; s += blockDim.x) {
         const int32_t position = h.cut.store.positions[s];
         if (position >= 0) *final_score(&h, h.columns[position]) = h.cut.store.scores[s];

@@ -13,6 +13,7 @@
 
 /* What each part's exponentials are to be multiplied by, in the place of its highest logit. */
 DEVICE void step_factors(const step_unit *u) {
+    ROLLED
     for (int64_t r = threadIdx.x; r < u->R; r += blockDim.x) {
         float top = -INFINITY, total = 0.0f;
         for (int64_t c = 0; c < u->parts; c++) top = fmaxf(top, u->tops[c * u->R + r]);
@@ -32,6 +33,7 @@ DEVICE void write_output(const step_unit *u, int64_t r, int64_t d, float x) {
 }
 
 DEVICE void step_outputs(const step_unit *u) {
+    ROLLED
     for (int64_t i = threadIdx.x; i < u->R * u->D; i += blockDim.x) {
         float sum = 0.0f;
         for (int64_t c = 0; c < u->parts; c++) {
@@ -67,6 +69,7 @@ DEVICE h2o_candidate step_scores(const step_unit *u, const h2o_ranking *ranking,
     const slot_store *const store = &u->store;
     const int64_t each = part_slots(u);
     h2o_candidate worst = {UINT32_MAX, 0, -1};
+    ROLLED
     for (int64_t s = threadIdx.x; s < u->slots; s += blockDim.x) {
         const float *const factors = u->tops + s / each * u->R;
         float sum = 0.0f;
@@ -109,6 +112,7 @@ DEVICE h2o_departure step_evict(const step_unit *u, const h2o_ranking *ranking, 
     if (leaves && h2o_merges(u->policy)) merged = step_merge(u, ranking, slot, room, found);
     const int32_t rank = leaves && u->ranks ? u->ranks[slot] : 0;
     sync_block(); /* all have read what now changes */
+    ROLLED
     for (int64_t s = threadIdx.x; leaves && u->ranks && s < u->slots; s += blockDim.x) {
         if (s != slot && u->ranks[s] > rank) u->ranks[s]--;
     }
@@ -145,6 +149,7 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, float *room) {
     const step_layout at = cuda_step_layout(p);
     if (!is_token(&p->mask, b, 0)) { /* the same for all blocks of a row */
         const element_ref out = row_of(&p->out, b, 0, g * p->dims.R);
+        ROLLED
         for (int64_t i = threadIdx.x; part == 0 && i < p->dims.R * p->dims.D; i += blockDim.x) {
             const int64_t r = i / p->dims.D, d = i % p->dims.D;
             store_number((char *)h2o_at(&p->out, b, 0, g * p->dims.R + r) +

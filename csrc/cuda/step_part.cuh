@@ -131,6 +131,7 @@ struct given_elements {
 /* Query heads r.. of the group as floats, 0 beyond the last. */
 DEVICE void load_queries(const step_unit *u, int64_t r, float *query) {
     const int64_t depth = cuda_depth(u->D), runs = depth / RUN;
+    ROLLED
     for (int64_t i = threadIdx.x; i < STEP_HEADS * runs; i += blockDim.x) {
         const int64_t head = r + i / runs, d = i % runs * RUN;
         element_ref row = u->query;
@@ -183,10 +184,13 @@ DEVICE void part_logits(const step_unit *u, int64_t r, int64_t begin, int64_t en
 /* A warp for each head: highest logit, exponentials and their sum. */
 DEVICE void part_exponentials(const step_unit *u, int64_t part, int64_t begin, int64_t end) {
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    ROLLED
     for (int64_t r = threadIdx.x / 32; r < u->R; r += warps) {
         float top = -INFINITY, total = 0.0f;
+        ROLLED
         for (int64_t s = begin + lane; s < end; s += 32) top = fmaxf(top, u->weights[s * u->R + r]);
         top = warp_max(top);
+        ROLLED
         for (int64_t s = begin + lane; s < end; s += 32) {
             const float weight = exponential(u->weights[s * u->R + r], top);
             u->weights[s * u->R + r] = weight;
@@ -223,6 +227,7 @@ DEVICE void part_values(const step_unit *u, int64_t r, int64_t part, int64_t beg
         for (int j = 0; j < RUN; j++) sums[(i * RUN + j) * blockDim.x + threadIdx.x] = sum[i][j];
     }
     sync_block();
+    ROLLED
     for (int64_t k = threadIdx.x; k < STEP_HEADS * u->D; k += blockDim.x) {
         const int64_t i = k / u->D, e = k % u->D;
         if (r + i >= u->R) continue;

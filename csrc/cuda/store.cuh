@@ -128,12 +128,14 @@ DEVICE void make_q8(char *row, element_ref from, int64_t D) {
     const int lane = threadIdx.x % 32;
     float high = 0.0f;
     bool finite = true;
+    ROLLED
     for (int64_t d = 0; d < D; d += 32) {
         const float x = d + lane < D ? element(from, d + lane) : 0.0f;
         finite = finite && x - x == 0.0f;
         high = fmaxf(high, fabsf(x));
     }
     const quantiser q = q8_quantiser(warp_max(high), warp_all(finite));
+    ROLLED
     for (int64_t d = lane; d < D; d += 32) {
         row[d] = (char)(int8_t)q8_quantised(q, element(from, d));
     }
@@ -164,6 +166,7 @@ DEVICE void make_row(char *row, h2o_dtype stored, element_ref from, int64_t D) {
         make_q4(row, from, D);
     } else {
         const int64_t step = from.stride * h2o_dtype_size(stored);
+        ROLLED
         for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
             if (stored == H2O_F32) {
                 ((float *)row)[d] = *(const float *)(from.data + d * step);
@@ -178,14 +181,17 @@ DEVICE void make_row(char *row, h2o_dtype stored, element_ref from, int64_t D) {
 DEVICE void copy_row(char *to, const char *from, int64_t bytes) {
     const bool whole = is_aligned(to) && is_aligned(from);
     const int64_t vectors = whole ? bytes / 16 : 0;
+    ROLLED
     for (int64_t i = threadIdx.x % 32; i < vectors; i += 32)
         store16(to + 16 * i, load16(from + 16 * i));
+    ROLLED
     for (int64_t i = 16 * vectors + threadIdx.x % 32; i < bytes; i += 32) to[i] = from[i];
 }
 
 /* The L2 norm of a row, the same for all lanes. */
 DEVICE float norm_of(element_ref row, int64_t D) {
     float sum = 0.0f;
+    ROLLED
     for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
         const float x = element(row, d);
         sum = fmaf(x, x, sum);

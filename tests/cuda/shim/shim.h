@@ -24,6 +24,7 @@
 
 #define DEVICE static inline
 #define UNROLL
+#define ROLLED
 #define DEVICE_METHOD inline
 
 /* ---- For tests ----------------------------------------------------------- */
