@@ -188,7 +188,7 @@ tsan: ## C tests under ThreadSanitizer
 
 tsan-cuda: ## the kernels for GPUs, each thread a thread to ThreadSanitizer; needs clang, gcc takes minutes
 	$(MAKE) -j2 $(addprefix build/cuda-tsan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-tsan CC=$(CLANG) \
-		CXX=$(CLANG)++ CFLAGS="$(SANITIZE) -fsanitize=thread"
+		CXX=$(CLANG)++ CFLAGS="$(SANITIZE) -fsanitize=thread -DH2O_SMALL_BLOCKS"
 	build/cuda-tsan/test_shim
 	build/cuda-tsan/test_cuda
 

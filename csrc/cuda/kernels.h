@@ -11,7 +11,11 @@ enum {
     STEP_THREADS = 128, /* of a block */
     STEP_SLOTS = 128,   /* of a head that a block likes to have, ... */
     STEP_PARTS = 16,    /* ... in no more blocks than this */
+#ifdef H2O_SMALL_BLOCKS /* for ThreadSanitizer, which tells only so many apart */
+    EVICT_THREADS = 128,
+#else
     EVICT_THREADS = 256,
+#endif
     ATTEND_THREADS = 128,
     ATTEND_TILE = 32, /* queries, and keys, that a block looks at together; */
     MATRIX_ROWS = 64, /* by the tensor cores: those that stay with it */

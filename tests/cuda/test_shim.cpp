@@ -125,6 +125,57 @@ KERNEL(probe_vectors, probe_params) {
 }
 EXPORT_KERNEL(probe_vectors, probe_params)
 
+/* Shared: two matrices of 16 x 16, of which both formats have every number, and every product. */
+template <typename WIDEN, typename MULTIPLY>
+DEVICE bool multiplies(uint16_t *a, uint16_t *b, uint16_t (*narrow)(float), WIDEN widen,
+                       MULTIPLY multiply) {
+    const unsigned lane = threadIdx.x, group = lane / 4, pair = 2 * (lane % 4);
+    const auto two = [](const uint16_t *m, unsigned at, unsigned step) {
+        return m[at] | (uint32_t)m[at + step] << 16;
+    };
+    sync_warp();
+    for (unsigned i = lane; i < 256; i += 32) {
+        a[i] = narrow((float)(int)(i * 29 % 64) - 31.5f);
+        b[i] = narrow((float)(int)(i * i % 61) - 17.0f);
+    }
+    sync_warp();
+    uint32_t left[4], right[4];
+    load_matrices(left, a + lane % 16 * 16 + lane / 16 * 8);
+    load_transposed(right, b + lane % 16 * 16 + lane / 16 * 8);
+    bool good = left[0] == two(a, group * 16 + pair, 1);
+    good &= left[1] == two(a, (group + 8) * 16 + pair, 1);
+    good &= left[2] == two(a, group * 16 + pair + 8, 1);
+    good &= left[3] == two(a, (group + 8) * 16 + pair + 8, 1);
+    for (unsigned half = 0; half < 2; half++) { /* of b's columns */
+        float c[4] = {1.0f, 20.0f, -300.0f, 4000.0f};
+        good &= right[2 * half] == two(b, pair * 16 + half * 8 + group, 16);
+        good &= right[2 * half + 1] == two(b, (pair + 8) * 16 + half * 8 + group, 16);
+        multiply(c, left, right + 2 * half);
+        for (unsigned e = 0; e < 4; e++) {
+            const unsigned row = group + e / 2 * 8, column = half * 8 + pair + e % 2;
+            float sum = e == 0 ? 1.0f : e == 1 ? 20.0f : e == 2 ? -300.0f : 4000.0f;
+            for (unsigned k = 0; k < 16; k++) {
+                sum += widen(a[row * 16 + k]) * widen(b[k * 16 + column]);
+            }
+            good &= c[e] == sum; /* all exact */
+        }
+    }
+    return good;
+}
+
+KERNEL(probe_matrices, probe_params) {
+    DYN_SHARED(shared);
+    uint16_t *const a = (uint16_t *)shared, *const b = a + 256;
+    const auto bf16 = [](float *c, const uint32_t *l, const uint32_t *r) {
+        multiply_bf16(c, l, r);
+    };
+    const auto f16 = [](float *c, const uint32_t *l, const uint32_t *r) { multiply_f16(c, l, r); };
+    bool right = multiplies(a, b, float_to_bf16, bf16_to_float, bf16);
+    right &= multiplies(a, b, float_to_f16, f16_to_float, f16);
+    params.out[threadIdx.x] = right;
+}
+EXPORT_KERNEL(probe_matrices, probe_params)
+
 /* Which block comes last, and whether its threads see what all have written. */
 KERNEL(probe_last, probe_params) {
     const unsigned i = threadIdx.x, threads = blockDim.x, blocks = gridDim.x;
@@ -182,10 +233,13 @@ static void test_operations(void) {
         check(launch("probe_last", probe_params{0, last.data(), &counter}, {{5, 1, 1}, 64, 0},
                      (char *)written.data()) == 0);
         check(all_are(last, 5) && counter == 5, "one block comes last, and sees all");
-        std::vector<uint32_t> deep(64);
+        std::vector<uint32_t> deep(64), products(32);
         check(launch("probe_stack", probe_params{0, deep.data()}, {{1, 1, 1}, 64, 0}, nullptr) ==
               0);
         check(all_are(deep, 1), "stacks");
+        check(launch("probe_matrices", probe_params{0, products.data()}, {{1, 1, 1}, 32, 1024},
+                     nullptr) == 0);
+        check(all_are(products, 1), "matrices");
     }
 }
 
@@ -258,6 +312,14 @@ static void test_numbers(void) {
     check(fast_exp2(0.0f) == 1.0f && fast_exp2(-INFINITY) == 0.0f && isinf(fast_exp2(INFINITY)));
     check(isnan(fast_exp2(NAN)) && isinf(fast_exp2(129.0f)) && fast_exp2(-126.0f) == FLT_MIN);
     check(fast_exp2(-127.0f) == 0.0f && fast_exp2(-149.0f) == 0.0f, "denormals are flushed");
+    const float some[] = {0.1f, -3.7e4f, 1e-7f, INFINITY, 65519.0f, -0.0f};
+    for (float low : some) {
+        for (float high : some) {
+            const uint32_t bf16 = float_to_bf16(low) | (uint32_t)float_to_bf16(high) << 16;
+            const uint32_t f16 = float_to_f16(low) | (uint32_t)float_to_f16(high) << 16;
+            check(pack_bf16(low, high) == bf16 && pack_f16(low, high) == f16, "pairs");
+        }
+    }
     uint32_t counter = 7;
     count_shared(&counter);
     check(counter == 8 && count_release(&counter) == 8 && counter == 9);
@@ -268,6 +330,8 @@ static void test_numbers(void) {
 /* Waits where others do not, or asks for what no GPU does. */
 DEVICE void go_wrong(const probe_params *p, unsigned i) {
     char room[64] = {(char)i};
+    uint32_t rows[4] = {};
+    float sums[4] = {};
     switch (p->what) {
     case 0:
         if (i < 40) sync_block();
@@ -306,6 +370,12 @@ DEVICE void go_wrong(const probe_params *p, unsigned i) {
         store16(p->bytes + (i == 9 ? 4 : 16 * i), vec16{});
         break;
     case 8:
+        load_matrices(rows, p->bytes + (i == 9 ? 2 : 0));
+        break;
+    case 9:
+        if (i % 32 < 31) multiply_f16(sums, rows, rows);
+        break;
+    case 10:
         if (blockIdx.y == 1 && i == 0) sync_warp();
         break;
     }
@@ -328,11 +398,13 @@ static void test_errors(void) {
          "thread 16 waits for its block at line"},
         {"thread 9", "no multiple of 16", ""},
         {"thread 9", "no multiple of 16", ""},
+        {"thread 9", "no multiple of 16", ""},
+        {"2 of 64 threads are gone", "thread 0 waits for its warp at line", ""},
         {"block 0,1,0:", "thread 0 waits for its warp", ""},
     };
     alignas(16) char bytes[16 * 65] = {};
     shim_seed(0);
-    for (int what = 0; what < 9; what++) {
+    for (int what = 0; what < 11; what++) {
         std::vector<uint32_t> out(3 * 64), deep(64);
         const probe_params params = {what, out.data(), nullptr, bytes};
         check(launch("probe_error", params, {{1, 3, 1}, 64, 0}, nullptr) == 719, "fails");
