@@ -96,30 +96,24 @@ DEVICE void load_rotated(const ROW &row, const h2o_rotary *rotary, int64_t rank,
     const int64_t F = rotary->table.shape[2];
     const float *const cosines = (const float *)h2o_at(&rotary->table, rank, 0, 0);
     const float *const sines = (const float *)h2o_at(&rotary->table, rank, 1, 0);
-    for (int64_t i = d; i < d + RUN; i++) {
-        const int64_t turn = i < F ? i : i - F;
+    UNROLL
+    for (int j = 0; j < RUN; j++) {
+        const int64_t i = d + j, turn = i < F ? i : i - F;
         const float own = i < D ? row(i) : 0.0f;
-        float found = own;
-        if (i < F) found = own * cosines[turn] - row(i + F) * sines[turn];
-        if (i >= F && i < 2 * F) found = own * cosines[turn] + row(i - F) * sines[turn];
-        x[i - d] = found;
+        x[j] = own;
+        if (i < F) x[j] = own * cosines[turn] - row(i + F) * sines[turn];
+        if (i >= F && i < 2 * F) x[j] = own * cosines[turn] + row(i - F) * sines[turn];
     }
 }
 
+/* Of floats or Q8: rolled keys are nothing else. */
 struct stored_elements {
     const char *data;
     h2o_dtype type;
     int64_t D;
     DEVICE_METHOD float operator()(int64_t d) const {
-        float run[RUN];
-        if (type != H2O_Q8 && type != H2O_Q4) {
-            return load_number(data + d * h2o_dtype_size(type), type);
-        }
-        load_stored(data, type, d / RUN * RUN, D, run);
-        float x = run[0];
-        UNROLL
-        for (int i = 1; i < RUN; i++) x = d % RUN == i ? run[i] : x;
-        return x;
+        if (type == H2O_Q8) return load_scalar(data + D, H2O_F16) * (float)(int8_t)data[d];
+        return load_number(data + d * h2o_dtype_size(type), type);
     }
 };
 
