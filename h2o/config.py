@@ -226,6 +226,18 @@ class H2OConfig:
             slot = sizes.per_token(config, kv_dtype, self.value_weighted, merges)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
+    def for_keys(self, D: int, element: int) -> H2OConfig:
+        """This config where keys of D elements come with so many bytes each.
+
+        A full cache would hold them so. What a model's config says of its dtype is what it was
+        loaded in: `model.to(torch.bfloat16)` and autocast do not change that.
+        """
+        full = 2 * D * element
+        if self.slot is None or self.slot[0] == full:
+            return self
+        grown = full - self.slot[0] if self.kv_dtype is None else 0
+        return dataclasses.replace(self, slot=(full, self.slot[1] + grown))
+
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
 

@@ -32,7 +32,7 @@ class Call(NamedTuple):
     key: Tensor
     """[B, G, n, D]"""
     value: Tensor
-    """[B, G, n, D]"""
+    """[B, G, n, D], all three of one dtype, also under autocast"""
     mask: Tensor | None
     """[B, n] bool, False at a pad; None without pads"""
     scale: float | None
@@ -40,6 +40,8 @@ class Call(NamedTuple):
     softcap: float
     """0: none"""
     dropout: float
+    cached: bool
+    """Whether keys and values come out of an `H2OCache`"""
     full: Callable[[], Tensor]
     """The output [B, n, H, D] with nothing evicted"""
 
@@ -84,8 +86,9 @@ def attending(
         attention.refuse_foreign(module, kwargs, attention_mask, sliding_window)
         attention.refuse_both_ways(module, is_causal)
         mask = None if attention_mask is None else attention_mask.bool()
-        seen = query, key, value, mask, scaling, softcap or 0.0
-        return visit(Call(module, layer, *seen, dropout, full)), None
+        seen = *attention.as_autocast(query, key, value), mask, scaling, softcap or 0.0
+        cached = hasattr(key, "h2o_layer")
+        return visit(Call(module, layer, *seen, dropout, cached, full)), None
 
     model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
     name = f"h2o_simulated:{next(_numbers)}"

@@ -29,6 +29,7 @@ from h2o.hf.support import Support, Unsupported
 
 __all__ = [
     "Undifferentiable",
+    "as_autocast",
     "h2o_attention_forward",
     "h2o_mask",
     "refuse_both_ways",
@@ -107,8 +108,7 @@ def h2o_attention_forward(
     except Exception:
         layer.forget_update()
         raise
-    if not query.dtype == key.dtype == value.dtype:
-        query, key, value = _as_autocast(query, key, value)
+    query, key, value = as_autocast(query, key, value)
     if layer.slots is None or layer.unscored:
         layer.part = parallel.part(module)
     held, given = layer.float_dtype(query.dtype), query.dtype
@@ -126,12 +126,13 @@ def h2o_attention_forward(
     return Undifferentiable.apply(out, query, key, value), None
 
 
-def _as_autocast(*tensors: Tensor) -> list[Tensor]:
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast projections come in its dtype, rotated queries and keys in float32."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)  # the operations will name the dtype that does not fit
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+    first = tensors[0]
+    device = first.device.type
+    if all(x.dtype == first.dtype for x in tensors) or not torch.is_autocast_enabled(device):
+        return tensors  # the operations will name a dtype that does not fit
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def refuse_foreign(

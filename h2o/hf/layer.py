@@ -81,7 +81,8 @@ class H2OLayer(CacheLayerMixin):
             if key_states.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
             self._refuse_shapes(key_states, value_states)
-            self.row_size = key_states.shape[-1], key_states.element_size()
+            # Under autocast keys have been rotated in float32; attention makes them as the values.
+            self.row_size = value_states.shape[-1], value_states.element_size()
         elif key_states.shape[0] != self.batch_size:
             raise ValueError(
                 f"this cache holds a batch of {self.batch_size} rows and was given "
@@ -200,8 +201,9 @@ class H2OLayer(CacheLayerMixin):
                 lengths = [x + y for x, y in zip(lengths, stored.lengths.tolist(), strict=True)]
             longest = max(lengths)
             lengths = prompt.lengths(self.config, self.conversation.prompt_length, lengths)
-            self.raised = any(map(self.config.is_raised, filter(None, lengths)))
-            each = list(map(self.config.head_tokens, lengths))
+            config = self.config.for_keys(*self.row_size)
+            self.raised = any(map(config.is_raised, filter(None, lengths)))
+            each = list(map(config.head_tokens, lengths))
             budget = levelled(each, key.shape[1], self.part)
             widest = [self.config.sinks + max(map(sum, head)) for head in zip(*budget, strict=True)]
         else:

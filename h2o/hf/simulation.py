@@ -148,7 +148,7 @@ class Simulation:
         config = self._budgets[call.layer]
         assert config is not None
         B, _, N, _ = query.shape
-        if hasattr(key, "h2o_layer") or key.shape[2] != N:
+        if call.cached or key.shape[2] != N:
             raise ValueError(
                 "simulated() answers for whole texts: call model(input_ids, attention_mask) "
                 "without a cache of earlier tokens; to generate, use an H2OCache"
@@ -158,6 +158,7 @@ class Simulation:
         lengths = [N] * B
         if mask is not None and (config.needs_prompt_length or mask.is_cpu):  # else all the same
             lengths = mask.sum(1).tolist()
+        config = config.for_keys(key.shape[-1], key.element_size())
         prompts, budgets = self._resolve(config, lengths)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._variant == "h2o":

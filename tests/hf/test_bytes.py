@@ -49,6 +49,32 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
         H2OCache(model("llama").config, H2OConfig(0.1, 0.1, of="bytes", kv_dtype="int8-int4"))
 
 
+@pytest.mark.parametrize("way", ["to", "autocast"])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
+    """Not those of the dtype that the model was loaded in."""
+    ours = model("llama")
+    assert ours.config.dtype is torch.float32 or ours.config.dtype is None
+    config = H2OConfig(0.1, 0.1, of="bytes", kv_dtype=kv_dtype)
+    cache = H2OCache(ours.config, config)
+    (ids,) = prompts(600)
+    reads = torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast")
+    try:
+        with torch.no_grad(), reads, h2o.simulated(ours, config, trace=True) as simulation:
+            ours.to(torch.bfloat16 if way == "to" else torch.float32)
+            ours(ids, use_cache=False)
+        with torch.no_grad(), reads:
+            ours(ids, past_key_values=cache)
+    finally:
+        ours.float()
+    total = cache.report().total
+    assert total.bytes_full == 2 * 2 * 2 * 600 * 8 * 2
+    taken = total.bytes_held + total.bytes_bookkeeping
+    assert 0.18 * total.bytes_full < taken <= 0.2 * total.bytes_full
+    kept = len(cache.kept(0).positions[0, 0])  # and the one that the last token evicts
+    assert int((simulation.evicted_at(0)[0, 0] == 600).sum()) == kept + 1
+
+
 def test_a_short_prompt_keeps_what_fits():
     total = filled(H2OConfig(0.06, 0.04, 2, of="bytes"), tokens=12).total
     assert total.kept == [2 * 3]  # two sinks and one more, in two layers

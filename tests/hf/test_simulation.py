@@ -297,6 +297,22 @@ def test_half_precision(dtype):
     assert errors["small"] <= 3 * errors["sdpa"]
 
 
+def test_autocast():
+    """Queries and keys come in float32 there, values do not."""
+    ours, ids = tiny.model("llama"), text(tokens=40)
+    small = {"heavy": 4, "recent": 4}
+    cache = h2o.H2OCache(ours.config, **small)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with h2o.simulated(ours, **small, mass=True) as simulation:
+            got = ours(ids, use_cache=False).logits
+        steps = [ours(token, past_key_values=cache).logits for token in ids.split(1, dim=1)]
+        analysis = h2o.analyze(ours, ids, **small)
+    assert simulation.retained_mass(0).mean() < 1
+    want = torch.cat(steps, dim=1)
+    assert (got - want).abs().mean() < 0.05 * want.abs().mean()
+    assert analysis.scores(0).sum() == pytest.approx(40 * analysis.heads, rel=1e-3)
+
+
 # ---- Variants against the readable masks, in a model -------------------------------------------
 
 
