@@ -20,6 +20,7 @@ PLACES = {  # where links in files outside of docs lead on the site
     "docs/calibration.md": "calibration.md",
     "docs/streaming.md": "streaming.md",
     "docs/decoding.md": "decoding.md",
+    "docs/processes.md": "processes.md",
     "benchmarks/README.md": "benchmarks.md",
     "results/latest.png": "../benchmarks/results/latest.png",
 }

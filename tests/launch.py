@@ -18,7 +18,12 @@ def start(arguments, launcher=TORCHRUN, **environment):
     return subprocess.Popen(
         [sys.executable, *module, *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, **environment, "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            **ENVIRONMENT,
+            **environment,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

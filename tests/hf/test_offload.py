@@ -14,19 +14,18 @@ from tests.hf.tiny import batch, greedy, model, prompts
 from tests.inputs import drifting
 
 SMALL = {"heavy": 6, "recent": 6}
-PARTS = ("embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb")
+ALL = (*(f"model.{x}" for x in ("embed_tokens", "layers.0", "layers.1", "norm")), "lm_head")
 
 
 def spread(*on_disk):
     """A device_map of the tiny llama."""
-    where = {f"model.{name}": "cpu" for name in PARTS} | {"lm_head": "cpu"}
-    return where | dict.fromkeys(on_disk, "disk")
+    return dict.fromkeys((*ALL, "model.rotary_emb"), "cpu") | dict.fromkeys(on_disk, "disk")
 
 
 MAPS = {
     "a layer": spread("model.layers.1"),
     "layers and head": spread("model.layers.0", "model.layers.1", "lm_head"),
-    "all": {"": "disk"},
+    "all": spread(*ALL),
 }
 
 
@@ -42,6 +41,7 @@ def everything(ours):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # of a model on no device
 @pytest.mark.parametrize("name", MAPS)
 def test_parts_on_the_disk(tmp_path, name):
     plain = model("llama")
@@ -78,7 +78,7 @@ def test_another_model_on_the_disk_is_another_one(tmp_path):
         ours.save_pretrained(tmp_path / str(factor))
         offloaded = AutoModelForCausalLM.from_pretrained(
             tmp_path / str(factor),
-            device_map={"": "disk"},
+            device_map=spread(*ALL),
             offload_folder=tmp_path / f"offloaded-{factor}",
         )
         found.add(identity.of_model(offloaded))

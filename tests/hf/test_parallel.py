@@ -16,7 +16,12 @@ from tests.hf import cut
 from tests.hf.tiny import Family
 from tests.launch import TORCHRUN, launch
 
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
+HEADS = {
+    "vocab_size": 98,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+}
 FAMILIES = {
     "llama": Family("llama", HEADS),
     "qwen3": Family("qwen3", HEADS),
