@@ -72,10 +72,11 @@ int main(void) {
     };
     h2o_error error;
     CHECK(h2o_init(&error) == H2O_OK);
-    /* ThreadSanitizer takes a hundred times as long: it gets another type in each scene. */
+    /* ThreadSanitizer takes a hundred times as long: it gets another type in each
+     * scene, and one of the tensor cores where numbers are weird. */
     for (size_t i = THREAD_SANITIZER ? 1 : 0; i < sizeof scenes / sizeof *scenes; i++) {
         for (size_t type = 0; type < 3; type++) {
-            if (THREAD_SANITIZER && type != i % 3) continue;
+            if (THREAD_SANITIZER && type != (i + 1) % 3) continue;
             scene s = scenes[i];
             s.dtype = dtypes[type];
             test_scene(&h2o_ops_generic, &s, type + 1, play);
