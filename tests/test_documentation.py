@@ -93,11 +93,15 @@ SLOW = {"calibration 0", "analysis 0"}
 )
 def test_python(name, names, monkeypatch):
     code = PYTHON[name]
-    if "lm_eval" in code:
-        lm_eval = pytest.importorskip("lm_eval")
+    if "sys.argv" in code:
+        pytest.skip("a script, for several processes: tests/hf/test_parallel.py has its like")
+    if "pretrained" in code or "H2OLM" in code:
+        names |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "name": "m"}
         names["model"].save_pretrained("m")
         names["tokenizer"].save_pretrained("m")
         code = code.replace("HuggingFaceTB/SmolLM2-135M", "m")
+    if "lm_eval" in code:
+        lm_eval = pytest.importorskip("lm_eval")
         asked = []
         monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **given: asked.append(given))
     if "h2o.analyze" in code:
