@@ -6,11 +6,11 @@ BIN := .venv/bin
 comma := ,
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
-HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc)
+HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc csrc/cuda/*.h)
 CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
-SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c)
+SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 
-.PHONY: help demo bench test test-all test-c test-cuda tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test test-all test-c test-cuda tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -63,6 +63,15 @@ test-all: test notebooks ## the slow ones and the notebooks too
 	$(PIP) build auditwheel abi3audit ziglang
 	touch $@
 
+# Code for each processor there is, and PTX, which a driver compiles for those to come.
+NVCC ?= nvcc
+CUBINS := $(foreach arch,86 89 90 100 120,-gencode arch=compute_$(arch)$(comma)code=sm_$(arch))
+h2o/kernels.fatbin: csrc/cuda/kernels.cu $(CUDA_HEADERS)
+	$(NVCC) --fatbin -std=c++20 -Icsrc -gencode 'arch=compute_80,code=[sm_80,compute_80]' $(CUBINS) \
+		--compress-mode=size $< -o $@
+
+cuda: h2o/kernels.fatbin ## the kernels for GPUs; needs CUDA 13's nvcc and minutes
+
 # ---- tests ----
 
 PYTEST_MARKS := -m "not slow"
@@ -105,7 +114,7 @@ CUDA_FLAGS := -fno-math-errno -fno-trapping-math -fPIC -pthread -DH2O_GENERIC_ON
 CUDA_CC := $(CC) -std=c11 -Wall -Wextra -Werror $(CUDA_FLAGS)
 CUDA_CXX := $(CXX) -std=gnu++20 -Wall -Werror $(CUDA_FLAGS)
 CUDA_CORE := $(addprefix $(CUDA)/,$(addsuffix .o,call check counts dispatch error parallel policy \
-	scratch plan emulated kernels fiber shim matrix))
+	scratch plan driver launch emulated kernels fiber shim matrix))
 .SECONDARY: $(CUDA_CORE)
 CUDA_PROGRAMS := test_shim test_cuda
 
@@ -140,6 +149,10 @@ $(CUDA)/test_shim.o: tests/cuda/test_shim.cpp tests/cuda/seeded.h tests/cuda/shi
 
 $(CUDA)/test_shim: $(addprefix $(CUDA)/,test_shim.o fiber.o shim.o matrix.o)
 	$(CUDA_CXX) $^ -o $@
+
+# The same kernels behind a driver's functions, for the launch layer.
+$(CUDA)/libcuda.so.1: tests/cuda/fake/fake_cuda.cpp $(addprefix $(CUDA)/,kernels.o fiber.o shim.o matrix.o)
+	$(CUDA_CXX) -Itests/cuda/shim -shared -Wl,-soname,libcuda.so.1 $^ -o $@
 
 # The package, with its core linked like that.
 $(CUDA)/lib: csrc/module.c csrc/exchange.c $(CUDA_CORE) $(wildcard h2o/*.py) .venv/base

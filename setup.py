@@ -1,4 +1,4 @@
-"""Builds h2o._core: every csrc/*.c and csrc/cpu/*.c, one C11 extension, nothing but numpy needed.
+"""Builds h2o._core: every .c of csrc, one C11 extension, nothing but numpy needed.
 
 What the environment may say:
 
@@ -76,7 +76,7 @@ included = [path for ending in ("h", "inc") for path in glob(f"csrc/**/*.{ending
 
 core = Extension(
     "h2o._core",
-    sources=sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c")),
+    sources=sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c") + glob("csrc/cuda/*.c")),
     depends=["setup.py", *included],
     py_limited_api=LIMITED,
     define_macros=limited_macros,

@@ -72,7 +72,8 @@ typedef struct {
     /* Fills *tensor with what stays the object's; 0, or -1 and a Python
      * exception. May be NULL. */
     int (*borrow)(void *object, dl_tensor *tensor);
-    void (*current_stream)(void);
+    /* Writes the stream that work on a device is queued on; 0, or -1 and a Python exception. */
+    int (*current_stream)(int32_t device_type, int32_t device_id, void **stream);
 } dl_exchange_api;
 
 _Static_assert(sizeof(dl_dtype) == 4, "DLDataType");

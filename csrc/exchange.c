@@ -273,15 +273,18 @@ static void explain_refusal(const h2o_loan_entry *entry) {
 }
 
 /* Producers from before DLPack 1.0 do not know max_version. */
-static PyObject *call_dunder(PyObject *method) {
+static PyObject *call_dunder(PyObject *method, PyObject *stream) {
     PyObject *arguments = PyTuple_New(0);
     PyObject *keywords = Py_BuildValue("{s(ii)}", "max_version", DL_MAJOR, DL_MINOR);
     PyObject *capsule = NULL;
-    if (arguments != NULL && keywords != NULL) {
+    const bool told = stream != NULL && stream != Py_None;
+    if (arguments != NULL && keywords != NULL &&
+        (!told || PyDict_SetItemString(keywords, "stream", stream) == 0)) {
         capsule = PyObject_Call(method, arguments, keywords);
         if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
-            capsule = PyObject_CallNoArgs(method);
+            PyDict_DelItemString(keywords, "max_version");
+            capsule = PyObject_Call(method, arguments, keywords);
         }
     }
     Py_XDECREF(keywords);
@@ -289,7 +292,7 @@ static PyObject *call_dunder(PyObject *method) {
     return capsule;
 }
 
-static int borrow_dunder(h2o_loan_entry *entry) {
+static int borrow_dunder(h2o_loan_entry *entry, PyObject *stream) {
     PyObject *method = PyObject_GetAttrString(entry->object, "__dlpack__");
     if (method == NULL) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
@@ -301,7 +304,7 @@ static int borrow_dunder(h2o_loan_entry *entry) {
         }
         return -1;
     }
-    PyObject *capsule = call_dunder(method);
+    PyObject *capsule = call_dunder(method, stream);
     Py_DECREF(method);
     if (capsule == NULL) {
         explain_refusal(entry);
@@ -392,7 +395,7 @@ int h2o_borrow(h2o_exchange *exchange, h2o_loans *loans) {
         if (find_table(exchange, Py_TYPE(entry->object), &entry->api) < 0) return -1;
         if (entry->api != NULL) {
             entry->route = H2O_VIA_TABLE;
-        } else if (borrow_dunder(entry) < 0) {
+        } else if (borrow_dunder(entry, loans->stream) < 0) {
             return -1;
         }
     }
@@ -407,6 +410,18 @@ int h2o_borrow(h2o_exchange *exchange, h2o_loans *loans) {
         if (status < 0) return -1;
     }
     return 0;
+}
+
+int h2o_current_stream(const h2o_loans *loans, void **stream) {
+    const h2o_loan_entry *leader = &loans->entries[0];
+    const h2o_view *view = leader->view;
+    if (leader->route != H2O_VIA_TABLE || leader->api->current_stream == NULL) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "%s: a %s does not tell its stream by DLPack's exchange table; name one",
+                     view->name, h2o_type_name(leader->object).text);
+        return -1;
+    }
+    return leader->api->current_stream(view->device_type, view->device_id, stream) == 0 ? 0 : -1;
 }
 
 void h2o_give_back(h2o_loans *loans) {

@@ -60,6 +60,7 @@ enum { H2O_MAX_LOANS = 20 };
 typedef struct {
     h2o_loan_entry entries[H2O_MAX_LOANS];
     int count;
+    PyObject *stream; /* what __dlpack__ is told of it, an int; NULL or None: nothing */
 } h2o_loans;
 
 /* Notes that object is to fill *view. None leaves a view that is not given. The
@@ -73,6 +74,10 @@ static inline void h2o_loan(h2o_loans *loans, const char *name, PyObject *object
 
 /* Fills all noted views; 0, or -1 and a Python exception. */
 int h2o_borrow(h2o_exchange *exchange, h2o_loans *loans);
+
+/* The stream that the producer of the first loan, borrowed, queues its work on; 0, or -1 and a
+ * Python exception. */
+int h2o_current_stream(const h2o_loans *loans, void **stream);
 
 /* Gives back what was borrowed, if anything; keeps a pending exception. */
 void h2o_give_back(h2o_loans *loans);

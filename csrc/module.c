@@ -2,10 +2,12 @@
  *
  * A call parses its numbers first, since that may run Python, then borrows the
  * tensors, has them checked, takes workspace, and runs the kernel without the
- * GIL. h2o/ops.py is the only caller and documents the operations.
+ * GIL. h2o/backends.py is the only caller; h2o/ops.py documents the operations.
  */
 #include <Python.h>
 
+#include "cuda/driver.h"
+#include "cuda/launch.h"
 #include "exchange.h"
 #include "run.h"
 
@@ -142,13 +144,61 @@ static void loan_slots(h2o_loans *loans, PyObject *tuple, bool whole, h2o_slots 
 
 /* ---- Calls ------------------------------------------------------------- */
 
-/* execute_<op>: all that can fail comes before the kernel, which runs without the GIL; judges
- * only, where the kernel is not to run. */
+/* What is to be done with a call, and what that takes or gives. */
+typedef struct {
+    enum { DO_RUN, DO_JUDGE, DO_MEASURE, DO_LAUNCH } task;
+    PyObject *workspace, *stream; /* DO_LAUNCH; DO_MEASURE: the stream */
+    h2o_view room;                /* the workspace, borrowed */
+    size_t bytes;                 /* DO_MEASURE: of it */
+} errand;
+
+/* After the operation's own tensors have been noted. */
+static int borrow(PyObject *module, h2o_loans *loans, errand *e) {
+    if (e->task == DO_LAUNCH) h2o_loan(loans, "workspace", e->workspace, &e->room);
+    loans->stream = e->stream;
+    return h2o_borrow(PyModule_GetState(module), loans);
+}
+
+/* For a device's kernels: which they are, and what the caller lends them. */
+static int equip(const h2o_loans *loans, const errand *e, h2o_call *call) {
+    const h2o_view *const room = &e->room;
+    if (e->task != DO_MEASURE && e->task != DO_LAUNCH) return 0;
+    call->table = &h2o_ops_cuda;
+    if (e->task == DO_MEASURE) return 0;
+    if (h2o_given(room)) {
+        const h2o_view *const leader = loans->entries[0].view;
+        if (room->device_type != leader->device_type || room->device_id != leader->device_id) {
+            PyErr_Format(PyExc_ValueError, "workspace: is on another device than %s", leader->name);
+            return -1;
+        }
+        const bool bytes = room->dtype == H2O_U8 && room->ndim == 1 && room->stride[0] == 1;
+        if (!bytes || (uintptr_t)room->data % 256 != 0) {
+            PyErr_SetString(PyExc_ValueError,
+                            "workspace: wanted bytes in a row, at a multiple of 256");
+            return -1;
+        }
+        call->exec.workspace = room->data;
+        call->offered = (size_t)room->shape[0];
+    }
+    if (e->stream == Py_None) return h2o_current_stream(loans, &call->exec.stream);
+    call->exec.stream = PyLong_AsVoidPtr(e->stream);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+/* execute_<op>: all that can fail comes before the kernel, which runs without the GIL. Returns a
+ * status, or -1 with a Python exception. */
 #define DEFINE_EXECUTE(op)                                                                         \
-    static int execute_##op(h2o_##op##_params *params, bool run, h2o_error *error) {               \
+    static int execute_##op(h2o_##op##_params *params, const h2o_loans *loans, errand *e,          \
+                            h2o_error *error) {                                                    \
         h2o_call call = {0};                                                                       \
-        int status = (run ? h2o_open_##op : h2o_judge_##op)(params, &call, error);                 \
-        if (status == H2O_OK && run) {                                                             \
+        int status = equip(loans, e, &call);                                                       \
+        if (status != H2O_OK) return status;                                                       \
+        if (e->task == DO_MEASURE) {                                                                  \
+            status = h2o_measure_##op(params, &call, &e->bytes, error);                            \
+        } else {                                                                                   \
+            status = (e->task == DO_JUDGE ? h2o_judge_##op : h2o_open_##op)(params, &call, error);    \
+        }                                                                                          \
+        if (status == H2O_OK && (e->task == DO_RUN || e->task == DO_LAUNCH)) {                           \
             Py_BEGIN_ALLOW_THREADS status = h2o_run_##op(params, &call, error);                    \
             Py_END_ALLOW_THREADS                                                                   \
         }                                                                                          \
@@ -162,19 +212,21 @@ DEFINE_EXECUTE(step)
 DEFINE_EXECUTE(simulate)
 
 /* The end of every call. */
-static PyObject *finish(h2o_loans *loans, int status, const h2o_error *error) {
+static PyObject *finish(h2o_loans *loans, int status, const errand *e, const h2o_error *error) {
     if (status > 0) {
         raise_error(error);
     }
     h2o_give_back(loans);
-    return status == 0 ? Py_NewRef(Py_None) : NULL;
+    if (status != 0) return NULL;
+    const bool number = e->task == DO_MEASURE && e->bytes != H2O_UNSERVED;
+    return number ? PyLong_FromSize_t(e->bytes) : Py_NewRef(Py_None);
 }
 
 PyDoc_STRVAR(attend_doc,
              "attend($module, query, keys, values, mask, slots, out, scores, scale, decay,\n"
              "       softcap, /)\n--\n\nSee h2o.ops.attend.");
 
-static PyObject *call_attend(PyObject *module, PyObject *const *args, Py_ssize_t count, bool run) {
+static PyObject *call_attend(PyObject *module, PyObject *const *args, Py_ssize_t count, errand *e) {
     h2o_attend_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
@@ -196,17 +248,17 @@ static PyObject *call_attend(PyObject *module, PyObject *const *args, Py_ssize_t
     if (params.has_slots) {
         loan_slots(&loans, args[4], false, &params.slots);
     }
-    int status = h2o_borrow(PyModule_GetState(module), &loans);
+    int status = borrow(module, &loans, e);
     if (status == 0) {
-        status = execute_attend(&params, run, &error);
+        status = execute_attend(&params, &loans, e, &error);
     }
-    return finish(&loans, status, &error);
+    return finish(&loans, status, e, &error);
 }
 
 PyDoc_STRVAR(evict_doc, "evict($module, keys, values, scores, mask, slots, sinks, rank_by, decay,\n"
                         "      value_weighted, merge, /)\n--\n\nSee h2o.ops.evict.");
 
-static PyObject *call_evict(PyObject *module, PyObject *const *args, Py_ssize_t count, bool run) {
+static PyObject *call_evict(PyObject *module, PyObject *const *args, Py_ssize_t count, errand *e) {
     h2o_evict_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
@@ -219,18 +271,18 @@ static PyObject *call_evict(PyObject *module, PyObject *const *args, Py_ssize_t 
     h2o_loan(&loans, "scores", args[2], &params.scores);
     h2o_loan(&loans, "mask", args[3], &params.mask);
     loan_slots(&loans, args[4], true, &params.slots);
-    int status = h2o_borrow(PyModule_GetState(module), &loans);
+    int status = borrow(module, &loans, e);
     if (status == 0) {
-        status = execute_evict(&params, run, &error);
+        status = execute_evict(&params, &loans, e, &error);
     }
-    return finish(&loans, status, &error);
+    return finish(&loans, status, e, &error);
 }
 
 PyDoc_STRVAR(step_doc,
              "step($module, query, key, value, mask, slots, out, scale, softcap, sinks, rank_by,\n"
              "     decay, value_weighted, merge, table, ranks, /)\n--\n\nSee h2o.ops.step.");
 
-static PyObject *call_step(PyObject *module, PyObject *const *args, Py_ssize_t count, bool run) {
+static PyObject *call_step(PyObject *module, PyObject *const *args, Py_ssize_t count, errand *e) {
     h2o_step_params params = {.departures = NULL};
     h2o_loans loans = {.count = 0};
     h2o_error error;
@@ -248,11 +300,11 @@ static PyObject *call_step(PyObject *module, PyObject *const *args, Py_ssize_t c
     h2o_loan(&loans, "out", args[5], &params.out);
     h2o_loan(&loans, "rotary.table", args[13], &params.rotary.table);
     h2o_loan(&loans, "rotary.ranks", args[14], &params.rotary.ranks);
-    int status = h2o_borrow(PyModule_GetState(module), &loans);
+    int status = borrow(module, &loans, e);
     if (status == 0) {
-        status = execute_step(&params, run, &error);
+        status = execute_step(&params, &loans, e, &error);
     }
-    return finish(&loans, status, &error);
+    return finish(&loans, status, e, &error);
 }
 
 PyDoc_STRVAR(
@@ -263,7 +315,7 @@ PyDoc_STRVAR(
     "See h2o.ops.simulate.");
 
 static PyObject *call_simulate(PyObject *module, PyObject *const *args, Py_ssize_t count,
-                               bool run) {
+                               errand *e) {
     h2o_simulate_params params;
     h2o_loans loans = {.count = 0};
     h2o_error error;
@@ -284,28 +336,110 @@ static PyObject *call_simulate(PyObject *module, PyObject *const *args, Py_ssize
     h2o_loan(&loans, "scores", args[8], &params.scores);
     h2o_loan(&loans, "stored_keys", args[16], &params.stored_keys);
     h2o_loan(&loans, "stored_values", args[17], &params.stored_values);
-    int status = h2o_borrow(PyModule_GetState(module), &loans);
+    int status = borrow(module, &loans, e);
     if (status == 0) {
-        status = execute_simulate(&params, run, &error);
+        status = execute_simulate(&params, &loans, e, &error);
     }
-    return finish(&loans, status, &error);
+    return finish(&loans, status, e, &error);
 }
 
-/* Each operation, and the same call judged only: for those that others carry out. */
+/* Each operation; the same call judged only, for those that others carry out; and what it takes on
+ * a CUDA device. Arguments follow those of the operation. */
 PyDoc_STRVAR(check_doc, "Raises what the operation would raise, and does nothing else.");
+PyDoc_STRVAR(measure_doc,
+             "..., stream, /. Raises what the operation would raise; returns the bytes of workspace "
+             "that the kernels of CUDA devices want for it, None if none of them serves it.");
+PyDoc_STRVAR(launch_doc,
+             "..., stream, workspace, /. Queues the operation on a stream of the tensors' CUDA "
+             "device: its handle, or None for the one that their library queues work on.");
 
-#define DEFINE_PAIR(op)                                                                            \
+/* `more` arguments that an errand takes follow those of the operation. */
+static bool require_more(const char *function, Py_ssize_t count, Py_ssize_t more) {
+    if (count >= more) return true;
+    require_count(function, count, more);
+    return false;
+}
+
+#define DEFINE_CALLS(op)                                                                           \
     static PyObject *op(PyObject *module, PyObject *const *args, Py_ssize_t count) {               \
-        return call_##op(module, args, count, true);                                               \
+        errand e = {.task = DO_RUN};                                                                  \
+        return call_##op(module, args, count, &e);                                                 \
     }                                                                                              \
     static PyObject *check_##op(PyObject *module, PyObject *const *args, Py_ssize_t count) {       \
-        return call_##op(module, args, count, false);                                              \
+        errand e = {.task = DO_JUDGE};                                                                \
+        return call_##op(module, args, count, &e);                                                 \
+    }                                                                                              \
+    static PyObject *measure_##op(PyObject *module, PyObject *const *args, Py_ssize_t count) {     \
+        if (!require_more("measure_" #op, count, 1)) return NULL;                                  \
+        errand e = {.task = DO_MEASURE, .stream = args[count - 1]};                                   \
+        return call_##op(module, args, count - 1, &e);                                             \
+    }                                                                                              \
+    static PyObject *launch_##op(PyObject *module, PyObject *const *args, Py_ssize_t count) {      \
+        if (!require_more("launch_" #op, count, 2)) return NULL;                                   \
+        errand e = {.task = DO_LAUNCH, .stream = args[count - 2], .workspace = args[count - 1]};      \
+        return call_##op(module, args, count - 2, &e);                                             \
     }
 
-DEFINE_PAIR(attend)
-DEFINE_PAIR(evict)
-DEFINE_PAIR(step)
-DEFINE_PAIR(simulate)
+DEFINE_CALLS(attend)
+DEFINE_CALLS(evict)
+DEFINE_CALLS(step)
+DEFINE_CALLS(simulate)
+
+/* ---- CUDA devices -------------------------------------------------------- */
+
+PyDoc_STRVAR(cuda_devices_doc,
+             "cuda_devices($module, /)\n--\n\n"
+             "(version of the driver's CUDA, [(name, major, minor), ...]); RuntimeError where there "
+             "is no driver.");
+
+static PyObject *cuda_devices(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    int version, count, status;
+    h2o_error error;
+    Py_BEGIN_ALLOW_THREADS status = cuda_open(&version, &count, &error);
+    Py_END_ALLOW_THREADS if (status != H2O_OK) {
+        raise_error(&error);
+        return NULL;
+    }
+    PyObject *devices = PyList_New(0);
+    for (int i = 0; i < count && devices != NULL; i++) {
+        cuda_device device;
+        PyObject *entry = NULL;
+        if (cuda_describe(i, &device, &error) != H2O_OK) {
+            raise_error(&error);
+        } else {
+            entry = Py_BuildValue("sii", device.name, device.major, device.minor);
+        }
+        if (entry == NULL || PyList_Append(devices, entry) < 0) {
+            Py_CLEAR(devices);
+        }
+        Py_XDECREF(entry);
+    }
+    return devices != NULL ? Py_BuildValue("iN", version, devices) : NULL;
+}
+
+PyDoc_STRVAR(cuda_load_doc, "cuda_load($module, image, device, /)\n--\n\n"
+                            "Loads the kernels, a file of them in bytes, for a device. The first "
+                            "image stands for all.");
+
+static PyObject *cuda_load(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    char *image;
+    Py_ssize_t size;
+    int32_t device;
+    int status;
+    h2o_error error;
+    if (require_count("cuda_load", count, 2) < 0 ||
+        PyBytes_AsStringAndSize(args[0], &image, &size) < 0 ||
+        parse_int32("device", args[1], &device) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS status = cuda_take_image(image, (size_t)size, &error);
+    if (status == H2O_OK) status = h2o_cuda_load(device, &error);
+    Py_END_ALLOW_THREADS if (status != H2O_OK) raise_error(&error);
+    return status == H2O_OK ? Py_NewRef(Py_None) : NULL;
+}
 
 PyDoc_STRVAR(info_doc, "info($module, /)\n--\n\nSee h2o.ops.info.");
 
@@ -340,6 +474,16 @@ static PyMethodDef methods[] = {
     {"check_evict", FASTCALL(check_evict), check_doc},
     {"check_step", FASTCALL(check_step), check_doc},
     {"check_simulate", FASTCALL(check_simulate), check_doc},
+    {"measure_attend", FASTCALL(measure_attend), measure_doc},
+    {"measure_evict", FASTCALL(measure_evict), measure_doc},
+    {"measure_step", FASTCALL(measure_step), measure_doc},
+    {"measure_simulate", FASTCALL(measure_simulate), measure_doc},
+    {"launch_attend", FASTCALL(launch_attend), launch_doc},
+    {"launch_evict", FASTCALL(launch_evict), launch_doc},
+    {"launch_step", FASTCALL(launch_step), launch_doc},
+    {"launch_simulate", FASTCALL(launch_simulate), launch_doc},
+    {"cuda_devices", cuda_devices, METH_NOARGS, cuda_devices_doc},
+    {"cuda_load", FASTCALL(cuda_load), cuda_load_doc},
     {"info", info, METH_NOARGS, info_doc},
     {0},
 };

@@ -18,13 +18,18 @@ typedef struct {
     void *workspace; /* aligned to 64, of the size asked for */
     int64_t hold;    /* bytes of packed keys, values and the like to hold at a time, 0: as many
                         as pay; fewer mean more passes, which tests want */
+    void *stream;    /* a device's: what is launched waits for what is queued there */
 } h2o_exec;
+
+/* What a device's kernels want of workspace where none serves such a call. */
+#define H2O_UNSERVED SIZE_MAX
 
 /* One backend at one instruction set level. For each operation: the scratch it
  * wants for these parameters and this many lanes, and the operation itself.
  * CPU kernels always return H2O_OK; a device's launch may fail. */
 typedef struct {
-    const char *name; /* "generic", "avx2", "avx512", "avx512bf16", "neon" */
+    const char *name; /* "generic", "avx2", "avx512", "avx512bf16", "neon", "cuda" */
+    int32_t device_type; /* DLPack's number, or 0: the CPU's, whose tensors counts.c reads */
     size_t (*attend_workspace)(const h2o_attend_params *params, const h2o_exec *exec);
     int (*attend)(const h2o_attend_params *params, const h2o_exec *exec, h2o_error *error);
     size_t (*evict_workspace)(const h2o_evict_params *params, const h2o_exec *exec);
@@ -77,15 +82,20 @@ void h2o_scratch_release(void *memory);
  * of open that says whether the call is right: of tensors on a device without
  * kernels only what can be said without reading them.
  * What is not 0 before open is taken as it is: table (else the kernels of the
- * tensors' device), and lanes and run of exec (else the borrowed pool). */
+ * tensors' device), and lanes and run of exec (else the borrowed pool). Kernels of
+ * another device need their table, and stream and workspace of exec: measure says
+ * how much of that they want, H2O_UNSERVED if none of them serves the call. */
 typedef struct {
     const h2o_ops *table;
     h2o_exec exec;
+    size_t offered; /* bytes of a workspace that comes from outside */
     void *counts;
 } h2o_call;
 
 #define H2O_DECLARE_CALL(op)                                                                       \
     int h2o_judge_##op(h2o_##op##_params *params, h2o_call *call, h2o_error *error);               \
+    int h2o_measure_##op(h2o_##op##_params *params, h2o_call *call, size_t *bytes,                 \
+                         h2o_error *error);                                                        \
     int h2o_open_##op(h2o_##op##_params *params, h2o_call *call, h2o_error *error);                \
     int h2o_run_##op(const h2o_##op##_params *params, const h2o_call *call, h2o_error *error);
 H2O_DECLARE_CALL(attend)

@@ -21,6 +21,7 @@ PLACES = {  # where links in files outside of docs lead on the site
     "docs/streaming.md": "streaming.md",
     "docs/decoding.md": "decoding.md",
     "docs/processes.md": "processes.md",
+    "docs/cuda.md": "cuda.md",
     "benchmarks/README.md": "benchmarks.md",
     "results/latest.png": "../benchmarks/results/latest.png",
 }

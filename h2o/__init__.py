@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from h2o import installed
 
 try:
-    from h2o import ops
+    from h2o import backends, ops
 except ImportError as error:
     reason = installed.explain_missing_core()
     if reason is None:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.masks import simulation_mask as simulation_mask
     from h2o.models import load_default as load_default
 
-__version__: str = ops.info()["version"]
+__version__: str = backends.VERSION
 
 _LAZY = {
     "H2OCache": "h2o.hf.cache",

@@ -1,8 +1,9 @@
 """Who carries an operation out: the C core, or plain torch where the core has no kernels.
 
-The C core serves tensors of any library on the CPU. Torch tensors on any other device are served by
-`h2o.portable`, in operations that torch has everywhere. `H2O_BACKEND=torch` in the environment
-makes that serve all tensors of torch, those on the CPU too.
+The C core serves tensors of any library on the CPU, and those of torch on a CUDA device where it
+has kernels (`h2o.cuda`). Torch tensors on any other device are served by `h2o.portable`, in
+operations that torch has everywhere. `H2O_BACKEND=torch` in the environment makes that serve all
+tensors of torch, those on the CPU too.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from h2o import _core
+from h2o import _core, cuda
 
-__all__ = ["OPERATIONS", "by_torch", "info", "serving"]
+__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "serving"]
 
+VERSION: str = _core.info()["version"]
 OPERATIONS = ("attend", "evict", "step", "simulate")
 
 forced = os.environ.get("H2O_BACKEND", "")
@@ -30,7 +32,16 @@ def serving(tensor: Any) -> Any:
     on_cpu = getattr(tensor, "is_cpu", None)  # torch's word; others' tensors have none
     if on_cpu is None or (on_cpu and not forced):
         return _core
+    if not forced and is_cuda(tensor):
+        return cuda.serving(tensor.device.index, _portable())
     return _portable()
+
+
+def is_cuda(tensor: Any) -> bool:
+    """Whether a tensor of torch is on a device of NVIDIA's; torch calls those of AMD so too."""
+    import torch
+
+    return tensor.is_cuda and torch.version.hip is None
 
 
 @contextlib.contextmanager
@@ -64,5 +75,22 @@ def _portable() -> SimpleNamespace:
 def info() -> dict[str, Any]:
     """See `h2o.ops.info`."""
     facts = _core.info()
-    served = {"cpu": "torch" if forced else "C", "any other device of torch": "torch"}
+    served = {
+        "cpu": "torch" if forced else "C",
+        "cuda": "torch" if forced else cuda.describe(),
+        "any other device of torch": "torch",
+    }
     return facts | {"operations": dict.fromkeys(OPERATIONS, facts["level"]), "backends": served}
+
+
+def check() -> dict[str, list[str]]:
+    """What the kernels of each CUDA device of torch get wrong, checked anew.
+
+    Errors: RuntimeError where there is no such device or kernels cannot be loaded.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise RuntimeError("torch has no CUDA device here")
+    return {f"cuda:{index}": cuda.check(index, _portable()) for index in range(count)}

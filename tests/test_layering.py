@@ -140,7 +140,8 @@ def test_core_allocates_no_tensors_and_remembers_nothing():
 
 
 def test_core_is_imported_where_backends_are_chosen():
-    assert importers("h2o._core") == {"h2o/backends.py"}
+    assert importers("h2o._core") == {"h2o/backends.py", "h2o/cuda.py"}
+    assert importers("h2o.cuda") == {"h2o/backends.py"}
     assert importers("h2o.portable") <= {"h2o/backends.py", *sources("h2o/portable", ".py")}
 
 

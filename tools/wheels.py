@@ -28,7 +28,8 @@ from pathlib import Path
 import ziglang
 
 ROOT = Path(__file__).resolve().parent.parent
-LARGEST = 1_000_000  # bytes
+LARGEST = 1_000_000  # bytes, without the kernels for GPUs, if there are any
+FATBIN = ROOT / "h2o" / "kernels.fatbin"
 # What wheels are named for, and what zig calls it. glibc 2.28 is torch's lower limit too, and the
 # first with C11's threads.h. No musllinux: auditwheel cannot judge it here, and torch has none.
 PLATFORMS = {
@@ -95,8 +96,9 @@ def complaints(wheel: Path, platform: str) -> list[str]:
     told = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     if version(told["overall_tag"]) > version(platform):
         found.append(f"auditwheel calls it {told['overall_tag']}: {told['versioned_symbols']}")
-    if wheel.stat().st_size > LARGEST:
-        found.append(f"has {wheel.stat().st_size} bytes, wanted at most {LARGEST}")
+    largest = LARGEST + (FATBIN.stat().st_size if FATBIN.is_file() else 0)
+    if wheel.stat().st_size > largest:
+        found.append(f"has {wheel.stat().st_size} bytes, wanted at most {largest}")
     command = [sys.executable, "-m", "abi3audit", "--strict", wheel]
     audit = subprocess.run(command, capture_output=True, text=True)
     if audit.returncode != 0:

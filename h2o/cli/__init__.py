@@ -106,61 +106,19 @@ def failed(parser: Parser, error: Exception | str) -> int:
 
 
 def info_arguments(parser: Parser) -> None:
-    parser.add_argument("--model", metavar="NAME", help="say whether and how h2o serves this model")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    from h2o.cli import info
+
+    info.add_arguments(parser)
 
 
 def run_info(parser: Parser, options: argparse.Namespace) -> int:
-    import contextlib
-    import importlib.metadata
-    import platform
-
-    if options.model:
-        return print_support(parser, options.model, options.json)
-    # The core borrows torch's threads where torch is loaded, as it is when a model runs.
-    with contextlib.suppress(ImportError):
-        import torch  # noqa: F401
-    from h2o import ops
-
-    core = ops.info()
-    versions = {"h2o": core.pop("version"), "python": platform.python_version()}
-    for name in ("numpy", "torch", "transformers"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    machine = {"system": platform.platform(), "processors": os.cpu_count()}
-    facts = {"core": core, "versions": versions, "machine": machine}
-    if options.json:
-        print(json.dumps(facts, indent=2))
-        return 0
-    rows = [row for section in facts.values() for row in section.items()]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name.replace('_', ' '):<{width}}  {readable(value)}")
-    return 0
-
-
-def print_support(parser: Parser, name: str, as_json: bool) -> int:
-    """From a hub name's or folder's config alone. The exit code is 0 if h2o serves the model."""
-    from h2o import models
+    from h2o import files
+    from h2o.cli import info
 
     try:
-        support = models.support(name)
-    except models.UserError as error:
+        return info.run(options)
+    except files.UserError as error:
         return failed(parser, error)
-    print(json.dumps(asdict(support), indent=2) if as_json else support)
-    return 0 if support else 1
-
-
-def readable(value: Any) -> str:
-    if value is None:
-        return "not installed"
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {readable(part)}" for name, part in value.items())
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return str(value)
 
 
 # ---- h2o generate --------------------------------------------------------------------------------

@@ -300,6 +300,12 @@ long shim_params_size(const char *name) {
     return k ? (long)k->size : -1;
 }
 
+const char *shim_kernel(size_t i) {
+    const shim_registration *k = kernels;
+    while (k && i-- > 0) k = k->next;
+    return k ? k->name : nullptr;
+}
+
 int shim_launch(const char *name, const void *params, size_t size, char *workspace,
                 const unsigned grid[3], unsigned block, unsigned shared) {
     const shim_registration *const k = find_kernel(name);

@@ -38,6 +38,7 @@ extern "C" int shim_launch(const char *name, const void *params, size_t size, ch
 extern "C" const char *shim_error(void);
 extern "C" void shim_seed(uint64_t seed);           /* 0: in order */
 extern "C" long shim_params_size(const char *name); /* -1: no such kernel */
+extern "C" const char *shim_kernel(size_t i);       /* the name of one of all, NULL: no more */
 
 /* Fills memory with 0xff, and tells MemorySanitizer that nobody has written to it. */
 extern "C" void shim_unset(void *p, size_t bytes);

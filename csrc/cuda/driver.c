@@ -1,0 +1,305 @@
+/* driver.c - see driver.h. Types and entries as cuda.h of CUDA 13 declares them; the names behind
+ * which the library keeps later versions of an entry end in _v2. */
+#include "driver.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int CUresult, CUdevice;
+typedef struct CUctx_st *CUcontext;
+typedef struct CUmod_st *CUmodule;
+typedef struct CUfunc_st *CUfunction;
+typedef struct CUstream_st *CUstream;
+typedef unsigned long long CUdeviceptr;
+
+enum {
+    CUDA_SUCCESS = 0,
+    CUDA_ERROR_OUT_OF_MEMORY = 2,
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
+    CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97,
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2,
+    MOST_DEVICES = 64,
+    MOST_KERNELS = 64,
+};
+
+/* X(result, entry, parameters) */
+#define ENTRIES(X)                                                                                 \
+    X(cuInit, (unsigned flags))                                                                    \
+    X(cuDriverGetVersion, (int *version))                                                          \
+    X(cuGetErrorName, (CUresult code, const char **text))                                          \
+    X(cuGetErrorString, (CUresult code, const char **text))                                        \
+    X(cuDeviceGetCount, (int *count))                                                              \
+    X(cuDeviceGet, (CUdevice * device, int ordinal))                                               \
+    X(cuDeviceGetName, (char *name, int length, CUdevice device))                                  \
+    X(cuDeviceGetAttribute, (int *value, int attribute, CUdevice device))                          \
+    X(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                            \
+    X(cuCtxGetCurrent, (CUcontext * context))                                                      \
+    X(cuCtxGetDevice, (CUdevice * device))                                                         \
+    X(cuCtxGetId, (CUcontext context, unsigned long long *id))                                     \
+    X(cuCtxPushCurrent_v2, (CUcontext context))                                                    \
+    X(cuCtxPopCurrent_v2, (CUcontext * context))                                                   \
+    X(cuThreadExchangeStreamCaptureMode, (int *mode))                                              \
+    X(cuModuleLoadData, (CUmodule * module, const void *image))                                    \
+    X(cuModuleUnload, (CUmodule module))                                                           \
+    X(cuModuleGetFunctionCount, (unsigned *count, CUmodule module))                                \
+    X(cuModuleEnumerateFunctions, (CUfunction * functions, unsigned count, CUmodule module))       \
+    X(cuFuncGetName, (const char **name, CUfunction function))                                     \
+    X(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                         \
+    X(cuFuncLoad, (CUfunction function))                                                           \
+    X(cuMemsetD8Async, (CUdeviceptr memory, unsigned char byte, size_t bytes, CUstream stream))    \
+    X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,     \
+                       unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,      \
+                       CUstream stream, void **params, void **extra))
+
+#define DECLARE(name, parameters) static CUresult(*name) parameters;
+ENTRIES(DECLARE)
+
+static const struct {
+    const char *name;
+    void *entry; /* where its address goes */
+} entries[] = {
+#define LIST(name, parameters) {#name, &name},
+    ENTRIES(LIST)};
+
+/* What is known of a context; the newest stands first. An id is never given to another context,
+ * as a pointer may be. */
+typedef struct cuda_loaded {
+    struct cuda_loaded *next;
+    unsigned long long context;
+    unsigned count;
+    const char *names[MOST_KERNELS];
+    CUfunction functions[MOST_KERNELS];
+} cuda_loaded;
+
+/* Writers hold the lock; readers take none, so that a process forked meanwhile gets the driver's
+ * error instead of waiting for ever. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static atomic_bool ready;
+static void *image;
+static _Atomic(cuda_loaded *) all_loaded;
+static _Atomic(CUcontext) primary[MOST_DEVICES];
+
+/* ---- Errors -------------------------------------------------------------- */
+
+static int fail_entry(h2o_error *error, const char *entry, const char *about, CUresult code) {
+    const char *name = NULL, *text = NULL;
+    const h2o_status status = code == CUDA_ERROR_OUT_OF_MEMORY ? H2O_EMEMORY : H2O_EBACKEND;
+    cuGetErrorName(code, &name);
+    cuGetErrorString(code, &text);
+    return h2o_fail(error, status, "%s%s%s: CUDA error %d (%s): %s", entry, *about ? " of " : "",
+                    about, code, name ? name : "unknown", text ? text : "it does not say why");
+}
+
+/* Calls an entry, and returns from the function where it fails. */
+#define TRY(entry, about, ...)                                                                     \
+    do {                                                                                           \
+        const CUresult code = entry(__VA_ARGS__);                                                  \
+        if (code != CUDA_SUCCESS) return fail_entry(error, #entry, about, code);                   \
+    } while (0)
+
+/* ---- The library --------------------------------------------------------- */
+
+static int open_library(h2o_error *error) {
+    void *const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == NULL) return h2o_fail(error, H2O_EBACKEND, "no driver (%s)", dlerror());
+    for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
+        void *const address = dlsym(library, entries[i].name);
+        if (address == NULL) {
+            dlclose(library);
+            return h2o_fail(error, H2O_EBACKEND,
+                            "the driver has no %s: it is older than 580, which h2o needs",
+                            entries[i].name);
+        }
+        memcpy(entries[i].entry, &address, sizeof address);
+    }
+    TRY(cuInit, "", 0);
+    return H2O_OK;
+}
+
+static int require_library(h2o_error *error) {
+    int status = H2O_OK;
+    if (atomic_load_explicit(&ready, memory_order_acquire)) return status;
+    pthread_mutex_lock(&lock);
+    if (!atomic_load_explicit(&ready, memory_order_relaxed)) {
+        status = open_library(error);
+        atomic_store_explicit(&ready, status == H2O_OK, memory_order_release);
+    }
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+int cuda_open(int *version, int *devices, h2o_error *error) {
+    const int status = require_library(error);
+    if (status != H2O_OK) return status;
+    TRY(cuDriverGetVersion, "", version);
+    TRY(cuDeviceGetCount, "", devices);
+    return H2O_OK;
+}
+
+int cuda_describe(int device, cuda_device *found, h2o_error *error) {
+    CUdevice handle;
+    const int status = require_library(error);
+    if (status != H2O_OK) return status;
+    *found = (cuda_device){0};
+    TRY(cuDeviceGet, "", &handle, device);
+    TRY(cuDeviceGetName, "", found->name, sizeof found->name - 1, handle);
+    TRY(cuDeviceGetAttribute, "", &found->major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        handle);
+    TRY(cuDeviceGetAttribute, "", &found->minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        handle);
+    return H2O_OK;
+}
+
+int cuda_take_image(const void *bytes, size_t size, h2o_error *error) {
+    int status = H2O_OK;
+    pthread_mutex_lock(&lock);
+    if (image == NULL && (image = malloc(size)) != NULL) memcpy(image, bytes, size);
+    if (image == NULL) status = h2o_fail(error, H2O_EMEMORY, "no memory for the kernels");
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+/* ---- Contexts ------------------------------------------------------------ */
+
+static cuda_loaded *find_loaded(unsigned long long context) {
+    cuda_loaded *found = atomic_load_explicit(&all_loaded, memory_order_acquire);
+    while (found != NULL && found->context != context) found = found->next;
+    return found;
+}
+
+/* Each kernel may use all the shared memory that a block of the device can have, and is there
+ * before it is launched: to load it later would break the capture of a graph. */
+static int find_kernels(CUmodule module, cuda_loaded *to, h2o_error *error) {
+    CUdevice device;
+    int shared;
+    TRY(cuCtxGetDevice, "", &device);
+    TRY(cuDeviceGetAttribute, "", &shared, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+        device);
+    TRY(cuModuleGetFunctionCount, "", &to->count, module);
+    if (to->count > MOST_KERNELS) to->count = MOST_KERNELS;
+    TRY(cuModuleEnumerateFunctions, "", to->functions, to->count, module);
+    for (unsigned i = 0; i < to->count; i++) {
+        const CUfunction function = to->functions[i];
+        TRY(cuFuncGetName, "", &to->names[i], function);
+        TRY(cuFuncSetAttribute, to->names[i], function,
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared);
+        TRY(cuFuncLoad, to->names[i], function);
+    }
+    return H2O_OK;
+}
+
+static int load_image(cuda_loaded *to, h2o_error *error) {
+    CUmodule module;
+    if (image == NULL) return h2o_fail(error, H2O_EBACKEND, "this build of h2o has no kernels");
+    const CUresult code = cuModuleLoadData(&module, image);
+    if (code != CUDA_SUCCESS) {
+        int version = 0;
+        cuDriverGetVersion(&version);
+        fail_entry(error, "cuModuleLoadData", "", code);
+        const size_t used = strlen(error->text);
+        snprintf(error->text + used, sizeof error->text - used,
+                 " (the driver is for CUDA %d.%d; h2o's kernels need the one for 13.0, that is 580, "
+                 "or a later one, and a device of compute capability 8.0 or more)",
+                 version / 1000, version % 1000 / 10);
+        return error->status;
+    }
+    const int status = find_kernels(module, to, error);
+    if (status != H2O_OK) cuModuleUnload(module);
+    return status;
+}
+
+/* Into the current context. What a graph's capture forbids, loading included, is allowed
+ * meanwhile: it has nothing to do with what is captured. */
+static int load_kernels(unsigned long long context, h2o_error *error) {
+    cuda_loaded *const made = calloc(1, sizeof *made);
+    int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    if (made == NULL) return h2o_fail(error, H2O_EMEMORY, "no memory for a list of kernels");
+    cuThreadExchangeStreamCaptureMode(&mode);
+    const int status = load_image(made, error);
+    cuThreadExchangeStreamCaptureMode(&mode);
+    if (status != H2O_OK) {
+        free(made);
+        return status;
+    }
+    made->context = context;
+    made->next = atomic_load_explicit(&all_loaded, memory_order_relaxed);
+    atomic_store_explicit(&all_loaded, made, memory_order_release);
+    return H2O_OK;
+}
+
+static int require_kernels(cuda_stay *stay, h2o_error *error) {
+    unsigned long long id;
+    int status = H2O_OK;
+    TRY(cuCtxGetId, "", NULL, &id);
+    stay->kernels = find_loaded(id);
+    if (stay->kernels != NULL) return H2O_OK;
+    pthread_mutex_lock(&lock);
+    if (find_loaded(id) == NULL) status = load_kernels(id, error);
+    pthread_mutex_unlock(&lock);
+    stay->kernels = find_loaded(id);
+    return status;
+}
+
+/* The device's primary context, which torch and the CUDA runtime use, current from here on. */
+static int push_primary(int ordinal, CUdevice device, cuda_stay *stay, h2o_error *error) {
+    CUcontext context = NULL;
+    if (ordinal >= MOST_DEVICES) {
+        return h2o_fail(error, H2O_EBACKEND, "CUDA device %d: h2o serves the first %d", ordinal,
+                        MOST_DEVICES);
+    }
+    context = atomic_load_explicit(&primary[ordinal], memory_order_acquire);
+    if (context == NULL) { /* two threads that meet here retain it twice, which does no harm */
+        TRY(cuDevicePrimaryCtxRetain, "", &context, device);
+        atomic_store_explicit(&primary[ordinal], context, memory_order_release);
+    }
+    TRY(cuCtxPushCurrent_v2, "", context);
+    stay->pushed = true;
+    return H2O_OK;
+}
+
+int cuda_enter(int ordinal, cuda_stay *stay, h2o_error *error) {
+    CUcontext context = NULL;
+    CUdevice device, current = -1;
+    *stay = (cuda_stay){0};
+    int status = require_library(error);
+    if (status != H2O_OK) return status;
+    TRY(cuDeviceGet, "", &device, ordinal);
+    TRY(cuCtxGetCurrent, "", &context);
+    if (context != NULL) TRY(cuCtxGetDevice, "", &current);
+    if (context == NULL || current != device) status = push_primary(ordinal, device, stay, error);
+    if (status == H2O_OK) status = require_kernels(stay, error);
+    if (status != H2O_OK) cuda_leave(stay);
+    return status;
+}
+
+void cuda_leave(const cuda_stay *stay) {
+    CUcontext context;
+    if (stay->pushed) cuCtxPopCurrent_v2(&context);
+}
+
+/* ---- Work ---------------------------------------------------------------- */
+
+int cuda_clear(void *memory, size_t bytes, void *stream, h2o_error *error) {
+    if (bytes > 0) TRY(cuMemsetD8Async, "", (CUdeviceptr)(uintptr_t)memory, 0, bytes, stream);
+    return H2O_OK;
+}
+
+int cuda_start(const cuda_stay *stay, const cuda_launch *launch, void *workspace, void *stream,
+               h2o_error *error) {
+    const cuda_loaded *const from = stay->kernels;
+    void *params[] = {(void *)(uintptr_t)launch->params, &workspace};
+    unsigned i = 0;
+    while (i < from->count && strcmp(from->names[i], launch->kernel) != 0) i++;
+    if (i == from->count) {
+        return h2o_fail(error, H2O_EBACKEND, "%s: no such kernel", launch->kernel);
+    }
+    TRY(cuLaunchKernel, launch->kernel, from->functions[i], launch->grid[0], launch->grid[1],
+        launch->grid[2], launch->block, 1, 1, launch->shared, stream, params, NULL);
+    return H2O_OK;
+}

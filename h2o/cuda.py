@@ -1,0 +1,217 @@
+"""CUDA devices: the C core's kernels for them, where this build has them and a driver is there.
+
+A call is measured (checked, and asked what workspace it wants), gets its workspace from torch, and
+is queued on torch's current stream: nothing waits for the device. What no kernel serves (a head
+dimension above 256) goes on to the torch backend, and so does everything where
+
+- the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's nvcc);
+- there is no driver, or one that cannot load the kernels;
+- the kernels' answers on this device differ from those of the torch backend: see `h2o.selfcheck`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from h2o import _core
+
+__all__ = ["check", "describe", "serving"]
+
+FATBIN = Path(__file__).with_name("kernels.fatbin")
+"""The kernels, for every architecture; no part of a build without nvcc."""
+
+_lock = threading.Lock()
+_serving: dict[int, SimpleNamespace] = {}
+"""Who serves a device, once that is known."""
+_obstacles: dict[int, str] = {}
+"""Why the torch backend serves it, where it does."""
+
+
+def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
+    """The operations for tensors of torch's CUDA device `index`, which `by_torch` serves in case.
+
+    The first call loads the kernels and checks them, unless an earlier process has.
+    """
+    found = _serving.get(index)
+    if found is None:
+        with _lock:
+            found = _serving.get(index) or _choose(index, by_torch)
+    return found
+
+
+def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
+    if _no_time():
+        return by_torch
+    chosen = by_torch
+    obstacle = _load(index)
+    if obstacle is None:
+        kernels = _kernels(by_torch)
+        obstacle = _remembered_check(index, kernels, by_torch)
+        if obstacle is None:
+            chosen = kernels
+    if obstacle is not None:
+        _obstacles[index] = obstacle
+        if FATBIN.is_file():
+            warnings.warn(
+                f"the torch backend serves cuda:{index}, not h2o's kernels: {obstacle}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+    _serving[index] = chosen
+    return chosen
+
+
+def _load(index: int) -> str | None:
+    """Makes the kernels ready on a device; what stands in the way, if anything."""
+    if not FATBIN.is_file():
+        return "not built"
+    try:
+        _core.cuda_load(FATBIN.read_bytes(), index)
+    except (RuntimeError, MemoryError) as error:
+        return str(error)
+    return None
+
+
+def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
+    """The operations by the kernels."""
+
+    def operation(name: str) -> Any:
+        measure, launch = getattr(_core, f"measure_{name}"), getattr(_core, f"launch_{name}")
+        otherwise = getattr(by_torch, name)
+
+        def run(*arguments: Any) -> None:
+            leader = arguments[0]
+            stream = _stream(leader)
+            wanted = measure(*arguments, stream)
+            if wanted is None:
+                otherwise(*arguments)
+            else:
+                launch(*arguments, stream, _workspace(leader, wanted))
+
+        return run
+
+    return SimpleNamespace(**{name: operation(name) for name in vars(by_torch)})
+
+
+# ---- What torch says ---------------------------------------------------------------------------
+
+
+def _no_time() -> bool:
+    """Whether a device cannot be checked now: a graph is captured, or tensors are imagined ones."""
+    import torch
+
+    return type(torch.empty(0)) is not torch.Tensor or torch.cuda.is_current_stream_capturing()
+
+
+def _stream(tensor: Any) -> int | None:
+    """torch's current stream on a tensor's device: None where its DLPack table tells the core.
+
+    1 is DLPack's name of the default stream, and one that the driver knows too.
+    """
+    if hasattr(type(tensor), "__dlpack_c_exchange_api__"):
+        return None
+    import torch
+
+    return torch.cuda.current_stream(tensor.device).cuda_stream or 1
+
+
+def _workspace(tensor: Any, size: int) -> Any:
+    """Memory for one call. torch gives it to others on this stream only once the call is over."""
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, device=tensor.device) if size else None
+
+
+# ---- The check ---------------------------------------------------------------------------------
+
+
+def check(index: int, by_torch: SimpleNamespace) -> list[str]:
+    """Checks the kernels of a device anew; what they got wrong.
+
+    Errors: RuntimeError where they cannot be loaded.
+    """
+    from h2o import selfcheck
+
+    obstacle = _load(index)
+    if obstacle is not None:
+        raise RuntimeError(obstacle)
+    mistakes = selfcheck.mistakes(_kernels(by_torch), by_torch, _core, _device(index))
+    _remember(_facts(index), mistakes)
+    return mistakes
+
+
+def _device(index: int) -> str:
+    return f"cuda:{index}"
+
+
+def _remembered_check(
+    index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace
+) -> str | None:
+    """What the kernels of a device got wrong; from the cache folder, if it says."""
+    from h2o import selfcheck
+
+    facts = _facts(index)
+    mistakes = _recall(facts)
+    if mistakes is None:
+        mistakes = selfcheck.mistakes(kernels, by_torch, _core, _device(index))
+        _remember(facts, mistakes)
+    return "; ".join(mistakes) or None
+
+
+def _facts(index: int) -> dict[str, Any]:
+    """What an answer could depend on: where all of it is as it was, so are the answers."""
+    version, devices = _core.cuda_devices()
+    module = Path("/proc/driver/nvidia/version")
+    return {
+        "device": devices[index],
+        "driver": [version, module.read_text() if module.is_file() else ""],
+        "h2o": _core.info()["version"],
+        "kernels": hashlib.sha256(FATBIN.read_bytes()).hexdigest(),
+    }
+
+
+def _file(facts: dict[str, Any]) -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o-kv"
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return folder / f"check-{name}.json"
+
+
+def _recall(facts: dict[str, Any]) -> list[str] | None:
+    try:
+        return list(map(str, json.loads(_file(facts).read_text("utf-8"))["mistakes"]))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
+    """Where the folder cannot be written to, every process checks anew."""
+    from h2o.files import whole
+
+    try:
+        path = _file(facts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as draft:
+            draft.write_text(json.dumps({**facts, "mistakes": mistakes}, indent=2), "utf-8")
+    except (OSError, RuntimeError):
+        return
+
+
+def describe() -> str:
+    """Who serves CUDA devices and why, in a line."""
+    if not FATBIN.is_file():
+        return "torch (kernels not built)"
+    try:
+        version, devices = _core.cuda_devices()
+    except (RuntimeError, MemoryError) as error:
+        return f"torch ({error})"
+    if _obstacles:
+        return "torch (" + "; ".join(f"{i}: {why}" for i, why in sorted(_obstacles.items())) + ")"
+    names = ", ".join(f"{name}, compute capability {a}.{b}" for name, a, b in devices)
+    return f"C ({names or 'no device'}; driver for CUDA {version // 1000}.{version % 1000 // 10})"

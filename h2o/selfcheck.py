@@ -1,0 +1,251 @@
+"""Whether kernels give the answers that the torch backend gives, on the device they will run on.
+Merging, which that backend has not, is compared with the C core on the CPU.
+
+Small inputs of a fixed seed go through both, operation by operation from the same state, so that a
+difference names the operation. What is counted or chosen (positions, slots, lengths) must be equal;
+numbers may differ by their rounding, which another order of a sum and a GPU's shorter products
+explain. The inputs' scores lie far enough apart for that to change no choice.
+
+Shape letters as in `h2o.ops`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.slots import Slots, new_slots
+from h2o.storage import dequantised
+
+__all__ = ["mistakes"]
+
+TOLERANCE = {torch.float32: 4e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Of numbers, by the largest of their tensor; torch may multiply float32 in 10 bits (TF32)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A store and a text: a prompt, a chunk, a few steps, and the same simulated."""
+
+    D: int
+    dtype: torch.dtype
+    kv_dtype: str | None = None
+    value_weighted: bool = False
+    merge: float | None = None
+    own: bool = False
+    """heads with numbers of slots of their own"""
+    pads: bool = False
+
+    @property
+    def name(self) -> str:
+        facts = [str(self.dtype).removeprefix("torch."), f"D = {self.D}"]
+        facts += [self.kv_dtype] if self.kv_dtype else []
+        flags = ("value_weighted", "merge", "own", "pads")
+        return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
+
+
+CASES = (
+    Case(64, torch.float32),
+    Case(80, torch.float16, kv_dtype="int8", pads=True),
+    Case(128, torch.bfloat16, value_weighted=True, own=True),
+    Case(256, torch.bfloat16, kv_dtype="int8-int4"),
+    Case(64, torch.bfloat16, merge=0.3),
+)
+
+B, G, R, PROMPT, CHUNK, STEPS = 2, 2, 2, 40, 9, 3
+SINKS, HEAVY, RECENT = 2, 18, 12
+
+
+def mistakes(kernels: Any, by_torch: Any, core: Any, device: Any) -> list[str]:
+    """What `kernels` answer otherwise than `by_torch` (or `core`), each with operation and case.
+
+    All have the operations of `_core`, with its arguments.
+    """
+    found = []
+    with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
+        for seed, case in enumerate(CASES):
+            judge = by_torch if case.merge is None else _Carried(core)
+            text = _first_mistake(kernels, judge, case, torch.device(device), seed)
+            if text is not None:
+                found.append(f"{text} ({case.name})")
+    return found
+
+
+class _Carried:
+    """Operations on tensors of any device, by a core that serves the CPU only."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+
+    def __getattr__(self, name: str) -> Any:
+        def run(*arguments: Any) -> None:
+            carried = _mapped(arguments, Tensor.cpu)
+            getattr(self.core, name)(*carried)
+            for mine, theirs in zip(_tensors(arguments), _tensors(carried), strict=True):
+                mine.copy_(theirs)
+
+        return run
+
+
+def _first_mistake(
+    kernels: Any, judge: Any, case: Case, device: torch.device, seed: int
+) -> str | None:
+    """The first: what follows from a wrong state says nothing."""
+    name = "the text"
+    try:
+        for name, arguments, results in _calls(case, device, seed):
+            own = _mapped(arguments, Tensor.clone)
+            getattr(kernels, name)(*own)
+            getattr(judge, name)(*arguments)
+            wrong = [
+                label
+                for label, mine, theirs in results(own, arguments)
+                if not _equal(mine, theirs, TOLERANCE[case.dtype])
+            ]
+            if wrong:
+                return f"{name} gets {', '.join(wrong)} wrong"
+    except RuntimeError as error:  # a device tells of a failure when somebody waits for it
+        return f"{name} fails: {str(error).splitlines()[0]}"
+    return None
+
+
+def _mapped(arguments: Any, function: Callable[[Tensor], Tensor]) -> list[Any]:
+    """Arguments of a call with other tensors."""
+    mapped = [function(x) if isinstance(x, Tensor) else x for x in arguments]
+    return [Slots(*_mapped(x, function)) if isinstance(x, Slots) else x for x in mapped]
+
+
+def _tensors(arguments: Any) -> Iterator[Tensor]:
+    for x in arguments:
+        if isinstance(x, Slots):
+            yield from _tensors(x)
+        elif isinstance(x, Tensor):
+            yield x
+
+
+def _equal(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    if not mine.is_floating_point():
+        return bool(torch.equal(mine, theirs))
+    mine, theirs = mine.double(), theirs.double()
+    largest = theirs.abs().amax().clamp(min=1.0)
+    return bool(((mine - theirs).abs() <= tolerance * largest).all())
+
+
+def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
+    """(operation, arguments, results): results(own, arguments) pairs what both have written."""
+    H, D = G * R, case.D
+    total = PROMPT + CHUNK + STEPS
+    query, keys, values = _text(case, total, device, seed)
+    mask = torch.ones(B, total, dtype=torch.bool, device=device)
+    if case.pads:
+        mask[1, :7] = False
+    scale, softcap, decay = D**-0.5, 0.0, 0.97
+    policy = (SINKS, "sum", decay, case.value_weighted, case.merge)
+    capacity = SINKS + HEAVY + RECENT + 1 + max(0, CHUNK - 1)
+    slots = new_slots(
+        keys, [capacity, capacity + 3] if case.own else capacity, HEAVY, RECENT,
+        value_weighted=case.value_weighted, kv_dtype=case.kv_dtype, merge=case.merge is not None,
+    )  # fmt: skip
+
+    def number(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    for first, last in ((0, PROMPT), (PROMPT, PROMPT + CHUNK)):
+        now = slice(first, last)
+        out = number(B, last - first, H, D, dtype=case.dtype)
+        scores = number(B, G, last - first)
+        new = (keys[:, :, now].contiguous(), values[:, :, now].contiguous())
+        mine = mask[:, now].contiguous() if case.pads else None
+        stored = slots if first else None
+        arguments = (query[:, :, now], *new, mine, stored, out, scores, scale, decay, softcap)
+        yield "attend", arguments, _attended
+        yield "evict", (*new, scores, mine, slots, *policy), lambda a, b: _slots(a[4], b[4], D)
+    for t in range(PROMPT + CHUNK, total):
+        now = slice(t, t + 1)
+        out = number(B, 1, H, D, dtype=case.dtype)
+        new = (query[:, :, now], keys[:, :, now], values[:, :, now])
+        arguments = (*new, None, slots, out, scale, softcap, *policy, None, None)
+        yield "step", arguments, lambda a, b: [("out", a[5], b[5]), *_slots(a[4], b[4], D)]
+    if case.kv_dtype is None:
+        yield from _simulation(case, (query, keys, values), mask, (scale, softcap, *policy), number)
+
+
+def _attended(mine: Any, theirs: Any) -> list[tuple[str, Tensor, Tensor]]:
+    pairs = [("out", mine[5], theirs[5]), ("scores", mine[6], theirs[6])]
+    if mine[4] is not None:
+        pairs.append(("slots.scores", mine[4].scores, theirs[4].scores))
+    return pairs
+
+
+def _simulation(case: Case, text: Any, mask: Tensor, policy: Any, number: Any) -> Iterator[Any]:
+    """The whole text, of which the prompt is one token shorter in each further row."""
+    query, keys, _ = text
+    total = query.shape[2]
+    prompt = PROMPT - torch.arange(B, dtype=torch.int32).to(keys.device)
+    budget = number(B, 2, dtype=torch.int32)
+    budget[:, 0], budget[:, 1] = HEAVY, RECENT
+    out = number(B, total, G * R, case.D, dtype=case.dtype)
+    evicted = number(B, G, total, dtype=torch.int32)
+    scores = number(B, G, total)
+    pads = mask if case.pads else None
+    arguments = (*text, pads, prompt, budget, out, evicted, scores, *policy, None, None)
+    names = ("out", "evicted_at", "scores")
+    yield "simulate", arguments, lambda a, b: list(zip(names, a[6:9], b[6:9], strict=True))
+
+
+def _slots(mine: Slots, theirs: Slots, D: int) -> list[tuple[str, Tensor, Tensor]]:
+    """What an operation has written. Which slot a key got is left to each; so they are sorted."""
+    a, b = _sorted(mine, D), _sorted(theirs, D)
+    pairs = [(f"slots.{field}", a[field], b[field]) for field in a]
+    return pairs + [
+        (f"slots.{field}", getattr(mine, field), getattr(theirs, field))
+        for field in ("lengths", "lost")
+    ]
+
+
+def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
+    """What each head holds by position, and whether its next token's slot is empty."""
+    positions, free = slots.positions, slots.free.long()
+    by_head = positions.long()
+    if slots.starts is not None:  # heads one after the other, as they are
+        places = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
+        by_head = by_head + (torch.searchsorted(slots.starts[1:], places, right=True) << 32)
+        free = free + slots.starts[:-1]
+    order = by_head.argsort(-1)
+    empty = positions.gather(-1, order) < 0
+    found = {"free": positions.gather(-1, free if free.ndim == positions.ndim else free[..., None])}
+    for field in ("positions", "scores", "norms", "bias", "keys", "values"):
+        x = getattr(slots, field)
+        if x is None:
+            continue
+        if x.ndim > order.ndim:
+            x = x.gather(-2, order[..., None].expand(*order.shape, x.shape[-1]))
+            found[field] = dequantised(x, D).masked_fill(empty[..., None], 0)
+        else:
+            found[field] = x.gather(-1, order).masked_fill(empty, -1)
+    return found
+
+
+def _text(case: Case, tokens: int, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+    """Queries [B, H, tokens, D] that drift, and keys and values [B, G, tokens, D]. Each key has a
+    weight of its own in the direction that all queries share, so that scores lie apart."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    D = case.D
+    common, drift = normal(B, G, 1, D), normal(B, G, 1, D)
+    weights = torch.stack([torch.randperm(tokens, generator=generator) for _ in range(B * G)]).view(
+        B, G, tokens, 1
+    )
+    time = torch.arange(tokens).view(1, 1, -1, 1) / tokens
+    keys = 0.5 * normal(B, G, tokens, D) + common * (weights / tokens - 0.5)
+    towards = common * (1 - 0.5 * time) + drift * time
+    query = towards.repeat_interleave(R, 1) + 0.3 * normal(B, G * R, tokens, D)
+    values = normal(B, G, tokens, D)
+    return tuple(x.to(case.dtype).to(device) for x in (query, keys, values))

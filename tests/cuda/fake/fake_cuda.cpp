@@ -1,0 +1,516 @@
+/* fake_cuda.cpp - a libcuda.so.1 without a GPU: kernels run in the shim, and mistakes show.
+ *
+ * Device memory cannot be touched but while a kernel or a copy runs, ends at a page that nobody may
+ * touch, and is full of 0xff at first. What is queued runs when somebody waits for it. What a real
+ * driver refuses is refused: calls before cuInit or without a context, another context's handles,
+ * unknown kernels, sizes beyond the limits, whatever breaks the capture of a graph.
+ *
+ * FAKE_CUDA_DEVICES (2), FAKE_CUDA_VERSION (13000) and FAKE_CUDA_CAPABILITY (90) say what is there.
+ * What else tests want is at the end. */
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "h2o.h"
+#include "shim.h"
+
+enum {
+    OK = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    NO_DEVICE = 100,
+    INVALID_DEVICE = 101,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    NO_BINARY = 209,
+    INVALID_HANDLE = 400,
+    LAUNCH_FAILED = 719,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901,
+};
+
+static const struct {
+    int code;
+    const char *name, *text;
+} errors[] = {
+    {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+    {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+    {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
+    {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
+    {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {NO_BINARY, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for the device"},
+    {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
+    {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "not permitted in a capture"},
+    {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "the capture failed before"},
+};
+
+typedef std::vector<std::function<int()>> work;
+
+struct context {
+    int device;
+    unsigned long long id;
+};
+struct module {
+    context *home;
+};
+struct function {
+    context *home;
+    std::string name;
+    unsigned shared; /* bytes that it may have */
+};
+struct stream {
+    context *home; /* NULL: of any, the default one */
+    bool capturing, broken;
+    work *into; /* what is captured goes there */
+};
+struct allocation {
+    size_t bytes, mapped;
+    char *base;
+    int device;
+};
+
+static std::recursive_mutex lock;
+static std::map<std::string, int> calls;
+static struct {
+    std::string entry;
+    int nth, code;
+} fault;
+static bool initialised;
+static int sticky; /* what failed while it ran, for all that comes after */
+static std::string flipped;
+static std::map<char *, allocation> memory;
+static std::vector<context *> primary;
+static std::vector<stream *> streams;
+static stream default_stream;
+static work waiting; /* of all streams, in the order that it came in */
+static unsigned long long next_id = 1;
+static thread_local std::vector<context *> current;
+static thread_local int capture_mode; /* 0: global, 2: relaxed */
+
+static int setting(const char *name, int otherwise) {
+    const char *const text = getenv(name);
+    return text ? atoi(text) : otherwise;
+}
+static int devices(void) { return setting("FAKE_CUDA_DEVICES", 2); }
+
+/* Counts a call; nonzero if it is the one that is to fail. */
+static int begin(const char *entry, bool needs_init = true) {
+    const int nth = ++calls[entry];
+    if (fault.entry == entry && nth == fault.nth) return fault.code;
+    if (needs_init && !initialised) return NOT_INITIALIZED;
+    return OK;
+}
+
+#define BEGIN(...)                                                                                 \
+    const std::lock_guard<std::recursive_mutex> guard(lock);                                       \
+    if (const int code = begin(__VA_ARGS__)) return code
+#define NEEDS_CONTEXT                                                                              \
+    if (current.empty() || !current.back()) return INVALID_CONTEXT;                                \
+    if (sticky) return sticky
+
+static bool any_capture(void) {
+    for (stream *s : streams) {
+        if (s->capturing) return true;
+    }
+    return default_stream.capturing;
+}
+
+/* What may not be called while a graph is captured breaks it. */
+static int forbidden_in_capture(void) {
+    if (capture_mode == 2 || !any_capture()) return OK;
+    for (stream *s : streams) s->broken |= s->capturing;
+    default_stream.broken |= default_stream.capturing;
+    return CAPTURE_UNSUPPORTED;
+}
+
+static void allow(int protection) {
+    for (const auto &[address, a] : memory) mprotect(a.base, a.mapped, protection);
+}
+
+static int run(const std::function<int()> &job) {
+    allow(PROT_READ | PROT_WRITE);
+    const int code = job();
+    allow(PROT_NONE);
+    return code;
+}
+
+static int run_all(void) {
+    for (size_t i = 0; i < waiting.size() && !sticky; i++) sticky = run(waiting[i]);
+    waiting.clear();
+    return sticky;
+}
+
+static int queue_job(stream *s, const std::function<int()> &job) {
+    if (s->broken) return CAPTURE_INVALIDATED;
+    if (s->capturing) {
+        s->into->push_back(job);
+    } else if (getenv("FAKE_CUDA_EAGER")) {
+        sticky = run(job);
+    } else {
+        waiting.push_back(job);
+    }
+    return OK;
+}
+
+static stream *find_stream(void *handle) {
+    if (handle == nullptr || handle == (void *)1 || handle == (void *)2) return &default_stream;
+    for (stream *s : streams) {
+        if (s == handle) return s->home == current.back() ? s : nullptr;
+    }
+    return nullptr;
+}
+
+/* The allocation that has all these bytes and is of the current context's device. */
+static const allocation *find_memory(const void *address, size_t bytes) {
+    for (const auto &[start, a] : memory) {
+        if (address >= start && (char *)address + bytes <= start + a.bytes) {
+            return a.device == current.back()->device ? &a : nullptr;
+        }
+    }
+    return nullptr;
+}
+
+extern "C" {
+
+/* ---- What h2o calls ------------------------------------------------------ */
+
+int cuInit(unsigned) {
+    BEGIN("cuInit", false);
+    if (devices() == 0) return NO_DEVICE;
+    initialised = true;
+    while ((int)primary.size() < devices()) {
+        primary.push_back(new context{(int)primary.size(), next_id++});
+    }
+    return OK;
+}
+
+int cuDriverGetVersion(int *version) {
+    BEGIN("cuDriverGetVersion", false);
+    *version = setting("FAKE_CUDA_VERSION", 13000);
+    return OK;
+}
+
+static int find_error(int code, const char **found, const char *(*part)(size_t)) {
+    for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
+        if (errors[i].code == code) return *found = part(i), OK;
+    }
+    *found = nullptr;
+    return INVALID_VALUE;
+}
+int cuGetErrorName(int code, const char **text) {
+    return find_error(code, text, [](size_t i) { return errors[i].name; });
+}
+int cuGetErrorString(int code, const char **text) {
+    return find_error(code, text, [](size_t i) { return errors[i].text; });
+}
+
+int cuDeviceGetCount(int *count) {
+    BEGIN("cuDeviceGetCount");
+    *count = devices();
+    return OK;
+}
+
+int cuDeviceGet(int *device, int ordinal) {
+    BEGIN("cuDeviceGet");
+    if (ordinal < 0 || ordinal >= devices()) return INVALID_DEVICE;
+    *device = ordinal;
+    return OK;
+}
+
+int cuDeviceGetName(char *name, int length, int device) {
+    BEGIN("cuDeviceGetName");
+    snprintf(name, (size_t)length, "Fake GPU %d", device);
+    return OK;
+}
+
+int cuDeviceGetAttribute(int *value, int attribute, int) {
+    BEGIN("cuDeviceGetAttribute");
+    const int capability = setting("FAKE_CUDA_CAPABILITY", 90);
+    *value = attribute == 75   ? capability / 10
+             : attribute == 76 ? capability % 10
+             : attribute == 97 ? 99 << 10
+                               : 0;
+    return OK;
+}
+
+int cuDevicePrimaryCtxRetain(context **c, int device) {
+    BEGIN("cuDevicePrimaryCtxRetain");
+    *c = primary[(size_t)device];
+    return OK;
+}
+
+int cuCtxGetCurrent(context **c) {
+    BEGIN("cuCtxGetCurrent");
+    *c = current.empty() ? nullptr : current.back();
+    return OK;
+}
+
+int cuCtxGetDevice(int *device) {
+    BEGIN("cuCtxGetDevice");
+    NEEDS_CONTEXT;
+    *device = current.back()->device;
+    return OK;
+}
+
+int cuCtxGetId(context *c, unsigned long long *id) {
+    BEGIN("cuCtxGetId");
+    NEEDS_CONTEXT;
+    *id = (c ? c : current.back())->id;
+    return OK;
+}
+
+int cuCtxPushCurrent_v2(context *c) {
+    BEGIN("cuCtxPushCurrent_v2");
+    current.push_back(c);
+    return OK;
+}
+
+int cuCtxPopCurrent_v2(context **c) {
+    BEGIN("cuCtxPopCurrent_v2");
+    if (current.empty()) return INVALID_CONTEXT;
+    *c = current.back();
+    current.pop_back();
+    return OK;
+}
+
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    BEGIN("cuThreadExchangeStreamCaptureMode");
+    std::swap(*mode, capture_mode);
+    return OK;
+}
+
+int cuModuleLoadData(module **m, const void *image) {
+    BEGIN("cuModuleLoadData");
+    NEEDS_CONTEXT;
+    if (const int code = forbidden_in_capture()) return code;
+    uint32_t magic;
+    memcpy(&magic, image, sizeof magic);
+    if (magic != 0xba55ed50) return INVALID_IMAGE;
+    if (setting("FAKE_CUDA_CAPABILITY", 90) < 80) return NO_BINARY;
+    *m = new module{current.back()};
+    return OK;
+}
+
+int cuModuleUnload(module *m) {
+    BEGIN("cuModuleUnload");
+    delete m;
+    return OK;
+}
+
+int cuModuleGetFunctionCount(unsigned *count, module *) {
+    BEGIN("cuModuleGetFunctionCount");
+    for (*count = 0; shim_kernel(*count); ++*count) {}
+    return OK;
+}
+
+int cuModuleEnumerateFunctions(function **f, unsigned count, module *m) {
+    BEGIN("cuModuleEnumerateFunctions");
+    for (unsigned i = 0; i < count; i++) f[i] = new function{m->home, shim_kernel(i), 48 << 10};
+    return OK;
+}
+
+int cuFuncGetName(const char **name, function *f) {
+    BEGIN("cuFuncGetName");
+    *name = f->name.c_str();
+    return OK;
+}
+
+int cuFuncSetAttribute(function *f, int attribute, int value) {
+    BEGIN("cuFuncSetAttribute");
+    NEEDS_CONTEXT;
+    if (attribute != 8 || value > 99 << 10) return INVALID_VALUE;
+    f->shared = (unsigned)value;
+    return OK;
+}
+
+int cuFuncLoad(function *) {
+    BEGIN("cuFuncLoad");
+    NEEDS_CONTEXT;
+    return forbidden_in_capture();
+}
+
+int cuMemsetD8Async(char *to, unsigned char byte, size_t bytes, void *handle) {
+    BEGIN("cuMemsetD8Async");
+    NEEDS_CONTEXT;
+    stream *const s = find_stream(handle);
+    if (!s) return INVALID_HANDLE;
+    if (!find_memory(to, bytes)) return INVALID_VALUE;
+    return queue_job(s, [=] { return memset(to, byte, bytes), OK; });
+}
+
+/* Where a kernel of this name leaves a result. */
+static const h2o_view *result_of(const std::string &name, const char *params) {
+    if (name.find("forward") != name.npos) return &((h2o_attend_params *)params)->out;
+    if (name.find("sums") != name.npos) return &((h2o_attend_params *)params)->scores;
+    if (name == "h2o_cuda_evict") return &((h2o_evict_params *)params)->slots.scores;
+    if (name == "h2o_cuda_step") return &((h2o_step_params *)params)->out;
+    if (name == "h2o_cuda_simulate") return &((h2o_simulate_params *)params)->out;
+    return nullptr;
+}
+
+int cuLaunchKernel(function *f, unsigned x, unsigned y, unsigned z, unsigned block, unsigned block_y,
+                   unsigned block_z, unsigned shared, void *handle, void **params, void **) {
+    BEGIN("cuLaunchKernel");
+    NEEDS_CONTEXT;
+    stream *const s = find_stream(handle);
+    if (!s || f->home != current.back()) return INVALID_HANDLE;
+    const uint64_t limit = 65535;
+    if (!x || !y || !z || y > limit || z > limit || !block || block > 1024 || block_y != 1 ||
+        block_z != 1 || shared > f->shared) {
+        return INVALID_VALUE;
+    }
+    const std::string bytes((const char *)params[0], (size_t)shim_params_size(f->name.c_str()));
+    char *const workspace = *(char **)params[1];
+    return queue_job(s, [=]() -> int {
+        if (const int failed = begin("kernel")) return failed;
+        const unsigned grid[] = {x, y, z};
+        const int code = shim_launch(f->name.c_str(), bytes.data(), bytes.size(), workspace, grid,
+                                     block, shared);
+        if (code) fprintf(stderr, "%s: %s\n", f->name.c_str(), shim_error());
+        const h2o_view *const result = result_of(f->name, bytes.data());
+        if (f->name == flipped && result) {
+            ((char *)result->data)[h2o_dtype_size(result->dtype) - 1] ^= 0x40;
+        }
+        return code ? LAUNCH_FAILED : OK;
+    });
+}
+
+/* ---- What tests and their tensors call ----------------------------------- */
+
+int cuCtxCreate_v2(context **c, unsigned, int device) {
+    BEGIN("cuCtxCreate_v2");
+    current.push_back(*c = new context{device, next_id++});
+    return OK;
+}
+
+int cuCtxSetCurrent(context *c) {
+    BEGIN("cuCtxSetCurrent");
+    if (!current.empty()) current.pop_back();
+    if (c) current.push_back(c);
+    return OK;
+}
+
+int cuMemAlloc_v2(char **address, size_t bytes) {
+    BEGIN("cuMemAlloc_v2");
+    NEEDS_CONTEXT;
+    if (const int code = forbidden_in_capture()) return code;
+    const size_t page = (size_t)getpagesize(), room = (bytes + page - 1) / page * page;
+    char *const base =
+        (char *)mmap(nullptr, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) return OUT_OF_MEMORY;
+    memset(base, 0xff, room);
+    mprotect(base, room + page, PROT_NONE);
+    *address = base + (room - bytes) / 256 * 256; /* as near to the end as its alignment allows */
+    memory[*address] = {bytes, room, base, current.back()->device};
+    return OK;
+}
+
+int cuMemFree_v2(char *address) {
+    BEGIN("cuMemFree_v2");
+    const auto found = memory.find(address);
+    if (found == memory.end()) return INVALID_VALUE;
+    run_all();
+    munmap(found->second.base, found->second.mapped + (size_t)getpagesize());
+    memory.erase(found);
+    return OK;
+}
+
+int cuCtxSynchronize(void) {
+    BEGIN("cuCtxSynchronize");
+    NEEDS_CONTEXT;
+    if (const int code = forbidden_in_capture()) return code;
+    return run_all();
+}
+
+static int copy(void *to, const void *from, size_t bytes) {
+    if (const int code = forbidden_in_capture()) return code;
+    if (const int code = run_all()) return code;
+    return run([=] { return memcpy(to, from, bytes), OK; });
+}
+int cuMemcpyHtoD_v2(char *to, const void *from, size_t bytes) {
+    BEGIN("cuMemcpyHtoD_v2");
+    NEEDS_CONTEXT;
+    return find_memory(to, bytes) ? copy(to, from, bytes) : INVALID_VALUE;
+}
+int cuMemcpyDtoH_v2(void *to, const char *from, size_t bytes) {
+    BEGIN("cuMemcpyDtoH_v2");
+    NEEDS_CONTEXT;
+    return find_memory(from, bytes) ? copy(to, from, bytes) : INVALID_VALUE;
+}
+
+int cuStreamCreate(stream **s, unsigned) {
+    BEGIN("cuStreamCreate");
+    NEEDS_CONTEXT;
+    streams.push_back(*s = new stream{current.back(), false, false, nullptr});
+    return OK;
+}
+
+int cuStreamBeginCapture_v2(stream *s, int) {
+    BEGIN("cuStreamBeginCapture_v2");
+    s->capturing = true;
+    s->broken = false;
+    s->into = new work;
+    return OK;
+}
+
+int cuStreamEndCapture(stream *s, work **graph) {
+    BEGIN("cuStreamEndCapture");
+    s->capturing = false;
+    *graph = s->into;
+    return s->broken ? (s->broken = false, CAPTURE_INVALIDATED) : OK;
+}
+
+int cuGraphLaunch(work *graph, void *) { /* takes the graph for an executable one */
+    BEGIN("cuGraphLaunch");
+    NEEDS_CONTEXT;
+    waiting.insert(waiting.end(), graph->begin(), graph->end());
+    return OK;
+}
+
+/* ---- Not in any driver --------------------------------------------------- */
+
+/* How often an entry was called. */
+int fake_calls(const char *entry) {
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+    return calls[entry];
+}
+
+/* The nth call of an entry from now fails with a code; of "kernel": the nth that runs. */
+void fake_fault(const char *entry, int nth, int code) {
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+    fault = {entry, calls[entry] + nth, code};
+}
+
+/* A kernel that gets the first of its results wrong; "": none does. */
+void fake_flip(const char *kernel) {
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+    flipped = kernel;
+}
+
+/* Kernels that wait to be run. */
+int fake_waiting(void) {
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+    return (int)waiting.size();
+}
+
+/* As if the process had begun anew, but for its memory and contexts. */
+void fake_forgive(void) {
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+    sticky = 0;
+    fault = {};
+    flipped = "";
+    waiting.clear();
+}
+}

@@ -1,0 +1,235 @@
+"""Who serves a CUDA device: the kernels where they are built, can be loaded and answer rightly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from h2o import _core, backends, cli, cuda, ops, selfcheck
+from tests.cuda.device import carried
+
+
+@pytest.fixture
+def device(driver, kernels, built, monkeypatch):
+    """torch's CUDA device 0 as the fake: tensors of the CPU, carried there and back."""
+    make = cuda._kernels
+    monkeypatch.setattr(cuda, "_kernels", lambda by_torch: carried(driver, make(by_torch)))
+    monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
+    monkeypatch.setattr(cuda, "_no_time", lambda: False)
+    # test_launch.py has them all, as they are
+    monkeypatch.setattr(selfcheck, "CASES", (selfcheck.Case(16, torch.float32),))
+    for name, size in {"PROMPT": 10, "CHUNK": 3, "STEPS": 1, "HEAVY": 4, "RECENT": 2}.items():
+        monkeypatch.setattr(selfcheck, name, size)
+    return driver
+
+
+def serving():
+    """Who serves device 0, told by the torch backend."""
+    by_torch = backends._portable()
+    found = cuda.serving(0, by_torch)
+    return "torch" if found is by_torch else "C"
+
+
+def forget() -> None:
+    """As in a new process."""
+    cuda._serving.clear()
+    cuda._obstacles.clear()
+
+
+def launches(driver) -> int:
+    return driver.calls("cuLaunchKernel")
+
+
+def test_kernels_that_answer_rightly_serve_and_are_checked_once(device, built):
+    assert serving() == "C"
+    checked = launches(device)
+    assert serving() == "C"
+    forget()
+    assert serving() == "C"
+    assert launches(device) == checked
+    (file,) = (built.parent / "cache" / "h2o-kv").iterdir()
+    facts = json.loads(file.read_text())
+    assert facts["mistakes"] == []
+    assert facts["device"] == ["Fake GPU 0", 9, 0]
+    assert ops.info()["backends"]["cuda"].startswith("C (Fake GPU 0, compute capability 9.0")
+
+    built.write_bytes(built.read_bytes() + b"another build")
+    forget()
+    assert serving() == "C"
+    assert launches(device) > checked
+
+
+WRONG = {
+    "h2o_cuda_forward_64": "attend gets out wrong",
+    "h2o_cuda_sums_64": "attend gets scores wrong",
+    "h2o_cuda_evict": "evict gets slots.scores wrong",
+    "h2o_cuda_step": "step gets out wrong",
+    "h2o_cuda_simulate": "simulate gets out wrong",
+}
+
+
+@pytest.mark.parametrize("kernel", WRONG)
+def test_a_wrong_kernel_is_named_and_does_not_serve(device, kernel):
+    device.flip(kernel)
+    with pytest.warns(RuntimeWarning, match=rf"torch backend serves cuda:0.*{WRONG[kernel]}"):
+        assert serving() == "torch"
+    assert WRONG[kernel] in ops.info()["backends"]["cuda"]
+    checked = launches(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert serving() == "torch"  # it warns once, ...
+    forget()
+    device.flip("")
+    with pytest.warns(RuntimeWarning, match=WRONG[kernel]):
+        assert serving() == "torch"  # ... in each process, ...
+    assert launches(device) == checked
+    assert cuda.check(0, backends._portable()) == []  # ... until somebody has it checked anew
+    forget()
+    assert serving() == "C"
+
+
+def test_a_kernel_that_fails_does_not_serve(device):
+    device.fault("kernel", 719)
+    with pytest.warns(RuntimeWarning, match="attend fails: .*719"):
+        assert serving() == "torch"
+
+
+@pytest.mark.parametrize("folder", ["", "file", "/proc/no/such"])
+def test_a_cache_folder_is_not_needed(device, tmp_path, monkeypatch, folder):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", folder and str(tmp_path / folder))
+    assert serving() == "C"
+
+
+def test_a_spoilt_cache_is_checked_anew(device, built):
+    assert serving() == "C"
+    (file,) = (built.parent / "cache" / "h2o-kv").iterdir()
+    checked = launches(device)
+    for text in ("", '{"mistakes": 3}'):
+        file.write_text(text)
+        forget()
+        assert serving() == "C"
+        assert launches(device) > checked
+        checked = launches(device)
+
+
+def test_what_cannot_be_loaded_is_explained_once(device):
+    device.fault("cuDeviceGet", 101)
+    with pytest.warns(RuntimeWarning, match="cuDeviceGet: CUDA error 101"):
+        assert serving() == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert serving() == "torch"
+
+
+def test_a_build_without_kernels_says_so_and_warns_nobody(built, monkeypatch):
+    built.unlink()
+    monkeypatch.setattr(cuda, "_no_time", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert serving() == "torch"
+    assert ops.info()["backends"]["cuda"] == "torch (kernels not built)"
+    with pytest.raises(RuntimeError, match="not built"):
+        cuda.check(0, backends._portable())
+
+
+def test_a_graph_that_is_captured_first_is_the_torch_backends(device, monkeypatch):
+    monkeypatch.setattr(cuda, "_no_time", lambda: True)
+    calls = launches(device)
+    assert serving() == "torch"
+    assert launches(device) == calls
+    monkeypatch.setattr(cuda, "_no_time", lambda: False)
+    assert serving() == "C"
+
+
+def test_imagined_tensors_are_the_torch_backends(device, monkeypatch):
+    from torch._subclasses import FakeTensorMode
+
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with FakeTensorMode():
+        assert cuda._no_time()
+    assert not cuda._no_time()
+
+
+def test_tensors_go_by_their_device(device, monkeypatch):
+    here = SimpleNamespace(is_cpu=False, is_cuda=True, device=SimpleNamespace(index=0))
+    assert backends.serving(here).attend is not backends._portable().attend
+    with backends.by_torch():
+        assert backends.serving(here) is backends._portable()
+    here.is_cuda = False
+    assert backends.serving(here) is backends._portable()
+    here.is_cuda = True
+    monkeypatch.setattr(torch.version, "hip", "6.0")  # AMD's, which torch calls cuda
+    assert backends.serving(here) is backends._portable()
+
+
+def test_info_checks_on_demand(device, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cli.main(["info", "--check"]) == 0
+    assert capsys.readouterr().out == "cuda:0  every operation answers as the torch backend does\n"
+    device.flip("h2o_cuda_step")
+    assert cli.main(["info", "--check"]) == 1
+    assert "cuda:0  step gets out wrong (float32, D = 16)" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cli.main(["info", "--check"]) == 1
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+# ---- The check itself --------------------------------------------------------------------------
+
+
+def test_the_cpus_kernels_pass_the_check():
+    assert selfcheck.mistakes(_core, backends._portable(), _core, "cpu") == []
+
+
+@pytest.mark.parametrize("case", selfcheck.CASES, ids=lambda case: case.name)
+def test_rounding_changes_no_choice(case, monkeypatch):
+    """Queries as TF32 rounds them, a hundred times as coarse as float32."""
+
+    def rounded(name):
+        def run(*arguments):
+            query = arguments[0]
+            if name != "evict":
+                query = (query.float().view(torch.int32) & -8192).view(torch.float32)
+            getattr(_core, name)(query.to(arguments[0].dtype), *arguments[1:])
+
+        return run
+
+    coarse = SimpleNamespace(**{name: rounded(name) for name in backends.OPERATIONS})
+    monkeypatch.setattr(selfcheck, "CASES", (case,))
+    assert selfcheck.mistakes(coarse, backends._portable(), _core, "cpu") == []
+
+
+FORGOTTEN = {
+    "decay": ("attend", 8, 1.0),
+    "scale": ("step", 6, 0.5),
+    "sinks": ("evict", 5, 0),
+    "mask": ("attend", 3, None),
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_what_kernels_forget_shows(what):
+    operation, place, value = FORGOTTEN[what]
+
+    def forgetful(*arguments):
+        arguments = [*arguments[:place], value, *arguments[place + 1 :]]
+        getattr(_core, operation)(*arguments)
+
+    kernels = SimpleNamespace(**{name: getattr(_core, name) for name in backends.OPERATIONS})
+    setattr(kernels, operation, forgetful)
+    found = selfcheck.mistakes(kernels, backends._portable(), _core, "cpu")
+    assert any(text.startswith(f"{operation} gets") for text in found)
+
+
+def test_cases_cover_what_there_is():
+    assert {case.dtype for case in selfcheck.CASES} == selfcheck.TOLERANCE.keys()
+    for field in dataclasses.fields(selfcheck.Case):
+        assert len({getattr(case, field.name) for case in selfcheck.CASES}) > 1, field.name
