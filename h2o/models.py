@@ -55,7 +55,7 @@ def load(
     try:
         if name == DEFAULT_MODEL:
             source = str(embedded_folder(say))
-        elif name.endswith(".gguf") and os.path.isfile(name):
+        elif is_gguf(name):
             source, where = os.path.dirname(name) or ".", {"gguf_file": os.path.basename(name)}
         else:
             source = name
@@ -115,13 +115,22 @@ def support(name: str) -> Any:
 
     try:
         gguf = find_weights() if name == DEFAULT_MODEL else Path(name)
-        if gguf.suffix == ".gguf" and gguf.is_file():
+        if is_gguf(str(gguf)):
             config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         else:
             config = AutoConfig.from_pretrained(name)
         return h2o.supports(config)
     except (OSError, ValueError, ImportError) as error:
         raise cannot_load(name, error) from error
+
+
+def is_gguf(name: str) -> bool:
+    """Whether that names a .gguf file. Errors: UserError where there is no such file."""
+    if not name.endswith(".gguf"):
+        return False
+    if not os.path.isfile(name):
+        raise UserError(f"cannot load the model {name!r}: there is no such file")
+    return True
 
 
 def cannot_load(name: str, error: Exception, hint: str = "") -> UserError:

@@ -471,6 +471,14 @@ def test_one_line_says_what_is_wrong(line, code, words):
     assert len(done.stderr) < 300
 
 
+def test_bench_knows_first_that_it_cannot_write(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert cli.main(["bench", "prefill", "--quick", "--output", str(tmp_path / "file")]) == 1
+    printed = capsys.readouterr()
+    assert "name another output folder" in printed.err.splitlines()[-1]
+    assert not printed.out
+
+
 def beside(folder, *arguments):
     """The command with a folder first on Python's path."""
     path = os.pathsep.join([str(folder), *sys.path])

@@ -139,6 +139,9 @@ def test_unusable_cache_folder_is_named(monkeypatch, tmp_path):
 def test_unknown_model_is_named(tmp_path):
     with pytest.raises(models.UserError, match="nowhere"):
         models.load(str(tmp_path / "nowhere"))
+    for ask in (models.load, models.support):  # no name on the hub
+        with pytest.raises(models.UserError, match=r"nowhere.gguf': there is no such file"):
+            ask(str(tmp_path / "nowhere.gguf"))
 
 
 @needs_wheel

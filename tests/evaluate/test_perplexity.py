@@ -70,6 +70,7 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
     settings = "full,h2o:0.1+0.1,local:0.2,mask-local:0.1+0.1,mask-global:0.1+0.1"
     assert run(folder, text, tmp_path, "--compare", settings, "--window", 100) == 0
     out = capsys.readouterr().out
+    assert out.startswith(str(folder))  # what is done meanwhile is said elsewhere
     tokens = len(tokenizer(TEXT)["input_ids"])
     windows = math.ceil(tokens / 100)
     assert tokens % 100 > 1
@@ -86,8 +87,8 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
     )
     for cell in found:
         assert {
-            "model", "versions", "seeds", "protocol", "ratio_of", "variant", "file", "window",
-            "prompt_len", "dtype",
+            "model", "weights", "versions", "seeds", "protocol", "ratio_of", "variant", "file",
+            "window", "prompt_len", "dtype",
         } <= set(cell["facts"])  # fmt: skip
         if cell["facts"]["variant"] != "full":
             assert set(cell["result"]["retained_mass"]) == {"0", "1"}
