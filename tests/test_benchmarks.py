@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -17,7 +18,7 @@ from h2o.bench.peers import PeerMissing  # noqa: E402
 
 def quick(tmp_path, *arguments: str) -> dict:
     """The result file of a quick run."""
-    command = ["bench", *arguments, "--quick", "--rounds", "2", "--output", str(tmp_path)]
+    command = ["bench", *arguments, "--quick", "--output", str(tmp_path)]
     assert cli.main(command) == 0
     return json.loads((tmp_path / "latest.json").read_text())
 
@@ -60,13 +61,27 @@ def test_memory_of_a_prefill_is_measured_in_its_own_process(tmp_path):
     assert [row["peer"]["name"] for row in result["rows"]] == ["eager + sums"] * 2
 
 
+def test_quick_is_quick_for_whole_models_too():
+    """Unless numbers are told; without it they are those of the tables."""
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+
+    def asked(*arguments):
+        return options.check(parser, parser.parse_args(arguments))
+
+    short = asked("--quick")
+    assert (short.rounds, max(short.prompts), short.tokens) == (2, 40, 2)
+    assert asked("--quick", "--prompts", "50", "--rounds", "3").prompts == (50,)
+    assert asked() == options.Options()
+
+
 @pytest.mark.slow
 def test_whole_model(tmp_path):
     try:
         models.find_weights()
     except models.UserError as error:
         pytest.skip(str(error))
-    result = quick(tmp_path, "model", "--prompts", "40", "--tokens", "2", "--dtypes", "float32")
+    result = quick(tmp_path, "model", "--dtypes", "float32")
     phases = ["prefill", "prefill", "decode", "decode"]
     assert [row["facts"]["phase"] for row in result["rows"]] == phases
     few, usual, full = sorted(result["rows"][0]["facts"]["bytes held"].items(), key=lambda x: x[1])

@@ -28,6 +28,9 @@ TABLES = {
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+QUICK = {"rounds": 2, "prompts": (40,), "tokens": 2}
+"""What --quick has where nothing else is said."""
+
 FEWEST_ROUNDS = 5
 """Fewer repetitions than this are no figure."""
 
@@ -60,14 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     told = "; ".join(f"{name}: {text}" for name, text in TABLES.items())
     add = parser.add_argument
     add("tables", nargs="*", metavar="table", help=f"all of them by default. {told}")
-    add("--rounds", type=int, default=Options.rounds, help="repetitions (%(default)s)")
+    add("--rounds", type=int, help=f"repetitions ({Options.rounds})")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), metavar="DTYPE",
         help="among %(choices)s")  # fmt: skip
-    add("--prompts", nargs="+", type=int, default=list(Options.prompts), metavar="N",
-        help="prompt lengths of the whole-model tables")  # fmt: skip
-    add("--tokens", type=int, default=Options.tokens, help="decoded in each round (%(default)s)")
+    add("--prompts", nargs="+", type=int, metavar="N", help="prompt lengths of the whole-model "
+        f"tables ({' '.join(map(str, Options.prompts))})")  # fmt: skip
+    add("--tokens", type=int, help=f"decoded in each round ({Options.tokens})")
     add("--threads", type=int, help="torch's number of threads")
-    add("--quick", action="store_true", help="tiny shapes: tries everything, measures nothing")
+    add("--quick", action="store_true", help="tiny shapes, few rounds: tries everything, "
+        "measures nothing")  # fmt: skip
     add("--output", type=Path, default=Path("benchmarks/results"), metavar="FOLDER",
         help="where results are written (%(default)s)")  # fmt: skip
     add("--name", default="latest", help="of the result files (%(default)s)")
@@ -78,6 +82,10 @@ def check(parser: argparse.ArgumentParser, told: argparse.Namespace) -> Options:
     unknown = sorted(set(told.tables) - set(TABLES))
     if unknown:
         parser.error(f"no table {unknown[0]!r}: there are {', '.join(TABLES)}")
+    usual = QUICK if told.quick else {name: getattr(Options, name) for name in QUICK}
+    for name, value in usual.items():
+        if getattr(told, name) is None:
+            setattr(told, name, value)
     if told.rounds < FEWEST_ROUNDS and not told.quick:
         parser.error(f"argument --rounds: fewer than {FEWEST_ROUNDS} are no figure")
     counts = {"rounds": told.rounds, "tokens": told.tokens, "threads": told.threads or 1}
