@@ -107,7 +107,8 @@ def _no_time() -> bool:
     """Whether a device cannot be checked now: a graph is captured, or tensors are imagined ones."""
     import torch
 
-    return type(torch.empty(0)) is not torch.Tensor or torch.cuda.is_current_stream_capturing()
+    imagined = type(torch.empty(0)) is not torch.Tensor
+    return imagined or (torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing())
 
 
 def _stream(tensor: Any) -> int | None:
