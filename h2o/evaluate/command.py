@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from h2o.evaluate.processes import launched
+from h2o.evaluate.processes import launched, leave
 from h2o.evaluate.results import fingerprint
 from h2o.evaluate.setting import DEVICES, GRAMMAR, Setting, from_options, number, parse_all
 from h2o.files import make_writable
@@ -110,6 +110,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
             tasks(args, settings, rest)
         else:
             say(texts(args, settings or [one]))
+        leave()
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -215,7 +216,8 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
     arguments += ["--model", model_type, *as_model_args(model_args)]
     output = args.output_path or OUTPUT
     make_writable(output)
-    if args.use_cache and launched().world > 1:
+    ours = model_type == "h2o"
+    if args.use_cache and ours and launched().world > 1:
         raise ValueError(
             "--use_cache gives each process a file of its own, which would come to differ: use "
             "--compare, which remembers what all of them have measured"
@@ -228,7 +230,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
         lying = identity.of_files([*map(str, model_args.values()), *rest])
         name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": lying})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
-    lm_eval_tasks.run(arguments, output)
+    lm_eval_tasks.run(arguments, output, ours=ours)
 
 
 def as_model_args(values: dict[str, Any]) -> list[str]:

@@ -23,7 +23,10 @@ SAMPLE = 4096  # elements of a tensor, or bytes at a place of a file
 
 
 def of_model(model: Any, tokenizer: Any = None) -> str:
-    """16 hexadecimal digits for a model's config, weights and adapters, and for its tokenizer."""
+    """16 hexadecimal digits for a model's config, weights and adapters, and for its tokenizer.
+
+    Of a model that is cut over processes all of them call it, and find the same.
+    """
     seen = hashlib.sha256()
     config = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype"):
@@ -31,7 +34,7 @@ def of_model(model: Any, tokenizer: Any = None) -> str:
     seen.update(json.dumps(config, sort_keys=True, default=str).encode())
     for name, adapter in sorted(getattr(model, "peft_config", {}).items()):
         seen.update(f"{name} {sorted(vars(adapter).items(), key=str)}".encode())
-    for name, tensor in sorted(_tensors(model)):
+    for name, tensor in _tensors(model):
         seen.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
         seen.update(_sample(tensor))
     if tokenizer is not None:
@@ -57,9 +60,10 @@ def of_files(texts: Iterable[str]) -> str:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, those inside of quantised tensors instead of these."""
-    for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        yield from _plain(name, _loaded(model, name, value.detach()))
+    """Parameters and buffers by name, those inside of quantised tensors instead of these."""
+    every = dict([*model.named_parameters(), *model.named_buffers()])
+    for name in sorted(every):
+        yield from _plain(name, _loaded(model, name, every[name].detach()))
 
 
 def _loaded(model: Any, name: str, value: Tensor) -> Tensor:
@@ -74,9 +78,11 @@ def _loaded(model: Any, name: str, value: Tensor) -> Tensor:
 
 
 def _plain(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if hasattr(value, "__tensor_flatten__"):  # torchao's and quanto's subclasses
+    if hasattr(value, "full_tensor"):  # a part of it in each of several processes
+        yield name, value.full_tensor()
+    elif hasattr(value, "__tensor_flatten__"):  # torchao's and quanto's subclasses
         inner, _ = value.__tensor_flatten__()
-        for part in inner:
+        for part in sorted(inner):
             yield from _plain(f"{name}.{part}", getattr(value, part))
     elif isinstance(value, Tensor):
         yield name, value

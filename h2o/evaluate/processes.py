@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from h2o.files import UserError
 
-__all__ = ["ALONE", "Processes", "launched"]
+__all__ = ["ALONE", "Processes", "launched", "leave"]
 
 Piece, Result = TypeVar("Piece"), TypeVar("Result")
 
@@ -96,3 +96,13 @@ def launched() -> Processes:
         distributed.init_process_group("gloo", timeout=patience)
     group = distributed.new_group(backend="gloo", timeout=patience)
     return Processes(distributed.get_rank(), distributed.get_world_size(), group)
+
+
+def leave() -> None:
+    """The end, where they have met: nobody closes a connection that another one still uses."""
+    if launched.cache_info().currsize and launched().world > 1:
+        from torch import distributed
+
+        distributed.barrier(launched().group)
+        distributed.destroy_process_group()
+        launched.cache_clear()

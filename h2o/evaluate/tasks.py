@@ -30,13 +30,13 @@ from h2o.models import DEFAULT_MODEL, UserError
 __all__ = ["compare", "is_model_type", "run"]
 
 
-def run(arguments: Sequence[str], output: Path) -> None:
+def run(arguments: Sequence[str], output: Path, *, ours: bool = True) -> None:
     """lm-eval's `run` with these arguments; the model "h2o" is registered.
 
     Of several processes, all but the first work for it only: lm-eval would have the first one of
-    each machine write its files.
+    each machine write its files. With a model that is not `ours` it goes its own ways.
     """
-    if launched().first:
+    if not ours or launched().first:
         with lm_eval_arguments([*arguments, "--output_path", str(output)]), readable_errors():
             cli_evaluate()
         return

@@ -101,6 +101,27 @@ def test_accelerate_launch(folder, tmp_path, tasks):
     assert one == two
 
 
+def test_a_model_cut_over_processes(folder, tmp_path, tasks):
+    """All work on each request together. What is cut is the same model, to all but the last digit,
+    by which one row of eleven may turn out otherwise."""
+    found = []
+    arguments = ["eval", "--model", folder, "--tasks", "choices", "--include_path", tasks,
+                 "--batch_size", 4, "--protocol", "drop", "--compare", "full,h2o:0.2"]  # fmt: skip
+    for name, launcher, more in (
+        ("one", ["h2o"], []),
+        ("two", [*TORCHRUN_H2O, "h2o"], ["--model_args", "tp_plan=auto"]),
+    ):
+        cache = str(tmp_path / f"datasets-{name}")
+        launch([*arguments, *more, "-o", tmp_path / name], launcher, HF_DATASETS_CACHE=cache)
+        found.append(cells(tmp_path / name))
+    for (facts, one), (others, two) in zip(*(x.items() for x in found), strict=True):
+        assert json.loads(facts)["weights"] == json.loads(others)["weights"]
+        assert one.pop("metrics")["choices"] == pytest.approx(
+            two.pop("metrics")["choices"], abs=0.1
+        )
+        assert one == two
+
+
 @pytest.mark.parametrize("what", ["perplexity", "summarize", "needle"])
 def test_texts(folder, tmp_path, what):
     text = tmp_path / "text"
