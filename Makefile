@@ -10,7 +10,7 @@ HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc csrc/cuda/*.h)
 CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 
-.PHONY: help demo bench cuda test test-all test-c test-cuda tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-cuda tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -23,7 +23,10 @@ demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of 
 bench: .venv/core .venv/test ## every benchmark of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
 
-test: lint test-c test-cuda balance test-python ## everything but the slow tests
+test: lint test-c $(if $(shell command -v $(CXX)),test-cuda,no-cxx) balance test-python ## everything but the slow tests
+
+no-cxx:
+	@echo "no C++ compiler ($(CXX)), so the kernels for GPUs are not tested"
 
 test-all: PYTEST_MARKS :=
 test-all: test notebooks ## the slow ones and the notebooks too
