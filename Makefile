@@ -10,7 +10,7 @@ HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc csrc/cuda/*.h)
 CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-cuda tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -177,6 +177,21 @@ test-cuda: $(CUDA)/test_shim $(CUDA)/test_cuda $(CUDA)/lib .venv/test ## the ker
 	cd $(CUDA)/lib && ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
 		-m "not slow" $(CUDA_TESTS) \
 		-k "not large_store and not oracle and not (simulation_is_the_cache and core1)"
+
+# The same tests where there is a GPU, with H2O_TEST_DEVICE (tests/cuda/carry.py): arrays go there
+# and back, models live there. The last part wants compute-sanitizer, a package of PyPI too.
+GPU_TESTS := $(CUDA_TESTS) tests/gpu tests/hf/test_portable.py tests/hf/test_families.py tests/hf/test_compiled.py
+SANITIZER := compute-sanitizer
+test-gpu: .venv/core .venv/test ## the kernels on a GPU: the same tests, models, graphs, NVIDIA's sanitizers
+	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('torch finds no CUDA device here')"
+	$(MAKE) cuda
+	$(BIN)/h2o info --check
+	H2O_TEST_DEVICE=cuda $(BIN)/python -m pytest -q $(PYTEST_MARKS) -W default \
+		-W "error:the torch backend serves:RuntimeWarning" $(GPU_TESTS)
+	@set -e; if command -v $(SANITIZER); then for tool in memcheck racecheck synccheck initcheck; do \
+		$(SANITIZER) --tool $$tool --kernel-name kns=h2o_cuda --error-exitcode 1 \
+			$(BIN)/python -m h2o info --check; done; \
+	else echo "no $(SANITIZER), so what it would find is not looked for: pip install nvidia-cuda-sanitizer-api"; fi
 
 test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user-static
 	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \

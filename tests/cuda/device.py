@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from h2o.slots import Slots
+from h2o import _core, backends, cuda
 from tests.core.producers import Producer
+from tests.cuda.carry import carry, mapped
 
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = "build/cuda/libcuda.so.1"
+IMAGE = b"\x50\xed\x55\xba" + bytes(60)  # what the fake takes for compiled kernels
 CUDA = 2  # DLPack's number
 KINDS = {torch.bfloat16: 4, torch.bool: 6, torch.uint8: 1, torch.int32: 0, torch.int64: 0}
 
@@ -66,6 +73,21 @@ class Driver:
         return made
 
 
+def build() -> str | None:
+    """The path of the fake driver, which is built if need be; None where it cannot be."""
+    if not (ROOT / "Makefile").is_file() or not all(map(shutil.which, ("make", "g++"))):
+        return None
+    subprocess.run(["make", "--silent", LIBRARY], cwd=ROOT, check=True)
+    return str(ROOT / LIBRARY)
+
+
+def load(path: str) -> Driver:
+    """Once it is loaded, who opens libcuda.so.1 gets it."""
+    driver = Driver(path)
+    _core.cuda_load(IMAGE, 0)
+    return driver
+
+
 class DeviceTensor(Producer):
     """A copy of a torch tensor in a device's memory, which speaks `__dlpack__` only."""
 
@@ -107,35 +129,31 @@ class DeviceTensor(Producer):
 
 def to_device(driver: Driver, arguments: Any, device: int = 0) -> list[Any]:
     """Arguments of a call with their torch tensors on a device."""
-    carried = [
-        DeviceTensor(driver, x, device) if isinstance(x, torch.Tensor) else x for x in arguments
-    ]
-    return [Slots(*to_device(driver, x, device)) if isinstance(x, Slots) else x for x in carried]
-
-
-def tensors(arguments: Any) -> Iterator[Any]:
-    for x in arguments:
-        if isinstance(x, Slots):
-            yield from tensors(x)
-        elif isinstance(x, torch.Tensor | DeviceTensor):
-            yield x
+    return mapped(arguments, lambda x: DeviceTensor(driver, x, device))
 
 
 def carried(driver: Driver, operations: SimpleNamespace, device: int = 0) -> SimpleNamespace:
-    """Operations on tensors of the CPU, by those on tensors of a device."""
+    """Operations on tensors of the CPU, by those on tensors of one of the fake's devices."""
 
-    def make(name: str) -> Any:
-        def run(*arguments: Any) -> None:
-            there = to_device(driver, arguments, device)
-            try:
-                getattr(operations, name)(*there)
-                driver.wait(device)
-                for mine, theirs in zip(tensors(arguments), tensors(there), strict=True):
-                    mine.copy_(theirs.read())
-            finally:
-                for tensor in tensors(there):
-                    tensor.release()
+    def back(tensor: DeviceTensor) -> torch.Tensor:
+        copy = tensor.read()
+        tensor.release()
+        return copy
 
-        return run
+    return carry(operations, lambda x: DeviceTensor(driver, x, device), back)
 
-    return SimpleNamespace(**{name: make(name) for name in vars(operations)})
+
+def operations(driver: Driver, replace: Callable[[Any, str, Any], None]) -> SimpleNamespace:
+    """The operations as `h2o.cuda` makes them, for tensors of the fake's devices; what no kernel
+    serves raises NotImplementedError. `replace` puts what torch would do into that module."""
+
+    def workspace(tensor: DeviceTensor, size: int) -> DeviceTensor | None:
+        raw = torch.zeros(size, dtype=torch.uint8)
+        return DeviceTensor(driver, raw, tensor.device) if size else None
+
+    def unserved(*arguments: Any) -> None:
+        raise NotImplementedError
+
+    replace(cuda, "_stream", lambda tensor: 1)
+    replace(cuda, "_workspace", workspace)
+    return cuda._kernels(SimpleNamespace(**dict.fromkeys(backends.OPERATIONS, unserved)))

@@ -15,8 +15,8 @@ import torch
 from h2o import _core, backends, selfcheck
 from h2o.slots import new_slots
 from tests.core.producers import DLTensor, ExchangeAPI, capsule_new
-from tests.cuda.conftest import IMAGE
-from tests.cuda.device import CUDA, DeviceTensor, carried, tensors, to_device
+from tests.cuda.carry import tensors
+from tests.cuda.device import CUDA, IMAGE, DeviceTensor, carried, to_device
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -44,7 +44,7 @@ def _chat(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Tensor:
     cache = make()
     first = _generate(model, inputs, cache, max_new_tokens=5)
     B = first.shape[0]
-    more = torch.arange(3 * B).reshape(B, 3) + 7
+    more = torch.arange(3 * B, device=first.device).reshape(B, 3) + 7
     mask = inputs["attention_mask"]
     ids = torch.cat([first, more], dim=1)
     mask = torch.cat([mask, mask.new_ones(B, ids.shape[1] - mask.shape[1])], dim=1)
@@ -152,7 +152,7 @@ def layers_and_heads(model: Any) -> tuple[int, int]:
     model.set_attn_implementation("h2o")
     cache = H2OCache(model.config, H2OConfig.full())
     with torch.no_grad():
-        model(torch.tensor([[5, 6]]), past_key_values=cache)
+        model(torch.tensor([[5, 6]], device=model.device), past_key_values=cache)
     model.set_attn_implementation(before)
     heads = {layer.keys.shape[1] for layer in cache.layers if isinstance(layer, H2OLayer)}
     assert len(heads) == 1

@@ -13,7 +13,7 @@ from h2o import H2OCache, H2OConfig, Unsupported, ops
 from h2o.hf import compiled
 from tests.hf.modes import policy
 from tests.hf.test_saved import assert_same
-from tests.hf.tiny import batch, greedy, model, prompts
+from tests.hf.tiny import DEVICE, batch, greedy, model, prompts
 from tests.inputs import drifting
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -108,7 +108,7 @@ def test_slots_stay_where_they_are():
         before = places()
         step = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
         for token in range(5, 9):
-            step(input_ids=torch.tensor([[token]]), past_key_values=cache)
+            step(input_ids=torch.tensor([[token]], device=DEVICE), past_key_values=cache)
     assert places() == before
     assert cache.get_seq_length() == 24
 
@@ -117,7 +117,7 @@ def test_what_the_operation_says_of_itself():
     """That it writes to what it says, that a fake has the right shape, that it can be compiled."""
     compiled.register()
     text = drifting(3, B=2, N=12)
-    query, keys, values = (torch.from_numpy(x) for x in text)
+    query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
     stores = ({}, {"value_weighted": True}, {"kv_dtype": "int8"}, {"merge": True})
     for kind, capacity in itertools.product(stores, (8, [8, 5])):
         slots = ops.new_slots(keys, capacity, 2, 2, **kind)
@@ -172,7 +172,7 @@ def test_a_pass_that_broke_off():
             ours(prompts(20)[0], past_key_values=cache)
         hook.remove()
         with pytest.raises(RuntimeError, match="have seen 20 tokens, the other 1 none"):
-            ours(torch.tensor([[5]]), past_key_values=cache)
+            ours(torch.tensor([[5]], device=DEVICE), past_key_values=cache)
 
 
 def test_a_file_of_it(tmp_path):
@@ -203,6 +203,7 @@ def test_nothing_of_the_slots_is_copied():
     got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling("inductor"))
     assert got.tolist() == expected.tolist()
     step = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[36]])}
+    step = {name: x.to(DEVICE) for name, x in step.items()}
     with torch.no_grad():
         ours._compiled_call(**step, past_key_values=cache)
         with torch.profiler.profile(profile_memory=True) as profile:

@@ -109,7 +109,7 @@ def test_heavy_sets_move_while_generating():
         for layer in range(2):
             evicted_at = cache.evicted_at(layer)
             N = evicted_at.shape[-1]
-            column = torch.arange(N)
+            column = torch.arange(N, device=evicted_at.device)
             while_generating = (evicted_at > LENGTHS[-1]) & (evicted_at < N)
             oldest_recent = evicted_at - 1 - 6 == column
             moved += int((while_generating & ~oldest_recent).sum())

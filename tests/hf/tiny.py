@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of
 
 VOCABULARY = 97
 IMAGE_STARTS, IMAGE, IMAGE_TOKENS = 95, 96, 4
+DEVICE = torch.device("cuda" if os.environ.get("H2O_TEST_DEVICE") == "cuda" else "cpu")
+"""Of models and texts: see tests/cuda/carry.py."""
 SPREAD = 0.5  # of the weights: at the usual 0.02 attention is flat and every token the same
 
 
@@ -143,10 +146,9 @@ FAMILIES = {
     ]
 }
 if importlib.util.find_spec("torchao"):
-    FAMILIES |= {
-        "llama, int8 weights": Family("llama", model_type="llama", weights="int8"),
-        "qwen3, int4 weights": Family("qwen3", model_type="qwen3", weights="int4"),
-    }
+    FAMILIES["llama, int8 weights"] = Family("llama", model_type="llama", weights="int8")
+    if DEVICE.type == "cpu":  # for which these four bits are laid out
+        FAMILIES["qwen3, int4 weights"] = Family("qwen3", model_type="qwen3", weights="int4")
 PURE = [name for name, family in FAMILIES.items() if "sliding" not in family.layers]
 HYBRID = [name for name in FAMILIES if name not in PURE and "h2o" in FAMILIES[name].layers]
 
@@ -178,7 +180,7 @@ def quantise(model: Any, weights: str) -> None:
 
 def model(name: str, attention: str = "h2o") -> Any:
     """A model of its own, always with the same weights, in fp32."""
-    twin = copy.deepcopy(_model(name))
+    twin = copy.deepcopy(_model(name)).to(DEVICE)
     twin.set_attn_implementation(attention)
     return twin
 
@@ -186,13 +188,14 @@ def model(name: str, attention: str = "h2o") -> Any:
 def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     """Token ids [1, length] each."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, VOCABULARY, (1, length), generator=generator) for length in lengths]
+    rows = [torch.randint(2, VOCABULARY, (1, length), generator=generator) for length in lengths]
+    return [row.to(DEVICE) for row in rows]
 
 
 def batch(rows: list[torch.Tensor], side: str = "left") -> dict[str, torch.Tensor]:
     """Rows of different lengths as one padded batch: input_ids and attention_mask [B, N]."""
     N = max(row.shape[1] for row in rows)
-    ids = torch.zeros(len(rows), N, dtype=torch.long)
+    ids = rows[0].new_zeros(len(rows), N)
     mask = torch.zeros_like(ids)
     for b, row in enumerate(rows):
         place = slice(N - row.shape[1], None) if side == "left" else slice(row.shape[1])
@@ -211,12 +214,11 @@ def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
     ids[ids >= IMAGE_STARTS] = 2
     ids[:, -13], ids[:, -12 : -12 + IMAGE_TOKENS] = IMAGE_STARTS, IMAGE
     more = {key: value.repeat(B, *[1] * (value.ndim - 1)) for key, value in image.items()}
+    pixels = more["pixel_values"]
     more["pixel_values"] = (
-        more["pixel_values"]
-        * torch.linspace(1, 2, len(more["pixel_values"]))[
-            (..., *[None] * (more["pixel_values"].ndim - 1))
-        ]
+        pixels * torch.linspace(1, 2, len(pixels))[(..., *[None] * (pixels.ndim - 1))]
     )
+    more = {key: value.to(ids.device) for key, value in more.items()}
     if "image_grid_thw" in image:
         more["mm_token_type_ids"] = (ids == IMAGE).long()
     return {**inputs, "input_ids": ids, **more}

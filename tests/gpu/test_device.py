@@ -1,0 +1,229 @@
+"""What a GPU adds: graphs, streams, a compiler of its own, and a host that need not wait.
+
+`make test-gpu` runs this on one. Elsewhere the same lines run on the CPU, where a graph is a
+function that is called again and a stream is nothing, so that they are known to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o import H2OCache, backends, cuda, ops
+from tests.hf.modes import POLICIES, TOKENS, policy
+from tests.hf.tiny import DEVICE, FAMILIES, batch, greedy, model, prompts
+from tests.inputs import drifting
+
+ON_GPU = DEVICE.type == "cuda"
+STEPS = 12
+
+
+def recorded(function: Callable[[], Any]) -> Any:
+    """The work of one call on the device, which `replay()` repeats."""
+    if not ON_GPU:
+        return SimpleNamespace(replay=function)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def aside() -> contextlib.AbstractContextManager[Any]:
+    """Another stream, on which nothing waits for the usual one."""
+    return torch.cuda.stream(torch.cuda.Stream()) if ON_GPU else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def unwaiting() -> Iterator[None]:
+    """Where the host waits for the device, torch raises an error."""
+    if ON_GPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if ON_GPU:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- The operations ----------------------------------------------------------------------------
+
+STORES = {
+    "plain": {},
+    "value-weighted": {"value_weighted": True},
+    "int8": {"kv_dtype": "int8"},
+    "merging": {"merge": True},
+}
+
+
+class Talk:
+    """A store after a prompt, and the tokens that follow, each in the same three tensors."""
+
+    def __init__(self, kind: str, capacity: int | list[int], dtype: torch.dtype) -> None:
+        text = drifting(3, B=2, H=4, G=2, N=40 + STEPS, D=64)
+        self.text = [torch.from_numpy(x).to(DEVICE, dtype) for x in text]
+        self.policy = {
+            "value_weighted": kind == "value-weighted",
+            "merge": 0.3 if kind == "merging" else None,
+        }
+        prompt = [x[:, :, :40] for x in self.text]
+        self.slots = ops.new_slots(prompt[1], capacity, 6, 6, **STORES[kind])
+        _, scores = ops.attend(*prompt)
+        ops.evict(*prompt[1:], scores, self.slots, **self.policy)
+        self.token = [x[:, :, :1].clone() for x in self.text]
+        self.out = torch.zeros(2, 1, 4, 64, dtype=dtype, device=DEVICE)
+
+    def give(self, t: int) -> None:
+        for x, tensor in zip(self.text, self.token, strict=True):
+            tensor.copy_(x[:, :, 40 + t : 41 + t])
+
+    def step(self) -> None:
+        ops.step(*self.token, self.slots, out=self.out, **self.policy)
+
+    def held(self) -> list[Tensor]:
+        return [x.clone() for x in (*self.slots, self.out) if x is not None]
+
+
+def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
+    for x, y in zip(got, wanted, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("capacity", [13, [13, 20]], ids=["even", "uneven"])
+@pytest.mark.parametrize("kind", STORES)
+def test_one_captured_step_serves_all_tokens(kind, capacity):
+    """To the last bit: the same kernels run, and nothing of a step is in their arguments."""
+    eager, captured = (Talk(kind, capacity, torch.bfloat16) for _ in range(2))
+    first = eager.held()
+    graph = recorded(captured.step)
+    for t in range(STEPS):
+        for talk in (eager, captured):
+            talk.give(t)
+        eager.step()
+        graph.replay()
+        assert_equal(captured.held(), eager.held())
+    assert not torch.equal(eager.slots.positions, first[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_work_goes_on_the_current_stream(dtype):
+    """A step that ran on another would find the token that was there before."""
+    usual, other = (Talk("plain", 13, dtype) for _ in range(2))
+    for t in range(STEPS):
+        usual.give(t)
+        usual.step()
+    if ON_GPU:
+        torch.cuda.synchronize()
+    with aside():
+        for t in range(STEPS):
+            if ON_GPU:
+                torch.cuda._sleep(1_000_000)
+            other.give(t)
+            other.step()
+        held = other.held()
+    if ON_GPU:
+        torch.cuda.synchronize()
+    assert_equal(held, usual.held())
+
+
+def test_the_check_finds_nothing_wrong():
+    if not ON_GPU:
+        pytest.skip("make test-gpu")
+    for index in range(torch.cuda.device_count()):
+        assert cuda.check(index, backends._portable()) == []
+
+
+# ---- Models ------------------------------------------------------------------------------------
+
+
+class Decoding:
+    """A model's decode from a prompt on, each step from the same tensors into the same."""
+
+    def __init__(self, name: str, chosen: str, **parameters: Any) -> None:
+        self.model = model(name)
+        self.cache = H2OCache(self.model.config, policy(chosen, self.model), **parameters)
+        (ids,) = prompts(23)
+        with torch.no_grad():
+            logits = self.model(ids, past_key_values=self.cache).logits
+        self.token = logits[:, -1:].argmax(-1)
+        self.position = torch.tensor([[23]], device=DEVICE)
+        self.steps: list[Tensor] = []
+
+    def step(self) -> None:
+        with torch.no_grad():
+            out = self.model(
+                input_ids=self.token, position_ids=self.position, past_key_values=self.cache
+            )
+            self.token.copy_(out.logits[:, -1:].argmax(-1))
+            self.position.add_(1)
+
+    def run(self, step: Callable[[], None], steps: int) -> None:
+        for _ in range(steps):
+            step()
+            self.steps.append(self.token.clone())
+
+    def tokens(self) -> list[int]:
+        return torch.cat(self.steps).flatten().tolist()
+
+    def positions(self) -> list[list[int]]:
+        """Of the keys held, by the slots themselves: the host's counts know of no replay."""
+        return [
+            sorted(layer.slots.positions.flatten().tolist())
+            for layer in self.cache.layers
+            if not layer.is_sliding
+        ]
+
+
+@pytest.mark.parametrize(
+    "chosen", ["h2o", "sinks, mean", "value-weighted", "shares", "int8", "merge"]
+)
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_one_captured_pass_of_a_model_serves_a_generation(name, chosen):
+    eager, captured = Decoding(name, chosen), Decoding(name, chosen)
+    eager.run(eager.step, 1 + STEPS)
+    captured.run(captured.step, 1)  # libraries make themselves ready in it
+    captured.run(recorded(captured.step).replay, STEPS)
+    assert captured.tokens() == eager.tokens()
+    assert captured.positions() == eager.positions()
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox"])
+def test_no_decode_step_waits_for_the_device(name):
+    decoding = Decoding(name, "h2o")
+    decoding.run(decoding.step, 1)
+    with unwaiting():
+        decoding.run(decoding.step, STEPS)
+    assert len(set(decoding.tokens())) > 3
+
+
+def test_generate_compiles_the_step():
+    """On a GPU transformers compiles a cache that allows it, with graphs, unasked."""
+    ours = model("llama")
+    (ids,) = prompts(20)
+    caches = [H2OCache(ours.config, POLICIES["h2o"], compileable=x) for x in (False, True)]
+    plain, compiled = (
+        greedy(ours, {"input_ids": ids}, 24, past_key_values=cache).tolist() for cache in caches
+    )
+    assert compiled == plain
+    assert str(caches[1].report()) == str(caches[0].report())
+
+
+@pytest.mark.parametrize("name", [x for x in FAMILIES if "h2o" in FAMILIES[x].layers])
+def test_families_keep_what_they_keep_by_the_torch_backend(name):
+    ours = model(name)
+    rows = batch(prompts(5, 17, 23, 30))
+
+    def run() -> Any:
+        cache = H2OCache(ours.config, POLICIES["h2o"])
+        tokens = greedy(ours, rows, TOKENS, past_key_values=cache).tolist()
+        own = [i for i, layer in enumerate(cache.layers) if not layer.is_sliding]
+        return tokens, [cache.kept(i)[0].tolist() for i in own]
+
+    with backends.by_torch():
+        wanted = run()
+    assert run() == wanted
