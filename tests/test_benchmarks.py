@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import importlib.util
 import json
 
 import pytest
@@ -11,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from h2o import cli, models  # noqa: E402
-from h2o.bench import inputs, machine, options, report, run, whole_model  # noqa: E402
+from h2o.bench import gpu_rivals, inputs, machine, options, report, run, whole_model  # noqa: E402
 from h2o.bench.measure import Contender, Row, Times, race  # noqa: E402
 from h2o.bench.peers import PeerMissing  # noqa: E402
 
@@ -53,6 +55,55 @@ def test_each_table_runs_and_checks_itself(tmp_path, table, rows):
             assert row["ratio"] > 0
         assert table in ("overhead", "threads") or row["error"]
     assert (tmp_path / "latest.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("table", "rows"),
+    [
+        ("prefill", {"G1": 6 * 3}),
+        ("decode", {"G2": 4 * 2, "G3": 4 * 2}),
+        ("long", {"G4": 4}),
+        ("graph", {"G5": 2}),
+        ("flexgen", {"G6": 1}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_tables_of_a_gpu_are_rehearsed(tmp_path, table, rows):
+    """What a CPU has no way for is left out, which the rows say."""
+    assert cli.main(["bench", "--device", "rehearsal", table, "--output", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert result["quick"]
+    assert collections.Counter(row["row"] for row in result["rows"]) == rows
+    for row in result["rows"]:
+        assert row["command"] == f"python -m benchmarks {table} --device rehearsal"
+        assert row["ours"]["median_s"] > 0
+        if table in ("prefill", "decode", "long"):
+            missing = row["facts"]["left out"]
+            assert [name for name in missing if name.startswith("SDPA cuDNN")]
+            assert row["roofline_fraction"] > 0
+    if table == "decode" and importlib.util.find_spec("flashinfer") is None:
+        assert "pip install flashinfer-python" in missing["FlashInfer, the same keys"]
+
+
+def test_a_gpu_that_is_not_there_is_not_timed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command = ["bench", "--device", "cuda", "--output", str(tmp_path)]
+    assert cli.main(command) == 1
+    assert "torch finds no CUDA device" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(0))
+    assert cli.main(command) == 1
+    assert "h2o's kernels do not serve here: torch (" in capsys.readouterr().err
+
+
+def test_pages_hold_what_they_are_made_of():
+    keys = torch.randn(2, 3, 37, 8)
+    paged = gpu_rivals.pages(keys)
+    assert paged.shape == (2 * 3, 3, gpu_rivals.PAGE, 8)
+    for b, t in ((0, 0), (0, 36), (1, 16)):
+        page = paged[b * 3 + t // gpu_rivals.PAGE, :, t % gpu_rivals.PAGE]
+        assert torch.equal(page, keys[b, :, t])
+    assert not paged[2, :, 5:].any()
 
 
 @pytest.mark.slow
@@ -118,6 +169,7 @@ def test_what_is_no_figure_is_refused(command, capsys):
 
 def test_each_table_that_help_names_is_there(capsys):
     assert list(options.TABLES) == list(run.FUNCTIONS)
+    assert list(options.GPU_TABLES) == list(run.GPU_FUNCTIONS)
     with pytest.raises(SystemExit):
         cli.main(["bench", "--help"])
     assert "kvpress" in capsys.readouterr().out

@@ -19,6 +19,20 @@ SAMPLE_SECONDS = 0.02
 """Short calls are repeated within a round until they fill this time."""
 
 
+class Clock:
+    """The host's, for work that is done when its call returns; devices have others."""
+
+    def seconds(self, run: Callable[[], Any], calls: int) -> tuple[float, Any]:
+        """Of so many calls, and what the last one returned."""
+        start = time.perf_counter()
+        for _ in range(calls):
+            told = run()
+        return time.perf_counter() - start, told
+
+
+HOST = Clock()
+
+
 @dataclass
 class Contender:
     """One way of doing the work of a row.
@@ -75,13 +89,13 @@ def quartiles(values: list[float]) -> tuple[float, float]:
     return cuts[0], cuts[2]
 
 
-def race(contenders: list[Contender], rounds: int) -> dict[str, Times]:
+def race(contenders: list[Contender], rounds: int, clock: Clock = HOST) -> dict[str, Times]:
     """Times of each contender, taken in turn, after one or two untimed calls of each."""
     calls = []
     for contender in contenders:
-        seconds = sample(contender, 1)
+        seconds = sample(contender, 1, clock)
         if seconds < 1:
-            seconds = sample(contender, 1)
+            seconds = sample(contender, 1, clock)
         once = contender.before or contender.own_clock
         calls.append(1 if once else math.ceil(SAMPLE_SECONDS / max(seconds, 1e-7)))
     times = {c.name: Times(c.name, [], c.work) for c in contenders}
@@ -92,7 +106,7 @@ def race(contenders: list[Contender], rounds: int) -> dict[str, Times]:
         for i in range(rounds):
             first = i % len(contenders)  # what comes after the collection finds colder caches
             for contender, count in pairs[first:] + pairs[:first]:
-                times[contender.name].samples.append(sample(contender, count))
+                times[contender.name].samples.append(sample(contender, count, clock))
             gc.collect()
     finally:
         if collecting:
@@ -100,15 +114,11 @@ def race(contenders: list[Contender], rounds: int) -> dict[str, Times]:
     return times
 
 
-def sample(contender: Contender, calls: int) -> float:
+def sample(contender: Contender, calls: int, clock: Clock) -> float:
     """Seconds per call, over so many calls."""
     if contender.before:
         contender.before()
-    run = contender.run
-    start = time.perf_counter()
-    for _ in range(calls):
-        told = run()
-    spent = time.perf_counter() - start
+    spent, told = clock.seconds(contender.run, calls)
     return told if contender.own_clock else spent / calls
 
 
@@ -122,7 +132,7 @@ class Row:
         case: dtype, prompt length and so on, for the reader.
         command: how to run it again.
         ours, peer: times; `peer` is None where the figure stands alone.
-        bound: what the roofline figures are: "FMA" or "read"; None without a roofline.
+        bound: what the roofline figures are: "FMA" or "matmul", "read" or "copy"; None without one.
         peak: FLOP/s or bytes/s of the plain loop in the same rounds.
         error: what the check against the reference found, before anything was timed.
         facts: figures beside the times (bytes, shares), name -> number.

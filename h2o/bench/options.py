@@ -26,6 +26,16 @@ TABLES = {
     "kvpress": "P11: prefill against kvpress, in an environment of its own",
 }
 
+GPU_TABLES = {
+    "prefill": "G1: a prompt's attention with scores, against SDPA, FlexAttention and eager",
+    "decode": "G2, G3: a decode step with its eviction, against SDPA and FlashInfer",
+    "long": "G4: 131072 tokens with scores, against SDPA without",
+    "graph": "G5: one CUDA graph for a whole generation, against the same called anew",
+    "flexgen": "G6: the authors' row for OPT-6.7B, 24 texts of 2048 + 2048 tokens",
+    "kvpress": TABLES["kvpress"],
+}
+"""What --device cuda has."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 QUICK = {"rounds": 2, "prompts": (40,), "tokens": 2}
@@ -43,6 +53,7 @@ class Options:
     quick: tiny shapes: tries the code, measures nothing.
     prompts: prompt lengths of the whole-model tables.
     tokens: decoded tokens in each round of the whole-model tables.
+    device: "cpu", "cuda" or "rehearsal", see `add_arguments`.
     """
 
     rounds: int = 7
@@ -50,6 +61,13 @@ class Options:
     quick: bool = False
     prompts: tuple[int, ...] = (512, 2048, 4096, 7500)
     tokens: int = 16
+    device: str = "cpu"
+
+    def where(self) -> Any:
+        """See `h2o.bench.devices`."""
+        from .devices import DEVICES
+
+        return DEVICES[self.device]()
 
     def wanted(self, *names: str) -> list[tuple[str, Any]]:
         """(name, torch dtype) of those that were asked for."""
@@ -58,11 +76,21 @@ class Options:
         return [(name, getattr(torch, name)) for name in names if name in self.dtypes]
 
 
+def tables(device: str) -> dict[str, str]:
+    """Those of a device, name -> what it measures."""
+    return TABLES if device == "cpu" else GPU_TABLES
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `h2o bench`."""
     told = "; ".join(f"{name}: {text}" for name, text in TABLES.items())
+    on_gpu = "; ".join(f"{name}: {text}" for name, text in GPU_TABLES.items())
     add = parser.add_argument
-    add("tables", nargs="*", metavar="table", help=f"all of them by default. {told}")
+    add("tables", nargs="*", metavar="table", help=f"all of them by default. {told}. With --device "
+        f"cuda: {on_gpu}")  # fmt: skip
+    add("--device", choices=("cpu", "cuda", "rehearsal"), default="cpu", help="cuda: another list "
+        "of tables, on torch's current CUDA device; rehearsal: those on the CPU, in the shapes "
+        "of --quick, to see that they run")  # fmt: skip
     add("--rounds", type=int, help=f"repetitions ({Options.rounds})")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), metavar="DTYPE",
         help="among %(choices)s")  # fmt: skip
@@ -74,14 +102,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "measures nothing")  # fmt: skip
     add("--output", type=Path, default=Path("benchmarks/results"), metavar="FOLDER",
         help="where results are written (%(default)s)")  # fmt: skip
-    add("--name", default="latest", help="of the result files (%(default)s)")
+    add("--name", help="of the result files (latest; else the device)")
 
 
 def check(parser: argparse.ArgumentParser, told: argparse.Namespace) -> Options:
     """The options; ends with an error message for those that make no sense."""
-    unknown = sorted(set(told.tables) - set(TABLES))
+    there = tables(told.device)
+    unknown = sorted(set(told.tables) - set(there))
     if unknown:
-        parser.error(f"no table {unknown[0]!r}: there are {', '.join(TABLES)}")
+        parser.error(f"no table {unknown[0]!r}: there are {', '.join(there)}")
+    told.quick |= told.device == "rehearsal"
+    told.name = told.name or ("latest" if told.device == "cpu" else told.device)
     usual = QUICK if told.quick else {name: getattr(Options, name) for name in QUICK}
     for name, value in usual.items():
         if getattr(told, name) is None:
@@ -94,4 +125,6 @@ def check(parser: argparse.ArgumentParser, told: argparse.Namespace) -> Options:
             parser.error(f"argument --{name}: must be at least 1, not {number}")
     if told.threads == 0:
         parser.error("argument --threads: must be at least 1, not 0")
-    return Options(told.rounds, tuple(told.dtypes), told.quick, tuple(told.prompts), told.tokens)
+    return Options(
+        told.rounds, tuple(told.dtypes), told.quick, tuple(told.prompts), told.tokens, told.device
+    )

@@ -24,7 +24,7 @@ def amount(value: float, row: dict[str, Any]) -> str:
 def rate(value: float | None, bound: str | None) -> str:
     if value is None:
         return ""
-    return f"{value / 1e9:.0f} {'GFLOP/s' if bound == 'FMA' else 'GB/s'}"
+    return f"{value / 1e9:.0f} {'GFLOP/s' if bound in ('FMA', 'matmul') else 'GB/s'}"
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -96,7 +96,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         if curves:
             axis.legend(fontsize=7)
     machine = result["machine"]
-    figure.suptitle(f"{machine['cpu']}, {machine['torch_threads']} threads", fontsize=8)
+    where = machine["device"].get("name") or f"{machine['cpu']}, {machine['torch_threads']} threads"
+    figure.suptitle(where, fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

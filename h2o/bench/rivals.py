@@ -56,7 +56,7 @@ def eager_with_sums(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor
     G = keys.shape[1]
     keys, values = (x.repeat_interleave(H // G, dim=1) for x in (keys, values))
     logits = query @ keys.transpose(-1, -2) * D**-0.5
-    logits += torch.full((n, n), torch.finfo(logits.dtype).min, dtype=logits.dtype).triu(1)
+    logits += logits.new_full((n, n), torch.finfo(logits.dtype).min).triu(1)
     p = logits.softmax(-1, dtype=torch.float32)
     scores = p.sum(-2).view(B, G, H // G, n).sum(2)
     return p.to(query.dtype) @ values, scores

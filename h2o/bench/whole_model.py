@@ -238,11 +238,13 @@ def kvpress(options: Options) -> Iterator[Row]:
     """
     length = min(4096, options.prompts[-1])
     folder = str(models.embedded_folder())
-    with Peer("kvpress", folder, str(torch.get_num_threads())) as peer:
+    device = options.where()
+    with Peer("kvpress", folder, str(torch.get_num_threads()), device.type) as peer:
         for dtype, _ in options.wanted("float32", "bfloat16"):
             model, tokenizer = load(dtype)
             model.set_attn_implementation("h2o")
-            ids = prompt(tokenizer, length)
+            model.to(device.type)
+            ids = prompt(tokenizer, length).to(device.type)
 
             def ours(model=model, ids=ids) -> None:
                 cache = h2o.H2OCache(model.config, heavy=SHARE / 2, recent=SHARE / 2)
@@ -254,7 +256,7 @@ def kvpress(options: Options) -> Iterator[Row]:
                 return peer.ask(**request)["seconds"]
 
             contenders = [Contender("H2OCache", ours), Contender("kvpress", theirs, own_clock=True)]
-            times = race(contenders, options.rounds)
+            times = race(contenders, options.rounds, device)
             yield Row(
                 "P11", "SmolLM2, prefill / kvpress ObservedAttention",
                 f"{dtype}, {length} tokens, keys kept {SHARE:.0%}",

@@ -1,6 +1,6 @@
 """Prefill with kvpress' ObservedAttentionPress, the closest relative of H2O in that package.
 
-Run by peers.Peer with the model's folder and the number of threads. A request is
+Run by peers.Peer with the model's folder, the number of threads and a device. A request is
 {"ids": [...], "dtype": "float32", "ratio": share of the keys that is dropped}; the answer
 {"seconds": ...}. The forward pass is the one of kvpress' own pipeline: the model without its head,
 under the press, with eager attention, which this press needs for its scores.
@@ -14,23 +14,29 @@ import torch
 from kvpress import ObservedAttentionPress
 from transformers import AutoModelForCausalLM, DynamicCache
 
-folder, threads = sys.argv[1], int(sys.argv[2])
+folder, threads, device = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(threads)
 models = {}
 for line in sys.stdin:
     request = json.loads(line)
     dtype = request["dtype"]
     if dtype not in models:
-        models[dtype] = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation="eager"
-        ).eval()
+        models[dtype] = (
+            AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), attn_implementation="eager"
+            )
+            .to(device)
+            .eval()
+        )
     model = models[dtype]
-    ids = torch.tensor([request["ids"]])
+    ids = torch.tensor([request["ids"]], device=device)
     with torch.inference_mode():
         start = time.perf_counter()
         with ObservedAttentionPress(compression_ratio=request["ratio"])(model):
             cache = DynamicCache()
             model.model(input_ids=ids, past_key_values=cache)
+        if device == "cuda":
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - start
     kept = cache.layers[0].keys.shape[2]
     print(json.dumps({"seconds": seconds, "kept": kept}), flush=True)
