@@ -143,7 +143,7 @@ def check(index: int, by_torch: SimpleNamespace) -> list[str]:
     obstacle = _load(index)
     if obstacle is not None:
         raise RuntimeError(obstacle)
-    mistakes = selfcheck.mistakes(_kernels(by_torch), by_torch, _core, _device(index))
+    mistakes = selfcheck.mistakes(_kernels(by_torch), by_torch, _device(index))
     _remember(_facts(index), mistakes)
     return mistakes
 
@@ -161,7 +161,7 @@ def _remembered_check(
     facts = _facts(index)
     mistakes = _recall(facts)
     if mistakes is None:
-        mistakes = selfcheck.mistakes(kernels, by_torch, _core, _device(index))
+        mistakes = selfcheck.mistakes(kernels, by_torch, _device(index))
         _remember(facts, mistakes)
     return "; ".join(mistakes) or None
 

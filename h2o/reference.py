@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from h2o.merging import take_in
+from h2o.rotary import rotated
 from h2o.slots import new_slots
 from h2o.storage import dequantised, stored_like
 
@@ -43,7 +44,6 @@ __all__ = [
     "evict",
     "kept",
     "ranks",
-    "rotated",
     "simulate",
     "step",
 ]
@@ -119,18 +119,6 @@ def _probabilities(
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     return (logits + bias).softmax(-1)
-
-
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary embedding of x [..., D] by angles [..., 2, F], cosines and sines.
-
-    Element i < F and element F + i turn together by angle i; those from 2 F on stay as they are.
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.
-    """
-    F = angles.shape[-1]
-    cos, sin = angles.unbind(-2)
-    a, b, rest = x[..., :F], x[..., F : 2 * F], x[..., 2 * F :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
 
 def ranks(slots: Any) -> Tensor:

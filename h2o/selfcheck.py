@@ -1,5 +1,4 @@
 """Whether kernels give the answers that the torch backend gives, on the device they will run on.
-Merging, which that backend has not, is compared with the C core on the CPU.
 
 Small inputs of a fixed seed go through both, operation by operation from the same state, so that a
 difference names the operation. What is counted or chosen (positions, slots, lengths) must be equal;
@@ -60,35 +59,18 @@ B, G, R, PROMPT, CHUNK, STEPS = 2, 2, 2, 40, 9, 3
 SINKS, HEAVY, RECENT = 2, 18, 12
 
 
-def mistakes(kernels: Any, by_torch: Any, core: Any, device: Any) -> list[str]:
-    """What `kernels` answer otherwise than `by_torch` (or `core`), each with operation and case.
+def mistakes(kernels: Any, by_torch: Any, device: Any) -> list[str]:
+    """What `kernels` answer otherwise than `by_torch`, each with operation and case.
 
-    All have the operations of `_core`, with its arguments.
+    Both have the operations of `_core`, with its arguments.
     """
     found = []
     with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
         for seed, case in enumerate(CASES):
-            judge = by_torch if case.merge is None else _Carried(core)
-            text = _first_mistake(kernels, judge, case, torch.device(device), seed)
+            text = _first_mistake(kernels, by_torch, case, torch.device(device), seed)
             if text is not None:
                 found.append(f"{text} ({case.name})")
     return found
-
-
-class _Carried:
-    """Operations on tensors of any device, by a core that serves the CPU only."""
-
-    def __init__(self, core: Any) -> None:
-        self.core = core
-
-    def __getattr__(self, name: str) -> Any:
-        def run(*arguments: Any) -> None:
-            carried = _mapped(arguments, Tensor.cpu)
-            getattr(self.core, name)(*carried)
-            for mine, theirs in zip(_tensors(arguments), _tensors(carried), strict=True):
-                mine.copy_(theirs)
-
-        return run
 
 
 def _first_mistake(
@@ -117,14 +99,6 @@ def _mapped(arguments: Any, function: Callable[[Tensor], Tensor]) -> list[Any]:
     """Arguments of a call with other tensors."""
     mapped = [function(x) if isinstance(x, Tensor) else x for x in arguments]
     return [Slots(*_mapped(x, function)) if isinstance(x, Slots) else x for x in mapped]
-
-
-def _tensors(arguments: Any) -> Iterator[Tensor]:
-    for x in arguments:
-        if isinstance(x, Slots):
-            yield from _tensors(x)
-        elif isinstance(x, Tensor):
-            yield x
 
 
 def _equal(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:

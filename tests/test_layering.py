@@ -145,6 +145,11 @@ def test_core_is_imported_where_backends_are_chosen():
     assert importers("h2o.portable") <= {"h2o/backends.py", *sources("h2o/portable", ".py")}
 
 
+def test_nothing_that_serves_leans_on_the_oracle():
+    """It is written to be read, and is what others are judged by."""
+    assert all(name.startswith("h2o/bench/") for name in importers("h2o.reference"))
+
+
 def test_the_torch_backend_waits_for_no_device():
     """What would read a tensor's numbers; tests/hf/test_elsewhere.py runs it where that fails."""
     reads = r"\.(item|tolist|numpy|cpu|nonzero|unique)\(|(?<![.\w])(int|bool|float)\("

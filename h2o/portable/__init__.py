@@ -5,7 +5,8 @@ after the core's own checks. They work on any device that torch has and never wa
 reads a tensor's numbers on the host, and shapes follow from shapes alone. What the checks cannot
 read on such a device (lengths, budgets, free slots) is taken as it is.
 
-Which keys stay is decided in the order of `csrc/policy.h`: see `h2o.portable.policy`. Scores and
+Which keys stay is decided in the order of `csrc/policy.h` (`h2o.portable.policy`), and what leaves
+may go into them (`h2o.portable.merging`). Scores and
 logits are float32, memory is O(n): no matrix of queries and keys is ever whole.
 
 Empty slots must hold finite values (as `new_slots` and all operations here leave them): they are

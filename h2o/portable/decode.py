@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o.portable.policy import Policy, budget_of, lowest, refuse_merge
+from h2o.portable.merging import Leavers, Receivers, merge_one
+from h2o.portable.policy import Policy, budget_of, lowest
 from h2o.portable.prefill import capped
 from h2o.portable.store import Store, products
-from h2o.reference import rotated
+from h2o.rotary import rotated
+from h2o.storage import dequantised
 
-__all__ = ["step"]
+__all__ = ["Departure", "step"]
+
+
+class Departure(NamedTuple):
+    """Who left each head in a step; what `h2o.portable.simulation` goes by. [B, G] each."""
+
+    leaves: Tensor
+    """bool: somebody does"""
+    position: Tensor
+    """int32"""
+    score: Tensor
+    """float32"""
 
 
 def step(
@@ -31,9 +44,8 @@ def step(
     merge: float | None,
     table: Tensor | None,
     ranks: Tensor | None,
-) -> None:
+) -> Departure:
     """See `h2o.ops.step`. All shapes are fixed by those of the slots."""
-    refuse_merge(merge, slots)
     B, H, _, D = query.shape
     G = key.shape[1]
     store = Store(slots)
@@ -46,6 +58,8 @@ def step(
     store.write_rows(slots.values, place, value, real)
     store.write(slots.positions, place, lengths, real)
     store.write(slots.scores, place, 0.0, real)
+    if merge is not None:
+        store.write(slots.bias, place, 0.0, real)
     norms = None
     if value_weighted:
         norms = torch.linalg.vector_norm(value[:, :, 0].float(), dim=-1)
@@ -62,6 +76,8 @@ def step(
     positions = store.by_head(slots.positions, -1)
     empty = (positions < 0)[:, :, None]
     logits = capped(products(asked * scale, keys.mT), softcap)  # [B, G, R, S]
+    if merge is not None:
+        logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     p = logits.masked_fill_(empty, -torch.inf).softmax(-1)
     answer = products(p, store.rows("values", D)).view(B, 1, H, D)
     given = p.sum(2)
@@ -83,9 +99,22 @@ def step(
     leaves = seen > budget.k[..., 0]  # [B, 1 or G]
     if real is not None:
         leaves = leaves & real
+    score = scores.gather(-1, last)[..., 0]
+    gone = leaves
+    if merge is not None:
+        queries = policy.queries(positions, seen[..., None])
+        left = Leavers(
+            *(dequantised(store.read_rows(x, last), D).float() for x in (slots.keys, slots.values)),
+            score[..., None], store.by_head(slots.bias, 0).gather(-1, last),
+            queries.gather(-1, last), leaves[..., None],
+        )  # fmt: skip
+        others = Receivers.of(store, positions.scatter(-1, last, -1), sinks, queries)
+        gone = leaves & ~merge_one(store, left, others, keys, merge)
     place = store.place_of(last)
-    slots.lost.add_(torch.where(leaves, scores.gather(-1, last)[..., 0], 0))
+    slots.lost.add_(torch.where(gone, score, 0))
     store.write(slots.positions, place, torch.where(leaves, -1, position[..., 0]), None)
+    if merge is not None:
+        store.write(slots.bias, place, 0.0, leaves)
     if ranks is not None:
         left = store.read(ranks, place)[..., None]
         after = store.by_head(ranks, -1)
@@ -94,3 +123,4 @@ def step(
     free = torch.where(leaves, store.counted(place), seen)
     slots.free.copy_(free if real is None else torch.where(real, free, slots.free))
     slots.lengths.add_(1 if real is None else real[:, 0])
+    return Departure(leaves, position[..., 0], score)

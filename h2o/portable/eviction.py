@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.portable.policy import Policy, budget_of, refuse_merge, staying
+from h2o.portable.merging import Leavers, Receivers, merge_all
+from h2o.portable.policy import Policy, budget_of, staying
 from h2o.portable.store import Store
-from h2o.storage import stored_like
+from h2o.storage import dequantised, stored_like
 
 __all__ = ["evict"]
 
@@ -27,7 +28,6 @@ def evict(
     merge: float | None,
 ) -> None:
     """See `h2o.ops.evict`. Survivors lie in the lowest slots, stored ones before new ones."""
-    refuse_merge(merge, slots)
     B, G, Q, _ = keys.shape
     store = Store(slots)
     before = slots.lengths[:, None, None]
@@ -39,21 +39,61 @@ def evict(
     new = (before + order[:, None]).masked_fill(order[:, None] < 0, -1).int()  # [B, 1, Q]
     positions = torch.cat([store.by_head(slots.positions, -1), new.expand(B, G, Q)], -1)
     held_scores = store.by_head(slots.scores, 0)
-    norms = None
+    norms = bias = None
     if value_weighted:
         new_norms = torch.linalg.vector_norm(values.float(), dim=-1)
         norms = torch.cat([store.by_head(slots.norms, 0), new_norms], -1)
+    if merge is not None:
+        bias = torch.cat([store.by_head(slots.bias, 0), torch.zeros_like(scores)], -1)
     all_scores = torch.cat([held_scores, scores], -1) + 0.0  # -0 becomes 0
     seen = before + tokens[..., None]
     budget = budget_of(slots.budget, sinks)
     policy = Policy(sinks, rank_by, decay, value_weighted)
     ranks = policy.keys(all_scores, positions, norms, seen, budget)
     stay = staying(ranks, positions, budget.k)
-    gone = all_scores.masked_fill(stay | (positions < 0), 0)
-    slots.lost.add_(gone.sum(-1, dtype=slots.lost.dtype))
-    _place(keys, values, slots, store, stay, positions, all_scores, norms)
+    gone = (positions >= 0) & ~stay
+    if merge is None:
+        leaving = all_scores.masked_fill(~gone, 0)
+        _place(keys, values, slots, store, stay, positions, all_scores, norms, bias)
+    else:
+        queries = policy.queries(positions, seen)
+        left = _leavers(keys, values, store, gone, positions, all_scores, bias, queries)
+        _place(keys, values, slots, store, stay, positions, all_scores, norms, bias)
+        kept = store.by_head(slots.positions, -1)
+        receivers = Receivers.of(store, kept, sinks, policy.queries(kept, seen))
+        taken = merge_all(store, left, receivers, merge)
+        leaving = left.scores.masked_fill(taken | ~left.leave, 0)
+    slots.lost.add_(leaving.sum(-1, dtype=slots.lost.dtype))
     slots.free.copy_(stay.sum(-1))
     slots.lengths.add_(tokens[:, 0])
+
+
+def _leavers(
+    keys: Tensor,
+    values: Tensor,
+    store: Store,
+    gone: Tensor,
+    positions: Tensor,
+    scores: Tensor,
+    bias: Tensor,
+    queries: Tensor,
+) -> Leavers:
+    """Of the candidates [B, G, S + Q] those that are `gone`, as long as they are in the store: no
+    more than come, since a store holds no more than its budget."""
+    Q, D = keys.shape[2:]
+    S = gone.shape[-1] - Q
+    last = torch.iinfo(torch.int32).max
+    which = torch.where(gone, positions, last).argsort(-1)[..., :Q]  # [B, G, Q]
+    index = (which - S).clamp(min=0)[..., None].expand(-1, -1, -1, D)
+
+    def rows(stored: Tensor, given: Tensor) -> Tensor:
+        fresh = stored_like(given.gather(2, index), stored)
+        held = store.read_rows(stored, which.clamp(max=S - 1))
+        return dequantised(torch.where((which >= S)[..., None], fresh, held), D).float()
+
+    numbers = (x.gather(-1, which) for x in (scores, bias, queries, gone))
+    slots = store.slots
+    return Leavers(rows(slots.keys, keys), rows(slots.values, values), *numbers)
 
 
 def _place(
@@ -65,6 +105,7 @@ def _place(
     positions: Tensor,
     scores: Tensor,
     norms: Tensor | None,
+    bias: Tensor | None,
 ) -> None:
     """Writes the candidates [B, G, S + Q] that stay into the lowest slots of their heads; what
     is left of these becomes empty."""
@@ -84,6 +125,7 @@ def _place(
         (slots.positions, positions, -1),
         (slots.scores, scores, 0),
         (slots.norms, norms, 0),
+        (slots.bias, bias, 0),
     ):
         if found is not None:
             store.take_back(numbers, torch.where(filled, found.gather(-1, come), empty))

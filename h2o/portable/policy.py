@@ -7,12 +7,12 @@ is below every number, -0 equals +0, and what may not leave is above all.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Budget", "Policy", "budget_of", "lowest", "refuse_merge", "staying"]
+__all__ = ["Budget", "Policy", "budget_of", "lowest", "staying"]
 
 _SPARED = 2**31 - 1
 _NAN = -(2**31)
@@ -60,7 +60,7 @@ class Policy(NamedTuple):
         """
         rank = scores
         if self.rank_by == "mean":
-            rank = rank / self._queries((lengths - positions).clamp(min=1).float())
+            rank = rank / self.queries(positions, lengths)
         if self.value_weighted:
             rank = rank * norms
         rank = rank + 0.0  # -0 is 0
@@ -70,8 +70,9 @@ class Policy(NamedTuple):
         spared = (positions < self.sinks) | (positions >= lengths - budget.recent)
         return keys.masked_fill_(spared, _SPARED)
 
-    def _queries(self, age: Tensor) -> Tensor:
-        """How many queries have seen a key: decay^0 + ... + decay^(age - 1)."""
+    def queries(self, positions: Tensor, lengths: Tensor) -> Tensor:
+        """How many queries have seen each key, float32: decay^0 + ... + decay^(age - 1)."""
+        age = (lengths - positions).clamp(min=1).float()
         if self.decay == 1.0:
             return age
         if self.decay == 0.0:
@@ -97,12 +98,3 @@ def staying(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
     last = (k - 1).clamp(max=best.shape[-1] - 1).expand(*best.shape[:2], 1)
     least = best.sort(-1, descending=True).values.gather(-1, last)
     return (best >= least) & (positions >= 0)
-
-
-def refuse_merge(merge: float | None, slots: Any = None) -> None:
-    """Errors: RuntimeError for what only the C core does: merging, and slots that were merged."""
-    if merge is not None or (slots is not None and slots.bias is not None):
-        raise RuntimeError(
-            "merge: only the C core does this yet, for tensors on the CPU (without "
-            "H2O_BACKEND=torch); move the model there, or leave merge out"
-        )

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.portable.policy import refuse_merge
 from h2o.portable.store import Store, products
 
 __all__ = ["attend", "capped", "dense", "rows_of"]
@@ -28,6 +27,8 @@ class Stored(NamedTuple):
     values: Tensor
     held: Tensor
     """[B, G, S] bool"""
+    bias: Tensor | None
+    """[B, G, S] float32, what logits grow by; None: 0"""
 
 
 def attend(
@@ -43,7 +44,6 @@ def attend(
     softcap: float,
 ) -> None:
     """See `h2o.ops.attend`."""
-    refuse_merge(None, slots)
     real = None if mask is None else mask.bool()
     weights = total = None
     if decay != 1.0:
@@ -61,7 +61,8 @@ def attend(
         stored_values = store.rows("values", D)
         empty = ~(held if store.first is None else held.any(1, keepdim=True))
         stored_values = stored_values.masked_fill(empty[..., None], 0)
-        stored = Stored(store.rows("keys", D).float(), stored_values, held)
+        bias = None if slots.bias is None else store.by_head(slots.bias, 0)
+        stored = Stored(store.rows("keys", D).float(), stored_values, held, bias)
     new, old = dense(query, keys, values, real, stored, weights, scale, softcap, out)
     scores.copy_(new)
     if store is not None:
@@ -142,6 +143,8 @@ def dense(
         if stored is not None:
             logits = torch.cat([products(asked, stored.keys.mT), logits], -1)
         logits = capped(logits, softcap)
+        if stored is not None and stored.bias is not None:
+            logits[..., :S] += stored.bias[:, :, None]
         hide(logits, -torch.inf)
         p = logits.softmax(-1)
         hide(p, 0)  # where one logit is NaN, all of the row is

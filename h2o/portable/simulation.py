@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from h2o.portable.policy import Budget, Policy, budget_of, lowest, refuse_merge, staying
+from h2o.portable.decode import step
+from h2o.portable.eviction import evict
+from h2o.portable.policy import Budget, Policy, budget_of, lowest, staying
 from h2o.portable.prefill import capped, dense, rows_of
+from h2o.slots import new_slots
 from h2o.storage import dequantised
 
 __all__ = ["simulate"]
@@ -36,9 +41,9 @@ def simulate(
     which each needs to know what the one before evicted, one by one, all rows and heads together.
 
     As nothing may wait for the device, nobody knows here where a prompt ends: the loop goes over
-    all columns, and those within a row's prompt change nothing in it.
+    all columns, and those within a row's prompt change nothing in it. Merged keys are none of the
+    text's: for them slots are kept as a cache keeps them.
     """
-    refuse_merge(merge)
     B, _, Q, D = query.shape
     G = keys.shape[1]
     real = torch.ones(B, Q, dtype=torch.bool, device=query.device) if mask is None else mask.bool()
@@ -61,10 +66,22 @@ def simulate(
     cut = (in_prompt >= 0) & ~stay
     end = (early * torch.arange(1, Q + 1, device=query.device)).amax(1)[:, None, None]
     evicted_at.copy_(torch.where(cut, end, evicted_at))
+    later = real & ~early
+    if merge is not None:
+        slots = new_slots(keys, Q, value_weighted=value_weighted, merge=True)
+        slots = slots._replace(budget=budget)
+        if stored_keys is not None:
+            stored = torch.zeros_like(stored_keys), torch.zeros_like(stored_values)
+            slots = slots._replace(keys=stored[0], values=stored[1])
+        evict(keys, values, scores, early, slots, *policy, merge)
+        _through_slots(
+            query, keys, values, later, position, slots, policy, merge, scale, softcap,
+            out, evicted_at, scores,
+        )  # fmt: skip
+        return
     if stored_keys is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
         keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
-    later = real & ~early
     _one_by_one(
         query, keys, values, norms, later, places, stay, policy, limits, scale, softcap,
         out, evicted_at, scores,
@@ -135,3 +152,48 @@ def _one_by_one(
         answer = answer.permute(0, 3, 1, 2, 4).flatten(2, 3)
         part = out[:, start:stop]
         part.copy_(torch.where(later[:, start:stop, None, None], answer.to(out.dtype), part))
+
+
+def _through_slots(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    later: Tensor,
+    position: Tensor,
+    slots: Any,
+    policy: Policy,
+    merge: float,
+    scale: float,
+    softcap: float,
+    out: Tensor,
+    evicted_at: Tensor,
+    scores: Tensor,
+) -> None:
+    """As `_one_by_one`, by `step` over slots: a merged key is none of the text's.
+
+    position: int64 [B, Q], -1 at a pad. slots: what is left of the prompts, with room for all.
+    """
+    B, Q = position.shape
+    columns = torch.arange(Q, device=position.device).expand(B, Q)
+    # By position the column, and one more place for what has none, which no column is read from.
+    column = columns.new_zeros(B, Q + 1).scatter_(1, position.where(position >= 0, Q), columns)
+    answer = torch.empty_like(out[:, :1])
+    for i in range(Q):
+        new = (x[:, :, i : i + 1] for x in (query, keys, values))
+        now = later[:, i : i + 1]
+        left = step(*new, now, slots, answer, scale, softcap, *policy, merge, None, None)
+        part = out[:, i : i + 1]
+        part.copy_(torch.where(now[..., None, None], answer, part))
+        place = column.gather(1, left.position.clamp(min=0).long())[..., None]
+        for found, departed in ((evicted_at, i + 1), (scores, left.score[..., None])):
+            stays = found.gather(-1, place)
+            found.scatter_(-1, place, torch.where(left.leaves[..., None], departed, stays))
+    held = slots.positions >= 0
+    place = (
+        column[:, None]
+        .expand(-1, held.shape[1], -1)
+        .gather(-1, slots.positions.long().where(held, Q))
+        .where(held, Q)
+    )
+    padded = torch.cat([scores, scores[..., :1]], -1)
+    scores.copy_(padded.scatter_(-1, place, slots.scores)[..., :Q])

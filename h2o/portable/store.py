@@ -76,26 +76,38 @@ class Store:
         return numbers.gather(-1, place).view(place.shape[:2])
 
     @staticmethod
-    def write(numbers: Tensor, place: Tensor, given: Tensor | float, real: Tensor | None) -> None:
-        """Scores, positions or norms [B, G], or one for all, into one slot of each head; `real`
-        [B, 1] bool: of these rows, None: of all."""
+    def write(numbers: Tensor, place: Tensor, given: Tensor | float, where: Tensor | None) -> None:
+        """Scores, positions or norms [B, G], or one for all, into one slot of each head; `where`
+        [B, 1 or G] bool: of these rows and heads, None: of all."""
         if isinstance(given, Tensor):
             given = given.to(numbers.dtype).expand(place.shape[:2]).reshape(place.shape)
-        if real is not None:
+        if where is not None:
             kept = numbers.gather(-1, place)
-            given = torch.where(real.view(-1, *[1] * (place.ndim - 1)), given, kept)
+            given = torch.where(_deep(where, place.ndim), given, kept)
         numbers.scatter_(-1, place, given)
 
     @staticmethod
-    def write_rows(rows: Tensor, place: Tensor, given: Tensor, real: Tensor | None) -> None:
-        """Keys or values [B, G, 1, D] into one slot of each head."""
+    def write_rows(rows: Tensor, place: Tensor, given: Tensor, where: Tensor | None) -> None:
+        """Keys or values [B, G, 1, D] into one slot of each head, `where` as in `write`."""
         given = stored_like(given, rows).reshape(*place.shape, -1)
         if rows.element_size() == 2:  # of 16-bit floats torch's CPU build copies all to write one
             rows, given = rows.view(torch.int16), given.view(torch.int16)
         index = place[..., None].expand(given.shape)
-        if real is not None:
-            given = torch.where(real.view(-1, *[1] * place.ndim), given, rows.gather(-2, index))
+        if where is not None:
+            given = torch.where(_deep(where, index.ndim), given, rows.gather(-2, index))
         rows.scatter_(-2, index, given)
+
+    def read_rows(self, rows: Tensor, index: Tensor) -> Tensor:
+        """Keys or values [B, G, n, D or bytes], as stored, at indices [B, G, n] on axis S."""
+        place = index if self.first is None else index.flatten(1)
+        return rows.gather(-2, place[..., None].expand(*place.shape, rows.shape[-1])).view(
+            *index.shape, -1
+        )
+
+
+def _deep(where: Tensor, dimensions: int) -> Tensor:
+    """[B, 1 or G], with further dimensions of 1."""
+    return where.view(*where.shape, *[1] * (dimensions - 2))
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def test_devices_are_described(driver):
 
 def test_every_operation_answers_as_the_torch_backend_does(driver, kernels):
     operations = carried(driver, kernels, device=1)
-    assert selfcheck.mistakes(operations, backends._portable(), _core, "cpu") == []
+    assert selfcheck.mistakes(operations, backends._portable(), "cpu") == []
 
 
 def test_host_code_cannot_touch_the_fakes_memory(library):

@@ -186,7 +186,7 @@ def test_info_checks_on_demand(device, monkeypatch, capsys):
 
 
 def test_the_cpus_kernels_pass_the_check():
-    assert selfcheck.mistakes(_core, backends._portable(), _core, "cpu") == []
+    assert selfcheck.mistakes(_core, backends._portable(), "cpu") == []
 
 
 @pytest.mark.parametrize("case", selfcheck.CASES, ids=lambda case: case.name)
@@ -204,7 +204,7 @@ def test_rounding_changes_no_choice(case, monkeypatch):
 
     coarse = SimpleNamespace(**{name: rounded(name) for name in backends.OPERATIONS})
     monkeypatch.setattr(selfcheck, "CASES", (case,))
-    assert selfcheck.mistakes(coarse, backends._portable(), _core, "cpu") == []
+    assert selfcheck.mistakes(coarse, backends._portable(), "cpu") == []
 
 
 FORGOTTEN = {
@@ -225,7 +225,7 @@ def test_what_kernels_forget_shows(what):
 
     kernels = SimpleNamespace(**{name: getattr(_core, name) for name in backends.OPERATIONS})
     setattr(kernels, operation, forgetful)
-    found = selfcheck.mistakes(kernels, backends._portable(), _core, "cpu")
+    found = selfcheck.mistakes(kernels, backends._portable(), "cpu")
     assert any(text.startswith(f"{operation} gets") for text in found)
 
 

@@ -75,7 +75,7 @@ def test_families(name):
         assert held == {13}
 
 
-@pytest.mark.parametrize("chosen", [name for name in POLICIES if POLICIES[name].merge is None])
+@pytest.mark.parametrize("chosen", POLICIES)
 def test_policies(chosen):
     config = POLICIES[chosen]
     if config.shares is not None:
@@ -145,7 +145,9 @@ def test_patched(name):
             assert out.logits.device.type == "cuda"
 
 
-@pytest.mark.parametrize("parameters", [{}, {"kv_dtype": "int8"}, {"sinks": 2, "decay": 0.9}])
+@pytest.mark.parametrize(
+    "parameters", [{}, {"kv_dtype": "int8"}, {"sinks": 2, "decay": 0.9}, {"merge": 0.5}]
+)
 def test_simulated(parameters):
     """With a mask, without which transformers itself looks for texts that begin anew."""
     with there(attention="sdpa") as ours:

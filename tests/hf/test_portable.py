@@ -37,7 +37,7 @@ def test_modes(mode):
     assert tokens == wanted
 
 
-@pytest.mark.parametrize("chosen", [name for name in POLICIES if POLICIES[name].merge is None])
+@pytest.mark.parametrize("chosen", POLICIES)
 @pytest.mark.parametrize("name", ["gpt_neox", "gemma2"])
 def test_policies(name, chosen):
     ours = model(name)
@@ -52,15 +52,6 @@ def test_policies(name, chosen):
     (tokens, positions), (wanted, wanted_positions) = both(run)
     assert tokens == wanted
     assert positions == wanted_positions
-
-
-def test_merging_is_refused():
-    ours = model("llama")
-    with backends.by_torch(), torch.no_grad():
-        cache = H2OCache(ours.config, POLICIES["merge"])
-        with pytest.raises(RuntimeError, match="merge: only the C core does this yet"):
-            ours(**ROWS, past_key_values=cache)
-    ours(ROWS["input_ids"][-1:], past_key_values=H2OCache(ours.config, POLICIES["merge"]))
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])

@@ -12,7 +12,7 @@ from h2o import ops, reference
 from tests import inputs
 from tests.conversation import Conversation
 from tests.inputs import Policy
-from tests.torch.engines import core, oracle
+from tests.torch.engines import core, oracle, portable
 
 CALLS = [24, *[1] * 25, 7, *[1] * 8]
 BUDGETS = np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [3, 7]]])
@@ -27,13 +27,17 @@ POLICIES = {
     ),
 }  # fmt: skip
 
+every_module = pytest.mark.parametrize(
+    "module", [reference, ops, portable().module], ids=["oracle", "core", "torch"]
+)
+
 
 def merged(slots: ops.Slots) -> int:
     """Keys that live on in others."""
     return round(float(torch.expm1(slots.bias).sum()))
 
 
-@pytest.mark.parametrize("module", [reference, ops], ids=["oracle", "core"])
+@every_module
 def test_the_formula(module):
     """Three keys, room for two: the second is like the third, and goes into it."""
     keys = torch.tensor([[0.0, 2.0], [3.0, 0.3], [1.0, 0.0]])[None, None]
@@ -60,7 +64,7 @@ def test_the_formula(module):
     torch.testing.assert_close(out[0, 0, 0], weights @ seen / weights.sum())
 
 
-@pytest.mark.parametrize("module", [reference, ops], ids=["oracle", "core"])
+@every_module
 def test_who_cannot_be_merged_is_dropped(module):
     """Sinks take nobody in; nor does a key of norm 0, or one that is not a number."""
     keys = torch.tensor([[2.0, 0.0], [0.0, 0.0], [torch.nan, 1.0], [1.0, 0.0], [0.0, 1.0]])
@@ -72,15 +76,40 @@ def test_who_cannot_be_merged_is_dropped(module):
     assert merged(slots) == 0
 
 
-@pytest.mark.parametrize("module", [reference, ops], ids=["oracle", "core"])
-def test_equal_cosines_take_the_lower_position(module):
-    keys = torch.tensor([[1.0, 0.0]] * 4)[None, None]
-    scores = torch.tensor([[[3.0, 2.0, 0.1, 2.0]]])
-    slots = ops.new_slots(keys, 4, heavy=3, merge=True)
+@every_module
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["leaves", "receives"])
+def test_scores_that_are_no_numbers_weigh_nothing(module, bad):
+    """A key of which nobody knows how much it counts is neither merged nor merged into."""
+    keys = torch.tensor([[1.0, 0.2], [1.0, 0.0], [0.0, 1.0]])[None, None]
+    slots = ops.new_slots(keys, 3, heavy=2, merge=True)
+    scores = torch.tensor([[[0.25, 1.0, 2.0]]])
+    scores[0, 0, 0 if math.isnan(bad) else 1] = bad
     module.evict(keys, keys.clone(), scores, slots, merge=0.5)
-    of = dict(zip(slots.positions[0, 0].tolist(), slots.bias[0, 0].tolist(), strict=True))
-    assert of[0] == pytest.approx(math.log(2))
-    assert of[1] == of[3] == 0.0
+    assert merged(slots) == 0
+    order = slots.positions[0, 0].argsort()[1:]
+    assert torch.equal(slots.keys[0, 0, order], keys[0, 0, 1:])
+    torch.testing.assert_close(slots.lost.item(), scores[0, 0, 0].item(), equal_nan=True)
+
+
+@every_module
+@pytest.mark.parametrize("n", [4, 37])
+@pytest.mark.parametrize("D", [2, 19, 64])
+def test_equal_cosines_take_the_lower_position(module, D, n):
+    """Wherever they lie. Row 1 has its keys the other way round."""
+    torch.manual_seed(D)
+    row = torch.rand(D).expand(1, 1, n, D)
+    keys = torch.cat([row, -row])
+    scores = torch.arange(2 * n).view(2, 1, n) % 7 + 2.0
+    scores[:, :, 2] = 0.1
+    slots = ops.new_slots(keys, n, heavy=n - 1, merge=True)
+    module.evict(keys, keys.clone(), scores, slots, merge=0.5)
+    of = [
+        dict(zip(*x, strict=True))
+        for x in zip(slots.positions[:, 0].tolist(), slots.bias[:, 0].tolist(), strict=True)
+    ]
+    for found in of:
+        assert found.pop(0) == pytest.approx(math.log(2))
+        assert set(found.values()) == {0.0}
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "int8-int4"])

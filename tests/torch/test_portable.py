@@ -6,6 +6,7 @@ H2O_BACKEND=torch.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from h2o import backends, ops, portable
-from h2o.portable import prefill
+from h2o.portable import merging, prefill
 from tests import inputs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR, Call
@@ -164,7 +165,10 @@ def test_blocks_of_any_size(size, monkeypatch):
 @pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), CROSSED[::2])
 @pytest.mark.parametrize("prompt", [(1, 1), (24, 9), (90, 30)], ids=str)
 def test_simulation_as_with_the_core(name, pads, budget, kv_dtype, prompt):
-    policy = POLICIES[name]
+    simulated_alike(POLICIES[name], pads, budget, kv_dtype, prompt)
+
+
+def simulated_alike(policy, pads, budget, kv_dtype, prompt):
     text = inputs.drifting(21, B=2, H=6, G=2, N=N, D=32, sink=True)
     rows = np.array([[policy.heavy, policy.recent]] * 2) if budget is None else budget
     answers = [
@@ -179,6 +183,38 @@ def test_simulation_as_with_the_core(name, pads, budget, kv_dtype, prompt):
     assert torch.equal(*evicted_at)
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(*out, rtol=2e-5, atol=2e-5)
+
+
+MERGING = {
+    "merge": Policy(10, 6, sinks=1, merge=0.8),
+    "everything": dataclasses.replace(POLICIES["everything"], merge=0.8),
+}
+MERGED = [("merge", True, None, None), *(("everything", *layout) for layout in LAYOUTS[::2])]
+MERGED += [("merge", False, UNEVEN, "int8")]
+
+
+@pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), MERGED)
+def test_merging_as_the_oracle(name, pads, budget, kv_dtype, monkeypatch):
+    """More keys leave at once than are compared together."""
+    monkeypatch.setattr(merging, "BLOCK", 5)
+    text = inputs.drifting(5, B=2, H=6, G=2, N=N, D=32, sink=True)
+    mask = padded() if pads else None
+    talks = [
+        Conversation(
+            engine, text, MERGING[name], mask=mask, budget=budget, kv_dtype=kv_dtype
+        ).feed_all(CALLS)
+        for engine in (torch_engine(), oracle())
+    ]
+    assert_same_history(*talks)
+    counts = [torch.expm1(talk.slots.bias).sum() for talk in talks]
+    assert counts[1] > 10
+    torch.testing.assert_close(*counts)
+
+
+@pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), MERGED)
+@pytest.mark.parametrize("prompt", [(1, 1), (24, 9)], ids=str)
+def test_simulated_merging_as_with_the_core(name, pads, budget, kv_dtype, prompt):
+    simulated_alike(MERGING[name], pads, budget, kv_dtype, prompt)
 
 
 ranks = arrays(

@@ -246,8 +246,6 @@ def test_a_prompt_that_is_the_whole_text_is_cut(engine, merge):
     mask = torch.from_numpy(inputs.right([25, 40, 8], 40))
     budget = torch.tensor([[6, 4], [20, 20], [6, 4]], dtype=torch.int32)
     numbers = torch.tensor([40, 12, 40], dtype=torch.int32), budget
-    if merge is not None and backends.forced == "torch":
-        pytest.skip("the torch backend does not merge")
     _, evicted_at, _ = engine.module.simulate(*given, *numbers, mask=mask, merge=merge)
     assert ((evicted_at[0, :, :25] == 25).sum(1) == 15).all()
     assert (evicted_at[1:][mask[1:, None].expand(2, 2, 40)] == 40).all()

@@ -1,0 +1,158 @@
+"""Keys that leave go into kept ones like them: `h2o.merging` for all rows and heads at once.
+
+A cosine is compared as `csrc/cpu/merge.inc` does it, by the squared product over the squared norm
+of the kept key. Whom each key finds depends on what those before it have changed, so several that
+leave a head follow one another; the rows and heads of a batch go together.
+
+Shape letters: N keys that leave a head, at most; n of these in a block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o.merging import FLOOR
+from h2o.portable.store import Store, products
+from h2o.storage import dequantised
+
+__all__ = ["Leavers", "Receivers", "merge_all", "merge_one"]
+
+BLOCK = 32
+"""Keys that are compared with all kept ones by one product."""
+
+_NOBODY = 2**31 - 1
+
+
+class Leavers(NamedTuple):
+    """Keys on their way out, by ascending position."""
+
+    keys: Tensor
+    """[B, G, N, D] float32, as they were stored"""
+    values: Tensor
+    """as keys"""
+    scores: Tensor
+    """[B, G, N] float32"""
+    bias: Tensor
+    """[B, G, N] float32"""
+    queries: Tensor
+    """[B, G, N] float32: how many have seen the key, decayed as scores are"""
+    leave: Tensor
+    """[B, G or 1, N] bool: False is no key, and finds nobody"""
+
+    def part(self, start: int, stop: int) -> Leavers:
+        return Leavers(*(x[:, :, start:stop] for x in self))
+
+    def least(self, threshold: float) -> Tensor:
+        """[B, G, N]: only likenesses above it are like enough."""
+        squares = self.keys.square().sum(-1) * threshold**2
+        return squares.masked_fill(~self.leave, torch.inf)
+
+
+class Receivers(NamedTuple):
+    """The kept keys of each head, S as in `Store`."""
+
+    open: Tensor
+    """[B, G, S] bool: may take another in"""
+    order: Tensor
+    """[B, G, S] int32: their positions. Other slots of the head come after all of them, and slots
+    of other heads last."""
+    queries: Tensor
+    """[B, G, S] float32: as in `Leavers`"""
+
+    @classmethod
+    def of(cls, store: Store, positions: Tensor, sinks: int, queries: Tensor) -> Receivers:
+        """From positions [B, G, S], -1 where there is no kept key; sinks take nobody in."""
+        may = positions >= sinks
+        order = positions.masked_fill(~may, _NOBODY - 1)
+        if store.first is not None:
+            order = torch.where(store.own, order, _NOBODY)
+        return cls(may, order, queries)
+
+
+def merge_one(
+    store: Store, left: Leavers, receivers: Receivers, keys: Tensor, threshold: float
+) -> Tensor:
+    """One key leaves each head (N = 1): [B, G] bool, whether it lives on in another.
+
+    keys: float32 [B, G or 1, S, D], what the store holds.
+    """
+    dots = products(left.keys, keys.mT)[:, :, 0]
+    squares = keys.square().sum(-1)
+    index, found = _most_similar(dots, squares, left.least(threshold), receivers)
+    taken, _ = _take_in(store, left, receivers, index, found)
+    return taken[..., 0]
+
+
+def merge_all(store: Store, left: Leavers, receivers: Receivers, threshold: float) -> Tensor:
+    """One after the other: [B, G, N] bool, which of them live on in others."""
+    B, G, N, D = left.keys.shape
+    least = left.least(threshold)
+    taken = []
+    for start in range(0, N, BLOCK):
+        block = left.part(start, min(start + BLOCK, N))
+        keys = store.rows("keys", D).float()
+        dots = products(block.keys, keys.mT)  # [B, G, n, S]
+        squares = keys.square().sum(-1).expand(B, G, -1).clone()
+        for i in range(dots.shape[2]):
+            bar = least[:, :, start + i : start + i + 1]
+            index, found = _most_similar(dots[:, :, i], squares, bar, receivers)
+            took, key = _take_in(store, block.part(i, i + 1), receivers, index, found)
+            taken.append(took)
+            # What has changed is compared with the others of the block anew.
+            dots.scatter_(3, index[:, :, None].expand(*dots.shape[:3], 1), block.keys @ key.mT)
+            squares.scatter_(2, index, key.square().sum(-1))
+    return torch.cat(taken, -1)
+
+
+def _most_similar(
+    dots: Tensor, squares: Tensor, least: Tensor, receivers: Receivers
+) -> tuple[Tensor, Tensor]:
+    """The kept key most like each that leaves, of equal ones the lowest position: index on axis S
+    [B, G, 1] and whether there is one [B, G, 1]; without one the index is any slot of the head.
+
+    Args:
+        dots: [B, G, S], products with the key that leaves.
+        squares: [B, G or 1, S], squared norms.
+        least: [B, G, 1], see `Leavers.least`.
+    """
+    likeness = dots * dots.abs() / squares
+    # Where one of the two is 0 or no number so is this, and not above anything.
+    likeness = torch.where((likeness > least) & receivers.open, likeness, -1.0)
+    best = likeness.amax(-1, keepdim=True)
+    order = torch.where(likeness == best, receivers.order, _NOBODY)
+    return order.min(-1, keepdim=True).indices, best > 0
+
+
+def _take_in(
+    store: Store, left: Leavers, receivers: Receivers, index: Tensor, found: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merges one key of each head into the slot at `index` [B, G, 1] where it is `found`.
+
+    Returns [B, G, 1] bool, whether it was, which takes scores that are numbers; and the key
+    [B, G, 1, D] that the slot then holds.
+    """
+    slots, place = store.slots, store.place_of(index)
+    D = left.keys.shape[-1]
+    score, bias = (store.read(x, place)[..., None] for x in (slots.scores, slots.bias))
+    queries = receivers.queries.gather(-1, index)
+    mine, other = score / queries + FLOOR, left.scores / left.queries + FLOOR
+    both = mine + other
+    mine, other = mine / both, other / both
+    taken = found & (mine + other).isfinite()
+
+    def weighted(rows: Tensor, leaving: Tensor) -> Tensor:
+        own = dequantised(store.read_rows(rows, index), D).float()
+        return mine[..., None] * own + other[..., None] * leaving
+
+    took, value = taken[..., 0], weighted(slots.values, left.values)
+    store.write_rows(slots.values, place, value, took)
+    store.write_rows(slots.keys, place, weighted(slots.keys, left.keys), took)
+    if slots.norms is not None:
+        store.write(slots.norms, place, torch.linalg.vector_norm(value, dim=-1)[..., 0], took)
+    grown = score + left.scores * (queries / left.queries)
+    store.write(slots.scores, place, grown[..., 0], took)
+    store.write(slots.bias, place, torch.logaddexp(bias, left.bias)[..., 0], took)
+    return taken, dequantised(store.read_rows(slots.keys, index), D).float()
