@@ -22,6 +22,9 @@ import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+if not os.environ.get("CC", "cc").strip():
+    del os.environ["CC"]  # distutils would take its first flag for the compiler
+
 if sys.platform != "linux":
     raise SystemExit(f"h2o-kv runs on Linux only, this is {sys.platform}")
 

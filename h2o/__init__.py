@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from h2o import installed
 
-try:
-    from h2o import backends, ops
-except ImportError as error:
-    reason = installed.explain_missing_core()
-    if reason is None:
-        raise
-    raise ImportError(reason) from error
+if reason := installed.obstacle():
+    if installed.is_command():
+        sys.exit(f"h2o: error: {reason}")
+    raise ImportError(reason)
 
+from h2o import backends, ops
 from h2o.config import H2OConfig
 from h2o.hf.support import Unsupported
 from h2o.profile import Profile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
+from pathlib import Path
 
 
 def version(package: str) -> str:
@@ -15,14 +16,26 @@ def version(package: str) -> str:
         return "none"
 
 
-def explain_missing_core() -> str | None:
-    """Why `from h2o import _core` failed and what to do; None where Python's own error says it.
+def is_command() -> bool:
+    """Whether this process is `h2o` or `python -m h2o`, whose package is imported before its main.
 
-    pip checks the versions of Python and NumPy, but nobody does for a folder on the path.
+    Until Python knows which file it is to run, that file's name is -m.
+    """
+    return Path(sys.argv[0]).name == "h2o" or (sys.argv[0] == "-m" and "h2o" in sys.orig_argv)
+
+
+def obstacle() -> str | None:
+    """Why the compiled core cannot be imported, and what to do; None where that is not known.
+
+    pip checks the versions of Python and NumPy, but not when another package asks for an older
+    NumPy later, and nobody does for a folder on the path.
     """
     if sys.version_info < (3, 10):  # noqa: UP036
         return f"h2o needs Python >= 3.10, here is {sys.version}"
-    numpy = version("numpy")
+    try:
+        from numpy import __version__ as numpy
+    except ModuleNotFoundError:
+        numpy = "none"
     if numpy.split(".")[0] in ("none", "0", "1"):
         return f'h2o needs numpy >= 2, here is {numpy}: pip install "numpy>=2"'
     if importlib.util.find_spec("h2o._core") is not None:

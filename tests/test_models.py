@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -202,16 +203,23 @@ def test_support_of_what_load_takes(tmp_path):
     assert str(models.support(str(path))) == "llama: supported, 2 of 2 layers by h2o"
 
 
-def test_a_missing_compiler_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"CC": "no-such-compiler"}, "no-such-compiler"),
+        ({"CC": "", "PATH": ""}, (sysconfig.get_config_var("CC") or "cc").split()[0]),
+    ],
+)
+def test_a_missing_compiler_is_named(tmp_path, environment, name):
     pytest.importorskip("setuptools", "77")
     root = Path(__file__).parents[1]
     arguments = ["setup.py", "-q", "build_ext", "--force", "--build-lib", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, *arguments, "--build-temp", str(tmp_path)], cwd=root, text=True,
-        capture_output=True, check=False, env={**os.environ, "CC": "no-such-compiler"},
+        capture_output=True, check=False, env={**os.environ, **environment},
     )  # fmt: skip
     assert done.returncode == 1
-    assert "'no-such-compiler' is not here: install one" in done.stderr
+    assert f"{name!r} is not here: install one" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -76,26 +77,40 @@ def test_missing_core_is_explained(tmp_path):
     assert "H2O.ai's client" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("numpy", "python", "text"),
-    [
-        ("1.26.4", "3.11", "needs numpy >= 2, here is 1.26.4"),
-        ("none", "3.11", "needs numpy >= 2, here is none"),
-        ("2.4.6", "3.9", "needs Python >= 3.10, here is "),
-    ],
-)
+OLD = [
+    ("__version__ = '1.26.4'", "3.11", "numpy >= 2, here is 1.26.4"),
+    ("raise ModuleNotFoundError('No numpy', name='numpy')", "3.11", "numpy >= 2, here is none"),
+    ("__version__ = '2.4.6'", "3.9", "Python >= 3.10, here is "),
+]
+
+
+@pytest.mark.parametrize(("numpy", "python", "text"), OLD)
 def test_a_core_that_cannot_be_imported_is_explained(tmp_path, numpy, python, text):
-    (tmp_path / "numpy.py").write_text("raise ImportError('not this one')")
+    (tmp_path / "numpy.py").write_text(numpy)
     code = (
-        f"import importlib.metadata as m, sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "def version(name):\n"
-        f"    if {numpy!r} == 'none': raise m.PackageNotFoundError(name)\n"
-        f"    return {numpy!r}\n"
-        "m.version = version\n"
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         f"sys.version_info = {tuple(map(int, python.split('.')))}\n"
         "import h2o"
     )
-    assert f"ImportError: h2o {text}" in run(code).stderr
+    error = run(code).stderr
+    assert f"ImportError: h2o needs {text}" in error
+    assert error.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("command", [["-m", "h2o"], ["h2o"]])
+def test_the_command_beside_an_old_numpy_says_so_in_one_line(tmp_path, command):
+    (tmp_path / "numpy.py").write_text("__version__ = '1.26.4'")
+    script = tmp_path / "h2o"  # as pip writes it
+    script.write_text("import sys; from h2o.cli import main; sys.exit(main())")
+    words = [str(script)] if command == ["h2o"] else command
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    done = subprocess.run(
+        [sys.executable, *words, "info"], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 1
+    wanted = 'h2o: error: h2o needs numpy >= 2, here is 1.26.4: pip install "numpy>=2"\n'
+    assert (done.stdout, done.stderr) == ("", wanted)
 
 
 @pytest.mark.parametrize("version", ["5.3.0", "6.0.0.dev0", "6.0.0", "10.1"])
