@@ -66,7 +66,8 @@ static text make_text(const scene *s, test_random *random) {
     fill_tensor(&t.query, 0.02f, random);
     fill_tensor(&t.keys, 0.01f, random);
     fill_tensor(&t.values, 0.0f, random);
-    FILL(uint8_t, t.mask, i == 0 || random_int(random, 0, 9) > 0); /* row 0 is whole */
+    /* row 0 is whole; in the others many a step has nothing to do */
+    FILL(uint8_t, t.mask, i == 0 || (random_int(random, 0, 9) > 0 && (j < s->prompt || j % 3)));
     if (s->weird) spoil_text(s, &t, random);
     return t;
 }
@@ -341,6 +342,21 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
 
 /* ---- Judging ----------------------------------------------------------- */
 
+/* Some slot of each head stands for several keys; empty slots for none. */
+static void check_merged(const scene *s, const answer *a) {
+    const h2o_slots *const slots = &a->slots;
+    for (int64_t i = 0; i < s->dims.B * s->dims.G; i++) {
+        const int64_t b = i / s->dims.G, g = i % s->dims.G;
+        int64_t merged = 0;
+        for (int64_t slot = 0; slot < s->dims.S; slot++) {
+            const float bias = AT(float, slots->bias, b, g, slot);
+            CHECK(bias >= 0.0f && (bias == 0.0f || AT(int32_t, slots->positions, b, g, slot) >= 0));
+            merged += bias > 0.0f;
+        }
+        CHECK(merged > 0);
+    }
+}
+
 /* Not for ThreadSanitizer: plain loops have no threads, and take minutes. They do not merge:
  * tests/torch/test_merge.py judges what does. */
 static void check_units(const scene *s, const text *t, const answer *a) {
@@ -359,6 +375,7 @@ static void test_scene(const h2o_ops *ops, const scene *s, uint64_t seed, player
     const text t = make_text(s, &random);
     const answer conversation = play(ops, s, &t, converse);
     check_units(s, &t, &conversation);
+    if (h2o_merges(&s->policy)) check_merged(s, &conversation);
     for_each_tensor(&conversation, &conversation, free_tensor);
 
     scene whole = *s; /* without a chunk, and nothing is overwritten */

@@ -158,7 +158,8 @@ typedef struct {
     int64_t hold; /* as in h2o_exec */
 } runner;
 
-/* Runs an operation through all that a call from Python goes through. */
+/* Runs an operation through all that a call from Python goes through. Memory goes by what there is
+ * to do: lanes without a task want none. */
 #define RUN(op, params, with)                                                                      \
     do {                                                                                           \
         h2o_error run_error;                                                                       \
@@ -170,6 +171,9 @@ typedef struct {
             exit(1);                                                                               \
         }                                                                                          \
         CHECK(h2o_run_##op(params, &call, &run_error) == H2O_OK);                                  \
+        const h2o_exec many = {.lanes = 1 << 14}, more = {.lanes = 1 << 16};                       \
+        CHECK((with)->ops->op##_workspace(params, &many) ==                                        \
+              (with)->ops->op##_workspace(params, &more));                                         \
         h2o_close(&call);                                                                          \
     } while (0)
 

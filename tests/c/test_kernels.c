@@ -54,7 +54,7 @@ int main(void) {
          .policy = plain,
          .scale = -0.1f},
         /* keys that leave are merged: chunks of slots that lanes search together, and many heads */
-        {.dims = make_dims(2, 1, 3, 660, 620, 24),
+        {.dims = make_dims(2, 1, 3, 660, 620, 60),
          .prompt = 640,
          .chunk_at = 645,
          .chunk = 8,
