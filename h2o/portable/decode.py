@@ -79,7 +79,7 @@ def step(
     if merge is not None:
         logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     p = logits.masked_fill_(empty, -torch.inf).softmax(-1)
-    answer = products(p, store.rows("values", D)).view(B, 1, H, D)
+    answer = store.answers(p, store.rows("values", D)).view(B, 1, H, D)
     given = p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[:, :, None, None], 0)

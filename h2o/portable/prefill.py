@@ -22,6 +22,7 @@ FEWEST = 8
 class Stored(NamedTuple):
     """What the slots hold, as queries see it."""
 
+    store: Store
     keys: Tensor
     """[B, G or 1, S, D]"""
     values: Tensor
@@ -62,7 +63,7 @@ def attend(
         empty = ~(held if store.first is None else held.any(1, keepdim=True))
         stored_values = stored_values.masked_fill(empty[..., None], 0)
         bias = None if slots.bias is None else store.by_head(slots.bias, 0)
-        stored = Stored(store.rows("keys", D).float(), stored_values, held, bias)
+        stored = Stored(store, store.rows("keys", D).float(), stored_values, held, bias)
     new, old = dense(query, keys, values, real, stored, weights, scale, softcap, out)
     scores.copy_(new)
     if store is not None:
@@ -152,7 +153,7 @@ def dense(
             p.unflatten(2, (R, n)).masked_fill_(~real[:, None, None, start:stop, None], 0)
         answer = products(p[..., S:], values[:, :, :stop])
         if stored is not None:
-            answer += products(p[..., :S], stored.values)
+            answer += stored.store.answers(p[..., :S], stored.values)
         answer = answer.unflatten(2, (R, n)) + beyond[:, :, :, start:stop]
         if real is not None:
             answer = answer.masked_fill(~real[:, None, None, start:stop, None], 0)

@@ -56,6 +56,20 @@ class Store:
         """[B, G or 1, S, ...]: what is by slot, not spread over heads."""
         return x if self.first is None else x[:, None]
 
+    def answers(self, p: Tensor, values: Tensor) -> Tensor:
+        """What slots give to queries by probabilities p [B, G, M, S], 0 in slots of other heads:
+        [B, G, M, D] float32, of values [B, G or 1, S, D].
+
+        On axis T the product meets the values of all heads. One that is not finite, times 0, would
+        be NaN there, so its own head is given it apart.
+        """
+        if self.first is None:
+            return products(p, values)
+        finite = values.nan_to_num(0.0, 0.0, 0.0)
+        beyond = (values - finite)[:, 0].float()  # [B, T, D]: 0 where it is finite
+        own = p.new_zeros(*p.shape[:2], values.shape[-1]).index_add_(1, self.head, beyond)
+        return products(p, finite) + own[:, :, None]
+
     # ---- One slot of each head ---------------------------------------------------------------
 
     def place(self, free: Tensor) -> Tensor:

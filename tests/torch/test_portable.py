@@ -271,6 +271,29 @@ def test_values_that_are_not_finite_show_where_they_are_seen():
     assert torch.equal(*(x.isfinite() for x in outs))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("policy", [Policy(8, 8), Policy(6, 6, merge=0.5)], ids=["drop", "merge"])
+def test_values_that_are_not_finite_stay_in_their_heads(policy, kv_dtype):
+    """The slots of all heads lie on one axis; one of two has such values, stored and new."""
+    text = inputs.drifting(8, B=2, H=6, G=3, N=N, D=32)
+    budget = np.array([[[9, 5], [2, 7], [9, 3]], [[4, 8], [12, 6], [3, 9]]])
+    for b, g, column, bad in [(0, 0, 20, np.inf), (0, 0, 40, -np.inf), (1, 2, 26, np.nan)]:
+        text.values[b, g, column, 3] = bad
+        text.values[b, g, column + 2, 5] = bad
+        text.keys[b, g, column + 1, 4] = np.nan
+    talks = [
+        Conversation(engine, text, policy, budget=budget, kv_dtype=kv_dtype).feed_all(CALLS)
+        for engine in (torch_engine(), oracle())
+    ]
+    wanted = talks[1].answer.reshape(2, N, 3, 2, 32)
+    assert np.isfinite(wanted[0, :, 1:]).all()
+    assert np.isfinite(wanted[1, :, :2]).all()
+    assert not np.isfinite(wanted[0, :, 0]).all()
+    for got, want in zip(talks[0].kept, talks[1].kept, strict=True):
+        np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=2e-5, atol=2e-5)
+
+
 def test_memory_is_no_square():
     """The largest tensor that a prompt's attention makes, told by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
