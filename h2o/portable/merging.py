@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h2o.merging import FLOOR
-from h2o.portable.store import Store, products
+from h2o.portable.store import Store, as_stored, products
 from h2o.storage import dequantised
 
 __all__ = ["Leavers", "Receivers", "merge_all", "merge_one"]
@@ -75,15 +75,14 @@ class Receivers(NamedTuple):
 def merge_one(
     store: Store, left: Leavers, receivers: Receivers, keys: Tensor, threshold: float
 ) -> Tensor:
-    """One key leaves each head (N = 1): [B, G] bool, whether it lives on in another.
+    """One key leaves each head (N = 1): [B, G, 1] bool, whether it lives on in another.
 
     keys: float32 [B, G or 1, S, D], what the store holds.
     """
     dots = products(left.keys, keys.mT)[:, :, 0]
     squares = keys.square().sum(-1)
     index, found = _most_similar(dots, squares, left.least(threshold), receivers)
-    taken, _ = _take_in(store, left, receivers, index, found)
-    return taken[..., 0]
+    return _take_in(store, left, receivers, index, found)
 
 
 def merge_all(store: Store, left: Leavers, receivers: Receivers, threshold: float) -> Tensor:
@@ -99,9 +98,9 @@ def merge_all(store: Store, left: Leavers, receivers: Receivers, threshold: floa
         for i in range(dots.shape[2]):
             bar = least[:, :, start + i : start + i + 1]
             index, found = _most_similar(dots[:, :, i], squares, bar, receivers)
-            took, key = _take_in(store, block.part(i, i + 1), receivers, index, found)
-            taken.append(took)
+            taken.append(_take_in(store, block.part(i, i + 1), receivers, index, found))
             # What has changed is compared with the others of the block anew.
+            key = dequantised(store.read_rows(store.slots.keys, index), D).float()
             dots.scatter_(3, index[:, :, None].expand(*dots.shape[:3], 1), block.keys @ key.mT)
             squares.scatter_(2, index, key.square().sum(-1))
     return torch.cat(taken, -1)
@@ -128,31 +127,29 @@ def _most_similar(
 
 def _take_in(
     store: Store, left: Leavers, receivers: Receivers, index: Tensor, found: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Merges one key of each head into the slot at `index` [B, G, 1] where it is `found`.
-
-    Returns [B, G, 1] bool, whether it was, which takes scores that are numbers; and the key
-    [B, G, 1, D] that the slot then holds.
-    """
-    slots, place = store.slots, store.place_of(index)
+) -> Tensor:
+    """Merges one key of each head into the slot at `index` [B, G, 1] where it is `found`: [B, G, 1]
+    bool, whether it was, which takes scores that are numbers."""
+    slots = store.slots
     D = left.keys.shape[-1]
-    score, bias = (store.read(x, place)[..., None] for x in (slots.scores, slots.bias))
+    score, bias = store.read(slots.scores, index), store.read(slots.bias, index)
     queries = receivers.queries.gather(-1, index)
     mine, other = score / queries + FLOOR, left.scores / left.queries + FLOOR
-    both = mine + other
-    mine, other = mine / both, other / both
+    whole = mine + other
+    mine, other = mine / whole, other / whole
     taken = found & (mine + other).isfinite()
 
-    def weighted(rows: Tensor, leaving: Tensor) -> Tensor:
-        own = dequantised(store.read_rows(rows, index), D).float()
-        return mine[..., None] * own + other[..., None] * leaving
-
-    took, value = taken[..., 0], weighted(slots.values, left.values)
-    store.write_rows(slots.values, place, value, took)
-    store.write_rows(slots.keys, place, weighted(slots.keys, left.keys), took)
+    both = slots.keys, slots.values
+    own = [store.read_rows(rows, index) for rows in both]
+    key, value = (
+        mine[..., None] * dequantised(row, D).float() + other[..., None] * leaving
+        for row, leaving in zip(own, (left.keys, left.values), strict=True)
+    )
+    for rows, new, old in zip(both, as_stored(key, value, slots), own, strict=True):
+        store.write_rows(rows, index, torch.where(taken[..., None], new, old))
     if slots.norms is not None:
-        store.write(slots.norms, place, torch.linalg.vector_norm(value, dim=-1)[..., 0], took)
+        store.write(slots.norms, index, torch.linalg.vector_norm(value, dim=-1), taken)
     grown = score + left.scores * (queries / left.queries)
-    store.write(slots.scores, place, grown[..., 0], took)
-    store.write(slots.bias, place, torch.logaddexp(bias, left.bias)[..., 0], took)
-    return taken, dequantised(store.read_rows(slots.keys, index), D).float()
+    store.write(slots.scores, index, torch.where(taken, grown, score))
+    store.write(slots.bias, index, torch.where(taken, torch.logaddexp(bias, left.bias), bias))
+    return taken

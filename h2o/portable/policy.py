@@ -63,7 +63,8 @@ class Policy(NamedTuple):
             rank = rank / self.queries(positions, lengths)
         if self.value_weighted:
             rank = rank * norms
-        rank = rank + 0.0  # -0 is 0
+        if rank is not scores:
+            rank = rank + 0.0  # -0 is 0
         bits = rank.view(torch.int32)
         keys = ((bits >> 31) & _SPARED).bitwise_xor_(bits)
         keys.masked_fill_(rank.isnan(), _NAN)
@@ -83,8 +84,8 @@ class Policy(NamedTuple):
 def lowest(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The key that leaves first, of the lowest rank, of equal ones at the highest position: that
     position and its index on the last axis, [B, G, 1] each."""
-    tied = keys == keys.amin(-1, keepdim=True)
-    position, index = torch.where(tied, positions, -1).max(-1, keepdim=True)
+    others = keys != keys.amin(-1, keepdim=True)
+    position, index = positions.masked_fill(others, -1).max(-1, keepdim=True)
     return position, index
 
 

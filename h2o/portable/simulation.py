@@ -173,10 +173,12 @@ def _through_slots(
 
     position: int64 [B, Q], -1 at a pad. slots: what is left of the prompts, with room for all.
     """
-    B, Q = position.shape
+    B, G, Q = scores.shape
     columns = torch.arange(Q, device=position.device).expand(B, Q)
-    # By position the column, and one more place for what has none, which no column is read from.
+    # By position the column; Q, which is none, for what has no position.
     column = columns.new_zeros(B, Q + 1).scatter_(1, position.where(position >= 0, Q), columns)
+    column[:, Q] = Q
+    column = column[:, None].expand(B, G, Q + 1)
     answer = torch.empty_like(out[:, :1])
     for i in range(Q):
         new = (x[:, :, i : i + 1] for x in (query, keys, values))
@@ -184,16 +186,11 @@ def _through_slots(
         left = step(*new, now, slots, answer, scale, softcap, *policy, merge, None, None)
         part = out[:, i : i + 1]
         part.copy_(torch.where(now[..., None, None], answer, part))
-        place = column.gather(1, left.position.clamp(min=0).long())[..., None]
-        for found, departed in ((evicted_at, i + 1), (scores, left.score[..., None])):
+        place = column.gather(-1, left.position.clamp(min=0).long())
+        for found, departed in ((evicted_at, i + 1), (scores, left.score)):
             stays = found.gather(-1, place)
-            found.scatter_(-1, place, torch.where(left.leaves[..., None], departed, stays))
-    held = slots.positions >= 0
-    place = (
-        column[:, None]
-        .expand(-1, held.shape[1], -1)
-        .gather(-1, slots.positions.long().where(held, Q))
-        .where(held, Q)
-    )
+            found.scatter_(-1, place, torch.where(left.leaves, departed, stays))
+    held = slots.positions.long()
+    place = column.gather(-1, held.where(held >= 0, Q))
     padded = torch.cat([scores, scores[..., :1]], -1)
     scores.copy_(padded.scatter_(-1, place, slots.scores)[..., :Q])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h2o.storage import dequantised, stored_like
 
-__all__ = ["Store", "products"]
+__all__ = ["Store", "as_stored", "products"]
 
 
 class Store:
@@ -48,6 +48,12 @@ class Store:
             found = torch.where(self.own.any(0), found.gather(1, index)[:, 0], numbers)
         numbers.copy_(found)
 
+    def add(self, numbers: Tensor, given: Tensor) -> Tensor:
+        """Adds `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's; the sums."""
+        if self.first is not None:
+            given = given.gather(1, self.head.expand(len(given), 1, -1))[:, 0]
+        return self.by_head(numbers.add_(given), 0)
+
     def rows(self, name: str, D: int) -> Tensor:
         """Keys or values [B, G or 1, S, D], floats."""
         return self.shaped(dequantised(getattr(self.slots, name), D))
@@ -70,64 +76,69 @@ class Store:
         own = p.new_zeros(*p.shape[:2], values.shape[-1]).index_add_(1, self.head, beyond)
         return products(p, finite) + own[:, :, None]
 
-    # ---- One slot of each head ---------------------------------------------------------------
+    # ---- One slot of each head: index [B, G, 1] on axis S ------------------------------------
 
     def place(self, free: Tensor) -> Tensor:
-        """Index for `read` and `write` of slots [B, G] counted in their heads."""
-        return free.long()[..., None] if self.first is None else free + self.first
+        """Index of slots [B, G] counted in their heads."""
+        return (free.long() if self.first is None else free + self.first)[..., None]
 
-    def place_of(self, index: Tensor) -> Tensor:
-        """Index for `read` and `write` of indices [B, G, 1] on axis S."""
-        return index if self.first is None else index[..., 0]
+    def counted(self, index: Tensor) -> Tensor:
+        """[B, G, 1]: where in its head an index is."""
+        return index if self.first is None else index - self.first[:, None]
 
-    def counted(self, place: Tensor) -> Tensor:
-        """[B, G]: an index of `place` as the number of a slot in its head."""
-        return place[..., 0] if self.first is None else place - self.first
+    def read(self, numbers: Tensor, index: Tensor) -> Tensor:
+        """[B, G, 1] of scores, positions or norms."""
+        if self.first is None:
+            return numbers.gather(-1, index)
+        return numbers.gather(-1, index[..., 0])[..., None]
 
-    @staticmethod
-    def read(numbers: Tensor, place: Tensor) -> Tensor:
-        """The numbers of one slot of each head, [B, G]."""
-        return numbers.gather(-1, place).view(place.shape[:2])
-
-    @staticmethod
-    def write(numbers: Tensor, place: Tensor, given: Tensor | float, where: Tensor | None) -> None:
-        """Scores, positions or norms [B, G], or one for all, into one slot of each head; `where`
-        [B, 1 or G] bool: of these rows and heads, None: of all."""
+    def write(
+        self, numbers: Tensor, index: Tensor, given: Tensor | float, where: Tensor | None = None
+    ) -> None:
+        """Scores, positions or norms [B, 1 or G, 1], or one for all; `where` [B, 1 or G, 1] bool:
+        of these rows and heads, None: of all."""
+        if where is not None:
+            given = torch.where(where, given, self.read(numbers, index))
         if isinstance(given, Tensor):
-            given = given.to(numbers.dtype).expand(place.shape[:2]).reshape(place.shape)
-        if where is not None:
-            kept = numbers.gather(-1, place)
-            given = torch.where(_deep(where, place.ndim), given, kept)
-        numbers.scatter_(-1, place, given)
-
-    @staticmethod
-    def write_rows(rows: Tensor, place: Tensor, given: Tensor, where: Tensor | None) -> None:
-        """Keys or values [B, G, 1, D] into one slot of each head, `where` as in `write`."""
-        given = stored_like(given, rows).reshape(*place.shape, -1)
-        if rows.element_size() == 2:  # of 16-bit floats torch's CPU build copies all to write one
-            rows, given = rows.view(torch.int16), given.view(torch.int16)
-        index = place[..., None].expand(given.shape)
-        if where is not None:
-            given = torch.where(_deep(where, index.ndim), given, rows.gather(-2, index))
-        rows.scatter_(-2, index, given)
+            given = given.to(numbers.dtype).expand(index.shape)
+        if self.first is not None:
+            index = index[..., 0]
+            given = given[..., 0] if isinstance(given, Tensor) else given
+        numbers.scatter_(-1, index, given)
 
     def read_rows(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Keys or values [B, G, n, D or bytes], as stored, at indices [B, G, n] on axis S."""
+        """Keys or values [B, G, n, D or bytes], as stored; index [B, G, n]."""
         place = index if self.first is None else index.flatten(1)
-        return rows.gather(-2, place[..., None].expand(*place.shape, rows.shape[-1])).view(
-            *index.shape, -1
-        )
+        found = rows.gather(-2, place[..., None].expand(*place.shape, rows.shape[-1]))
+        return found if self.first is None else found.view(*index.shape, -1)
+
+    def write_rows(
+        self, rows: Tensor, index: Tensor, given: Tensor, where: Tensor | None = None
+    ) -> None:
+        """Keys or values [B, G, 1, D or bytes], as stored; `where` as in `write`."""
+        if where is not None:
+            given = torch.where(where[..., None], given, self.read_rows(rows, index))
+        if rows.element_size() == 2:  # of 16-bit floats torch's CPU build copies all to write one
+            rows, given = rows.view(torch.int16), given.view(torch.int16)
+        index = index[..., None].expand(given.shape)
+        if self.first is not None:
+            index, given = index[:, :, 0], given[:, :, 0]
+        rows.scatter_(-2, index, given)
 
 
-def _deep(where: Tensor, dimensions: int) -> Tensor:
-    """[B, 1 or G], with further dimensions of 1."""
-    return where.view(*where.shape, *[1] * (dimensions - 2))
+def as_stored(key: Tensor, value: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, G, n, D] as the slots hold them; both at once where they are quantised
+    alike, since that takes fifty operations, however few the rows."""
+    if slots.keys.dtype == torch.uint8 and slots.keys.shape == slots.values.shape:
+        stored = stored_like(torch.cat([key, value]), slots.keys)
+        return stored[: len(key)], stored[len(key) :]
+    return stored_like(key, slots.keys), stored_like(value, slots.values)
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
     """left [B, G, M, X] @ right [B, G or 1, X, Y]: [B, G, M, Y], float32; left has the dtype of
     right for it."""
-    left = left.to(right.dtype)
-    if right.shape[1] == left.shape[1]:
-        return (left @ right).float()
-    return (left.flatten(1, 2)[:, None] @ right)[:, 0].unflatten(1, left.shape[1:3]).float()
+    right = right.flatten(0, 1)
+    left, rows = left.to(right.dtype), left.shape[:-1]
+    left = left.reshape(len(right), rows.numel() // len(right), -1)
+    return torch.bmm(left, right).view(*rows, -1).float()

@@ -311,6 +311,28 @@ def test_memory_is_no_square():
     assert largest[1] <= 4 * prefill.BLOCK
 
 
+def test_a_step_takes_few_operations():
+    """Of one row and few keys they cost more than their work."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for kv_dtype in (None, "int8"):
+        tokens = [torch.from_numpy(x) for x in inputs.drifting(4, N=12, D=32).cut(11, 12)]
+        slots = ops.new_slots(tokens[1], 12, 4, 4, kv_dtype=kv_dtype)
+        with backends.by_torch(), Counter() as counter:
+            ops.step(*tokens, slots)
+        counts.append(counter.count)
+    assert counts[0] <= 70
+    assert counts[1] <= 150, "keys and values are quantised at once"
+
+
 # ---- Errors ------------------------------------------------------------------------------------
 
 
