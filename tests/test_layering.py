@@ -148,6 +148,7 @@ def test_core_is_imported_where_backends_are_chosen():
 def test_nothing_that_serves_leans_on_the_oracle():
     """It is written to be read, and is what others are judged by."""
     assert all(name.startswith("h2o/bench/") for name in importers("h2o.reference"))
+    assert importers("h2o.merging") == {"h2o/reference.py"}
 
 
 def test_the_torch_backend_waits_for_no_device():

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.portable.merging import Leavers, Receivers, merge_one
+from h2o.portable.merging import merge_one
 from h2o.portable.policy import Policy, budget_of, lowest
 from h2o.portable.prefill import capped
 from h2o.portable.store import Store, as_stored, products
 from h2o.rotary import rotated
-from h2o.storage import dequantised
 
 __all__ = ["Departure", "step"]
 
@@ -99,13 +98,7 @@ def step(
     gone = leaves
     if merge is not None:
         queries = policy.queries(positions, seen)
-        left = Leavers(
-            *(dequantised(store.read_rows(x, last), D).float() for x in (slots.keys, slots.values)),
-            score, store.read(slots.bias, last), queries.gather(-1, last), leaves,
-        )  # fmt: skip
-        others = Receivers.of(store, positions.scatter(-1, last, -1), sinks, queries)
-        gone = leaves & ~merge_one(store, left, others, keys, merge)
-        store.write(slots.bias, last, 0.0, leaves)
+        gone = leaves & ~merge_one(store, last, leaves, positions, queries, keys, sinks, merge)
     slots.lost.add_(torch.where(gone, score, 0)[..., 0])
     store.write(slots.positions, last, position.masked_fill(leaves, -1))
     if ranks is not None:

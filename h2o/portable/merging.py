@@ -1,4 +1,4 @@
-"""Keys that leave go into kept ones like them: `h2o.merging` for all rows and heads at once.
+"""Keys that leave go into kept ones like them, for all rows and heads at once.
 
 A cosine is compared as `csrc/cpu/merge.inc` does it, by the squared product over the squared norm
 of the kept key. Whom each key finds depends on what those before it have changed, so several that
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.merging import FLOOR
 from h2o.portable.store import Store, as_stored, products
 from h2o.storage import dequantised
 
@@ -22,6 +21,9 @@ __all__ = ["Leavers", "Receivers", "merge_all", "merge_one"]
 
 BLOCK = 32
 """Keys that are compared with all kept ones by one product."""
+
+_FLOOR = 1e-9
+"""Of `csrc/policy.h`: keys without attention have weights as well."""
 
 _NOBODY = 2**31 - 1
 
@@ -73,12 +75,32 @@ class Receivers(NamedTuple):
 
 
 def merge_one(
-    store: Store, left: Leavers, receivers: Receivers, keys: Tensor, threshold: float
+    store: Store,
+    last: Tensor,
+    leaves: Tensor,
+    positions: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    sinks: int,
+    threshold: float,
 ) -> Tensor:
-    """One key leaves each head (N = 1): [B, G, 1] bool, whether it lives on in another.
+    """The key at index `last` [B, G, 1] is to leave its head where `leaves` [B, 1 or G, 1]:
+    [B, G, 1] bool, whether it lives on in another. The bias of its slot is reset.
 
-    keys: float32 [B, G or 1, S, D], what the store holds.
+    Args:
+        positions, queries: [B, G, S], of all that the head holds; see `Receivers`.
+        keys: float32 [B, G or 1, S, D], what the store holds.
     """
+    slots = store.slots
+    rows = (store.read_rows(x, last) for x in (slots.keys, slots.values))
+    left = Leavers(
+        *(dequantised(x, keys.shape[-1]).float() for x in rows),
+        *(store.read(x, last) for x in (slots.scores, slots.bias)),
+        queries.gather(-1, last),
+        leaves,
+    )
+    store.write(slots.bias, last, 0.0, leaves)
+    receivers = Receivers.of(store, positions.scatter(-1, last, -1), sinks, queries)
     dots = products(left.keys, keys.mT)[:, :, 0]
     squares = keys.square().sum(-1)
     index, found = _most_similar(dots, squares, left.least(threshold), receivers)
@@ -134,7 +156,7 @@ def _take_in(
     D = left.keys.shape[-1]
     score, bias = store.read(slots.scores, index), store.read(slots.bias, index)
     queries = receivers.queries.gather(-1, index)
-    mine, other = score / queries + FLOOR, left.scores / left.queries + FLOOR
+    mine, other = score / queries + _FLOOR, left.scores / left.queries + _FLOOR
     whole = mine + other
     mine, other = mine / whole, other / whole
     taken = found & (mine + other).isfinite()
