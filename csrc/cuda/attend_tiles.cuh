@@ -62,13 +62,11 @@ DEVICE bool load_bias(const attend_unit *u, bool stored, int64_t first, int coun
 /* The outputs of pads among some columns. */
 DEVICE void clear_pads(const h2o_attend_params *p, int64_t b, int64_t h, int64_t first,
                        int64_t columns) {
-    const int64_t size = h2o_dtype_size(p->out.dtype), D = p->dims.D;
-    const int64_t count = lower(columns, p->dims.Q - first);
+    const int64_t D = p->dims.D, count = lower(columns, p->dims.Q - first);
     ROLLED
     for (int64_t i = threadIdx.x; i < count * D; i += blockDim.x) {
         const int64_t q = first + i / D;
-        char *const out = (char *)h2o_at(&p->out, b, q, h) + i % D * p->out.stride[3] * size;
-        if (!is_token(&p->mask, b, q)) store_number(out, p->out.dtype, 0.0f);
+        if (!is_token(&p->mask, b, q)) set_element(row_of(&p->out, b, q, h), i % D, 0.0f);
     }
 }
 
@@ -81,6 +79,11 @@ DEVICE void clear_pad_scores(const h2o_attend_params *p, int64_t b, int64_t g, i
     }
 }
 
+/* What attention counts after so many more rows. */
+DEVICE float decay_after(float decay, int64_t rows) {
+    return decay < 1.0f ? (float)pow((double)decay, (double)rows) : 1.0f;
+}
+
 /* Scores of keys: new ones begin with what they got; stored ones are added to. */
 DEVICE void write_sum(const attend_unit *u, bool stored, int64_t i, float bias, float sum) {
     const h2o_attend_params *const p = u->p;
@@ -88,8 +91,7 @@ DEVICE void write_sum(const attend_unit *u, bool stored, int64_t i, float bias, 
     if (!stored) {
         *(float *)h2o_at(&p->scores, u->b, u->g, u->columns[i]) = sum;
     } else {
-        const float decay =
-            p->decay < 1.0f ? (float)pow((double)p->decay, (double)u->tokens) : 1.0f;
+        const float decay = decay_after(p->decay, u->tokens);
         u->store.scores[i] = fmaf(u->store.scores[i], decay, sum);
     }
 }
@@ -108,10 +110,12 @@ DEVICE void prepare_row(const h2o_view *mask, const h2o_dims *d, float decay, in
     const int64_t tokens = lower(found, most);
     ROLLED
     for (int64_t i = threadIdx.x; i < tokens; i += blockDim.x) {
-        const double after = (double)(tokens - 1 - i);
-        weights[i] = decay < 1.0f ? (float)pow((double)decay, after) : 1.0f;
+        weights[i] = decay_after(decay, tokens - 1 - i);
     }
-    if (threadIdx.x == 0) ((int32_t *)(workspace + at.tokens))[b] = (int32_t)tokens;
+    if (threadIdx.x == 0) {
+        ((int32_t *)(workspace + at.all))[b] = (int32_t)found;
+        ((int32_t *)(workspace + at.tokens))[b] = (int32_t)tokens;
+    }
 }
 
 /* ---- Tiles --------------------------------------------------------------- */
@@ -124,34 +128,41 @@ template <int DEPTH> struct attend_room {
     float bias[ATTEND_TILE]; /* of keys; +infinity where there is none */
 };
 
-/* The rows of ATTEND_TILE tokens from `first` on; zeros where there are no more, and from D on. So
- * nothing depends on where pads are. */
-template <int DEPTH>
-DEVICE void load_given_tile(float (*tile)[DEPTH + 4], const attend_unit *u, const h2o_view *from,
-                            int64_t h, int64_t first) {
-    const int runs = DEPTH / RUN;
-    const int64_t D = u->p->dims.D;
-    ROLLED
-    for (int i = threadIdx.x; i < ATTEND_TILE * runs; i += blockDim.x) {
-        const int64_t token = first + i / runs, d = i % runs * RUN;
-        float x[RUN] = {};
-        if (token < u->tokens && d < D) {
-            load_given(row_of(from, u->b, h, u->columns[token]), d, D, x);
-        }
-        UNROLL
-        for (int j = 0; j < RUN; j++) tile[i / runs][d + j] = x[j];
-    }
+/* A row of a tensor for a token, by its number and not its column, so that nothing depends on where
+ * pads are; data is NULL where there is none. */
+DEVICE element_ref token_row(const attend_unit *u, const h2o_view *from, int64_t h, int64_t token) {
+    if (token >= u->tokens) return element_ref{NULL, from->dtype, 1};
+    return row_of(from, u->b, h, u->columns[token]);
 }
 
-template <int DEPTH>
-DEVICE void load_stored_tile(float (*tile)[DEPTH + 4], const char *rows, int64_t stride,
-                             h2o_dtype type, int64_t first, int64_t count, int64_t D) {
+DEVICE element_ref slot_row(const attend_unit *u, const char *rows, int64_t stride, h2o_dtype type,
+                            int64_t slot) {
+    return element_ref{slot < u->slots ? rows + slot * stride : NULL, type, 1};
+}
+
+/* Of keys and values that are there, also where a slot holds none. */
+DEVICE element_ref key_row(const attend_unit *u, bool stored, int64_t i) {
+    const slot_store *const s = &u->store;
+    return stored ? slot_row(u, s->keys, s->key_stride, s->key_type, i)
+                  : token_row(u, &u->p->keys, u->g, i);
+}
+
+DEVICE element_ref value_row(const attend_unit *u, bool stored, int64_t i) {
+    const slot_store *const s = &u->store;
+    return stored ? slot_row(u, s->values, s->value_stride, s->value_type, i)
+                  : token_row(u, &u->p->values, u->g, i);
+}
+
+/* A tile of rows row(i): zeros where there is none, and from D on. */
+template <int DEPTH, typename ROW>
+DEVICE void load_tile(float (*tile)[DEPTH + 4], int64_t D, ROW row) {
     const int runs = DEPTH / RUN;
     ROLLED
     for (int i = threadIdx.x; i < ATTEND_TILE * runs; i += blockDim.x) {
-        const int64_t row = first + i / runs, d = i % runs * RUN;
+        const int d = i % runs * RUN;
+        const element_ref from = row(i / runs);
         float x[RUN] = {};
-        if (row < count && d < D) load_stored(rows + row * stride, type, d, D, x);
+        if (from.data && d < D) load_given(from, d, D, x);
         UNROLL
         for (int j = 0; j < RUN; j++) tile[i / runs][d + j] = x[j];
     }

@@ -42,8 +42,6 @@ template <typename T> DEVICE T shfl_xor(T x, int lanes) {
     return __shfl_xor_sync(0xffffffffu, x, lanes);
 }
 
-template <typename T> DEVICE T shfl(T x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
-
 DEVICE uint32_t warp_ballot(bool mine) { return __ballot_sync(0xffffffffu, mine); }
 DEVICE bool warp_all(bool mine) { return __all_sync(0xffffffffu, mine) != 0; }
 DEVICE int popcount(uint32_t x) { return __popc(x); }

@@ -49,19 +49,22 @@ DEVICE void move_candidate(const evict_unit *u, int64_t i, int64_t to) {
     }
 }
 
+DEVICE void clear_slots(const slot_store *store, int64_t begin, int64_t end) {
+    ROLLED
+    for (int64_t s = begin + threadIdx.x; s < end; s += blockDim.x) {
+        store->positions[s] = -1;
+        store->scores[s] = 0.0f;
+        if (store->bias) store->bias[s] = 0.0f;
+    }
+}
+
 DEVICE void move_all(const evict_unit *u, int64_t moves, int64_t kept) {
-    const slot_store *const store = &u->store;
     ROLLED
     for (int64_t m = threadIdx.x / 32; m < moves; m += blockDim.x / 32) {
         move_candidate(u, u->sources[m], u->holes[m]);
     }
     sync_block();
-    ROLLED
-    for (int64_t s = kept + threadIdx.x; s < u->head.slots; s += blockDim.x) {
-        store->positions[s] = -1;
-        store->scores[s] = 0.0f;
-        if (store->bias) store->bias[s] = 0.0f;
-    }
+    clear_slots(&u->store, kept, u->head.slots);
     if (threadIdx.x == 0) *u->free_slot = (int32_t)kept;
 }
 

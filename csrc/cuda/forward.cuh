@@ -71,27 +71,16 @@ DEVICE void add_values(int row, int column, const attend_room<DEPTH> *room,
 template <int DEPTH>
 DEVICE void forward_tile(const attend_unit *u, bool stored, int64_t first, int64_t query,
                          attend_room<DEPTH> *room, query_sums<DEPTH> *sums) {
-    const h2o_attend_params *const p = u->p;
     const int row = threadIdx.x / LANES * PAIRS, column = threadIdx.x % LANES;
-    const slot_store *const store = &u->store;
+    const int64_t D = u->p->dims.D;
     float dots[PAIRS][FOURS];
     if (!load_bias(u, stored, first, ATTEND_TILE, room->bias)) return;
-    if (stored) {
-        load_stored_tile<DEPTH>(room->columns, store->keys, store->key_stride, store->key_type,
-                                first, u->slots, p->dims.D);
-    } else {
-        load_given_tile<DEPTH>(room->columns, u, &p->keys, u->g, first);
-    }
+    load_tile<DEPTH>(room->columns, D, [&](int i) { return key_row(u, stored, first + i); });
     sync_block();
     tile_dots<DEPTH>(room->rows, room->columns, row, column, dots);
     add_logits<DEPTH>(u, stored, first, query, row, column, dots, room, sums);
     sync_block();
-    if (stored) {
-        load_stored_tile<DEPTH>(room->columns, store->values, store->value_stride,
-                                store->value_type, first, u->slots, p->dims.D);
-    } else {
-        load_given_tile<DEPTH>(room->columns, u, &p->values, u->g, first);
-    }
+    load_tile<DEPTH>(room->columns, D, [&](int i) { return value_row(u, stored, first + i); });
     sync_block();
     add_values<DEPTH>(row, column, room, sums);
     sync_block();
@@ -102,18 +91,17 @@ DEVICE void write_queries(const attend_unit *u, int64_t h, int64_t query, float 
                           const query_sums<DEPTH> *sums) {
     const h2o_attend_params *const p = u->p;
     const int row = threadIdx.x / LANES * PAIRS, column = threadIdx.x % LANES;
-    const int64_t size = h2o_dtype_size(p->out.dtype);
     UNROLL
     for (int i = 0; i < PAIRS; i++) {
         const int64_t token = query + row + i;
         const float total = lanes_sum(sums->total[i]), inverse = 1.0f / total;
         if (token >= u->tokens) continue;
-        char *const out = (char *)h2o_at(&p->out, u->b, u->columns[token], h);
+        const element_ref out = row_of(&p->out, u->b, u->columns[token], h);
         UNROLL
         for (int k = 0; k < DEPTH / LANES; k++) {
             const int64_t d = k / 4 * 4 * LANES + column * 4 + k % 4;
             const float x = sums->output[i][k] * inverse;
-            if (d < p->dims.D) store_number(out + d * p->out.stride[3] * size, p->out.dtype, x);
+            if (d < p->dims.D) set_element(out, d, x);
         }
         if (column == 0) logs[token] = sums->top[i] + logf(total);
     }
@@ -122,6 +110,7 @@ DEVICE void write_queries(const attend_unit *u, int64_t h, int64_t query, float 
 /* Grid: tiles of queries, H, B. */
 template <int DEPTH>
 DEVICE void forward_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
+    static_assert(sizeof(attend_room<DEPTH>) == CUDA_ATTEND_SHARED(DEPTH));
     attend_room<DEPTH> *const room = (attend_room<DEPTH> *)shared;
     const int64_t query = (int64_t)(gridDim.x - 1 - blockIdx.x) * ATTEND_TILE; /* longest first */
     const int64_t h = blockIdx.y, b = blockIdx.z;
@@ -131,7 +120,8 @@ DEVICE void forward_block(const h2o_attend_params *p, char *workspace, unsigned 
     query_sums<DEPTH> sums = {};
     UNROLL
     for (int i = 0; i < PAIRS; i++) sums.top[i] = -INFINITY;
-    load_given_tile<DEPTH>(room->rows, &u, &p->query, h, query);
+    load_tile<DEPTH>(room->rows, p->dims.D,
+                     [&](int i) { return token_row(&u, &p->query, h, query + i); });
     for (int64_t i = 0; i < u.slots; i += ATTEND_TILE) {
         forward_tile<DEPTH>(&u, true, i, query, room, &sums);
     }

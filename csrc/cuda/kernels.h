@@ -85,8 +85,9 @@ H2O_INLINE unsigned cuda_step_shared(void) {
 /* ---- attend -------------------------------------------------------------- */
 
 typedef struct {
-    size_t tokens;  /* [B] i32: that come */
-    size_t columns; /* [B][Q] i32, of these */
+    size_t all;     /* [B] i32: tokens of a row, ... */
+    size_t tokens;  /* [B] i32: ... of which so many come */
+    size_t columns; /* [B][Q] i32, of all */
     size_t weights; /* [B][Q] f32: what attention of a token's queries counts when all are there */
     size_t logs;    /* [B][H][Q] f32, of the sum of a token's exponentials */
     size_t bytes;
@@ -94,6 +95,7 @@ typedef struct {
 
 H2O_INLINE attend_layout cuda_attend_layout(const h2o_dims *d) {
     attend_layout at = {};
+    at.all = cuda_take(&at.bytes, d->B, sizeof(int32_t));
     at.tokens = cuda_take(&at.bytes, d->B, sizeof(int32_t));
     at.columns = cuda_take(&at.bytes, d->B * d->Q, sizeof(int32_t));
     at.weights = cuda_take(&at.bytes, d->B * d->Q, sizeof(float));
@@ -103,19 +105,13 @@ H2O_INLINE attend_layout cuda_attend_layout(const h2o_dims *d) {
 
 H2O_INLINE unsigned cuda_prepare_shared(void) { return 4096; }
 
-/* Two tiles of rows of `depth` floats, and one of attention. */
-H2O_INLINE unsigned cuda_attend_shared(unsigned depth) {
-    const unsigned tile = ATTEND_TILE;
-    return (unsigned)sizeof(float) * (2 * tile * (depth + 4) + tile * (tile + 4) + tile);
-}
+/* Rows of 16-bit numbers that pass by, in a tile of the tensor cores. */
+#define CUDA_MATRIX_COLUMNS(depth) ((depth) > 128 ? 32 : 64)
 
-/* The same of 16-bit numbers; rows that pass by, and what a tile of sums has beside them. */
-H2O_INLINE int cuda_matrix_columns(int depth) { return depth > 128 ? 32 : 64; }
-
-H2O_INLINE unsigned cuda_matrix_shared(int depth) {
-    const int rows = MATRIX_ROWS + 2 * cuda_matrix_columns(depth);
-    return (unsigned)(rows * (depth + 8) * 2) + 3 * MATRIX_ROWS * (unsigned)sizeof(float);
-}
+/* Bytes of attend_room and of matrix_room, whose templates the launch layer's compiler lacks. */
+#define CUDA_ATTEND_SHARED(depth) (4 * ATTEND_TILE * (2 * ((depth) + 4) + (ATTEND_TILE + 4) + 1))
+#define CUDA_MATRIX_SHARED(depth)                                                                  \
+    (2 * (MATRIX_ROWS + 2 * CUDA_MATRIX_COLUMNS(depth)) * ((depth) + 8) + 3 * 4 * MATRIX_ROWS)
 
 /* ---- evict --------------------------------------------------------------- */
 
@@ -181,8 +177,7 @@ H2O_INLINE unsigned cuda_evict_shared(void) {
 /* Each head has a store of its own, with room for all tokens of a text and one more. */
 typedef struct {
     int64_t slots;
-    size_t attend, evict;                  /* where the workspaces of these begin; the first at 0 */
-    size_t columns;                        /* [B][G][Q] i32, of the tokens */
+    size_t evict;                          /* where its workspace begins; that of attend at 0 */
     size_t keys, values;                   /* [B][G][slots] rows, ... */
     int64_t key_bytes, value_bytes;        /* ... so many bytes apart */
     size_t scores, positions, norms, bias; /* [B][G][slots] */
@@ -208,7 +203,6 @@ H2O_INLINE simulate_layout cuda_simulate_layout(const h2o_simulate_params *p) {
     at.evict = cuda_take(
         &at.bytes,
         (int64_t)cuda_evict_layout(d, S, cuda_row_bytes(keys, values, d->D), &p->policy).bytes, 1);
-    at.columns = cuda_take(&at.bytes, units * d->Q, sizeof(int32_t));
     at.key_bytes = cuda_ceil(h2o_row_bytes(h2o_stored_type(keys, d->D), d->D), 16) * 16;
     at.value_bytes = cuda_ceil(h2o_row_bytes(h2o_stored_type(values, d->D), d->D), 16) * 16;
     at.keys = cuda_take(&at.bytes, units * S, (size_t)at.key_bytes);

@@ -4,8 +4,10 @@
 
 #include "common.cuh"
 
+DEVICE float fast_exp(float x) { return fast_exp2(x * 1.44269504f); }
+
 /* tanh, within a few units in the last place of 1. */
-DEVICE float bend(float x) { return 1.0f - 2.0f / (fast_exp2(2.88539008f * x) + 1.0f); }
+DEVICE float bend(float x) { return 1.0f - 2.0f / (fast_exp(2.0f * x) + 1.0f); }
 
 DEVICE float logit_of(float dot, float scale, float softcap, float bias) {
     const float x = scale * dot;
@@ -16,7 +18,7 @@ DEVICE float logit_of(float dot, float scale, float softcap, float bias) {
  * of -infinity. */
 DEVICE float exponential(float x, float top) {
     const float least = top == -INFINITY ? 0.0f : top;
-    return fast_exp2((x - least) * 1.44269504f);
+    return fast_exp(x - least);
 }
 
 #endif

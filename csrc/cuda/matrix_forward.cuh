@@ -110,15 +110,13 @@ template <int DEPTH, h2o_dtype TYPE>
 DEVICE void matrix_forward_tile(const attend_unit *u, bool stored, int64_t first, int64_t query,
                                 matrix_room<DEPTH> *room, matrix_sums<DEPTH> *sums) {
     const int columns = matrix_room<DEPTH>::COLUMNS;
-    const slot_store *const s = &u->store;
     float c[matrix_room<DEPTH>::COLUMNS / 8][4];
     if (!load_bias(u, stored, first, columns, room->bias)) return;
     load_matrix<DEPTH, TYPE>(room->columns, columns, u->p->dims.D,
                              [&](int i) { return key_row(u, stored, first + i); });
     const bool finite = load_matrix<DEPTH, TYPE>(room->values, columns, u->p->dims.D, [&](int i) {
         if (room->bias[i] == INFINITY) return element_ref{NULL, TYPE, 1};
-        return stored ? slot_row(u, s->values, s->value_stride, s->value_type, first + i)
-                      : token_row(u, &u->p->values, u->g, first + i);
+        return value_row(u, stored, first + i);
     });
     const bool odd = block_any(!finite);
     matrix_dots<DEPTH, TYPE>(room, c);
@@ -140,12 +138,13 @@ DEVICE void write_matrix(const attend_unit *u, int64_t h, int64_t query, float *
         const int64_t token = query + warp_row() + lane_row() + 8 * i;
         const float total = quad_sum(sums->total[i]), inverse = 1.0f / total;
         if (token >= u->tokens) continue;
-        char *const out = (char *)h2o_at(&p->out, u->b, u->columns[token], h);
+        element_ref out = row_of(&p->out, u->b, u->columns[token], h);
+        out.type = TYPE; /* as all here, which the compiler then knows */
         UNROLL
         for (int k = 0; k < DEPTH / 4; k++) {
             const int64_t d = k / 2 * 8 + lane_column() + k % 2;
             const float x = sums->output[k / 2][2 * i + k % 2] * inverse;
-            if (d < p->dims.D) store_number(out + 2 * d * p->out.stride[3], TYPE, x);
+            if (d < p->dims.D) set_element(out, d, x);
         }
         if (lane_column() == 0) logs[token] = sums->top[i] + logf(total);
     }
@@ -154,6 +153,7 @@ DEVICE void write_matrix(const attend_unit *u, int64_t h, int64_t query, float *
 /* Grid: tiles of queries, H, B. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
+    static_assert(sizeof(matrix_room<DEPTH>) == CUDA_MATRIX_SHARED(DEPTH));
     matrix_room<DEPTH> *const room = (matrix_room<DEPTH> *)shared;
     const int columns = matrix_room<DEPTH>::COLUMNS;
     const int64_t query = (int64_t)(gridDim.x - 1 - blockIdx.x) * MATRIX_ROWS; /* longest first */

@@ -22,7 +22,7 @@ DEVICE void add_matrix_attention(const attend_unit *u, bool stored, int64_t firs
             const float bias = room->bias[row + 8 * i];
             if (bias == INFINITY || (!stored && first + row + 8 * i > token)) continue;
             const float logit = logit_of(c[k / 2][2 * i + k % 2], u->p->scale, u->p->softcap, bias);
-            sum[i] = fmaf(fast_exp2((logit - log) * 1.44269504f), counts, sum[i]);
+            sum[i] = fmaf(fast_exp(logit - log), counts, sum[i]);
         }
     }
 }

@@ -11,7 +11,7 @@
 enum { MATRIX_GAP = 8 /* elements between rows, so that a column is in different banks */ };
 
 template <int DEPTH> struct matrix_room {
-    enum { COLUMNS = DEPTH > 128 ? 32 : 64 };
+    enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH) };
     uint16_t rows[MATRIX_ROWS][DEPTH + MATRIX_GAP]; /* that stay: queries, or sums' keys */
     uint16_t columns[COLUMNS][DEPTH + MATRIX_GAP];  /* that pass by: keys, or queries */
     uint16_t values[COLUMNS][DEPTH + MATRIX_GAP];   /* forward's */
@@ -72,24 +72,6 @@ DEVICE bool load_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], int rows, int64_t 
         store16(&tile[i / runs][d], x);
     }
     return finite;
-}
-
-/* Rows of a tensor for the tokens from `first` on. */
-DEVICE element_ref token_row(const attend_unit *u, const h2o_view *from, int64_t h, int64_t token) {
-    if (token >= u->tokens) return element_ref{NULL, from->dtype, 1};
-    return row_of(from, u->b, h, u->columns[token]);
-}
-
-DEVICE element_ref slot_row(const attend_unit *u, const char *rows, int64_t stride, h2o_dtype type,
-                            int64_t slot) {
-    return element_ref{slot < u->slots ? rows + slot * stride : NULL, type, 1};
-}
-
-/* Of keys; those that do not count are NULL only if they are not there. */
-DEVICE element_ref key_row(const attend_unit *u, bool stored, int64_t i) {
-    const slot_store *const s = &u->store;
-    return stored ? slot_row(u, s->keys, s->key_stride, s->key_type, i)
-                  : token_row(u, &u->p->keys, u->g, i);
 }
 
 /* ---- Products ------------------------------------------------------------ */

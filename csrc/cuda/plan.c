@@ -37,14 +37,13 @@ static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const int kind = !matrices ? 0 : params->query.dtype == H2O_F16 ? 1 : 2;
     const int size = d->D <= 64 ? 0 : d->D <= 128 ? 1 : 2, depth = 64 << size;
     const int tile = matrices ? MATRIX_ROWS : ATTEND_TILE;
-    const unsigned shared =
-        matrices ? cuda_matrix_shared(depth) : cuda_attend_shared((unsigned)depth);
+    const int shared = matrices ? CUDA_MATRIX_SHARED(depth) : CUDA_ATTEND_SHARED(depth);
     const int64_t queries = cuda_ceil(d->Q, tile);
     const int64_t stored = params->has_slots ? cuda_ceil(cuda_slots(&params->slots), tile) : 0;
     add_launch(plan, forward_names[kind][size], params, sizeof *params, queries, d->H, d->B,
-               ATTEND_THREADS, shared);
+               ATTEND_THREADS, (unsigned)shared);
     add_launch(plan, sums_names[kind][size], params, sizeof *params, stored + queries, d->G, d->B,
-               ATTEND_THREADS, shared);
+               ATTEND_THREADS, (unsigned)shared);
 }
 
 void cuda_plan_attend(const h2o_attend_params *params, cuda_plan *plan) {

@@ -38,7 +38,7 @@ EXPORT_KERNEL(h2o_cuda_simulate_prepare, h2o_simulate_params)
 typedef struct {
     const h2o_simulate_params *p;
     int64_t b, g, tokens, dense;
-    int32_t *columns; /* [tokens] */
+    const int32_t *columns; /* [tokens] */
     evict_unit cut;
     step_unit step;
 } simulate_head;
@@ -118,24 +118,16 @@ DEVICE float *final_score(const simulate_head *h, int64_t column) {
     return (float *)h2o_at(&h->p->scores, h->b, h->g, column);
 }
 
-/* An empty store, and the columns of the tokens; nobody of these has left. */
-DEVICE void clear_head(simulate_head *h, select_room *room) {
+/* An empty store; no token has left. */
+DEVICE void clear_head(const simulate_head *h) {
     const h2o_simulate_params *const p = h->p;
-    const slot_store *const store = &h->cut.store;
     ROLLED
     for (int64_t q = threadIdx.x; q < p->dims.Q; q += blockDim.x) {
         *evicted_at(h, q) = is_token(&p->mask, h->b, q) ? (int32_t)p->dims.Q : 0;
     }
-    ROLLED
-    for (int64_t s = threadIdx.x; s < h->cut.head.slots; s += blockDim.x) {
-        store->positions[s] = -1;
-        store->scores[s] = 0.0f;
-        if (store->bias) store->bias[s] = 0.0f;
-    }
+    clear_slots(&h->cut.store, 0, h->cut.head.slots);
     if (threadIdx.x == 0) *h->cut.lost = 0.0;
-    compact(
-        p->dims.Q, 0, room, [&](int64_t q) { return is_token(&p->mask, h->b, q); },
-        [&](int64_t q, int64_t place) { h->columns[place] = (int32_t)q; });
+    sync_block();
 }
 
 /* The prompt's keys leave, but for those that the store has now. */
@@ -192,18 +184,12 @@ KERNEL(h2o_cuda_simulate, h2o_simulate_params) {
     h.g = blockIdx.x;
     h.b = blockIdx.y;
     const int64_t unit = h.b * p->dims.G + h.g;
-    select_room *const select = (select_room *)room;
-    double mine = 0.0;
-    ROLLED
-    for (int64_t q = threadIdx.x; q < p->dims.Q; q += blockDim.x) {
-        mine += is_token(&p->mask, h.b, q);
-    }
-    h.tokens = (int64_t)block_sum(mine, select);
+    h.tokens = ((const int32_t *)(workspace + attend.all))[h.b];
     h.dense = ((const int32_t *)(workspace + attend.tokens))[h.b];
-    h.columns = (int32_t *)(workspace + at.columns) + unit * p->dims.Q;
+    h.columns = (const int32_t *)(workspace + attend.columns) + h.b * p->dims.Q;
     open_cut(&h, &at, workspace, unit, (char *)room);
     open_steps(&h, &at, workspace, unit);
-    clear_head(&h, select);
+    clear_head(&h);
     if (h.tokens == 0) return;
     cut_prompt(&h);
     for (int64_t i = h.dense; i < h.tokens; i++) take_step(&h, i, (float *)room);

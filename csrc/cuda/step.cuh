@@ -28,8 +28,9 @@ DEVICE void step_factors(const step_unit *u) {
 
 /* x as element d of head r of the group. */
 DEVICE void write_output(const step_unit *u, int64_t r, int64_t d, float x) {
-    const int64_t size = h2o_dtype_size(u->out.type);
-    store_number((char *)u->out.data + r * u->out_step + d * u->out.stride * size, u->out.type, x);
+    element_ref row = u->out;
+    row.data += r * u->out_step;
+    set_element(row, d, x);
 }
 
 DEVICE void step_outputs(const step_unit *u) {
@@ -148,13 +149,10 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, float *room) {
     const int64_t part = blockIdx.x, g = blockIdx.y, b = blockIdx.z;
     const step_layout at = cuda_step_layout(p);
     if (!is_token(&p->mask, b, 0)) { /* the same for all blocks of a row */
-        const element_ref out = row_of(&p->out, b, 0, g * p->dims.R);
+        const int64_t R = p->dims.R, D = p->dims.D;
         ROLLED
-        for (int64_t i = threadIdx.x; part == 0 && i < p->dims.R * p->dims.D; i += blockDim.x) {
-            const int64_t r = i / p->dims.D, d = i % p->dims.D;
-            store_number((char *)h2o_at(&p->out, b, 0, g * p->dims.R + r) +
-                             d * out.stride * h2o_dtype_size(out.type),
-                         out.type, 0.0f);
+        for (int64_t i = threadIdx.x; part == 0 && i < R * D; i += blockDim.x) {
+            set_element(row_of(&p->out, b, 0, g * R + i / D), i % D, 0.0f);
         }
         return;
     }

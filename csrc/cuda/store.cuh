@@ -30,12 +30,13 @@ DEVICE float element(element_ref row, int64_t d) {
     return load_number(row.data + d * row.stride * h2o_dtype_size(row.type), row.type);
 }
 
-/* x as the element at p. */
-DEVICE void store_number(char *p, h2o_dtype type, float x) {
-    if (type == H2O_F32) {
+/* x as an element of a row that may be written. */
+DEVICE void set_element(element_ref row, int64_t d, float x) {
+    char *const p = (char *)row.data + d * row.stride * h2o_dtype_size(row.type);
+    if (row.type == H2O_F32) {
         *(float *)p = x;
     } else {
-        *(uint16_t *)p = type == H2O_F16 ? float_to_f16(x) : float_to_bf16(x);
+        *(uint16_t *)p = row.type == H2O_F16 ? float_to_f16(x) : float_to_bf16(x);
     }
 }
 

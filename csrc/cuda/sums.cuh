@@ -24,7 +24,7 @@ DEVICE void add_attention(const attend_unit *u, bool stored, int64_t first, int6
             const float bias = room->bias[row + i];
             if (bias == INFINITY || (!stored && first + row + i > token)) continue;
             const float logit = logit_of(dots[i][j], p->scale, p->softcap, bias);
-            sum[i] = fmaf(fast_exp2((logit - log) * 1.44269504f), counts, sum[i]);
+            sum[i] = fmaf(fast_exp(logit - log), counts, sum[i]);
         }
     }
 }
@@ -42,17 +42,16 @@ DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned cha
     if (!stored) clear_pad_scores(p, b, g, first, ATTEND_TILE);
     const bool any = load_bias(&u, stored, first, ATTEND_TILE, room->bias) && u.tokens > 0;
     float sum[PAIRS] = {};
-    if (any && stored) {
-        load_stored_tile<DEPTH>(room->rows, u.store.keys, u.store.key_stride, u.store.key_type,
-                                first, u.slots, p->dims.D);
-    } else if (any) {
-        load_given_tile<DEPTH>(room->rows, &u, &p->keys, g, first);
+    if (any) {
+        load_tile<DEPTH>(room->rows, p->dims.D,
+                         [&](int i) { return key_row(&u, stored, first + i); });
     }
     for (int64_t r = 0; any && r < p->dims.R; r++) {
         const int64_t h = g * p->dims.R + r;
         for (int64_t query = stored ? 0 : first; query < u.tokens; query += ATTEND_TILE) {
             sync_block(); /* the tile before has been read */
-            load_given_tile<DEPTH>(room->columns, &u, &p->query, h, query);
+            load_tile<DEPTH>(room->columns, p->dims.D,
+                             [&](int i) { return token_row(&u, &p->query, h, query + i); });
             sync_block();
             add_attention<DEPTH>(&u, stored, first, h, query, room, sum);
         }
