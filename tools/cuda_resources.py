@@ -3,8 +3,10 @@
     python tools/cuda_resources.py h2o/kernels.fatbin
 
 A markdown table: registers of a thread, bytes of local memory (registers that did not fit, and
-arrays that have an address), instructions in KiB. Needs cuobjdump: of the CUDA toolkit, or
-`pip install nvidia-cuda-cuobjdump`.
+arrays that have an address), and the instructions, of which how many are of which kind: products
+of the tensor cores, of floats, special functions, loads and stores of shared and of other memory,
+barriers. That is what the code has, not how often it runs. Needs cuobjdump and nvdisasm: of the
+CUDA toolkit, or `pip install nvidia-cuda-cuobjdump nvidia-nvdisasm`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import shutil
 import site
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +26,18 @@ class Kernel(NamedTuple):
     name: str
     registers: int
     local: int
-    size: int
+    instructions: Counter[str]
+
+
+#: Kinds of instructions by the first word of their names.
+KINDS = {
+    "matrix": {"HMMA", "HGMMA"},
+    "float": {"FFMA", "FADD", "FMUL", "FFMA2", "FADD2", "FMUL2"},
+    "special": {"MUFU"},
+    "shared": {"LDS", "STS", "LDSM", "ATOMS"},
+    "memory": {"LD", "ST", "LDG", "STG", "ATOM", "ATOMG", "RED"},
+    "barriers": {"BAR"},
+}
 
 
 def cuobjdump() -> str | None:
@@ -41,16 +55,14 @@ def kernels(fatbin: str, tool: str) -> list[Kernel]:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     found = []
-    texts = [x.split("arch = ")[1:] for x in (dump("-res-usage"), dump("-elf"))]
-    for usage, elf in zip(*texts, strict=True):
-        sizes = {
-            name: int(size, 16)
-            for size, name in re.findall(r"^ *\w+ +\w+ +(\w+) .*PROGBITS.*\.text\.(\w+)", elf, re.M)
-        }
+    texts = [x.split("arch = ")[1:] for x in (dump("-res-usage"), dump("-sass"))]
+    for usage, sass in zip(*texts, strict=True):
+        codes = dict(re.findall(r"Function : (\w+)(.*?)(?=\tFunction|\Z)", sass, re.S))
         pattern = r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)"
         for name, registers, stack, local in re.findall(pattern, usage):
+            words = re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?\w+ +)?([A-Z0-9]+)", codes[name])
             memory = int(stack) + int(local)
-            found.append(Kernel(usage.split()[0], name, int(registers), memory, sizes[name]))
+            found.append(Kernel(usage.split()[0], name, int(registers), memory, Counter(words)))
     return found
 
 
@@ -60,13 +72,13 @@ def main(fatbin: str) -> int:
         print("needs cuobjdump: pip install nvidia-cuda-cuobjdump", file=sys.stderr)
         return 2
     all_kernels = kernels(fatbin, tool)
-    print("| kernel | architecture | registers | local bytes | KiB of code |")
-    print("| --- | --- | --- | --- | --- |")
+    heads = ["kernel", "architecture", "registers", "local bytes", "instructions", *KINDS]
+    print("|", " | ".join(heads), "|")
+    print("| --- " * len(heads) + "|")
     for k in sorted(all_kernels, key=lambda k: (k.name, int(k.architecture[3:]))):
-        print(
-            f"| {k.name.removeprefix('h2o_cuda_')} | {k.architecture} | {k.registers} | {k.local} "
-            f"| {k.size / 1024:.0f} |"
-        )
+        kinds = (sum(k.instructions[x] for x in words) for words in KINDS.values())
+        cells = [k.name.removeprefix("h2o_cuda_"), k.architecture, k.registers, k.local]
+        print("|", " | ".join(map(str, [*cells, k.instructions.total(), *kinds])), "|")
     return int(any(k.local for k in all_kernels))
 
 

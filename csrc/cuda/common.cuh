@@ -53,6 +53,13 @@ DEVICE float fast_exp2(float x) {
     return y;
 }
 
+/* Within one unit in the last place; denormals become 0 before and after. */
+DEVICE float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 DEVICE float f16_to_float(uint16_t h) {
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));

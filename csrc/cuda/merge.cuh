@@ -43,6 +43,7 @@ DEVICE void read_floats(const char *row, h2o_dtype type, int64_t D, float *x) {
     for (int64_t d = threadIdx.x * RUN; d < D; d += blockDim.x * RUN) {
         float run[RUN];
         load_stored(row, type, d, D, run);
+        UNROLL
         for (int i = 0; i < RUN; i++) x[d + i] = run[i];
     }
 }
@@ -101,6 +102,7 @@ DEVICE void merge_row(char *row, h2o_dtype type, const h2o_merged *both, const f
     for (int64_t d = threadIdx.x % 32 * RUN; d < D; d += 32 * RUN) {
         float mine[RUN];
         load_stored(row, type, d, D, mine);
+        UNROLL
         for (int i = 0; i < RUN; i++) {
             x[d + i] = fmaf(both->other, leaving[d + i], both->own * mine[i]);
         }

@@ -136,6 +136,7 @@ DEVICE void load_queries(const step_unit *u, int64_t r, float *query) {
         } else {
             load_given(row, d, u->D, x);
         }
+        UNROLL
         for (int j = 0; j < RUN; j++) query[i / runs * depth + d + j] = head < u->R ? x[j] : 0.0f;
     }
 }
@@ -149,12 +150,14 @@ DEVICE void slot_dots(const step_unit *u, int64_t slot, const float *query, floa
     }
     const int64_t P = u->rotary->table.shape[0], found = u->ranks[slot];
     const stored_elements key = {row, u->store.key_type, u->D};
+    UNROLL
     for (int i = 0; i < STEP_HEADS; i++) sum[i] = 0.0f;
     for (int64_t d = place_in_team() * RUN; d < u->D; d += TEAM * RUN) {
         float x[RUN];
         load_rotated(key, u->rotary, found >= 0 && found < P ? found : 0, d, u->D, x);
         add_products<STEP_HEADS>(x, query, depth, d, sum);
     }
+    UNROLL
     for (int i = 0; i < STEP_HEADS; i++) sum[i] = team_sum(sum[i]);
 }
 
@@ -166,11 +169,12 @@ DEVICE void part_logits(const step_unit *u, int64_t r, int64_t begin, int64_t en
         float sum[STEP_HEADS];
         slot_dots(u, at, query, sum);
         const float bias = u->store.bias ? u->store.bias[at] : 0.0f;
+        const int head = place_in_team();
+        float dot = sum[0]; /* of this thread's head, without an index, which takes memory */
         UNROLL
-        for (int i = 0; i < STEP_HEADS; i++) {
-            if (place_in_team() == i && slot < end && r + i < u->R) {
-                u->weights[slot * u->R + r + i] = logit_of(sum[i], u->scale, u->softcap, bias);
-            }
+        for (int i = 1; i < STEP_HEADS; i++) dot = head == i ? sum[i] : dot;
+        if (head < STEP_HEADS && slot < end && r + head < u->R) {
+            u->weights[slot * u->R + r + head] = logit_of(dot, u->scale, u->softcap, bias);
         }
     }
 }
@@ -217,7 +221,9 @@ DEVICE void part_values(const step_unit *u, int64_t r, int64_t part, int64_t beg
         }
     }
     sync_block(); /* the queries have been read */
+    UNROLL
     for (int i = 0; i < STEP_HEADS; i++) {
+        UNROLL
         for (int j = 0; j < RUN; j++) sums[(i * RUN + j) * blockDim.x + threadIdx.x] = sum[i][j];
     }
     sync_block();

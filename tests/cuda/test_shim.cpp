@@ -312,6 +312,8 @@ static void test_numbers(void) {
     check(fast_exp2(0.0f) == 1.0f && fast_exp2(-INFINITY) == 0.0f && isinf(fast_exp2(INFINITY)));
     check(isnan(fast_exp2(NAN)) && isinf(fast_exp2(129.0f)) && fast_exp2(-126.0f) == FLT_MIN);
     check(fast_exp2(-127.0f) == 0.0f && fast_exp2(-149.0f) == 0.0f, "denormals are flushed");
+    check(fast_reciprocal(-4.0f) == -0.25f && fast_reciprocal(INFINITY) == 0.0f);
+    check(isinf(fast_reciprocal(1e-40f)) && fast_reciprocal(2e38f) == 0.0f, "denormals again");
     const float some[] = {0.1f, -3.7e4f, 1e-7f, INFINITY, 65519.0f, -0.0f};
     for (float low : some) {
         for (float high : some) {

@@ -115,10 +115,12 @@ DEVICE bool warp_all(bool mine, int line = __builtin_LINE()) {
 }
 
 DEVICE int popcount(uint32_t x) { return __builtin_popcount(x); }
-DEVICE float fast_exp2(float x) {
-    const float y = exp2f(x);
-    return y < 0x1p-126f ? 0.0f : y;
-}
+
+/* Denormals become 0, of the same sign. */
+DEVICE float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+
+DEVICE float fast_exp2(float x) { return flushed(exp2f(x)); }
+DEVICE float fast_reciprocal(float x) { return flushed(1.0f / flushed(x)); }
 
 DEVICE float f16_to_float(uint16_t h) { return float_from_f16(h); }
 DEVICE uint16_t float_to_f16(float x) { return f16_from_float(x); }
