@@ -10,7 +10,7 @@ HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc csrc/cuda/*.h)
 CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -67,13 +67,27 @@ test-all: test notebooks ## the slow ones and the notebooks too
 	touch $@
 
 # Code for each processor there is, and PTX, which a driver compiles for those to come.
-NVCC ?= nvcc
+# Where there is no nvcc, that of PyPI is taken: four packages, all of the same CUDA, or one would not
+# read what the other writes.
+NVCC ?= $(if $(shell command -v nvcc),nvcc,.venv/nvcc/nvcc)
+CUDA_VERSION := 13.0.88
+.venv/nvcc/nvcc:
+	$(PYTHON) -m venv .venv/nvcc
+	.venv/nvcc/bin/python -m pip --quiet --disable-pip-version-check install --no-deps \
+		$(foreach part,nvcc crt runtime,nvidia-cuda-$(part)==$(CUDA_VERSION)) nvidia-nvvm==$(CUDA_VERSION)
+	printf '#!/bin/sh\nexec "%s" "$$@"\n' "$$(ls -d $(CURDIR)/.venv/nvcc/lib/python*/site-packages/nvidia/cu13/bin/nvcc)" > $@
+	chmod +x $@ && $@ --version > /dev/null
+
 CUBINS := $(foreach arch,86 89 90 100 120,-gencode arch=compute_$(arch)$(comma)code=sm_$(arch))
-h2o/kernels.fatbin: csrc/cuda/kernels.cu $(CUDA_HEADERS)
+# The last bytes say which sources core and kernels must share, see setup.py. Nothing reads so far:
+# a driver is given no size.
+KERNELS_WORD = h2o-kernels-$$(cat $(sort $(wildcard csrc/*.h)) csrc/cuda/kernels.h csrc/cuda/plan.c | sha256sum | cut -c1-16)
+h2o/kernels.fatbin: csrc/cuda/kernels.cu csrc/cuda/plan.c $(CUDA_HEADERS) $(filter .venv/nvcc/nvcc,$(NVCC))
 	$(NVCC) --fatbin -std=c++20 -Icsrc -gencode 'arch=compute_80,code=[sm_80,compute_80]' $(CUBINS) \
 		--compress-mode=size $< -o $@
+	printf %s "$(KERNELS_WORD)" >> $@
 
-cuda: h2o/kernels.fatbin ## the kernels for GPUs; needs CUDA 13's nvcc and minutes
+cuda: h2o/kernels.fatbin ## the kernels for GPUs, in minutes; with the nvcc that is here, or that of CUDA 13 from PyPI
 
 # ---- tests ----
 
@@ -102,6 +116,17 @@ $(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h tests/c/*.inc) $(C_CORE)
 
 test-c: $(C_TESTS) ## the C tests
 	@set -e; for program in $^; do echo $$program; $(EMULATOR) $$program; done
+
+# Threads that open a driver and launch at once. The driver does nothing, and orders no threads.
+$(OUT)/libcuda.so.1: tests/cuda/threads/driver.c
+	@mkdir -p $(@D)
+	$(CC) $(C_FLAGS) -fPIC -shared $< -o $@
+
+$(OUT)/test_driver: tests/cuda/threads/test_driver.c tests/c/test.h $(OUT)/cuda/driver.o $(OUT)/error.o
+	$(CC) $(C_FLAGS) -Itests/c $(filter-out %.h,$^) -o $@ -ldl
+
+test-driver: $(OUT)/test_driver $(OUT)/libcuda.so.1
+	LD_LIBRARY_PATH=$(OUT) $<
 
 # The same kernels, with their counts of work looked at.
 $(OUT)/balance: tests/c/balance.c $(wildcard tests/c/*.h) $(C_CORE)
@@ -163,7 +188,7 @@ $(CUDA)/lib: csrc/module.c csrc/exchange.c $(CUDA_CORE) $(wildcard h2o/*.py) .ve
 	mkdir -p $@
 	cp -r h2o tests $@
 	rm -f $@/h2o/_core*.so
-	$(CUDA_CC) -shared '-DH2O_VERSION="emulated"' $$($(BIN)/python tests/fuzz/python_flags.py) \
+	$(CUDA_CC) -shared '-DH2O_VERSION="emulated"' '-DH2O_KERNELS=""' $$($(BIN)/python tests/fuzz/python_flags.py) \
 		csrc/module.c csrc/exchange.c $(CUDA_CORE) -o $@/h2o/_core.abi3.so -lm -ldl -lstdc++
 
 # In 16 bits a prompt by the tensor cores and the same by steps differ in the last one.
@@ -202,7 +227,7 @@ SANITIZED = cd build/asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.s
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . -m "not slow"
 asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
-	$(MAKE) -j2 test-c OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
+	$(MAKE) -j2 test-c test-driver OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
 	$(MAKE) -j2 $(addprefix build/cuda-asan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-asan \
 		CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
 	build/cuda-asan/test_shim
@@ -217,7 +242,7 @@ asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and
 	$(SANITIZED) tests/core
 
 tsan: ## C tests under ThreadSanitizer
-	$(MAKE) -j2 test-c OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
+	$(MAKE) -j2 test-c test-driver OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
 
 tsan-cuda: ## the kernels for GPUs, each thread a thread to ThreadSanitizer; needs clang, gcc takes minutes
 	$(MAKE) -j2 $(addprefix build/cuda-tsan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-tsan CC=$(CLANG) \
@@ -248,7 +273,7 @@ build/fuzz/calls: tests/fuzz/calls.c tests/fuzz/fuzz.h tests/c/test.h $(FUZZ_COR
 	$(FUZZ) -fsanitize=fuzzer,address,undefined $< $(FUZZ_CORE) -o $@ -lm -ldl
 
 build/fuzz/border: tests/fuzz/border.c tests/fuzz/fuzz.h csrc/module.c csrc/exchange.c .venv/base $(FUZZ_CORE)
-	$(FUZZ) -fsanitize=fuzzer,address,undefined '-DH2O_VERSION="fuzz"' \
+	$(FUZZ) -fsanitize=fuzzer,address,undefined '-DH2O_VERSION="fuzz"' '-DH2O_KERNELS=""' \
 		$$($(BIN)/python tests/fuzz/python_flags.py) $< csrc/module.c csrc/exchange.c $(FUZZ_CORE) -o $@ -lm -ldl
 
 fuzz: build/fuzz/calls build/fuzz/border ## libFuzzer on both; needs clang; FUZZ_SECONDS=3600 in all
@@ -286,7 +311,7 @@ format: .venv/test .venv/lint ## rewrite Python and C in the project's format
 	$(BIN)/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/c/*.[ch] tests/c/*.inc tests/fuzz/*.[ch])
 
 stubs: .venv/core .venv/lint ## the type stubs against the compiled core
-	$(BIN)/python -m mypy.stubtest h2o._core
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml h2o._core
 
 docs: .venv/core .venv/docs ## the documentation as a site in build/site; any warning or dead link in it fails
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/site

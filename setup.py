@@ -12,11 +12,13 @@ do: give an instrumented build a folder of its own, with --build-temp and
 --build-lib.
 """
 
+import hashlib
 import os
 import shutil
 import sys
 import sysconfig
 from glob import glob
+from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
@@ -60,12 +62,20 @@ limited_macros = [("Py_LIMITED_API", "0x030a0000")] if LIMITED else []
 limited_tag = {"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED else {}
 
 
+def kernels_word():
+    """What a file of kernels must end with to be of these sources; the Makefile says the same."""
+    agreed = [*sorted(glob("csrc/*.h")), "csrc/cuda/kernels.h", "csrc/cuda/plan.c"]
+    text = b"".join(Path(path).read_bytes() for path in agreed)
+    return f"h2o-kernels-{hashlib.sha256(text).hexdigest()[:16]}"
+
+
 class BuildCore(build_ext):
     """Tells the core the version that pyproject.toml gives, so that it is written once."""
 
     def build_extension(self, extension):
         version = self.distribution.get_version()
         extension.define_macros.append(("H2O_VERSION", f'"{version}"'))
+        extension.define_macros.append(("H2O_KERNELS", f'"{kernels_word()}"'))
         compiler = (getattr(self.compiler, "compiler_so", None) or ["cc"])[0]
         if shutil.which(compiler) is None:
             sys.exit(

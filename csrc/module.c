@@ -495,6 +495,12 @@ static int execute_module(PyObject *module) {
     return h2o_init(&error) == H2O_OK ? 0 : raise_error(&error);
 }
 
+/* Of the sources on which kernels and core must agree, as the build has hashed them; a file of
+ * kernels ends with the same word. */
+static int add_word(PyObject *module) {
+    return PyModule_AddStringConstant(module, "KERNELS", H2O_KERNELS);
+}
+
 static int traverse(PyObject *module, visitproc visit, void *arg) {
     return h2o_exchange_traverse(PyModule_GetState(module), visit, arg);
 }
@@ -507,6 +513,7 @@ static int clear(PyObject *module) {
 static void free_module(void *module) { clear(module); }
 
 static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, add_word},
     {Py_mod_exec, execute_module}, /* in a second interpreter it fails: NumPy serves one */
 #ifdef Py_GIL_DISABLED
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},

@@ -10,6 +10,8 @@ class _Info(TypedDict):
     thread_source: str
     version: str
 
+KERNELS: str
+
 def attend(
     query: Any,
     keys: Any,

@@ -5,6 +5,7 @@ is queued on torch's current stream: nothing waits for the device. What no kerne
 dimension above 256) goes on to the torch backend, and so does everything where
 
 - the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's nvcc);
+- those kernels are of other sources than the core, whose parameters they would misread;
 - there is no driver, or one that cannot load the kernels;
 - the kernels' answers on this device differ from those of the torch backend: see `h2o.selfcheck`.
 """
@@ -68,10 +69,26 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     return chosen
 
 
+def _file_obstacle() -> str | None:
+    """Why the file of kernels is of no use, if it is not. No driver is asked."""
+    if not FATBIN.is_file():
+        return "kernels not built"
+    with FATBIN.open("rb") as file:
+        file.seek(-min(len(_core.KERNELS), FATBIN.stat().st_size), os.SEEK_END)
+        word = file.read()
+    if word != _core.KERNELS.encode():
+        return (
+            "kernels.fatbin and the core are of different sources: run `make cuda` again, or "
+            "install h2o again"
+        )
+    return None
+
+
 def _load(index: int) -> str | None:
     """Makes the kernels ready on a device; what stands in the way, if anything."""
-    if not FATBIN.is_file():
-        return "not built"
+    obstacle = _file_obstacle()
+    if obstacle is not None:
+        return obstacle
     try:
         _core.cuda_load(FATBIN.read_bytes(), index)
     except (RuntimeError, MemoryError) as error:
@@ -206,8 +223,9 @@ def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
 
 def describe() -> str:
     """Who serves CUDA devices and why, in a line."""
-    if not FATBIN.is_file():
-        return "torch (kernels not built)"
+    obstacle = _file_obstacle()
+    if obstacle is not None:
+        return f"torch ({obstacle})"
     try:
         version, devices = _core.cuda_devices()
     except (RuntimeError, MemoryError) as error:

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVEL = ops.info()["levels"][-1]
 BORDER = ("module.c", "exchange.c")  # what needs Python
 FLAGS = ["-std=c11", "-O1", "-w", "-fPIC", "-ffp-contract=fast", "-fno-math-errno"]
-FLAGS += ["-fno-trapping-math", "-pthread", "-Icsrc", '-DH2O_VERSION="0"']
+FLAGS += ["-fno-trapping-math", "-pthread", "-Icsrc", '-DH2O_VERSION="0"', '-DH2O_KERNELS=""']
 FLAGS += [f"-I{sysconfig.get_path('include')}", f"-I{numpy.get_include()}"]
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")  # as in setup.py
 ENDING = ".abi3.so" if LIMITED else sysconfig.get_config_var("EXT_SUFFIX")

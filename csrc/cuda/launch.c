@@ -42,7 +42,7 @@ static int launch(const cuda_plan *plan, const h2o_view *leader, const h2o_exec 
     static size_t op##_workspace(const h2o_##op##_params *params, const h2o_exec *exec) {          \
         cuda_plan plan;                                                                            \
         (void)exec;                                                                                \
-        if (!is_served(&params->leader, &params->dims, lost)) return H2O_UNSERVED;                                  \
+        if (!is_served(&params->leader, &params->dims, lost)) return H2O_UNSERVED;                 \
         cuda_plan_##op(params, &plan);                                                             \
         return plan.workspace;                                                                     \
     }                                                                                              \

@@ -20,7 +20,8 @@ from tests.cuda.carry import carry, mapped
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "build/cuda/libcuda.so.1"
-IMAGE = b"\x50\xed\x55\xba" + bytes(60)  # what the fake takes for compiled kernels
+IMAGE = b"\x50\xed\x55\xba" + bytes(60) + _core.KERNELS.encode()
+"""What the fake takes for compiled kernels, and the core for those of its own sources."""
 CUDA = 2  # DLPack's number
 KINDS = {torch.bfloat16: 4, torch.bool: 6, torch.uint8: 1, torch.int32: 0, torch.int64: 0}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from h2o import _core, backends, cli, cuda, ops, selfcheck
-from tests.cuda.device import carried
+from tests.cuda.device import IMAGE, carried
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_kernels_that_answer_rightly_serve_and_are_checked_once(device, built):
     assert facts["device"] == ["Fake GPU 0", 9, 0]
     assert ops.info()["backends"]["cuda"].startswith("C (Fake GPU 0, compute capability 9.0")
 
-    built.write_bytes(built.read_bytes() + b"another build")
+    built.write_bytes(IMAGE[:64] + b"another build" + IMAGE[64:])
     forget()
     assert serving() == "C"
     assert launches(device) > checked
@@ -136,6 +136,19 @@ def test_a_build_without_kernels_says_so_and_warns_nobody(built, monkeypatch):
         assert serving() == "torch"
     assert ops.info()["backends"]["cuda"] == "torch (kernels not built)"
     with pytest.raises(RuntimeError, match="not built"):
+        cuda.check(0, backends._portable())
+
+
+@pytest.mark.parametrize("image", [IMAGE[:64], IMAGE[:-1] + b"?", b"", b"short"])
+def test_kernels_of_other_sources_than_the_core_do_not_serve(device, built, image, monkeypatch):
+    """They would take parameters for what they are not. No driver is asked before that is known."""
+    built.write_bytes(image)
+    monkeypatch.setattr(_core, "cuda_load", None)
+    monkeypatch.setattr(_core, "cuda_devices", None)
+    with pytest.warns(RuntimeWarning, match="torch backend serves cuda:0.*of different sources"):
+        assert serving() == "torch"
+    assert "run `make cuda` again" in ops.info()["backends"]["cuda"]
+    with pytest.raises(RuntimeError, match="of different sources"):
         cuda.check(0, backends._portable())
 
 

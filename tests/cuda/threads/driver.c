@@ -1,0 +1,105 @@
+/* driver.c - a libcuda.so.1 for test_driver.c: it has devices and kernels that do nothing, counts
+ * what it is asked for, and uses no lock, which would order threads that h2o leaves unordered. */
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { DEVICES = 4, DEEPEST = 4, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201 };
+
+typedef struct {
+    int device;
+} context;
+
+static context contexts[DEVICES] = {{0}, {1}, {2}, {3}};
+static const char *const names[] = {"h2o_cuda_first", "h2o_cuda_second"};
+static _Thread_local context *current[DEEPEST];
+static _Thread_local int depth;
+
+/* The tests look at these. */
+atomic_int loads[DEVICES], unloads, launches[DEVICES], strangers;
+
+static void count(atomic_int *counter) {
+    atomic_fetch_add_explicit(counter, 1, memory_order_relaxed);
+}
+
+static context *now(void) { return depth ? current[depth - 1] : NULL; }
+
+int cuInit(unsigned flags) { return (int)flags; }
+int cuDriverGetVersion(int *version) { return *version = 13000, 0; }
+int cuGetErrorName(int code, const char **text) { return (void)code, *text = "name", 0; }
+int cuGetErrorString(int code, const char **text) { return (void)code, *text = "why", 0; }
+int cuDeviceGetCount(int *devices) { return *devices = DEVICES, 0; }
+int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, 0; }
+
+int cuDeviceGetName(char *name, int length, int device) {
+    name[0] = (char)('0' + device);
+    name[1] = '\0';
+    return length < 2;
+}
+
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    return (void)device, *value = attribute, 0;
+}
+
+int cuDevicePrimaryCtxRetain(context **to, int device) { return *to = &contexts[device], 0; }
+int cuCtxGetCurrent(context **to) { return *to = now(), 0; }
+int cuCtxGetDevice(int *to) { return now() ? (*to = now()->device, 0) : INVALID_CONTEXT; }
+
+int cuCtxGetId(context *of, unsigned long long *id) {
+    if (of == NULL) of = now();
+    return of ? (*id = 100 + (unsigned long long)of->device, 0) : INVALID_CONTEXT;
+}
+
+int cuCtxPushCurrent_v2(context *pushed) {
+    if (depth == DEEPEST) return INVALID_CONTEXT;
+    current[depth++] = pushed;
+    return 0;
+}
+
+int cuCtxPopCurrent_v2(context **to) {
+    if (!depth) return INVALID_CONTEXT;
+    *to = current[--depth];
+    return 0;
+}
+
+int cuThreadExchangeStreamCaptureMode(int *mode) { return (void)mode, 0; }
+
+/* The last device has no memory for its first one. A module is its context. */
+int cuModuleLoadData(context **module, const void *image) {
+    const int device = now()->device;
+    const int before = atomic_fetch_add_explicit(&loads[device], 1, memory_order_relaxed);
+    *module = now();
+    return image == NULL || (device == DEVICES - 1 && before == 0) ? OUT_OF_MEMORY : 0;
+}
+
+int cuModuleUnload(context *module) { return (void)module, count(&unloads), 0; }
+int cuModuleGetFunctionCount(unsigned *to, context *module) { return (void)module, *to = 2, 0; }
+
+/* A function is its module's device and its number. */
+int cuModuleEnumerateFunctions(void **to, unsigned wanted, context *module) {
+    for (unsigned i = 0; i < wanted; i++) to[i] = (void *)(2 * (uintptr_t)module->device + i + 1);
+    return 0;
+}
+
+int cuFuncGetName(const char **to, void *function) {
+    return *to = names[((uintptr_t)function - 1) % 2], 0;
+}
+
+int cuFuncSetAttribute(void *function, int attribute, int value) {
+    return (void)function, (void)attribute, (void)value, 0;
+}
+int cuFuncLoad(void *function) { return function == NULL; }
+
+int cuMemsetD8Async(unsigned long long to, unsigned char byte, size_t bytes, void *stream) {
+    return (void)to, (void)byte, (void)bytes, (void)stream, 0;
+}
+
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned block, unsigned b,
+                   unsigned c, unsigned shared, void *stream, void **params, void **extra) {
+    const int device = (int)(((uintptr_t)function - 1) / 2);
+    (void)x, (void)y, (void)z, (void)block, (void)b, (void)c, (void)shared, (void)stream;
+    (void)params, (void)extra;
+    if (now() == NULL || now()->device != device) count(&strangers);
+    count(&launches[device]);
+    return 0;
+}

@@ -1,0 +1,81 @@
+/* test_driver.c - many threads open the driver, load the kernels of several devices, and launch, all
+ * at once. ThreadSanitizer says what they do to each other (make tsan). */
+#define _POSIX_C_SOURCE 200809L /* barriers */
+#include <dlfcn.h>
+#include <pthread.h>
+#include <time.h>
+#include <stdatomic.h>
+
+#include "cuda/driver.h"
+#include "test.h"
+
+enum { DEVICES = 4, THREADS = 8, LATE = 4, TURNS = 200 };
+
+static pthread_barrier_t start;
+static atomic_int refused, finished;
+
+static void launch_once(int device) {
+    static const int params = 0;
+    const cuda_launch launch = {"h2o_cuda_second", &params, sizeof params, {1, 1, 1}, 32, 0};
+    h2o_error error = {0};
+    cuda_stay stay;
+    int status = cuda_enter(device, &stay, &error);
+    if (status != H2O_OK) { /* once on the last device; who comes next tries again */
+        CHECK(device == DEVICES - 1 && status == H2O_EMEMORY);
+        CHECK(strstr(error.text, "cuModuleLoadData: CUDA error 2") != NULL);
+        atomic_fetch_add(&refused, 1);
+        status = cuda_enter(device, &stay, &error);
+    }
+    CHECK(status == H2O_OK && stay.kernels != NULL);
+    CHECK(cuda_clear((void *)&params, 16, NULL, &error) == H2O_OK);
+    CHECK(cuda_start(&stay, &launch, NULL, NULL, &error) == H2O_OK);
+    cuda_leave(&stay);
+}
+
+static void *work(void *argument) {
+    const int number = (int)(intptr_t)argument;
+    static const char image[] = "any";
+    h2o_error error = {0};
+    cuda_device found;
+    int version, devices;
+    pthread_barrier_wait(&start);
+    CHECK(cuda_open(&version, &devices, &error) == H2O_OK && devices == DEVICES);
+    CHECK(cuda_describe(number % DEVICES, &found, &error) == H2O_OK);
+    CHECK(cuda_take_image(image, sizeof image, &error) == H2O_OK);
+    for (int i = 0; i < TURNS; i++) launch_once((number + i) % DEVICES);
+    atomic_fetch_add_explicit(&finished, 1, memory_order_relaxed);
+    return NULL;
+}
+
+/* Finds all loaded, and has waited for nobody's lock. */
+static void *work_late(void *argument) {
+    const int number = (int)(intptr_t)argument;
+    const struct timespec moment = {0, 1000000};
+    while (atomic_load_explicit(&finished, memory_order_relaxed) < THREADS) nanosleep(&moment, NULL);
+    for (int i = 0; i < TURNS; i++) launch_once((number + i) % DEVICES);
+    return NULL;
+}
+
+int main(void) {
+    pthread_t threads[THREADS + LATE];
+    pthread_barrier_init(&start, NULL, THREADS);
+    for (int i = 0; i < THREADS + LATE; i++) {
+        void *(*const start_here)(void *) = i < THREADS ? work : work_late;
+        CHECK(pthread_create(&threads[i], NULL, start_here, (void *)(intptr_t)i) == 0);
+    }
+    for (int i = 0; i < THREADS + LATE; i++) pthread_join(threads[i], NULL);
+
+    void *const driver = dlopen("libcuda.so.1", RTLD_NOW);
+    CHECK(driver != NULL);
+    const atomic_int *const loads = dlsym(driver, "loads");
+    const atomic_int *const launches = dlsym(driver, "launches");
+    for (int device = 0; device < DEVICES; device++) {
+        CHECK(loads[device] == 1 + (device == DEVICES - 1)); /* each device's kernels once */
+        CHECK(launches[device] == (THREADS + LATE) * TURNS / DEVICES);
+    }
+    CHECK(*(const atomic_int *)dlsym(driver, "strangers") == 0);
+    CHECK(*(const atomic_int *)dlsym(driver, "unloads") == 0);
+    CHECK(refused == 1);
+    puts("driver: ok");
+    return 0;
+}
