@@ -42,10 +42,12 @@ def carry(
     back: Callable[[Any], torch.Tensor],
 ) -> SimpleNamespace:
     """Operations on tensors and arrays of the CPU, by those on what `there` makes of a copy of
-    each; what came `back` is written to where it has changed."""
+    each; what came `back` is written to where it has changed. The core judges the arguments as
+    they are first: of a device nobody reads the numbers, so errors in them would not be raised."""
 
     def make(name: str) -> Any:
         def run(*arguments: Any) -> None:
+            getattr(_core, f"check_{name}")(*arguments)
             sent = mapped(arguments, _copy)
             away = mapped(sent, there)
             getattr(operations, name)(*away)
