@@ -33,8 +33,9 @@ def build(folder: Path) -> Path:
     flags = ["-std=c11", "-O3", "-g", "-ffp-contract=fast", "-fno-math-errno"]
     flags += ["-fno-trapping-math", "-I", str(ROOT / "csrc"), "-I", str(ROOT / "tests/c")]
     needs_python = ("module.c", "exchange.c")
-    sources = [str(ROOT / "benchmarks/count.c"), *glob.glob(str(ROOT / "csrc/cpu/*.c"))]
-    sources += [x for x in glob.glob(str(ROOT / "csrc/*.c")) if not x.endswith(needs_python)]
+    sources = glob.glob(str(ROOT / "csrc/**/*.c"), recursive=True)
+    sources = [x for x in sources if not x.endswith(needs_python)]
+    sources += [str(ROOT / "benchmarks/count.c")]
     libraries = ["-lm", "-ldl", "-pthread"]
     command = [os.environ.get("CC", "cc"), *flags, "-o", str(program), *sources, *libraries]
     subprocess.run(command, check=True)

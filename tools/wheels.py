@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 1_000_000  # bytes, without the kernels for GPUs, if there are any
 FATBIN = ROOT / "h2o" / "kernels.fatbin"
 # What wheels are named for, and what zig calls it. glibc 2.28 is torch's lower limit too, and the
-# first with C11's threads.h. No musllinux: auditwheel cannot judge it here, and torch has none.
+# first with C11's threads.h. No musllinux: torch has none, no musl Python is at hand to run it, and
+# auditwheel refuses it: zig's x86_64-linux-musl links libc.so, not Alpine's libc.musl-x86_64.so.1.
 PLATFORMS = {
     "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
     "manylinux_2_28_aarch64": "aarch64-linux-gnu.2.28",
