@@ -53,12 +53,13 @@ int main(void) {
          .recent = 30,
          .policy = plain,
          .scale = -0.1f},
-        /* keys that leave are merged: chunks of slots that lanes search together, and many heads */
+        /* keys that leave are merged: chunks of slots that lanes search together, and many heads;
+         * no multiple of a vector is kept */
         {.dims = make_dims(2, 1, 3, 660, 620, 60),
          .prompt = 640,
          .chunk_at = 645,
          .chunk = 8,
-         .heavy = 380,
+         .heavy = 381,
          .recent = 180,
          .policy = merging,
          .scale = 0.1f},
@@ -67,7 +68,7 @@ int main(void) {
          .chunk_at = 95,
          .chunk = 20,
          .heavy = 30,
-         .recent = 30,
+         .recent = 29,
          .policy = merging,
          .softcap = 5.0f,
          .scale = 0.1f,

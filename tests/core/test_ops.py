@@ -412,3 +412,19 @@ def test_any_simulation(scenario, data):
     assume(min(want.gap for want in alone) > CLEAR)
     got = ops.simulate(*text, prompt, budget, mask=mask, softcap=softcap, **policy.ranking)
     compare_simulation(got, mask, alone, REAL["float32"][1])
+
+
+def test_heads_of_a_simulation_with_room_for_little_and_for_all():
+    """Memory is sized by the head that holds most, also where that one never drops a key."""
+    text = inputs.drifting(3, B=1, H=4, G=2, N=300, D=16)
+    prompt, budgets = np.array([4], np.int32), np.array([[[3, 2], [150, 250]]], np.int32)
+    out, evicted_at, scores = ops.simulate(*text, prompt, budgets)
+    for g in range(2):
+        heads = slice(2 * g, 2 * g + 2)
+        part = text.query[:, heads], text.keys[:, g : g + 1], text.values[:, g : g + 1]
+        alone = ops.simulate(*part, prompt, budgets[:, g])
+        np.testing.assert_array_equal(evicted_at[:, g], alone[1][:, 0])
+        np.testing.assert_allclose(out[:, :, heads], alone[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(scores[:, g], alone[2][:, 0], rtol=1e-4, atol=1e-5)
+    assert (evicted_at[:, 1] == 300).all()
+    assert (evicted_at[:, 0] < 300).sum() == 294  # and one that no row is left to miss
