@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from h2o import cli, models  # noqa: E402
-from h2o.bench import gpu_rivals, inputs, machine, options, report, run, whole_model  # noqa: E402
+from h2o.bench import engines, gpu_rivals, inputs, machine, options, report, run, whole_model  # noqa: E402
 from h2o.bench.measure import Contender, Row, Times, race  # noqa: E402
 from h2o.bench.peers import PeerMissing  # noqa: E402
 
@@ -137,6 +137,21 @@ def test_whole_model(tmp_path):
     assert [row["facts"]["phase"] for row in result["rows"]] == phases
     few, usual, full = sorted(result["rows"][0]["facts"]["bytes held"].items(), key=lambda x: x[1])
     assert [few[0], usual[0], full[0]] == [whole_model.FEWEST, "H2OCache", "DynamicCache"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
+def test_a_batch_without_the_engines(tmp_path, monkeypatch, capsys):
+    """Each of them is named, and the rest of the table is there."""
+
+    def missing():
+        raise PeerMissing("no such package")
+
+    monkeypatch.setattr(engines, "openvino_peer", missing)
+    monkeypatch.setattr(engines, "vllm_peer", missing)
+    result = quick(tmp_path, "batch")
+    assert [row["peer"]["name"] for row in result["rows"]] == ["H2OCache, compiled", "DynamicCache"]
+    assert capsys.readouterr().err.count("left out: no such package") == 2
 
 
 def test_a_result_says_where_it_comes_from(tmp_path):

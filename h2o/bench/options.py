@@ -23,6 +23,8 @@ TABLES = {
     "threads": "whether torch's operators get slower beside h2o",
     "model": "P8: SmolLM2 from prompt to text, DynamicCache against H2OCache",
     "openvino": "P10: the same against OpenVINO GenAI, in an environment of its own",
+    "compiled": "P21: a decoded token compiled, by weights, against eager, OpenVINO GenAI and vLLM",
+    "batch": "P22: sixteen prompts at a time against DynamicCache, OpenVINO GenAI and vLLM",
     "kvpress": "P11: prefill against kvpress, in an environment of its own",
 }
 

@@ -15,6 +15,7 @@ from h2o import backends
 from h2o.files import UserError, make_writable
 
 from . import (
+    engines,
     gpu,
     kernels,
     layouts,
@@ -46,7 +47,9 @@ FUNCTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "portable": portable.portable,
     "threads": threads.threads,
     "model": whole_model.generate,
-    "openvino": whole_model.openvino,
+    "openvino": engines.openvino,
+    "compiled": engines.compiled,
+    "batch": engines.batch,
     "kvpress": whole_model.kvpress,
 }
 """The tables of options.TABLES."""

@@ -1,4 +1,4 @@
-"""P8, P10, P11: SmolLM2-135M-Instruct from prompt to text."""
+"""P8, P11: SmolLM2-135M-Instruct from prompt to text."""
 
 from __future__ import annotations
 
@@ -174,61 +174,6 @@ def check_full_budget(model: Any, ids: Tensor) -> str:
     if full.tokens != ours.tokens:
         raise WrongResult(f"full budget generates {ours.tokens}, DynamicCache {full.tokens}")
     return "full budget generates the same tokens as DynamicCache"
-
-
-def openvino(options: Options) -> Iterator[Row]:
-    """P10: the same against OpenVINO GenAI, with its whole cache and with its cache eviction.
-
-    OpenVINO keeps the file's 4-bit weights and runs a compiled graph; transformers runs eagerly
-    with weights in the dtype of the row.
-    """
-    length = options.prompts[-1]
-    with Peer("openvino", str(models.find_weights()), str(torch.get_num_threads())) as peer:
-        for dtype, _ in options.wanted("float32", "bfloat16"):
-            model, tokenizer = load(dtype)
-            ids = prompt(tokenizer, length)
-            ours = Generation("H2OCache", model, ids, options.tokens)
-            text = tokenizer.decode(ids[0])
-            kept = int(length * SHARE)
-            others = [
-                OpenVINO("OpenVINO, full cache", peer, text, dtype, 0, options.tokens),
-                OpenVINO("OpenVINO, cache eviction", peer, text, dtype, kept, options.tokens),
-            ]
-            ways = [ours, *others]
-            contenders = [Contender(way.name, way, own_clock=True) for way in ways]
-            prefill = race(contenders, options.rounds)
-            for other in others:
-                case = f"{dtype}, {length} tokens, keys kept {SHARE:.0%}"
-                facts = {"prompt tokens of the peer": other.prompt}
-                yield Row(
-                    "P10", f"SmolLM2, prefill / {other.name}", case,
-                    ours=prefill["H2OCache"], peer=prefill[other.name], facts=facts,
-                )  # fmt: skip
-                yield Row(
-                    "P10", f"SmolLM2, a decoded token / {other.name}", case,
-                    ours=ours.decode_times(options.rounds),
-                    peer=other.decode_times(options.rounds), facts=facts,
-                )  # fmt: skip
-
-
-class OpenVINO:
-    """Generation in the peer's process, by its own clock."""
-
-    def __init__(self, name, peer: Peer, text: str, dtype: str, kept: int, tokens: int) -> None:
-        self.name, self.peer = name, peer
-        hint = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-        self.request = {"text": text, "dtype": hint, "kept": kept, "tokens": tokens + 1}
-        self.decode: list[float] = []
-        self.prompt = 0
-
-    def __call__(self) -> float:
-        answer = self.peer.ask(**self.request)
-        self.decode.append(answer["token_s"])
-        self.prompt = answer["prompt"]
-        return answer["prefill_s"]
-
-    def decode_times(self, rounds: int) -> Times:
-        return Times(self.name, self.decode[-rounds:])
 
 
 def kvpress(options: Options) -> Iterator[Row]:

