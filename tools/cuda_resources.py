@@ -16,6 +16,7 @@ import shutil
 import site
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -50,9 +51,14 @@ def cuobjdump() -> str | None:
 def kernels(fatbin: str, tool: str) -> list[Kernel]:
     """Every kernel in the file, once for each architecture that it is compiled for."""
 
+    code = re.sub(rb"h2o-kernels-[0-9a-f]{16}\Z", b"", Path(fatbin).read_bytes())
+
     def dump(option: str) -> str:
-        command = [tool, option, fatbin]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        with tempfile.NamedTemporaryFile(suffix=".fatbin") as file:  # without the Makefile's word
+            file.write(code)
+            file.flush()
+            command = [tool, option, file.name]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     found = []
     texts = [x.split("arch = ")[1:] for x in (dump("-res-usage"), dump("-sass"))]
