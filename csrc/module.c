@@ -193,12 +193,12 @@ static int equip(const h2o_loans *loans, const errand *e, h2o_call *call) {
         h2o_call call = {0};                                                                       \
         int status = equip(loans, e, &call);                                                       \
         if (status != H2O_OK) return status;                                                       \
-        if (e->task == DO_MEASURE) {                                                                  \
+        if (e->task == DO_MEASURE) {                                                               \
             status = h2o_measure_##op(params, &call, &e->bytes, error);                            \
         } else {                                                                                   \
-            status = (e->task == DO_JUDGE ? h2o_judge_##op : h2o_open_##op)(params, &call, error);    \
+            status = (e->task == DO_JUDGE ? h2o_judge_##op : h2o_open_##op)(params, &call, error); \
         }                                                                                          \
-        if (status == H2O_OK && (e->task == DO_RUN || e->task == DO_LAUNCH)) {                           \
+        if (status == H2O_OK && (e->task == DO_RUN || e->task == DO_LAUNCH)) {                     \
             Py_BEGIN_ALLOW_THREADS status = h2o_run_##op(params, &call, error);                    \
             Py_END_ALLOW_THREADS                                                                   \
         }                                                                                          \
@@ -346,9 +346,10 @@ static PyObject *call_simulate(PyObject *module, PyObject *const *args, Py_ssize
 /* Each operation; the same call judged only, for those that others carry out; and what it takes on
  * a CUDA device. Arguments follow those of the operation. */
 PyDoc_STRVAR(check_doc, "Raises what the operation would raise, and does nothing else.");
-PyDoc_STRVAR(measure_doc,
-             "..., stream, /. Raises what the operation would raise; returns the bytes of workspace "
-             "that the kernels of CUDA devices want for it, None if none of them serves it.");
+PyDoc_STRVAR(
+    measure_doc,
+    "..., stream, /. Raises what the operation would raise; returns the bytes of workspace "
+    "that the kernels of CUDA devices want for it, None if none of them serves it.");
 PyDoc_STRVAR(launch_doc,
              "..., stream, workspace, /. Queues the operation on a stream of the tensors' CUDA "
              "device: its handle, or None for the one that their library queues work on.");
@@ -362,21 +363,21 @@ static bool require_more(const char *function, Py_ssize_t count, Py_ssize_t more
 
 #define DEFINE_CALLS(op)                                                                           \
     static PyObject *op(PyObject *module, PyObject *const *args, Py_ssize_t count) {               \
-        errand e = {.task = DO_RUN};                                                                  \
+        errand e = {.task = DO_RUN};                                                               \
         return call_##op(module, args, count, &e);                                                 \
     }                                                                                              \
     static PyObject *check_##op(PyObject *module, PyObject *const *args, Py_ssize_t count) {       \
-        errand e = {.task = DO_JUDGE};                                                                \
+        errand e = {.task = DO_JUDGE};                                                             \
         return call_##op(module, args, count, &e);                                                 \
     }                                                                                              \
     static PyObject *measure_##op(PyObject *module, PyObject *const *args, Py_ssize_t count) {     \
         if (!require_more("measure_" #op, count, 1)) return NULL;                                  \
-        errand e = {.task = DO_MEASURE, .stream = args[count - 1]};                                   \
+        errand e = {.task = DO_MEASURE, .stream = args[count - 1]};                                \
         return call_##op(module, args, count - 1, &e);                                             \
     }                                                                                              \
     static PyObject *launch_##op(PyObject *module, PyObject *const *args, Py_ssize_t count) {      \
         if (!require_more("launch_" #op, count, 2)) return NULL;                                   \
-        errand e = {.task = DO_LAUNCH, .stream = args[count - 2], .workspace = args[count - 1]};      \
+        errand e = {.task = DO_LAUNCH, .stream = args[count - 2], .workspace = args[count - 1]};   \
         return call_##op(module, args, count - 2, &e);                                             \
     }
 
@@ -387,10 +388,11 @@ DEFINE_CALLS(simulate)
 
 /* ---- CUDA devices -------------------------------------------------------- */
 
-PyDoc_STRVAR(cuda_devices_doc,
-             "cuda_devices($module, /)\n--\n\n"
-             "(version of the driver's CUDA, [(name, major, minor), ...]); RuntimeError where there "
-             "is no driver.");
+PyDoc_STRVAR(
+    cuda_devices_doc,
+    "cuda_devices($module, /)\n--\n\n"
+    "(version of the driver's CUDA, [(name, major, minor), ...]); RuntimeError where there "
+    "is no driver.");
 
 static PyObject *cuda_devices(PyObject *module, PyObject *unused) {
     (void)module;

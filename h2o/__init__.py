@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from h2o import installed
 
-if reason := installed.obstacle():
+try:
+    installed.check()
+    from h2o import backends, ops
+except (ImportError, ValueError) as error:  # ValueError: the variables H2O_CPU and H2O_BACKEND
     if installed.is_command():
-        sys.exit(f"h2o: error: {reason}")
-    raise ImportError(reason)
+        sys.exit(f"h2o: error: {error}")
+    raise
 
-from h2o import backends, ops
 from h2o.config import H2OConfig
 from h2o.hf.support import Unsupported
 from h2o.profile import Profile

@@ -24,25 +24,24 @@ def is_command() -> bool:
     return Path(sys.argv[0]).name == "h2o" or (sys.argv[0] == "-m" and "h2o" in sys.orig_argv)
 
 
-def obstacle() -> str | None:
-    """Why the compiled core cannot be imported, and what to do; None where that is not known.
+def check() -> None:
+    """Raises an ImportError that says what to do where the compiled core cannot be imported.
 
     pip checks the versions of Python and NumPy, but not when another package asks for an older
     NumPy later, and nobody does for a folder on the path.
     """
     if sys.version_info < (3, 10):  # noqa: UP036
-        return f"h2o needs Python >= 3.10, here is {sys.version}"
+        raise ImportError(f"h2o needs Python >= 3.10, here is {sys.version}")
     try:
         from numpy import __version__ as numpy
     except ModuleNotFoundError:
         numpy = "none"
     if numpy.split(".")[0] in ("none", "0", "1"):
-        return f'h2o needs numpy >= 2, here is {numpy}: pip install "numpy>=2"'
-    if importlib.util.find_spec("h2o._core") is not None:
-        return None
-    return (
-        "h2o._core, the compiled core, is missing. From a source tree, build it: "
-        "pip install -e .  Otherwise two packages may have met: H2O.ai's client, `h2o` on PyPI, "
-        "has the same import name as h2o-kv, and both cannot be in one environment: "
-        "pip uninstall h2o h2o-kv && pip install h2o-kv"
-    )
+        raise ImportError(f'h2o needs numpy >= 2, here is {numpy}: pip install "numpy>=2"')
+    if importlib.util.find_spec("h2o._core") is None:
+        raise ImportError(
+            "h2o._core, the compiled core, is missing. From a source tree, build it: "
+            "pip install -e .  Otherwise two packages may have met: H2O.ai's client, `h2o` on "
+            "PyPI, has the same import name as h2o-kv, and both cannot be in one environment: "
+            "pip uninstall h2o h2o-kv && pip install h2o-kv"
+        )

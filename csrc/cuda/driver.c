@@ -203,10 +203,11 @@ static int load_image(cuda_loaded *to, h2o_error *error) {
         cuDriverGetVersion(&version);
         fail_entry(error, "cuModuleLoadData", "", code);
         const size_t used = strlen(error->text);
-        snprintf(error->text + used, sizeof error->text - used,
-                 " (the driver is for CUDA %d.%d; h2o's kernels need the one for 13.0, that is 580, "
-                 "or a later one, and a device of compute capability 8.0 or more)",
-                 version / 1000, version % 1000 / 10);
+        snprintf(
+            error->text + used, sizeof error->text - used,
+            " (the driver is for CUDA %d.%d; h2o's kernels need the one for 13.0, that is 580, "
+            "or a later one, and a device of compute capability 8.0 or more)",
+            version / 1000, version % 1000 / 10);
         return error->status;
     }
     const int status = find_kernels(module, to, error);

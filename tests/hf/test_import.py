@@ -135,3 +135,16 @@ def test_other_transformers_are_refused_by_name(tmp_path, version):
 
 def test_versions_within_the_range_are_served():
     assert all(map(h2o._is_served, ["5.4.0", "5.4.0.dev0", "5.16.0rc1", "5.99.1"]))
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"), [("H2O_CPU", "no such level"), ("H2O_BACKEND", "wanted")]
+)
+def test_the_command_says_in_one_line_that_a_variable_is_wrong(variable, text):
+    done = subprocess.run(
+        [sys.executable, "-m", "h2o", "info"], capture_output=True, text=True,
+        env={**os.environ, variable: "nope"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"h2o: error: {variable}=nope: {text}")
+    assert done.stderr.count("\n") == 1

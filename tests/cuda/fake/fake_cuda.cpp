@@ -311,7 +311,8 @@ int cuModuleUnload(module *m) {
 
 int cuModuleGetFunctionCount(unsigned *count, module *) {
     BEGIN("cuModuleGetFunctionCount");
-    for (*count = 0; shim_kernel(*count); ++*count) {}
+    for (*count = 0; shim_kernel(*count); ++*count) {
+    }
     return OK;
 }
 
@@ -360,8 +361,9 @@ static const h2o_view *result_of(const std::string &name, const char *params) {
     return nullptr;
 }
 
-int cuLaunchKernel(function *f, unsigned x, unsigned y, unsigned z, unsigned block, unsigned block_y,
-                   unsigned block_z, unsigned shared, void *handle, void **params, void **) {
+int cuLaunchKernel(function *f, unsigned x, unsigned y, unsigned z, unsigned block,
+                   unsigned block_y, unsigned block_z, unsigned shared, void *handle, void **params,
+                   void **) {
     BEGIN("cuLaunchKernel");
     NEEDS_CONTEXT;
     stream *const s = find_stream(handle);
@@ -407,8 +409,8 @@ int cuMemAlloc_v2(char **address, size_t bytes) {
     NEEDS_CONTEXT;
     if (const int code = forbidden_in_capture()) return code;
     const size_t page = (size_t)getpagesize(), room = (bytes + page - 1) / page * page;
-    char *const base =
-        (char *)mmap(nullptr, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *const base = (char *)mmap(nullptr, room + page, PROT_READ | PROT_WRITE,
+                                    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base == MAP_FAILED) return OUT_OF_MEMORY;
     memset(base, 0xff, room);
     mprotect(base, room + page, PROT_NONE);

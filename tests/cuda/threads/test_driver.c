@@ -51,7 +51,8 @@ static void *work(void *argument) {
 static void *work_late(void *argument) {
     const int number = (int)(intptr_t)argument;
     const struct timespec moment = {0, 1000000};
-    while (atomic_load_explicit(&finished, memory_order_relaxed) < THREADS) nanosleep(&moment, NULL);
+    while (atomic_load_explicit(&finished, memory_order_relaxed) < THREADS)
+        nanosleep(&moment, NULL);
     for (int i = 0; i < TURNS; i++) launch_once((number + i) % DEVICES);
     return NULL;
 }
