@@ -138,7 +138,7 @@ def load_with(weights: str) -> tuple[Any, Any]:
     model, tokenizer = load("bfloat16")
     eight = weights == "int8"
     kind = quantization.Int8WeightOnlyConfig if eight else PrototypeInt4WeightOnlyConfig
-    quantization.quantize_(model, kind() if eight else kind(group_size=64))
+    quantization.quantize_(model, kind() if eight else kind(group_size=32))
     return model, tokenizer
 
 

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from h2o import _core
 from tests.core import calls
 from tests.core.calls import EVERY_TENSOR, EVERY_WRITTEN, NAMES, Call, make
 from tests.core.producers import Producer, Table, capsule_new
@@ -359,3 +360,21 @@ def test_no_reference_is_kept_or_lost(name, way):
                 producer.calls.clear()
     del failing, producer
     assert [sys.getrefcount(tensor) for tensor in tensors.values()] == counts
+
+
+def test_info_loses_no_memory():
+    _core.info()
+    before = sys.getallocatedblocks()
+    for _ in range(200):
+        _core.info()
+    assert sys.getallocatedblocks() - before < 100  # names of four levels each time
+
+
+@pytest.mark.parametrize("name", ["attend", "evict", "step", "simulate"])
+@pytest.mark.parametrize(("errand", "least"), [("measure", 1), ("launch", 2)])
+def test_errands_want_their_own_arguments_first(name, errand, least):
+    """They stand behind those of the operation."""
+    function = getattr(_core, f"{errand}_{name}")
+    for count in range(least):
+        with pytest.raises(TypeError, match=f"^{errand}_{name}"):
+            function(*[None] * count)
