@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 import h2o
 from h2o import models
@@ -24,7 +23,7 @@ from h2o import models
 from .measure import Contender, Row, Times, race
 from .options import Options
 from .peers import Peer, PeerMissing
-from .whole_model import SHARE, Generation, load, prompt
+from .whole_model import SHARE, Decoding, Generation, load, prompt
 
 WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 BATCH, LENGTH, NEW = 16, 500, 64
@@ -143,24 +142,20 @@ def load_with(weights: str) -> tuple[Any, Any]:
 
 
 class Steps:
-    """Decode steps, eager or compiled, that go on from round to round after a prompt."""
+    """Decode steps that go on from round to round after a prompt."""
 
     def __init__(self, name: str, model: Any, ids: Tensor, compiled: bool, steps: int) -> None:
-        self.name, self.at, self.steps = name, ids.shape[1], steps
+        self.name, self.steps = name, steps
         model.set_attn_implementation("h2o")
-        half = max(1, int(self.at * SHARE / 2))
-        self.cache = h2o.H2OCache(model.config, heavy=half, recent=half, compileable=compiled)
-        self.token = model(ids, past_key_values=self.cache, logits_to_keep=1).logits.argmax(-1)
-        self.forward = torch.compile(model.forward, fullgraph=True) if compiled else model.forward
+        half = max(1, int(ids.shape[1] * SHARE / 2))
+        cache = h2o.H2OCache(model.config, heavy=half, recent=half, compileable=compiled)
+        self.decoding = Decoding(model, ids, cache, compiled)
 
     def __call__(self) -> float:
         """Seconds a token."""
         start = time.perf_counter()
         for _ in range(self.steps):
-            position = torch.tensor([[self.at]])
-            out = self.forward(self.token, past_key_values=self.cache, position_ids=position)
-            self.token = out.logits.argmax(-1)
-            self.at += 1
+            self.decoding.step()
         return (time.perf_counter() - start) / self.steps
 
 
@@ -199,48 +194,19 @@ def compiled(options: Options) -> Iterator[Row]:
 # ---- A batch ----
 
 
-class Batch:
-    """Prompts in one batch, from reading them to the last token."""
-
-    def __init__(self, name: str, model: Any, ids: Tensor, new: int, kind: str) -> None:
-        self.name, self.model, self.ids, self.kind = name, model, ids, kind
-        self.config = GenerationConfig(
-            max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        if kind == "compiled":
-            self.config.compile_config = CompileConfig(mode="default")
-            self.config.compile_config._compile_all_devices = True
-
-    def __call__(self) -> None:
-        self.model.set_attn_implementation("sdpa" if self.kind == "full" else "h2o")
-        self.model.generate(
-            self.ids,
-            attention_mask=torch.ones_like(self.ids),
-            past_key_values=self.make_cache(),
-            generation_config=self.config,
-        )
-
-    def make_cache(self) -> Any:
-        if self.kind == "full":
-            return DynamicCache(config=self.model.config)
-        half = int(self.ids.shape[1] * SHARE / 2)
-        compiled = self.kind == "compiled"
-        return h2o.H2OCache(self.model.config, heavy=half, recent=half, compileable=compiled)
-
-
 def batch(options: Options) -> Iterator[Row]:
     """P22: sixteen prompts at a time, in bfloat16, from reading them to the last token."""
     rows, length, new = (2, 40, 4) if options.quick else (BATCH, LENGTH, NEW)
     model, tokenizer = load("bfloat16")
     text = prompt(tokenizer, length + 97 * rows)
     ids = torch.cat([text[:, 97 * i : 97 * i + length] for i in range(rows)])
-    ways = [
-        Batch("H2OCache", model, ids, new, "eager"),
-        Batch("H2OCache, compiled", model, ids, new, "compiled"),
-        Batch("DynamicCache", model, ids, new, "full"),
-    ]
+    ways = {
+        "H2OCache": Generation("H2OCache", model, ids, new - 1),
+        "H2OCache, compiled": Generation("H2OCache", model, ids, new - 1, compiled=True),
+        "DynamicCache": Generation("DynamicCache", model, ids, new - 1),
+    }
     with both() as peers:
-        contenders = [Contender(way.name, way) for way in ways]
+        contenders = [Contender(name, way) for name, way in ways.items()]
         contenders += [
             Contender(engine.name, engine.whole, own_clock=True)
             for engine in continued(peers, tokenizer, ids, new)

@@ -24,6 +24,7 @@ from .kernels import check_steps
 from .measure import Contender, Row, Times, race
 from .options import Options
 from .peers import PeerMissing
+from .whole_model import Decoding
 
 
 def timed(
@@ -154,24 +155,6 @@ def decode_rows(
 
 
 # ---- Whole models, with random weights -----------------------------------------------------------
-
-
-class Decoding:
-    """A model's decode after a prompt, each step from the same tensors into the same."""
-
-    def __init__(self, model: Any, ids: Tensor, cache: Any) -> None:
-        self.model, self.cache = model, cache
-        out = model(ids, past_key_values=cache, logits_to_keep=1)
-        self.token = out.logits[:, -1:].argmax(-1)
-        self.position = torch.full_like(self.token, ids.shape[1])
-        self.last = model.config.max_position_embeddings - 1
-
-    def step(self) -> None:
-        out = self.model(
-            self.token, position_ids=self.position, past_key_values=self.cache, logits_to_keep=1
-        )
-        self.token.copy_(out.logits[:, -1:].argmax(-1))
-        self.position.add_(1).clamp_(max=self.last)  # it is timed for more steps than there are
 
 
 def made(config: Any, device: Host, dtype: torch.dtype) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import CompileConfig, DynamicCache, GenerationConfig
 
 import h2o
 from h2o import models
@@ -90,18 +90,23 @@ register(ATTENTION["no attention"], no_attention)
 class Generation:
     """One way to generate from one prompt; a round is prefill and decode."""
 
-    def __init__(self, name: str, model: Any, ids: Tensor, tokens: int) -> None:
-        self.name, self.model, self.ids = name, model, ids
+    def __init__(
+        self, name: str, model: Any, ids: Tensor, tokens: int, compiled: bool = False
+    ) -> None:
+        self.name, self.model, self.ids, self.compiled = name, model, ids, compiled
         self.config = GenerationConfig(
             max_new_tokens=tokens + 1, do_sample=False, eos_token_id=None, pad_token_id=0
         )
+        if compiled:
+            self.config.compile_config = CompileConfig(mode="default")
+            self.config.compile_config._compile_all_devices = True
         self.decode: list[float] = []
         self.tokens: list[int] = []
         self.cache: Any = None
 
     def make_cache(self) -> Any:
         if self.name in CONFIGS:
-            return h2o.H2OCache(self.model.config, CONFIGS[self.name])
+            return h2o.H2OCache(self.model.config, CONFIGS[self.name], compileable=self.compiled)
         made = NoCache if self.name == "no attention" else DynamicCache
         return made(config=self.model.config)
 
@@ -133,6 +138,28 @@ class Generation:
     def decode_times(self, rounds: int) -> Times:
         """Of the timed rounds: those before were warm-up."""
         return Times(self.name, self.decode[-rounds:])
+
+
+class Decoding:
+    """A model's decode after a prompt, each step from the same tensors into the same.
+
+    compiled: torch.compile takes the step whole.
+    """
+
+    def __init__(self, model: Any, ids: Tensor, cache: Any, compiled: bool = False) -> None:
+        self.forward = torch.compile(model.forward, fullgraph=True) if compiled else model.forward
+        self.cache = cache
+        out = model(ids, past_key_values=cache, logits_to_keep=1)
+        self.token = out.logits[:, -1:].argmax(-1)
+        self.position = torch.full_like(self.token, ids.shape[1])
+        self.last = model.config.max_position_embeddings - 1
+
+    def step(self) -> None:
+        out = self.forward(
+            self.token, position_ids=self.position, past_key_values=self.cache, logits_to_keep=1
+        )
+        self.token.copy_(out.logits[:, -1:].argmax(-1))
+        self.position.add_(1).clamp_(max=self.last)  # it is timed for more steps than there are
 
 
 def generate(options: Options) -> Iterator[Row]:
