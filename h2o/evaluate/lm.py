@@ -1,17 +1,9 @@
 """The lm-eval model "h2o": log-likelihoods and texts of a model with an evicting cache.
 
-lm-eval's own Hugging Face model (`HFLM`) loads, tokenises and generates; what is new here is
-how a log-likelihood comes about:
-
-- `protocol="simulate"`: one forward over context and continuation, in which every row sees what
-  a cache would have kept (`h2o.simulated`), from the first token on.
-- `protocol="drop"`: the context as prompt through an `H2OCache`, then the continuation token by
-  token. Its first token is predicted from the full prompt, before anything is dropped,
-  so answers of one token cannot feel the budget; `tally` counts them.
-
-Rows are padded with a mask, budgets are each row's own, and no logits are reused between
-requests, so that numbers do not depend on batches. lm-eval: Gao et al., "A framework for
-few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness.
+lm-eval's own Hugging Face model (`HFLM`) loads, tokenises and generates; what is new is how a
+log-likelihood comes about, by one of the protocols of `h2o.evaluate.protocols`. No logits are
+reused between requests, so that numbers do not depend on batches. lm-eval: Gao et al., "A framework
+for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -36,16 +28,15 @@ from tqdm import tqdm
 
 from h2o import models
 from h2o.config import H2OConfig
+from h2o.evaluate import protocols
 from h2o.evaluate.journal import Journal, Request
 from h2o.evaluate.processes import ALONE, launched
+from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluate.setting import DEVICES, Setting, from_config, from_options
-from h2o.hf import simulation
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
-
-PROTOCOLS = ("simulate", "drop")
 
 CPU_BATCH = 8
 """What batch_size=auto means there: lm-eval would try larger ones until memory runs out, which on
@@ -54,19 +45,6 @@ a CPU ends in the machine's standstill instead of an error."""
 POLICY = ("variant", *(field.name for field in dataclasses.fields(H2OConfig)))
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class Tally:
-    """What happened since `H2OLM.use`; part of every result file."""
-
-    requests: int = 0
-    one_token_answers: int = 0
-    truncated: int = 0
-    tokens_seen: int = 0
-    tokens_kept: int = 0
-    """Summed over requests, as `tokens_seen`: at the end of the text ("simulate") or of the
-    prompt ("drop")."""
 
 
 @register_model("h2o")
@@ -286,65 +264,32 @@ class H2OLM(HFLM):
         self.tally.tokens_kept += kept
 
     def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
-        """One forward over the whole texts, right-padded."""
-        texts = [self._fit(context, continuation) for _, context, continuation in batch]
-        longest = max(map(len, texts)) - 1
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, text in enumerate(texts):
-            ids[row, : len(text) - 1] = torch.tensor(text[:-1])
-            mask[row, : len(text) - 1] = 1
-        starts = [len(t) - 1 - len(c) for t, (_, _, c) in zip(texts, batch, strict=True)]
-        first = min(starts)
-        config = self.setting.config
-        with simulation.simulated(
+        logits = protocols.simulate(
+            self._forward,
             self.model,
-            config,
+            [self._fit(context, continuation) for _, context, continuation in batch],
+            [len(continuation) for _, _, continuation in batch],
+            h2o_config=self.setting.config,
             variant=self.setting.variant,
             prompt_len=self.prompt_len,
             ratio_of=self.ratio_of,
-        ):
-            logits = self._forward(longest - first, ids, mask, use_cache=False)
-        return [
-            self._answer(
-                logits[row, start - first : start - first + len(continuation)], continuation
-            )
-            for row, (start, (_, _, continuation)) in enumerate(zip(starts, batch, strict=True))
-        ]
+        )
+        return [self._answer(x, tokens) for x, (_, _, tokens) in zip(logits, batch, strict=True)]
 
     def _drop(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
-        """The contexts as one left-padded prompt, then all continuations token by token."""
-        continuations = [continuation for _, _, continuation in batch]
-        prompts = [self._fit(c, a)[: -len(a)] for _, c, a in batch]
-        longest, steps = max(map(len, prompts)), max(map(len, continuations))
-        ids = torch.zeros(len(batch), longest + steps - 1, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
-            stop = longest + len(continuation) - 1
-            ids[row, longest - len(prompt) : stop] = torch.tensor(prompt + continuation[:-1])
-            mask[row, longest - len(prompt) : stop] = 1
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        lengths = list(map(len, prompts))
-        cache = H2OCache(self.model.config, self.setting.config, prompt_length=lengths)
-        logits = []
-        for start, stop in [(0, longest), *((t, t + 1) for t in range(longest, ids.shape[1]))]:
-            logits.append(
-                self._forward(
-                    1,
-                    ids[:, start:stop],
-                    mask[:, :stop],
-                    position_ids=positions[:, start:stop].to(self.device),
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-            )
-        stacked = torch.cat(logits, dim=1)
-        return [self._answer(stacked[row, : len(c)], c) for row, c in enumerate(continuations)]
+        prompts = [self._fit(context, tokens)[: -len(tokens)] for _, context, tokens in batch]
+        continuations = [tokens for _, _, tokens in batch]
+        logits = protocols.drop(
+            self._forward, self.model, prompts, continuations, self.setting.config
+        )
+        return [self._answer(x, tokens) for x, tokens in zip(logits, continuations, strict=True)]
 
     def _forward(self, last: int, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
         """Logits [B, last, vocabulary] of the last columns."""
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             kwargs["logits_to_keep"] = last  # the vocabulary is the largest matrix of small models
+        if (positions := kwargs.get("position_ids")) is not None:
+            kwargs["position_ids"] = positions.to(self.device)
         mixed = self.mixed_precision_dtype
         with (
             torch.no_grad(),
@@ -371,29 +316,3 @@ class H2OLM(HFLM):
                 "this task generates text, which cannot be simulated: use protocol=drop"
             )
         return super()._model_generate(context, *args, **kwargs)
-
-
-def check(setting: Setting, protocol: str, prompt_len: int, ratio_of: str | None) -> str:
-    """What fractions refer to; ValueError for what does not go together."""
-    if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol is simulate or drop, not {protocol!r}")
-    if protocol == "drop":
-        if not setting.dropping:
-            raise ValueError(f"{setting.name}: a mask, no cache; use protocol=simulate")
-        if prompt_len != 1 or ratio_of not in (None, "prompt"):
-            raise ValueError(
-                "protocol=drop takes the context as prompt, and fractions of it: prompt_len and "
-                "ratio_of are for protocol=simulate"
-            )
-        return "prompt"
-    ratio_of = ratio_of or "text"
-    variant = "h2o" if setting.variant == "full" else setting.variant
-    simulation.check(setting.config, variant, prompt_len, ratio_of)
-    return ratio_of
-
-
-def one_token_note(answers: int, requests: int) -> str:
-    return (
-        f"protocol=drop: {answers} of {requests} requests have answers of one "
-        "token, which is predicted before anything is dropped: no budget can change them"
-    )

@@ -19,16 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from h2o.config import H2OConfig, one_config
-from h2o.hf import compiled, rollback, saved
+from h2o.hf import rollback, saved
 from h2o.hf.conversation import Conversation, columns_left, refuse_broken
 from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
-from h2o.hf.report import LayerReport, Report
-from h2o.hf.rolled import RolledLayer
-from h2o.hf.rotary import Rotary, has_rotary
+from h2o.hf.layers import layers_of
+from h2o.hf.report import Report, of_window
 from h2o.hf.served import transformers_layers
 from h2o.hf.support import Unsupported
 from h2o.hf.takeover import take_over
@@ -79,23 +78,13 @@ class H2OCache(Cache):
         **parameters: Any,
     ) -> None:
         h2o_config = one_config(h2o_config, parameters).for_model(config)
-        layers = list(transformers_layers(config))
-        conversation = Conversation(prompt_length, len(layers))
-        if compileable:
-            compiled.refuse([x.is_sliding for x in layers], h2o_config.positions, trace)
-        rotary = None
-        if h2o_config.positions == "rolled":
-            rotary = Rotary(config, windows=any(layer.is_sliding for layer in layers))
-        for index, layer in enumerate(layers):
-            if type(layer) is not DynamicLayer:
-                continue
-            own = h2o_config.for_layer(index, len(layers))
-            if rotary is None or not has_rotary(config, index):
-                kind = compiled.CompileableLayer if compileable else H2OLayer
-                layers[index] = kind(own, index, conversation, trace=trace)
-            else:
-                layers[index] = RolledLayer(own, index, conversation, rotary, trace=trace)
-        super().__init__(layers=layers)
+        theirs = transformers_layers(config)
+        conversation = Conversation(prompt_length, len(theirs))
+        super().__init__(
+            layers=layers_of(
+                config, theirs, h2o_config, conversation, trace=trace, compileable=compileable
+            )
+        )
         self.conversation = conversation
         self.model_shape = describe(config)
 
@@ -140,11 +129,6 @@ class H2OCache(Cache):
         DynamicCache that is empty or another model's, and for a mask of another shape.
         """
         taken = cls(config, h2o_config, **parameters)
-        if any(isinstance(layer, RolledLayer) for layer in taken.layers):
-            raise Unsupported(
-                'positions="rolled" cannot go on from a DynamicCache, whose keys are rotated at '
-                "positions that it does not tell: read the text with an H2OCache instead"
-            )
         take_over(cache, taken.layers, attention_mask)
         return taken
 
@@ -298,14 +282,7 @@ class H2OCache(Cache):
             if isinstance(layer, H2OLayer):
                 reports.append(layer.report())
             else:
-                held = sum(
-                    x.numel() * x.element_size()
-                    for x in (layer.keys, layer.values)
-                    if x is not None
-                )
-                columns = layer.keys.shape[2] if held else 1
-                full = held // columns * layer.get_seq_length()
-                reports.append(LayerReport(index, "sliding", bytes_held=held, bytes_full=full))
+                reports.append(of_window(index, layer))
         return Report(reports)
 
     def is_prompt_only(self) -> bool:

@@ -10,7 +10,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["LayerReport", "Report"]
+__all__ = ["LayerReport", "Report", "of_window"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,14 @@ class LayerReport:
             "evicted": self.evicted,
             "share_evicted": self.share_evicted,
         }
+
+
+def of_window(index: int, layer: Any) -> LayerReport:
+    """Of transformers' own layer with a sliding window."""
+    held = sum(x.numel() * x.element_size() for x in (layer.keys, layer.values) if x is not None)
+    columns = layer.keys.shape[2] if held else 1
+    full = held // columns * layer.get_seq_length()
+    return LayerReport(index, "sliding", bytes_held=held, bytes_full=full)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 )
 
 from h2o.hf.layer import H2OLayer
+from h2o.hf.rolled import RolledLayer
 from h2o.hf.support import Unsupported
 
 __all__ = ["take_over"]
@@ -36,11 +37,16 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
 
     Errors: TypeError for another cache, dtype or mask, ValueError for a cache that is empty, of
     another model, or in the midst of a forward pass, and for a mask of another shape; `Unsupported`
-    for layers that are neither full nor sliding-window attention.
+    for layers that are neither full nor sliding-window attention, and for rolled positions.
     """
     if not isinstance(cache, DynamicCache):
         hint = "; it is one already, fork() it" if hasattr(cache, "conversation") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
+    if any(isinstance(layer, RolledLayer) for layer in layers):
+        raise Unsupported(
+            'positions="rolled" cannot go on from a DynamicCache, whose keys are rotated at '
+            "positions that it does not tell: read the text with an H2OCache instead"
+        )
     B, n = _sizes(cache, len(layers))
     mask = _mask(attention_mask, B, n)
     for index, (theirs, ours) in enumerate(zip(cache.layers, layers, strict=True)):
