@@ -181,8 +181,9 @@ class H2OCache(Cache):
             device: where the tensors go; by default where the model is. In a forward pass they
                 follow each layer to where it computes, for a model that is spread or offloaded.
 
-        Errors: ValueError with the reason for a file that is truncated, edited, of a later version
-        or of another model; OSError without one.
+        Errors: ValueError with the reason for a file that is truncated, edited, of a later version,
+        of another model, or of heads that another process of a tensor parallel model has; OSError
+        without one.
         """
         content, tensors = saved.read(Path(path), model)
         settings = content["settings"]

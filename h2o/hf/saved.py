@@ -20,6 +20,7 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.files import whole
+from h2o.hf import parallel
 from h2o.hf.layer import H2OLayer
 from h2o.hf.state import State, restore, state_of
 from h2o.installed import version
@@ -68,7 +69,8 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What `write` wrote: `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
 
     Errors: ValueError for a file that is no cache, not whole, edited, written by a later version,
-    or of another model than this one or one with this config; OSError without one.
+    of another model than this one or one with this config, or of heads of it that another process
+    has; OSError without one.
     """
     try:
         metadata, tensors = _opened(path)
@@ -91,6 +93,7 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(
                 f"this cache is of another model: {reason}. Load the model that read the text"
             )
+        _refuse_other_part(content["layers"], model)
         content["settings"]["config"] = _config(content["settings"]["config"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -119,6 +122,26 @@ def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor])
             restore(layer, State(own, numbers))
         except (KeyError, TypeError) as error:
             raise ValueError(f"layer {index} was written by another version: {error}") from error
+
+
+def _refuse_other_part(layers: list[dict[str, Any]], model: Any) -> None:
+    """Errors: ValueError for heads of a tensor parallel model that another process has."""
+    for part in {tuple(numbers.get("part", parallel.WHOLE)) for numbers in layers}:
+        if part == parallel.WHOLE:  # or of a version that did not tell
+            continue
+        reason = f"holds the heads of {_rank(part)}"
+        if not hasattr(model, "config"):
+            raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
+        if (here := parallel.part(model)) != part:
+            raise ValueError(
+                f"{reason}, and this is {_rank(here)}: have as many processes as then each load "
+                "the file that it saved (give every rank a path of its own)"
+            )
+
+
+def _rank(part: tuple[int, int]) -> str:
+    index, parts = part
+    return f"tensor parallel rank {index} of {parts}" if parts > 1 else "a whole model"
 
 
 def _opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.hf.parallel import WHOLE
 
 __all__ = ["State", "restore", "state_of"]
 
-_NUMBERS = ("seen", "longest", "prompt_columns", "row_size", "unscored", "raised")
+_NUMBERS = ("seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "part")
 """Of an `H2OLayer`, beside its slots, their room and the trace."""
 
 _SLOTS, _TRACE = "slots.", "trace."  # what names of tensors begin with
@@ -64,9 +65,10 @@ def restore(layer: Any, state: State) -> None:
     layer.reset()
     slots = _unnamed(_SLOTS, state.tensors)
     layer._hold(ops.Slots(**slots) if slots else None, list(state.numbers["widest"]))
+    numbers = {"part": WHOLE, **state.numbers}  # which the first files do not have
     for name in _NUMBERS:
-        setattr(layer, name, state.numbers[name])
-    layer.row_size = tuple(layer.row_size)
+        setattr(layer, name, numbers[name])
+    layer.row_size, layer.part = tuple(layer.row_size), tuple(layer.part)
     if layer.trace is not None:
         vars(layer.trace).update(_unnamed(_TRACE, state.tensors))
 

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import distributed
 
 from h2o import H2OCache, H2OConfig, patched, simulated
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
@@ -60,6 +61,14 @@ def everything(model, folder):
     return found
 
 
+def refused(folder, model):
+    """Why a file cannot be loaded."""
+    try:
+        H2OCache.load(folder / "cache.safetensors", model)
+    except ValueError as error:
+        return str(error)
+
+
 def kept(cache):
     return [cache.kept(layer.layer_idx)[0] for layer in cache.layers if hasattr(layer, "slots")]
 
@@ -84,7 +93,10 @@ def main(folder):
         )
         own = place / rank
         own.mkdir()
-        torch.save(everything(model.eval(), own), own / "found.pt")
+        found = everything(model.eval(), own)
+        distributed.barrier()
+        found["of the other process"] = refused(place / str(1 - int(rank)), model)
+        torch.save(found, own / "found.pt")
 
 
 if __name__ == "__main__":

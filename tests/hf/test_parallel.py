@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import re
+
 import pytest
 import torch
 from torch import distributed
@@ -10,10 +13,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
+from h2o import H2OCache
 from h2o.hf import parallel
 from h2o.shares import levelled
 from tests.hf import cut
-from tests.hf.tiny import Family
+from tests.hf.tiny import Family, prompts
+from tests.hf.tiny import model as tiny_model
 from tests.launch import TORCHRUN, launch
 
 HEADS = {
@@ -41,6 +46,9 @@ def test_two_processes_give_what_one_gives(tmp_path):
     launch(["-m", "tests.hf.cut", tmp_path], TORCHRUN)
     for name in FAMILIES:
         first, second = (torch.load(tmp_path / name / x / "found.pt") for x in "01")
+        for own, found in enumerate((first, second)):
+            said = f"heads of tensor parallel rank {1 - own} of 2, and this is .* rank {own} of 2: "
+            assert re.search(said, found.pop("of the other process"))
         for case, (tokens, kept) in expected[name].items():
             assert first[case][0].tolist() == second[case][0].tolist() == tokens.tolist(), case
             for whole, *parts in zip(kept, first[case][1], second[case][1], strict=True):
@@ -53,6 +61,31 @@ def joined(parts):
     return torch.cat(
         [torch.nn.functional.pad(x, (0, most - x.shape[-1]), value=-1) for x in parts], 1
     )
+
+
+def test_files_of_other_heads(last_of_four, tmp_path):
+    """Heads of part 3 of 4 go on where these are, and nowhere else."""
+    path, (ids,) = tmp_path / "cache", prompts(30)
+    ours = copy.deepcopy(tiny_model("llama"))
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    for layer in ours.model.layers:
+        layer.self_attn.q_proj._hf_device_mesh = mesh
+    cache = H2OCache(ours.config, heavy=6, recent=6)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+    cache.save(path, ours)
+    loaded = H2OCache.load(path, ours)
+    assert [layer.part for layer in loaded.layers] == [(3, 4)] * 2
+    loaded.save(path, ours)  # it still knows
+    with pytest.raises(ValueError, match=r"rank 3 of 4, and a config .* give load\(\) the model"):
+        H2OCache.load(path, ours.config)
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    for layer in ours.model.layers:
+        layer.self_attn.q_proj._hf_device_mesh = other
+    with pytest.raises(ValueError, match=r"rank 3 of 4, and this is tensor parallel rank 1 of 2: "):
+        H2OCache.load(path, ours)
+    with pytest.raises(ValueError, match=r"rank 3 of 4, and this is a whole model: have as many"):
+        H2OCache.load(path, tiny_model("llama"))
 
 
 def test_budgets_of_the_heads_that_are_here():

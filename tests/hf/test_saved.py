@@ -273,6 +273,22 @@ def test_files_of_other_versions(written, content, words):
         H2OCache.load(path, ours)
 
 
+def test_files_that_do_not_tell_their_heads(written):
+    """As they were written before parts of tensor parallel models were told apart."""
+    path, ours = written
+    expected = H2OCache.load(path, ours)
+
+    def without(text, _):
+        content = json.loads(text)
+        for numbers in content["layers"]:
+            del numbers["part"]
+        return json.dumps(content)
+
+    text, tensors = rewritten(path, without)
+    save_file(tensors, path, {"h2o": text, "sha256": saved._checksum(text, tensors)})
+    assert_same(H2OCache.load(path, ours), expected)
+
+
 def test_another_model(written):
     path, ours = written
     with pytest.raises(ValueError, match="another model: model_type is llama there and qwen2 here"):
