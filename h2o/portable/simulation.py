@@ -68,10 +68,11 @@ def simulate(
     evicted_at.copy_(torch.where(cut, end, evicted_at))
     later = real & ~early
     if merge is not None:
-        slots = new_slots(keys, Q, value_weighted=value_weighted, merge=True)
+        S = Q + 1  # a step looks at a free slot, also in a row that is all prompt and keeps it
+        slots = new_slots(keys, S, value_weighted=value_weighted, merge=True)
         slots = slots._replace(budget=budget)
         if stored_keys is not None:
-            stored = torch.zeros_like(stored_keys), torch.zeros_like(stored_values)
+            stored = [x.new_zeros(B, G, S, x.shape[-1]) for x in (stored_keys, stored_values)]
             slots = slots._replace(keys=stored[0], values=stored[1])
         evict(keys, values, scores, early, slots, *policy, merge)
         _through_slots(

@@ -146,6 +146,23 @@ def test_halves(dtype):
     assert merged(talks[0].slots) == merged(talks[1].slots) > 10
 
 
+@every_module
+@pytest.mark.parametrize("n", [1, 3, 40])
+def test_a_scale_of_nothing(module, n):
+    """Every key has the same logit, so a slot weighs as many keys as it stands for."""
+    keys, seen = torch.ones(1, 1, 64, 2), torch.arange(3.0)[:2].expand(1, 1, 64, 2)
+    slots = ops.new_slots(keys, 2, heavy=0, recent=1, merge=True)
+    module.evict(keys, seen, torch.ones(1, 1, 64), slots, merge=0.5)
+    assert merged(slots) == 63
+    new = torch.ones(1, 1, n, 2)
+    out, _ = module.attend(new, new, 3 * new, slots, scale=0.0)
+    want = (64 * torch.tensor([0.0, 1.0]) + 3 * n) / (64 + n)
+    torch.testing.assert_close(out[0, -1, 0], want)
+    if n == 1:
+        out = module.step(new, new, 3 * new, slots, scale=0.0, merge=0.5)
+        torch.testing.assert_close(out[0, 0, 0], want)
+
+
 def test_softcap():
     text = inputs.drifting(9, B=1, H=4, G=2, N=48, D=16)
     talks = [
@@ -225,6 +242,19 @@ def test_the_core_simulates_as_the_oracle():
     torch.testing.assert_close(results[1][0], results[0][0], rtol=3e-5, atol=3e-5)
     assert torch.equal(results[1][1], results[0][1])
     torch.testing.assert_close(results[1][2], results[0][2], rtol=3e-5, atol=3e-5)
+
+
+@every_module
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_a_row_that_is_all_prompt_and_full(module, kv_dtype):
+    """It keeps every token, so that no slot is left for the steps of the other row."""
+    text = [torch.from_numpy(x) for x in inputs.drifting(13, N=12)]
+    prompt, budget = torch.tensor([13, 3]).int(), torch.tensor([[20, 4], [3, 2]]).int()
+    out, evicted_at, _ = module.simulate(*text, prompt, budget, merge=0.5, kv_dtype=kv_dtype)
+    assert (evicted_at[0] == 12).all()
+    assert (evicted_at[1] < 12).any()
+    want = reference.simulate(*text, prompt, budget, merge=0.5, kv_dtype=kv_dtype)[0]
+    torch.testing.assert_close(out, want, rtol=3e-5, atol=3e-5)
 
 
 def test_what_does_not_go_together_is_refused():
