@@ -5,10 +5,10 @@
 
 An edit changes an operator, a constant or a bound, turns a condition round or deletes a
 statement. The edited core must fail, in this order, to compile, the C tests, the C tests under
-ASan and UBSan, or tests/core. To be quick only what an edit touches is compiled again, and all of
-that is done at the one instruction set level that this machine prefers, but for the first C tests,
-which find most at the level that compiles soonest. What survives is printed; edits that can change
-no answer, only speed or memory, are told apart by KNOWN, with the reason.
+ASan and UBSan, or the tests in Python that judge the core alone. To be quick only what an edit
+touches is compiled again, and all of that is done at the one instruction set level that this
+machine prefers, but for the first C tests, which find most at the level that compiles soonest. What survives is printed; edits that can
+change no answer, only speed or memory, are told apart by KNOWN, with the reason.
 
 A run that was interrupted goes on where its log ends. After new tests `--again` judges once more
 what the log says has survived.
@@ -55,8 +55,9 @@ NETS = {
     "asan": (SANITIZE, LEVEL),
 }
 
-#: The tests that find something soonest.
-FIRST = [f"tests/core/test_{x}.py" for x in ("exchange", "errors", "hostile", "levels", "ops")]
+#: The tests in Python, those first that find something soonest.
+TESTS = [f"tests/core/test_{x}.py" for x in ("exchange", "errors", "hostile", "levels", "ops")]
+TESTS += ["tests/core", *(f"tests/torch/test_{x}.py" for x in ("rolled", "merge", "heads"))]
 
 #: Edits that no test can notice, since no answer depends on them: a pattern of
 #: "file: line before -> line after", and why.
@@ -64,7 +65,7 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"COUNT_WORK|H2O_BALANCE|_WORK\b|_RANK\b", "a count of work, for make balance"),
     (r"prefetch|ahead|\.share|next_stride|\.next = ", "asks for memory early: speed only"),
     (
-        r": *[A-Z_]+ = [-0-9(<*sizeof)' ]+,?\s*/\*",
+        r"\.inc: *(?!ROUNDS|LINE)[A-Z_]+ = [-0-9(<*sizeof)' ]+,?\s*/\*",
         "a size by which work is cut: speed and rounding",
     ),
     (r"tries|pause|thrd_yield", "how often a waiting lane looks"),
@@ -245,7 +246,7 @@ class Workshop:
             for source in self.sources + self.programs:
                 assert self.compile(net, source, "clean"), source
             assert not self.link_and_test(net, []), "a C test fails without any edit"
-        assert not self.python([]), "tests/core fails without any edit"
+        assert not self.python([]), "a test in Python fails without any edit"
 
     def run(self, command: list[str], seconds: int = 300, **environment: str) -> bool:
         """Whether a command succeeds in so much of a processor's time, and in memory."""
@@ -300,29 +301,16 @@ class Workshop:
         return ""
 
     def python(self, touched: list[str]) -> str:
-        """tests/core if a test in there fails, or ""."""
+        """What to say where one of TESTS fails, or ""."""
         objects = [
             self.object("plain", x, "new" if x in touched else "clean") for x in self.sources
         ]
         out = f"h2o/_core{ENDING}"
         if not self.run(["gcc", "-shared", *objects, "-o", out, "-pthread", "-lm", "-ldl"]):
             return "link"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-m",
-            "not slow",
-            *FIRST,
-            "tests/core",
-        ]
-        return (
-            ""
-            if self.run(command, 400, H2O_CPU=LEVEL, PYTHONPATH=str(self.folder))
-            else "tests/core"
-        )
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *TESTS]
+        passed = self.run(command, 400, H2O_CPU=LEVEL, PYTHONPATH=str(self.folder))
+        return "" if passed else "python"
 
     def judge(self, edit: Edit) -> str:
         """What notices an edit first, or ""."""
