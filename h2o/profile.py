@@ -231,7 +231,7 @@ def difference(
     own = _parameters(model)
     for name, wanted in weights.items():
         values = _values(own[name], len(wanted)) if name in own else None
-        if values is None:  # quantised, offloaded or renamed by an adapter: nothing to compare
+        if values is None:  # quantised, offloaded, cut or renamed by an adapter: no comparison
             continue
         apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
         if not apart <= TOLERANCE:
@@ -251,13 +251,18 @@ def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[fl
 
 
 def _parameters(model: Any) -> dict[str, Any]:
+    """Those of which all is here, or that tell that it is not (`_values`)."""
     while hasattr(model, "_orig_mod"):  # torch.compile
         model = model._orig_mod
-    return dict(model.named_parameters())
+    cut: set[int] = set()
+    for module in model.modules():  # tensor parallel, as transformers before 5.11 notes it
+        if hasattr(module, "_hf_device_mesh"):
+            cut.update(map(id, module.parameters()))
+    return {name: x for name, x in model.named_parameters() if id(x) not in cut}
 
 
 def _values(parameter: Any, numbers: int) -> list[float] | None:
-    """Evenly spread numbers of a parameter; None of one that is quantised or not in memory."""
+    """Evenly spread numbers of a parameter; None of one that is quantised, cut or not in memory."""
     if not parameter.dtype.is_floating_point or parameter.is_meta or parameter.numel() < numbers:
         return None
     if hasattr(parameter, "__tensor_flatten__"):

@@ -19,7 +19,9 @@ from h2o.calibration.allocate import allocate
 from h2o.calibration.measure import costs, watch
 from h2o.calibration.refine import around, moved, worth
 from h2o.config import H2OConfig
+from h2o.evaluate.processes import ALONE, Processes
 from h2o.evaluate.results import Cells, provenance
+from h2o.hf import parallel
 from h2o.hf.served import transformers_layers
 from h2o.profile import Profile, describe, sample
 from h2o.shares import LEAST
@@ -117,8 +119,10 @@ def calibrate(
         "tokens": window, "draws": draws, "seed": seed, "grid": grid, "sinks": SINKS,
         "heavy": HEAVY, "rank_by": "mean", "value_weighted": True,
     }  # fmt: skip
+    processes = _processes(model)
     origin = provenance(model, None, str(getattr(model.config, "model_type", "")))
-    cells = Cells(Path(resume), KIND) if resume is not None else None
+    origin = processes.of_first(origin)  # each has weights of its own
+    cells = Cells(Path(resume), KIND, processes) if resume is not None else None
     low = [x for x in fractions if x <= refine]
     total = len(chosen) + len(low) * STEPS * min(READ, len(chosen))
     count = itertools.count()
@@ -243,7 +247,28 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
     """[full layers, G, grid]"""
     generator = torch.Generator().manual_seed(int(piece.sha256[:12], 16) + seed)
     layers = watch(model, piece.ids, generator, draws)
-    return torch.stack([costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]).numpy()
+    own = [costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
+    return _of_all_heads(torch.stack(own).numpy(), model)
+
+
+def _worth(model: Any, piece: Window, budgets: np.ndarray) -> np.ndarray:
+    """[full layers, G]"""
+    return _of_all_heads(worth(model, piece.ids, budgets, policy)[0], model)
+
+
+def _of_all_heads(own: np.ndarray, model: Any) -> np.ndarray:
+    """[full layers, G, ...] from the heads that each process has, the same on all of them."""
+    if own.shape[1] == describe(model.config).get("num_key_value_heads"):
+        return own
+    return np.concatenate(_processes(model).everyone(own), axis=1)
+
+
+def _processes(model: Any) -> Processes:
+    """Those that a model is cut over."""
+    mesh = parallel.mesh_of(model)
+    if mesh is None:
+        return ALONE
+    return Processes(mesh.get_local_rank(), mesh.size(), mesh.get_group())
 
 
 def _shares(costs: np.ndarray, grid: Sequence[int], fraction: float, window: int) -> np.ndarray:
@@ -268,7 +293,7 @@ def _step(
     found = [
         once(
             piece,
-            lambda piece=piece: {"worth": worth(model, piece.ids, budgets, policy)[0].tolist()},
+            lambda piece=piece: {"worth": _worth(model, piece, budgets).tolist()},
             budgets=budgets.tolist(),
         )
         for piece in pieces

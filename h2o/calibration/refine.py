@@ -22,7 +22,9 @@ from h2o import ops
 from h2o.analysis.collect import forward, full_layers
 from h2o.calibration.measure import ROWS
 from h2o.config import H2OConfig
+from h2o.hf import parallel
 from h2o.hf.attending import Call, attending
+from h2o.shares import levelled
 
 __all__ = ["around", "moved", "worth"]
 
@@ -47,8 +49,8 @@ def worth(
         policy: the cache's config for a budget.
 
     Returns:
-        (float64 [full layers, G]: by how much the divergence rises from the higher to the lower
-        budget, nats per token, to first order; the divergence itself)
+        (float64 [full layers, G], of the heads that are here: by how much the divergence rises
+        from the higher to the lower budget, nats per token, to first order; the divergence itself)
     """
     order = {layer: index for index, layer in enumerate(full_layers(model))}
     said = forward(model, ids, logits=True)
@@ -60,15 +62,16 @@ def worth(
         device = query.device
         configs = [[policy(int(x)) for x in row] for row in budgets[:, order[call.layer]]]
         amounts = [[config.tokens(len(ids)) for config in row] for row in configs]
+        part = parallel.part(call.module)
         with torch.no_grad():
             q, k, v = (x.float().expand(3, *x.shape[1:]) for x in (query, key, value))
             out, evicted_at, _ = ops.simulate(
                 q, k, v,
                 torch.ones(3, dtype=torch.int32, device=device),
-                torch.tensor(amounts, dtype=torch.int32, device=device),
+                torch.tensor(levelled(amounts, k.shape[1], part), dtype=torch.int32, device=device),
                 scale=call.scale, softcap=call.softcap, **configs[0][0].ranking,
             )  # fmt: skip
-            changes.append(out[2] - out[1])
+            changes.append((out[2] - out[1]).reshape(len(ids), k.shape[1], -1))
         found = _attend(query[0], key[0], value[0], evicted_at[0], call.scale, call.softcap)
         if not found.requires_grad:  # a first layer whose parameters are frozen
             found.requires_grad_()
@@ -79,10 +82,9 @@ def worth(
         logits = model(ids[None].to(model.device), use_cache=False).logits
         rise, divergence = _divergence(said, logits[0].detach())
         gradients = torch.autograd.grad(logits, outputs, rise[None])
-    G = budgets.shape[-1]
     n = len(ids)
     rows = [
-        (change * gradient[0].float()).reshape(n, G, -1).double().sum((0, 2)) / n
+        (change * gradient[0].float().reshape(change.shape)).double().sum((0, 2)) / n
         for change, gradient in zip(changes, gradients, strict=True)
     ]
     return torch.stack(rows).cpu().numpy(), divergence / n

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import distributed, nn
 
-__all__ = ["WHOLE", "part"]
+__all__ = ["WHOLE", "mesh_of", "named", "part"]
 
 WHOLE = (0, 1)
 """A layer that is not cut."""
@@ -23,14 +23,27 @@ def part(module: nn.Module) -> tuple[int, int]:
     A module that is cut in another way (FSDP, for one) is whole when it computes, which the number
     of its heads shows.
     """
+    mesh = mesh_of(module)
+    return WHOLE if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+
+def named(part: tuple[int, int]) -> str:
+    """What `part` gave, for errors."""
+    index, parts = part
+    return f"tensor parallel rank {index} of {parts}" if parts > 1 else "a whole model"
+
+
+def mesh_of(module: nn.Module) -> Any:
+    """The DeviceMesh of one dimension whose processes have the parts of a module; None of a whole
+    one."""
     if not distributed.is_available() or not distributed.is_initialized():
-        return WHOLE
+        return None
     for mesh in _meshes(module):
         if mesh.ndim > 1 and "tp" in (mesh.mesh_dim_names or ()):
             mesh = mesh["tp"]
         if mesh.ndim == 1:
-            return mesh.get_local_rank(), mesh.size()
-    return WHOLE
+            return mesh
+    return None
 
 
 def _meshes(module: nn.Module) -> Iterator[Any]:

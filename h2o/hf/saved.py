@@ -129,19 +129,14 @@ def _refuse_other_part(layers: list[dict[str, Any]], model: Any) -> None:
     for part in {tuple(numbers.get("part", parallel.WHOLE)) for numbers in layers}:
         if part == parallel.WHOLE:  # or of a version that did not tell
             continue
-        reason = f"holds the heads of {_rank(part)}"
+        reason = f"holds the heads of {parallel.named(part)}"
         if not hasattr(model, "config"):
             raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
         if (here := parallel.part(model)) != part:
             raise ValueError(
-                f"{reason}, and this is {_rank(here)}: have as many processes as then each load "
-                "the file that it saved (give every rank a path of its own)"
+                f"{reason}, and this is {parallel.named(here)}: have as many processes "
+                "as then each load the file that it saved, at a path of its own"
             )
-
-
-def _rank(part: tuple[int, int]) -> str:
-    index, parts = part
-    return f"tensor parallel rank {index} of {parts}" if parts > 1 else "a whole model"
 
 
 def _opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from h2o import H2OCache, H2OConfig, patched, simulated
+from h2o import H2OCache, H2OConfig, Profile, analyze, calibrate, patched, simulated
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
 
 SHARES = [[1.0, 3.0, 2.0, 0.7], [0.6, 1.0, 1.5, 4.0]]
@@ -29,16 +29,18 @@ CACHES = {
 }
 
 
-def everything(model, folder):
-    """{name: (tokens, positions kept [layers, B, G, K])}; `folder` is this process's own."""
+def everything(model, folder, profile):
+    """{name: (tokens, positions kept [layers, B, G, K])}; `folder` is this process's own, `profile`
+    of the whole model."""
     inputs = batch(prompts(40, 33))
     found = {}
-    for name, parameters in CACHES.items():
+    shared = {"heavy": 10, "recent": 8, "shares": profile}
+    for name, parameters in (CACHES | {"profile": shared}).items():
         cache = H2OCache(model.config, **parameters)
         found[name] = greedy(model, inputs, 20, past_key_values=cache), kept(cache)
-    config = H2OConfig(**CACHES["shares"])
-    with patched(model, config) as patch:
+    with patched(model, **shared) as patch:  # which knows the model's weights
         found["patched"] = greedy(model, inputs, 20), kept(patch.cache)
+    config = H2OConfig(**CACHES["shares"])
     with simulated(model, config, trace=True) as simulation, torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
     found["simulated"] = logits.argmax(-1), list(map(simulation.evicted_at, simulation.layers()))
@@ -61,10 +63,16 @@ def everything(model, folder):
     return found
 
 
-def refused(folder, model):
-    """Why a file cannot be loaded."""
+def calibrated(model, resume=None):
+    """A profile of two windows, refined."""
+    (ids,) = prompts(130)
+    return calibrate(model, ids, window=64, fractions=(0.15, 0.4), resume=resume)
+
+
+def refused(call, *arguments):
+    """Why a call does not go through."""
     try:
-        H2OCache.load(folder / "cache.safetensors", model)
+        call(*arguments)
     except ValueError as error:
         return str(error)
 
@@ -93,9 +101,14 @@ def main(folder):
         )
         own = place / rank
         own.mkdir()
-        found = everything(model.eval(), own)
+        profile = Profile.load(place / "profile.json")
+        found = everything(model.eval(), own, profile)
+        file = place / "unfinished.json"  # the second call takes all from it
+        found["calibrated"] = [calibrated(model, file).as_dict() for _ in range(2)]
+        found["analysis"] = refused(analyze, model, *prompts(40))
         distributed.barrier()
-        found["of the other process"] = refused(place / str(1 - int(rank)), model)
+        other = place / str(1 - int(rank)) / "cache.safetensors"
+        found["of the other process"] = refused(H2OCache.load, other, model)
         torch.save(found, own / "found.pt")
 
 

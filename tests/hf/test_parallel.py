@@ -13,8 +13,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
-from h2o import H2OCache
+from h2o import H2OCache, Profile
 from h2o.hf import parallel
+from h2o.profile import describe, sample
 from h2o.shares import levelled
 from tests.hf import cut
 from tests.hf.tiny import Family, prompts
@@ -35,13 +36,19 @@ FAMILIES = {
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path):
-    expected = {}
+    models, expected, profiles = {}, {}, {}
     for name, family in FAMILIES.items():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(family.build_config()).eval()
         model.save_pretrained(tmp_path / name)
         model.set_attn_implementation("h2o")
-        expected[name] = cut.everything(model, tmp_path)
+        profile = Profile(
+            (0.2, 0.6), (cut.SHARES, cut.SHARES[::-1]), 64, describe(model.config), sample(model)
+        )
+        profile.save(tmp_path / name / "profile.json")
+        models[name] = model
+        expected[name] = cut.everything(model, tmp_path, profile)
+        profiles[name] = cut.calibrated(model)
     (tmp_path / "cache.safetensors").unlink()
     launch(["-m", "tests.hf.cut", tmp_path], TORCHRUN)
     for name in FAMILIES:
@@ -49,6 +56,15 @@ def test_two_processes_give_what_one_gives(tmp_path):
         for own, found in enumerate((first, second)):
             said = f"heads of tensor parallel rank {1 - own} of 2, and this is .* rank {own} of 2: "
             assert re.search(said, found.pop("of the other process"))
+            said = f"shows all heads .* rank {own} of 2: load the model whole.* without tp_plan"
+            assert re.search(said, found.pop("analysis"))
+        found, again = first.pop("calibrated")
+        assert second.pop("calibrated") == [found, again] == [found, found]
+        assert found["weights"]
+        Profile.from_dict(found).check(models[name])
+        torch.testing.assert_close(
+            torch.tensor(found["shares"]), torch.tensor(profiles[name].shares), atol=2e-3, rtol=0
+        )
         for case, (tokens, kept) in expected[name].items():
             assert first[case][0].tolist() == second[case][0].tolist() == tokens.tolist(), case
             for whole, *parts in zip(kept, first[case][1], second[case][1], strict=True):
