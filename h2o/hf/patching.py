@@ -115,7 +115,7 @@ class Patch:
         length = _prompt_length(generation_config, model_kwargs)
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
         whole = generation_config.prefill_chunk_size is None and not assisted  # no draft after it
-        if whole and length not in (1, [1]):
+        if whole and any(n != 1 for n in (length if isinstance(length, list) else [length])):
             length = None  # a cache can tell by itself
         cache = self.make_cache(length)
         if assisted:
@@ -227,7 +227,7 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     """Tokens of the whole prompt of each row, before it is cut into chunks."""
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2:
-        return mask.sum(1).tolist()
+        return [max(1, n) for n in mask.sum(1).tolist()]  # nothing but pads may be a row, too
     # transformers drops a mask of ones and notes its length
     return getattr(generation_config, "_mask_length", None)
 

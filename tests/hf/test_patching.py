@@ -114,6 +114,18 @@ def test_fractions_of_a_short_prompt(llama, length):
     assert got == expected_tokens(llama, inputs, heavy=1, recent=1)
 
 
+@pytest.mark.parametrize("how", [{}, {"prefill_chunk_size": 2}], ids=["whole", "chunks"])
+def test_fractions_of_a_padded_batch_of_short_prompts(llama, how):
+    """The longest is one token, the last row is nothing but pads."""
+    ids = torch.cat([torch.zeros_like(prompts(2)[0]), prompts(1)[0]], 1).repeat(3, 1)
+    mask = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 0, 0]], device=ids.device)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    with patched(llama, heavy=0.1, recent=0.1) as patch:
+        got = greedy(llama, inputs, 12, **how).tolist()
+        assert patch.cache.report().layers[0].budget == [2, 2, 2]
+    assert got[0] == expected_tokens(llama, {"input_ids": ids[:1, 2:]}, heavy=1, recent=1)[0]
+
+
 def test_forward_has_a_fresh_cache(plain):
     (ids,) = prompts(20)
     with patched(plain, **SMALL) as patch, torch.no_grad():
