@@ -92,6 +92,7 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"level < LEVELS; level", "this machine has every level"),
     (r"remember\(", "whether a type's table is looked up once or at each call"),
     (r"snprintf\(text, 100,", "no shape is so long a text"),
+    (r"char letter\[2\] = .* -> .*\[3\]", "more room than a letter needs"),
     (r"exchange\.c: .*XDECREF", "a reference too many: a little memory"),
 )
 
