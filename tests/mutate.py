@@ -7,8 +7,9 @@ An edit changes an operator, a constant or a bound, turns a condition round or d
 statement. The edited core must fail, in this order, to compile, the C tests, the C tests under
 ASan and UBSan, or the tests in Python that judge the core alone. To be quick only what an edit
 touches is compiled again, and all of that is done at the one instruction set level that this
-machine prefers, but for the first C tests, which find most at the level that compiles soonest. What survives is printed; edits that can
-change no answer, only speed or memory, are told apart by KNOWN, with the reason.
+machine prefers, but for the first C tests, which find most at the level that compiles soonest.
+What survives is printed; edits that can change no answer, only speed or memory, are told apart by
+KNOWN, with the reason.
 
 A run that was interrupted goes on where its log ends. After new tests `--again` judges once more
 what the log says has survived.
@@ -90,6 +91,8 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"va_end\(arguments\); -> ;", "does nothing on these processors"),
     (r"module\.c: loans->stream = ", "of kernels for GPUs, which tests/cuda judges"),
     (r"level < LEVELS; level", "this machine has every level"),
+    (r"return -1; -> return -2;", "below 0 is an error, however far"),
+    (r"gomp_parallel\(take_part, .*, [01]\)", "how the threads of OpenMP are bound: speed only"),
     (r"remember\(", "whether a type's table is looked up once or at each call"),
     (r"snprintf\(text, 100,", "no shape is so long a text"),
     (r"char letter\[2\] = .* -> .*\[3\]", "more room than a letter needs"),

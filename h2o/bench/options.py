@@ -21,7 +21,7 @@ TABLES = {
     "overhead": "P9: one call on tiny tensors",
     "portable": "P20: the torch backend on the CPU, against eager with scores and the core's step",
     "threads": "whether torch's operators get slower beside h2o",
-    "model": "P8: SmolLM2 from prompt to text, DynamicCache against H2OCache",
+    "model": "P8: SmolLM2 from prompt to text, H2OCache against DynamicCache and QuantizedCache",
     "openvino": "P10: the same against OpenVINO GenAI, in an environment of its own",
     "compiled": "P21: a decoded token compiled, by weights, against eager, OpenVINO GenAI and vLLM",
     "batch": "P22: sixteen prompts at a time against DynamicCache, OpenVINO GenAI and vLLM",

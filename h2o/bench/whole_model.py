@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from importlib import resources
@@ -9,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, GenerationConfig
+from transformers import CompileConfig, DynamicCache, GenerationConfig, QuantizedCache
+from transformers.utils import is_optimum_quanto_available
 
 import h2o
 from h2o import models
@@ -80,9 +82,22 @@ CONFIGS = {
     FEWEST: h2o.H2OConfig.calibrated(0.04, of="bytes"),
 }
 
-ATTENTION = {**dict.fromkeys(CONFIGS, "h2o"), "DynamicCache": "sdpa", "no attention": "nothing"}
+QUANTIZED = "QuantizedCache, 4 bits"
+
+ATTENTION = {
+    **dict.fromkeys(CONFIGS, "h2o"),
+    **dict.fromkeys(("DynamicCache", QUANTIZED), "sdpa"),
+    "no attention": "nothing",
+}
 """Contender -> attn_implementation. "no attention" is what the rest of the model takes, which no
 cache can make faster."""
+
+COMPARED = (
+    ("H2OCache", "DynamicCache", f"{SHARE:.0%} of the keys"),
+    (FEWEST, "DynamicCache", "4% of the bytes"),
+    (FEWEST, QUANTIZED, f"4% of the bytes / {QUANTIZED}"),
+)
+"""Ours, against whom, and how that is called."""
 
 register(ATTENTION["no attention"], no_attention)
 
@@ -107,6 +122,8 @@ class Generation:
     def make_cache(self) -> Any:
         if self.name in CONFIGS:
             return h2o.H2OCache(self.model.config, CONFIGS[self.name], compileable=self.compiled)
+        if self.name == QUANTIZED:
+            return QuantizedCache("quanto", self.model.config, nbits=4)
         made = NoCache if self.name == "no attention" else DynamicCache
         return made(config=self.model.config)
 
@@ -133,11 +150,22 @@ class Generation:
         if self.name in CONFIGS:
             total = self.cache.report().total
             return total.bytes_held + total.bytes_bookkeeping
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+        names = ("keys", "values", "_quantized_keys", "_quantized_values")
+        found = [getattr(layer, name, None) for layer in self.cache.layers for name in names]
+        return sum(part.nbytes for x in found if x is not None for part in with_memory(x))
 
     def decode_times(self, rounds: int) -> Times:
         """Of the timed rounds: those before were warm-up."""
         return Times(self.name, self.decode[-rounds:])
+
+
+def with_memory(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors of which a quantised one consists; of another itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from with_memory(getattr(tensor, name))
 
 
 class Decoding:
@@ -164,17 +192,21 @@ class Decoding:
 
 def generate(options: Options) -> Iterator[Row]:
     """P8: generate() with DynamicCache under SDPA, with H2OCache at 20% of the keys, and with the
-    calibrated preset at 4% of the bytes."""
+    calibrated preset at 4% of the bytes; the latter beside transformers' QuantizedCache too."""
+    names = list(ATTENTION)
+    if not is_optimum_quanto_available():
+        print(f"{QUANTIZED}: left out: wants pip install optimum-quanto", file=sys.stderr)
+        names.remove(QUANTIZED)
     for dtype, _ in options.wanted("float32", "bfloat16"):
         model, tokenizer = load(dtype)
         for length in options.prompts:
             ids = prompt(tokenizer, length)
-            ways = [Generation(name, model, ids, options.tokens) for name in ATTENTION]
+            ways = [Generation(name, model, ids, options.tokens) for name in names]
             told = check_full_budget(model, ids[:, :512]) if dtype == "float32" else ""
             contenders = [Contender(way.name, way, own_clock=True) for way in ways]
             prefill = race(contenders, options.rounds)
             decode = {way.name: way.decode_times(options.rounds) for way in ways}
-            held = {way.name: way.bytes_held() for way in ways[:3]}
+            held = {way.name: way.bytes_held() for way in ways[:-1]}
             for phase, times in (("prefill", prefill), ("decode", decode)):
                 facts = {
                     "phase": phase,
@@ -184,11 +216,12 @@ def generate(options: Options) -> Iterator[Row]:
                     "seconds without attention": times["no attention"].median,
                 }
                 what = "SmolLM2, prefill" if phase == "prefill" else "SmolLM2, a decoded token"
-                for name, kept in (("H2OCache", f"{SHARE:.0%} of the keys"), (FEWEST, FEWEST[10:])):
-                    yield Row(
-                        "P8", what, f"{dtype}, {length} tokens, {kept}",
-                        ours=times[name], peer=times["DynamicCache"], error=told, facts=facts,
-                    )  # fmt: skip
+                for name, peer, kept in COMPARED:
+                    if peer in times:
+                        yield Row(
+                            "P8", what, f"{dtype}, {length} tokens, {kept}",
+                            ours=times[name], peer=times[peer], error=told, facts=facts,
+                        )  # fmt: skip
 
 
 def check_full_budget(model: Any, ids: Tensor) -> str:
