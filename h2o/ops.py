@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 from h2o import backends
 from h2o.outputs import empty, four_sizes, full, grad_enabled
-from h2o.slots import Slots, new_slots
+from h2o.slots import Slots, new_slots, sizes_of_keys
 
 Tensor = Any  # whatever speaks DLPack
 
@@ -110,8 +110,8 @@ def attend(
             out = empty(query, (B, Q, H, D))
         if scores is None:
             scores = empty(query, (B, key_sizes[1], Q), "float32")
-        if scale is None:
-            scale = D**-0.5
+    if scale is None:
+        scale = _default_scale(query, sizes)
     if grad_enabled():
         _refuse_grad("query keys values out scores", query, keys, values, out, scores, slots=slots)
     backends.serving(query).attend(
@@ -208,8 +208,8 @@ def step(
         B, H, Q, D = sizes
         if out is None:
             out = empty(query, (B, Q, H, D))
-        if scale is None:
-            scale = D**-0.5
+    if scale is None:
+        scale = _default_scale(query, sizes)
     if grad_enabled():
         _refuse_grad("query key value out", query, key, value, out, slots=slots)
     table, ranks = (None, None) if rotary is None else rotary
@@ -272,8 +272,8 @@ def simulate(
             evicted_at = empty(query, (B, G, Q), "int32")
         if scores is None:
             scores = empty(query, (B, G, Q), "float32")
-        if scale is None:
-            scale = D**-0.5
+    if scale is None:
+        scale = _default_scale(query, sizes)
     if grad_enabled():
         _refuse_grad("query keys values out scores", query, keys, values, out, scores)
     stored_keys = stored_values = None
@@ -287,9 +287,18 @@ def simulate(
     return out, evicted_at, scores
 
 
+def _default_scale(query: Tensor, sizes: tuple[int, int, int, int] | None) -> float | None:
+    """1 / sqrt(D). None, which the core refuses, where D cannot be asked for; any number for a
+    query that it will refuse anyway."""
+    if sizes is not None:
+        return max(1, sizes[3]) ** -0.5
+    unsized = hasattr(query, "__dlpack__") and not hasattr(type(query), "shape")
+    return None if unsized else 1.0
+
+
 def _quantised(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
     """Keys and values [B, G, Q, bytes] as a store without a budget holds them, by position."""
-    B, G, Q, _ = keys.shape
+    B, G, Q, _ = sizes_of_keys(keys)
     slots = new_slots(keys, Q, kv_dtype=kv_dtype)
     evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=mask)
     return slots.keys, slots.values

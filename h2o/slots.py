@@ -7,6 +7,8 @@ dimension.
 from __future__ import annotations
 
 import itertools
+import numbers
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +58,14 @@ class Slots(NamedTuple):
     by; given exactly if keys are merged"""
 
 
+def sizes_of_keys(keys: Tensor) -> tuple[int, int, int, int]:
+    """B, G, tokens and D. Errors: ValueError for keys of another shape."""
+    sizes = four_sizes(keys)
+    if sizes is None:
+        raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")
+    return sizes
+
+
 def new_slots(
     keys: Tensor,
     capacity: int | Sequence[int],
@@ -78,15 +88,14 @@ def new_slots(
     bits for each; "int8-int4", values as four bits with scale and minimum (16 bits each) for
     every 32 elements, of which D must then be a multiple. `merge`: whether keys will be merged.
     """
-    sizes = four_sizes(keys)
-    if sizes is None:
-        raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")
-    B, G, _, D = sizes
-    each = [capacity] if isinstance(capacity, int) else list(capacity)
+    B, G, _, D = sizes_of_keys(keys)
+    even = isinstance(capacity, numbers.Integral)
+    each = [operator.index(x) for x in ([capacity] if even else capacity)]
+    heavy, recent = operator.index(heavy), operator.index(recent)
     if min(each, default=0) < 1:
         raise ValueError(f"capacity: is {capacity}, wanted at least 1: k + 1 for rows of budget k")
     starts, budgets, shape = None, (B, 2), (B, G, each[0])
-    if not isinstance(capacity, int):
+    if not even:
         if len(each) != G:
             raise ValueError(f"capacity: has {len(each)} numbers, wanted one for each of {G} heads")
         starts, budgets, shape = full(keys, (G + 1,), 0, "int32"), (B, G, 2), (B, sum(each))

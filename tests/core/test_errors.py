@@ -141,6 +141,34 @@ def test_none(name, tensor, refused):
         refused(call.put(tensor, None), TypeError, "^[a-z_.]+: is None, wanted ")
 
 
+@pytest.mark.parametrize("name", ["attend", "step", "simulate"])
+@pytest.mark.parametrize("tensor", ["query", "keys"])
+def test_without_a_scale_the_tensor_is_named(name, tensor, refused):
+    """The scale comes from the query's shape, and is not what is wrong."""
+    call = make(name).put("scale", None)
+    tensor = "key" if (name, tensor) == ("step", "keys") else tensor
+    array = call.get(tensor)
+    refused(call.put(tensor, array[0]), ValueError, f"^{tensor}: has shape")
+    refused(call.put(tensor, array[..., :0]), ValueError, f"^{tensor}: has shape")
+    refused(call.put(tensor, None), TypeError, f"^{tensor}: is None")
+    refused(call.put(tensor, [1.0]), TypeError, f"^{tensor}: a list is no tensor")
+
+
+@pytest.mark.parametrize("keys", [None, [1.0], np.zeros((2, 3, 4), np.float32)])
+def test_keys_that_cannot_be_quantised(keys):
+    given = [make("simulate").get(x) for x in ("query", "values", "prompt", "budget")]
+    with pytest.raises(ValueError, match=r"^keys: has shape .*, wanted \[B, G, any, D\]"):
+        ops.simulate(given[0], keys, *given[1:], kv_dtype="int8")
+
+
+def test_slots_take_whole_numbers():
+    keys = np.zeros((1, 2, 3, 4), np.float32)
+    assert ops.new_slots(keys, np.int64(5), np.int64(2)).keys.shape == (1, 2, 5, 4)
+    for wrong in ({"capacity": 1.5}, {"capacity": [2, 1.5]}, {"heavy": 0.5}, {"recent": 0.5}):
+        with pytest.raises(TypeError):
+            ops.new_slots(keys, **{"capacity": 3, **wrong})
+
+
 @pytest.mark.parametrize(("name", "tensor"), EVERY_WRITTEN)
 def test_read_only_outputs(name, tensor, refused):
     call = make(name)
