@@ -112,8 +112,7 @@ class H2OConfig:
             raise ValueError(
                 f'kv_dtype must be None, "auto", "int8" or "int8-int4", not {self.kv_dtype!r}'
             )
-        if self.of not in ("keys", "bytes"):
-            raise ValueError(f'of must be "keys" or "bytes", not {self.of!r}')
+        _check_of(self.of)
         if self.of == "bytes" and not all(isinstance(x, float) for x in self._amounts):
             raise ValueError(
                 'of="bytes" takes fractions, one heavy and one recent for all layers and heads, '
@@ -146,6 +145,7 @@ class H2OConfig:
         (values in eight bits too where the head dimension is no multiple of 32).
         """
         budget = amount_of("budget", budget)
+        _check_of(of)
         if of == "bytes":
             heavy, recent = parted(budget, 0.75)
             return cls(
@@ -297,6 +297,8 @@ class H2OConfig:
         full, slot = self.slot
         heavy, recent = self._amounts
         part = heavy + recent
+        if part == 0:  # sinks alone
+            return 0, 0
         rest = max(1, (int(part * n * full) - sizes.FIXED) // slot - 1 - self.sinks)
         own = int(rest * recent / part)
         return rest - own, own
@@ -333,6 +335,11 @@ class H2OConfig:
                 "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "
                 f"than 0 (heavy={self.heavy}, recent={self.recent}, sinks=0)"
             )
+
+
+def _check_of(of: Any) -> None:
+    if of not in ("keys", "bytes"):
+        raise ValueError(f'of must be "keys" or "bytes", not {of!r}')
 
 
 def _cosine(value: Any) -> float:

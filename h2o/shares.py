@@ -53,10 +53,10 @@ def table(shares: Any) -> Table | HasShares:
     if isinstance(shares, HasShares):
         return shares
     rows = shares.tolist() if hasattr(shares, "tolist") else shares
-    if not isinstance(rows, Sequence) or not all(isinstance(row, Sequence) for row in rows):
+    if isinstance(rows, str) or not isinstance(rows, Sequence) or not all(map(_is_row, rows)):
         raise TypeError(
-            "shares must be numbers [layers, key/value heads] (lists or an array) or an "
-            f"h2o.Profile, not {type(shares).__name__}"
+            "shares must be numbers [layers, key/value heads] (lists or an array), an "
+            f'h2o.Profile (h2o.Profile.load(path)) or "shipped", not {shares!r:.60}'
         )
     numbers = tuple(tuple(float(x) for x in row) for row in rows)
     if not numbers or len({len(row) for row in numbers}) != 1 or not numbers[0]:
@@ -66,6 +66,10 @@ def table(shares: Any) -> Table | HasShares:
             if not (math.isfinite(share) and share > 0):
                 raise ValueError(f"shares[{layer}][{head}] is {share}, wanted a positive number")
     return numbers
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, Sequence) and not isinstance(row, str)
 
 
 def check_shares(shares: Table | HasShares, layers: int) -> None:

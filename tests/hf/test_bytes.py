@@ -102,8 +102,15 @@ def test_bytes_need_fractions():
         H2OConfig(16, 0.1, of="bytes")
     with pytest.raises(ValueError, match='must be "keys" or "bytes"'):
         H2OConfig(of="tokens")
+    for preset in (H2OConfig.robust, H2OConfig.calibrated):
+        with pytest.raises(ValueError, match='must be "keys" or "bytes"'):
+            preset(0.1, of="byte")
     with pytest.raises(ValueError, match="for_model"):
         H2OConfig(0.1, 0.1, of="bytes").tokens(100)
+
+
+def test_no_bytes_beside_the_sinks():
+    assert filled(H2OConfig.robust(0.0, of="bytes")).layers[0].kept == [4]
 
 
 def test_no_profile_is_shipped_for_a_tiny_model():

@@ -52,6 +52,7 @@ def test_parts_go_with_the_shares():
     [
         (0.5, TypeError, "numbers \\[layers, key/value heads\\]"),
         ([0.5, 1.0], TypeError, "numbers \\[layers, key/value heads\\]"),
+        ("heads.json", TypeError, "h2o.Profile.load\\(path\\).*not 'heads.json'"),
         ([[1.0], [1.0, 2.0]], ValueError, "same number of heads"),
         ([[]], ValueError, "same number of heads"),
         ([[1.0, 0.0]], ValueError, "shares\\[0\\]\\[1\\] is 0.0, wanted a positive number"),
