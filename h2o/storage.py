@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dequantised", "quantised", "stored_like"]
+__all__ = ["codes", "dequantised", "floats", "quantised", "stored_like"]
 
 
 def quantised(x: Tensor, bits: int) -> Tensor:
@@ -46,19 +46,24 @@ def dequantised(rows: Tensor, D: int) -> Tensor:
     them."""
     if rows.dtype != torch.uint8:
         return rows
-    return _floats(rows.reshape(-1, rows.shape[-1]), D).view(*rows.shape[:-1], D)
+    return floats(*codes(rows, D))
 
 
-def _floats(rows: Tensor, D: int) -> Tensor:
-    """[n, D] of rows [n, bytes]."""
-    n = len(rows)
+def codes(rows: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of rows [..., bytes] the q [..., N, D / N], int8 or uint8, of N groups that share a scale,
+    and float32 [..., N, 1] their scale and minimum; None: 0."""
     if rows.shape[-1] == D + 2:
-        scale = _copy(rows[:, D:]).view(torch.float16).float()
-        return rows[:, :D].view(torch.int8).float() * scale
-    numbers = _copy(rows[:, D // 2 :]).view(torch.float16).float().view(n, D // 32, 2, 1)
-    nibbles = rows[:, : D // 2].view(n, D // 32, 16)
-    q = torch.cat([nibbles & 15, nibbles >> 4], dim=-1).float()
-    return (numbers[:, :, 1] + q * numbers[:, :, 0]).view(n, D)
+        scale = _copy(rows[..., D:]).view(torch.float16).float()
+        return rows[..., None, :D].view(torch.int8), scale[..., None], None
+    numbers = _copy(rows[..., D // 2 :]).view(torch.float16).float().unflatten(-1, (D // 32, 2))
+    nibbles = rows[..., : D // 2].unflatten(-1, (D // 32, 16))
+    return torch.cat([nibbles & 15, nibbles >> 4], -1), numbers[..., :1], numbers[..., 1:]
+
+
+def floats(q: Tensor, scale: Tensor, least: Tensor | None) -> Tensor:
+    """float32 [..., D] of `codes`."""
+    x = q.float().mul_(scale)
+    return (x if least is None else x.add_(least)).flatten(-2)
 
 
 def stored_like(x: Tensor, rows: Tensor) -> Tensor:

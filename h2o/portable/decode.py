@@ -76,7 +76,7 @@ def step(
     if merge is not None:
         logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     p = logits.masked_fill_((positions < 0)[:, :, None], -torch.inf).softmax(-1)
-    answer = store.answers(p, store.rows("values", D)).view(B, 1, H, D)
+    answer = store.answers_stored(p, D).view(B, 1, H, D)
     given = p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)

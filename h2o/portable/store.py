@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.storage import dequantised, stored_like
+from h2o.storage import codes, dequantised, floats, stored_like
 
 __all__ = ["Store", "as_stored", "products"]
 
@@ -75,6 +75,19 @@ class Store:
         beyond = (values - finite)[:, 0].float()  # [B, T, D]: 0 where it is finite
         own = p.new_zeros(*p.shape[:2], values.shape[-1]).index_add_(1, self.head, beyond)
         return products(p, finite) + own[:, :, None]
+
+    def answers_stored(self, p: Tensor, D: int) -> Tensor:
+        """As `answers`, of the values that the slots hold.
+
+        A quantised store tells what was not finite by a scale that is NaN, so that nothing of the
+        size of the values has to be looked through.
+        """
+        if self.first is None or self.slots.values.dtype != torch.uint8:
+            return self.answers(p, self.rows("values", D))
+        q, scale, least = codes(self.slots.values, D)
+        lost = scale.isnan().any(-2)[:, None, :, 0]  # [B, 1, T]
+        values = floats(q, scale.nan_to_num(0.0), least)
+        return products(p.masked_fill((lost & self.own)[:, :, None], torch.nan), values[:, None])
 
     # ---- One slot of each head: index [B, G, 1] on axis S ------------------------------------
 

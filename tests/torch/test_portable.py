@@ -333,6 +333,29 @@ def test_a_step_takes_few_operations():
     assert counts[1] <= 150, "keys and values are quantised at once"
 
 
+@pytest.mark.parametrize("capacity", [600, [600, 800]], ids=["even", "one axis"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4"])
+def test_a_step_makes_a_store_floats_once(capacity, kv_dtype):
+    """Keys and values in float32 are most of what a step moves."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    tokens = [torch.from_numpy(x) for x in inputs.drifting(4, H=4, G=2, N=12, D=32).cut(11, 12)]
+    slots = ops.new_slots(tokens[1], capacity, 4, 4, kv_dtype=kv_dtype)
+    number = slots.scores.numel() * 32
+    made = set()
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.numel() == number and out.is_floating_point():
+                made.add(out.untyped_storage().data_ptr())
+            return out
+
+    with backends.by_torch(), Watcher():
+        ops.step(*tokens, slots)
+    assert 1 <= len(made) <= 2
+
+
 # ---- Errors ------------------------------------------------------------------------------------
 
 
