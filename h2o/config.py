@@ -121,6 +121,7 @@ class H2OConfig:
         named = isinstance(self.shares, str) and self.shares == "shipped"
         if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
+        self._check_shared()
         if self.positions not in ("original", "rolled"):
             raise ValueError(f'positions must be "original" or "rolled", not {self.positions!r}')
         if self.positions == "rolled" and self.merge is not None:
@@ -322,6 +323,17 @@ class H2OConfig:
     def held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
         return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
+
+    def _check_shared(self) -> None:
+        """What a layer's heads share must be one amount."""
+        lists = [x for x in (self.heavy, self.recent) if isinstance(x, tuple)]
+        if not isinstance(self.shares, LayerShares):  # of all layers: in each a number or a list
+            lists = [x for amounts in lists for x in amounts if isinstance(x, tuple)]
+        if self.shares is not None and lists:
+            raise ValueError(
+                "shares divide what a layer has among its key/value heads, but heavy or recent "
+                "already say it for each head: give one of the two"
+            )
 
     def _check_total(self) -> None:
         """A budget that is 0 whatever the prompt, in any layer, is an error now."""

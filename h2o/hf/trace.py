@@ -31,7 +31,9 @@ class Trace:
         """After a forward pass of Q columns: what is no longer in the slots was evicted by it."""
         positions = by_head(slots, "positions", -1)
         B, G, _ = positions.shape
-        real = slots.lengths.new_ones((B, Q), dtype=torch.bool) if mask is None else mask.bool()
+        real = slots.lengths.new_ones((B, Q), dtype=torch.bool)
+        if mask is not None:
+            real.copy_(mask)  # which is the caller's, and of all layers
         left = slots.positions.new_full((B, G, Q), -1)
         if self.real is not None:
             real = torch.cat([self.real, real], dim=1)

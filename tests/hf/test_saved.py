@@ -341,3 +341,19 @@ def test_states_are_whole():
             changed = {name for name, x in vars(layer).items() if x is not old[name]}
             found = {name.partition(".")[0] for name in state_of(layer).tensors}
             assert changed - anew <= found | set(state_of(layer).numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
+def test_a_traced_prompt_with_pads(tmp_path, dtype):
+    """All layers had one mask in common, and it is the caller's."""
+    ours, mask = model("llama"), torch.ones(2, 20, dtype=dtype)
+    mask[0, :7] = 0
+    cache = H2OCache(ours.config, **SMALL, trace=True)
+    with torch.no_grad():
+        ours(prompts(20)[0].repeat(2, 1), attention_mask=mask, past_key_values=cache)
+    wanted = cache.evicted_at(1).tolist()
+    mask[:] = 0
+    cache.save(tmp_path / "cache", ours)
+    loaded = H2OCache.load(tmp_path / "cache", ours)
+    assert loaded.evicted_at(1).tolist() == cache.evicted_at(1).tolist() == wanted
+    assert [row[0][:8].count(0) for row in wanted] == [7, 0]

@@ -64,6 +64,17 @@ def test_what_is_no_table_of_shares(shares, error, message):
         H2OConfig(8, 8, shares=shares)
 
 
+def test_heads_with_amounts_of_their_own_share_nothing():
+    shares = [[1.0, 2.0], [3.0, 4.0]]
+    assert H2OConfig([8, 9], 4, shares=shares).for_layer(1, 2).tokens(100) == (9, 4)
+    for heavy, recent in (([[8, 4], [4, 8]], 4), (8, [4, [2, 6]])):
+        with pytest.raises(ValueError, match="give one of the two"):
+            H2OConfig(heavy, recent, shares=shares)
+    computed = H2OConfig(lambda layer, layers: [8, 4], 4, shares=shares)
+    with pytest.raises(ValueError, match="give one of the two"):
+        computed.for_layer(0, 2)
+
+
 def test_arrays_are_shares_too():
     tables = [TABLE, np.array(TABLE), torch.tensor(TABLE), np.array(TABLE, np.float32)]
     for shares in tables:
