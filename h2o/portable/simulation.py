@@ -116,10 +116,8 @@ def _one_by_one(
     rows = rows_of(query, Q)
     query = query.unflatten(1, (G, R))
     keys, values = keys.float(), values.float()
-    finite = values.isfinite()
-    pads = (places < 0)[..., None]
-    odd = (~finite & ~pads).float()
-    values = values.masked_fill(~finite | pads, 0)
+    given = values.masked_fill((places < 0)[..., None], 0)
+    values = given.masked_fill(~given.isfinite(), 0)
     for start in range(0, Q, rows):
         stop = min(start + rows, Q)
         asked = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)
@@ -147,12 +145,24 @@ def _one_by_one(
             when = evicted_at.gather(-1, last)
             evicted_at.scatter_(-1, last, torch.where(leaves, i + 1, when))
         p = torch.stack(block, 3).flatten(2, 3)  # [B, G, R * n, stop]
-        answer = p @ values[:, :, :stop]
-        shown = (p @ odd[:, :, :stop]) > 0
-        answer = answer.masked_fill(shown, torch.nan).unflatten(2, (R, stop - start))
+        answer = (p @ values[:, :, :stop]).unflatten(2, (R, stop - start))
         answer = answer.permute(0, 3, 1, 2, 4).flatten(2, 3)
         part = out[:, start:stop]
         part.copy_(torch.where(later[:, start:stop, None, None], answer.to(out.dtype), part))
+    beyond = _beyond(given, evicted_at).masked_fill(~later[:, None, :, None], 0)
+    out.unflatten(2, (G, R)).add_(beyond.transpose(1, 2)[:, :, :, None])
+
+
+def _beyond(values: Tensor, evicted_at: Tensor) -> Tensor:
+    """What values [B, G, Q, D] that are not finite make of the sums of those who see them: float32
+    [B, G, Q, D], 0 without. A key is seen from its own column on, up to the one that evicts it."""
+    gone = evicted_at.long()[..., None].expand(values.shape)
+    found = torch.zeros_like(values)
+    for infinity in (torch.inf, -torch.inf):  # a value that is no number is both
+        comes = ((values == infinity) | values.isnan()).float()
+        change = torch.nn.functional.pad(comes, (0, 0, 0, 1)).scatter_add_(2, gone, -comes)
+        found += torch.where(change.cumsum(2)[:, :, :-1] > 0, infinity, 0.0)
+    return found
 
 
 def _through_slots(

@@ -272,6 +272,38 @@ def test_values_that_are_not_finite_show_where_they_are_seen():
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("merge", [None, 0.5])
+@pytest.mark.parametrize("size", [None, 8], ids=["one block", "blocks"])
+def test_simulated_infinities_are_the_oracles(merge, kv_dtype, size, monkeypatch):
+    """With their signs, for as long as they are held; two of them of different signs are NaN."""
+    if size is not None:
+        monkeypatch.setattr(prefill, "BLOCK", size)
+    text = inputs.drifting(8, B=2, H=4, G=2, N=N, D=32)
+    mask = padded()
+    inf = np.inf
+    for b, g, column, bad in [
+        (0, 0, 5, np.nan), (0, 1, 11, inf), (0, 1, 30, -inf), (1, 0, 20, -inf), (1, 1, 26, inf),
+    ]:  # fmt: skip
+        text.values[b, g, column, 3] = bad
+        text.values[b, g, column + 2, 5] = bad
+    for x in text:
+        x[1, :, :7] = inf  # pads
+    prompt = torch.tensor([20, 9], dtype=torch.int32)
+    budget = torch.tensor([[[5, 3], [8, 8]]] * 2, dtype=torch.int32)
+    got, want = (
+        engine.module.simulate(
+            *map(engine.tensor, text), prompt, budget, mask=torch.from_numpy(mask),
+            merge=merge, kv_dtype=kv_dtype,
+        )[0].numpy()
+        for engine in (torch_engine(), oracle())
+    )  # fmt: skip
+    kinds = np.isnan(want), np.isposinf(want), np.isneginf(want)
+    assert all(kind.any() for kind in kinds[: 2 if kv_dtype else 3])
+    assert merge or np.isfinite(want[:, -1]).any(), "nothing of it was evicted"
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("policy", [Policy(8, 8), Policy(6, 6, merge=0.5)], ids=["drop", "merge"])
 def test_values_that_are_not_finite_stay_in_their_heads(policy, kv_dtype):
     """The slots of all heads lie on one axis; one of two has such values, stored and new."""
