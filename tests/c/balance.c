@@ -64,25 +64,29 @@ typedef struct {
     int64_t H, G, D;
     int64_t tokens; /* new ones */
     int64_t held;   /* keys stored, or that stay */
+    float merge;    /* as in h2o_policy */
     double bound;   /* wanted on 64 lanes: a promise, or what there is to lose */
 } balance_case;
 
 static const balance_case cases[] = {
-    {PREFILL, "prefill", 32, 8, 128, 2048, 0, 0.85},
-    {PREFILL, "prefill", 32, 8, 128, 4096, 0, 0.85},
-    {PREFILL, "prefill", 9, 3, 64, 2048, 0, 0.85},
-    {CHUNK, "chunk", 32, 8, 128, 2, 8192, 0.70},
-    {CHUNK, "chunk", 32, 8, 128, 8, 8192, 0.70},
-    {CHUNK, "chunk", 32, 8, 128, 12, 8192, 0.70},
-    {CHUNK, "chunk", 32, 8, 128, 16, 8192, 0.70},
-    {CHUNK, "chunk", 32, 8, 128, 64, 8192, 0.70},
-    {STEP, "decode step", 32, 8, 128, 1, 410, 0.45},
-    {STEP, "decode step", 32, 8, 128, 1, 820, 0.75},
-    {STEP, "decode step", 32, 8, 128, 1, 1024, 0.70},
-    {STEP, "decode step", 32, 8, 128, 1, 4096, 0.70},
-    {STEP, "decode step", 9, 3, 64, 1, 1024, 0.30},
-    {EVICT, "evict", 32, 8, 128, 4096, 818, 0.35},
-    {SIMULATE, "simulate", 32, 8, 128, 2048, 410, 0.50},
+    {PREFILL, "prefill", 32, 8, 128, 2048, 0, 0, 0.85},
+    {PREFILL, "prefill", 32, 8, 128, 4096, 0, 0, 0.85},
+    {PREFILL, "prefill", 9, 3, 64, 2048, 0, 0, 0.85},
+    {CHUNK, "chunk", 32, 8, 128, 2, 8192, 0, 0.70},
+    {CHUNK, "chunk", 32, 8, 128, 8, 8192, 0, 0.70},
+    {CHUNK, "chunk", 32, 8, 128, 12, 8192, 0, 0.70},
+    {CHUNK, "chunk", 32, 8, 128, 16, 8192, 0, 0.70},
+    {CHUNK, "chunk", 32, 8, 128, 64, 8192, 0, 0.70},
+    {STEP, "decode step", 32, 8, 128, 1, 410, 0, 0.45},
+    {STEP, "decode step", 32, 8, 128, 1, 820, 0, 0.75},
+    {STEP, "decode step", 32, 8, 128, 1, 1024, 0, 0.70},
+    {STEP, "decode step", 32, 8, 128, 1, 4096, 0, 0.70},
+    {STEP, "decode step", 9, 3, 64, 1, 1024, 0, 0.30},
+    {STEP, "decode step that merges", 32, 8, 128, 1, 1024, 0.05f, 0.70},
+    {EVICT, "evict", 32, 8, 128, 4096, 818, 0, 0.35},
+    {EVICT, "evict that merges", 32, 8, 128, 4096, 818, 0.05f, 0.12},
+    {SIMULATE, "simulate", 32, 8, 128, 2048, 410, 0, 0.50},
+    {SIMULATE, "simulate that merges", 32, 8, 128, 2048, 410, 0.05f, 0.12},
 };
 
 static h2o_view filled(int64_t heads, int64_t rows, int64_t D, bool empty) {
@@ -106,6 +110,7 @@ static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
     const float scale = 1.0f / sqrtf((float)c->D);
     const h2o_dims dims = make_dims(1, c->G, c->H / c->G, c->tokens, c->held + 1, c->D);
     const int32_t heavy = (int32_t)(c->held / 2), recent = (int32_t)(c->held - heavy);
+    const h2o_policy policy = {.decay = 1.0f, .merge = c->merge};
     const bool empty = only_workspace;
     const h2o_view query = filled(c->H, c->tokens, c->D, empty);
     const h2o_view keys = filled(c->G, c->tokens, c->D, empty);
@@ -124,6 +129,10 @@ static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
     if (c->what == CHUNK || c->what == STEP || c->what == EVICT) {
         slots = make_slots(DENSE, &dims, H2O_F32, heavy, recent, false);
         if (c->what != EVICT) fill_slots(&slots, c->held, &random);
+        if (c->merge > 0.0f) {
+            slots.bias = make_tensor(H2O_F32, 3, 1, c->G, c->held + 1, 1);
+            FILL(float, slots.bias, 0.0f);
+        }
         slots_data[0] = slots.keys, slots_data[1] = slots.values;
     }
     h2o_view prompt = make_tensor(H2O_I32, 1, 1, 1, 1, 1);
@@ -146,11 +155,8 @@ static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
                                .decay = 1.0f};
         PLAY(attend, &p, lanes, only_workspace);
     } else if (c->what == EVICT) {
-        h2o_evict_params p = {.keys = keys,
-                              .values = values,
-                              .scores = scores,
-                              .slots = slots,
-                              .policy = {.decay = 1.0f}};
+        h2o_evict_params p = {
+            .keys = keys, .values = values, .scores = scores, .slots = slots, .policy = policy};
         PLAY(evict, &p, lanes, only_workspace);
     } else if (c->what == STEP) {
         h2o_step_params p = {.query = query,
@@ -158,7 +164,7 @@ static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
                              .value = values,
                              .slots = slots,
                              .out = out,
-                             .policy = {.decay = 1.0f},
+                             .policy = policy,
                              .scale = scale};
         PLAY(step, &p, lanes, only_workspace);
     } else {
@@ -170,7 +176,7 @@ static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
                                  .budget = budget,
                                  .evicted_at = evicted_at,
                                  .scores = scores,
-                                 .policy = {.decay = 1.0f},
+                                 .policy = policy,
                                  .scale = scale};
         PLAY(simulate, &p, lanes, only_workspace);
     }
@@ -209,7 +215,7 @@ static void show_workspace(void) {
     printf("\n| workspace of a prefill, H=32, G=8, D=128 | 1 lane | 2 | 64 lanes |\n");
     printf("| --- | --- | --- | --- |\n");
     for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
-        const balance_case c = {PREFILL, "prefill", 32, 8, 128, tokens[i], 0, 0};
+        const balance_case c = {PREFILL, "prefill", 32, 8, 128, tokens[i], 0, 0, 0};
         printf("| %d tokens |", (int)tokens[i]);
         for (int lanes = 1; lanes <= 64; lanes = lanes == 1 ? 2 : lanes * 32) {
             printf(" %.1f MiB |", (double)run_case(&c, lanes, true).workspace / (1 << 20));
