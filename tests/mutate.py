@@ -89,7 +89,7 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"char \*needs\[4\]; -> .*\[5\]", "more room than there are needs"),
     (r"fresh < p->dims.Q\) clear.* -> .*fresh <= p", "looks for pads where there are none"),
     (r"va_end\(arguments\); -> ;", "does nothing on these processors"),
-    (r"module\.c: loans->stream = ", "of kernels for GPUs, which tests/cuda judges"),
+    (r"module\.c: (loans->stream|call->table) = ", "of kernels for GPUs, which tests/cuda judges"),
     (r"level < LEVELS; level", "this machine has every level"),
     (r"return -1; -> return -2;", "below 0 is an error, however far"),
     (r"gomp_parallel\(take_part, .*, [01]\)", "how the threads of OpenMP are bound: speed only"),

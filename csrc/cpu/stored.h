@@ -108,6 +108,17 @@ VEC vf load_q4(const char *row, int64_t d, int64_t D) {
     return vf_fma(q, vf_set1_f16(numbers), vf_set1_f16(numbers + 2));
 }
 
+/* The GROUP elements from d on. */
+VEC void load_q4_group(const char *row, int64_t d, int64_t D, vf x[GROUP / VL]) {
+    enum { HALF = GROUP / VL / 2 };
+    const char *const numbers = row + D / 2 + d / GROUP * 4;
+    const vf scale = vf_set1_f16(numbers), minimum = vf_set1_f16(numbers + 2);
+    UNROLL
+    for (int i = 0; i < HALF; i++) {
+        vf_load_u4_as(row + d / 2 + i * VL, scale, minimum, &x[i], &x[HALF + i]);
+    }
+}
+
 /* VL elements from d on, 0 from D on. */
 VEC vf stored_floats(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
     if (stored == H2O_Q4) return load_q4(row, d, D);

@@ -26,6 +26,7 @@
  *   vf_set1_f16(p)          the f16 at p in all lanes
  *   vf_load_i8(p)           VL signed bytes
  *   vf_load_u4(p, high)     the high or the low halves of VL bytes
+ *   vf_load_u4_as(p, scale, minimum, *low, *high)  both, as minimum + scale * q, as vf_fma has it
  *   vf_transpose(v)         v[VL] as a VL x VL matrix, in place
  *   vf_hsums(v)             lane i is the sum over the lanes of v[i], i < VL
  *

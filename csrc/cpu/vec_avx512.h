@@ -77,9 +77,9 @@ VEC vf vf_load_bf16(const void *p) { return widen_bf16(_mm256_loadu_si256(p)); }
 VEC vf vf_load_f16_n(const void *p, int n) { return _mm512_cvtph_ps(half_n(p, n)); }
 VEC vf vf_load_bf16_n(const void *p, int n) { return widen_bf16(half_n(p, n)); }
 VEC vf vf_set1_f16(const void *p) {
-    uint16_t h;
+    int16_t h;
     memcpy(&h, p, sizeof h);
-    return _mm512_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(h)));
+    return _mm512_cvtph_ps(_mm256_set1_epi16(h));
 }
 VEC vf vf_load_i8(const void *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
@@ -88,6 +88,15 @@ VEC vf vf_load_u4(const void *p, bool high) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
     const __m512i low = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
     return _mm512_cvtepi32_ps(high ? _mm512_srli_epi32(bytes, 4) : low);
+}
+
+/* There are sixteen numbers, and as many lanes to look them up in. */
+VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+    const vf q = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const vf numbers = vf_fma(q, scale, minimum);
+    *low = _mm512_permutexvar_ps(bytes, numbers); /* by the low halves of the lanes' bytes */
+    *high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
 }
 VEC void vf_store_f16(void *p, vf x) { _mm256_storeu_si256(p, narrow_f16(x)); }
 VEC void vf_store_bf16(void *p, vf x) { _mm256_storeu_si256(p, narrow_bf16(x)); }
