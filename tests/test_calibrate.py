@@ -61,6 +61,20 @@ def test_mistakes(tiny, folder, capsys, monkeypatch, text, more, code, message):
     assert not (folder / "p.json").exists()
 
 
+@pytest.mark.parametrize("command", ["calibrate --text a.txt --output p.json", "analyze"])
+def test_several_processes(command, folder, capsys, monkeypatch):
+    """As torchrun starts them, before anything is read."""
+    monkeypatch.chdir(folder)
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    before = sorted(folder.iterdir())
+    assert cli.main(command.split()) == 1
+    said = capsys.readouterr().err
+    assert f"h2o {command.split()[0]} is for one process, and 2 were launched" in said
+    assert sorted(folder.iterdir()) == before
+
+
 def test_the_shipped_profile_is_of_the_default_model():
     """By its shape; and no other model of our own gets it."""
     from transformers import LlamaConfig

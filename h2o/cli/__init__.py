@@ -259,9 +259,11 @@ def analyze_arguments(parser: Parser) -> None:
 def run_analyze(parser: Parser, options: argparse.Namespace) -> int:
     from h2o import models
     from h2o.cli import analyze
+    from h2o.evaluate.processes import refuse_several
 
     models.quiet_libraries()
     try:
+        refuse_several("h2o analyze")
         analyze.run(parser, options)
     except models.UserError as error:
         return failed(parser, error)
@@ -280,9 +282,11 @@ def calibrate_arguments(parser: Parser) -> None:
 def run_calibrate(parser: Parser, options: argparse.Namespace) -> int:
     from h2o import models
     from h2o.cli import calibrate
+    from h2o.evaluate.processes import refuse_several
 
     models.quiet_libraries()
     try:
+        refuse_several("h2o calibrate")
         calibrate.run(parser, options)
     except models.UserError as error:
         return failed(parser, error)

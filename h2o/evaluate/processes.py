@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from h2o.files import UserError
 
-__all__ = ["ALONE", "Processes", "launched", "leave"]
+__all__ = ["ALONE", "Processes", "launched", "leave", "refuse_several"]
 
 Piece, Result = TypeVar("Piece"), TypeVar("Result")
 
@@ -86,8 +86,7 @@ ALONE = Processes()
 @functools.cache
 def launched() -> Processes:
     """All that were launched together, which meet at the first call; `ALONE` without a launcher."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1 or not all(os.environ.get(name) for name in LAUNCHED):
+    if _several() == 1:
         return ALONE
     from torch import distributed
 
@@ -96,6 +95,22 @@ def launched() -> Processes:
         distributed.init_process_group("gloo", timeout=patience)
     group = distributed.new_group(backend="gloo", timeout=patience)
     return Processes(distributed.get_rank(), distributed.get_world_size(), group)
+
+
+def refuse_several(command: str) -> None:
+    """Errors: UserError where a launcher has started a command several times that is for one."""
+    if (world := _several()) > 1:
+        raise UserError(
+            f"{command} is for one process, and {world} were launched, which would all do the same "
+            "work and write the same files: start it without torchrun or accelerate launch"
+        )
+
+
+def _several() -> int:
+    """How many processes a launcher has started."""
+    if not all(os.environ.get(name) for name in LAUNCHED):
+        return 1
+    return int(os.environ["WORLD_SIZE"])
 
 
 def leave() -> None:
