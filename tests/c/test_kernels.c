@@ -73,6 +73,16 @@ int main(void) {
          .softcap = 5.0f,
          .scale = 0.1f,
          .how = SPREAD},
+        /* a prompt much longer than what is kept of it and a window */
+        {.dims = make_dims(2, 2, 2, 400, 120, 16),
+         .prompt = 370,
+         .chunk_at = 380,
+         .chunk = 9,
+         .heavy = 60,
+         .recent = 30,
+         .policy = all,
+         .scale = 0.1f,
+         .how = SPREAD},
         /* no number is one in the end */
         {.dims = make_dims(2, 2, 2, 200, 60, 24),
          .prompt = 40,
