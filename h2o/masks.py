@@ -54,11 +54,14 @@ def simulation_mask(
         [B, H, n, n] bool, true where row i sees key j.
 
     Raises:
-        ValueError: an unknown variant, or an argument that it does not have.
+        ValueError: an unknown variant, or an argument that it does not have; other shapes.
+        TypeError: logits that are no torch tensor.
     """
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"logits must be a torch tensor, not {type(logits).__name__}")
+    if logits.ndim != 4 or logits.shape[-2] != logits.shape[-1] or logits.numel() == 0:
+        raise ValueError(f"logits must be [B, H, n, n], none of them 0, not {list(logits.shape)}")
     n = logits.shape[-1]
-    if logits.ndim != 4 or logits.shape[-2] != n:
-        raise ValueError(f"logits must be [B, H, n, n], not {list(logits.shape)}")
     least = 1 if variant == "h2o" else 0
     heavy, recent = _tokens("heavy", heavy, n, least), _tokens("recent", recent, n, least)
     if prompt_len < 1 or sinks < 0:

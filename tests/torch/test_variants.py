@@ -135,3 +135,12 @@ def test_retained_mass_under_a_softcap():
     mass = variants.retained_mass(logits, unit, evicted_at, scale=1.0, softcap=3.0)
     want = variants.retained_mass(capped, unit, evicted_at, scale=1.0)
     torch.testing.assert_close(mass, want)
+
+
+@pytest.mark.parametrize("variant", ["h2o", *VARIANTS])
+def test_what_are_no_logits(variant):
+    for shape in ((2, 8, 8), (1, 2, 8, 9), (1, 2, 0, 0), (0, 2, 8, 8)):
+        with pytest.raises(ValueError, match=r"logits must be \[B, H, n, n\]"):
+            masks.simulation_mask(torch.zeros(shape), 2, 2, variant=variant)
+    with pytest.raises(TypeError, match="must be a torch tensor, not ndarray"):
+        masks.simulation_mask(np.zeros((1, 2, 8, 8)), 2, 2, variant=variant)
