@@ -60,7 +60,7 @@ def simulation_mask(
     if not isinstance(logits, Tensor):
         raise TypeError(f"logits must be a torch tensor, not {type(logits).__name__}")
     if logits.ndim != 4 or logits.shape[-2] != logits.shape[-1] or logits.numel() == 0:
-        raise ValueError(f"logits must be [B, H, n, n], none of them 0, not {list(logits.shape)}")
+        raise ValueError(f"logits must be [B, H, n, n], not {list(logits.shape)}")
     n = logits.shape[-1]
     least = 1 if variant == "h2o" else 0
     heavy, recent = _tokens("heavy", heavy, n, least), _tokens("recent", recent, n, least)
