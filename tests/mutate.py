@@ -95,6 +95,7 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"gomp_parallel\(take_part, .*, [01]\)", "how the threads of OpenMP are bound: speed only"),
     (r"remember\(", "whether a type's table is looked up once or at each call"),
     (r"snprintf\(text, 100,", "no shape is so long a text"),
+    (r"merge\.inc: .* s < lower\(block \+ VL, .* -> .*higher\(", "the next blocks too, early"),
     (r"char letter\[2\] = .* -> .*\[3\]", "more room than a letter needs"),
     (r"\(.*char text\[160\]\)", "a parameter, whose length says nothing"),
     (r"exchange\.c: .*XDECREF", "a reference too many: a little memory"),
