@@ -7,6 +7,7 @@
  * holds more than KEEP_BYTES in KEEP_BLOCKS blocks: what was unused for longest
  * goes back to the system, so one very long prompt leaves nothing behind.
  */
+#include "guard.h"
 #include "run.h"
 
 #include <pthread.h>
@@ -84,6 +85,7 @@ void *h2o_scratch_acquire(size_t bytes) {
         }
         found->bytes = rounded;
     }
+    guard_open((char *)found + ALIGNMENT, found->bytes);
     return (char *)found + ALIGNMENT;
 }
 

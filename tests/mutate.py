@@ -40,6 +40,7 @@ from h2o import ops
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVEL = ops.info()["levels"][-1]
+VECTORS = "vec_avx2" if LEVEL == "avx2" else "vec_avx512"
 BORDER = ("module.c", "exchange.c")  # what needs Python
 FLAGS = ["-std=c11", "-O1", "-w", "-fPIC", "-ffp-contract=fast", "-fno-math-errno"]
 FLAGS += ["-fno-trapping-math", "-pthread", "-Icsrc", '-DH2O_VERSION="0"', '-DH2O_KERNELS=""']
@@ -96,6 +97,8 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"remember\(", "whether a type's table is looked up once or at each call"),
     (r"snprintf\(text, 100,", "no shape is so long a text"),
     (r"merge\.inc: .* s < lower\(block \+ VL, .* -> .*higher\(", "the next blocks too, early"),
+    (r"all\.window = higher\(", "rows of a window: speed only"),
+    (r"high = x\[i\] > high .* -> .* >= high", "the same where both are equal"),
     (r"char letter\[2\] = .* -> .*\[3\]", "more room than a letter needs"),
     (r"\(.*char text\[160\]\)", "a parameter, whose length says nothing"),
     (r"exchange\.c: .*XDECREF", "a reference too many: a little memory"),
@@ -203,9 +206,8 @@ def closing(code: str, opening: int) -> int:
 
 def draw(count: int, seed: int, only: str | None) -> list[Edit]:
     """Edits of random lines; lines of other processors and of other levels are left out."""
-    vectors = "vec_avx2.h" if LEVEL == "avx2" else "vec_avx512.h"
     paths = [*ROOT.glob("csrc/*.[ch]"), *ROOT.glob("csrc/cpu/*.inc"), *ROOT.glob("csrc/cpu/*.h")]
-    left_out = {f"vec_{x}.h" for x in ("avx2", "avx512", "neon", "generic")} - {vectors}
+    left_out = {f"vec_{x}.h" for x in ("avx2", "avx512", "neon", "generic")} - {f"{VECTORS}.h"}
     left_out |= {"dlpack_abi.h"}
     lines = [
         (path, number, line)
@@ -246,7 +248,9 @@ class Workshop:
             (folder / "h2o/data").symlink_to(ROOT / "h2o/data")
         shutil.copy(ROOT / "pyproject.toml", folder)
         self.sources = sorted(str(x.relative_to(folder)) for x in folder.glob("csrc/**/*.c"))
-        programs = [x for x in sorted(folder.glob("tests/c/test_*.c")) if "vec_" not in x.stem]
+        tests = sorted(folder.glob("tests/c/test_*.c"))
+        here = ("test_vec_generic", f"test_{VECTORS}")
+        programs = [x for x in tests if "vec_" not in x.stem or x.stem in here]
         self.programs = [str(x.relative_to(folder)) for x in programs]
         for net in NETS:
             for source in self.sources + self.programs:
@@ -287,7 +291,7 @@ class Workshop:
         if edit.path.endswith(".c"):
             return [edit.path]
         if "/cpu/" in edit.path:
-            return [level] + [x for x in self.programs if edit.path.endswith("half.h")]
+            return [level] + [x for x in self.programs if edit.path.endswith(".h") and "vec_" in x]
         return [x for x in self.sources if "level_" not in x] + [level] + self.programs
 
     def link_and_test(self, net: str, touched: list[str]) -> str:

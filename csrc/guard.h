@@ -1,0 +1,35 @@
+/* guard.h - gaps between the parts of a workspace, for AddressSanitizer.
+ *
+ * A workspace is one block of memory, so a sanitizer would not notice who writes
+ * past one part into the next. Where it looks on, each part has a gap behind it
+ * that nobody may touch; otherwise there are no gaps, and nothing to do. */
+#ifndef H2O_GUARD_H
+#define H2O_GUARD_H
+
+#include <stddef.h>
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1 /* as gcc has it */
+#endif
+#endif
+
+#ifdef __SANITIZE_ADDRESS__
+enum { GUARD_BYTES = 64 };
+void __asan_poison_memory_region(const volatile void *memory, size_t bytes);
+void __asan_unpoison_memory_region(const volatile void *memory, size_t bytes);
+
+/* Memory that may be used again, whatever it was part of. */
+static inline void guard_open(void *memory, size_t bytes) {
+    __asan_unpoison_memory_region(memory, bytes);
+}
+
+/* The gap behind a part that ends there. */
+static inline void guard_close(void *end) { __asan_poison_memory_region(end, GUARD_BYTES); }
+#else
+enum { GUARD_BYTES = 0 };
+static inline void guard_open(void *memory, size_t bytes) { (void)memory, (void)bytes; }
+static inline void guard_close(void *end) { (void)end; }
+#endif
+
+#endif
