@@ -28,7 +28,7 @@ typedef struct {
  * wants for these parameters and this many lanes, and the operation itself.
  * CPU kernels always return H2O_OK; a device's launch may fail. */
 typedef struct {
-    const char *name;    /* "generic", "avx2", "avx512", "avx512bf16", "neon", "cuda" */
+    const char *name; /* "generic", "avx2", "avx512", "avx512bf16", "avx512amx", "neon", "cuda" */
     int32_t device_type; /* DLPack's number, or 0: the CPU's, whose tensors counts.c reads */
     size_t (*attend_workspace)(const h2o_attend_params *params, const h2o_exec *exec);
     int (*attend)(const h2o_attend_params *params, const h2o_exec *exec, h2o_error *error);
@@ -52,6 +52,7 @@ extern const h2o_ops h2o_ops_generic;
 extern const h2o_ops h2o_ops_avx2;
 extern const h2o_ops h2o_ops_avx512;
 extern const h2o_ops h2o_ops_avx512bf16;
+extern const h2o_ops h2o_ops_avx512amx;
 #elif defined(H2O_LEVELS_ARM)
 extern const h2o_ops h2o_ops_neon;
 #endif

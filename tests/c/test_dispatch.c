@@ -60,9 +60,7 @@ int main(void) {
     static const char *const levels[] = {
         "generic",
 #if defined(__x86_64__)
-        "avx2",
-        "avx512",
-        "avx512bf16",
+        "avx2",    "avx512", "avx512bf16", "avx512amx",
 #elif defined(__aarch64__)
         "neon",
 #endif
