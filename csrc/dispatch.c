@@ -17,7 +17,7 @@
 #if defined(__x86_64__)
 
 #include <cpuid.h>
-#if defined(__linux__)
+#if defined(H2O_LEVEL_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -49,7 +49,7 @@ static uint32_t saved_state(uint32_t leaf_1_c) {
 
 /* Linux saves the tiles of a process that has asked for it: 8 KiB for each thread. */
 static bool may_use_tiles(void) {
-#if defined(__linux__)
+#if defined(H2O_LEVEL_AMX)
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 #else
@@ -112,7 +112,9 @@ static const struct {
     {&h2o_ops_avx2, {"avx2", "fma", "f16c"}},
     {&h2o_ops_avx512, {"avx512f", "avx512bw", "avx512vl", "avx512dq"}},
     {&h2o_ops_avx512bf16, {"avx512_bf16"}},
+#if defined(H2O_LEVEL_AMX)
     {&h2o_ops_avx512amx, {"amx_tile", "amx_bf16"}},
+#endif
 #elif defined(H2O_LEVELS_ARM)
     {&h2o_ops_neon, {"neon"}},
 #endif

@@ -44,6 +44,9 @@ typedef struct {
  * family cannot have are not compiled; with H2O_GENERIC_ONLY there is but the first. */
 #if !defined(H2O_GENERIC_ONLY) && defined(__x86_64__)
 #define H2O_LEVELS_X86
+#if defined(__linux__) && (__clang_major__ >= 12 || (!defined(__clang__) && __GNUC__ >= 11))
+#define H2O_LEVEL_AMX /* compilers before know nothing of it */
+#endif
 #elif !defined(H2O_GENERIC_ONLY) && defined(__aarch64__)
 #define H2O_LEVELS_ARM
 #endif
@@ -52,7 +55,9 @@ extern const h2o_ops h2o_ops_generic;
 extern const h2o_ops h2o_ops_avx2;
 extern const h2o_ops h2o_ops_avx512;
 extern const h2o_ops h2o_ops_avx512bf16;
+#if defined(H2O_LEVEL_AMX)
 extern const h2o_ops h2o_ops_avx512amx;
+#endif
 #elif defined(H2O_LEVELS_ARM)
 extern const h2o_ops h2o_ops_neon;
 #endif

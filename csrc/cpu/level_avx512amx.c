@@ -1,8 +1,8 @@
 /* level_avx512amx.c - AVX-512 with a unit for products of bf16 matrices: Sapphire Rapids
  * and later. */
-#if defined(__x86_64__)
 #include "../run.h"
 
+#if defined(H2O_LEVEL_AMX)
 #include <immintrin.h>
 #include <math.h>
 #include <stdatomic.h>
