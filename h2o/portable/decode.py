@@ -64,15 +64,16 @@ def step(
         store.write(slots.norms, place, torch.linalg.vector_norm(value.float(), dim=-1), real)
         norms = store.by_head(slots.norms, 0)
 
-    keys = store.rows("keys", D).float()  # scores are to be float32, and so must logits be
+    keys = store.rows("keys", D)
     asked = query.reshape(B, G, H // G, D).float()
     if table is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
         store.write(ranks, place, before, real)
-        keys = rotated(keys, table[store.shaped(ranks).clamp(0, len(table) - 1)])
+        keys = rotated(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
         asked = rotated(asked, table[before])
     positions = store.by_head(slots.positions, -1)
-    logits = capped(products(asked * scale, keys.mT), softcap)  # [B, G, R, S]
+    # Scores are to be float32, and so must logits [B, G, R, S] be.
+    logits = capped(products(asked * scale, keys.mT, exact=True), softcap)
     if merge is not None:
         logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     p = logits.masked_fill_((positions < 0)[:, :, None], -torch.inf).softmax(-1)

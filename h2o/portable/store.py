@@ -17,6 +17,12 @@ from h2o.storage import codes, dequantised, floats, stored_like
 
 __all__ = ["Store", "as_stored", "products"]
 
+FEW = 64
+"""Rows that meet a matrix of 16-bit floats on a CPU as float32 do."""
+
+BLOCK = 1 << 17
+"""Numbers that such a product makes float32 at a time, so that they stay in a core's caches."""
+
 
 class Store:
     """The slots of one call, by head: S is T where there are `starts`."""
@@ -72,8 +78,8 @@ class Store:
         if self.first is None:
             return products(p, values)
         finite = values.nan_to_num(0.0, 0.0, 0.0)
-        beyond = (values - finite)[:, 0].float()  # [B, T, D]: 0 where it is finite
-        own = p.new_zeros(*p.shape[:2], values.shape[-1]).index_add_(1, self.head, beyond)
+        beyond = (values - finite)[:, 0]  # [B, T, D]: 0 where it is finite
+        own = beyond.new_zeros(*p.shape[:2], values.shape[-1]).index_add_(1, self.head, beyond)
         return products(p, finite) + own[:, :, None]
 
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
@@ -148,10 +154,29 @@ def as_stored(key: Tensor, value: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
     return stored_like(key, slots.keys), stored_like(value, slots.values)
 
 
-def products(left: Tensor, right: Tensor) -> Tensor:
-    """left [B, G, M, X] @ right [B, G or 1, X, Y]: [B, G, M, Y], float32; left has the dtype of
-    right for it."""
-    right = right.flatten(0, 1)
-    left, rows = left.to(right.dtype), left.shape[:-1]
+def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:
+    """left [B, G, M, X] @ right [B, G or 1, X, Y]: [B, G, M, Y], float32.
+
+    left float32 takes the dtype of right for it, unless that is to be `exact` or few rows are
+    multiplied on a CPU. Many of these have no 16-bit products, and those that have gain little
+    from them in a step, which moves more than it multiplies.
+    """
+    right, rows = right.flatten(0, 1), left.shape[:-1]
     left = left.reshape(len(right), rows.numel() // len(right), -1)
-    return torch.bmm(left, right).view(*rows, -1).float()
+    if right.is_cpu and right.element_size() == 2 and (exact or left.shape[1] <= FEW):
+        return _widened(left, right).view(*rows, -1)
+    right = right.float() if exact else right
+    return torch.bmm(left.to(right.dtype), right).view(*rows, -1).float()
+
+
+def _widened(left: Tensor, right: Tensor) -> Tensor:
+    """left float32 [N, M, X] @ right [N, X, Y], of which a few are float32 at a time."""
+    N, X, Y = right.shape
+    n = max(1, BLOCK // (X * Y))
+    if n >= N:
+        return torch.bmm(left, right.float())
+    out = left.new_empty(N, left.shape[1], Y)
+    for start in range(0, N, n):
+        part = slice(start, start + n)
+        torch.bmm(left[part], right[part].float(), out=out[part])
+    return out

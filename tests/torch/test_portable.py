@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from h2o import backends, ops, portable
-from h2o.portable import merging, prefill
+from h2o.portable import merging, prefill, store
 from tests import inputs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR, Call
@@ -386,6 +386,54 @@ def test_a_step_makes_a_store_floats_once(capacity, kv_dtype):
     with backends.by_torch(), Watcher():
         ops.step(*tokens, slots)
     assert 1 <= len(made) <= 2
+
+
+@pytest.mark.parametrize("capacity", [600, [600, 800]], ids=["even", "one axis"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_on_the_cpu_widens_a_few_rows_at_a_time(capacity, dtype, monkeypatch):
+    """16-bit keys and values are never float32 all at once, and products are those of float32."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    text = inputs.drifting(4, H=4, G=2, D=32, N=12).cut(11, 12)
+    tokens = [torch.from_numpy(x).to(dtype) for x in text]
+    most = []
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default and args[0].dtype == dtype:
+                most.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    answers = []
+    for block in (1, 1 << 20):
+        monkeypatch.setattr(store, "BLOCK", block)
+        slots = ops.new_slots(tokens[1], capacity, 6, 6)
+        torch.manual_seed(0)
+        for x in (slots.keys, slots.values):
+            x.normal_()
+        slots.positions[..., :9] = torch.arange(9, dtype=torch.int32)
+        slots.free.fill_(9)
+        slots.lengths.fill_(9)
+        most.clear()
+        with backends.by_torch(), Watcher():
+            answers.append(ops.step(*tokens, slots))
+        number = slots.keys.numel()
+        assert (max(most) == number) if block > 1 else (max(most) <= number // 2)
+    assert torch.equal(*answers)
+
+
+def test_few_rows_meet_16_bit_numbers_as_float32(monkeypatch):
+    """However they are cut; many meet them in 16 bits, but where the product is to be exact."""
+    monkeypatch.setattr(store, "BLOCK", 2 * 40 * 8)
+    right = torch.randn(3, 1, 40, 8).bfloat16()
+    for rows, exact in ((2, False), (2, True), (store.FEW, True)):
+        left = torch.randn(3, 5, rows, 40)
+        torch.testing.assert_close(
+            store.products(left, right, exact=exact), left @ right.float(), rtol=1e-5, atol=1e-5
+        )
+    coarse = store.products(left, right)
+    assert not torch.allclose(coarse, left @ right.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(coarse, left @ right.float(), rtol=2e-2, atol=2e-1)
 
 
 # ---- Errors ------------------------------------------------------------------------------------
