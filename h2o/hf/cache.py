@@ -162,7 +162,7 @@ class H2OCache(Cache):
                 weights, and `load` refuses another one of the same shape.
 
         Errors: OSError, RuntimeError during another thread's forward pass, ValueError for a model
-        that is not the cache's.
+        that is not the cache's, and without one for a part of its heads that was taken over.
         """
         self.conversation.refuse_other_thread()
         saved.write(Path(path), self, model)
@@ -182,7 +182,7 @@ class H2OCache(Cache):
                 follow each layer to where it computes, for a model that is spread or offloaded.
 
         Errors: ValueError with the reason for a file that is truncated, edited, of a later version,
-        of another model, or of heads that another process of a tensor parallel model has; OSError
+        of another model, or of other heads of a tensor parallel model than are here; OSError
         without one.
         """
         content, tensors = saved.read(Path(path), model)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import distributed, nn
 
-__all__ = ["WHOLE", "mesh_of", "named", "part"]
+__all__ = ["WHOLE", "mesh_of", "named", "part", "several"]
 
 WHOLE = (0, 1)
 """A layer that is not cut."""
@@ -20,8 +20,7 @@ WHOLE = (0, 1)
 def part(module: nn.Module) -> tuple[int, int]:
     """(i, n): this process has the i-th of n equal parts of an attention module's heads.
 
-    A module that is cut in another way (FSDP, for one) is whole when it computes, which the number
-    of its heads shows.
+    A module that is cut in another way (FSDP, for one) is whole when it computes.
     """
     mesh = mesh_of(module)
     return WHOLE if mesh is None else (mesh.get_local_rank(), mesh.size())
@@ -33,15 +32,30 @@ def named(part: tuple[int, int]) -> str:
     return f"tensor parallel rank {index} of {parts}" if parts > 1 else "a whole model"
 
 
+def several() -> bool:
+    """Whether this process is one of several."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return distributed.get_world_size() > 1
+
+
 def mesh_of(module: nn.Module) -> Any:
     """The DeviceMesh of one dimension whose processes have the parts of a module; None of a whole
-    one."""
-    if not distributed.is_available() or not distributed.is_initialized():
+    one.
+
+    That dimension is named "tp", as transformers and accelerate do, or nobody has named it. What
+    FSDP cuts is whole when it computes.
+    """
+    if not several():
         return None
+    from torch.distributed.fsdp import FSDPModule  # which a torch without distributed lacks
+
+    gathered = any(isinstance(child, FSDPModule) for child in module.modules())
     for mesh in _meshes(module):
-        if mesh.ndim > 1 and "tp" in (mesh.mesh_dim_names or ()):
-            mesh = mesh["tp"]
-        if mesh.ndim == 1:
+        names = mesh.mesh_dim_names or ()
+        if "tp" in names:
+            return mesh["tp"] if mesh.ndim > 1 else mesh
+        if mesh.ndim == 1 and not names and not gathered:
             return mesh
     return None
 

@@ -24,7 +24,7 @@ from h2o.hf import parallel
 from h2o.hf.layer import H2OLayer
 from h2o.hf.state import State, restore, state_of
 from h2o.installed import version
-from h2o.profile import Profile, difference, sample
+from h2o.profile import Profile, describe, difference, sample
 from h2o.shares import LayerShares
 
 __all__ = ["device_of", "fill", "read", "write"]
@@ -38,7 +38,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
     """Writes what an `H2OCache` holds; see its `save`."""
     if model is not None and (reason := difference(model, cache.model_shape, {})):
         raise ValueError(f"this cache was made for another model: {reason}")
-    states = [state_of(layer) for layer in cache.layers]
+    states = [_with_part(state_of(layer), cache, model) for layer in cache.layers]
     text = json.dumps(
         {
             "kind": KIND,
@@ -69,8 +69,8 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What `write` wrote: `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
 
     Errors: ValueError for a file that is no cache, not whole, edited, written by a later version,
-    of another model than this one or one with this config, or of heads of it that another process
-    has; OSError without one.
+    of another model than this one or one with this config, or of other heads of it than are here;
+    OSError without one.
     """
     try:
         metadata, tensors = _opened(path)
@@ -93,7 +93,7 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(
                 f"this cache is of another model: {reason}. Load the model that read the text"
             )
-        _refuse_other_part(content["layers"], model)
+        _refuse_other_part(content["layers"], tensors, model)
         content["settings"]["config"] = _config(content["settings"]["config"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -124,18 +124,60 @@ def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor])
             raise ValueError(f"layer {index} was written by another version: {error}") from error
 
 
-def _refuse_other_part(layers: list[dict[str, Any]], model: Any) -> None:
-    """Errors: ValueError for heads of a tensor parallel model that another process has."""
-    for part in {tuple(numbers.get("part", parallel.WHOLE)) for numbers in layers}:
-        if part == parallel.WHOLE:  # or of a version that did not tell
+def _with_part(state: State, cache: Any, model: Any) -> State:
+    """The state of a layer with the heads that it holds. One that was filled from a DynamicCache
+    learns them in its first forward pass, and of the model until then.
+
+    Errors: ValueError where it holds a part, and nothing tells which.
+    """
+    if not state.numbers.get("unscored"):
+        return state
+    if model is not None:
+        return State(state.tensors, state.numbers | {"part": parallel.part(model)})
+    every, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
+    if every not in (None, held) and parallel.several():
+        raise ValueError(
+            f"this cache holds {held} of {every} key/value heads, taken over from a DynamicCache, "
+            "and does not know which before its first forward pass: give save() the model"
+        )
+    return state
+
+
+def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
+    """How many key/value heads a layer holds keys of; None of one that holds none, or a window."""
+    free = tensors.get(f"{prefix}slots.free")
+    return None if free is None else free.shape[1]
+
+
+def _refuse_other_part(
+    layers: list[dict[str, Any]], tensors: dict[str, Tensor], model: Any
+) -> None:
+    """Errors: ValueError for heads that this process of a tensor parallel model has not, or not
+    alone."""
+    parts = set()
+    for index, numbers in enumerate(layers):
+        held = _heads(tensors, f"{index}.")
+        if held is None:
             continue
+        if "part" in numbers:
+            parts.add(tuple(numbers["part"]))
+        elif held == describe(model).get("num_key_value_heads"):  # the first files did not tell
+            parts.add(parallel.WHOLE)
+    for part in parts:
         reason = f"holds the heads of {parallel.named(part)}"
         if not hasattr(model, "config"):
+            if part == parallel.WHOLE:
+                continue
             raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
         if (here := parallel.part(model)) != part:
             raise ValueError(
-                f"{reason}, and this is {parallel.named(here)}: have as many processes "
-                "as then each load the file that it saved, at a path of its own"
+                f"{reason}, and this is {parallel.named(here)}: "
+                + (
+                    "load it in one process, or let each read the text again and save its own heads"
+                    if part == parallel.WHOLE
+                    else "have as many processes as then each load the file that it saved, at a "
+                    "path of its own"
+                )
             )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, Profile, analyze, calibrate, patched, simulated
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
@@ -69,6 +70,14 @@ def calibrated(model, resume=None):
     return calibrate(model, ids, window=64, fractions=(0.15, 0.4), resume=resume)
 
 
+def taken_over(model):
+    """A cache filled from a DynamicCache, before any pass of its own."""
+    full = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(*prompts(30), past_key_values=full)
+    return H2OCache.from_dynamic_cache(full, model.config, heavy=6, recent=6)
+
+
 def refused(call, *arguments):
     """Why a call does not go through."""
     try:
@@ -106,9 +115,18 @@ def main(folder):
         file = place / "unfinished.json"  # the second call takes all from it
         found["calibrated"] = [calibrated(model, file).as_dict() for _ in range(2)]
         found["analysis"] = refused(analyze, model, *prompts(40))
+        taken = taken_over(model)
+        found["taken over"] = refused(taken.save, own / "taken.safetensors")
+        taken.save(own / "taken.safetensors", model)
+        H2OCache.load(own / "taken.safetensors", model)
         distributed.barrier()
-        other = place / str(1 - int(rank)) / "cache.safetensors"
-        found["of the other process"] = refused(H2OCache.load, other, model)
+        other = place / str(1 - int(rank))
+        for name in ("cache", "taken"):
+            found[f"{name} of the other process"] = refused(
+                H2OCache.load, other / f"{name}.safetensors", model
+            )
+        whole = place / "whole.safetensors"
+        found["of the whole model"] = refused(H2OCache.load, whole, model)
         torch.save(found, own / "found.pt")
 
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from h2o import H2OCache, Profile
 from h2o.hf import parallel
 from h2o.profile import describe, sample
 from h2o.shares import levelled
-from tests.hf import cut
+from tests.hf import cut, gathered
 from tests.hf.tiny import Family, prompts
 from tests.hf.tiny import model as tiny_model
 from tests.launch import TORCHRUN, launch
@@ -49,13 +50,23 @@ def test_two_processes_give_what_one_gives(tmp_path):
         models[name] = model
         expected[name] = cut.everything(model, tmp_path, profile)
         profiles[name] = cut.calibrated(model)
-    (tmp_path / "cache.safetensors").unlink()
+        (tmp_path / "cache.safetensors").rename(tmp_path / name / "whole.safetensors")
     launch(["-m", "tests.hf.cut", tmp_path], TORCHRUN)
     for name in FAMILIES:
         first, second = (torch.load(tmp_path / name / x / "found.pt") for x in "01")
         for own, found in enumerate((first, second)):
             said = f"heads of tensor parallel rank {1 - own} of 2, and this is .* rank {own} of 2: "
-            assert re.search(said, found.pop("of the other process"))
+            for file in ("cache", "taken"):
+                assert re.search(said, found.pop(f"{file} of the other process"))
+                path = tmp_path / name / str(own) / f"{file}.safetensors"
+                with pytest.raises(
+                    ValueError, match=rf"rank {own} of 2, and this is a whole model: "
+                ):
+                    H2OCache.load(path, models[name])
+            said = f"heads of a whole model, and this is .* rank {own} of 2: load it in one process"
+            assert re.search(said, found.pop("of the whole model"))
+            said = r"holds 2 of 4 key/value heads, .* which before its first .*: give save\(\) the"
+            assert re.search(said, found.pop("taken over"))
             said = f"shows all heads .* rank {own} of 2: load the model whole.* without tp_plan"
             assert re.search(said, found.pop("analysis"))
         found, again = first.pop("calibrated")
@@ -69,6 +80,20 @@ def test_two_processes_give_what_one_gives(tmp_path):
             assert first[case][0].tolist() == second[case][0].tolist() == tokens.tolist(), case
             for whole, *parts in zip(kept, first[case][1], second[case][1], strict=True):
                 assert joined(parts).tolist() == whole.tolist(), case
+
+
+@pytest.mark.slow
+def test_what_fsdp_gathers_is_whole(tmp_path):
+    """Caches, their files and analyses are those of one process."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"].build_config()).eval()
+    model.save_pretrained(tmp_path)
+    model.set_attn_implementation("h2o")
+    wanted = gathered.answers(model, tmp_path / "cache")
+    launch(["-m", "tests.hf.gathered", tmp_path], TORCHRUN)
+    for name in ("0None", "1None", "0('fsdp',)", "1('fsdp',)"):
+        torch.testing.assert_close(torch.load(tmp_path / f"{name}.pt"), wanted)
+        assert H2OCache.load(tmp_path / f"{name}.cache", model).layers[0].part == parallel.WHOLE
 
 
 def joined(parts):
@@ -100,8 +125,42 @@ def test_files_of_other_heads(last_of_four, tmp_path):
         layer.self_attn.q_proj._hf_device_mesh = other
     with pytest.raises(ValueError, match=r"rank 3 of 4, and this is tensor parallel rank 1 of 2: "):
         H2OCache.load(path, ours)
+    whole = tiny_model("llama")
     with pytest.raises(ValueError, match=r"rank 3 of 4, and this is a whole model: have as many"):
-        H2OCache.load(path, tiny_model("llama"))
+        H2OCache.load(path, whole)
+    cache = H2OCache(whole.config, heavy=6, recent=6)
+    cache.save(path, whole)
+    H2OCache.load(path, ours)  # of no heads yet
+    with torch.no_grad():
+        whole(ids, past_key_values=cache)
+    cache.save(path, whole)
+    with pytest.raises(ValueError, match=r"heads of a whole model, and this is .* rank 1 of 2: lo"):
+        H2OCache.load(path, ours)
+    H2OCache.load(path, whole.config)
+
+
+def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
+    """Before the first pass only the model tells whose they are."""
+    path, (ids,) = tmp_path / "cache", prompts(30)
+    whole = tiny_model("llama")
+    full = DynamicCache(config=whole.config)
+    with torch.no_grad():
+        whole(ids, past_key_values=full)
+    H2OCache.from_dynamic_cache(full, whole.config, heavy=6, recent=6).save(path)  # of all heads
+    for layer in full.layers:  # as where each of two processes has one of two heads
+        layer.keys, layer.values = layer.keys[:, :1], layer.values[:, :1]
+    ours = copy.deepcopy(whole)
+    ours._hf_device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    taken = H2OCache.from_dynamic_cache(full, whole.config, heavy=6, recent=6)
+    with pytest.raises(
+        ValueError, match=r"1 of 2 key/value heads, .* does not know which .* the m"
+    ):
+        taken.save(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    taken.save(path, ours)
+    assert H2OCache.load(path, ours).layers[0].part == (1, 2)
+    with pytest.raises(ValueError, match=r"rank 1 of 2, and this is a whole model"):
+        H2OCache.load(path, whole)
 
 
 def test_budgets_of_the_heads_that_are_here():
@@ -132,6 +191,8 @@ def last_of_four():
         ((2, 2), ("fsdp", "tp"), (1, 2)),
         ((1, 1, 4), ("pp", "fsdp", "tp"), (3, 4)),
         ((2, 2), ("pp", "fsdp"), parallel.WHOLE),
+        ((4,), ("fsdp",), parallel.WHOLE),
+        ((4,), ("ep",), parallel.WHOLE),
     ],
 )
 def test_which_part_is_here(last_of_four, shape, names, place):
@@ -145,3 +206,11 @@ def test_which_part_is_here(last_of_four, shape, names, place):
     weight = distribute_tensor(module[0].weight, mesh, [Shard(0)] * len(shape))
     module[0].weight = torch.nn.Parameter(weight)
     assert parallel.part(module) == place
+
+
+def test_what_fsdp_cuts_is_no_part(last_of_four):
+    """Its mesh has no name by default, as that of tensor parallel models may have none."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8))
+    fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
+    assert module[0].weight.placements == (Shard(0),)
+    assert parallel.part(module) == parallel.WHOLE
