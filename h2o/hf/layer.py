@@ -74,7 +74,8 @@ class H2OLayer(CacheLayerMixin):
         """The new keys and values [B, G, Q, D], the keys as a view that carries this layer.
 
         Nothing is stored before attention has been through `attend`. Errors: RuntimeError when
-        an earlier layer's keys never got there, ValueError for another batch size or shape.
+        an earlier layer's keys never got there, ValueError for another batch size, number of heads
+        or shape.
         """
         self.conversation.refuse_interrupted()
         if self.slots is None:
@@ -88,6 +89,12 @@ class H2OLayer(CacheLayerMixin):
                 f"this cache holds a batch of {self.batch_size} rows and was given "
                 f"{key_states.shape[0]}: one cache is one batch of conversations, so use a new "
                 "H2OCache, or cache.reset()"
+            )
+        elif key_states.shape[1] != (held := self.slots.free.shape[1]):
+            raise ValueError(
+                f"this cache holds keys of {held} heads in layer {self.layer_idx} and was given "
+                f"those of {key_states.shape[1]}: it is of another model, or of one that was cut "
+                "over another number of processes"
             )
         elif self.keys.device != key_states.device:  # of a file, or the model has moved
             restore(self, state_of(self).each(lambda x: x.to(key_states.device)))

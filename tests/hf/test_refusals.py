@@ -284,6 +284,18 @@ def test_another_batch_size():
         greedy(ours, {"input_ids": ids}, past_key_values=cache)
 
 
+@pytest.mark.parametrize("columns", [1, 3])
+def test_other_heads(columns):
+    """As of a model that is cut over several processes, or whole again."""
+    cache = new_cache(**SMALL)
+    forward(cache, TEXT)
+    _, key, value = tensors(TEXT)
+    half = key[:, :1, :columns], value[:, :1, :columns]
+    with pytest.raises(ValueError, match=r"of 2 heads in layer 0 and was given those of 1: it is"):
+        cache.update(*half, 0)
+    forward(cache, type(TEXT)(*(x[:, :, :1] for x in TEXT)))  # goes on
+
+
 def test_attention_twice_for_one_update():
     cache = new_cache(**SMALL)
     query, key, value = tensors(TEXT)
