@@ -16,8 +16,14 @@
 
 #ifdef __SANITIZE_ADDRESS__
 enum { GUARD_BYTES = 64 };
+#ifdef __cplusplus
+extern "C" {
+#endif
 void __asan_poison_memory_region(const volatile void *memory, size_t bytes);
 void __asan_unpoison_memory_region(const volatile void *memory, size_t bytes);
+#ifdef __cplusplus
+}
+#endif
 
 /* Memory that may be used again, whatever it was part of. */
 static inline void guard_open(void *memory, size_t bytes) {

@@ -101,8 +101,13 @@ VEC vf load_q8(const char *row, int64_t d, int n) {
     return vf_load_i8(bytes);
 }
 
+/* Scale and minimum of the group that element d is in. */
+static inline const char *q4_numbers(const char *row, int64_t d, int64_t D) {
+    return row + D / 2 + d / GROUP * 4;
+}
+
 VEC vf load_q4(const char *row, int64_t d, int64_t D) {
-    const char *const numbers = row + D / 2 + d / GROUP * 4;
+    const char *const numbers = q4_numbers(row, d, D);
     const char *const bytes = row + d / GROUP * (GROUP / 2) + d % (GROUP / 2);
     const vf q = vf_load_u4(bytes, d % GROUP >= GROUP / 2);
     return vf_fma(q, vf_set1_f16(numbers), vf_set1_f16(numbers + 2));
@@ -111,7 +116,7 @@ VEC vf load_q4(const char *row, int64_t d, int64_t D) {
 /* The GROUP elements from d on. */
 VEC void load_q4_group(const char *row, int64_t d, int64_t D, vf x[GROUP / VL]) {
     enum { HALF = GROUP / VL / 2 };
-    const char *const numbers = row + D / 2 + d / GROUP * 4;
+    const char *const numbers = q4_numbers(row, d, D);
     const vf scale = vf_set1_f16(numbers), minimum = vf_set1_f16(numbers + 2);
     UNROLL
     for (int i = 0; i < HALF; i++) {

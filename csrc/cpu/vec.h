@@ -72,6 +72,13 @@ enum { PAIRS = 1 };
 enum { PAIRS = 0 };
 #endif
 
+#ifndef H2O_VEC_AVX512
+VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
+    *low = vf_fma(vf_load_u4(p, false), scale, minimum);
+    *high = vf_fma(vf_load_u4(p, true), scale, minimum);
+}
+#endif
+
 /* ---- Elements of any dtype --------------------------------------------- */
 
 /* With a constant type the switch folds away. p points at the element. */

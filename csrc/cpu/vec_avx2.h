@@ -122,10 +122,6 @@ VEC vf vf_load_u4(const void *p, bool high) {
     const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
     return _mm256_cvtepi32_ps(high ? _mm256_srli_epi32(bytes, 4) : low);
 }
-VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
-    *low = vf_fma(vf_load_u4(p, false), scale, minimum);
-    *high = vf_fma(vf_load_u4(p, true), scale, minimum);
-}
 VEC void vf_store_f16(void *p, vf x) { _mm_storeu_si128(p, narrow_f16(x)); }
 VEC void vf_store_bf16(void *p, vf x) { _mm_storeu_si128(p, narrow_bf16(x)); }
 VEC void vf_store_f16_n(void *p, vf x, int n) { half_store_n(p, narrow_f16(x), n); }

@@ -15,9 +15,5 @@ VEC vf vf_load_u4(const void *p, bool high) {
     return (vf){(float)(q[0] >> shift & 15), (float)(q[1] >> shift & 15),
                 (float)(q[2] >> shift & 15), (float)(q[3] >> shift & 15)};
 }
-VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
-    *low = vf_fma(vf_load_u4(p, false), scale, minimum);
-    *high = vf_fma(vf_load_u4(p, true), scale, minimum);
-}
 
 #endif

@@ -9,14 +9,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "guard.h"
 #include "run.h"
 
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer)
 #define __SANITIZE_THREAD__ 1 /* as gcc has it */
-#endif
-#if __has_feature(address_sanitizer)
-#define __SANITIZE_ADDRESS__ 1
 #endif
 #endif
 

@@ -4,6 +4,7 @@
  * This file and shim.cpp are never instrumented by ThreadSanitizer: what the scheduler does is none
  * of its business. With SHIM_TSAN they tell it what matters. */
 #include "fiber.h"
+#include "guard.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -48,18 +49,8 @@ static const size_t STACK = 96 << 10; /* whose shadow takes time to clear */
 static const size_t STACK = 256 << 10;
 #endif
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define __SANITIZE_ADDRESS__ 1 /* as gcc has it */
-#endif
-#endif
-#ifdef __SANITIZE_ADDRESS__
-extern "C" void __asan_unpoison_memory_region(const volatile void *address, size_t size);
-/* It remembers what was on a stack that nobody came back to. */
-static void clear_stack(void *stack) { __asan_unpoison_memory_region(stack, STACK); }
-#else
-static void clear_stack(void *) {}
-#endif
+/* AddressSanitizer remembers what was on a stack that nobody came back to. */
+static void clear_stack(void *stack) { guard_open(stack, STACK); }
 
 static std::vector<void *> spare;
 
