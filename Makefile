@@ -93,7 +93,7 @@ cuda: h2o/kernels.fatbin ## the kernels for GPUs, in minutes; with the nvcc that
 
 PYTEST_MARKS := -m "not slow"
 test-python: .venv/core .venv/test ## pytest
-	$(BIN)/python -m pytest -q $(PYTEST_MARKS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_MARKS)
 
 test-portable: .venv/core .venv/test ## golden data, the oracle, caches and families with the torch backend on the CPU
 	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf

@@ -5,6 +5,7 @@
  * that they use (XGETBV; Intel 64 and IA-32 Architectures Software Developer's
  * Manual, volume 1, sections 13.3 and 15.2).
  */
+#define _GNU_SOURCE /* syscall */
 #include "run.h"
 
 #include <stdio.h>
@@ -16,9 +17,13 @@
 #if defined(__x86_64__)
 
 #include <cpuid.h>
+#if defined(H2O_LEVEL_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
-enum { LEAF_1_C, LEAF_7_B, LEAF_7_C, LEAF_7_1_A, WORDS };
-enum { NO_STATE = 0, YMM = 0x6, ZMM = 0xe6 }; /* bits of XCR0 */
+enum { LEAF_1_C, LEAF_7_B, LEAF_7_C, LEAF_7_D, LEAF_7_1_A, WORDS };
+enum { NO_STATE = 0, YMM = 0x6, ZMM = 0xe6, TILES = 0x60000 }; /* bits of XCR0 */
 
 static const struct {
     const char *name;
@@ -30,6 +35,7 @@ static const struct {
     {"avx512f", LEAF_7_B, 16, ZMM},     {"avx512bw", LEAF_7_B, 30, ZMM},
     {"avx512vl", LEAF_7_B, 31, ZMM},    {"avx512dq", LEAF_7_B, 17, ZMM},
     {"avx512_vnni", LEAF_7_C, 11, ZMM}, {"avx512_bf16", LEAF_7_1_A, 5, ZMM},
+    {"amx_tile", LEAF_7_D, 24, TILES},  {"amx_bf16", LEAF_7_D, 22, TILES},
 };
 
 static uint32_t saved_state(uint32_t leaf_1_c) {
@@ -41,6 +47,16 @@ static uint32_t saved_state(uint32_t leaf_1_c) {
     return low;
 }
 
+/* Linux saves the tiles of a process that has asked for it: 8 KiB for each thread. */
+static bool may_use_tiles(void) {
+#if defined(H2O_LEVEL_AMX)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+#else
+    return false;
+#endif
+}
+
 static uint32_t ask_processor(void) {
     uint32_t words[WORDS] = {0}, state = NO_STATE, present = 0, a, b, c, d;
     if (__get_cpuid(1, &a, &b, &c, &d)) {
@@ -50,11 +66,13 @@ static uint32_t ask_processor(void) {
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
         words[LEAF_7_B] = b;
         words[LEAF_7_C] = c;
+        words[LEAF_7_D] = d;
         if (a >= 1) { /* the highest subleaf */
             __cpuid_count(7, 1, a, b, c, d);
             words[LEAF_7_1_A] = a;
         }
     }
+    if ((state & TILES) == TILES && !may_use_tiles()) state &= ~(uint32_t)TILES;
     for (size_t i = 0; i < sizeof features / sizeof features[0]; i++) {
         const uint32_t has = words[features[i].word] >> features[i].bit & 1;
         present |= (has && (state & features[i].state) == features[i].state) << i;
@@ -94,6 +112,9 @@ static const struct {
     {&h2o_ops_avx2, {"avx2", "fma", "f16c"}},
     {&h2o_ops_avx512, {"avx512f", "avx512bw", "avx512vl", "avx512dq"}},
     {&h2o_ops_avx512bf16, {"avx512_bf16"}},
+#if defined(H2O_LEVEL_AMX)
+    {&h2o_ops_avx512amx, {"amx_tile", "amx_bf16"}},
+#endif
 #elif defined(H2O_LEVELS_ARM)
     {&h2o_ops_neon, {"neon"}},
 #endif

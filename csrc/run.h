@@ -28,7 +28,7 @@ typedef struct {
  * wants for these parameters and this many lanes, and the operation itself.
  * CPU kernels always return H2O_OK; a device's launch may fail. */
 typedef struct {
-    const char *name;    /* "generic", "avx2", "avx512", "avx512bf16", "neon", "cuda" */
+    const char *name; /* "generic", "avx2", "avx512", "avx512bf16", "avx512amx", "neon", "cuda" */
     int32_t device_type; /* DLPack's number, or 0: the CPU's, whose tensors counts.c reads */
     size_t (*attend_workspace)(const h2o_attend_params *params, const h2o_exec *exec);
     int (*attend)(const h2o_attend_params *params, const h2o_exec *exec, h2o_error *error);
@@ -44,6 +44,9 @@ typedef struct {
  * family cannot have are not compiled; with H2O_GENERIC_ONLY there is but the first. */
 #if !defined(H2O_GENERIC_ONLY) && defined(__x86_64__)
 #define H2O_LEVELS_X86
+#if defined(__linux__) && (__clang_major__ >= 12 || (!defined(__clang__) && __GNUC__ >= 11))
+#define H2O_LEVEL_AMX /* compilers before know nothing of it */
+#endif
 #elif !defined(H2O_GENERIC_ONLY) && defined(__aarch64__)
 #define H2O_LEVELS_ARM
 #endif
@@ -52,6 +55,9 @@ extern const h2o_ops h2o_ops_generic;
 extern const h2o_ops h2o_ops_avx2;
 extern const h2o_ops h2o_ops_avx512;
 extern const h2o_ops h2o_ops_avx512bf16;
+#if defined(H2O_LEVEL_AMX)
+extern const h2o_ops h2o_ops_avx512amx;
+#endif
 #elif defined(H2O_LEVELS_ARM)
 extern const h2o_ops h2o_ops_neon;
 #endif

@@ -7,13 +7,15 @@
  * holds more than KEEP_BYTES in KEEP_BLOCKS blocks: what was unused for longest
  * goes back to the system, so one very long prompt leaves nothing behind.
  */
+#define _GNU_SOURCE /* madvise */
 #include "guard.h"
 #include "run.h"
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
-enum { ALIGNMENT = 64, KEEP_BLOCKS = 16 };
+enum { ALIGNMENT = 64, KEEP_BLOCKS = 16, HUGE_PAGE = 2 << 20, HUGE_FROM = 2 * HUGE_PAGE };
 
 static const size_t KEEP_BYTES = (size_t)64 << 20;
 
@@ -69,21 +71,37 @@ static block *trim(void) {
     return rest;
 }
 
+static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+/* Large ones in huge pages, where the system lets programs ask for them: there are more small ones
+ * in a prompt's workspace than the processor remembers addresses of. */
+static block *allocate(size_t bytes) {
+    const size_t unit = bytes < HUGE_FROM ? ALIGNMENT : HUGE_PAGE;
+    const size_t whole = round_up(ALIGNMENT + bytes, unit);
+    block *const made = aligned_alloc(unit, whole);
+    if (!made) {
+        return NULL;
+    }
+    if (unit == HUGE_PAGE) {
+        madvise(made, whole, MADV_HUGEPAGE); /* or not: it is memory all the same */
+    }
+    made->bytes = whole - ALIGNMENT;
+    return made;
+}
+
 void *h2o_scratch_acquire(size_t bytes) {
     if (bytes > SIZE_MAX / 2) {
         return NULL;
     }
-    const size_t rounded = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     pthread_once(&once, survive_fork);
     lock_list();
-    block *found = take(rounded);
+    block *found = take(bytes);
     unlock_list();
     if (!found) {
-        found = aligned_alloc(ALIGNMENT, ALIGNMENT + rounded);
-        if (!found) {
-            return NULL;
-        }
-        found->bytes = rounded;
+        found = allocate(bytes);
+    }
+    if (!found) {
+        return NULL;
     }
     guard_open((char *)found + ALIGNMENT, found->bytes);
     return (char *)found + ALIGNMENT;

@@ -2,8 +2,9 @@
  *
  * A level_<name>.c switches the compiler to its instruction set, defines one
  * of H2O_VEC_GENERIC, _AVX2, _AVX512, _NEON (and H2O_DOT_BF16 where dpbf16
- * exists), then includes this file and the bodies. Everything here is static
- * and always inlined, so each level gets its own copies.
+ * exists, H2O_TILE_BF16 where gemm.inc has a matrix unit too), then includes
+ * this file and the bodies. Everything here is static and always inlined, so
+ * each level gets its own copies.
  *
  * The level's own header gives, with n any int (n <= 0: no lane, n >= VL: all):
  *

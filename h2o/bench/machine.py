@@ -87,12 +87,14 @@ def roofline() -> Roofline | None:
     if compiler is None:
         return None
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    key = SOURCE.read_text() + version + cpu_name()
+    flags = ["-O3", "-march=native", "-shared", "-fPIC"]
+    if "amx_bf16" not in h2o.ops.info()["features"]:
+        flags.append("-U__AMX_BF16__")  # the processor has it, and the system does not give it
+    key = SOURCE.read_text() + version + cpu_name() + " ".join(flags)
     library = cache_dir() / f"roofline-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / "roofline.so"
-            flags = ["-O3", "-march=native", "-shared", "-fPIC"]
             subprocess.run([compiler, *flags, "-o", made, SOURCE], check=True)
             made.rename(library)
     return Roofline(ctypes.CDLL(str(library)))

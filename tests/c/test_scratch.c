@@ -14,6 +14,7 @@ static void blocks_are_aligned_and_whole(void) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         void *const memory = h2o_scratch_acquire(sizes[i]);
         CHECK(memory != NULL && (uintptr_t)memory % 64 == 0);
+        CHECK(sizes[i] < 4 << 20 || (uintptr_t)memory % (2 << 20) == 64); /* huge pages */
         memset(memory, 1, sizes[i]);
         h2o_scratch_release(memory);
     }
