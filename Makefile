@@ -98,13 +98,15 @@ test-python: .venv/core .venv/test ## pytest
 test-portable: .venv/core .venv/test ## golden data, the oracle, caches and families with the torch backend on the CPU
 	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf
 
-# Each tests/c/test_*.c is a program, linked with the core but for what needs Python.
+# Each tests/c/test_*.c is a program, linked with the core but for what needs Python. Compilers run
+# side by side, tests one after the other.
+TOGETHER := $(MAKE) --silent -j$(shell nproc 2> /dev/null || echo 2)
 OUT := build/c
 CFLAGS := -O2 -g
 C_CORE := $(patsubst csrc/%.c,$(OUT)/%.o,$(filter-out csrc/module.c csrc/exchange.c,$(SOURCES)))
 C_TESTS := $(patsubst tests/c/%.c,$(OUT)/%,$(wildcard tests/c/test_*.c))
 C_FLAGS := -std=c11 -Wall -Wextra -Werror -ffp-contract=fast -fno-math-errno -fno-trapping-math \
-	-pthread -Icsrc $(CFLAGS)
+	-fPIC -pthread -Icsrc $(CFLAGS)
 .SECONDARY: $(C_CORE)
 
 $(OUT)/%.o: csrc/%.c $(HEADERS)
@@ -114,8 +116,22 @@ $(OUT)/%.o: csrc/%.c $(HEADERS)
 $(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h tests/c/*.inc) $(C_CORE)
 	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
 
-test-c: $(C_TESTS) ## the C tests
-	@set -e; for program in $^; do echo $$program; $(EMULATOR) $$program; done
+test-c: ## the C tests
+	@$(TOGETHER) $(C_TESTS)
+	@set -e; for program in $(C_TESTS); do echo $$program; $(EMULATOR) $$program; done
+
+# The package, with a core that is linked from the tests' objects. $(1): the compiler, $(2): the objects.
+define PACKAGE
+	rm -rf $@
+	mkdir -p $@
+	cp -r h2o tests $@
+	rm -f $@/h2o/_core*.so
+	$(1) -shared '-DH2O_VERSION="tested"' '-DH2O_KERNELS=""' $$($(BIN)/python tests/fuzz/python_flags.py) \
+		csrc/module.c csrc/exchange.c $(2) -o $@/h2o/_core.abi3.so -lm -ldl
+endef
+
+$(OUT)/lib: csrc/module.c csrc/exchange.c $(C_CORE) $(wildcard h2o/*.py) .venv/base
+	$(call PACKAGE,$(CC) $(C_FLAGS),$(C_CORE))
 
 # Threads that open a driver and launch at once. The driver does nothing, and orders no threads.
 $(OUT)/libcuda.so.1: tests/cuda/threads/driver.c
@@ -133,7 +149,7 @@ $(OUT)/balance: tests/c/balance.c $(wildcard tests/c/*.h) $(C_CORE)
 	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
 
 balance: ## how well work spreads over 2 to 64 lanes, counted; fails below what is promised
-	@$(MAKE) --silent build/balance/balance OUT=build/balance CFLAGS="-O2 -DH2O_BALANCE"
+	@$(TOGETHER) build/balance/balance OUT=build/balance CFLAGS="-O2 -DH2O_BALANCE"
 	@build/balance/balance
 
 # The kernels for GPUs, with a fiber for each thread, in the place of the CPU's level "generic".
@@ -182,20 +198,15 @@ $(CUDA)/test_shim: $(addprefix $(CUDA)/,test_shim.o fiber.o shim.o matrix.o)
 $(CUDA)/libcuda.so.1: tests/cuda/fake/fake_cuda.cpp $(addprefix $(CUDA)/,kernels.o fiber.o shim.o matrix.o)
 	$(CUDA_CXX) -Itests/cuda/shim -shared -Wl,-soname,libcuda.so.1 $^ -o $@
 
-# The package, with its core linked like that.
 $(CUDA)/lib: csrc/module.c csrc/exchange.c $(CUDA_CORE) $(wildcard h2o/*.py) .venv/base
-	rm -rf $@
-	mkdir -p $@
-	cp -r h2o tests $@
-	rm -f $@/h2o/_core*.so
-	$(CUDA_CC) -shared '-DH2O_VERSION="emulated"' '-DH2O_KERNELS=""' $$($(BIN)/python tests/fuzz/python_flags.py) \
-		csrc/module.c csrc/exchange.c $(CUDA_CORE) -o $@/h2o/_core.abi3.so -lm -ldl -lstdc++
+	$(call PACKAGE,$(CUDA_CC),$(CUDA_CORE) -lstdc++)
 
 # In 16 bits a prompt by the tensor cores and the same by steps differ in the last one.
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py \
 	tests/torch/test_merge.py tests/torch/test_rolled.py tests/torch/test_heads.py
-test-cuda: $(CUDA)/test_shim $(CUDA)/test_cuda $(CUDA)/lib .venv/test ## the kernels for GPUs, emulated on the CPU
-	$(MAKE) build/cuda-ucontext/test_shim CUDA=build/cuda-ucontext CFLAGS="-O1 -DSHIM_UCONTEXT"
+test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
+	@$(TOGETHER) build/cuda-ucontext/test_shim CUDA=build/cuda-ucontext CFLAGS="-O1 -DSHIM_UCONTEXT"
+	@$(TOGETHER) $(CUDA)/test_shim $(CUDA)/test_cuda $(CUDA)/lib
 	build/cuda-ucontext/test_shim
 	$(CUDA)/test_shim
 	$(CUDA)/test_cuda
@@ -223,35 +234,33 @@ test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user
 		EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=neon H2O_TEST_EMULATED=1 qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
 SANITIZE := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all
-SANITIZED = cd build/asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
+ASAN := OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
+SANITIZED = cd build/c-asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . -m "not slow"
 asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
-	$(MAKE) -j2 test-c test-driver OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
-	$(MAKE) -j2 $(addprefix build/cuda-asan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-asan \
+	$(MAKE) test-c test-driver $(ASAN)
+	$(TOGETHER) $(addprefix build/cuda-asan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-asan \
 		CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
 	build/cuda-asan/test_shim
 	build/cuda-asan/test_cuda
-	rm -rf build/asan/lib
-	H2O_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base build/asan \
-		--build-lib build/asan/lib --build-temp build/asan/temp
-	cp -r tests build/asan/lib
+	$(MAKE) build/c-asan/lib $(ASAN)
 	for level in $$($(BIN)/python -c "from h2o import ops; print(*ops.info()['levels'])"); do \
 		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py tests/core/test_golden.py) \
 		|| exit 1; done
 	$(SANITIZED) tests/core
 
 tsan: ## C tests under ThreadSanitizer
-	$(MAKE) -j2 test-c test-driver OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
+	$(MAKE) test-c test-driver OUT=build/c-tsan CFLAGS="$(SANITIZE) -fsanitize=thread"
 
 tsan-cuda: ## the kernels for GPUs, each thread a thread to ThreadSanitizer; needs clang, gcc takes minutes
-	$(MAKE) -j2 $(addprefix build/cuda-tsan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-tsan CC=$(CLANG) \
+	$(TOGETHER) $(addprefix build/cuda-tsan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-tsan CC=$(CLANG) \
 		CXX=$(CLANG)++ CFLAGS="$(SANITIZE) -fsanitize=thread -DH2O_SMALL_BLOCKS"
 	build/cuda-tsan/test_shim
 	build/cuda-tsan/test_cuda
 
 msan-cuda: ## the same under MemorySanitizer, to which shared memory and workspaces are uninitialised; needs clang
-	$(MAKE) -j2 $(addprefix build/cuda-msan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-msan CC=$(CLANG) \
+	$(TOGETHER) $(addprefix build/cuda-msan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-msan CC=$(CLANG) \
 		CXX=$(CLANG)++ CFLAGS="$(SANITIZE) -fsanitize=memory"
 	build/cuda-msan/test_shim
 	build/cuda-msan/test_cuda
@@ -276,7 +285,8 @@ build/fuzz/border: tests/fuzz/border.c tests/fuzz/fuzz.h csrc/module.c csrc/exch
 	$(FUZZ) -fsanitize=fuzzer,address,undefined '-DH2O_VERSION="fuzz"' '-DH2O_KERNELS=""' \
 		$$($(BIN)/python tests/fuzz/python_flags.py) $< csrc/module.c csrc/exchange.c $(FUZZ_CORE) -o $@ -lm -ldl
 
-fuzz: build/fuzz/calls build/fuzz/border ## libFuzzer on both; needs clang; FUZZ_SECONDS=3600 in all
+fuzz: ## libFuzzer on both; needs clang; FUZZ_SECONDS=3600 in all
+	@$(TOGETHER) build/fuzz/calls build/fuzz/border
 	@set -e; for target in calls border; do \
 		mkdir -p build/fuzz/corpus/$$target; \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$$(echo .venv/lib/python*/site-packages) build/fuzz/$$target -max_len=400 -len_control=0 -timeout=60 -print_final_stats=1 \

@@ -4,7 +4,6 @@ What the environment may say:
 
 H2O_WERROR=1     warnings are errors
 H2O_DEBUG=1      unoptimised, with debug information
-H2O_SANITIZE=x   instrumented with -fsanitize=x: "address,undefined", "thread", ...
 H2O_COVERAGE=1   instrumented for gcov
 
 Objects are rebuilt when a source or header changes, not when these variables
@@ -47,10 +46,6 @@ if wanted("H2O_WERROR"):
     compile_args += ["-Werror"]
 if wanted("H2O_DEBUG"):
     compile_args += ["-O0", "-g3"]
-if sanitize := os.environ.get("H2O_SANITIZE"):
-    flags = [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
-    compile_args += ["-O1", *flags]
-    link_args += flags
 if wanted("H2O_COVERAGE"):
     compile_args += ["-O0", "-g", "--coverage"]
     link_args += ["--coverage"]

@@ -22,6 +22,7 @@
 #define H2O_VEC_AVX512
 #define H2O_DOT_BF16
 #define H2O_TILE_BF16
+#define STEP_OF h2o_ops_avx512bf16
 #include "table.inc"
 
 #if defined(__clang__)

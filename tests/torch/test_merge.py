@@ -10,7 +10,7 @@ import torch
 
 from h2o import ops, reference
 from tests import inputs
-from tests.conversation import Conversation
+from tests.conversation import Conversation, numpy_core
 from tests.inputs import Policy
 from tests.torch.engines import core, oracle, portable
 
@@ -34,7 +34,7 @@ every_module = pytest.mark.parametrize(
 
 def merged(slots: ops.Slots) -> int:
     """Keys that live on in others."""
-    return round(float(torch.expm1(slots.bias).sum()))
+    return round(float(np.expm1(np.asarray(slots.bias)).sum()))
 
 
 @every_module
@@ -200,7 +200,7 @@ def test_a_large_store(D):
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "int8-int4"])
 @pytest.mark.parametrize("name", ["h2o", "everything"])
 def test_simulation_is_the_cache(name, kv_dtype, prompt, engine):
-    """The core's steps are the same steps, so in bfloat16 as well."""
+    """Merged keys come into the products of a window after these were made."""
     policy, N = POLICIES[name], sum(CALLS)
     text = inputs.drifting(7, B=2, H=6, G=3, N=N, D=32, sink=True)
     mask = np.ones((2, N), bool)
@@ -217,7 +217,8 @@ def test_simulation_is_the_cache(name, kv_dtype, prompt, engine):
     talk.feed(prompt)
     talk.stepwise = True
     talk.feed_all([1] * (N - prompt))
-    np.testing.assert_allclose(out.double().numpy(), talk.answer, rtol=1e-6, atol=4e-6)
+    rounding = 3e-5 if tensors[0].dtype == torch.float32 else 3e-2
+    np.testing.assert_allclose(out.double().numpy(), talk.answer, rtol=rounding, atol=rounding)
     positions, held_scores = talk.kept[-1]
     for b, g in np.ndindex(2, 3):
         columns = np.flatnonzero(mask[b])
@@ -226,8 +227,36 @@ def test_simulation_is_the_cache(name, kv_dtype, prompt, engine):
         assert set(columns[held]) <= never
         assert len(never) <= len(held) + 1
         np.testing.assert_allclose(
-            scores[b, g, columns[held]], held_scores[b, g, : len(held)], rtol=1e-6, atol=1e-6
+            scores[b, g, columns[held]],
+            held_scores[b, g, : len(held)],
+            rtol=rounding,
+            atol=rounding,
         )
+
+
+@pytest.mark.parametrize("strange", [0.0, np.inf, np.nan])
+@pytest.mark.parametrize(("G", "R"), [(1, 3), (8, 1)], ids=["shared by lanes", "a lane each"])
+def test_a_long_text_is_the_cache(G, R, strange):
+    """Several windows and blocks of cells; merged values that are no numbers."""
+    policy, N, prompt = Policy(150, 30, sinks=2, merge=0.8), 420, 200
+    text = inputs.drifting(17, B=1, H=G * R, G=G, N=N, D=40, turn=0.02)
+    text.values[0, :, 120, 3] += strange  # merged by the cut or soon after it
+    text.values[0, :, 230, 7] += strange
+    out, evicted_at, scores = ops.simulate(
+        *text, np.array([prompt], np.int32), np.array([[150, 30]], np.int32), softcap=6.0,
+        **policy.ranking,
+    )  # fmt: skip
+    talk = Conversation(numpy_core, text, policy, softcap=6.0).feed_all(
+        [prompt, *[1] * (N - prompt)]
+    )
+    np.testing.assert_allclose(out, talk.answer, rtol=3e-5, atol=3e-5)
+    assert np.isfinite(out).all() == (strange == 0.0)
+    assert merged(talk.slots) > 20 * G
+    positions, held_scores = talk.kept[-1]
+    for g in range(G):
+        held = positions[0, g][positions[0, g] >= 0]
+        assert set(held) <= set(np.flatnonzero(evicted_at[0, g] == N))
+        np.testing.assert_allclose(scores[0, g, held], held_scores[0, g, : len(held)], rtol=3e-5)
 
 
 def test_the_core_simulates_as_the_oracle():
