@@ -103,6 +103,10 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"\(.*char text\[160\]\)", "a parameter, whose length says nothing"),
     (r"exchange\.c: .*XDECREF", "a reference too many: a little memory"),
     (r"rows\.h: .*return; -> ;", "copies the same once more"),
+    (r"stored\.h: .*sum \+= x\[i\] - x\[i\]; -> .*sum -= ", "0 or no number, whichever the sign"),
+    (r"step\.inc: .*whole = job->lanes == 1 \|\| ", "into how many parts: speed only"),
+    (r"exchange\.c: .*LOCK\(exchange\)", "nothing to lock where Python has a GIL"),
+    (r"cell < kept \? 0 : .* -> .*cell <= kept", "a new token's cell, which says itself when it begins"),
 )
 
 SWAPS = (
