@@ -106,7 +106,7 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"stored\.h: .*sum \+= x\[i\] - x\[i\]; -> .*sum -= ", "0 or no number, whichever the sign"),
     (r"step\.inc: .*whole = job->lanes == 1 \|\| ", "into how many parts: speed only"),
     (r"exchange\.c: .*LOCK\(exchange\)", "nothing to lock where Python has a GIL"),
-    (r"cell < kept \? 0 : .* -> .*cell <= kept", "a new token's cell, which says itself when it begins"),
+    (r"cell < kept \? 0 : .* -> .*cell <= kept", "a cell that a new token begins itself"),
 )
 
 SWAPS = (
