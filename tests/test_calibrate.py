@@ -5,6 +5,7 @@ import json
 import pytest
 
 from h2o import Profile, cli
+from h2o.cli.calibrate import extremes
 from tests.test_cli import tiny  # noqa: F401
 
 pytest.importorskip("torch")
@@ -37,6 +38,14 @@ def test_calibrate(tiny, folder, capsys):  # noqa: F811
     assert TEXT[:20] not in output.read_text()
     assert len(Profile.load(output).shares_for(0.3)) == 2
     assert [path.name for path in output.parent.iterdir()] == ["profile.json"]
+
+
+def test_layers_that_keep_a_window_have_no_share_to_tell():
+    table, layers = [[1.0, 1.0], [0.3, 1.5], [1.0, 1.0]], ("sliding", "h2o", "sliding")
+    assert list(extremes(table, layers)) == [
+        "most at a tenth of the keys: 1.50 (layer 1, head 1), 0.30 (layer 1, head 0)",
+        "least at a tenth of the keys: 0.30 (layer 1, head 0), 1.50 (layer 1, head 1)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h2o.cli import texts
@@ -62,7 +63,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     def say(what: str) -> None:
         print(f"{time.perf_counter() - start:6.1f} s  {what}", file=sys.stderr, flush=True)
 
-    from h2o import models
+    from h2o import models, supports
     from h2o.calibration.calibrate import calibrate
 
     model, tokenizer = models.load(options.model, dtype=options.dtype, say=say)
@@ -84,9 +85,19 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     for leftover in (unfinished, unfinished.with_name(f".{unfinished.name}.lock")):
         leftover.unlink(missing_ok=True)
     say(f"written: {options.output}")
-    table = profile.shares_for(0.1)
-    heads = sorted(((x, i, j) for i, row in enumerate(table) for j, x in enumerate(row)))
     print(profile)
+    for line in extremes(profile.shares_for(0.1), supports(model.config).layers):
+        print(line)
+
+
+def extremes(table: Sequence[Sequence[float]], layers: Sequence[str]) -> Iterator[str]:
+    """The heads with the largest and the smallest shares, of layers that h2o serves."""
+    heads = sorted(
+        (share, layer, head)
+        for layer, row in enumerate(table)
+        for head, share in enumerate(row)
+        if layers[layer] == "h2o"
+    )
     for title, some in (("most", heads[:-6:-1]), ("least", heads[:5])):
-        listed = ", ".join(f"{x:.2f} (layer {i}, head {j})" for x, i, j in some)
-        print(f"{title} at a tenth of the keys: {listed}")
+        listed = ", ".join(f"{share:.2f} (layer {i}, head {j})" for share, i, j in some)
+        yield f"{title} at a tenth of the keys: {listed}"
