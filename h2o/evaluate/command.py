@@ -10,9 +10,18 @@ from typing import Any
 
 from h2o.evaluate.processes import launched, leave
 from h2o.evaluate.results import fingerprint
-from h2o.evaluate.setting import DEVICES, GRAMMAR, Setting, from_options, number, parse_all
+from h2o.evaluate.setting import (
+    DEVICES,
+    GRAMMAR,
+    Setting,
+    from_options,
+    number,
+    parse_all,
+    with_profile,
+)
 from h2o.files import make_writable
 from h2o.models import UserError, need_transformers
+from h2o.profile import Profile
 
 __all__ = ["add_arguments", "run"]
 
@@ -76,6 +85,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     many.add_argument(
         "--budgets", metavar="AMOUNTS", help="for settings without one, e.g. 0.04,0.2"
     )
+    many.add_argument(
+        "--profile", metavar="FILE", help="of h2o calibrate, for calibrated and calibrated-bytes"
+    )
 
     text = p.add_argument_group("summaries, perplexity and needles")
     text.add_argument("--chat", action="store_true", help="summaries: use the chat template")
@@ -99,10 +111,12 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
         settings = [] if args.compare is None else parse_all(args.compare, args.budgets)
         if args.budgets is not None and args.compare is None:
             raise ValueError("--budgets goes with --compare")
+        if args.profile is not None:
+            settings = with_profile(settings, Profile.load(args.profile))
         if settings and single(args):
             raise ValueError(f"{single(args)[0]} is for one setting; write it into --compare")
         one = from_options(**given(args, CACHE))
-    except (TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     need_transformers()
     try:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from h2o.config import VARIANTS, H2OConfig
+from h2o.evaluate.results import fingerprint
+from h2o.profile import Profile
 
 __all__ = [
     "DEVICES",
@@ -18,6 +20,7 @@ __all__ = [
     "number",
     "parse",
     "parse_all",
+    "with_profile",
 ]
 
 GRAMMAR = """\
@@ -29,7 +32,7 @@ sink:SINKS+RECENT       the first keys and the recent ones (StreamingLLM)
 authors:BUDGET          H2OConfig.authors(BUDGET)
 robust:BUDGET           H2OConfig.robust(BUDGET)
 robust-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes")
-calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with the profile that comes with h2o
+calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
@@ -88,7 +91,12 @@ class Setting:
 
     def describe(self) -> dict[str, Any]:
         """For result files: plain values only."""
-        budget = {} if self.variant == "full" else dataclasses.asdict(self.config)
+        config, shares = self.config, self.config.shares
+        if isinstance(shares, Profile):
+            config = dataclasses.replace(config, shares=None)
+        budget = {} if self.variant == "full" else dataclasses.asdict(config)
+        if isinstance(shares, Profile):
+            budget["shares"] = fingerprint(shares.as_dict())
         future = {"sees_future": True} if self.sees_future else {}
         return {"setting": self.name, "variant": self.variant, **future, **budget}
 
@@ -121,6 +129,19 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
     if not settings:
         raise ValueError(f"no settings to compare: there are {', '.join(KINDS)}")
     return list(settings.values())
+
+
+def with_profile(settings: Iterable[Setting], profile: Profile) -> list[Setting]:
+    """The same, with a profile where that which comes with h2o was meant."""
+    found = [
+        dataclasses.replace(setting, config=dataclasses.replace(setting.config, shares=profile))
+        if setting.config.shares == "shipped"
+        else setting
+        for setting in settings
+    ]
+    if not any(setting.config.shares is profile for setting in found):
+        raise ValueError("--profile goes with calibrated or calibrated-bytes in --compare")
+    return found
 
 
 def parse(text: str) -> Setting:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
 from h2o import H2OConfig
-from h2o.evaluate.setting import footnote, parse, parse_all
+from h2o.evaluate.setting import footnote, parse, parse_all, with_profile
+from h2o.profile import _all_shipped
 
 
 @pytest.mark.parametrize(
@@ -95,6 +99,20 @@ def test_budgets():
     assert [s.name for s in parse_all("h2o:0.1,h2o:0.1,h2o", "0.1")] == ["h2o:0.1"]
     with pytest.raises(ValueError, match="add --budgets"):
         parse_all("h2o")
+
+
+def test_a_profile_of_ones_own():
+    (profile,) = _all_shipped()
+    settings = with_profile(parse_all("full,calibrated-bytes,h2o", "0.1"), profile)
+    assert [s.config.shares is profile for s in settings] == [False, True, False]
+    described = settings[1].describe()
+    assert described["shares"] != settings[2].describe()["shares"]
+    assert len(json.dumps(described)) < 1000
+    other = dataclasses.replace(profile, window=512)
+    again = with_profile(parse_all("calibrated-bytes:0.1"), other)
+    assert again[0].describe()["shares"] != described["shares"], "results of another profile"
+    with pytest.raises(ValueError, match="--profile goes with calibrated"):
+        with_profile(parse_all("full,h2o:0.1"), profile)
 
 
 def test_presets():
