@@ -121,6 +121,7 @@ test-c: ## the C tests
 	@set -e; for program in $(C_TESTS); do echo $$program; $(EMULATOR) $$program; done
 
 # The package, with a core that is linked from the tests' objects. $(1): the compiler, $(2): the objects.
+PACKAGED := csrc/module.c csrc/exchange.c $(shell find h2o tests -name '*.py') .venv/base
 define PACKAGE
 	rm -rf $@
 	mkdir -p $@
@@ -130,7 +131,7 @@ define PACKAGE
 		csrc/module.c csrc/exchange.c $(2) -o $@/h2o/_core.abi3.so -lm -ldl
 endef
 
-$(OUT)/lib: csrc/module.c csrc/exchange.c $(C_CORE) $(wildcard h2o/*.py) .venv/base
+$(OUT)/lib: $(PACKAGED) $(C_CORE)
 	$(call PACKAGE,$(CC) $(C_FLAGS),$(C_CORE))
 
 # Threads that open a driver and launch at once. The driver does nothing, and orders no threads.
@@ -198,7 +199,7 @@ $(CUDA)/test_shim: $(addprefix $(CUDA)/,test_shim.o fiber.o shim.o matrix.o)
 $(CUDA)/libcuda.so.1: tests/cuda/fake/fake_cuda.cpp $(addprefix $(CUDA)/,kernels.o fiber.o shim.o matrix.o)
 	$(CUDA_CXX) -Itests/cuda/shim -shared -Wl,-soname,libcuda.so.1 $^ -o $@
 
-$(CUDA)/lib: csrc/module.c csrc/exchange.c $(CUDA_CORE) $(wildcard h2o/*.py) .venv/base
+$(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 	$(call PACKAGE,$(CUDA_CC),$(CUDA_CORE) -lstdc++)
 
 # In 16 bits a prompt by the tensor cores and the same by steps differ in the last one.

@@ -91,12 +91,9 @@ class Setting:
 
     def describe(self) -> dict[str, Any]:
         """For result files: plain values only."""
-        config, shares = self.config, self.config.shares
-        if isinstance(shares, Profile):
-            config = dataclasses.replace(config, shares=None)
-        budget = {} if self.variant == "full" else dataclasses.asdict(config)
-        if isinstance(shares, Profile):
-            budget["shares"] = fingerprint(shares.as_dict())
+        budget = {} if self.variant == "full" else dataclasses.asdict(self.config)
+        if isinstance(self.config.shares, Profile):
+            budget["shares"] = fingerprint(self.config.shares.as_dict())
         future = {"sees_future": True} if self.sees_future else {}
         return {"setting": self.name, "variant": self.variant, **future, **budget}
 
