@@ -6,7 +6,7 @@ A markdown table: registers of a thread, bytes of local memory (registers that d
 arrays that have an address), and the instructions, of which how many are of which kind: products
 of the tensor cores, of floats, special functions, loads and stores of shared and of other memory,
 barriers. That is what the code has, not how often it runs. Needs cuobjdump and nvdisasm: of the
-CUDA toolkit, or `pip install nvidia-cuda-cuobjdump nvidia-nvdisasm`.
+CUDA toolkit, or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
 """
 
 from __future__ import annotations

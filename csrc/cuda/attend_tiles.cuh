@@ -132,7 +132,9 @@ template <int DEPTH> struct attend_room {
  * pads are; data is NULL where there is none. */
 DEVICE element_ref token_row(const attend_unit *u, const h2o_view *from, int64_t h, int64_t token) {
     if (token >= u->tokens) return element_ref{NULL, from->dtype, 1};
-    return row_of(from, u->b, h, u->columns[token]);
+    const bool pads =
+        h2o_given(&u->p->mask); /* else a column is its number: a load less to wait for */
+    return row_of(from, u->b, h, pads ? u->columns[token] : token);
 }
 
 DEVICE element_ref slot_row(const attend_unit *u, const char *rows, int64_t stride, h2o_dtype type,

@@ -23,8 +23,12 @@
 #define DEVICE_METHOD __device__ __forceinline__
 
 /* A kernel has the operation's parameters by value and a workspace. */
-#define KERNEL(name, type)                                                                         \
-    extern "C" __global__ void name(const __grid_constant__ type params, char *workspace)
+#define PARAMETERS(type) (const __grid_constant__ type params, char *workspace)
+#define KERNEL(name, type) extern "C" __global__ void name PARAMETERS(type)
+/* Of so many threads, where a multiprocessor is to have room for so many blocks at a time: that
+ * bounds the registers. */
+#define BOUNDED_KERNEL(name, type, threads, blocks)                                                \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name PARAMETERS(type)
 #define EXPORT_KERNEL(name, type)
 
 extern __shared__ __align__(16) unsigned char dynamic_shared[];
@@ -123,6 +127,25 @@ DEVICE void multiply_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* Copies from global to shared memory that go on while their thread does: BYTES are 4 or 16, and
+ * both addresses multiples of that. Closed into batches, of which a thread waits for all but the
+ * last `open`; what it then sees, others see after a barrier. */
+template <int BYTES> DEVICE void copy_async(void *to, const void *from) {
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+    const size_t source = __cvta_generic_to_global(from);
+    if (BYTES == 16) { /* past the first cache: nobody else of the block reads it */
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(source) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(source) : "memory");
+    }
+}
+
+DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int OPEN> DEVICE void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory");
 }
 
 /* Counts in shared memory. */

@@ -20,6 +20,7 @@ enum {
     ATTEND_TILE = 32, /* queries, and keys, that a block looks at together; */
     MATRIX_ROWS = 64, /* by the tensor cores: those that stay with it */
     STEP_HEADS = 4,   /* query heads that go through the keys together */
+    STEP_AHEAD = 4,   /* slots whose rows a thread loads before it uses the first */
     TEAM = 8,         /* threads that share a key */
     RUN = 8           /* elements of a row that a thread reads at a time */
 };
@@ -111,7 +112,8 @@ H2O_INLINE unsigned cuda_prepare_shared(void) { return 4096; }
 /* Bytes of attend_room and of matrix_room, whose templates the launch layer's compiler lacks. */
 #define CUDA_ATTEND_SHARED(depth) (4 * ATTEND_TILE * (2 * ((depth) + 4) + (ATTEND_TILE + 4) + 1))
 #define CUDA_MATRIX_SHARED(depth)                                                                  \
-    (2 * (MATRIX_ROWS + 2 * CUDA_MATRIX_COLUMNS(depth)) * ((depth) + 8) + 3 * 4 * MATRIX_ROWS)
+    (2 * (MATRIX_ROWS + 2 * CUDA_MATRIX_COLUMNS(depth)) * ((depth) + 8) +                          \
+     4 * (MATRIX_ROWS + 4 * CUDA_MATRIX_COLUMNS(depth)))
 
 /* ---- evict --------------------------------------------------------------- */
 

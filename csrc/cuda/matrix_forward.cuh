@@ -4,39 +4,47 @@
 
 #include "matrix_tiles.cuh"
 
+/* Where a block is in its keys: stored ones first, then new ones up to the last query's own. */
+typedef struct {
+    bool stored;
+    int64_t first, end; /* end: of the new ones */
+} key_tile;
+
 /* What a lane has of two queries, 8 rows apart; total is its part of the sum. */
 template <int DEPTH> struct matrix_sums {
     float top[2], total[2];
     float output[DEPTH / 8][4];
 };
 
-/* Dot products to exponentials, in place, -1 where a query does not see the key. */
-template <int DEPTH>
-DEVICE void matrix_weights(const attend_unit *u, bool stored, int64_t first, int64_t query,
-                           const matrix_room<DEPTH> *room,
+/* Logits to exponentials, in place, -1 where a query does not see the key. PLAIN: all see all, and
+ * nothing is added. */
+template <int DEPTH, bool PLAIN>
+DEVICE void matrix_weights(const key_tile *at, int64_t query, const matrix_room<DEPTH> *room,
                            float c[matrix_room<DEPTH>::COLUMNS / 8][4], matrix_sums<DEPTH> *sums) {
     const int columns = matrix_room<DEPTH>::COLUMNS;
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int64_t token = query + warp_row() + lane_row() + 8 * i;
         float top = sums->top[i], total = 0.0f;
-        uint64_t seen = 0;
+        uint64_t seen = PLAIN ? ~(uint64_t)0 : 0;
         UNROLL
         for (int k = 0; k < columns / 4; k++) {
-            const int at = k / 2 * 8 + lane_column() + k % 2;
-            const float bias = room->bias[at];
+            const int column = k / 2 * 8 + lane_column() + k % 2;
             float *const x = &c[k / 2][2 * i + k % 2];
-            if (bias == INFINITY || (!stored && first + at > token)) continue;
-            *x = logit_of(*x, u->p->scale, u->p->softcap, bias);
+            if (!PLAIN) {
+                const float bias = room->bias[column];
+                if (bias == INFINITY || (!at->stored && at->first + column > token)) continue;
+                *x += bias;
+                seen |= (uint64_t)1 << k;
+            }
             top = fmaxf(top, *x);
-            seen |= (uint64_t)1 << k;
         }
         top = quad_max(top);
         const float factor = sums->top[i] == top ? 1.0f : exponential(sums->top[i], top);
         UNROLL
         for (int k = 0; k < columns / 4; k++) {
             float *const x = &c[k / 2][2 * i + k % 2];
-            const bool counts = seen >> k & 1;
+            const bool counts = PLAIN || (seen >> k & 1);
             *x = counts ? exponential(*x, top) : -1.0f;
             total += counts ? *x : 0.0f;
         }
@@ -64,7 +72,7 @@ DEVICE void add_matrix_values(const matrix_room<DEPTH> *room,
         }
         UNROLL
         for (int d = 0; d < DEPTH; d += 16) {
-            load_transposed(b, &room->values[k + lane % 16][d + lane / 16 * 8]);
+            load_transposed(b, &room->columns[1][k + lane % 16][d + lane / 16 * 8]);
             multiply<TYPE>(sums->output[d / 8], a, b);
             multiply<TYPE>(sums->output[d / 8 + 1], a, b + 2);
         }
@@ -77,10 +85,9 @@ template <int DEPTH, h2o_dtype TYPE>
 DEVICE void add_odd_values(matrix_room<DEPTH> *room,
                            const float c[matrix_room<DEPTH>::COLUMNS / 8][4],
                            matrix_sums<DEPTH> *sums) {
-    static_assert(sizeof room->columns >= sizeof(float[MATRIX_ROWS][32]));
-    float (*const weights)[32] = (float (*)[32])room->columns;
+    static_assert(sizeof room->columns[0] >= sizeof(float[MATRIX_ROWS][32]));
+    float (*const weights)[32] = (float (*)[32])room->columns[0];
     const int row = warp_row() + lane_row();
-    sync_block(); /* the keys have been read */
     UNROLL
     for (int first = 0; first < matrix_room<DEPTH>::COLUMNS; first += 32) {
         UNROLL
@@ -93,7 +100,8 @@ DEVICE void add_odd_values(matrix_room<DEPTH> *room,
             const float weight[2] = {weights[row][k], weights[row + 8][k]};
             UNROLL
             for (int n = 0; n < DEPTH / 4; n++) {
-                const uint16_t half = room->values[first + k][n / 2 * 8 + lane_column() + n % 2];
+                const int d = n / 2 * 8 + lane_column() + n % 2;
+                const uint16_t half = room->columns[1][first + k][d];
                 const float value = TYPE == H2O_BF16 ? bf16_to_float(half) : f16_to_float(half);
                 UNROLL
                 for (int i = 0; i < 2; i++) {
@@ -106,27 +114,62 @@ DEVICE void add_odd_values(matrix_room<DEPTH> *room,
     }
 }
 
-template <int DEPTH, h2o_dtype TYPE>
-DEVICE void matrix_forward_tile(const attend_unit *u, bool stored, int64_t first, int64_t query,
-                                matrix_room<DEPTH> *room, matrix_sums<DEPTH> *sums) {
+/* Finds the next tile with a key in it, from `at` on, and sends for the keys. */
+template <int DEPTH>
+DEVICE bool fetch_keys(const attend_unit *u, key_tile *at, matrix_room<DEPTH> *room) {
     const int columns = matrix_room<DEPTH>::COLUMNS;
-    float c[matrix_room<DEPTH>::COLUMNS / 8][4];
-    if (!load_bias(u, stored, first, columns, room->bias)) return;
-    load_matrix<DEPTH, TYPE>(room->columns, columns, u->p->dims.D,
-                             [&](int i) { return key_row(u, stored, first + i); });
-    const bool finite = load_matrix<DEPTH, TYPE>(room->values, columns, u->p->dims.D, [&](int i) {
-        if (room->bias[i] == INFINITY) return element_ref{NULL, TYPE, 1};
-        return value_row(u, stored, first + i);
-    });
-    const bool odd = block_any(!finite);
-    matrix_dots<DEPTH, TYPE>(room, c);
-    matrix_weights<DEPTH>(u, stored, first, query, room, c, sums);
-    if (odd) {
-        add_odd_values<DEPTH, TYPE>(room, c, sums);
-    } else {
-        add_matrix_values<DEPTH, TYPE>(room, c, sums);
+    for (;; at->first += columns) {
+        if (at->stored && at->first >= u->slots) *at = key_tile{false, 0, at->end};
+        if (!at->stored && at->first >= at->end) return false;
+        if (load_bias(u, at->stored, at->first, columns, room->bias)) break;
     }
-    sync_block();
+    fetch_matrix<DEPTH, columns>(room->columns[0], u->p->dims.D,
+                                 [&](int i) { return key_row(u, at->stored, at->first + i); });
+    close_copies();
+    return true;
+}
+
+template <int DEPTH, h2o_dtype TYPE>
+DEVICE void fetch_values(const attend_unit *u, const key_tile *at, matrix_room<DEPTH> *room) {
+    fetch_matrix<DEPTH, matrix_room<DEPTH>::COLUMNS>(room->columns[1], u->p->dims.D, [&](int i) {
+        if (room->bias[i] == INFINITY) return element_ref{NULL, TYPE, 1};
+        return value_row(u, at->stored, at->first + i);
+    });
+    close_copies();
+}
+
+/* All keys: values come while their keys are being multiplied, and the next keys while they are. */
+template <int DEPTH, h2o_dtype TYPE>
+DEVICE void add_keys(const attend_unit *u, int64_t query, matrix_room<DEPTH> *room,
+                     matrix_sums<DEPTH> *sums) {
+    const int columns = matrix_room<DEPTH>::COLUMNS;
+    key_tile at = {true, 0, lower(query + MATRIX_ROWS, u->tokens)};
+    bool more = fetch_keys<DEPTH>(u, &at, room);
+    while (more) {
+        float c[columns / 8][4];
+        wait_copies<0>();
+        sync_block(); /* and the values before have been used */
+        fetch_values<DEPTH, TYPE>(u, &at, room);
+        matrix_dots<DEPTH, TYPE>(room, room->columns[0], c);
+        scale_dots<columns / 8>(c, u->p->scale, u->p->softcap);
+        /* a query that does not see a key must not touch its value, whatever that is */
+        const bool whole = at.stored || at.first + columns <= query + 1;
+        if (whole && !at.stored) {
+            matrix_weights<DEPTH, true>(&at, query, room, c, sums);
+        } else {
+            matrix_weights<DEPTH, false>(&at, query, room, c, sums);
+        }
+        wait_copies<0>();
+        sync_block(); /* the keys have been used */
+        const bool odd = !whole && block_any(!finite_part<DEPTH, TYPE, columns>(room->columns[1]));
+        if (odd) {
+            add_odd_values<DEPTH, TYPE>(room, c, sums);
+            sync_block();
+        }
+        at.first += columns;
+        more = fetch_keys<DEPTH>(u, &at, room);
+        if (!odd) add_matrix_values<DEPTH, TYPE>(room, c, sums);
+    }
 }
 
 template <int DEPTH, h2o_dtype TYPE>
@@ -155,7 +198,6 @@ template <int DEPTH, h2o_dtype TYPE>
 DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
     static_assert(sizeof(matrix_room<DEPTH>) == CUDA_MATRIX_SHARED(DEPTH));
     matrix_room<DEPTH> *const room = (matrix_room<DEPTH> *)shared;
-    const int columns = matrix_room<DEPTH>::COLUMNS;
     const int64_t query = (int64_t)(gridDim.x - 1 - blockIdx.x) * MATRIX_ROWS; /* longest first */
     const int64_t h = blockIdx.y, b = blockIdx.z;
     const attend_unit u = open_attend(p, workspace, b, h / p->dims.R);
@@ -163,14 +205,9 @@ DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned
     if (query >= u.tokens) return;
     matrix_sums<DEPTH> sums = {};
     sums.top[0] = sums.top[1] = -INFINITY;
-    load_matrix<DEPTH, TYPE>(room->rows, MATRIX_ROWS, p->dims.D,
-                             [&](int i) { return token_row(&u, &p->query, h, query + i); });
-    for (int64_t i = 0; i < u.slots; i += columns) {
-        matrix_forward_tile<DEPTH, TYPE>(&u, true, i, query, room, &sums);
-    }
-    for (int64_t i = 0; i < lower(query + MATRIX_ROWS, u.tokens); i += columns) {
-        matrix_forward_tile<DEPTH, TYPE>(&u, false, i, query, room, &sums);
-    }
+    fetch_matrix<DEPTH, MATRIX_ROWS>(room->rows, p->dims.D,
+                                     [&](int i) { return token_row(&u, &p->query, h, query + i); });
+    add_keys<DEPTH, TYPE>(&u, query, room, &sums);
     write_matrix<DEPTH, TYPE>(&u, h, query, (float *)u.logs + h * p->dims.Q, &sums);
 }
 

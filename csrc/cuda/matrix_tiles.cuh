@@ -13,10 +13,10 @@ enum { MATRIX_GAP = 8 /* elements between rows, so that a column is in different
 template <int DEPTH> struct matrix_room {
     enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH) };
     uint16_t rows[MATRIX_ROWS][DEPTH + MATRIX_GAP]; /* that stay: queries, or sums' keys */
-    uint16_t columns[COLUMNS][DEPTH + MATRIX_GAP];  /* that pass by: keys, or queries */
-    uint16_t values[COLUMNS][DEPTH + MATRIX_GAP];   /* forward's */
-    float bias[MATRIX_ROWS];                        /* of keys, see load_bias */
-    float weights[MATRIX_ROWS], logs[MATRIX_ROWS];  /* of sums' queries */
+    /* that pass by: keys and their values, or sums' queries, a tile and the one after it */
+    uint16_t columns[2][COLUMNS][DEPTH + MATRIX_GAP];
+    float bias[MATRIX_ROWS];                     /* of keys, see load_bias */
+    float weights[2][COLUMNS], logs[2][COLUMNS]; /* of sums' queries */
 };
 
 DEVICE int lane_row() { return threadIdx.x % 32 / 4; }
@@ -36,11 +36,10 @@ DEVICE float quad_sum(float x) {
 
 /* ---- Tiles --------------------------------------------------------------- */
 
-/* RUN elements of 16 bits from d on, 0 from D on. */
+/* RUN elements of 16 bits from d on, wherever they lie, 0 from D on. */
 DEVICE vec16 load_halves(element_ref row, int64_t d, int64_t D) {
     const char *const p = row.data + 2 * d * row.stride;
     vec16 x = {};
-    if (row.stride == 1 && d + RUN <= D && is_aligned(p)) return load16(p);
     UNROLL
     for (int i = 0; i < RUN; i++) {
         if (d + i >= D) continue;
@@ -50,26 +49,55 @@ DEVICE vec16 load_halves(element_ref row, int64_t d, int64_t D) {
     return x;
 }
 
+/* A tile by row(i), whose data is NULL where there is none: what lies as it should is copied while
+ * the thread goes on. */
+template <int DEPTH, int ROWS, typename ROW>
+DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], int64_t D, ROW row) {
+    const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs, each = ROWS / step;
+    const int first = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
+    const char *from[each];
+    bool apart = false;
+    UNROLL
+    for (int k = 0; k < each; k++) {
+        const element_ref x = row(first + k * step);
+        from[k] = d < D ? x.data : NULL;
+        if (!from[k]) continue;
+        from[k] += 2 * d;
+        apart = apart || x.stride != 1 || d + RUN > D || !is_aligned(from[k]);
+    }
+    if (apart) {
+        ROLLED
+        for (int k = 0; k < each; k++) {
+            const element_ref x = row(first + k * step);
+            store16(&tile[first + k * step][d], x.data ? load_halves(x, d, D) : vec16{});
+        }
+        return;
+    }
+    UNROLL
+    for (int k = 0; k < each; k++) {
+        uint16_t *const to = &tile[first + k * step][d];
+        if (from[k]) {
+            copy_async<16>(to, from[k]);
+        } else {
+            store16(to, vec16{});
+        }
+    }
+}
+
 DEVICE bool is_finite(uint32_t halves, h2o_dtype type) {
     const uint32_t most = type == H2O_BF16 ? 0x7f80 : 0x7c00;
     return (halves & most) != most && (halves >> 16 & most) != most;
 }
 
-/* `rows` rows of a tile by row(i), whose data is NULL where there is none. Returns whether all that
- * this thread has seen is finite. */
-template <int DEPTH, h2o_dtype TYPE, typename ROW>
-DEVICE bool load_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], int rows, int64_t D, ROW row) {
+/* Whether what this thread looks at of a tile is all finite: a row, or a part of one, each. */
+template <int DEPTH, h2o_dtype TYPE, int ROWS>
+DEVICE bool finite_part(const uint16_t (*tile)[DEPTH + MATRIX_GAP]) {
     const int runs = DEPTH / RUN;
     bool finite = true;
-    ROLLED
-    for (int i = threadIdx.x; i < rows * runs; i += blockDim.x) {
-        const int d = i % runs * RUN;
-        const element_ref from = row(i / runs);
-        vec16 x = {};
-        if (from.data && d < D) x = load_halves(from, d, D);
+    for (int i = threadIdx.x; i < ROWS * runs; i += ATTEND_THREADS) {
+        const vec16 x = load16(&tile[i / runs][i % runs * RUN]);
         UNROLL
         for (int j = 0; j < 4; j++) finite = finite && is_finite(x.w[j], TYPE);
-        store16(&tile[i / runs][d], x);
     }
     return finite;
 }
@@ -88,9 +116,9 @@ template <h2o_dtype TYPE> DEVICE uint32_t pack(float low, float high) {
     return TYPE == H2O_BF16 ? pack_bf16(low, high) : pack_f16(low, high);
 }
 
-/* A warp's rows with all columns. */
+/* A warp's rows with all columns of a tile. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void matrix_dots(const matrix_room<DEPTH> *room,
+DEVICE void matrix_dots(const matrix_room<DEPTH> *room, const uint16_t (*tile)[DEPTH + MATRIX_GAP],
                         float c[matrix_room<DEPTH>::COLUMNS / 8][4]) {
     const int lane = threadIdx.x % 32, columns = matrix_room<DEPTH>::COLUMNS;
     UNROLL
@@ -101,11 +129,21 @@ DEVICE void matrix_dots(const matrix_room<DEPTH> *room,
         load_matrices(a, &room->rows[warp_row() + lane % 16][d + lane / 16 * 8]);
         UNROLL
         for (int n = 0; n < columns; n += 16) {
-            load_matrices(b, &room->columns[n + lane % 8 + lane / 16 * 8][d + lane / 8 % 2 * 8]);
+            load_matrices(b, &tile[n + lane % 8 + lane / 16 * 8][d + lane / 8 % 2 * 8]);
             multiply<TYPE>(c[n / 8], a, b);
             multiply<TYPE>(c[n / 8 + 1], a, b + 2);
         }
     }
+}
+
+/* Those products to logits, but for what is added to each key's; a softcap is rare. */
+template <int TILES> DEVICE void scale_dots(float c[TILES][4], float scale, float softcap) {
+    UNROLL
+    for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] *= scale;
+    if (softcap <= 0.0f) return;
+    const float inverse = fast_reciprocal(softcap);
+    UNROLL
+    for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] = softcap * bend(c[i / 4][i % 4] * inverse);
 }
 
 #endif

@@ -166,7 +166,7 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, float *room) {
     if (threadIdx.x == 0) *(int64_t *)h2o_at(&p->slots.lengths, b, 0, 0) = u.length + 1;
 }
 
-KERNEL(h2o_cuda_step, h2o_step_params) {
+BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {
     DYN_SHARED(room);
     step_block(&params, workspace, (float *)room);
 }

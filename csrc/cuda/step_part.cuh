@@ -141,15 +141,13 @@ DEVICE void load_queries(const step_unit *u, int64_t r, float *query) {
     }
 }
 
-DEVICE void slot_dots(const step_unit *u, int64_t slot, const float *query, float sum[STEP_HEADS]) {
-    const char *const row = u->store.keys + slot * u->store.key_stride;
+/* Of a key that is stored without its rotary embedding. */
+DEVICE void rotated_dots(const step_unit *u, int64_t slot, const float *query,
+                         float sum[STEP_HEADS]) {
     const int64_t depth = cuda_depth(u->D);
-    if (!u->rotary) {
-        row_dots<STEP_HEADS>(row, u->store.key_type, u->D, query, depth, sum);
-        return;
-    }
     const int64_t P = u->rotary->table.shape[0], found = u->ranks[slot];
-    const stored_elements key = {row, u->store.key_type, u->D};
+    const stored_elements key = {u->store.keys + slot * u->store.key_stride, u->store.key_type,
+                                 u->D};
     UNROLL
     for (int i = 0; i < STEP_HEADS; i++) sum[i] = 0.0f;
     for (int64_t d = place_in_team() * RUN; d < u->D; d += TEAM * RUN) {
@@ -161,22 +159,52 @@ DEVICE void slot_dots(const step_unit *u, int64_t slot, const float *query, floa
     for (int i = 0; i < STEP_HEADS; i++) sum[i] = team_sum(sum[i]);
 }
 
-/* Logits of slots begin..end-1 for heads r.. of the group. */
-DEVICE void part_logits(const step_unit *u, int64_t r, int64_t begin, int64_t end,
-                        const float *query) {
-    for (int64_t base = begin; base < end; base += teams()) {
-        const int64_t slot = base + team_of_thread(), at = slot < end ? slot : end - 1;
-        float sum[STEP_HEADS];
-        slot_dots(u, at, query, sum);
-        const float bias = u->store.bias ? u->store.bias[at] : 0.0f;
-        const int head = place_in_team();
-        float dot = sum[0]; /* of this thread's head, without an index, which takes memory */
+/* The logits of a slot for heads r.. of the group: of this thread's head, without an index, which
+ * takes memory. */
+DEVICE void write_logit(const step_unit *u, int64_t r, int64_t slot, const float sum[STEP_HEADS]) {
+    const int head = place_in_team();
+    const float bias = u->store.bias ? u->store.bias[slot] : 0.0f;
+    float dot = sum[0];
+    UNROLL
+    for (int i = 1; i < STEP_HEADS; i++) dot = head == i ? sum[i] : dot;
+    if (head < STEP_HEADS && r + head < u->R) {
+        u->weights[slot * u->R + r + head] = logit_of(dot, u->scale, u->softcap, bias);
+    }
+}
+
+/* Logits of slots begin..end-1 for heads r.. of the group, N slots of a team at a time by
+ * dots(slots, sums). Whole warps take part: in the place of slots beyond the end the last one. */
+template <int N, typename DOTS>
+DEVICE void logits_by(const step_unit *u, int64_t r, int64_t begin, int64_t end, DOTS dots) {
+    for (int64_t base = begin + team_of_thread(); base - team_of_thread() < end;
+         base += N * teams()) {
+        int64_t slot[N];
+        float sum[N][STEP_HEADS];
         UNROLL
-        for (int i = 1; i < STEP_HEADS; i++) dot = head == i ? sum[i] : dot;
-        if (head < STEP_HEADS && slot < end && r + head < u->R) {
-            u->weights[slot * u->R + r + head] = logit_of(dot, u->scale, u->softcap, bias);
+        for (int i = 0; i < N; i++) slot[i] = lower(base + i * teams(), end - 1);
+        dots(slot, sum);
+        UNROLL
+        for (int i = 0; i < N; i++) {
+            if (base + i * teams() < end) write_logit(u, r, slot[i], sum[i]);
         }
     }
+}
+
+DEVICE void part_logits(const step_unit *u, int64_t r, int64_t begin, int64_t end,
+                        const float *query) {
+    if (u->rotary) {
+        logits_by<1>(u, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
+            rotated_dots(u, *slot, query, *sum);
+        });
+        return;
+    }
+    logits_by<STEP_AHEAD>(u, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
+        const char *row[STEP_AHEAD];
+        UNROLL
+        for (int i = 0; i < STEP_AHEAD; i++) row[i] = u->store.keys + slot[i] * u->store.key_stride;
+        row_dots<STEP_AHEAD, STEP_HEADS>(row, u->store.key_type, u->D, query, cuda_depth(u->D),
+                                         sum);
+    });
 }
 
 /* A warp for each head: highest logit, exponentials and their sum. */
@@ -210,14 +238,24 @@ DEVICE void part_values(const step_unit *u, int64_t r, int64_t part, int64_t beg
     const int64_t runs = cuda_depth(u->D) / RUN, rows = blockDim.x / runs;
     const int64_t row = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
     float sum[STEP_HEADS][RUN] = {};
-    for (int64_t s = begin + row; s < end && row < rows; s += rows) {
-        float x[RUN];
-        load_stored(u->store.values + s * u->store.value_stride, u->store.value_type, d, u->D, x);
+    for (int64_t first = begin + row; first < end && row < rows; first += STEP_AHEAD * rows) {
+        const char *value[STEP_AHEAD];
+        float x[STEP_AHEAD][RUN];
         UNROLL
-        for (int i = 0; i < STEP_HEADS; i++) {
-            const float weight = r + i < u->R ? u->weights[s * u->R + r + i] : 0.0f;
+        for (int k = 0; k < STEP_AHEAD; k++) {
+            value[k] = u->store.values + lower(first + k * rows, end - 1) * u->store.value_stride;
+        }
+        load_rows<STEP_AHEAD>(value, u->store.value_type, d, u->D, x);
+        UNROLL
+        for (int k = 0; k < STEP_AHEAD; k++) {
+            const int64_t s = first + k * rows;
+            if (s >= end) continue;
             UNROLL
-            for (int j = 0; j < RUN; j++) sum[i][j] = fmaf(weight, x[j], sum[i][j]);
+            for (int i = 0; i < STEP_HEADS; i++) {
+                const float weight = r + i < u->R ? u->weights[s * u->R + r + i] : 0.0f;
+                UNROLL
+                for (int j = 0; j < RUN; j++) sum[i][j] = fmaf(weight, x[k][j], sum[i][j]);
+            }
         }
     }
     sync_block(); /* the queries have been read */

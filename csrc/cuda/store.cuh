@@ -42,7 +42,9 @@ DEVICE void set_element(element_ref row, int64_t d, float x) {
 
 /* ---- Reading ------------------------------------------------------------- */
 
-DEVICE bool is_aligned(const void *p) { return ((uintptr_t)p & 15) == 0; }
+/* Whether an address is a multiple of a power of two. */
+DEVICE bool lies_at(const void *p, unsigned bytes) { return ((uintptr_t)p & (bytes - 1)) == 0; }
+DEVICE bool is_aligned(const void *p) { return lies_at(p, 16); }
 
 /* Two floats of a word of two halves. */
 DEVICE void unpack(uint32_t word, h2o_dtype type, float *x) {
@@ -55,48 +57,106 @@ DEVICE void unpack(uint32_t word, h2o_dtype type, float *x) {
     }
 }
 
-/* RUN whole elements of floats that lie side by side at an address of 16 bytes. */
-DEVICE void load_vectors(const char *p, h2o_dtype type, float x[RUN]) {
-    if (type == H2O_F32) {
-        const vec16 low = load16(p), high = load16(p + 16);
+/* RUN whole elements of floats of each of N rows, side by side at an address of 16 bytes. */
+template <int N> DEVICE void load_vectors(const char *const p[N], h2o_dtype type, float x[N][RUN]) {
+    vec16 raw[N], more[N];
+    UNROLL
+    for (int i = 0; i < N; i++) raw[i] = load16(p[i]);
+    if (type != H2O_F32) {
         UNROLL
-        for (int i = 0; i < 4; i++) {
-            x[i] = bits_float(low.w[i]);
-            x[4 + i] = bits_float(high.w[i]);
-        }
+        for (int i = 0; i < N * 4; i++) unpack(raw[i / 4].w[i % 4], type, &x[i / 4][i % 4 * 2]);
         return;
     }
-    const vec16 all = load16(p);
     UNROLL
-    for (int i = 0; i < 4; i++) unpack(all.w[i], type, x + 2 * i);
+    for (int i = 0; i < N; i++) more[i] = load16(p[i] + 16);
+    UNROLL
+    for (int i = 0; i < N * 4; i++) {
+        x[i / 4][i % 4] = bits_float(raw[i / 4].w[i % 4]);
+        x[i / 4][4 + i % 4] = bits_float(more[i / 4].w[i % 4]);
+    }
 }
 
-/* Elements d..d+RUN-1 of a stored row of D, 0 from D on; d is a multiple of RUN. */
-DEVICE void load_stored(const char *row, h2o_dtype type, int64_t d, int64_t D, float x[RUN]) {
-    if (type == H2O_Q4) { /* D is a multiple of 32 here */
-        const char *const numbers = row + D / 2 + d / H2O_GROUP * 4;
-        const char *const bytes = row + d / H2O_GROUP * (H2O_GROUP / 2) + d % (H2O_GROUP / 2);
-        const int shift = d % H2O_GROUP >= H2O_GROUP / 2 ? 4 : 0;
-        const float scale = load_scalar(numbers, H2O_F16);
-        const float minimum = load_scalar(numbers + 2, H2O_F16);
+/* RUN bytes, as wide as they lie: rows of bytes follow each other without gaps. */
+DEVICE void load_bytes(const char *p, uint8_t x[RUN]) {
+    if (lies_at(p, 4)) {
+        const uint32_t word[2] = {*(const uint32_t *)p, *(const uint32_t *)(p + 4)};
         UNROLL
-        for (int i = 0; i < RUN; i++) {
-            x[i] = fmaf((float)((uint8_t)bytes[i] >> shift & 15), scale, minimum);
+        for (int i = 0; i < RUN; i++) x[i] = (uint8_t)(word[i / 4] >> i % 4 * 8);
+    } else if (lies_at(p, 2)) {
+        UNROLL
+        for (int i = 0; i < RUN; i += 2) {
+            const uint16_t half = *(const uint16_t *)(p + i);
+            x[i] = (uint8_t)half;
+            x[i + 1] = (uint8_t)(half >> 8);
         }
-    } else if (type == H2O_Q8) {
-        const float scale = load_scalar(row + D, H2O_F16);
-        UNROLL
-        for (int i = 0; i < RUN; i++) x[i] = d + i < D ? scale * (float)(int8_t)row[d + i] : 0.0f;
     } else {
-        const char *const p = row + d * h2o_dtype_size(type);
-        if (d + RUN <= D && is_aligned(p)) {
-            load_vectors(p, type, x);
-        } else {
-            const int64_t size = h2o_dtype_size(type);
-            UNROLL
-            for (int i = 0; i < RUN; i++) x[i] = d + i < D ? load_number(p + i * size, type) : 0.0f;
-        }
+        UNROLL
+        for (int i = 0; i < RUN; i++) x[i] = (uint8_t)p[i];
     }
+}
+
+DEVICE void load_q4(const char *row, int64_t d, int64_t D, float x[RUN]) {
+    const char *const numbers = row + D / 2 + d / H2O_GROUP * 4;
+    const int shift = d % H2O_GROUP >= H2O_GROUP / 2 ? 4 : 0;
+    const float scale = load_scalar(numbers, H2O_F16);
+    const float minimum = load_scalar(numbers + 2, H2O_F16);
+    uint8_t bytes[RUN];
+    load_bytes(row + d / H2O_GROUP * (H2O_GROUP / 2) + d % (H2O_GROUP / 2), bytes);
+    UNROLL
+    for (int i = 0; i < RUN; i++) {
+        x[i] = fmaf((float)(bytes[i] >> shift & 15), scale, minimum);
+    }
+}
+
+DEVICE void load_q8(const char *row, int64_t d, int64_t D, float x[RUN]) {
+    const float scale = load_scalar(row + D, H2O_F16);
+    uint8_t bytes[RUN] = {};
+    if (d + RUN <= D) {
+        load_bytes(row + d, bytes);
+    } else {
+        UNROLL
+        for (int i = 0; i < RUN; i++) bytes[i] = d + i < D ? (uint8_t)row[d + i] : 0;
+    }
+    UNROLL
+    for (int i = 0; i < RUN; i++) x[i] = d + i < D ? scale * (float)(int8_t)bytes[i] : 0.0f;
+}
+
+/* Elements d..d+RUN-1 of N stored rows of D, 0 from D on; d is a multiple of RUN. What is loaded of
+ * one row does not wait for another's. */
+template <int N>
+DEVICE void load_rows(const char *const row[N], h2o_dtype type, int64_t d, int64_t D,
+                      float x[N][RUN]) {
+    if (type == H2O_Q4) { /* D is a multiple of 32 here */
+        UNROLL
+        for (int i = 0; i < N; i++) load_q4(row[i], d, D, x[i]);
+        return;
+    }
+    if (type == H2O_Q8) {
+        UNROLL
+        for (int i = 0; i < N; i++) load_q8(row[i], d, D, x[i]);
+        return;
+    }
+    const int64_t size = h2o_dtype_size(type);
+    const char *p[N];
+    bool whole = d + RUN <= D;
+    UNROLL
+    for (int i = 0; i < N; i++) {
+        p[i] = row[i] + d * size;
+        whole = whole && is_aligned(p[i]);
+    }
+    if (whole) {
+        load_vectors<N>(p, type, x);
+        return;
+    }
+    UNROLL
+    for (int i = 0; i < N * RUN; i++) {
+        const int e = i % RUN;
+        x[i / RUN][e] = d + e < D ? load_number(p[i / RUN] + e * size, type) : 0.0f;
+    }
+}
+
+DEVICE void load_stored(const char *row, h2o_dtype type, int64_t d, int64_t D, float x[RUN]) {
+    load_rows<1>(&row, type, d, D, (float (*)[RUN])x);
 }
 
 /* The same of a tensor's row, whose elements may lie apart. */

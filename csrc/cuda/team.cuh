@@ -27,20 +27,22 @@ DEVICE void add_products(const float x[RUN], const float *vectors, int64_t pitch
     }
 }
 
-/* The dot products of a row with those vectors, the same for all threads of a team. All
+/* The dot products of N rows with those vectors, the same for all threads of a team. All
  * threads of a warp take part. */
-template <int COUNT>
-DEVICE void row_dots(const char *row, h2o_dtype type, int64_t D, const float *vectors,
-                     int64_t pitch, float sum[COUNT]) {
+template <int N, int COUNT>
+DEVICE void row_dots(const char *const row[N], h2o_dtype type, int64_t D, const float *vectors,
+                     int64_t pitch, float sum[N][COUNT]) {
     UNROLL
-    for (int i = 0; i < COUNT; i++) sum[i] = 0.0f;
+    for (int i = 0; i < N * COUNT; i++) sum[i / COUNT][i % COUNT] = 0.0f;
     for (int64_t d = place_in_team() * RUN; d < D; d += TEAM * RUN) {
-        float x[RUN];
-        load_stored(row, type, d, D, x);
-        add_products<COUNT>(x, vectors, pitch, d, sum);
+        float x[N][RUN];
+        load_rows<N>(row, type, d, D, x);
+        UNROLL
+        for (int i = 0; i < N; i++) add_products<COUNT>(x[i], vectors, pitch, d, sum[i]);
     }
     UNROLL
-    for (int i = 0; i < COUNT; i++) sum[i] = team_sum(sum[i]);
+    for (int i = 0; i < N * COUNT; i++)
+        sum[i / COUNT][i % COUNT] = team_sum(sum[i / COUNT][i % COUNT]);
 }
 
 #endif

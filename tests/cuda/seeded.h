@@ -34,6 +34,11 @@ enum bug {
     BARRIER_IN_BRANCH,
     GONE_BEFORE_BALLOT,
     STACK_OVERFLOW,
+    NO_WAIT,
+    WAIT_FOR_ALL_BUT_ONE,
+    BATCH_LEFT_OPEN,
+    NO_BARRIER_AFTER_WAIT,
+    COPY_BEFORE_BARRIER,
 };
 
 typedef struct {
@@ -234,6 +239,48 @@ static void expect_attention(const sample_params *p, float *out, float *sums) {
     }
 }
 
+/* ---- Tiles that come while the one before is being used ------------------- */
+
+enum { TILES = THREADS * DEPTH / THREADS };
+
+DEVICE void fetch_tile(const sample_params *p, int tile, float (*room)[THREADS]) {
+    const int i = threadIdx.x;
+    if (tile < TILES && i < THREADS / 4) {
+        copy_async<16>(&room[tile % 2][4 * i], p->in + tile * THREADS + 4 * i);
+    }
+    if (p->with != BATCH_LEFT_OPEN) close_copies();
+}
+
+/* Each thread's sum of what others have copied. */
+KERNEL(sample_stream, sample_params) {
+    DYN_SHARED(shared);
+    const int i = threadIdx.x;
+    float (*const room)[THREADS] = (float (*)[THREADS])shared;
+    float sum = 0.0f;
+    fetch_tile(&params, 0, room);
+    for (int tile = 0; tile < TILES; tile++) {
+        if (params.with == COPY_BEFORE_BARRIER) fetch_tile(&params, tile + 1, room);
+        if (params.with == WAIT_FOR_ALL_BUT_ONE || params.with == COPY_BEFORE_BARRIER) {
+            wait_copies<1>();
+        } else if (params.with != NO_WAIT) {
+            wait_copies<0>();
+        }
+        if (params.with != NO_BARRIER_AFTER_WAIT) sync_block();
+        if (params.with != COPY_BEFORE_BARRIER) fetch_tile(&params, tile + 1, room);
+        sum = fmaf((float)(tile + 1), room[tile % 2][THREADS - 1 - i], sum);
+    }
+    params.out[i] = sum;
+}
+EXPORT_KERNEL(sample_stream, sample_params)
+
+static void expect_stream(const sample_params *p, float *out, float *) {
+    for (int i = 0; i < THREADS; i++) {
+        for (int tile = 0; tile < TILES; tile++) {
+            out[i] += (float)(tile + 1) * p->in[tile * THREADS + THREADS - 1 - i];
+        }
+    }
+}
+
 /* ---- What no thread may do ----------------------------------------------- */
 
 /* Takes more of the stack than there is. */
@@ -271,6 +318,7 @@ static const sample samples[] = {
     {"sample_histogram", nullptr, 1, BINS * 4, BINS, expect_histogram},
     {"sample_total", nullptr, ROWS, 0, 2, expect_total},
     {"sample_attention", "sample_columns", 1, 0, WIDTH * DEPTH, expect_attention},
+    {"sample_stream", nullptr, 1, 2 * THREADS * 4, THREADS, expect_stream},
     {"sample_lost", nullptr, 1, 0, THREADS, expect_lost},
 };
 
@@ -299,6 +347,11 @@ static const seeded bugs[] = {
     {"slot_past_end", SLOT_PAST_END, "sample_attention", "-S--"},
     {"row_past_end", ROW_PAST_END, "sample_attention", "-S--"},
     {"unwritten_lse", UNWRITTEN_LSE, "sample_attention", "FFFS"},
+    {"no_wait", NO_WAIT, "sample_stream", "FFFS"},
+    {"wait_for_all_but_one", WAIT_FOR_ALL_BUT_ONE, "sample_stream", "FFFS"},
+    {"batch_left_open", BATCH_LEFT_OPEN, "sample_stream", "FFFS"},
+    {"no_barrier_after_wait", NO_BARRIER_AFTER_WAIT, "sample_stream", "FFSS"},
+    {"copy_before_barrier", COPY_BEFORE_BARRIER, "sample_stream", "--S-"},
     {"barrier_in_branch", BARRIER_IN_BRANCH, "sample_lost", "EEEE"},
     {"gone_before_ballot", GONE_BEFORE_BALLOT, "sample_lost", "EEEE"},
     {"stack_overflow", STACK_OVERFLOW, "sample_lost", "DSSS"},

@@ -176,6 +176,28 @@ KERNEL(probe_matrices, probe_params) {
 }
 EXPORT_KERNEL(probe_matrices, probe_params)
 
+/* Shared: room for a copy of 4 and one of 16 bytes by each thread, which others then see; the last
+ * batch need not have come. What lands when the seed says. */
+KERNEL(probe_copies, probe_params) {
+    DYN_SHARED(shared);
+    const unsigned i = threadIdx.x, threads = blockDim.x, other = threads - 1 - i;
+    uint32_t *const words = (uint32_t *)(shared + 16 * threads);
+    copy_async<16>(shared + 16 * i, params.bytes + 16 * other);
+    close_copies();
+    copy_async<4>(words + i, params.bytes + 4 * i);
+    close_copies();
+    wait_copies<1>();
+    bool right = memcmp(shared + 16 * i, params.bytes + 16 * other, 16) == 0;
+    const bool late = words[i] == 0xffffffffu;
+    sync_block();
+    right &= memcmp(shared + 16 * other, params.bytes + 16 * i, 16) == 0;
+    wait_copies<0>();
+    right &= memcmp(words + i, params.bytes + 4 * i, 4) == 0;
+    params.out[i] = right;
+    params.out[threads + i] = late;
+}
+EXPORT_KERNEL(probe_copies, probe_params)
+
 /* Which block comes last, and whether its threads see what all have written. */
 KERNEL(probe_last, probe_params) {
     const unsigned i = threadIdx.x, threads = blockDim.x, blocks = gridDim.x;
@@ -227,6 +249,15 @@ static void test_operations(void) {
                      {{1, 1, 1}, 32, 512}, nullptr) == 0);
         for (int i = 0; i < 32; i++) {
             check(memcmp(&vectors[(size_t)i * 4], bytes + 16 * (31 - i), 16) == 0);
+        }
+        std::vector<uint32_t> copies(2 * 32);
+        if (net != MEMORY) { /* which would blame the look at what has not landed */
+            check(launch("probe_copies", probe_params{0, copies.data(), nullptr, bytes},
+                         {{1, 1, 1}, 32, 20 * 32}, nullptr) == 0);
+            const auto half = copies.begin() + 32;
+            check(std::count(copies.begin(), half, 1u) == 32, "copies");
+            const auto late = std::count(half, copies.end(), 1u);
+            check(seed == 0 ? late == 32 : late > 4 && late < 28, "some land late");
         }
         std::vector<uint32_t> written(5 * 64);
         uint32_t counter = 0;
@@ -380,6 +411,12 @@ DEVICE void go_wrong(const probe_params *p, unsigned i) {
     case 10:
         if (blockIdx.y == 1 && i == 0) sync_warp();
         break;
+    case 11:
+        if (i == 9) copy_async<4>(rows, p->bytes + 2);
+        break;
+    case 12:
+        for (int k = 0; i == 9 && k < 100; k++) copy_async<4>(rows, p->bytes);
+        break;
     }
     p->out[blockIdx.y * blockDim.x + i] += (uint32_t)room[0];
 }
@@ -403,10 +440,12 @@ static void test_errors(void) {
         {"thread 9", "no multiple of 16", ""},
         {"2 of 64 threads are gone", "thread 0 waits for its warp at line", ""},
         {"block 0,1,0:", "thread 0 waits for its warp", ""},
+        {"thread 9", "4 bytes", "no multiple of 4"},
+        {"thread 9", "more than 64 copies", ""},
     };
     alignas(16) char bytes[16 * 65] = {};
     shim_seed(0);
-    for (int what = 0; what < 11; what++) {
+    for (int what = 0; what < 13; what++) {
         std::vector<uint32_t> out(3 * 64), deep(64);
         const probe_params params = {what, out.data(), nullptr, bytes};
         check(launch("probe_error", params, {{1, 3, 1}, 64, 0}, nullptr) == 719, "fails");

@@ -11,7 +11,7 @@
 extern "C" void __msan_poison(const volatile void *address, size_t size);
 #endif
 
-enum { WARP = 32, NO_LINE = -1 };
+enum { WARP = 32, NO_LINE = -1, MOST_COPIES = 64 /* under way, of a thread */ };
 #ifdef SHIM_TSAN
 /* Its 255 slots are for all threads: with more of them taking turns it sees no race. */
 static const unsigned MOST_THREADS = 128;
@@ -51,8 +51,10 @@ struct thread {
     bool gone;
     const char *waits_for;
     int line;
-    bool any;        /* what it was told by the block, ... */
-    uint64_t answer; /* ... and by its warp */
+    bool any;                      /* what it was told by the block, ... */
+    uint64_t answer;               /* ... and by its warp */
+    shim_copy copies[MOST_COPIES]; /* in a ring */
+    unsigned asked, landed, batch;
 };
 
 /* The launch that is going on. */
@@ -135,9 +137,31 @@ shim_dim3 shim_block_size(void) { return now.block; }
 shim_dim3 shim_grid_size(void) { return now.grid; }
 unsigned char *shim_shared(void) { return now.shared; }
 
-void shim_misaligned(const void *p) {
-    fail("thread %u: 16 bytes at %p, which is no multiple of 16", now.running, p);
+void shim_misaligned(const void *p, int bytes) {
+    fail("thread %u: %d bytes at %p, which is no multiple of %d", now.running, bytes, p, bytes);
     leave();
+}
+
+bool shim_postpone(void *to, const void *from, int bytes) {
+    thread *const self = &now.threads[now.running];
+    if (seed != 0 && random_below(2) != 0) return false;
+    if (self->asked - self->landed == MOST_COPIES) {
+        fail("thread %u: more than %d copies under way", now.running, MOST_COPIES);
+        leave();
+    }
+    self->copies[self->asked++ % MOST_COPIES] = {to, from, bytes, self->batch};
+    return true;
+}
+
+void shim_close_batch(void) { now.threads[now.running].batch++; }
+
+/* Batches before the last `open` that are closed. */
+shim_copy shim_due(unsigned open) {
+    thread *const self = &now.threads[now.running];
+    const shim_copy copy = self->copies[self->landed % MOST_COPIES];
+    if (self->landed == self->asked || copy.batch + open >= self->batch) return {};
+    self->landed++;
+    return copy;
 }
 
 static void check_same(const meeting *m, const char *who, shim_operation operation, int line) {

@@ -53,6 +53,7 @@ struct shim_registration {
 };
 
 #define KERNEL(name, type) extern "C" void name(const type params, char *workspace)
+#define BOUNDED_KERNEL(name, type, threads, blocks) KERNEL(name, type)
 #define EXPORT_KERNEL(name, type)                                                                  \
     static void name##_entry(const void *params, char *workspace) {                                \
         name(*(const type *)params, workspace);                                                    \
@@ -138,9 +139,39 @@ template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter) {
 DEVICE void count_shared(uint32_t *counter) { shim_count<__ATOMIC_RELAXED>(counter); }
 DEVICE uint32_t count_release(uint32_t *counter) { return shim_count<__ATOMIC_ACQ_REL>(counter); }
 
-extern "C" void shim_misaligned(const void *p);
-DEVICE void check_alignment(const void *p) {
-    if ((uintptr_t)p % 16) shim_misaligned(p);
+extern "C" void shim_misaligned(const void *p, int bytes);
+DEVICE void check_alignment(const void *p, int bytes = 16) {
+    if ((uintptr_t)p % (unsigned)bytes) shim_misaligned(p, bytes);
+}
+
+/* ---- Copies that go on by themselves ------------------------------------- */
+
+/* One lands when it is asked for or when its thread waits for it, which the seed says. Its thread
+ * makes it, so that a sanitizer blames the right one. */
+struct shim_copy {
+    void *to;
+    const void *from;
+    int bytes;
+    unsigned batch;
+};
+
+extern "C" bool shim_postpone(void *to, const void *from, int bytes); /* false: it lands now */
+extern "C" void shim_close_batch(void);
+extern "C" shim_copy shim_due(unsigned open); /* the next one to wait for; to NULL: none */
+
+template <int BYTES> DEVICE void copy_async(void *to, const void *from) {
+    static_assert(BYTES == 4 || BYTES == 16);
+    check_alignment(to, BYTES);
+    check_alignment(from, BYTES);
+    if (!shim_postpone(to, from, BYTES)) memcpy(to, from, BYTES);
+}
+
+DEVICE void close_copies() { shim_close_batch(); }
+
+template <int OPEN> DEVICE void wait_copies() {
+    for (shim_copy copy = shim_due(OPEN); copy.to; copy = shim_due(OPEN)) {
+        memcpy(copy.to, copy.from, (size_t)copy.bytes);
+    }
 }
 
 /* ---- Matrices ------------------------------------------------------------ */
