@@ -64,7 +64,7 @@ def worth(
         amounts = [[config.tokens(len(ids)) for config in row] for row in configs]
         part = parallel.part(call.module)
         with torch.no_grad():
-            q, k, v = (x.float().expand(3, *x.shape[1:]) for x in (query, key, value))
+            q, k, v = (x.detach().float().expand(3, *x.shape[1:]) for x in (query, key, value))
             out, evicted_at, _ = ops.simulate(
                 q, k, v,
                 torch.ones(3, dtype=torch.int32, device=device),

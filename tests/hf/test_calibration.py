@@ -210,7 +210,7 @@ def test_profile_of_a_tiny_model(profile):
         assert np.max(shares) * max(fraction * WINDOW, 8) <= WINDOW + 0.01, "a text has no more"
     assert profile.texts[0]["windows"] == 4
     assert profile.settings["windows"] == 4
-    assert profile.versions["torch"] == torch.__version__
+    assert torch.__version__.startswith(profile.versions["torch"])  # "+cpu" may be missing
     profile.check(model)
     profile.check(model.config)
     assert "llama, 2 layers of 2" in repr(profile)

@@ -13,7 +13,7 @@ from h2o import H2OCache, H2OConfig, Unsupported, ops
 from h2o.hf import compiled
 from tests.hf.modes import policy
 from tests.hf.test_saved import assert_same
-from tests.hf.tiny import DEVICE, batch, greedy, model, prompts
+from tests.hf.tiny import DEVICE, batch, greedy, model, needs_compiler, prompts
 from tests.inputs import drifting
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -39,6 +39,7 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     "chosen", ["fractions", "sinks, mean", "value-weighted", "shares", "int8", "merge"]
 )
@@ -57,6 +58,7 @@ def test_policies_give_the_same_tokens(chosen):
         torch.testing.assert_close(cache.kept(layer), plain.kept(layer), rtol=0, atol=0)
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", ["opt", "gpt_neox"])
 def test_families(name):
     ours = model(name)
@@ -68,6 +70,7 @@ def test_families(name):
     assert graphs() == 1
 
 
+@needs_compiler
 def test_one_graph_for_steps_prompts_and_caches():
     """Also for one shorter than the budget, for a fork, and for what a file had."""
     ours = model("llama")
@@ -85,6 +88,7 @@ def test_one_graph_for_steps_prompts_and_caches():
     assert not counters["graph_break"]
 
 
+@needs_compiler
 def test_padded_rows():
     ours = model("llama")
     inputs = batch(prompts(5, 17, 23))
@@ -95,6 +99,7 @@ def test_padded_rows():
     assert not counters["graph_break"]
 
 
+@needs_compiler
 def test_slots_stay_where_they_are():
     ours = model("llama")
     (ids,) = prompts(20)
@@ -175,6 +180,7 @@ def test_a_pass_that_broke_off():
             ours(torch.tensor([[5]], device=DEVICE), past_key_values=cache)
 
 
+@needs_compiler
 def test_a_file_of_it(tmp_path):
     ours = model("llama")
     cache = H2OCache(ours.config, **SMALL, compileable=True)

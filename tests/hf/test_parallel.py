@@ -183,6 +183,7 @@ def last_of_four():
     distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # of torch 2.6
 @pytest.mark.parametrize(
     ("shape", "names", "place"),
     [

@@ -15,6 +15,7 @@ from h2o import backends
 from h2o.hf.attention import h2o_attention_forward
 from tests.hf.drive import Attention, forward, new_cache, tensors
 from tests.inputs import drifting
+from tests.torch.calls import TABLE
 
 if backends.forced:
     pytest.skip("what the core's steps cost", allow_module_level=True)
@@ -72,6 +73,10 @@ def test_torch_allocates_the_output_only(running):
     assert max(allocated) <= output + 64
 
 
+@pytest.mark.skipif(
+    not TABLE,
+    reason="before torch 2.10 attributes are asked for, whose names Python's own cache holds on to",
+)
 def test_python_keeps_nothing(running):
     """But for free memory that Python holds back, which a full collection drops."""
     steps(running, 110, 10)

@@ -12,13 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from h2o import backends, ops
 from tests.core.calls import EVERY_TENSOR, EVERY_WRITTEN, Call
 from tests.core.calls import make as make_arrays
-from tests.torch.calls import make, plain_bytes
+from tests.torch.calls import TABLE, make, plain_bytes
 
 if backends.forced:
     pytest.skip("of the core's border", allow_module_level=True)
-
-TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-"""torch >= 2.10. Older ones hand over capsules, which they refuse more of."""
 
 OPERATIONS = ["attend", "evict weighted", "step weighted", "simulate"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

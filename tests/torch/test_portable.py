@@ -25,7 +25,7 @@ from tests import inputs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR, Call
 from tests.inputs import POLICIES, Policy
-from tests.torch.calls import make
+from tests.torch.calls import TABLE, make
 from tests.torch.engines import core, one_thread, oracle
 from tests.torch.engines import portable as torch_engine
 
@@ -343,6 +343,7 @@ def test_memory_is_no_square():
     assert largest[1] <= 4 * prefill.BLOCK
 
 
+@pytest.mark.skipif(not TABLE, reason="an older torch makes more operations of the same calls")
 def test_a_step_takes_few_operations():
     """Of one row and few keys they cost more than their work."""
     from torch.utils._python_dispatch import TorchDispatchMode
