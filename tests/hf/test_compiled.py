@@ -13,10 +13,12 @@ from h2o import H2OCache, H2OConfig, Unsupported, ops
 from h2o.hf import compiled
 from tests.hf.modes import policy
 from tests.hf.test_saved import assert_same
-from tests.hf.tiny import DEVICE, batch, greedy, model, needs_compiler, prompts
+from tests.hf.tiny import CROPS_TO_LENGTH, DEVICE, batch, greedy, model, needs_compiler, prompts
 from tests.inputs import drifting
 
 SMALL = {"heavy": 6, "recent": 6}
+GRAPHS = 2 if CROPS_TO_LENGTH else 1
+"""Models before transformers 5.16 have one more for the first step."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ def test_policies_give_the_same_tokens(chosen):
     expected = greedy(ours, {"input_ids": ids}, past_key_values=plain)
     got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling())
     assert got.tolist() == expected.tolist()
-    assert graphs() == 1
+    assert graphs() == GRAPHS
     assert str(cache.report()) == str(plain.report())
     for layer in range(2):
         torch.testing.assert_close(cache.kept(layer), plain.kept(layer), rtol=0, atol=0)
@@ -67,7 +69,7 @@ def test_families(name):
     cache = H2OCache(ours.config, **SMALL, compileable=True)
     got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling())
     assert got.tolist() == expected.tolist()
-    assert graphs() == 1
+    assert graphs() == GRAPHS
 
 
 @needs_compiler
@@ -84,7 +86,7 @@ def test_one_graph_for_steps_prompts_and_caches():
     fork = cache.fork()
     expected = greedy(ours, more, past_key_values=cache, **compiling())
     assert greedy(ours, more, past_key_values=fork, **compiling()).tolist() == expected.tolist()
-    assert graphs() == 1
+    assert graphs() == GRAPHS
     assert not counters["graph_break"]
 
 
