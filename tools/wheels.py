@@ -55,7 +55,7 @@ def write_compiler(folder: Path, target: str) -> Path:
     """A command that compiles for the target; distutils takes no arguments in its name.
 
     For size: inner loops are unrolled by name, and what else clang unrolls for speed makes the
-    kernels a third larger and no faster.
+    kernels a third larger and hardly faster.
     """
     compiler = folder / "cc"
     zig = shlex.quote(str(Path(ziglang.__file__).parent / "zig"))
