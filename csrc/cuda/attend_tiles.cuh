@@ -132,8 +132,8 @@ template <int DEPTH> struct attend_room {
  * pads are; data is NULL where there is none. */
 DEVICE element_ref token_row(const attend_unit *u, const h2o_view *from, int64_t h, int64_t token) {
     if (token >= u->tokens) return element_ref{NULL, from->dtype, 1};
-    const bool pads =
-        h2o_given(&u->p->mask); /* else a column is its number: a load less to wait for */
+    /* without pads a token's number is its column: a load less to wait for */
+    const bool pads = h2o_given(&u->p->mask);
     return row_of(from, u->b, h, pads ? u->columns[token] : token);
 }
 

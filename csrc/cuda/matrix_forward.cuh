@@ -26,7 +26,7 @@ DEVICE void matrix_weights(const key_tile *at, int64_t query, const matrix_room<
     for (int i = 0; i < 2; i++) {
         const int64_t token = query + warp_row() + lane_row() + 8 * i;
         float top = sums->top[i], total = 0.0f;
-        uint64_t seen = PLAIN ? ~(uint64_t)0 : 0;
+        uint64_t seen = 0;
         UNROLL
         for (int k = 0; k < columns / 4; k++) {
             const int column = k / 2 * 8 + lane_column() + k % 2;

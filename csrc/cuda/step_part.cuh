@@ -141,24 +141,6 @@ DEVICE void load_queries(const step_unit *u, int64_t r, float *query) {
     }
 }
 
-/* Of a key that is stored without its rotary embedding. */
-DEVICE void rotated_dots(const step_unit *u, int64_t slot, const float *query,
-                         float sum[STEP_HEADS]) {
-    const int64_t depth = cuda_depth(u->D);
-    const int64_t P = u->rotary->table.shape[0], found = u->ranks[slot];
-    const stored_elements key = {u->store.keys + slot * u->store.key_stride, u->store.key_type,
-                                 u->D};
-    UNROLL
-    for (int i = 0; i < STEP_HEADS; i++) sum[i] = 0.0f;
-    for (int64_t d = place_in_team() * RUN; d < u->D; d += TEAM * RUN) {
-        float x[RUN];
-        load_rotated(key, u->rotary, found >= 0 && found < P ? found : 0, d, u->D, x);
-        add_products<STEP_HEADS>(x, query, depth, d, sum);
-    }
-    UNROLL
-    for (int i = 0; i < STEP_HEADS; i++) sum[i] = team_sum(sum[i]);
-}
-
 /* The logits of a slot for heads r.. of the group: of this thread's head, without an index, which
  * takes memory. */
 DEVICE void write_logit(const step_unit *u, int64_t r, int64_t slot, const float sum[STEP_HEADS]) {
@@ -192,18 +174,29 @@ DEVICE void logits_by(const step_unit *u, int64_t r, int64_t begin, int64_t end,
 
 DEVICE void part_logits(const step_unit *u, int64_t r, int64_t begin, int64_t end,
                         const float *query) {
-    if (u->rotary) {
-        logits_by<1>(u, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
-            rotated_dots(u, *slot, query, *sum);
+    const slot_store *const store = &u->store;
+    const int64_t depth = cuda_depth(u->D);
+    if (!u->rotary) {
+        logits_by<STEP_AHEAD>(u, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
+            const char *row[STEP_AHEAD];
+            UNROLL
+            for (int i = 0; i < STEP_AHEAD; i++) row[i] = store->keys + slot[i] * store->key_stride;
+            const auto load = [&](int64_t d, float (*x)[RUN]) {
+                load_rows<STEP_AHEAD>(row, store->key_type, d, u->D, x);
+            };
+            row_dots<STEP_AHEAD, STEP_HEADS>(u->D, query, depth, load, sum);
         });
         return;
     }
-    logits_by<STEP_AHEAD>(u, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
-        const char *row[STEP_AHEAD];
-        UNROLL
-        for (int i = 0; i < STEP_AHEAD; i++) row[i] = u->store.keys + slot[i] * u->store.key_stride;
-        row_dots<STEP_AHEAD, STEP_HEADS>(row, u->store.key_type, u->D, query, cuda_depth(u->D),
-                                         sum);
+    const int64_t P = u->rotary->table.shape[0];
+    logits_by<1>(u, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
+        const stored_elements key = {store->keys + *slot * store->key_stride, store->key_type,
+                                     u->D};
+        const int64_t found = u->ranks[*slot], rank = found >= 0 && found < P ? found : 0;
+        const auto load = [&](int64_t d, float (*x)[RUN]) {
+            load_rotated(key, u->rotary, rank, d, u->D, *x);
+        };
+        row_dots<1, STEP_HEADS>(u->D, query, depth, load, sum);
     });
 }
 

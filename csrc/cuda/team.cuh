@@ -27,22 +27,24 @@ DEVICE void add_products(const float x[RUN], const float *vectors, int64_t pitch
     }
 }
 
-/* The dot products of N rows with those vectors, the same for all threads of a team. All
- * threads of a warp take part. */
-template <int N, int COUNT>
-DEVICE void row_dots(const char *const row[N], h2o_dtype type, int64_t D, const float *vectors,
-                     int64_t pitch, float sum[N][COUNT]) {
+/* The dot products of N rows with those vectors, the same for all threads of a team: load(d, x)
+ * gives elements d..d+RUN-1 of each. All threads of a warp take part. */
+template <int N, int COUNT, typename LOAD>
+DEVICE void row_dots(int64_t D, const float *vectors, int64_t pitch, LOAD load,
+                     float (*sum)[COUNT]) {
     UNROLL
     for (int i = 0; i < N * COUNT; i++) sum[i / COUNT][i % COUNT] = 0.0f;
     for (int64_t d = place_in_team() * RUN; d < D; d += TEAM * RUN) {
         float x[N][RUN];
-        load_rows<N>(row, type, d, D, x);
+        load(d, x);
         UNROLL
         for (int i = 0; i < N; i++) add_products<COUNT>(x[i], vectors, pitch, d, sum[i]);
     }
     UNROLL
-    for (int i = 0; i < N * COUNT; i++)
-        sum[i / COUNT][i % COUNT] = team_sum(sum[i / COUNT][i % COUNT]);
+    for (int i = 0; i < N * COUNT; i++) {
+        float *const one = &sum[i / COUNT][i % COUNT];
+        *one = team_sum(*one);
+    }
 }
 
 #endif
