@@ -299,7 +299,7 @@ class H2OCache(Cache):
         if self.conversation.waiting is not None:
             self.conversation.refuse_other_thread()
         super().reset()
-        for layer in self.layers:  # before transformers 5.16 its own layers keep zeros
+        for layer in self.layers:  # those of older transformers keep zeros
             if not isinstance(layer, H2OLayer):
                 layer.keys = layer.values = None
                 layer.is_initialized = False

@@ -101,16 +101,16 @@ class Patch:
         if given is not None or generation_config.use_cache is False:
             original = self.before or MethodType(getattr(type(self.model), _PREPARE), self.model)
             return original(generation_config, model_kwargs, *args, **kwargs)
+        if getattr(generation_config, "is_assistant", False):
+            raise Unsupported(
+                "the draft model of assisted decoding goes back over several of its forward "
+                "passes, which an H2OCache cannot: leave the draft model outside of h2o.patched()"
+            )
         wanted = generation_config.cache_implementation
         if wanted not in (None, "dynamic"):
             raise Unsupported(
                 f"cache_implementation={wanted!r} inside h2o.patched(): a model has one cache, and "
                 "this one would keep everything; drop the argument, or leave patched()"
-            )
-        if getattr(generation_config, "is_assistant", False):
-            raise Unsupported(
-                "the draft model of assisted decoding goes back over several of its forward "
-                "passes, which an H2OCache cannot: leave the draft model outside of h2o.patched()"
             )
         length = _prompt_length(generation_config, model_kwargs)
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
