@@ -40,6 +40,9 @@ from h2o import ops
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVEL = ops.info()["levels"][-1]
+#: The level whose decode step it takes, and the sources that a step does not need.
+STEPS = "avx512bf16" if LEVEL == "avx512amx" else LEVEL
+NO_STEPS = ("attend", "evict", "simulate")
 VECTORS = "vec_avx2" if LEVEL == "avx2" else "vec_avx512"
 BORDER = ("module.c", "exchange.c")  # what needs Python
 FLAGS = ["-std=c11", "-O1", "-w", "-fPIC", "-ffp-contract=fast", "-fno-math-errno"]
@@ -70,6 +73,8 @@ KNOWN: tuple[tuple[str, str], ...] = (
         r"\.inc: *(?!ROUNDS|LINE)[A-Z_]+ = [-0-9(<*sizeof)' ]+,?\s*/\*",
         "a size by which work is cut: speed and rounding",
     ),
+    (r"KEEP_BYTES = |KEEP_BLOCKS = ", "how much memory waits to be used again"),
+    (r"data >= before .* -> .*data > before ", "no tensor begins at address 0"),
     (r"tries|pause|thrd_yield", "how often a waiting lane looks"),
     (
         r"job->parts = job->lanes|rounds\.stages = ",
@@ -90,7 +95,10 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"char \*needs\[4\]; -> .*\[5\]", "more room than there are needs"),
     (r"fresh < p->dims.Q\) clear.* -> .*fresh <= p", "looks for pads where there are none"),
     (r"va_end\(arguments\); -> ;", "does nothing on these processors"),
-    (r"module\.c: (loans->stream|call->table) = ", "of kernels for GPUs, which tests/cuda judges"),
+    (
+        r"module\.c: (loans->stream = |call->table = |if \(count >= more)",
+        "of kernels for GPUs, which tests/cuda judges",
+    ),
     (r"level < LEVELS; level", "this machine has every level"),
     (r"return -1; -> return -2;", "below 0 is an error, however far"),
     (r"gomp_parallel\(take_part, .*, [01]\)", "how the threads of OpenMP are bound: speed only"),
@@ -291,13 +299,17 @@ class Workshop:
         return self.run(["gcc", *flags, "-c", source, "-o", out])
 
     def touched(self, edit: Edit, net: str) -> list[str]:
-        """Sources to compile again; of the levels only the one that is tested."""
-        level = f"csrc/cpu/level_{NETS[net][1]}.c"
+        """Sources to compile again; of the levels only what is tested."""
         if edit.path.endswith(".c"):
             return [edit.path]
+        name, level = Path(edit.path).name, NETS[net][1]
+        needed = set() if name.startswith("step") else {level}
+        if not name.startswith(NO_STEPS):
+            needed |= {STEPS if level == LEVEL else level}
+        levels = [f"csrc/cpu/level_{x}.c" for x in sorted(needed)]
         if "/cpu/" in edit.path:
-            return [level] + [x for x in self.programs if edit.path.endswith(".h") and "vec_" in x]
-        return [x for x in self.sources if "level_" not in x] + [level] + self.programs
+            return levels + [x for x in self.programs if edit.path.endswith(".h") and "vec_" in x]
+        return [x for x in self.sources if "level_" not in x] + levels + self.programs
 
     def link_and_test(self, net: str, touched: list[str]) -> str:
         """The C test that fails, or ""."""
