@@ -5,8 +5,9 @@
 Times drift with the machine, counts do not: the same source and compiler give the same number.
 The levels that valgrind can execute (it has no AVX-512) run under callgrind, which leaves
 its files for callgrind_annotate in the output folder; the others are single-stepped
-through ptrace. The work: one thread, 4 query heads to 1 key head, D = 128; a prompt of 96
-tokens, its cut to 64 keys, a decode step over 64 keys.
+through ptrace, which takes minutes. The work: one thread, 4 query heads to 1 key head, D = 128;
+a prompt of 96 tokens, its cut to 64 keys, a decode step over 64 keys, the simulation of such a
+text with a prompt of 64; "-merging" where keys that leave go into others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OPERATIONS = ("attend", "attend-bf16", "step", "step-bf16", "evict")
 UNDER_VALGRIND = ("generic", "avx2", "neon")
 
 
@@ -40,6 +40,12 @@ def build(folder: Path) -> Path:
     command = [os.environ.get("CC", "cc"), *flags, "-o", str(program), *sources, *libraries]
     subprocess.run(command, check=True)
     return program
+
+
+def operations(program: Path) -> list[str]:
+    """What the program can count."""
+    told = subprocess.run([program], check=True, capture_output=True, text=True)
+    return told.stdout.split()
 
 
 def count(program: Path, level: str, operation: str, folder: Path) -> int:
@@ -80,11 +86,11 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         program = build(folder)
         for level in levels():
-            for operation in OPERATIONS:
+            for operation in operations(program):
                 key = f"{level} {operation}"
                 counts[key] = count(program, level, operation, folder)
                 change = f"  {counts[key] / before[key] - 1:+.2%}" if key in before else ""
-                print(f"{level:12} {operation:12} {counts[key]:12,}{change}", flush=True)
+                print(f"{level:12} {operation:16} {counts[key]:12,}{change}", flush=True)
     if told.save:
         told.save.write_text(json.dumps(counts, indent=1) + "\n")
 

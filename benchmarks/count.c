@@ -6,7 +6,8 @@
  * fixed data and one thread. With "step" it runs itself under ptrace and counts what is
  * executed between the breakpoints, one single step at a time: slow, but exact
  * at every level that the processor has. Without, the function `counted` is
- * there for `valgrind --toggle-collect=counted`. Built by callgrind.py. */
+ * there for `valgrind --toggle-collect=counted`. Without arguments it lists the
+ * operations. Built by callgrind.py. */
 #define _GNU_SOURCE
 #include "tensors.h"
 
@@ -28,51 +29,112 @@ static void on_one_thread(int lanes, h2o_lane_fn function, void *context) {
 
 /* ---- The counted call -------------------------------------------------- */
 
+typedef struct {
+    const char *name;
+    enum { ATTEND, EVICT, STEP, SIMULATE } operation;
+    h2o_dtype dtype;
+    h2o_dtype stored; /* what the slots hold; H2O_NONE: the same */
+    bool merging;
+} variant;
+
+static const variant variants[] = {
+    {"attend", ATTEND, H2O_F32, H2O_NONE, false},
+    {"attend-bf16", ATTEND, H2O_BF16, H2O_NONE, false},
+    {"evict", EVICT, H2O_F32, H2O_NONE, false},
+    {"evict-merging", EVICT, H2O_F32, H2O_NONE, true},
+    {"step", STEP, H2O_F32, H2O_NONE, false},
+    {"step-bf16", STEP, H2O_BF16, H2O_NONE, false},
+    {"step-int8", STEP, H2O_BF16, H2O_Q8, false},
+    {"step-merging", STEP, H2O_F32, H2O_NONE, true},
+    {"simulate", SIMULATE, H2O_F32, H2O_NONE, false},
+    {"simulate-bf16", SIMULATE, H2O_BF16, H2O_NONE, false},
+    {"simulate-merging", SIMULATE, H2O_F32, H2O_NONE, true},
+};
+enum { VARIANTS = sizeof variants / sizeof *variants };
+
+static const float scale = 0.088388348f; /* 1 / sqrt(D) */
+static const variant *chosen;
 static h2o_attend_params attend;
 static h2o_evict_params evict;
 static h2o_step_params step;
-static enum { ATTEND, EVICT, STEP } operation;
+static h2o_simulate_params simulate;
 static h2o_call call;
 static bool stepping;
 
-static h2o_view filled(h2o_dtype dtype, int64_t heads, int64_t rows, test_random *random) {
-    h2o_view view = make_tensor(dtype, 4, B, heads, rows, D);
+static h2o_view filled(int64_t heads, int64_t rows, test_random *random) {
+    h2o_view view = make_tensor(chosen->dtype, 4, B, heads, rows, D);
     fill_tensor(&view, 0.01f, random);
     return view;
 }
 
-static void clear(const h2o_slots *slots) {
-    memset(slots->positions.data, 0xff, tensor_bytes(&slots->positions)); /* -1 */
-    memset(slots->free.data, 0, tensor_bytes(&slots->free));
-    memset(slots->lengths.data, 0, tensor_bytes(&slots->lengths));
+static h2o_policy policy(void) {
+    return (h2o_policy){.decay = 1.0f, .merge = chosen->merging ? 0.05f : 0.0f};
 }
 
-static int prepare(h2o_dtype dtype, h2o_error *error) {
-    const float scale = 1.0f / sqrtf(D);
-    test_random random = {.state = 1};
+static h2o_slots store(void) {
     h2o_dims dims = make_dims(B, G, H / G, N, SLOTS, D);
-    const h2o_view keys = filled(dtype, G, N, &random), values = filled(dtype, G, N, &random);
-    h2o_slots slots = make_slots(DENSE, &dims, dtype, HEAVY, RECENT, false);
-    switch (operation) {
+    h2o_slots slots = make_slots(DENSE, &dims, chosen->dtype, HEAVY, RECENT, false);
+    if (chosen->stored != H2O_NONE) {
+        const int64_t bytes = h2o_row_bytes(chosen->stored, D);
+        slots.keys = make_tensor(H2O_U8, 4, B, G, SLOTS, bytes);
+        slots.values = make_tensor(H2O_U8, 4, B, G, SLOTS, bytes);
+    }
+    if (chosen->merging) {
+        slots.bias = make_tensor(H2O_F32, 3, B, G, SLOTS, 1);
+        FILL(float, slots.bias, 0.0f);
+    }
+    return slots;
+}
+
+static void clear(const h2o_slots *slots) {
+    FILL(int32_t, slots->positions, -1);
+    FILL(int32_t, slots->free, 0);
+    FILL(int64_t, slots->lengths, 0);
+}
+
+/* As if so many tokens had been seen; bytes are of no token in particular. */
+static void occupy(h2o_slots *slots, int64_t held, test_random *random) {
+    h2o_slots rows = *slots;
+    if (chosen->stored != H2O_NONE) {
+        memset(slots->keys.data, 1, tensor_bytes(&slots->keys));
+        memset(slots->values.data, 1, tensor_bytes(&slots->values));
+        rows.keys = rows.values = filled(G, SLOTS, random);
+    }
+    fill_slots(&rows, held, random);
+}
+
+static int prepare(h2o_error *error) {
+    test_random random = {.state = 1};
+    const h2o_view keys = filled(G, N, &random), values = filled(G, N, &random);
+    const h2o_view query = filled(H, N, &random);
+    const h2o_view out = make_tensor(chosen->dtype, 4, B, N, H, D);
+    const h2o_view scores = make_tensor(H2O_F32, 3, B, G, N, 1);
+    h2o_slots slots = store();
+    switch (chosen->operation) {
     case ATTEND:
-        attend = (h2o_attend_params){
-            .query = filled(dtype, H, N, &random), .keys = keys, .values = values,
-            .out = make_tensor(dtype, 4, B, N, H, D), .scores = make_tensor(H2O_F32, 3, B, G, N, 1),
-            .scale = scale, .decay = 1.0f};
+        attend = (h2o_attend_params){.query = query, .keys = keys, .values = values, .out = out,
+                                     .scores = scores, .scale = scale, .decay = 1.0f};
         return h2o_open_attend(&attend, &call, error);
     case EVICT:
         evict = (h2o_evict_params){.keys = keys, .values = values, .slots = slots,
-                                   .scores = make_tensor(H2O_F32, 3, B, G, N, 1),
-                                   .policy = {.decay = 1.0f}};
-        for (int i = 0; i < G * N; i++) ((float *)evict.scores.data)[i] = random_float(&random);
+                                   .scores = scores, .policy = policy()};
+        for (int i = 0; i < G * N; i++) ((float *)scores.data)[i] = random_float(&random);
         return h2o_open_evict(&evict, &call, error);
-    default:
-        fill_slots(&slots, SLOTS - 1, &random);
+    case STEP:
+        occupy(&slots, SLOTS - 1, &random);
         step = (h2o_step_params){
-            .query = filled(dtype, H, 1, &random), .key = filled(dtype, G, 1, &random),
-            .value = filled(dtype, G, 1, &random), .slots = slots,
-            .out = make_tensor(dtype, 4, B, 1, H, D), .policy = {.decay = 1.0f}, .scale = scale};
+            .query = filled(H, 1, &random), .key = filled(G, 1, &random),
+            .value = filled(G, 1, &random), .slots = slots,
+            .out = make_tensor(chosen->dtype, 4, B, 1, H, D), .policy = policy(), .scale = scale};
         return h2o_open_step(&step, &call, error);
+    default:
+        simulate = (h2o_simulate_params){
+            .query = query, .keys = keys, .values = values, .budget = slots.budget,
+            .prompt = make_tensor(H2O_I32, 1, B, 1, 1, 1), .out = out,
+            .evicted_at = make_tensor(H2O_I32, 3, B, G, N, 1), .scores = scores,
+            .policy = policy(), .scale = scale};
+        FILL(int32_t, simulate.prompt, SLOTS - 1);
+        return h2o_open_simulate(&simulate, &call, error);
     }
 }
 
@@ -84,7 +146,7 @@ static void breakpoint(void) {
 
 static void run(void) {
     h2o_error error;
-    switch (operation) {
+    switch (chosen->operation) {
     case ATTEND:
         h2o_run_attend(&attend, &call, &error);
         break;
@@ -94,6 +156,9 @@ static void run(void) {
     case STEP:
         h2o_run_step(&step, &call, &error);
         break;
+    case SIMULATE:
+        h2o_run_simulate(&simulate, &call, &error);
+        break;
     }
 }
 
@@ -101,7 +166,7 @@ __attribute__((noinline)) void counted(void) { run(); }
 
 static void work(void) {
     run();
-    if (operation == EVICT) {
+    if (chosen->operation == EVICT) {
         clear(&evict.slots);
     }
     breakpoint();
@@ -141,34 +206,25 @@ static long count_steps(pid_t child) {
     return steps;
 }
 
-static int select_operation(const char *name, h2o_dtype *dtype) {
-    static const char *const names[] = {"attend", "evict", "step"};
-    for (int i = 0; i < 3; i++) {
-        const size_t length = strlen(names[i]);
-        if (strncmp(name, names[i], length) == 0) {
-            operation = i;
-            *dtype = strcmp(name + length, "-bf16") == 0 ? H2O_BF16 : H2O_F32;
-            return 0;
-        }
-    }
-    return -1;
-}
-
 int main(int argc, char **argv) {
-    h2o_dtype dtype;
     h2o_error error;
+    if (argc == 1) {
+        for (int i = 0; i < VARIANTS; i++) puts(variants[i].name);
+        return 0;
+    }
     call.exec.lanes = 1;
     call.exec.run = on_one_thread;
     for (size_t i = 0; argc > 2 && i < LEVELS; i++) {
-        if (strcmp(levels[i]->name, argv[1]) == 0) {
-            call.table = levels[i];
-        }
+        if (strcmp(levels[i]->name, argv[1]) == 0) call.table = levels[i];
     }
-    if (!call.table || select_operation(argv[2], &dtype)) {
-        fprintf(stderr, "usage: count LEVEL attend|evict|step[-bf16] [step]\n");
+    for (int i = 0; argc > 2 && i < VARIANTS; i++) {
+        if (strcmp(variants[i].name, argv[2]) == 0) chosen = &variants[i];
+    }
+    if (!call.table || !chosen) {
+        fprintf(stderr, "usage: count LEVEL OPERATION [step]\n");
         return 2;
     }
-    if (h2o_init(&error) || prepare(dtype, &error)) {
+    if (h2o_init(&error) || prepare(&error)) {
         fprintf(stderr, "%s\n", error.text);
         return 1;
     }

@@ -8,12 +8,19 @@
 
 #include <stdatomic.h>
 
-enum { B = 3, G = 2, R = 2, S = 40, D = 12, Q = 70, ROUNDS = 400 };
+enum { B = 3, G = 2, R = 2, S = 40, D = 12, F = 4, Q = 70, ROUNDS = 150 };
+
+/* What is stored: nothing in particular, values' norms, keys that stand for several, bytes, keys
+ * before their rotation, heads with slots of their own. */
+typedef enum { PLAIN, WEIGHTED, MERGING, BYTES, ROLLED, UNEVEN, KINDS } kind;
 
 typedef struct {
-    h2o_slots slots;
+    kind kind;
+    h2o_slots slots;     /* [B,G,S], ... */
+    h2o_slots as_passed; /* ... or [B,G*S] with starts */
+    h2o_rotary rotary;
     h2o_view query, keys, values, mask, prompt; /* [B,n,Q,D] */
-    h2o_view evicted_at;
+    h2o_view stored, evicted_at;
     atomic_bool stop;
     bool positions_too;
 } stage;
@@ -24,10 +31,50 @@ static h2o_view first_columns(const h2o_view *view, int64_t count) {
     return part;
 }
 
+/* A tensor of B rows of G heads as one in which they lie on one axis. */
+static h2o_view joined(const h2o_view *view) {
+    h2o_view all = *view;
+    all.ndim--;
+    all.shape[1] *= view->shape[2];
+    for (int i = 1; i < all.ndim; i++) {
+        all.stride[i] = view->stride[i + 1];
+        if (i > 1) all.shape[i] = view->shape[i + 1];
+    }
+    return all;
+}
+
+static void make_slots_of(stage *st, const h2o_dims *d) {
+    h2o_slots *const slots = &st->slots;
+    *slots = make_slots(DENSE, d, H2O_F32, 12, 8, st->kind == WEIGHTED);
+    if (st->kind == MERGING) slots->bias = make_tensor(H2O_F32, 3, B, G, S, 1);
+    if (st->kind == BYTES) {
+        const int64_t bytes = h2o_row_bytes(H2O_Q8, D);
+        free(slots->keys.data);
+        free(slots->values.data);
+        slots->keys = make_tensor(H2O_U8, 4, B, G, S, bytes);
+        slots->values = make_tensor(H2O_U8, 4, B, G, S, bytes);
+        st->stored = make_tensor(H2O_U8, 4, B, G, Q, bytes);
+    }
+    if (st->kind == ROLLED) {
+        st->rotary.table = make_tensor(H2O_F32, 3, S, 2, F, 1);
+        st->rotary.ranks = make_tensor(H2O_I32, 3, B, G, S, 1);
+        FILL(float, st->rotary.table, 0.7f);
+    }
+    st->as_passed = *slots;
+    if (st->kind == UNEVEN) {
+        slots->starts = make_tensor(H2O_I32, 1, G + 1, 1, 1, 1);
+        st->as_passed.starts = slots->starts;
+        st->as_passed.keys = joined(&slots->keys);
+        st->as_passed.values = joined(&slots->values);
+        st->as_passed.scores = joined(&slots->scores);
+        st->as_passed.positions = joined(&slots->positions);
+    }
+}
+
 static void make_stage(stage *st) {
     const h2o_dims d = make_dims(B, G, R, Q, S, D);
     test_random random = {.state = 3};
-    st->slots = make_slots(DENSE, &d, H2O_F32, 12, 8, false);
+    make_slots_of(st, &d);
     st->query = make_tensor(H2O_F32, 4, B, G * R, Q, D);
     st->keys = make_tensor(H2O_F32, 4, B, G, Q, D);
     st->values = make_tensor(H2O_F32, 4, B, G, Q, D);
@@ -48,7 +95,10 @@ static void free_stage(const stage *st) {
                                      &st->slots.keys,   &st->slots.values,
                                      &st->slots.scores, &st->slots.positions,
                                      &st->slots.free,   &st->slots.lengths,
-                                     &st->slots.budget, &st->slots.lost};
+                                     &st->slots.budget, &st->slots.lost,
+                                     &st->slots.norms,  &st->slots.bias,
+                                     &st->slots.starts, &st->rotary.table,
+                                     &st->rotary.ranks, &st->stored};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
 }
 
@@ -56,6 +106,17 @@ static void free_stage(const stage *st) {
 
 #define DISTURB(type, view, i, j, k, x)                                                            \
     __atomic_store_n(&AT(type, view, i, j, k), (type)(x), __ATOMIC_RELAXED)
+
+/* What the core reads and writes as it is, in a slot. */
+static void disturb_slot(stage *st, int64_t b, int64_t g, int64_t s, int64_t any) {
+    const h2o_slots *const slots = &st->slots;
+    const int64_t no_number = 0x7fc00000, large = any * 1000003;
+    DISTURB(int32_t, slots->positions, b, g, s, any);
+    DISTURB(int32_t, slots->scores, b, g, s, any == 0 ? no_number : large);
+    if (st->kind == WEIGHTED) DISTURB(int32_t, slots->norms, b, g, s, no_number);
+    if (st->kind == MERGING) DISTURB(int32_t, slots->bias, b, g, s, large);
+    if (st->kind == ROLLED) DISTURB(int32_t, st->rotary.ranks, b, g, s, any % 2 ? any : large);
+}
 
 static void *disturb(void *argument) {
     stage *const st = argument;
@@ -69,8 +130,11 @@ static void *disturb(void *argument) {
                 random_int(&random, 0, 60));
         DISTURB(uint8_t, st->mask, b, random_int(&random, 0, Q - 1), 0, random_int(&random, 0, 1));
         DISTURB(int32_t, st->prompt, b, 0, 0, random_int(&random, 1, 90));
+        if (st->kind == UNEVEN && any % 16 == 0) {
+            DISTURB(int32_t, st->slots.starts, random_int(&random, 0, G), 0, 0, any);
+        }
         for (int i = 0; st->positions_too && i < 8; i++) {
-            DISTURB(int32_t, st->slots.positions, b, g, random_int(&random, 0, S - 1), any);
+            disturb_slot(st, b, g, random_int(&random, 0, S - 1), any);
         }
     }
     return NULL;
@@ -92,6 +156,9 @@ static void *disturb(void *argument) {
  * past the checks; with a budget that they reach, or one that they have no room for. */
 static void mend(stage *st, test_random *random) {
     const int64_t held = random_int(random, 0, 20), heavy = random_int(random, 0, 1) ? 12 : S + 9;
+    for (int64_t g = 0; g <= G && st->kind == UNEVEN; g++) {
+        DISTURB(int32_t, st->slots.starts, g, 0, 0, S *g);
+    }
     for (int64_t b = 0; b < B; b++) {
         DISTURB(int64_t, st->slots.lengths, b, 0, 0, held);
         DISTURB(int32_t, st->slots.budget, b, 0, 0, heavy);
@@ -110,7 +177,11 @@ static void *call_all(void *argument) {
     test_random random = {.state = (uint64_t)(uintptr_t)&random};
     const h2o_view out = make_tensor(H2O_F32, 4, B, Q, G * R, D);
     const h2o_view scores = make_tensor(H2O_F32, 3, B, G, Q, 1);
-    const h2o_policy policy = {.sinks = 2, .decay = 0.9f, .rank_by = H2O_RANK_MEAN};
+    const h2o_policy policy = {.sinks = 2,
+                               .decay = 0.9f,
+                               .rank_by = H2O_RANK_MEAN,
+                               .value_weighted = st->kind == WEIGHTED,
+                               .merge = st->kind == MERGING ? 0.05f : 0.0f};
     for (int i = 0; i < ROUNDS; i++) {
         const int64_t n = random_int(&random, 1, Q);
         h2o_attend_params attend = {.query = first_columns(&st->query, n),
@@ -118,7 +189,7 @@ static void *call_all(void *argument) {
                                     .values = first_columns(&st->values, n),
                                     .mask = first_columns(&st->mask, n),
                                     .has_slots = st->positions_too,
-                                    .slots = st->slots,
+                                    .slots = st->as_passed,
                                     .out = out,
                                     .scores = scores,
                                     .scale = 0.3f,
@@ -130,15 +201,16 @@ static void *call_all(void *argument) {
                                   .values = attend.values,
                                   .scores = attend.scores,
                                   .mask = attend.mask,
-                                  .slots = st->slots,
+                                  .slots = st->as_passed,
                                   .policy = policy};
         TRY(evict, &evict);
         h2o_step_params step = {.query = first_columns(&st->query, 1),
                                 .key = first_columns(&st->keys, 1),
                                 .value = first_columns(&st->values, 1),
                                 .mask = first_columns(&st->mask, 1),
-                                .slots = st->slots,
+                                .slots = st->as_passed,
                                 .out = first_columns(&out, 1),
+                                .rotary = st->rotary,
                                 .policy = policy,
                                 .scale = 0.3f};
         step.out = out;
@@ -151,6 +223,8 @@ static void *call_all(void *argument) {
                                         .mask = st->mask,
                                         .prompt = st->prompt,
                                         .budget = st->slots.budget,
+                                        .stored_keys = st->stored,
+                                        .stored_values = st->stored,
                                         .out = out,
                                         .scores = scores,
                                         .evicted_at = st->evicted_at,
@@ -164,8 +238,8 @@ static void *call_all(void *argument) {
 }
 
 /* One of `callers` threads and more, which share the slots, and one that disturbs. */
-static void play(int callers, bool positions_too) {
-    stage st = {.positions_too = positions_too};
+static void play(kind kind, int callers, bool positions_too) {
+    stage st = {.kind = kind, .positions_too = positions_too};
     pthread_t disturber, caller[2];
     make_stage(&st);
     CHECK(pthread_create(&disturber, NULL, disturb, &st) == 0);
@@ -179,10 +253,11 @@ static void play(int callers, bool positions_too) {
 int main(void) {
     h2o_error error;
     CHECK(h2o_init(&error) == H2O_OK);
-    play(1, false);
-    if (!THREAD_SANITIZER) {
-        play(1, true);
-        play(2, true);
+    for (kind kind = 0; kind < KINDS; kind++) {
+        play(kind, 1, false);
+        if (THREAD_SANITIZER) continue;
+        play(kind, 1, true);
+        play(kind, 2, true);
     }
     return 0;
 }
