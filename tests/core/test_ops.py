@@ -329,6 +329,19 @@ def test_a_nan_key_is_dropped_first():
     assert np.isfinite(slots.scores[slots.positions >= 0]).all()
 
 
+def test_the_score_of_an_empty_slot_is_nobodys():
+    """Slots that others have made may hold anything where no token is."""
+    text = inputs.drifting(2, B=1, H=2, G=1, N=20)
+    clean, others = (ops.new_slots(text.keys, 8, 4, 3) for _ in range(2))
+    others.scores[:] = np.nan
+    for i in range(20):
+        token = text.cut(i, i + 1)
+        np.testing.assert_array_equal(ops.step(*token, others), ops.step(*token, clean))
+    held = clean.positions >= 0
+    np.testing.assert_array_equal(others.positions, clean.positions)
+    np.testing.assert_array_equal(others.scores[held], clean.scores[held])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_how_far_a_value_that_is_not_finite_reaches(bad):
     text = inputs.drifting(7, B=1, H=2, G=1, N=200)
