@@ -4,8 +4,8 @@
                            [--again]
 
 An edit changes an operator, a constant or a bound, turns a condition round or deletes a
-statement. The edited core must fail, in this order, to compile, the C tests, the C tests under
-ASan and UBSan, or the tests in Python that judge the core alone. To be quick only what an edit
+statement. The edited core must fail, in this order, to compile, the C tests, the tests in Python
+that judge the core alone, or the C tests under ASan and UBSan. To be quick only what an edit
 touches is compiled again, and all of that is done at the one instruction set level that this
 machine prefers, but for the first C tests, which find most at the level that compiles soonest.
 What survives is printed; edits that can change no answer, only speed or memory, are told apart by
@@ -364,7 +364,9 @@ class Workshop:
                     return "compiler"
                 if not border and (failed := self.link_and_test(net, touched)):
                     return failed
-            return self.python(self.touched(edit, "plain"))
+                if net == "plain" and (failed := self.python(touched)):
+                    return failed
+            return ""
         finally:
             path.write_text(text)
 
