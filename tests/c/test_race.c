@@ -8,7 +8,7 @@
 
 #include <stdatomic.h>
 
-enum { B = 3, G = 2, R = 2, S = 40, D = 12, F = 4, Q = 70, ROUNDS = 150 };
+enum { B = 3, G = 2, R = 2, S = 40, D = 12, F = 4, Q = 70, ROUNDS = 80 };
 
 /* What is stored: nothing in particular, values' norms, keys that stand for several, bytes, keys
  * before their rotation, heads with slots of their own. */
