@@ -125,7 +125,7 @@ def _no_time() -> bool:
     import torch
 
     imagined = type(torch.empty(0)) is not torch.Tensor
-    return imagined or (torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing())
+    return imagined or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _stream(tensor: Any) -> int | None:
