@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from h2o import _core
 from tests.core import calls
 
 testcapi = pytest.importorskip("_testcapi")
 
 
-def fail_one_after_the_other(call: calls.Call) -> int:
+def fail_one_after_the_other(call: calls.Call | SimpleNamespace) -> int:
     """Runs a call with its n-th allocation of Python objects failing, for all n; how many did."""
     before = call.snapshot()
     for n in range(2000):
@@ -37,6 +39,11 @@ def test_python_has_no_memory(name):
     assert fail_one_after_the_other(call) > 0
     twin.run()
     assert call.snapshot() == twin.snapshot()
+
+
+def test_info_has_no_memory():
+    info = SimpleNamespace(run=_core.info, snapshot=lambda: None)
+    assert fail_one_after_the_other(info) > len(_core.info()["levels"])
 
 
 SHIM = """
