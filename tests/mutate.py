@@ -105,7 +105,7 @@ KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (r"level < LEVELS; level", "this machine has every level"),
     (r"i < FEATURES; .* -> .*i <= FEATURES; ", "every name that is asked for is in the list"),
-    (r"cut_workspace\(.*\), 1\)\}; -> .*, 2\)\}; *$", "more room than is used"),
+    (r"take\(&?a, .*, 1\)[,;}]+ -> .*, 2\)[,;}]+$", "more room than is used"),
     (r"size_t most = 0; -> .*= 1;", "more room than is used"),
     (r"pack\.inc: uint16_t x\[2 \* VL\] = .* -> .*\[3 \* VL\]", "more room than is used"),
     (r"i32_at\(&slots->free, b, g, [01]\)", "a tensor of two dimensions has no third stride"),

@@ -185,6 +185,10 @@ static void ties_leave_the_lower_position(void) {
         CHECK(keep[i] == (positions[i] < 2 || positions[i] == 5));
     }
     CHECK(h2o_policy_candidate(&ranking, 6, scores, positions, NULL, keys).index == 4);
+    /* The first of them too: here it is at 4, the other one at 2. */
+    const h2o_candidate first =
+        h2o_policy_candidate(&ranking, 2, scores + 4, positions + 4, NULL, keys);
+    CHECK(first.index == 0 && first.position == 4);
 }
 
 static void a_nan_leaves_first(void) {
@@ -231,7 +235,7 @@ static void repeated_positions_stay_within_the_budget(void) {
     const int64_t kept = h2o_policy_select(&ranking, 6, scores, positions, NULL, keep, keys);
     int64_t marked = 0;
     for (int i = 0; i < 6; i++) marked += keep[i];
-    CHECK(kept == 2 && marked == 2);
+    CHECK(kept == 2 && marked == 2 && keep[0] && keep[1]); /* the last of them go */
     const int64_t victim = h2o_policy_candidate(&ranking, 6, scores, positions, NULL, keys).index;
     CHECK(victim >= 0 && victim < 6);
 }
