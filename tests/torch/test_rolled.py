@@ -120,6 +120,23 @@ def test_a_step_of_the_core_is_the_oracles(dtype, D, F, R):
         assert torch.equal(ours.ranks, reference.ranks(slots))
 
 
+def test_nothing_is_left_of_an_earlier_call():
+    """Queries of 12 elements, where queries of as many vectors but no numbers have been."""
+
+    def step(D: int, spoil: float = 1.0) -> torch.Tensor:
+        g = torch.Generator().manual_seed(D)
+        keys = torch.randn(1, 2, 30, D, generator=g)
+        slots = ops.new_slots(keys, 31, heavy=10, recent=20)
+        ops.evict(keys, keys, torch.rand(1, 2, 30, generator=g), slots)
+        rotary = ops.Rotary(Angles(4).table(31), reference.ranks(slots))
+        query = spoil * torch.randn(1, 6, 1, D, generator=g)
+        return ops.step(query, keys[:, :, :1], keys[:, :, :1], slots, rotary=rotary)
+
+    before = step(12)
+    assert step(16, spoil=torch.nan).isnan().all()
+    assert torch.equal(step(12), before)
+
+
 @settings(deadline=None)
 @given(inputs.scenarios())
 def test_the_core_keeps_what_the_oracle_keeps(scenario):
