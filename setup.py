@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
@@ -65,7 +66,15 @@ def kernels_word():
 
 
 class BuildCore(build_ext):
-    """Tells the core the version that pyproject.toml gives, so that it is written once."""
+    """Tells the core the version that pyproject.toml gives, so that it is written once, and
+    compiles as many files at a time as there are processors."""
+
+    def compile_together(self, sources, **options):
+        def compile_one(source):
+            return self.compile_in_turn([source], **options)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            return [x for objects in pool.map(compile_one, sources) for x in objects]
 
     def build_extension(self, extension):
         version = self.distribution.get_version()
@@ -77,6 +86,8 @@ class BuildCore(build_ext):
                 f"h2o-kv is built with a C compiler, and {compiler!r} is not here: install one "
                 "(Debian and Ubuntu: apt install gcc python3-dev), or name it in CC"
             )
+        self.compile_in_turn = self.compiler.compile
+        self.compiler.compile = self.compile_together
         super().build_extension(extension)
 
 
