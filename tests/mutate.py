@@ -118,6 +118,7 @@ KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (r"entry->managed = NULL; -> ;", "what is lent is given back once"),
     (r"cut\.panel_blocks >=? PANEL_BLOCKS\) \{ -> .*>= ", "how many rows a panel has: speed only"),
+    (r"parallel\.c: return 1; /\* nothing new", "looks at the same libraries again"),
     (r"exchange\.c: break; -> ;", "no type is in the list of tables with another one"),
     (r"step_load\(.*H2O_F32, false, n, F\)", "floats and pairs are four bytes each"),
     (r"return -1; -> return -2;", "below 0 is an error, however far"),
