@@ -14,7 +14,7 @@ KNOWN, with the reason.
 A run that was interrupted goes on where its log ends. After new tests `--again` judges once more
 what the log says has survived.
 
-Needs `make .venv/core .venv/test`; two hundred edits take an hour or so.
+Needs `make .venv/core .venv/test`; two hundred edits take two hours or so (with --part, half).
 """
 
 from __future__ import annotations
