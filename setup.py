@@ -65,16 +65,21 @@ def kernels_word():
     return f"h2o-kernels-{hashlib.sha256(text).hexdigest()[:16]}"
 
 
-class BuildCore(build_ext):
-    """Tells the core the version that pyproject.toml gives, so that it is written once, and
-    compiles as many files at a time as there are processors."""
+def together(compile_in_turn):
+    """Compiles as many files at a time as there are processors."""
 
-    def compile_together(self, sources, **options):
+    def compile_all(sources, **options):
         def compile_one(source):
-            return self.compile_in_turn([source], **options)
+            return compile_in_turn([source], **options)
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             return [x for objects in pool.map(compile_one, sources) for x in objects]
+
+    return compile_all
+
+
+class BuildCore(build_ext):
+    """Tells the core the version that pyproject.toml gives, so that it is written once."""
 
     def build_extension(self, extension):
         version = self.distribution.get_version()
@@ -86,8 +91,7 @@ class BuildCore(build_ext):
                 f"h2o-kv is built with a C compiler, and {compiler!r} is not here: install one "
                 "(Debian and Ubuntu: apt install gcc python3-dev), or name it in CC"
             )
-        self.compile_in_turn = self.compiler.compile
-        self.compiler.compile = self.compile_together
+        self.compiler.compile = together(self.compiler.compile)
         super().build_extension(extension)
 
 

@@ -33,26 +33,25 @@ typedef struct {
     const char *name;
     enum { ATTEND, EVICT, STEP, SIMULATE } operation;
     h2o_dtype dtype;
-    h2o_dtype stored; /* what the slots hold; H2O_NONE: the same */
+    h2o_dtype stored; /* in the slots */
     bool merging;
 } variant;
 
 static const variant variants[] = {
-    {"attend", ATTEND, H2O_F32, H2O_NONE, false},
-    {"attend-bf16", ATTEND, H2O_BF16, H2O_NONE, false},
-    {"evict", EVICT, H2O_F32, H2O_NONE, false},
-    {"evict-merging", EVICT, H2O_F32, H2O_NONE, true},
-    {"step", STEP, H2O_F32, H2O_NONE, false},
-    {"step-bf16", STEP, H2O_BF16, H2O_NONE, false},
+    {"attend", ATTEND, H2O_F32, H2O_F32, false},
+    {"attend-bf16", ATTEND, H2O_BF16, H2O_BF16, false},
+    {"evict", EVICT, H2O_F32, H2O_F32, false},
+    {"evict-merging", EVICT, H2O_F32, H2O_F32, true},
+    {"step", STEP, H2O_F32, H2O_F32, false},
+    {"step-bf16", STEP, H2O_BF16, H2O_BF16, false},
     {"step-int8", STEP, H2O_BF16, H2O_Q8, false},
-    {"step-merging", STEP, H2O_F32, H2O_NONE, true},
-    {"simulate", SIMULATE, H2O_F32, H2O_NONE, false},
-    {"simulate-bf16", SIMULATE, H2O_BF16, H2O_NONE, false},
-    {"simulate-merging", SIMULATE, H2O_F32, H2O_NONE, true},
+    {"step-merging", STEP, H2O_F32, H2O_F32, true},
+    {"simulate", SIMULATE, H2O_F32, H2O_F32, false},
+    {"simulate-bf16", SIMULATE, H2O_BF16, H2O_BF16, false},
+    {"simulate-merging", SIMULATE, H2O_F32, H2O_F32, true},
 };
 enum { VARIANTS = sizeof variants / sizeof *variants };
 
-static const float scale = 0.088388348f; /* 1 / sqrt(D) */
 static const variant *chosen;
 static h2o_attend_params attend;
 static h2o_evict_params evict;
@@ -71,45 +70,22 @@ static h2o_policy policy(void) {
     return (h2o_policy){.decay = 1.0f, .merge = chosen->merging ? 0.05f : 0.0f};
 }
 
-static h2o_slots store(void) {
-    h2o_dims dims = make_dims(B, G, H / G, N, SLOTS, D);
-    h2o_slots slots = make_slots(DENSE, &dims, chosen->dtype, HEAVY, RECENT, false);
-    if (chosen->stored != H2O_NONE) {
-        const int64_t bytes = h2o_row_bytes(chosen->stored, D);
-        slots.keys = make_tensor(H2O_U8, 4, B, G, SLOTS, bytes);
-        slots.values = make_tensor(H2O_U8, 4, B, G, SLOTS, bytes);
-    }
-    if (chosen->merging) {
-        slots.bias = make_tensor(H2O_F32, 3, B, G, SLOTS, 1);
-        FILL(float, slots.bias, 0.0f);
-    }
-    return slots;
-}
-
 static void clear(const h2o_slots *slots) {
     FILL(int32_t, slots->positions, -1);
     FILL(int32_t, slots->free, 0);
     FILL(int64_t, slots->lengths, 0);
 }
 
-/* As if so many tokens had been seen; bytes are of no token in particular. */
-static void occupy(h2o_slots *slots, int64_t held, test_random *random) {
-    h2o_slots rows = *slots;
-    if (chosen->stored != H2O_NONE) {
-        memset(slots->keys.data, 1, tensor_bytes(&slots->keys));
-        memset(slots->values.data, 1, tensor_bytes(&slots->values));
-        rows.keys = rows.values = filled(G, SLOTS, random);
-    }
-    fill_slots(&rows, held, random);
-}
-
 static int prepare(h2o_error *error) {
+    const float scale = 1.0f / sqrtf(D);
+    const h2o_dims dims = make_dims(B, G, H / G, N, SLOTS, D);
     test_random random = {.state = 1};
     const h2o_view keys = filled(G, N, &random), values = filled(G, N, &random);
     const h2o_view query = filled(H, N, &random);
     const h2o_view out = make_tensor(chosen->dtype, 4, B, N, H, D);
     const h2o_view scores = make_tensor(H2O_F32, 3, B, G, N, 1);
-    h2o_slots slots = store();
+    h2o_slots slots =
+        make_slots(DENSE, &dims, chosen->stored, HEAVY, RECENT, false, chosen->merging);
     switch (chosen->operation) {
     case ATTEND:
         attend = (h2o_attend_params){.query = query, .keys = keys, .values = values, .out = out,
@@ -121,7 +97,7 @@ static int prepare(h2o_error *error) {
         for (int i = 0; i < G * N; i++) ((float *)scores.data)[i] = random_float(&random);
         return h2o_open_evict(&evict, &call, error);
     case STEP:
-        occupy(&slots, SLOTS - 1, &random);
+        fill_slots(&slots, SLOTS - 1, &random);
         step = (h2o_step_params){
             .query = filled(H, 1, &random), .key = filled(G, 1, &random),
             .value = filled(G, 1, &random), .slots = slots,

@@ -72,11 +72,11 @@ KNOWN: tuple[tuple[str, str], ...] = (
     (r"COUNT_WORK|H2O_BALANCE|_WORK\b|_RANK\b", "a count of work, for make balance"),
     (r"prefetch|ahead|\.share|next_stride|\.next = ", "asks for memory early: speed only"),
     (
-        r"\.inc: *(?!ROUNDS|LINE)[A-Z_]+ = [-0-9(<*sizeof)' ]+,?\s*/\*",
+        r"\.inc: *(?!ROUNDS|LINE|STEP_ROWS)[A-Z_]+ = [-0-9(<*sizeof)' ]+,?\s*/\*",
         "a size by which work is cut: speed and rounding",
     ),
     (
-        r"KEEP_BYTES = |KEEP_BLOCKS = |bytes [+-]= \(\*at\)->bytes",
+        r"KEEP_BYTES = |-> .*KEEP_BLOCKS = 1[57]|bytes \+= \(\*at\)->bytes",
         "how much memory waits to be used again",
     ),
     (r"data >= before .* -> .*data > before ", "no tensor begins at address 0"),
@@ -107,17 +107,19 @@ KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (r"level < LEVELS; level", "this machine has every level"),
     (r"i < FEATURES; .* -> .*i <= FEATURES; ", "every name that is asked for is in the list"),
-    (r"take\(&?a, .*, 1\)[,;}]+ -> .*, 2\)[,;}]+$", "more room than is used"),
-    (r"take_floats\(a, .*4 \* .* -> .*5 \* |rules\[6 \+ .* -> .*\[7 \+ ", "more room than is used"),
-    (r"size_t most = 0; -> .*= 1;", "more room than is used"),
-    (r"pack\.inc: uint16_t x\[2 \* VL\] = .* -> .*\[3 \* VL\]", "more room than is used"),
+    (
+        r"take\(&?a, .*, 1\)[,;}]+ -> .*, 2\)[,;}]+$|take_floats\(a, .*4 \* .* -> .*5 \* |"
+        r"rule rules\[6 \+ .* -> .*\[7 \+ |size_t most = 0; -> .*= 1;|"
+        r"uint16_t x\[2 \* VL\] = .* -> .*\[3 \* VL\]",
+        "more room than is used",
+    ),
     (r"i32_at\(&slots->free, b, g, [01]\)", "a tensor of two dimensions has no third stride"),
     (
         r"H2O_MAX_DIMS\) return 0; -> .*return 1;|exchange\.c: int status = 0; -> .*= 1;",
         "what is not below 0 is no error",
     ),
     (r"entry->managed = NULL; -> ;", "what is lent is given back once"),
-    (r"cut\.panel_blocks >=? PANEL_BLOCKS\) \{ -> .*>= ", "how many rows a panel has: speed only"),
+    (r"cut\.panel_blocks > PANEL_BLOCKS\) \{ -> .*>= ", "how many rows a panel has: speed only"),
     (r"parallel\.c: return 1; /\* nothing new", "looks at the same libraries again"),
     (r"exchange\.c: break; -> ;", "no type is in the list of tables with another one"),
     (r"step_load\(.*H2O_F32, false, n, F\)", "floats and pairs are four bytes each"),
@@ -128,7 +130,10 @@ KNOWN: tuple[tuple[str, str], ...] = (
         r"remember\(|producers\[i\]\.type = type; -> ;",
         "whether a type's table is looked up once or at each call",
     ),
-    (r"snprintf\(text, (100|48),", "no shape or index is so long a text"),
+    (
+        r"snprintf\(text, (100|48),.* -> .*snprintf\(text, (99|101|47|49),",
+        "no shape or index is so long a text",
+    ),
     (r"merge\.inc: .* s < lower\(block \+ VL, .* -> .*higher\(", "the next blocks too, early"),
     (r"all\.window = higher\(", "rows of a window: speed only"),
     (r"high = x\[i\] > high .* -> .* >= high", "the same where both are equal"),
@@ -330,7 +335,7 @@ class Workshop:
         name, level = Path(edit.path).name, NETS[net][1]
         needed = set() if name.startswith("step") else {level}
         if not name.startswith(NO_STEPS):
-            needed |= {STEPS if level == LEVEL else level}
+            needed.add(STEPS if level == LEVEL else level)
         levels = [f"csrc/cpu/level_{x}.c" for x in sorted(needed)]
         if "/cpu/" in edit.path:
             return levels + [x for x in self.programs if edit.path.endswith(".h") and "vec_" in x]

@@ -127,12 +127,8 @@ static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
     FILL(float, scores, random_float(&random));
     h2o_slots slots = {0};
     if (c->what == CHUNK || c->what == STEP || c->what == EVICT) {
-        slots = make_slots(DENSE, &dims, H2O_F32, heavy, recent, false);
+        slots = make_slots(DENSE, &dims, H2O_F32, heavy, recent, false, c->merge > 0.0f);
         if (c->what != EVICT) fill_slots(&slots, c->held, &random);
-        if (c->merge > 0.0f) {
-            slots.bias = make_tensor(H2O_F32, 3, 1, c->G, c->held + 1, 1);
-            FILL(float, slots.bias, 0.0f);
-        }
         slots_data[0] = slots.keys, slots_data[1] = slots.values;
     }
     h2o_view prompt = make_tensor(H2O_I32, 1, 1, 1, 1, 1);

@@ -81,13 +81,9 @@ static void free_text(const text *t) {
 
 static answer make_answer(const scene *s) {
     const h2o_dims *const d = &s->dims;
-    answer a = {make_layout(s->how, s->dtype, 4, d->B, d->Q, d->H, d->D, 2),
-                make_slots(s->how, d, s->dtype, s->heavy, s->recent, s->policy.value_weighted)};
-    if (h2o_merges(&s->policy)) {
-        a.slots.bias = make_layout(s->how, H2O_F32, 3, d->B, d->G, d->S, 1, 1);
-        FILL(float, a.slots.bias, NAN);
-    }
-    return a;
+    return (answer){make_layout(s->how, s->dtype, 4, d->B, d->Q, d->H, d->D, 2),
+                    make_slots(s->how, d, s->dtype, s->heavy, s->recent, s->policy.value_weighted,
+                               h2o_merges(&s->policy))};
 }
 
 /* Calls f with every tensor of an answer. */

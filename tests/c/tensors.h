@@ -85,12 +85,15 @@ static inline void fill_tensor(const h2o_view *view, float drift, test_random *r
 
 /* ---- Slots ------------------------------------------------------------- */
 
-/* An empty store; the scores of empty slots are NaN, as nobody may read them. */
-static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype dtype, int32_t heavy,
-                                   int32_t recent, bool weighted) {
+/* An empty store of rows of that type, H2O_Q8 or H2O_Q4 for rows of bytes. Scores and biases of
+ * empty slots are NaN, as nobody may read them. */
+static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype stored, int32_t heavy,
+                                   int32_t recent, bool weighted, bool merging) {
+    const h2o_dtype dtype = stored > H2O_U8 ? H2O_U8 : stored;
+    const int64_t width = h2o_row_bytes(stored, d->D) / h2o_dtype_size(dtype);
     h2o_slots slots = {
-        .keys = make_layout(how, dtype, 4, d->B, d->G, d->S, d->D, 1),
-        .values = make_layout(how, dtype, 4, d->B, d->G, d->S, d->D, 1),
+        .keys = make_layout(how, dtype, 4, d->B, d->G, d->S, width, 1),
+        .values = make_layout(how, dtype, 4, d->B, d->G, d->S, width, 1),
         .scores = make_layout(how, H2O_F32, 3, d->B, d->G, d->S, 1, 1),
         .positions = make_layout(how, H2O_I32, 3, d->B, d->G, d->S, 1, 1),
         .free = make_layout(how, H2O_I32, 2, d->B, d->G, 1, 1, 2),
@@ -99,6 +102,10 @@ static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype dtyp
         .lost = make_layout(how, H2O_F64, 2, d->B, d->G, 1, 1, 2),
     };
     if (weighted) slots.norms = make_layout(how, H2O_F32, 3, d->B, d->G, d->S, 1, 1);
+    if (merging) {
+        slots.bias = make_layout(how, H2O_F32, 3, d->B, d->G, d->S, 1, 1);
+        FILL(float, slots.bias, NAN);
+    }
     FILL(float, slots.scores, NAN);
     FILL(int32_t, slots.positions, -1);
     FILL(int32_t, slots.free, 0);
@@ -111,10 +118,16 @@ static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype dtyp
     return slots;
 }
 
-/* As if so many tokens had been seen, and all kept: in the first slots. */
+/* As if so many tokens had been seen, and all kept: in the first slots. Bytes are of no token in
+ * particular. */
 static inline void fill_slots(h2o_slots *slots, int64_t held, test_random *random) {
-    fill_tensor(&slots->keys, 0.01f, random);
-    fill_tensor(&slots->values, 0.0f, random);
+    if (slots->keys.dtype == H2O_U8) {
+        memset(slots->keys.data, 1, tensor_bytes(&slots->keys));
+        memset(slots->values.data, 1, tensor_bytes(&slots->values));
+    } else {
+        fill_tensor(&slots->keys, 0.01f, random);
+        fill_tensor(&slots->values, 0.0f, random);
+    }
     FILL(int64_t, slots->lengths, held);
     FILL(int32_t, slots->free, (int32_t)held);
     for (int64_t b = 0; b < slots->keys.shape[0]; b++) {
@@ -122,6 +135,7 @@ static inline void fill_slots(h2o_slots *slots, int64_t held, test_random *rando
             for (int64_t s = 0; s < held; s++) {
                 AT(int32_t, slots->positions, b, g, s) = (int32_t)s;
                 AT(float, slots->scores, b, g, s) = random_float(random);
+                if (h2o_given(&slots->bias)) AT(float, slots->bias, b, g, s) = 0.0f;
             }
         }
     }

@@ -35,25 +35,20 @@ static h2o_view first_columns(const h2o_view *view, int64_t count) {
 static h2o_view joined(const h2o_view *view) {
     h2o_view all = *view;
     all.ndim--;
-    all.shape[1] *= view->shape[2];
-    for (int i = 1; i < all.ndim; i++) {
-        all.stride[i] = view->stride[i + 1];
-        if (i > 1) all.shape[i] = view->shape[i + 1];
-    }
+    all.shape[1] = view->shape[1] * view->shape[2];
+    all.shape[2] = view->shape[3];
+    all.stride[1] = view->stride[2];
+    all.stride[2] = view->stride[3];
     return all;
 }
 
 static void make_slots_of(stage *st, const h2o_dims *d) {
     h2o_slots *const slots = &st->slots;
-    *slots = make_slots(DENSE, d, H2O_F32, 12, 8, st->kind == WEIGHTED);
-    if (st->kind == MERGING) slots->bias = make_tensor(H2O_F32, 3, B, G, S, 1);
+    *slots = make_slots(DENSE, d, st->kind == BYTES ? H2O_Q8 : H2O_F32, 12, 8, st->kind == WEIGHTED,
+                        st->kind == MERGING);
+    if (st->kind == MERGING) FILL(float, slots->bias, 0.0f);
     if (st->kind == BYTES) {
-        const int64_t bytes = h2o_row_bytes(H2O_Q8, D);
-        free(slots->keys.data);
-        free(slots->values.data);
-        slots->keys = make_tensor(H2O_U8, 4, B, G, S, bytes);
-        slots->values = make_tensor(H2O_U8, 4, B, G, S, bytes);
-        st->stored = make_tensor(H2O_U8, 4, B, G, Q, bytes);
+        st->stored = make_tensor(H2O_U8, 4, B, G, Q, h2o_row_bytes(H2O_Q8, D));
     }
     if (st->kind == ROLLED) {
         st->rotary.table = make_tensor(H2O_F32, 3, S, 2, F, 1);
@@ -157,7 +152,8 @@ static void *disturb(void *argument) {
 static void mend(stage *st, test_random *random) {
     const int64_t held = random_int(random, 0, 20), heavy = random_int(random, 0, 1) ? 12 : S + 9;
     for (int64_t g = 0; g <= G && st->kind == UNEVEN; g++) {
-        DISTURB(int32_t, st->slots.starts, g, 0, 0, S *g);
+        const int64_t start = g * S;
+        DISTURB(int32_t, st->slots.starts, g, 0, 0, start);
     }
     for (int64_t b = 0; b < B; b++) {
         DISTURB(int64_t, st->slots.lengths, b, 0, 0, held);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import pytest
 
@@ -15,35 +15,36 @@ from tests.core import calls
 testcapi = pytest.importorskip("_testcapi")
 
 
-def fail_one_after_the_other(call: calls.Call | SimpleNamespace) -> int:
+def fail_one_after_the_other(
+    run: Callable[[], object], snapshot: Callable[[], object] = lambda: None
+) -> int:
     """Runs a call with its n-th allocation of Python objects failing, for all n; how many did."""
-    before = call.snapshot()
+    before = snapshot()
     for n in range(2000):
         failed = False
         testcapi.set_nomemory(n, n + 1)
         try:
-            call.run()
+            run()
         except MemoryError:
             failed = True
         finally:
             testcapi.remove_mem_hooks()
         if not failed:
             return n
-        assert call.snapshot() == before, f"allocation {n} failed, and something was written"
+        assert snapshot() == before, f"allocation {n} failed, and something was written"
     raise AssertionError("the call never succeeded")
 
 
 @pytest.mark.parametrize("name", calls.NAMES)
 def test_python_has_no_memory(name):
     call, twin = calls.make(name), calls.make(name)
-    assert fail_one_after_the_other(call) > 0
+    assert fail_one_after_the_other(call.run, call.snapshot) > 0
     twin.run()
     assert call.snapshot() == twin.snapshot()
 
 
 def test_info_has_no_memory():
-    info = SimpleNamespace(run=_core.info, snapshot=lambda: None)
-    assert fail_one_after_the_other(info) > len(_core.info()["levels"])
+    assert fail_one_after_the_other(_core.info) > len(_core.info()["levels"])
 
 
 SHIM = """
