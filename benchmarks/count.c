@@ -21,9 +21,9 @@
  * of SLOTS keys. Single steps allow no more. */
 enum { B = 1, H = 4, G = 1, D = 128, N = 96, SLOTS = 65, HEAVY = 32, RECENT = 32 };
 
-static void on_one_thread(int lanes, h2o_lane_fn function, void *context) {
-    for (int lane = 0; lane < lanes; lane++) {
-        function(lane, lanes, context);
+static void on_one_thread(int workers, h2o_worker_fn function, void *context) {
+    for (int worker = 0; worker < workers; worker++) {
+        function(worker, workers, context);
     }
 }
 
@@ -188,7 +188,7 @@ int main(int argc, char **argv) {
         for (int i = 0; i < VARIANTS; i++) puts(variants[i].name);
         return 0;
     }
-    call.exec.lanes = 1;
+    call.exec.workers = 1;
     call.exec.run = on_one_thread;
     for (size_t i = 0; argc > 2 && i < LEVELS; i++) {
         if (strcmp(levels[i]->name, argv[1]) == 0) call.table = levels[i];

@@ -41,7 +41,7 @@ static int check_offer(const char *op, const h2o_call *call, size_t bytes, h2o_e
         const int status = h2o_judge_##op(params, call, error);                                    \
         if (status != H2O_OK) return status;                                                       \
         if (call->table == NULL) return h2o_fail_kernels(&params->leader, error);                  \
-        if (call->exec.lanes == 0) call->exec.lanes = h2o_threads();                               \
+        if (call->exec.workers == 0) call->exec.workers = h2o_threads();                               \
         if (call->exec.run == NULL) call->exec.run = h2o_parallel;                                 \
         *bytes = call->table->op##_workspace(params, &call->exec);                                 \
         return H2O_OK;                                                                             \

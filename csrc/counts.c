@@ -104,7 +104,7 @@ static int count_slots(const h2o_slots *slots, h2o_dims *dims, h2o_head *heads, 
     const int64_t all = dims->S;
     int64_t most = h2o_given(starts) ? 0 : all;
     for (int64_t g = 0; g < dims->G; g++) {
-        heads[g] = (h2o_head){.place = g, .slots = all};
+        heads[g] = (h2o_head){.offset = g, .slots = all};
         if (h2o_given(starts)) {
             const int64_t begin = i32_at(starts, g, 0, 0), end = i32_at(starts, g + 1, 0, 0);
             if (begin < 0 || end <= begin || end > all) {
@@ -113,10 +113,10 @@ static int count_slots(const h2o_slots *slots, h2o_dims *dims, h2o_head *heads, 
                                 ", wanted at least one of 0..%" PRId64,
                                 starts->name, g, begin, end - 1, all - 1);
             }
-            heads[g].place = begin;
+            heads[g].offset = begin;
             heads[g].slots = end - begin;
             most = heads[g].slots > most ? heads[g].slots : most;
-            if (g > 0 && begin < heads[g - 1].place + heads[g - 1].slots) {
+            if (g > 0 && begin < heads[g - 1].offset + heads[g - 1].slots) {
                 return h2o_fail(error, H2O_EVALUE,
                                 "%s: heads %" PRId64 " and %" PRId64 " share slots, wanted none",
                                 starts->name, g - 1, g);
@@ -157,7 +157,7 @@ static int count_row(const h2o_slots *slots, const h2o_policy *policy, const h2o
  * keys than are to stay. */
 static int check_filled(const h2o_slots *slots, int64_t b, int64_t g, const h2o_head *head,
                         h2o_error *error) {
-    const int32_t *const positions = h2o_at(&slots->positions, b, head->place, 0); /* [slots] */
+    const int32_t *const positions = h2o_at(&slots->positions, b, head->offset, 0); /* [slots] */
     const int64_t held = head->held;
     int64_t filled = 0, early = 0;
     for (int64_t s = 0; s < head->slots; s++) {

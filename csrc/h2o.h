@@ -168,7 +168,7 @@ typedef struct {
 
 /* One of its key/value heads. attend fills in only where the slots are. */
 typedef struct {
-    int64_t place; /* index on the second axis of the store where its slots begin */
+    int64_t offset; /* index on the second axis of the store where its slots begin */
     int64_t slots; /* how many */
     int32_t heavy, recent;
     int64_t budget; /* k */
@@ -232,11 +232,11 @@ typedef struct {
     h2o_view ranks; /* [B,G,S] i32, -1 empty; given exactly with the table, kept up to date */
 } h2o_rotary;
 
-/* A key at its eviction; position -1: none left. */
+/* An evicted key; position -1: none was evicted. */
 typedef struct {
     int32_t position;
     float score;
-} h2o_departure;
+} h2o_eviction;
 
 /* step: one decode step in one call. Writes the new key and value into the
  * free slot, attends over all held slots and itself, adds the weights to the
@@ -251,7 +251,7 @@ typedef struct {
     h2o_slots slots;
     h2o_view out;              /* [B,1,H,D] */
     h2o_rotary rotary;         /* optional; query and key then come without theirs */
-    h2o_departure *departures; /* [B*G], optional: who left */
+    h2o_eviction *evictions; /* [B*G], optional: the key that each head evicts */
     h2o_policy policy;
     float scale;
     float softcap;

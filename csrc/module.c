@@ -283,7 +283,7 @@ PyDoc_STRVAR(step_doc,
              "     decay, value_weighted, merge, table, ranks, /)\n--\n\nSee h2o.ops.step.");
 
 static PyObject *call_step(PyObject *module, PyObject *const *args, Py_ssize_t count, errand *e) {
-    h2o_step_params params = {.departures = NULL};
+    h2o_step_params params = {.evictions = NULL};
     h2o_loans loans = {.count = 0};
     h2o_error error;
     if (require_count("step", count, 15) < 0 || require_slots(args[4]) < 0 ||

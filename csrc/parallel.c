@@ -36,7 +36,7 @@
 /* ---- A call ------------------------------------------------------------ */
 
 typedef struct {
-    h2o_lane_fn function;
+    h2o_worker_fn function;
     void *context;
     int lanes;
     atomic_int next; /* the first lane that nobody has taken */
@@ -280,7 +280,7 @@ int h2o_threads(void) {
     return threads < MAX_THREADS ? threads : MAX_THREADS;
 }
 
-void h2o_parallel(int lanes, h2o_lane_fn function, void *context) {
+void h2o_parallel(int lanes, h2o_worker_fn function, void *context) {
     job work = {.function = function, .context = context, .lanes = lanes};
     if (lanes > 1 && !inside) {
         switch (choose()) {

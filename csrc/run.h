@@ -1,4 +1,4 @@
-/* run.h - what carries an operation out: lanes, workspace, and the table of
+/* run.h - what carries an operation out: workers, workspace, and the table of
  * kernels that every backend fills in. */
 #ifndef H2O_RUN_H
 #define H2O_RUN_H
@@ -7,25 +7,25 @@
 
 /* ---- Backends ---------------------------------------------------------- */
 
-/* What a kernel runs with. Results must not depend on lanes: work is cut into
+/* What a kernel runs with. Results must not depend on workers: work is cut into
  * units that the shapes alone determine, each unit has private sums, and these
  * are added in a fixed order. */
-typedef void (*h2o_lane_fn)(int lane, int lanes, void *context);
+typedef void (*h2o_worker_fn)(int worker, int workers, void *context);
 
 typedef struct {
-    int lanes;                                                   /* threads on offer, >= 1 */
-    void (*run)(int lanes, h2o_lane_fn function, void *context); /* returns when all are done */
-    void *workspace; /* aligned to 64, of the size asked for */
-    int64_t hold;    /* bytes of packed keys, values and the like to hold at a time, 0: as many
-                        as pay; fewer mean more passes, which tests want */
-    void *stream;    /* a device's: what is launched waits for what is queued there */
+    int workers; /* threads on offer, >= 1 */
+    void (*run)(int workers, h2o_worker_fn function, void *context); /* returns when all are done */
+    void *workspace;         /* aligned to 64, of the size asked for */
+    int64_t workspace_limit; /* bytes of packed keys, values and the like at a time, 0: as many as
+                                pay; fewer mean more passes, which tests want */
+    void *stream;            /* a device's: what is launched waits for what is queued there */
 } h2o_exec;
 
 /* What a device's kernels want of workspace where none serves such a call. */
 #define H2O_UNSERVED SIZE_MAX
 
 /* One backend at one instruction set level. For each operation: the scratch it
- * wants for these parameters and this many lanes, and the operation itself.
+ * wants for these parameters and this many workers, and the operation itself.
  * CPU kernels always return H2O_OK; a device's launch may fail. */
 typedef struct {
     const char *name; /* "generic", "avx2", "avx512", "avx512bf16", "avx512amx", "neon", "cuda" */
@@ -71,9 +71,9 @@ const char *h2o_cpu_features(void);      /* "avx2 fma f16c avx512f ..." */
 const char *const *h2o_cpu_levels(void); /* names this machine can run, NULL-ended */
 
 /* parallel.c: the borrowed thread pool. */
-int h2o_threads(void);               /* how many lanes to offer now */
+int h2o_threads(void);               /* how many workers to offer now */
 const char *h2o_thread_source(void); /* "torch", "gomp" or "own" */
-void h2o_parallel(int lanes, h2o_lane_fn function, void *context);
+void h2o_parallel(int workers, h2o_worker_fn function, void *context);
 
 /* scratch.c: workspace that is kept between calls. Acquire returns 64-byte
  * aligned memory of at least that size or NULL; release gives it back. */
@@ -88,7 +88,7 @@ void h2o_scratch_release(void *memory);
  * of open that says whether the call is right: of tensors on a device without
  * kernels only what can be said without reading them.
  * What is not 0 before open is taken as it is: table (else the kernels of the
- * tensors' device), and lanes and run of exec (else the borrowed pool). Kernels of
+ * tensors' device), and workers and run of exec (else the borrowed pool). Kernels of
  * another device need their table, and stream and workspace of exec: measure says
  * how much of that they want, H2O_UNSERVED if none of them serves the call. */
 typedef struct {

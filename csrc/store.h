@@ -22,16 +22,16 @@ H2O_INLINE slot_store open_store(const h2o_slots *slots, int64_t b, const h2o_he
                                  int64_t D) {
     const bool norms = h2o_given(&slots->norms), bias = h2o_given(&slots->bias);
     return (slot_store){
-        .keys = (char *)h2o_at(&slots->keys, b, head->place, 0),
-        .values = (char *)h2o_at(&slots->values, b, head->place, 0),
+        .keys = (char *)h2o_at(&slots->keys, b, head->offset, 0),
+        .values = (char *)h2o_at(&slots->values, b, head->offset, 0),
         .key_stride = row_pitch(&slots->keys),
         .value_stride = row_pitch(&slots->values),
         .key_type = h2o_stored_type(&slots->keys, D),
         .value_type = h2o_stored_type(&slots->values, D),
-        .scores = (float *)h2o_at(&slots->scores, b, head->place, 0),
-        .norms = norms ? (float *)h2o_at(&slots->norms, b, head->place, 0) : NULL,
-        .bias = bias ? (float *)h2o_at(&slots->bias, b, head->place, 0) : NULL,
-        .positions = (int32_t *)h2o_at(&slots->positions, b, head->place, 0),
+        .scores = (float *)h2o_at(&slots->scores, b, head->offset, 0),
+        .norms = norms ? (float *)h2o_at(&slots->norms, b, head->offset, 0) : NULL,
+        .bias = bias ? (float *)h2o_at(&slots->bias, b, head->offset, 0) : NULL,
+        .positions = (int32_t *)h2o_at(&slots->positions, b, head->offset, 0),
         .slots = head->slots,
     };
 }

@@ -1,11 +1,11 @@
-/* tasks.h - work for lanes: many small tasks in order, each lane takes the next one.
+/* tasks.h - work for workers: many small tasks in order, each worker takes the next one.
  *
- * Which lane runs a task is up to chance, so a task's result may depend on its
- * number alone; lane is only for scratch that a lane has to itself.
+ * Which worker runs a task is up to chance, so a task's result may depend on its
+ * number alone; worker is only for scratch that a worker has to itself.
  *
  * A task may wait at a gate for tasks of lower numbers: these have been taken by
- * lanes that are at work, if need be by its own, and so will end. Nothing else
- * may be waited for: how many lanes really run side by side nobody knows.
+ * workers that are at work, if need be by its own, and so will end. Nothing else
+ * may be waited for: how many workers really run side by side nobody knows.
  *
  * The kernels count what they do in multiply-adds (COUNT_WORK), which costs
  * nothing: only a build with H2O_BALANCE looks at the counts, to tell without
@@ -19,7 +19,7 @@
 #include <threads.h>
 
 #ifdef H2O_BALANCE
-extern double h2o_balance_clock; /* what the lane at work has done so far */
+extern double h2o_balance_clock; /* what the worker at work has done so far */
 #define COUNT_WORK(n) (h2o_balance_clock += (double)(n))
 #else
 #define COUNT_WORK(n) ((void)sizeof(n))
@@ -28,32 +28,32 @@ extern double h2o_balance_clock; /* what the lane at work has done so far */
 /* ---- Lists ------------------------------------------------------------- */
 
 typedef struct {
-    void (*task)(void *context, int64_t index, int lane);
+    void (*task)(void *context, int64_t index, int worker);
     void *context;
     int64_t count;
     _Atomic int64_t next;
 } task_list;
 
-static void run_lane(int lane, int lanes, void *context) {
+static void run_worker(int worker, int workers, void *context) {
     task_list *const list = context;
-    (void)lanes;
+    (void)workers;
     int64_t index;
     while ((index = atomic_fetch_add_explicit(&list->next, 1, memory_order_relaxed)) <
            list->count) {
-        list->task(list->context, index, lane);
+        list->task(list->context, index, worker);
     }
 }
 
-/* Runs task(context, i, lane) for 0 <= i < count on at most `lanes` lanes, and
+/* Runs task(context, i, worker) for 0 <= i < count on at most `workers` workers, and
  * returns when all are done. Low numbers start first: give them the long ones. */
-static inline void run_tasks(const h2o_exec *exec, int lanes, int64_t count,
+static inline void run_tasks(const h2o_exec *exec, int workers, int64_t count,
                              void (*task)(void *, int64_t, int), void *context) {
     task_list list = {.task = task, .context = context, .count = count};
-    lanes = lanes < count ? lanes : (int)count;
-    if (lanes > 1) {
-        exec->run(lanes, run_lane, &list);
+    workers = workers < count ? workers : (int)count;
+    if (workers > 1) {
+        exec->run(workers, run_worker, &list);
     } else {
-        run_lane(0, 1, &list);
+        run_worker(0, 1, &list);
     }
 }
 
@@ -113,7 +113,7 @@ static inline void gate_wait(gate *g, int64_t stage) {
 typedef struct {
     int64_t place, stage;
     int64_t index, count; /* of the tasks of this stage of this place */
-    int lane;
+    int worker;
 } stage_task;
 
 typedef struct {
@@ -152,11 +152,11 @@ static inline int64_t find_stage(const stage_list *list, int64_t task) {
     return low;
 }
 
-static inline void run_stage_task(void *context, int64_t index, int lane) {
+static inline void run_stage_task(void *context, int64_t index, int worker) {
     const stage_list *const list = context;
     const int64_t at = find_stage(list, index);
     const stage_task task = {at % list->places, at / list->places, index - list->starts[at],
-                             list->starts[at + 1] - list->starts[at], lane};
+                             list->starts[at + 1] - list->starts[at], worker};
     gate *const g = &list->gates[task.place];
     gate_wait(g, task.stage);
     list->task(list->context, &task);
@@ -166,8 +166,8 @@ static inline void run_stage_task(void *context, int64_t index, int lane) {
     }
 }
 
-static inline void run_stages(const h2o_exec *exec, int lanes, stage_list *list) {
-    run_tasks(exec, lanes, list->starts[list->stages * list->places], run_stage_task, list);
+static inline void run_stages(const h2o_exec *exec, int workers, stage_list *list) {
+    run_tasks(exec, workers, list->starts[list->stages * list->places], run_stage_task, list);
 }
 
 #endif

@@ -29,11 +29,11 @@ DEVICE bool is_token(const h2o_view *mask, int64_t b, int64_t q) {
 DEVICE h2o_head read_place(const h2o_slots *slots, int64_t g) {
     const int64_t all = cuda_slots(slots);
     h2o_head head = {};
-    head.place = g;
+    head.offset = g;
     head.slots = all;
     if (h2o_given(&slots->starts)) {
-        head.place = within(i32_at(&slots->starts, g, 0, 0), 0, all - 1);
-        head.slots = within(i32_at(&slots->starts, g + 1, 0, 0), head.place + 1, all) - head.place;
+        head.offset = within(i32_at(&slots->starts, g, 0, 0), 0, all - 1);
+        head.slots = within(i32_at(&slots->starts, g + 1, 0, 0), head.offset + 1, all) - head.offset;
     }
     return head;
 }

@@ -164,7 +164,7 @@ DEVICE void take_step(simulate_head *h, int64_t position, float *room) {
     sync_block(); /* all have read who is free */
     step_part(u, 0, room);
     sync_block();
-    const h2o_departure gone = step_finish(u, room);
+    const h2o_eviction gone = step_finish(u, room);
     if (threadIdx.x == 0 && gone.position >= 0) {
         const int64_t left = h->columns[gone.position];
         *final_score(h, left) = gone.score;

@@ -103,12 +103,12 @@ DEVICE bool step_merge(const step_unit *u, const h2o_ranking *ranking, int64_t s
 }
 
 /* Empties the slot of the one who leaves; position -1 where nobody does. */
-DEVICE h2o_departure step_evict(const step_unit *u, const h2o_ranking *ranking, int64_t slot,
+DEVICE h2o_eviction step_evict(const step_unit *u, const h2o_ranking *ranking, int64_t slot,
                                 float *room, neighbour *found) {
     const slot_store *const store = &u->store;
     const bool leaves = u->slots > ranking->budget;
-    h2o_departure gone = {-1, 0.0f};
-    if (leaves) gone = h2o_departure{store->positions[slot], store->scores[slot]};
+    h2o_eviction gone = {-1, 0.0f};
+    if (leaves) gone = h2o_eviction{store->positions[slot], store->scores[slot]};
     bool merged = false;
     if (leaves && h2o_merges(u->policy)) merged = step_merge(u, ranking, slot, room, found);
     const int32_t rank = leaves && u->ranks ? u->ranks[slot] : 0;
@@ -131,7 +131,7 @@ DEVICE h2o_departure step_evict(const step_unit *u, const h2o_ranking *ranking, 
 }
 
 /* What remains to be done when all parts are there. */
-DEVICE h2o_departure step_finish(const step_unit *u, float *room) {
+DEVICE h2o_eviction step_finish(const step_unit *u, float *room) {
     char *const agreed = (char *)(room + STEP_THREADS * STEP_HEADS * RUN);
     const h2o_ranking ranking =
         h2o_policy_ranking(u->policy, u->head.heavy, u->head.recent, u->length + 1);

@@ -48,7 +48,7 @@ DEVICE step_unit open_step(const h2o_step_params *p, char *workspace, int64_t b,
     u.head.held = lower(u.head.held, u.head.slots - 1);
     if (h2o_given(&p->rotary.table)) {
         u.rotary = &p->rotary;
-        u.ranks = (int32_t *)h2o_at(&p->rotary.ranks, b, u.head.place, 0);
+        u.ranks = (int32_t *)h2o_at(&p->rotary.ranks, b, u.head.offset, 0);
         u.head.held = lower(u.head.held, p->dims.P - 1);
     }
     u.free_slot = (int32_t *)h2o_at(&p->slots.free, b, g, 0);
@@ -58,7 +58,7 @@ DEVICE step_unit open_step(const h2o_step_params *p, char *workspace, int64_t b,
     u.lost = (double *)h2o_at(&p->slots.lost, b, g, 0);
     u.parts = at.parts;
     const int64_t first =
-        b * at.slots + (h2o_given(&p->slots.starts) ? u.head.place : g * cuda_slots(&p->slots));
+        b * at.slots + (h2o_given(&p->slots.starts) ? u.head.offset : g * cuda_slots(&p->slots));
     u.weights = (float *)(workspace + at.weights) + first * R;
     u.tops = (float *)(workspace + at.tops) + unit * at.parts * R;
     u.totals = (float *)(workspace + at.totals) + unit * at.parts * R;

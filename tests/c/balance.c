@@ -1,11 +1,11 @@
-/* balance.c - how well the work of each operation spreads over lanes, without having them.
+/* balance.c - how well the work of each operation spreads over workers, without having them.
  *
  * The kernels run for real, on one thread, with an executor that plays any number
- * of lanes: the next task goes to the lane that has done least so far, and what a
+ * of workers: the next task goes to the worker that has done least so far, and what a
  * task costs is what the kernel counts (multiply-adds, and a guess for the rest).
- * The time of a call is then what its busiest lane has done, waits included, and
+ * The time of a call is then what its busiest worker has done, waits included, and
  *
- *     efficiency = work on one lane / (lanes * time on so many lanes).
+ *     efficiency = work on one worker / (workers * time on so many workers).
  *
  * What real processors share (memory, caches) is not in this figure. Counts are
  * the same at every run. Built with -DH2O_BALANCE by `make balance`; exits with 1
@@ -17,17 +17,17 @@
 
 double h2o_balance_clock;
 
-enum { MAX_LANES = 64 };
+enum { MAX_WORKERS = 64 };
 
-static void play(int lanes, h2o_lane_fn function, void *context) {
+static void play(int workers, h2o_worker_fn function, void *context) {
     task_list *const list = context;
-    double clock[MAX_LANES], last = h2o_balance_clock;
+    double clock[MAX_WORKERS], last = h2o_balance_clock;
     (void)function;
-    for (int lane = 0; lane < lanes; lane++) clock[lane] = h2o_balance_clock;
+    for (int worker = 0; worker < workers; worker++) clock[worker] = h2o_balance_clock;
     for (int64_t index = 0; index < list->count; index++) {
         int idle = 0;
-        for (int lane = 1; lane < lanes; lane++) {
-            if (clock[lane] < clock[idle]) idle = lane;
+        for (int worker = 1; worker < workers; worker++) {
+            if (clock[worker] < clock[idle]) idle = worker;
         }
         h2o_balance_clock = clock[idle];
         list->task(list->context, index, idle);
@@ -44,11 +44,11 @@ typedef struct {
     size_t workspace;
 } outcome;
 
-/* Opens a call for so many lanes, plays it unless only the workspace is asked for. */
+/* Opens a call for so many workers, plays it unless only the workspace is asked for. */
 #define PLAY(op, params, lanes_, only_workspace)                                                   \
     do {                                                                                           \
         h2o_error error;                                                                           \
-        h2o_call call = {.exec = {.lanes = (lanes_), .run = play}};                                \
+        h2o_call call = {.exec = {.workers = (lanes_), .run = play}};                                \
         if (h2o_open_##op(params, &call, &error) != H2O_OK) {                                      \
             fprintf(stderr, "%s\n", error.text);                                                   \
             exit(1);                                                                               \
@@ -65,7 +65,7 @@ typedef struct {
     int64_t tokens; /* new ones */
     int64_t held;   /* keys stored, or that stay */
     float merge;    /* as in h2o_policy */
-    double bound;   /* wanted on 64 lanes: a promise, or what there is to lose */
+    double bound;   /* wanted on 64 workers: a promise, or what there is to lose */
 } balance_case;
 
 static const balance_case cases[] = {
@@ -104,7 +104,7 @@ static h2o_view filled(int64_t heads, int64_t rows, int64_t D, bool empty) {
 }
 
 /* One call as a case has it: on fresh state, since step and evict change theirs. */
-static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
+static outcome run_case(const balance_case *c, int workers, bool only_workspace) {
     outcome result = {0};
     test_random random = {.state = 1};
     const float scale = 1.0f / sqrtf((float)c->D);
@@ -149,11 +149,11 @@ static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
                                .slots = slots,
                                .scale = scale,
                                .decay = 1.0f};
-        PLAY(attend, &p, lanes, only_workspace);
+        PLAY(attend, &p, workers, only_workspace);
     } else if (c->what == EVICT) {
         h2o_evict_params p = {
             .keys = keys, .values = values, .scores = scores, .slots = slots, .policy = policy};
-        PLAY(evict, &p, lanes, only_workspace);
+        PLAY(evict, &p, workers, only_workspace);
     } else if (c->what == STEP) {
         h2o_step_params p = {.query = query,
                              .key = keys,
@@ -162,7 +162,7 @@ static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
                              .out = out,
                              .policy = policy,
                              .scale = scale};
-        PLAY(step, &p, lanes, only_workspace);
+        PLAY(step, &p, workers, only_workspace);
     } else {
         h2o_simulate_params p = {.query = query,
                                  .keys = keys,
@@ -174,7 +174,7 @@ static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
                                  .scores = scores,
                                  .policy = policy,
                                  .scale = scale};
-        PLAY(simulate, &p, lanes, only_workspace);
+        PLAY(simulate, &p, workers, only_workspace);
     }
     result.time = h2o_balance_clock;
     const h2o_view all[] = {query, keys, values, out, slots_data[0], slots_data[1]};
@@ -185,9 +185,9 @@ static outcome run_case(const balance_case *c, int lanes, bool only_workspace) {
 /* ---- The tables -------------------------------------------------------- */
 
 static int show_efficiency(void) {
-    static const int lanes[] = {2, 4, 8, 16, 32, 64};
+    static const int workers[] = {2, 4, 8, 16, 32, 64};
     int short_of_bound = 0;
-    printf("| work | H, G, D | tokens | keys | 2 | 4 | 8 | 16 | 32 | 64 lanes | wanted |\n");
+    printf("| work | H, G, D | tokens | keys | 2 | 4 | 8 | 16 | 32 | 64 workers | wanted |\n");
     printf("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n");
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const balance_case *const c = &cases[i];
@@ -195,8 +195,8 @@ static int show_efficiency(void) {
         double share = 0;
         printf("| %s | %d, %d, %d | %d | %d |", c->name, (int)c->H, (int)c->G, (int)c->D,
                (int)c->tokens, (int)c->held);
-        for (size_t j = 0; j < sizeof lanes / sizeof *lanes; j++) {
-            share = alone / (lanes[j] * run_case(c, lanes[j], false).time);
+        for (size_t j = 0; j < sizeof workers / sizeof *workers; j++) {
+            share = alone / (workers[j] * run_case(c, workers[j], false).time);
             printf(" %.0f%% |", 100 * share);
         }
         printf(" %.0f%% |\n", 100 * c->bound);
@@ -208,13 +208,13 @@ static int show_efficiency(void) {
 
 static void show_workspace(void) {
     static const int64_t tokens[] = {2048, 8192, 32768, 131072};
-    printf("\n| workspace of a prefill, H=32, G=8, D=128 | 1 lane | 2 | 64 lanes |\n");
+    printf("\n| workspace of a prefill, H=32, G=8, D=128 | 1 worker | 2 | 64 workers |\n");
     printf("| --- | --- | --- | --- |\n");
     for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
         const balance_case c = {PREFILL, "prefill", 32, 8, 128, tokens[i], 0, 0, 0};
         printf("| %d tokens |", (int)tokens[i]);
-        for (int lanes = 1; lanes <= 64; lanes = lanes == 1 ? 2 : lanes * 32) {
-            printf(" %.1f MiB |", (double)run_case(&c, lanes, true).workspace / (1 << 20));
+        for (int workers = 1; workers <= 64; workers = workers == 1 ? 2 : workers * 32) {
+            printf(" %.1f MiB |", (double)run_case(&c, workers, true).workspace / (1 << 20));
         }
         printf("\n");
     }

@@ -144,42 +144,42 @@ static inline void fill_slots(h2o_slots *slots, int64_t held, test_random *rando
 /* ---- Running ----------------------------------------------------------- */
 
 typedef struct {
-    h2o_lane_fn function;
+    h2o_worker_fn function;
     void *context;
     pthread_barrier_t start;
 } meeting;
 
-static inline void meet(int lane, int lanes, void *context) {
+static inline void meet(int worker, int workers, void *context) {
     meeting *const m = context;
     pthread_barrier_wait(&m->start);
-    m->function(lane, lanes, m->context);
+    m->function(worker, workers, m->context);
 }
 
-/* No lane begins before all have a thread. Else the first thread has often done
+/* No worker begins before all have a thread. Else the first thread has often done
  * everything before another is awake, and ThreadSanitizer judges what happens,
  * not what might. */
-static inline void run_together(int lanes, h2o_lane_fn function, void *context) {
+static inline void run_together(int workers, h2o_worker_fn function, void *context) {
     meeting m = {.function = function, .context = context};
-    CHECK(pthread_barrier_init(&m.start, NULL, (unsigned)lanes) == 0);
-    h2o_parallel(lanes, meet, &m);
+    CHECK(pthread_barrier_init(&m.start, NULL, (unsigned)workers) == 0);
+    h2o_parallel(workers, meet, &m);
     pthread_barrier_destroy(&m.start);
 }
 
 /* What every kernel is run with. */
 typedef struct {
     const h2o_ops *ops;
-    int lanes;
-    int64_t hold; /* as in h2o_exec */
+    int workers;
+    int64_t workspace_limit; /* as in h2o_exec */
 } runner;
 
 /* Runs an operation through all that a call from Python goes through. Memory goes by what there is
- * to do, lanes without a task want none; it is as if somebody had used it, full of 0.747. */
+ * to do, workers without a task want none; it is as if somebody had used it, full of 0.747. */
 #define RUN(op, params, with)                                                                      \
     do {                                                                                           \
         h2o_error run_error;                                                                       \
         h2o_call call = {                                                                          \
             .table = (with)->ops,                                                                  \
-            .exec = {.lanes = (with)->lanes, .run = run_together, .hold = (with)->hold}};          \
+            .exec = {.workers = (with)->workers, .run = run_together, .workspace_limit = (with)->workspace_limit}};          \
         if (h2o_open_##op(params, &call, &run_error) != H2O_OK) {                                  \
             fprintf(stderr, "%s\n", run_error.text);                                               \
             exit(1);                                                                               \
@@ -187,7 +187,7 @@ typedef struct {
         const size_t bytes = (with)->ops->op##_workspace(params, &call.exec);                      \
         if (bytes > 0) memset(call.exec.workspace, 0x3f, bytes);                                   \
         CHECK(h2o_run_##op(params, &call, &run_error) == H2O_OK);                                  \
-        const h2o_exec many = {.lanes = 1 << 14}, more = {.lanes = 1 << 16};                       \
+        const h2o_exec many = {.workers = 1 << 14}, more = {.workers = 1 << 16};                       \
         CHECK((with)->ops->op##_workspace(params, &many) ==                                        \
               (with)->ops->op##_workspace(params, &more));                                         \
         h2o_close(&call);                                                                          \

@@ -1,16 +1,16 @@
-/* test_kernels.c - the scenes at every level, and with several lanes, which may not change
+/* test_kernels.c - the scenes at every level, and with several workers, which may not change
  * a bit. */
 #define _GNU_SOURCE
 #include "scenes.h"
 
-/* The answer of one lane, which is that of several, also where they hold so little
+/* The answer of one worker, which is that of several, also where they hold so little
  * at a time that there is a wave for each head. */
 static answer play(const h2o_ops *ops, const scene *s, const text *t, passage through) {
-    static const int lanes[] = {2, 3, 5, 8};
-    const runner one = {.ops = ops, .lanes = 1};
+    static const int workers[] = {2, 3, 5, 8};
+    const runner one = {.ops = ops, .workers = 1};
     const answer alone = through(&one, s, t);
-    for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++) {
-        const runner several = {ops, lanes[i], lanes[i] == 3 ? 1 : 0};
+    for (size_t i = 0; i < sizeof workers / sizeof *workers; i++) {
+        const runner several = {ops, workers[i], workers[i] == 3 ? 1 : 0};
         const answer shared = through(&several, s, t);
         for_each_tensor(&alone, &shared, check_same);
         for_each_tensor(&shared, &shared, free_tensor);
@@ -24,7 +24,7 @@ int main(void) {
     const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true, 0.0f};
     const h2o_policy merging = {4, H2O_RANK_MEAN, 0.99f, true, 0.25f};
     const scene scenes[] = {
-        /* several chunks of slots, fewer units than lanes like */
+        /* several chunks of slots, fewer units than workers like */
         {.dims = make_dims(2, 1, 3, 780, 700, 64),
          .prompt = 720,
          .chunk_at = 735,
@@ -53,7 +53,7 @@ int main(void) {
          .recent = 30,
          .policy = plain,
          .scale = -0.1f},
-        /* keys that leave are merged: chunks of slots that lanes search together, and many heads;
+        /* keys that leave are merged: chunks of slots that workers search together, and many heads;
          * no multiple of a vector is kept */
         {.dims = make_dims(2, 1, 3, 660, 620, 60),
          .prompt = 640,

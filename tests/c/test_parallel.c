@@ -1,4 +1,4 @@
-/* test_parallel.c - lanes run once each, whoever calls, on the own pool and on
+/* test_parallel.c - workers run once each, whoever calls, on the own pool and on
  * a borrowed one. */
 #define _GNU_SOURCE
 #include "run.h"
@@ -17,34 +17,34 @@ enum { MOST_LANES = 300, CALLERS = 4 };
 
 typedef struct {
     atomic_int runs[MOST_LANES];
-    int lanes;
+    int workers;
     bool nested;
 } record;
 
-static void count_lane(int lane, int lanes, void *context) {
+static void count_lane(int worker, int workers, void *context) {
     record *const r = context;
-    CHECK(lanes == r->lanes && lane >= 0 && lane < lanes);
-    atomic_fetch_add(&r->runs[lane], 1);
+    CHECK(workers == r->workers && worker >= 0 && worker < workers);
+    atomic_fetch_add(&r->runs[worker], 1);
     if (r->nested) {
-        record inner = {.lanes = 3};
+        record inner = {.workers = 3};
         h2o_parallel(3, count_lane, &inner);
         for (int i = 0; i < 3; i++) CHECK(inner.runs[i] == 1);
     }
 }
 
-static void run_lanes(int lanes, bool nested) {
+static void run_lanes(int workers, bool nested) {
     record *const r = test_alloc(sizeof *r);
-    r->lanes = lanes;
+    r->workers = workers;
     r->nested = nested;
-    h2o_parallel(lanes, count_lane, r);
-    for (int i = 0; i < MOST_LANES; i++) CHECK(r->runs[i] == (i < lanes));
+    h2o_parallel(workers, count_lane, r);
+    for (int i = 0; i < MOST_LANES; i++) CHECK(r->runs[i] == (i < workers));
     free(r);
 }
 
 static void every_lane_runs_once(void) {
-    const int lanes[] = {1, 2, 3, 4, 7, 64, MOST_LANES};
-    for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++) {
-        for (int repeat = 0; repeat < 20; repeat++) run_lanes(lanes[i], false);
+    const int workers[] = {1, 2, 3, 4, 7, 64, MOST_LANES};
+    for (size_t i = 0; i < sizeof workers / sizeof *workers; i++) {
+        for (int repeat = 0; repeat < 20; repeat++) run_lanes(workers[i], false);
     }
 }
 

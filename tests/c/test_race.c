@@ -140,7 +140,7 @@ static void *disturb(void *argument) {
 #define TRY(op, params)                                                                            \
     do {                                                                                           \
         h2o_error error;                                                                           \
-        h2o_call call = {.exec = {.lanes = 2}};                                                    \
+        h2o_call call = {.exec = {.workers = 2}};                                                    \
         if (h2o_open_##op(params, &call, &error) == H2O_OK) {                                      \
             CHECK(h2o_run_##op(params, &call, &error) == H2O_OK);                                  \
         }                                                                                          \

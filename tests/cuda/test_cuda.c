@@ -6,7 +6,7 @@
 void shim_seed(uint64_t seed);
 
 static answer play(const h2o_ops *ops, const scene *s, const text *t, passage through) {
-    const runner with = {.ops = ops, .lanes = 1};
+    const runner with = {.ops = ops, .workers = 1};
     shim_seed(0);
     const answer first = through(&with, s, t);
     for (uint64_t seed = 1; seed < (THREAD_SANITIZER ? 2 : 3); seed++) {

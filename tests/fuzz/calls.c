@@ -261,7 +261,7 @@ static void call_operation(bench *w) {
     const h2o_ops *const table = levels[choose(in, LEVELS)];
     h2o_call call = {
         .table = has_level(table->name) ? table : NULL,
-        .exec = {.lanes = 1 + (int)choose(in, 4), .run = in_turns, .hold = choose(in, 2)}};
+        .exec = {.workers = 1 + (int)choose(in, 4), .run = in_turns, .workspace_limit = choose(in, 2)}};
     static const h2o_dtype dtypes[] = {H2O_F32, H2O_BF16, H2O_F16};
     w->dtype = dtypes[choose(in, 3)];
     w->dims = (h2o_dims){.B = 1 + choose(in, 3),
