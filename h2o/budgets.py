@@ -19,6 +19,7 @@ __all__ = [
     "budget_of",
     "flat",
     "of_layer",
+    "parse_amount",
     "parted",
     "spread",
     "tokens_of",
@@ -35,6 +36,20 @@ OfLayer = Amount | Sequence[Amount]
 
 Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
 """The same for every layer, one per layer, or a function (layer, layers) -> that layer's."""
+
+
+def parse_amount(text: str) -> Amount:
+    """The amount that a text says: "256" is a number of tokens, "0.1" or "1.0" a fraction.
+
+    Raises: ValueError for a text that is no number.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+parse_amount.__name__ = "amount"  # argparse names a type so: "invalid amount value: 'x'"
 
 
 def parted(budget: Amount, heavy: float) -> tuple[Amount, Amount]:

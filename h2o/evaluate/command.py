@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from h2o.budgets import parse_amount
 from h2o.errors import UserError
 from h2o.evaluate.processes import launched, leave
 from h2o.evaluate.results import fingerprint
@@ -16,7 +17,6 @@ from h2o.evaluate.setting import (
     GRAMMAR,
     Setting,
     from_options,
-    number,
     parse_all,
     with_profile,
 )
@@ -73,7 +73,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "summaries and needles always use a real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
     for name in ("heavy", "recent"):
-        one.add_argument(f"--{name}", type=number, help="tokens, or a fraction (default 0.1)")
+        one.add_argument(f"--{name}", type=parse_amount, help="tokens, or a fraction (default 0.1)")
     one.add_argument("--sinks", type=int, help="first tokens that are never evicted (default 0)")
     one.add_argument("--rank-by", choices=["sum", "mean"], help="default sum")
     one.add_argument("--decay", type=float, help="of scores, per token (default 1)")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from h2o.budgets import parse_amount
 from h2o.config import VARIANTS, H2OConfig
 from h2o.evaluate.results import fingerprint
 from h2o.profile import Profile
@@ -17,7 +18,6 @@ __all__ = [
     "footnote",
     "from_config",
     "from_options",
-    "number",
     "parse",
     "parse_all",
     "with_profile",
@@ -110,7 +110,7 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
     With `budgets` ("0.04,0.1,0.2"), a name without numbers (h2o, local, sink, ...) stands for
     itself at each of these.
     """
-    amounts = [number(part) for part in (budgets or "").split(",") if part.strip()]
+    amounts = [parse_amount(part) for part in (budgets or "").split(",") if part.strip()]
     settings: dict[str, Setting] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         head, *options = part.split("/")
@@ -148,7 +148,7 @@ def parse(text: str) -> Setting:
     try:
         if kind == "full" and not colon and not options:
             return Setting(text, kind, "full", H2OConfig.full())
-        amounts = [number(part) for part in numbers.split("+")] if colon else []
+        amounts = [parse_amount(part) for part in numbers.split("+")] if colon else []
         config, variant = _build(kind, amounts)
         if options:
             if variant != "h2o":
@@ -219,14 +219,6 @@ def _at(kind: str, budget: int | float) -> str:
         rest = half if isinstance(budget, float) else budget - half
         return f"{kind}:{half}+{rest}"
     return f"{kind}:{budget}"
-
-
-def number(text: str) -> int | float:
-    """A budget: "256" is a number of tokens, "0.1" a fraction."""
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
 
 
 def _option(text: str) -> tuple[str, Any]:
