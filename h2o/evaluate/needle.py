@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from h2o import generate, models
+from h2o import generation, models
 from h2o.errors import UserError
 from h2o.evaluate.processes import launched
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
@@ -178,7 +178,7 @@ def answered(
     the same as feeding what was decoded."""
     config = None if setting.variant == "full" else setting.config
     n = document.shape[1]
-    cache = generate.new_cache(model, config, n)
+    cache = generation.new_cache(model, config, n)
     start = time.perf_counter()
     written = []
     with torch.no_grad():

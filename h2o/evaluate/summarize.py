@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from h2o import generate, models
+from h2o import generation, models
 from h2o.errors import UserError
 from h2o.evaluate.processes import launched
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
@@ -123,7 +123,7 @@ def compare(
     rows = read_rows(file, limit)
     cells = Cells(output / "summaries.json", "h2o eval --summarize", launched())
     model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
-    prompts = [generate.encode(tokenizer, row.prompt, chat) for row in rows]
+    prompts = [generation.encode(tokenizer, row.prompt, chat) for row in rows]
     check_lengths(rows, prompts, model.config, max_new_tokens)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     scorer = RougeScorer(ROUGE, use_stemmer=True)
@@ -170,7 +170,7 @@ def summarize(
 ) -> dict[str, Any]:
     """One summary: its text up to the first stop text, and what it took."""
     config = None if setting.variant == "full" else setting.config
-    cache = generate.new_cache(model, config, ids.shape[1])
+    cache = generation.new_cache(model, config, ids.shape[1])
     start = time.perf_counter()
     with torch.no_grad():
         out = model.generate(

@@ -1,4 +1,4 @@
-"""The work behind `h2o generate`: one prompt, one model, one cache or four.
+"""One prompt, one model, one cache: a greedy generation that is timed, as `h2o generate` shows it.
 
 Every run goes through the model's own generate(), with the cache and the
 attention implementation that its users have: the full cache is transformers'
@@ -8,46 +8,16 @@ takes the times: all up to the first new token is the prefill.
 
 from __future__ import annotations
 
-import importlib.resources
-import shutil
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from h2o import models
 from h2o.config import H2OConfig
-from h2o.errors import UserError
-from h2o.profile import Profile
+from h2o.errors import Unsupported, UserError
+from h2o.progress import Progress
 
-DOCUMENT = "lighthouse.txt"
-QUESTION = "Briefly summarize the following article."
-"""Comes before the shipped document when the user gives no prompt."""
-
-TENTH = 0.1
-"""Of a full cache's bytes: what the preset of a comparison may take."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to generate from, and how."""
-
-    config: H2OConfig
-    model: str | None = None
-    """as for `h2o.models.load`"""
-    prompt: str | None = None
-    document: str | None = None
-    """comes after the prompt, with a blank line between them; without either the
-    shipped document and question are taken"""
-    chat: bool = False
-    """wrap both in the model's chat template (the shipped ones are, if it has one)"""
-    dtype: str = "auto"
-    max_new_tokens: int = 120
-    compare: bool = False
-    """run all of `caches` instead of h2o alone"""
-    compile: bool = False
-    """compile the decode step of caches that h2o makes, before the clock starts"""
+__all__ = ["Run", "Streamer", "encode", "generate", "leading_agreement", "new_cache", "versions"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +25,7 @@ class Run:
     """One generation and what it took."""
 
     mode: str
-    """which of `caches`"""
+    """its name"""
     text: str
     new_tokens: int
     prefill_seconds: float
@@ -77,117 +47,6 @@ class Run:
     """leading tokens equal to the full cache's; None without a full run"""
 
 
-@dataclass(frozen=True)
-class Result:
-    """What was done; `asdict` of it is the output of --json."""
-
-    model: str
-    dtype: str
-    prompt_tokens: int
-    budget: dict[str, Any]
-    versions: dict[str, str]
-    runs: list[Run]
-
-
-class Progress:
-    """Lines about what is going on, for standard error: on a terminal each replaces the last."""
-
-    def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet
-        self.terminal = sys.stderr.isatty()
-        self.shown = False  # an update stands on the terminal's last line
-
-    def say(self, text: str) -> None:
-        """Something that begins and may take long."""
-        if not self.quiet:
-            self.update("")
-            print(text, file=sys.stderr, flush=True)
-
-    def update(self, text: str) -> None:
-        """How far it is: on a terminal only. An empty text takes the last update away."""
-        if self.terminal and not self.quiet and (text or self.shown):
-            columns = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{text[:columns]}", end="", file=sys.stderr, flush=True)
-            self.shown = bool(text)
-
-
-def generate(
-    request: Request, progress: Progress, stream: Callable[[str], None] | None = None
-) -> Result:
-    """Generate greedily with an H2OCache, or with each of `caches`.
-
-    `stream` is given the text piece by piece as it grows; without it the progress line shows
-    the text's end. Errors: UserError.
-    """
-    if (request.prompt, request.document) != (None, None) and not given_text(request):
-        raise UserError("the prompt is empty")
-    model, tokenizer = models.load(request.model, dtype=request.dtype, say=progress.say)
-    ids = prompt_ids(request, tokenizer)
-    tokens = ids.shape[1]
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit and tokens + request.max_new_tokens > limit:
-        raise UserError(
-            f"the prompt's {tokens} tokens and {request.max_new_tokens} new ones are more than the "
-            f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
-        )
-    progress.say(f"reading a prompt of {tokens} tokens")
-    warm_up(model, ids)
-    runs: list[Run] = []
-    reference: list[int] | None = None
-    wanted = caches(request.config, model, tokens) if request.compare else {"h2o": request.config}
-    for mode, config in wanted.items():
-        run, new = generate_once(mode, config, request, model, tokenizer, ids, progress, stream)
-        if config is None:
-            reference = new
-        if reference is not None:
-            run = replace(run, tokens_agree=leading_agreement(new, reference))
-        runs.append(run)
-    return Result(
-        model=request.model or models.DEFAULT_MODEL,
-        dtype=str(model.dtype).removeprefix("torch."),
-        prompt_tokens=tokens,
-        budget=asdict(request.config),
-        versions=versions(),
-        runs=runs,
-    )
-
-
-def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OConfig | None]:
-    """What a comparison runs, by the names that it shows; None is transformers' own cache.
-
-    "full" comes first, as the others are held against it; then "h2o", which is `config`; the best
-    preset for the model in a tenth of the bytes, "calibrated" where there is a profile and "robust"
-    where there is none; and "local", as many keys as h2o, but the newest.
-    """
-    heavy, recent = config.for_model(model).tokens(prompt_tokens)
-    local = replace(
-        config, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None, merge=None
-    )
-    profile = config.shares if isinstance(config.shares, Profile) else Profile.shipped(model)
-    if profile is None:
-        name, preset = "robust", H2OConfig.robust(TENTH, of="bytes")
-    else:
-        name, preset = "calibrated", H2OConfig.calibrated(TENTH, profile, of="bytes")
-    preset = replace(preset, positions=config.positions)
-    return {"full": None, "h2o": config, name: preset, "local": local}
-
-
-def prompt_ids(request: Request, tokenizer: Any) -> Any:
-    """Token ids [1, n] of what the request asks for."""
-    if request.document is None and request.prompt is None:
-        document = importlib.resources.files("h2o").joinpath("data", DOCUMENT).read_text("utf-8")
-        request = replace(
-            request, prompt=QUESTION, document=document, chat=tokenizer.chat_template is not None
-        )
-    return encode(tokenizer, given_text(request), request.chat)
-
-
-def given_text(request: Request) -> str:
-    """Prompt and document as one text."""
-    parts = (request.prompt, request.document)
-    return "\n\n".join(part.strip() for part in parts if part and part.strip())
-
-
 def encode(tokenizer: Any, text: str, chat: bool) -> Any:
     """Token ids [1, n] of a text, or of a chat with this as its first turn."""
     if not chat:
@@ -200,28 +59,56 @@ def encode(tokenizer: Any, text: str, chat: bool) -> Any:
     )["input_ids"]
 
 
-def warm_up(model: Any, ids: Any) -> None:
-    """Read the weights from the disk, which the first run would have to wait for otherwise."""
-    import torch
+def new_cache(
+    model: Any, config: H2OConfig | None, prompt_tokens: int, compileable: bool = False
+) -> Any:
+    """An empty cache, of all keys without a config, after telling the model which attention goes
+    with it. Raises: UserError for one that is to be compiled and cannot."""
+    from transformers import DynamicCache
 
-    with torch.no_grad():
-        model(ids[:, :8], use_cache=False)
+    from h2o.hf.cache import H2OCache
+
+    model.set_attn_implementation("sdpa" if config is None else "h2o")
+    if config is None:
+        return DynamicCache(config=model.config)
+    try:
+        return H2OCache(model.config, config, prompt_length=prompt_tokens, compileable=compileable)
+    except Unsupported as error:
+        if compileable:
+            raise UserError(f"--compile: {error}") from error
+        raise
 
 
-def generate_once(
+def generate(
     mode: str,
     config: H2OConfig | None,
-    request: Request,
     model: Any,
     tokenizer: Any,
     ids: Any,
+    *,
+    max_new_tokens: int,
     progress: Progress,
-    stream: Callable[[str], None] | None,
+    compile: bool = False,
+    stream: Callable[[str], None] | None = None,
 ) -> tuple[Run, list[int]]:
-    """One run of `generate`, and the tokens that came."""
+    """Generates greedily with a new cache, and takes the time.
+
+    Args:
+        mode: the name that the run gets, and the progress line shows.
+        config: of the cache, None for transformers' own.
+        ids: int64 [1, n], the prompt.
+        compile: compile the decode step of an H2OCache, before the clock starts.
+        stream: is called with the text piece by piece as it grows; without it the progress line
+            shows the text's end.
+
+    Returns:
+        (what it took, the new tokens)
+
+    Raises: UserError for a cache that is to be compiled and cannot.
+    """
     import torch
 
-    compiled = request.compile and config is not None
+    compiled = compile and config is not None
     cache = new_cache(model, config, ids.shape[1], compiled)
     how: dict[str, Any] = {"do_sample": False}
     if compiled:
@@ -230,7 +117,7 @@ def generate_once(
         few, warm = ids[:, :8], new_cache(model, config, ids.shape[1], compiled)
         mask = torch.ones_like(few)
         model.generate(few, attention_mask=mask, past_key_values=warm, max_new_tokens=3, **how)
-    streamer = Streamer(mode, tokenizer, progress, stream, request.max_new_tokens)
+    streamer = Streamer(mode, tokenizer, progress, stream, max_new_tokens)
     hooks = [] if compiled else watch_layers(model, streamer.prefilling)
     try:
         model.generate(
@@ -238,7 +125,7 @@ def generate_once(
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
             streamer=streamer,
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             **how,
         )
     finally:
@@ -269,25 +156,12 @@ def compiling() -> dict[str, Any]:
     return {"compile_config": config}
 
 
-def new_cache(
-    model: Any, config: H2OConfig | None, prompt_tokens: int, compileable: bool = False
-) -> Any:
-    """An empty cache, of all keys without a config, after telling the model which attention goes
-    with it. Errors: UserError for one that is to be compiled and cannot."""
-    from transformers import DynamicCache
+def warm_up(model: Any, ids: Any) -> None:
+    """Read the weights from the disk, which the first run would have to wait for otherwise."""
+    import torch
 
-    from h2o.errors import Unsupported
-    from h2o.hf.cache import H2OCache
-
-    model.set_attn_implementation("sdpa" if config is None else "h2o")
-    if config is None:
-        return DynamicCache(config=model.config)
-    try:
-        return H2OCache(model.config, config, prompt_length=prompt_tokens, compileable=compileable)
-    except Unsupported as error:
-        if compileable:
-            raise UserError(f"--compile: {error}") from error
-        raise
+    with torch.no_grad():
+        model(ids[:, :8], use_cache=False)
 
 
 def holdings(cache: Any) -> dict[str, Any]:
