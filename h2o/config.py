@@ -10,8 +10,7 @@ import dataclasses
 import numbers
 from typing import Any
 
-from h2o import sizes
-from h2o.amounts import (
+from h2o.budgets import (
     UNLIMITED,
     Amount,
     Budget,
@@ -23,8 +22,9 @@ from h2o.amounts import (
     spread,
     tokens_of,
 )
+from h2o.head_budgets import LayerShares, check_shares, table
+from h2o.kv_dtype import FIXED, fewest_bits, per_token
 from h2o.profile import Profile
-from h2o.shares import LayerShares, check_shares, table
 
 __all__ = ["UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
 
@@ -221,10 +221,10 @@ class H2OConfig:
         elif isinstance(shares, Profile):
             shares.check(model)
         if kv_dtype == "auto":
-            kv_dtype = sizes.fewest_bits(config)
+            kv_dtype = fewest_bits(config)
         if self.of == "bytes":
             merges = self.merge is not None
-            slot = sizes.per_token(config, kv_dtype, self.value_weighted, merges)
+            slot = per_token(config, kv_dtype, self.value_weighted, merges)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def for_keys(self, D: int, element: int) -> H2OConfig:
@@ -300,7 +300,7 @@ class H2OConfig:
         part = heavy + recent
         if part == 0:  # sinks alone
             return 0, 0
-        rest = max(1, (int(part * n * full) - sizes.FIXED) // slot - 1 - self.sinks)
+        rest = max(1, (int(part * n * full) - FIXED) // slot - 1 - self.sinks)
         own = int(rest * recent / part)
         return rest - own, own
 

@@ -42,8 +42,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from h2o import backends
-from h2o.outputs import empty, four_sizes, full, grad_enabled
 from h2o.slots import Slots, new_slots, sizes_of_keys
+from h2o.tensors import empty, four_sizes, full, grad_enabled
 
 Tensor = Any  # whatever speaks DLPack
 

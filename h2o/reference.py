@@ -14,7 +14,7 @@ accumulated scores and a part of the budget reserved for recent tokens:
 3. Evict. Beyond the budget of k = sinks + heavy + recent keys, the first `sinks`
    positions stay, the `recent` highest positions, and of the others the `heavy`
    highest scores. The rest is dropped for good, or where `merge` is given merged into
-   keys like it (`h2o.merging`).
+   keys like it (`h2o.reference_merging`).
 
 With rolled positions, for texts without end (Xiao et al., "Efficient Streaming Language Models with
 Attention Sinks", ICLR 2024, section 3.2), keys are stored before their rotary embedding, and each
@@ -34,10 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.merging import take_in
-from h2o.rotary import rotated
+from h2o.quantisation import dequantised, stored_like
+from h2o.reference_merging import take_in
+from h2o.rotary_embedding import rotated
 from h2o.slots import new_slots
-from h2o.storage import dequantised, stored_like
 
 __all__ = [
     "attend",

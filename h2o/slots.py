@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from h2o.config import UNLIMITED
-from h2o.outputs import four_sizes, full
-from h2o.sizes import stored_bytes
+from h2o.kv_dtype import stored_bytes
+from h2o.tensors import four_sizes, full
 
 Tensor = Any  # whatever speaks DLPack
 
@@ -34,7 +34,7 @@ class Slots(NamedTuple):
     """
 
     keys: Tensor
-    """[B, G, S, D]; quantised: [B, G, S, bytes] uint8, which `h2o.storage.dequantised` reads"""
+    """[B, G, S, D]; quantised: [B, G, S, bytes] uint8, read by `h2o.quantisation.dequantised`"""
     values: Tensor
     """as keys"""
     scores: Tensor

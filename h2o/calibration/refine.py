@@ -22,9 +22,9 @@ from h2o import ops
 from h2o.analysis.collect import forward, full_layers
 from h2o.calibration.measure import ROWS
 from h2o.config import H2OConfig
+from h2o.head_budgets import levelled
 from h2o.hf import parallel
 from h2o.hf.attending import Call, attending
-from h2o.shares import levelled
 
 __all__ = ["around", "moved", "worth"]
 

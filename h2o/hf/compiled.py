@@ -17,9 +17,9 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import UNLIMITED
+from h2o.errors import Unsupported
 from h2o.hf import slots as store
 from h2o.hf.layer import H2OLayer
-from h2o.hf.support import Unsupported
 
 __all__ = ["CompileableLayer", "refuse"]
 

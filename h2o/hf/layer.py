@@ -22,6 +22,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config import H2OConfig
+from h2o.errors import Unsupported
+from h2o.head_budgets import levelled
 from h2o.hf import parallel, prompt
 from h2o.hf import slots as store
 from h2o.hf.conversation import Conversation, columns_left
@@ -29,10 +31,8 @@ from h2o.hf.kept import Kept
 from h2o.hf.report import LayerReport
 from h2o.hf.rollback import NO_RECORD, LastPass
 from h2o.hf.state import restore, state_of
-from h2o.hf.support import Unsupported
 from h2o.hf.trace import Trace
-from h2o.shares import levelled
-from h2o.storage import dequantised
+from h2o.quantisation import dequantised
 
 __all__ = ["H2OLayer"]
 

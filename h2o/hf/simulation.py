@@ -20,12 +20,12 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import VARIANTS, H2OConfig, one_config
+from h2o.errors import Unsupported
+from h2o.head_budgets import levelled
 from h2o.hf import attention, parallel, variants
 from h2o.hf.attending import Call, attending
 from h2o.hf.served import transformers_layers
-from h2o.hf.support import Unsupported
 from h2o.hf.turns import unwrapped
-from h2o.shares import levelled
 
 __all__ = ["Simulation", "check", "simulated"]
 

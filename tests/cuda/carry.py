@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from h2o import _core, backends, cuda
+from h2o import _core, backends
+from h2o.backends import cuda
 from h2o.slots import Slots
 
 __all__ = ["DEVICES", "carry", "mapped", "switch", "tensors"]

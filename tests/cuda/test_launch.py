@@ -12,7 +12,8 @@ import threading
 import pytest
 import torch
 
-from h2o import _core, backends, selfcheck
+from h2o import _core, backends
+from h2o.backends import kernel_check
 from h2o.slots import new_slots
 from tests.core.producers import DLTensor, ExchangeAPI, capsule_new
 from tests.cuda.carry import tensors
@@ -99,7 +100,7 @@ def test_devices_are_described(driver):
 
 def test_every_operation_answers_as_the_torch_backend_does(driver, kernels):
     operations = carried(driver, kernels, device=1)
-    assert selfcheck.mistakes(operations, backends._portable(), "cpu") == []
+    assert kernel_check.mistakes(operations, backends._portable(), "cpu") == []
 
 
 def test_host_code_cannot_touch_the_fakes_memory(library):

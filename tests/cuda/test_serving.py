@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from h2o import _core, backends, cli, cuda, ops, selfcheck
+from h2o import _core, backends, cli, ops
+from h2o.backends import cuda, kernel_check
 from tests.cuda.device import IMAGE, carried
 
 
@@ -22,9 +23,9 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
     monkeypatch.setattr(cuda, "_no_time", lambda: False)
     # test_launch.py has them all, as they are
-    monkeypatch.setattr(selfcheck, "CASES", (selfcheck.Case(16, torch.float32),))
+    monkeypatch.setattr(kernel_check, "CASES", (kernel_check.Case(16, torch.float32),))
     for name, size in {"PROMPT": 10, "CHUNK": 3, "STEPS": 1, "HEAVY": 4, "RECENT": 2}.items():
-        monkeypatch.setattr(selfcheck, name, size)
+        monkeypatch.setattr(kernel_check, name, size)
     return driver
 
 
@@ -198,10 +199,10 @@ def test_info_checks_on_demand(device, monkeypatch, capsys):
 
 
 def test_the_cpus_kernels_pass_the_check():
-    assert selfcheck.mistakes(_core, backends._portable(), "cpu") == []
+    assert kernel_check.mistakes(_core, backends._portable(), "cpu") == []
 
 
-@pytest.mark.parametrize("case", selfcheck.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", kernel_check.CASES, ids=lambda case: case.name)
 def test_rounding_changes_no_choice(case, monkeypatch):
     """Queries as TF32 rounds them, a hundred times as coarse as float32."""
 
@@ -215,8 +216,8 @@ def test_rounding_changes_no_choice(case, monkeypatch):
         return run
 
     coarse = SimpleNamespace(**{name: rounded(name) for name in backends.OPERATIONS})
-    monkeypatch.setattr(selfcheck, "CASES", (case,))
-    assert selfcheck.mistakes(coarse, backends._portable(), "cpu") == []
+    monkeypatch.setattr(kernel_check, "CASES", (case,))
+    assert kernel_check.mistakes(coarse, backends._portable(), "cpu") == []
 
 
 FORGOTTEN = {
@@ -237,11 +238,11 @@ def test_what_kernels_forget_shows(what):
 
     kernels = SimpleNamespace(**{name: getattr(_core, name) for name in backends.OPERATIONS})
     setattr(kernels, operation, forgetful)
-    found = selfcheck.mistakes(kernels, backends._portable(), "cpu")
+    found = kernel_check.mistakes(kernels, backends._portable(), "cpu")
     assert any(text.startswith(f"{operation} gets") for text in found)
 
 
 def test_cases_cover_what_there_is():
-    assert {case.dtype for case in selfcheck.CASES} == selfcheck.TOLERANCE.keys()
-    for field in dataclasses.fields(selfcheck.Case):
-        assert len({getattr(case, field.name) for case in selfcheck.CASES}) > 1, field.name
+    assert {case.dtype for case in kernel_check.CASES} == kernel_check.TOLERANCE.keys()
+    for field in dataclasses.fields(kernel_check.Case):
+        assert len({getattr(case, field.name) for case in kernel_check.CASES}) > 1, field.name

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.portable.decode import step
-from h2o.portable.eviction import evict
-from h2o.portable.policy import Budget, Policy, budget_of, lowest, staying
-from h2o.portable.prefill import capped, dense, rows_of
+from h2o.backends.portable.decode import step
+from h2o.backends.portable.eviction import evict
+from h2o.backends.portable.prefill import capped, dense, rows_of
+from h2o.backends.portable.ranking import Budget, Policy, budget_of, lowest, staying
+from h2o.quantisation import dequantised
 from h2o.slots import new_slots
-from h2o.storage import dequantised
 
 __all__ = ["simulate"]
 

@@ -7,7 +7,8 @@ dimension above 256) goes on to the torch backend, and so does everything where
 - the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's nvcc);
 - those kernels are of other sources than the core, whose parameters they would misread;
 - there is no driver, or one that cannot load the kernels;
-- the kernels' answers on this device differ from those of the torch backend: see `h2o.selfcheck`.
+- the kernels' answers on this device differ from those of the torch backend: see
+  `h2o.backends.kernel_check`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from h2o import _core
 
 __all__ = ["check", "describe", "serving"]
 
-FATBIN = Path(__file__).with_name("kernels.fatbin")
+FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a build without nvcc."""
 
 _lock = threading.Lock()
@@ -155,12 +156,12 @@ def check(index: int, by_torch: SimpleNamespace) -> list[str]:
 
     Errors: RuntimeError where they cannot be loaded.
     """
-    from h2o import selfcheck
+    from h2o.backends import kernel_check
 
     obstacle = _load(index)
     if obstacle is not None:
         raise RuntimeError(obstacle)
-    mistakes = selfcheck.mistakes(_kernels(by_torch), by_torch, _device(index))
+    mistakes = kernel_check.mistakes(_kernels(by_torch), by_torch, _device(index))
     _remember(_facts(index), mistakes)
     return mistakes
 
@@ -173,12 +174,12 @@ def _remembered_check(
     index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace
 ) -> str | None:
     """What the kernels of a device got wrong; from the cache folder, if it says."""
-    from h2o import selfcheck
+    from h2o.backends import kernel_check
 
     facts = _facts(index)
     mistakes = _recall(facts)
     if mistakes is None:
-        mistakes = selfcheck.mistakes(kernels, by_torch, _device(index))
+        mistakes = kernel_check.mistakes(kernels, by_torch, _device(index))
         _remember(facts, mistakes)
     return "; ".join(mistakes) or None
 
@@ -210,7 +211,7 @@ def _recall(facts: dict[str, Any]) -> list[str] | None:
 
 def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
     """Where the folder cannot be written to, every process checks anew."""
-    from h2o.files import whole
+    from h2o.filesystem import whole
 
     try:
         path = _file(facts)

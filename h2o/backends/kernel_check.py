@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o.quantisation import dequantised
 from h2o.slots import Slots, new_slots
-from h2o.storage import dequantised
 
 __all__ = ["mistakes"]
 

@@ -1,9 +1,9 @@
 """Who carries an operation out: the C core, or plain torch where the core has no kernels.
 
 The C core serves tensors of any library on the CPU, and those of torch on a CUDA device where it
-has kernels (`h2o.cuda`). Torch tensors on any other device are served by `h2o.portable`, in
-operations that torch has everywhere. `H2O_BACKEND=torch` in the environment makes that serve all
-tensors of torch, those on the CPU too.
+has kernels (`h2o.backends.cuda`). Torch tensors on any other device are served by
+`h2o.backends.portable`, in operations that torch has everywhere. `H2O_BACKEND=torch` in the
+environment makes that serve all tensors of torch, those on the CPU too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from h2o import _core, cuda
+from h2o import _core
+from h2o.backends import cuda
 
 __all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "serving"]
 
@@ -58,7 +59,7 @@ def by_torch() -> Iterator[None]:
 @functools.cache
 def _portable() -> SimpleNamespace:
     """The torch backend, behind the checks of the core."""
-    from h2o import portable
+    from h2o.backends import portable
 
     def checked(name: str) -> Any:
         check, run = getattr(_core, f"check_{name}"), getattr(portable, name)

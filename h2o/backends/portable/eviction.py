@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.portable.merging import Leavers, Receivers, merge_all
-from h2o.portable.policy import Policy, budget_of, staying
-from h2o.portable.store import Store
-from h2o.storage import dequantised, stored_like
+from h2o.backends.portable.merging import Leavers, Receivers, merge_all
+from h2o.backends.portable.ranking import Policy, budget_of, staying
+from h2o.backends.portable.slot_rows import Store
+from h2o.quantisation import dequantised, stored_like
 
 __all__ = ["evict"]
 

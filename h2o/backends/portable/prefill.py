@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.portable.store import Store, products
+from h2o.backends.portable.slot_rows import Store, products
 
 __all__ = ["attend", "capped", "dense", "rows_of"]
 

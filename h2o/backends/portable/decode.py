@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.portable.merging import merge_one
-from h2o.portable.policy import Policy, budget_of, lowest
-from h2o.portable.prefill import capped
-from h2o.portable.store import Store, as_stored, products
-from h2o.rotary import rotated
+from h2o.backends.portable.merging import merge_one
+from h2o.backends.portable.prefill import capped
+from h2o.backends.portable.ranking import Policy, budget_of, lowest
+from h2o.backends.portable.slot_rows import Store, as_stored, products
+from h2o.rotary_embedding import rotated
 
 __all__ = ["Departure", "step"]
 
 
 class Departure(NamedTuple):
-    """Who left each head in a step; what `h2o.portable.simulation` goes by."""
+    """Who left each head in a step; what `h2o.backends.portable.simulated_text` goes by."""
 
     leaves: Tensor
     """[B, 1 or G, 1] bool: somebody does"""
