@@ -1,17 +1,15 @@
 /* h2o.h - the whole internal contract of the C core.
  *
- * Everything that crosses a room's wall is declared here: status codes, the
- * error record, the tensor view, the records of slots and policy, one parameter
- * struct per operation; operations.h has the tables that a call is parsed and
- * checked by, run.h what carries an operation out. A call travels
+ * Status codes, the error record, the tensor view, the records of slots and policy, one
+ * parameter struct per operation; operations.h has the tables that a call goes by, run.h
+ * what carries it out. A call travels
  *
  *     arguments.c (parse) -> exchange.c (views) -> call.c: check.c, counts.c -> kernel
  *
- * and only the last step runs without the GIL. Kernels trust what check.c and
- * counts.c have let through; nothing else validates. But tensors belong to the
- * caller, whose other threads may write to them at any time: whatever decides
- * on an address comes from counts.c, which reads it once, or from memory of the
- * call's own.
+ * and only the last step runs without the GIL. Kernels trust what check.c and counts.c have
+ * let through; nothing else validates. But the caller's other threads may write to its tensors
+ * at any time: whatever decides on an address comes from counts.c, which reads it once, or
+ * from memory of the call's own.
  *
  * Shape letters, used at every pointer:
  *   B batch rows    H query heads   G key/value heads   R = H / G
@@ -43,9 +41,8 @@ typedef struct {
     char text[512];
 } h2o_error;
 
-/* error.c. Fills *error with a formatted text and returns status, so that a function
- * can end with `return h2o_fail(error, H2O_EVALUE, "...")`. The text names
- * the argument, what came and what was wanted. */
+/* error.c. Fills *error with a formatted text, which names the argument, what came and what was
+ * wanted, and returns status: `return h2o_fail(error, H2O_EVALUE, "...")`. */
 int h2o_fail(h2o_error *error, h2o_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
@@ -133,14 +130,13 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
  * filled; they lie within slots 0..held; if the hole among these held + 1 is
  * not the last one it is free[b,g]. So the step that fills free[b,g] finds
  * slots 0..held all filled. Empty slots have position -1.
- *
  * X(name, shape, dtype, flags of operations.h), in the order of h2o.slots.Slots. */
 #define H2O_SLOTS_FIELDS(X)                                                                        \
     /* rows f32/f16/bf16, or u8 rows of quantise.h */                                              \
     X(keys, "BGSD", H2O_NONE, H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)  \
     X(values, "BGSD", H2O_NONE,                                                                    \
       H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)                          \
-    /* accumulated attention of each key */                                                        \
+    /* what attention each key has received */                                                     \
     X(scores, "BGS", H2O_F32, H2O_PER_SLOT | H2O_ATTENDED | H2O_SCORED | H2O_DENSE | H2O_WRITTEN)  \
     /* index in the row without pads, -1 empty */                                                  \
     X(positions, "BGS", H2O_I32, H2O_PER_SLOT | H2O_ATTENDED | H2O_DENSE | H2O_WRITTEN)            \
@@ -163,7 +159,6 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
 typedef struct {
     H2O_SLOTS_FIELDS(H2O_FIELD)
 } h2o_slots;
-#undef H2O_FIELD
 
 typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1 } h2o_rank_by;
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o.policy import Policy
 from h2o.quantisation import dequantised
-from h2o.slots import Slots, new_slots
+from h2o.slots import KINDS, PER_SLOT, Slots, new_slots
 
 __all__ = ["mistakes"]
 
@@ -178,7 +178,8 @@ def _slots(mine: Slots, theirs: Slots, D: int) -> list[tuple[str, Tensor, Tensor
     pairs = [(f"slots.{field}", a[field], b[field]) for field in a]
     return pairs + [
         (f"slots.{field}", getattr(mine, field), getattr(theirs, field))
-        for field in ("lengths", "lost")
+        for field, kind in KINDS.items()
+        if kind.written and field not in (*PER_SLOT, "free")
     ]
 
 
@@ -193,7 +194,7 @@ def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
     order = by_head.argsort(-1)
     empty = positions.gather(-1, order) < 0
     found = {"free": positions.gather(-1, free if free.ndim == positions.ndim else free[..., None])}
-    for field in ("positions", "scores", "norms", "bias", "keys", "values"):
+    for field in PER_SLOT:
         x = getattr(slots, field)
         if x is None:
             continue

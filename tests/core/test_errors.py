@@ -259,19 +259,19 @@ def test_counts_of_arguments(name):
 
 
 def test_operations_modes_and_devices_have_names():
-    with pytest.raises(TypeError, match="^call: takes an operation, a mode and operands"):
+    with pytest.raises(TypeError, match=r"^call: takes an operation, a mode and operands"):
         _core.call("step")
-    with pytest.raises(ValueError, match="^operation: there is no 'steps'"):
+    with pytest.raises(ValueError, match=r"^operation: there is no 'steps'"):
         _core.call("steps", "run")
-    with pytest.raises(TypeError, match="^operation: there is no 3"):
+    with pytest.raises(TypeError, match=r"^operation: there is no 3"):
         _core.call(3, "run")
-    with pytest.raises(ValueError, match="^mode: there is no 'walk'"):
+    with pytest.raises(ValueError, match=r"^mode: there is no 'walk'"):
         _core.call("".join(["st", "ep"]), "walk")  # a name that is not interned is one too
-    with pytest.raises(ValueError, match="^device: there is no 'abacus'"):
+    with pytest.raises(ValueError, match=r"^device: there is no 'abacus'"):
         _core.devices("abacus")
-    with pytest.raises(TypeError, match="^device: there is no None"):
+    with pytest.raises(TypeError, match=r"^device: there is no None"):
         _core.load(None, b"", 0)
-    with pytest.raises(TypeError, match="^load: takes 3 arguments, got 2"):
+    with pytest.raises(TypeError, match=r"^load: takes 3 arguments, got 2"):
         _core.load("cuda", b"")
 
 
@@ -279,7 +279,7 @@ def test_operations_modes_and_devices_have_names():
 def test_a_policy_is_a_record(wrong):
     call = make("evict")
     operands = [call.arguments[name] for name in ("keys", "values", "scores", "mask", "slots")]
-    with pytest.raises(TypeError, match="^policy: is a .*, wanted h2o.ops.Policy"):
+    with pytest.raises(TypeError, match=r"^policy: is a .*, wanted h2o.ops.Policy"):
         _core.call("evict", "run", *operands, wrong)
 
 
