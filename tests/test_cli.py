@@ -1,5 +1,7 @@
 """The command line, as processes where that is the point and as function calls elsewhere."""
 
+import argparse
+import dataclasses
 import json
 import os
 import re
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from h2o import cli
+from h2o import H2OConfig, cli
+from h2o.cli import cache_options
+from h2o.policy import FIELDS
 
 ROOT = Path(cli.__file__).parent
 DEADLINE = 120  # seconds after which a process counts as hanging
@@ -290,6 +294,45 @@ def test_policy_options_reach_the_cache(tiny, capsys):
         other = generated(capsys, *base, *options)["runs"][0]
         names = ("text", "mass_evicted", "kv_bytes_held")
         assert any(other[name] != plain[name] for name in names), options
+
+
+def options_of(command, capsys):
+    """Names of a command's options, as its help lists them."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([command, "--help"])
+    assert exit_.value.code == 0
+    return set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [("generate", set()), ("eval", set()), ("analyze", {"--positions", "--profile"})],
+)
+def test_every_field_of_a_cache_has_its_option(command, missing, capsys):
+    """What is left out: how budgets are counted, and what `for_model` finds by itself."""
+    fields = {field.name for field in dataclasses.fields(H2OConfig)} - {"of", "slot"}
+    assert fields == set(cache_options.OPTIONS)
+    wanted = {cache_options.spelled(name) for name in fields} - missing
+    assert wanted <= options_of(command, capsys)
+    assert {cache_options.spelled(name) for name in FIELDS} <= wanted
+
+
+def test_a_config_is_what_the_options_say():
+    parser = argparse.ArgumentParser()
+    cache_options.add_cache_options(parser)
+    assert cache_options.config_from(parser.parse_args([])) == H2OConfig()
+    for name, text, value in (
+        ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("rank_by", "mean", "mean"),
+        ("decay", "0.5", 0.5), ("merge", "0.8", 0.8), ("positions", "rolled", "rolled"),
+        ("kv_dtype", "int8", "int8"), ("shares", "shipped", "shipped"),
+    ):  # fmt: skip
+        options = parser.parse_args([cache_options.spelled(name), text])
+        assert cache_options.config_from(options) == H2OConfig(**{name: value})
+    options = parser.parse_args(["--value-weighted"])
+    assert cache_options.config_from(options) == H2OConfig(value_weighted=True)
+    optional = argparse.ArgumentParser()
+    cache_options.add_cache_options(optional, optional=True)
+    assert cache_options.asked(optional.parse_args(["--sinks", "0"])) == {"sinks": 0}
 
 
 def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):

@@ -12,6 +12,8 @@ import pytest
 
 import h2o
 from h2o import cli
+from h2o.cli.cache_options import spelled
+from h2o.policy import FIELDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -153,3 +155,12 @@ def test_command(command, monkeypatch):
         from h2o.evaluate.setting import parse_all
 
         assert parse_all(options.compare, options.budgets)
+
+
+def test_tables_of_options_name_every_field_of_a_cache():
+    """A row that names one field of the policy is of such a table, and names them all."""
+    policy = [spelled(name) for name in FIELDS]
+    for page in PAGES:
+        for row in page.read_text("utf-8").splitlines():
+            if row.startswith("| `") and policy[0] in row:
+                assert not [option for option in policy if option not in row], f"{page}: {row}"
