@@ -14,7 +14,7 @@ from h2o.cli import texts
 from h2o.cli.cache_options import add_cache_options
 
 if TYPE_CHECKING:
-    from h2o.stream.run import Reader
+    from h2o.stream.reader import Reader
 
 DESCRIPTION = """\
 Text without end through caches of fixed size: perplexity over time, memory, time a token.
@@ -111,8 +111,8 @@ def stream(options: argparse.Namespace) -> None:
     from h2o.evaluate.setting import parse_all
     from h2o.generation import versions
     from h2o.progress import Progress
-    from h2o.stream import text
-    from h2o.stream.run import Reader, read
+    from h2o.stream import token_stream
+    from h2o.stream.reader import Reader, read
 
     settings = parse_all(options.caches)
     shipped = options.text is None
@@ -120,8 +120,8 @@ def stream(options: argparse.Namespace) -> None:
     with opened(options.text) as file:
         model, tokenizer = load(options)
         readers = [Reader(model, setting, options.positions) for setting in settings]
-        words = text.pieces(file, repeat=shipped or options.repeat)
-        chunks = text.chunks(text.tokens(words, tokenizer, limit), options.chunk)
+        words = token_stream.pieces(file, repeat=shipped or options.repeat)
+        chunks = token_stream.chunks(token_stream.tokens(words, tokenizer, limit), options.chunk)
         progress = Progress()
         try:
             for _ in read(chunks, readers, every=options.every, tell=lambda x: tell(progress, x)):

@@ -49,7 +49,7 @@ class Reader:
             transformers' DynamicCache, which ends where the model's positions do.
         positions: as of `H2OConfig`; "full" has no other than the original ones.
 
-    Errors: UserError for what is no cache, and for fractions: a text without end has none.
+    Raises: UserError for what is no cache, and for fractions: a text without end has none.
     """
 
     def __init__(self, model: Any, setting: Setting, positions: str = "rolled") -> None:

@@ -14,7 +14,7 @@ BLOCK = 1 << 14
 def pieces(file: TextIO, *, repeat: bool = False, block: int = BLOCK) -> Iterator[str]:
     """A text in pieces that end between words; a line of standard input as soon as it is there.
 
-    With `repeat` it begins anew whenever it ends. Errors: ValueError for an empty text.
+    With `repeat` it begins anew whenever it ends. Raises: ValueError for an empty text.
     """
     rest, some = "", False
     while True:
