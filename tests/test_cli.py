@@ -374,6 +374,30 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     assert all(len(line) <= 90 for line in lines)
 
 
+def test_answers_about_the_article_for_readers(monkeypatch):
+    pytest.importorskip("torch")
+    from h2o.cli.comparison import answers
+    from h2o.cli.generate_command import Result
+    from h2o.generation import Run
+
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [
+        Run(mode, f"The {mode} answer. " + "word " * 30, 11, 2.0, 100.0, 0.5, 20.0, held * 1000,
+            200_000, 200, held, 200 - held, 0.1, None)
+        for mode, held in (("full", 200), ("h2o", 40), ("calibrated", 44), ("local", 40))
+    ]  # fmt: skip
+    lines = answers(Result("m", "float32", 190, {}, {}, runs), "Who?")
+    assert lines[0] == "m, float32, has read an article of 190 tokens. Who?"
+    heads = [line.split()[0] for line in lines if " held, " in line]
+    assert heads == ["full", "h2o", "calibrated", "local"]
+    at = lines.index("h2o           0.0 MB held, read in 2.0 s, then 50 ms a token")
+    assert lines[at + 1].startswith("            The h2o answer. word")
+    assert all(len(line) <= 80 for line in lines)
+    kept = " ".join(lines[lines.index("", len(lines) - 5) + 1 :])
+    assert kept.startswith("Kept, of 200 keys: full 200, all; h2o 40, those that")
+    assert kept.endswith("local 40, the newest.")
+
+
 def test_half_characters_are_not_streamed(tiny):
     from transformers import AutoTokenizer
 
