@@ -1,4 +1,4 @@
-/* h2o.h - the whole internal contract of the C core.
+/* h2o.h - the internal contract of the C core.
  *
  * Status codes, the error record, the tensor view, the records of slots and policy, one
  * parameter struct per operation; operations.h has the tables that a call goes by, run.h
@@ -225,7 +225,7 @@ typedef struct {
 
 /* evict: takes the new keys with the scores that attend gave them into the
  * slots; what the budget has no room for, stored or new, is dropped, or merged.
- * A stored key that stays keeps its slot, unless that lies beyond the last one
+ * A stored key that is kept keeps its slot, unless that lies beyond the last one
  * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
  * be at least min(k, held + new) for every row. */
 typedef struct {
