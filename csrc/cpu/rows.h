@@ -20,9 +20,7 @@ static inline row_ref tensor_row(const h2o_view *view, int64_t a, int64_t b, int
     return (row_ref){h2o_at(view, a, b, c), view->dtype, view->stride[3]};
 }
 
-static inline row_ref float_row(const float *x) {
-    return (row_ref){(const char *)x, H2O_F32, 1};
-}
+static inline row_ref float_row(const float *x) { return (row_ref){(const char *)x, H2O_F32, 1}; }
 
 /* To contiguous elements of the same type. */
 static inline void row_copy(char *to, row_ref from, int64_t D) {

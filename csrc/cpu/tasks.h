@@ -111,16 +111,16 @@ static inline void gate_wait(gate *g, int64_t stage) {
  * tasks: a stage of a place begins when its last one has ended. While one place
  * waits there are the others. The last stages of a place may have no tasks. */
 typedef struct {
-    int64_t place, stage;
+    int64_t item, stage;
     int64_t index, count; /* of the tasks of this stage of this place */
     int worker;
 } stage_task;
 
 typedef struct {
     void (*task)(void *context, const stage_task *task);
-    void (*settle)(void *context, const stage_task *last); /* ends a stage; may be NULL */
+    void (*end_stage)(void *context, const stage_task *last); /* ends a stage; may be NULL */
     void *context;
-    int64_t stages, places;
+    int64_t stages, items;
     int64_t *starts; /* [stages * places + 1] the first task of each */
     gate *gates;     /* [places] */
 } stage_list;
@@ -128,11 +128,11 @@ typedef struct {
 /* Stage s of place p has counts(context, p, s) tasks. */
 static inline void plan_stages(stage_list *list, int64_t (*count)(void *, int64_t, int64_t)) {
     list->starts[0] = 0;
-    for (int64_t i = 0; i < list->stages * list->places; i++) {
-        const int64_t tasks = count(list->context, i % list->places, i / list->places);
+    for (int64_t i = 0; i < list->stages * list->items; i++) {
+        const int64_t tasks = count(list->context, i % list->items, i / list->items);
         list->starts[i + 1] = list->starts[i] + tasks;
     }
-    for (int64_t i = 0; i < list->places; i++) {
+    for (int64_t i = 0; i < list->items; i++) {
         gate_init(&list->gates[i]);
     }
 }
@@ -140,7 +140,7 @@ static inline void plan_stages(stage_list *list, int64_t (*count)(void *, int64_
 /* Which stage of which place a task belongs to: the last that begins with it, as
  * those without tasks begin where the next one does. */
 static inline int64_t find_stage(const stage_list *list, int64_t task) {
-    int64_t low = 0, high = list->stages * list->places;
+    int64_t low = 0, high = list->stages * list->items;
     while (high - low > 1) {
         const int64_t middle = low + (high - low) / 2;
         if (list->starts[middle] <= task) {
@@ -155,19 +155,19 @@ static inline int64_t find_stage(const stage_list *list, int64_t task) {
 static inline void run_stage_task(void *context, int64_t index, int worker) {
     const stage_list *const list = context;
     const int64_t at = find_stage(list, index);
-    const stage_task task = {at % list->places, at / list->places, index - list->starts[at],
+    const stage_task task = {at % list->items, at / list->items, index - list->starts[at],
                              list->starts[at + 1] - list->starts[at], worker};
-    gate *const g = &list->gates[task.place];
+    gate *const g = &list->gates[task.item];
     gate_wait(g, task.stage);
     list->task(list->context, &task);
     if (gate_arrive(g, task.count)) {
-        if (list->settle) list->settle(list->context, &task);
+        if (list->end_stage) list->end_stage(list->context, &task);
         gate_open(g, task.stage + 1);
     }
 }
 
 static inline void run_stages(const h2o_exec *exec, int workers, stage_list *list) {
-    run_tasks(exec, workers, list->starts[list->stages * list->places], run_stage_task, list);
+    run_tasks(exec, workers, list->starts[list->stages * list->items], run_stage_task, list);
 }
 
 #endif
