@@ -1,4 +1,4 @@
-/* quantise.h - the numbers of a row of a quantised store.
+/* quantise.h - what the rows of a quantised store hold: scales, minima and whole numbers.
  *
  * A row holds D elements and what is needed to read them, in bytes:
  *
@@ -10,7 +10,8 @@
  * Scales are rounded up and minima down, so that nothing clips but what f16 cannot
  * reach; elements to nearest, ties to even. Where an element is not finite the
  * scale is NaN, and so is all that is read from it. (Symmetric bytes per token for
- * keys, groups with a minimum for values: compare Liu et al., "KIVI", ICML 2024.) */
+ * keys, groups with a minimum, which others call zero point, for values: compare Liu et
+ * al., "KIVI", ICML 2024.) */
 #ifndef H2O_QUANTISE_H
 #define H2O_QUANTISE_H
 

@@ -1,4 +1,5 @@
-/* slots.h - what every operation writes to a layer's slots. */
+/* slots.h - what every operation writes to a layer's slots: the rows of a new token, and the
+ * small tensors that say how far a row of the batch is. */
 #ifndef H2O_SLOTS_H
 #define H2O_SLOTS_H
 

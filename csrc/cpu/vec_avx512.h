@@ -90,7 +90,7 @@ VEC vf vf_load_u4(const void *p, bool high) {
     return _mm512_cvtepi32_ps(high ? _mm512_srli_epi32(bytes, 4) : low);
 }
 
-/* There are sixteen numbers, and as many lanes to look them up in. */
+/* q has sixteen values, and a vector as many lanes: the elements are looked up in it. */
 VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
     const vf q = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -73,7 +73,7 @@ VEC float vf_hmax(vf x) {
     return a > b ? a : b;
 }
 
-/* Adding 1.5 * 2^23 leaves no bits for a fraction: the unit rounds. */
+/* Adding 1.5 * 2^23 leaves no bits for a fraction: the processor rounds. */
 VEC vf vf_exp2_parts(vf x, vf *f) {
     const vf whole = x + 12582912.0f - 12582912.0f;
     *f = x - whole;
