@@ -65,8 +65,8 @@ H2O_INLINE quantiser q4_quantiser(float low, float high, bool finite) {
 H2O_INLINE int32_t quantised(quantiser q, float x, float low, float high) {
     const float scale = float_from_f16(q.scale);
     if (!(scale > 0.0f)) return 0; /* all are the same, or one is not finite */
-    const float whole = nearbyintf((x - float_from_f16(q.minimum)) / scale);
-    return (int32_t)(whole < low ? low : whole > high ? high : whole);
+    const float rounded = nearbyintf((x - float_from_f16(q.minimum)) / scale);
+    return (int32_t)(rounded < low ? low : rounded > high ? high : rounded);
 }
 
 H2O_INLINE int32_t q8_quantised(quantiser q, float x) { return quantised(q, x, -127.0f, 127.0f); }
