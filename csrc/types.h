@@ -2,10 +2,12 @@
  *
  * Two lists, from which everything else here follows, and elsewhere whatever has to be there
  * once for each type: the kernels' instances, and the tables by which they are chosen. They are
- * macros, since the same lines are compiled for devices, which cannot read the host's tables.
+ * macros, X in them what is to be made of each line, since the same lines are compiled for
+ * devices, which cannot read the host's tables. (ggml's type_traits, with blck_size and
+ * type_size, are the same idea.)
  *
- * A new row type is a line in each list, here; how its rows are written and read, in quantise.h
- * (what host and devices agree on), cpu/stored.h and cuda/store.cuh; and h2o/storage.py. */
+ * A new row type is a line in each list, here; what host and devices have to agree on in
+ * quantise.h; and how its rows are written and read, in cpu/stored.h and for devices. */
 #ifndef H2O_TYPES_H
 #define H2O_TYPES_H
 
@@ -29,10 +31,10 @@
 
 /* X(name, elements of a group, bytes of a group, bytes of the row's scale, whether it rotates)
  *
- * D elements are a multiple of a group. Where a group has a scale of its own its bytes count it
- * (a row may have them behind all elements); the scale of a whole row is a f16 behind its
- * elements, by which whoever multiplies them may multiply later. Rows that rotate are what
- * cache-relative positions can be kept in: see h2o_rotary. */
+ * A row has whole groups. A group's bytes count its own scale and minimum, if any, also where
+ * these lie behind all elements of the row. The scale of a whole row is a f16 at its end, 2 bytes:
+ * dot products may be multiplied by it when they are done. Keys can be kept with cache-relative
+ * positions (h2o_rotary) where rows of their type rotate. */
 #define H2O_FLOAT_ROWS(X) X(F32, 1, 4, 0, true) X(F16, 1, 2, 0, true) X(BF16, 1, 2, 0, true)
 #define H2O_QUANTISED_ROWS(X) X(Q8, 1, 1, 2, true) X(Q4, H2O_GROUP, H2O_GROUP / 2 + 4, 0, false)
 #define H2O_ROWS(X) H2O_FLOAT_ROWS(X) H2O_QUANTISED_ROWS(X)
@@ -72,19 +74,6 @@ H2O_INLINE int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
         return D * h2o_dtype_size(stored);
     }
 #undef H2O_BYTES
-}
-
-/* What D has to be a multiple of. */
-H2O_INLINE int64_t h2o_row_group(h2o_dtype stored) {
-#define H2O_ELEMENTS(name, group, bytes, scale, rotates)                                           \
-    case H2O_##name:                                                                               \
-        return group;
-    switch (stored) {
-        H2O_ROWS(H2O_ELEMENTS)
-    default:
-        return 1;
-    }
-#undef H2O_ELEMENTS
 }
 
 /* Whether a row ends with a scale that all of its elements share. */
