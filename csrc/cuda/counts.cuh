@@ -7,7 +7,7 @@
 #ifndef H2O_CUDA_COUNTS_CUH
 #define H2O_CUDA_COUNTS_CUH
 
-#include "store.cuh"
+#include "stored_rows.cuh"
 
 #include "../policy.h"
 

@@ -91,18 +91,6 @@ DEVICE nearest_key find_nearest(const slot_store *store, const evicted_key *e, i
     return nearest;
 }
 
-/* Stores x [D] as a slot's row; by a warp. */
-DEVICE void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D) {
-    if (stored == H2O_Q8 || stored == H2O_Q4 || stored == H2O_F32) {
-        store_row(row, stored, element_ref{(const char *)x, H2O_F32, 1}, D);
-        return;
-    }
-    NO_UNROLL
-    for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
-        ((uint16_t *)row)[d] = stored == H2O_F16 ? float_to_f16(x[d]) : float_to_bf16(x[d]);
-    }
-}
-
 /* row = x = both->own * row + both->other * evicted; by a warp. */
 DEVICE void merge_row(char *row, h2o_dtype type, const h2o_merged *both, const float *evicted,
                       int64_t D, float *x) {

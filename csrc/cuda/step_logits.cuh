@@ -32,20 +32,16 @@ DEVICE void load_rotated(const ROW &row, const h2o_rotary *rotary, int64_t rank,
     }
 }
 
-/* A stored row, of floats or Q8: cache-relative positions are served for these. */
 struct stored_elements {
     const char *data;
     h2o_dtype type;
     int64_t D;
-    DEVICE_METHOD float operator()(int64_t d) const {
-        if (type == H2O_Q8) return load_scalar(data + D, H2O_F16) * (float)(int8_t)data[d];
-        return load_float(data + d * h2o_dtype_size(type), type);
-    }
+    DEVICE_METHOD float operator()(int64_t d) const { return stored_element(data, type, d, D); }
 };
 
 struct strided_elements {
     element_ref row;
-    DEVICE_METHOD float operator()(int64_t d) const { return element(row, d); }
+    DEVICE_METHOD float operator()(int64_t d) const { return element_of(row, d); }
 };
 
 /* ---- Queries and logits -------------------------------------------------- */

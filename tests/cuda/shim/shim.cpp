@@ -275,8 +275,8 @@ static void report_waiting(void) {
         snprintf(more, sizeof more, ", thread %u waits for its %s at line %d", other, b->waits_for,
                  b->line);
     }
-    fail("%u of %u threads are gone, but thread %u waits for its %s at line %d%s", now.finished,
-         now.block.x, first, a->waits_for, a->line, more);
+    fail("%u of %u threads have returned, but thread %u waits for its %s at line %d%s",
+         now.finished, now.block.x, first, a->waits_for, a->line, more);
 }
 
 /* Fibers and memory that are not to be reused before the launch is over: to ThreadSanitizer, reuse
