@@ -20,7 +20,7 @@ typedef struct {
     const h2o_policy *policy;
     const h2o_view *keys, *values, *scores, *mask;
     int64_t b, g, Q, D;
-    int64_t length, tokens; /* seen before; new ones at most, the row's first so many */
+    int64_t length, tokens; /* seen before; how many new ones count, the row's first */
     h2o_head head;
     slot_store store;
     double *lost;

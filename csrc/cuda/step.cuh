@@ -18,7 +18,7 @@
 
 /* ---- Combining the parts ------------------------------------------------- */
 
-/* The factor of slots_of_part part's exponentials, in the place of its row max. */
+/* Step 2: the rescale factor of each part, in the place of its row max. */
 DEVICE void step_factors(const step_item *item) {
     NO_UNROLL
     for (int64_t r = threadIdx.x; r < item->R; r += blockDim.x) {
@@ -41,6 +41,7 @@ DEVICE void write_output(const step_item *item, int64_t r, int64_t d, float x) {
     set_element(row, d, x);
 }
 
+/* out [R, D] = sum of the parts' products with the values, rescaled. */
 DEVICE void step_outputs(const step_item *item) {
     NO_UNROLL
     for (int64_t i = threadIdx.x; i < item->R * item->D; i += blockDim.x) {
@@ -54,7 +55,7 @@ DEVICE void step_outputs(const step_item *item) {
     }
 }
 
-/* The worst candidate of all threads of a block. warps: shared, one for slots_of_part warp. */
+/* The worst candidate of all threads of a block. warps: shared, one for each warp. */
 DEVICE h2o_candidate block_candidate(h2o_candidate worst, h2o_candidate *warps) {
     UNROLL
     for (int offset = 16; offset > 0; offset /= 2) {
