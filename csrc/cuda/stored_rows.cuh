@@ -6,7 +6,7 @@
  *
  *   load<N>(row, d, D, x)     elements d..d+RUN-1 of each of N rows, 0 from D on; d is a multiple
  *                             of RUN; the loads of one row do not depend on another's
- *   rotates                   whether keys may be stored without their rotary embedding, which is
+ *   ROTATES                   whether keys may be stored without their rotary embedding, which is
  *                             then applied to single elements as they are read:
  *   element(row, d, D)        element d; if it rotates
  *   store(row, from, D)       a token's key or value as the row of a slot; from has the store's
@@ -26,7 +26,7 @@
 DEVICE void store_half(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
 
 struct float_rows {
-    static constexpr bool rotates = true;
+    enum { ROTATES = true };
     h2o_dtype type; /* f32, f16 or bf16 */
 
     template <int N>
@@ -76,7 +76,7 @@ struct float_rows {
 
 /* Rows of D bytes and a scale. */
 struct q8_rows {
-    static constexpr bool rotates = true;
+    enum { ROTATES = true };
 
     template <int N>
     DEVICE_METHOD void load(const char *const row[N], int64_t d, int64_t D, float x[N][RUN]) const {
@@ -127,7 +127,7 @@ struct q8_rows {
 
 /* Rows of D half bytes, and a scale and a minimum for each group; D is a multiple of a group. */
 struct q4_rows {
-    static constexpr bool rotates = false;
+    enum { ROTATES = false };
 
     template <int N>
     DEVICE_METHOD void load(const char *const row[N], int64_t d, int64_t D, float x[N][RUN]) const {
@@ -190,7 +190,7 @@ DEVICE void load_stored(const char *row, h2o_dtype type, int64_t d, int64_t D, f
 
 DEVICE float stored_element(const char *row, h2o_dtype type, int64_t d, int64_t D) {
     return by_stored_dtype(type, [&](auto rows) {
-        if constexpr (decltype(rows)::rotates) {
+        if constexpr (decltype(rows)::ROTATES != 0) {
             return rows.element(row, d, D);
         } else {
             return 0.0f; /* no call comes here: check.c refuses it */
