@@ -20,18 +20,18 @@ import importlib.machinery
 import sys
 from typing import TYPE_CHECKING, Any
 
-from h2o import installed
+from h2o import packages
 
 try:
-    installed.check()
+    packages.check()
     from h2o import backends, ops
 except (ImportError, ValueError) as error:  # ValueError: the variables H2O_CPU and H2O_BACKEND
-    if installed.is_command():
+    if packages.is_command():
         sys.exit(f"h2o: error: {error}")
     raise
 
 from h2o.config import H2OConfig
-from h2o.hf.support import Unsupported
+from h2o.errors import Unsupported
 from h2o.profile import Profile
 
 if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
@@ -44,8 +44,8 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.hf.patching import enable as enable
     from h2o.hf.patching import patched as patched
     from h2o.hf.simulation import simulated as simulated
-    from h2o.masks import simulation_mask as simulation_mask
     from h2o.models import load_default as load_default
+    from h2o.published_masks import simulation_mask as simulation_mask
 
 __version__: str = backends.VERSION
 
@@ -59,7 +59,7 @@ _LAZY = {
     "load_default": "h2o.models",
     "patched": "h2o.hf.patching",
     "simulated": "h2o.hf.simulation",
-    "simulation_mask": "h2o.masks",
+    "simulation_mask": "h2o.published_masks",
     "supports": "h2o.hf.attention",
 }
 
@@ -69,7 +69,7 @@ __all__ = ["H2OConfig", "Profile", "Unsupported", "__version__", "ops", *_LAZY]
 def _get(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'h2o' has no attribute {name!r}")
-    version = installed.version("transformers")
+    version = packages.version("transformers")
     if not _is_served(version):
         raise ImportError(
             f"h2o.{name} needs torch and transformers >= 5.4 and < 6, here is {version}: "

@@ -18,7 +18,7 @@ from typing import Any
 
 from h2o import models
 from h2o.config import H2OConfig
-from h2o.models import UserError
+from h2o.errors import UserError
 from h2o.profile import Profile
 
 DOCUMENT = "lighthouse.txt"
@@ -276,7 +276,8 @@ def new_cache(
     with it. Errors: UserError for one that is to be compiled and cannot."""
     from transformers import DynamicCache
 
-    from h2o.hf.cache import H2OCache, Unsupported
+    from h2o.errors import Unsupported
+    from h2o.hf.cache import H2OCache
 
     model.set_attn_implementation("sdpa" if config is None else "h2o")
     if config is None:

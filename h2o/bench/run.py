@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from h2o import backends
-from h2o.files import UserError, make_writable
+from h2o.errors import UserError
+from h2o.filesystem import make_writable
 
 from . import (
     engines,

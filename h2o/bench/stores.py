@@ -11,7 +11,7 @@ from torch import Tensor
 
 import h2o.ops
 from h2o import reference
-from h2o.sizes import stored_bytes
+from h2o.kv_dtype import stored_bytes
 
 from . import inputs
 from .measure import Contender, Row, race

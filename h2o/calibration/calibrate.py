@@ -21,10 +21,10 @@ from h2o.calibration.refine import around, moved, worth
 from h2o.config import H2OConfig
 from h2o.evaluate.processes import ALONE, Processes
 from h2o.evaluate.results import Cells, provenance
+from h2o.head_budgets import LEAST
 from h2o.hf import parallel
 from h2o.hf.served import transformers_layers
 from h2o.profile import Profile, describe, sample
-from h2o.shares import LEAST
 
 __all__ = ["FRACTIONS", "Window", "calibrate", "grid_of", "policy", "windows_of"]
 
@@ -101,7 +101,7 @@ def calibrate(
         progress: called with (passes done, passes in all); what `resume` had is passed over.
 
     Errors: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
-    arguments that do not fit, UserError (`h2o.files`) for a `resume` file of another kind.
+    arguments that do not fit, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = full_layers(model)
     if not full:

@@ -22,9 +22,9 @@ from h2o import ops
 from h2o.analysis.collect import forward, full_layers
 from h2o.calibration.measure import ROWS
 from h2o.config import H2OConfig
+from h2o.head_budgets import levelled
 from h2o.hf import parallel
 from h2o.hf.attending import Call, attending
-from h2o.shares import levelled
 
 __all__ = ["around", "moved", "worth"]
 
@@ -69,7 +69,7 @@ def worth(
                 q, k, v,
                 torch.ones(3, dtype=torch.int32, device=device),
                 torch.tensor(levelled(amounts, k.shape[1], part), dtype=torch.int32, device=device),
-                scale=call.scale, softcap=call.softcap, **configs[0][0].ranking,
+                scale=call.scale, softcap=call.softcap, policy=configs[0][0].policy,
             )  # fmt: skip
             changes.append((out[2] - out[1]).reshape(len(ids), k.shape[1], -1))
         found = _attend(query[0], key[0], value[0], evicted_at[0], call.scale, call.softcap)

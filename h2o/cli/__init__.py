@@ -112,12 +112,12 @@ def info_arguments(parser: Parser) -> None:
 
 
 def run_info(parser: Parser, options: argparse.Namespace) -> int:
-    from h2o import files
+    from h2o import errors
     from h2o.cli import info
 
     try:
         return info.run(options)
-    except files.UserError as error:
+    except errors.UserError as error:
         return failed(parser, error)
 
 
@@ -169,7 +169,7 @@ def generate_arguments(parser: Parser) -> None:
 
 
 def run_generate(parser: Parser, options: argparse.Namespace) -> int:
-    from h2o.cli import generated, texts
+    from h2o.cli import comparison, texts
     from h2o.config import H2OConfig
     from h2o.profile import Profile
 
@@ -217,8 +217,8 @@ def run_generate(parser: Parser, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
     else:
-        print("\n".join(generated.comparison(result)) if options.compare else "\n")
-        print("\n".join(generated.table(result)))
+        print("\n".join(comparison.comparison(result)) if options.compare else "\n")
+        print("\n".join(comparison.table(result)))
     return 0
 
 

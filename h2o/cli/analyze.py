@@ -61,7 +61,8 @@ def amount(text: str) -> int | float:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Raises UserError for what the user can put right."""
-    from h2o.files import UserError, make_writable
+    from h2o.errors import UserError
+    from h2o.filesystem import make_writable
 
     for name in ("tokens", "prompt_len"):
         value = getattr(options, name)

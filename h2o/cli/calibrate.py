@@ -41,7 +41,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Raises UserError for what the user can put right."""
-    from h2o.files import UserError, make_writable
+    from h2o.errors import UserError
+    from h2o.filesystem import make_writable
 
     if options.output.suffix != ".json":
         parser.error(f"argument --output: wanted a name such as profile.json, not {options.output}")

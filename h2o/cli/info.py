@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code: 0 where the answer is a good one. Errors: UserError (`h2o.files`)."""
+    """The exit code: 0 where the answer is a good one. Errors: UserError (`h2o.errors`)."""
     if options.model:
         return print_support(options.model, options.json)
     if options.check:
@@ -64,7 +64,7 @@ def print_support(name: str, as_json: bool) -> int:
 def print_check(as_json: bool) -> int:
     """What the kernels of CUDA devices get wrong. The exit code is 0 if they get nothing wrong."""
     from h2o import backends
-    from h2o.files import UserError
+    from h2o.errors import UserError
 
     try:
         found = backends.check()

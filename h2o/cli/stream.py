@@ -55,7 +55,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Raises UserError for what the user can put right."""
-    from h2o.files import UserError
+    from h2o.errors import UserError
 
     for name in ("tokens", "chunk", "every", "max_new_tokens"):
         value = getattr(options, name)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from h2o.errors import UserError
 from h2o.evaluate.processes import launched, leave
 from h2o.evaluate.results import fingerprint
 from h2o.evaluate.setting import (
@@ -19,8 +20,8 @@ from h2o.evaluate.setting import (
     parse_all,
     with_profile,
 )
-from h2o.files import make_writable
-from h2o.models import UserError, need_transformers
+from h2o.filesystem import make_writable
+from h2o.models import need_transformers
 from h2o.profile import Profile
 
 __all__ = ["add_arguments", "run"]

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from h2o import models
+from h2o.errors import UserError
 from h2o.evaluate.processes import launched
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting, footnote
 from h2o.hf.cache import H2OCache
 from h2o.hf.simulation import simulated
-from h2o.models import UserError
 
 __all__ = ["by_cache", "by_simulation", "compare"]
 

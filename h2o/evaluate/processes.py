@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from h2o.files import UserError
+from h2o.errors import UserError
 
 __all__ = ["ALONE", "Processes", "launched", "leave", "refuse_several"]
 

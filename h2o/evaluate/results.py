@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from h2o import ops
+from h2o.errors import UserError
 from h2o.evaluate.processes import ALONE, Processes, launched
-from h2o.files import alone, make_writable
-from h2o.models import UserError
+from h2o.filesystem import alone, make_writable
 
 __all__ = ["Cells", "fingerprint", "plot_curves", "provenance", "table"]
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from h2o import generate, models
+from h2o.errors import UserError
 from h2o.evaluate.processes import launched
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting
-from h2o.models import UserError
 
 __all__ = ["Row", "compare", "read_rows"]
 

@@ -21,12 +21,13 @@ from lm_eval.api.registry import model_registry
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
 
+from h2o.errors import UserError
 from h2o.evaluate.lm import H2OLM, POLICY
 from h2o.evaluate.processes import launched
 from h2o.evaluate.protocols import check, one_token_note
 from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting, footnote
-from h2o.models import DEFAULT_MODEL, UserError
+from h2o.models import DEFAULT_MODEL
 
 __all__ = ["compare", "is_model_type", "run"]
 

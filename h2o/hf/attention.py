@@ -21,11 +21,12 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.output_capturing import _active_collector
 
+from h2o.errors import Unsupported
 from h2o.hf import parallel, rotary
 from h2o.hf.layer import H2OLayer
 from h2o.hf.rolled import RolledLayer
 from h2o.hf.served import transformers_layers
-from h2o.hf.support import Support, Unsupported
+from h2o.hf.support import Support
 
 __all__ = [
     "Undifferentiable",

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from h2o.config import H2OConfig, one_config
+from h2o.errors import Unsupported
 from h2o.hf import rollback, saved
 from h2o.hf.conversation import Conversation, columns_left, refuse_broken
 from h2o.hf.kept import Kept, KeptToken
@@ -29,7 +30,6 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layers import layers_of
 from h2o.hf.report import Report, of_window
 from h2o.hf.served import transformers_layers
-from h2o.hf.support import Unsupported
 from h2o.hf.takeover import take_over
 from h2o.profile import describe
 

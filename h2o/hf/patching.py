@@ -17,10 +17,10 @@ from typing import Any
 from transformers.generation import GenerationMode
 
 from h2o.config import H2OConfig, one_config
+from h2o.errors import Unsupported
 from h2o.hf import rolled
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
-from h2o.hf.support import Unsupported
 from h2o.hf.turns import Turn, configs_of, lock, unwrapped
 
 __all__ = ["Patch", "disable", "enable", "patched"]

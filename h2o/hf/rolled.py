@@ -18,12 +18,12 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
+from h2o.errors import Unsupported
 from h2o.hf import slots as store
 from h2o.hf.conversation import Conversation
 from h2o.hf.layer import H2OLayer
 from h2o.hf.rotary import Rotary, turned
-from h2o.hf.support import Unsupported
-from h2o.storage import dequantised
+from h2o.quantisation import dequantised
 
 __all__ = ["RolledLayer", "at_zero", "attend", "ranks"]
 

@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from h2o.hf.support import Unsupported
+from h2o.errors import Unsupported
 
 __all__ = ["ROLLED", "Rotary", "refusal", "turned"]
 

@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from h2o.config import H2OConfig
-from h2o.files import whole
+from h2o.filesystem import whole
+from h2o.head_budgets import LayerShares
 from h2o.hf import parallel
 from h2o.hf.layer import H2OLayer
 from h2o.hf.state import State, restore, state_of
-from h2o.installed import version
+from h2o.packages import version
 from h2o.profile import Profile, describe, difference, sample
-from h2o.shares import LayerShares
 
 __all__ = ["device_of", "fill", "read", "write"]
 

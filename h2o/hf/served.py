@@ -11,7 +11,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from h2o.hf.support import Unsupported, refusal
+from h2o.errors import Unsupported
+from h2o.hf.support import refusal
 
 __all__ = ["transformers_layers"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["Support", "Unsupported", "refusal"]
+__all__ = ["Support", "refusal"]
 
 _SERVED = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -31,10 +31,6 @@ _ALTERED = {
     "gpt_oss": _SINKS,
 }
 """Models whose configs do not tell what stands in the way."""
-
-
-class Unsupported(ValueError):
-    """A model asks for something that h2o cannot do; the message names it and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)

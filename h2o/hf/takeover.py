@@ -16,9 +16,9 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from h2o.errors import Unsupported
 from h2o.hf.layer import H2OLayer
 from h2o.hf.rolled import RolledLayer
-from h2o.hf.support import Unsupported
 
 __all__ = ["take_over"]
 

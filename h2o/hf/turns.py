@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from h2o.hf.support import Unsupported
+from h2o.errors import Unsupported
 
 __all__ = ["Turn", "configs_of", "lock", "unwrapped"]
 

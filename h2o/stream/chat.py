@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from h2o.config import H2OConfig
+from h2o.errors import UserError
 from h2o.hf.cache import H2OCache
-from h2o.models import UserError
 
 __all__ = ["Chat"]
 

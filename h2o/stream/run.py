@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from h2o.config import H2OConfig
+from h2o.errors import UserError
 from h2o.evaluate.setting import Setting
 from h2o.hf.cache import H2OCache
-from h2o.models import UserError
 
 __all__ = ["Point", "Reader", "read"]
 

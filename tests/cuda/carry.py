@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from h2o import _core, backends, cuda
+from h2o import _core, backends
+from h2o.backends import cuda
 from h2o.slots import Slots
 
 __all__ = ["DEVICES", "carry", "mapped", "switch", "tensors"]
@@ -47,7 +48,7 @@ def carry(
 
     def make(name: str) -> Any:
         def run(*arguments: Any) -> None:
-            getattr(_core, f"check_{name}")(*arguments)
+            _core.call(name, "check", *arguments)
             sent = mapped(arguments, _copy)
             away = mapped(sent, there)
             getattr(operations, name)(*away)
@@ -109,8 +110,7 @@ def _cuda() -> SimpleNamespace:
 
 
 def _cpu() -> SimpleNamespace:
-    operations = {name: getattr(_core, name) for name in backends.OPERATIONS}
-    return carry(SimpleNamespace(**operations), torch.Tensor.clone, torch.Tensor.clone)
+    return carry(backends.core, torch.Tensor.clone, torch.Tensor.clone)
 
 
 def _fake() -> SimpleNamespace:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from h2o import cuda
+from h2o.backends import cuda
 from tests.cuda import device
 from tests.cuda.device import IMAGE, Driver
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from h2o import _core, backends, cuda
+from h2o import _core, backends
+from h2o.backends import cuda
 from tests.core.producers import Producer
 from tests.cuda.carry import carry, mapped
 
@@ -85,7 +86,7 @@ def build() -> str | None:
 def load(path: str) -> Driver:
     """Loads the fake before the core opens libcuda.so.1, which then is the fake."""
     driver = Driver(path)
-    _core.cuda_load(IMAGE, 0)
+    _core.load("cuda", IMAGE, 0)
     return driver
 
 
@@ -145,7 +146,7 @@ def carried(driver: Driver, operations: SimpleNamespace, device: int = 0) -> Sim
 
 
 def operations(driver: Driver, replace: Callable[[Any, str, Any], None]) -> SimpleNamespace:
-    """The operations as `h2o.cuda` makes them, for tensors of the fake's devices; what no kernel
+    """The operations as `h2o.backends.cuda` makes them, for the fake's devices; what no kernel
     serves raises NotImplementedError. `replace` substitutes that module's calls of torch."""
 
     def workspace(tensor: DeviceTensor, size: int) -> DeviceTensor | None:

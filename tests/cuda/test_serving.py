@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from h2o import _core, backends, cli, cuda, ops, selfcheck
+from h2o import _core, backends, cli, ops
+from h2o.backends import cuda, kernel_check
 from tests.cuda.device import IMAGE, carried
 
 
@@ -22,9 +23,9 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
     monkeypatch.setattr(cuda, "_no_time", lambda: False)
     # test_launch.py has them all, as they are
-    monkeypatch.setattr(selfcheck, "CASES", (selfcheck.Case(16, torch.float32),))
+    monkeypatch.setattr(kernel_check, "CASES", (kernel_check.Case(16, torch.float32),))
     for name, size in {"PROMPT": 10, "CHUNK": 3, "STEPS": 1, "HEAVY": 4, "RECENT": 2}.items():
-        monkeypatch.setattr(selfcheck, name, size)
+        monkeypatch.setattr(kernel_check, name, size)
     return driver
 
 
@@ -143,8 +144,8 @@ def test_a_build_without_kernels_says_so_and_warns_nobody(built, monkeypatch):
 def test_kernels_of_other_sources_than_the_core_do_not_serve(device, built, image, monkeypatch):
     """They would take parameters for what they are not. No driver is asked before that is known."""
     built.write_bytes(image)
-    monkeypatch.setattr(_core, "cuda_load", None)
-    monkeypatch.setattr(_core, "cuda_devices", None)
+    monkeypatch.setattr(_core, "load", None)
+    monkeypatch.setattr(_core, "devices", None)
     with pytest.warns(RuntimeWarning, match="torch backend serves cuda:0.*of different sources"):
         assert serving() == "torch"
     assert "run `make cuda` again" in ops.info()["backends"]["cuda"]
@@ -198,10 +199,10 @@ def test_info_checks_on_demand(device, monkeypatch, capsys):
 
 
 def test_the_cpus_kernels_pass_the_check():
-    assert selfcheck.mistakes(_core, backends._portable(), "cpu") == []
+    assert kernel_check.mistakes(backends.core, backends._portable(), "cpu") == []
 
 
-@pytest.mark.parametrize("case", selfcheck.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", kernel_check.CASES, ids=lambda case: case.name)
 def test_rounding_changes_no_choice(case, monkeypatch):
     """Queries as TF32 rounds them, a hundred times as coarse as float32."""
 
@@ -210,38 +211,38 @@ def test_rounding_changes_no_choice(case, monkeypatch):
             query = arguments[0]
             if name != "evict":
                 query = (query.float().view(torch.int32) & -8192).view(torch.float32)
-            getattr(_core, name)(query.to(arguments[0].dtype), *arguments[1:])
+            getattr(backends.core, name)(query.to(arguments[0].dtype), *arguments[1:])
 
         return run
 
     coarse = SimpleNamespace(**{name: rounded(name) for name in backends.OPERATIONS})
-    monkeypatch.setattr(selfcheck, "CASES", (case,))
-    assert selfcheck.mistakes(coarse, backends._portable(), "cpu") == []
+    monkeypatch.setattr(kernel_check, "CASES", (case,))
+    assert kernel_check.mistakes(coarse, backends._portable(), "cpu") == []
 
 
 FORGOTTEN = {
-    "decay": ("attend", 8, 1.0),
-    "scale": ("step", 6, 0.5),
-    "sinks": ("evict", 5, 0),
-    "mask": ("attend", 3, None),
+    "decay": ("attend", 9, lambda policy: policy._replace(decay=1.0)),
+    "scale": ("step", 6, lambda scale: 0.5),
+    "sinks": ("evict", 5, lambda policy: policy._replace(sinks=0)),
+    "mask": ("attend", 3, lambda mask: None),
 }
 
 
 @pytest.mark.parametrize("what", FORGOTTEN)
 def test_what_kernels_forget_shows(what):
-    operation, place, value = FORGOTTEN[what]
+    operation, place, without = FORGOTTEN[what]
 
     def forgetful(*arguments):
-        arguments = [*arguments[:place], value, *arguments[place + 1 :]]
-        getattr(_core, operation)(*arguments)
+        arguments = [*arguments[:place], without(arguments[place]), *arguments[place + 1 :]]
+        getattr(backends.core, operation)(*arguments)
 
-    kernels = SimpleNamespace(**{name: getattr(_core, name) for name in backends.OPERATIONS})
+    kernels = SimpleNamespace(**vars(backends.core))
     setattr(kernels, operation, forgetful)
-    found = selfcheck.mistakes(kernels, backends._portable(), "cpu")
+    found = kernel_check.mistakes(kernels, backends._portable(), "cpu")
     assert any(text.startswith(f"{operation} gets") for text in found)
 
 
 def test_cases_cover_what_there_is():
-    assert {case.dtype for case in selfcheck.CASES} == selfcheck.TOLERANCE.keys()
-    for field in dataclasses.fields(selfcheck.Case):
-        assert len({getattr(case, field.name) for case in selfcheck.CASES}) > 1, field.name
+    assert {case.dtype for case in kernel_check.CASES} == kernel_check.TOLERANCE.keys()
+    for field in dataclasses.fields(kernel_check.Case):
+        assert len({getattr(case, field.name) for case in kernel_check.CASES}) > 1, field.name

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from h2o import cli
+from h2o.errors import UserError
 from h2o.evaluate import needle
 from h2o.evaluate.setting import parse
-from h2o.models import UserError
 from tests.evaluate.conftest import build
 
 TEXT = "".join(f"Boat {i} came home at {i % 12} with {i * i % 89} fish. " for i in range(40))

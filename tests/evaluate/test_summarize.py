@@ -7,8 +7,8 @@ import json
 import pytest
 
 from h2o import cli
+from h2o.errors import UserError
 from h2o.evaluate import summarize
-from h2o.models import UserError
 
 ARTICLES = [
     "The bridge over the river was closed on Monday after a crack was found in a pillar.",

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o import H2OCache, backends, cuda, ops
+from h2o import H2OCache, backends, ops
+from h2o.backends import cuda
 from tests.hf.modes import POLICIES, TOKENS, policy
 from tests.hf.tiny import DEVICE, FAMILIES, batch, greedy, model, prompts
 from tests.inputs import drifting

@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig
 
 import h2o
-from h2o import H2OCache, H2OConfig, Profile, sizes
+from h2o import H2OCache, H2OConfig, Profile
+from h2o.kv_dtype import per_token
 from tests.hf.tiny import batch, greedy, model, prompts
 
 
@@ -41,7 +42,7 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
         config = LlamaConfig(head_dim=D)
         found = H2OConfig.robust(0.1, of="bytes").for_model(config)
         assert found.kv_dtype == kv_dtype
-        assert found.slot == sizes.per_token(config, kv_dtype, value_weighted=True, merges=False)
+        assert found.slot == per_token(config, kv_dtype, value_weighted=True, merges=False)
         assert found.for_model(config) == found
     total = filled(H2OConfig.robust(0.1, of="bytes")).total
     assert total.bytes_held + total.bytes_bookkeeping <= 0.1 * total.bytes_full

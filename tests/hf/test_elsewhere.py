@@ -19,8 +19,8 @@ from torch import Tensor
 
 import h2o
 from h2o import H2OCache, ops
+from h2o.backends.portable import decode
 from h2o.hf.layer import H2OLayer
-from h2o.portable import decode
 from tests.devices import WAITS, elsewhere, moved
 from tests.hf.modes import POLICIES
 from tests.hf.tiny import FAMILIES, model

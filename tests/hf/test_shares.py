@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig
-from h2o.shares import LEAST, allotted
+from h2o.head_budgets import LEAST, allotted
 from tests import inputs
 from tests.hf.drive import feed, forward, new_cache
 from tests.hf.modes import uneven

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o import masks
+from h2o import published_masks
 from h2o.config import VARIANTS
 from tests.hf import tiny
 from tests.hf.modes import layers_and_heads
@@ -339,7 +339,7 @@ def test_masks_in_a_model(variant, monkeypatch):
     H, D = attention.num_heads, attention.head_dim
     q, k = (seen[x].view(TEXT, H, D).transpose(0, 1) for x in (attention.q_proj, attention.k_proj))
     logits = (q @ k.mT)[None] * D**-0.5
-    want = masks.simulation_mask(logits, variant=variant, **chosen)
+    want = published_masks.simulation_mask(logits, variant=variant, **chosen)
     row = torch.arange(TEXT)
     left = simulation.evicted_at(0)[:, :, None]
     assert torch.equal((row <= row[:, None]) & (row[:, None] < left), want)

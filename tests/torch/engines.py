@@ -88,5 +88,5 @@ _PORTABLE = SimpleNamespace(
 
 
 def portable(dtype: torch.dtype = torch.float32) -> Engine:
-    """`h2o.ops` of tensors that `h2o.portable` serves."""
+    """`h2o.ops` of tensors that `h2o.backends.portable` serves."""
     return _engine("torch", _PORTABLE, dtype)

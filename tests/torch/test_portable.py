@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from h2o import backends, ops, portable
-from h2o.portable import merging, prefill, store
+from h2o import backends, ops
+from h2o.backends import portable
+from h2o.backends.portable import merging, prefill, slot_rows
 from tests import inputs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR, Call
@@ -407,7 +408,7 @@ def test_a_step_on_the_cpu_widens_a_few_rows_at_a_time(capacity, dtype, monkeypa
 
     answers = []
     for block in (1, 1 << 20):
-        monkeypatch.setattr(store, "BLOCK", block)
+        monkeypatch.setattr(slot_rows, "BLOCK", block)
         slots = ops.new_slots(tokens[1], capacity, 6, 6)
         torch.manual_seed(0)
         for x in (slots.keys, slots.values):
@@ -425,14 +426,14 @@ def test_a_step_on_the_cpu_widens_a_few_rows_at_a_time(capacity, dtype, monkeypa
 
 def test_few_rows_meet_16_bit_numbers_as_float32(monkeypatch):
     """However they are cut; many meet them in 16 bits, but where the product is to be exact."""
-    monkeypatch.setattr(store, "BLOCK", 2 * 40 * 8)
+    monkeypatch.setattr(slot_rows, "BLOCK", 2 * 40 * 8)
     right = torch.randn(3, 1, 40, 8).bfloat16()
-    for rows, exact in ((2, False), (2, True), (store.FEW, True)):
+    for rows, exact in ((2, False), (2, True), (slot_rows.FEW, True)):
         left = torch.randn(3, 5, rows, 40)
         torch.testing.assert_close(
-            store.products(left, right, exact=exact), left @ right.float(), rtol=1e-5, atol=1e-5
+            slot_rows.products(left, right, exact=exact), left @ right.float(), rtol=1e-5, atol=1e-5
         )
-    coarse = store.products(left, right)
+    coarse = slot_rows.products(left, right)
     assert not torch.allclose(coarse, left @ right.float(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(coarse, left @ right.float(), rtol=2e-2, atol=2e-1)
 

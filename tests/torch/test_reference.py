@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from h2o import reference
-from h2o.masks import simulation_mask
+from h2o.published_masks import simulation_mask
 from tests import inputs
 from tests.conversation import Conversation
 from tests.torch.engines import one_thread, oracle

@@ -1,4 +1,4 @@
-"""h2o.hf.variants against the authors' masks and against the readable masks of h2o.masks."""
+"""h2o.hf.variants against the authors' masks and the readable ones of h2o.published_masks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o import masks
+from h2o import published_masks
 from h2o.config import VARIANTS
 from h2o.hf import variants
 from tests import inputs
@@ -55,7 +55,7 @@ def drifting_logits(seed: int, n: int, H: int = 4) -> Tensor:
 def test_readable_masks(variant, heavy, recent, n):
     logits = drifting_logits(n + heavy, n)
     _, evicted_at = through(variant, logits, heavy, recent)
-    want = masks.simulation_mask(logits[None], heavy, recent, variant)[0]
+    want = published_masks.simulation_mask(logits[None], heavy, recent, variant)[0]
     assert torch.equal(visibility(evicted_at), want)
 
 
@@ -63,7 +63,7 @@ def test_readable_masks(variant, heavy, recent, n):
 def test_flexgen_prompt(prompt_len):
     logits = drifting_logits(prompt_len, 120)
     _, evicted_at = through("flexgen", logits, 8, 7, prompt_len=prompt_len)
-    want = masks.simulation_mask(logits[None], 8, 7, "flexgen", prompt_len=prompt_len)[0]
+    want = published_masks.simulation_mask(logits[None], 8, 7, "flexgen", prompt_len=prompt_len)[0]
     assert torch.equal(visibility(evicted_at), want)
 
 
@@ -71,7 +71,7 @@ def test_the_variants_differ():
     """On the inputs of these tests, or they could not tell one from the other."""
     logits = drifting_logits(7, 120)
     seen = [visibility(through(variant, logits, 8, 7)[1]) for variant in VARIANTS]
-    seen.append(masks.simulation_mask(logits[None], 8, 7, "h2o")[0])
+    seen.append(published_masks.simulation_mask(logits[None], 8, 7, "h2o")[0])
     for i, a in enumerate(seen):
         for b in seen[:i]:
             assert not torch.equal(a, b)
@@ -81,7 +81,7 @@ def test_equal_scores_keep_the_lower_position():
     logits = torch.zeros(1, 6, 6)
     _, evicted_at = through("local", logits, 3, 0)
     assert torch.equal(
-        visibility(evicted_at), masks.simulation_mask(logits[None], 3, 0, "local")[0]
+        visibility(evicted_at), published_masks.simulation_mask(logits[None], 3, 0, "local")[0]
     )
 
 
@@ -141,6 +141,6 @@ def test_retained_mass_under_a_softcap():
 def test_what_are_no_logits(variant):
     for shape in ((2, 8, 8), (1, 2, 8, 9), (1, 2, 0, 0), (0, 2, 8, 8)):
         with pytest.raises(ValueError, match=r"logits must be \[B, H, n, n\]"):
-            masks.simulation_mask(torch.zeros(shape), 2, 2, variant=variant)
+            published_masks.simulation_mask(torch.zeros(shape), 2, 2, variant=variant)
     with pytest.raises(TypeError, match="must be a torch tensor, not ndarray"):
-        masks.simulation_mask(np.zeros((1, 2, 8, 8)), 2, 2, variant=variant)
+        published_masks.simulation_mask(np.zeros((1, 2, 8, 8)), 2, 2, variant=variant)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.storage import dequantised, stored_like
+from h2o.quantisation import dequantised, stored_like
 
 __all__ = ["most_similar", "take_in"]
 

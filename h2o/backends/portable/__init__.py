@@ -5,9 +5,9 @@ after the core's own checks. They work on any device that torch has and never wa
 reads a tensor's numbers on the host, and shapes follow from shapes alone. What the checks cannot
 read on such a device (lengths, budgets, free slots) is taken as it is.
 
-Which keys stay is decided in the order of `csrc/policy.h` (`h2o.portable.policy`), and what leaves
-may go into them (`h2o.portable.merging`). Scores and
-logits are float32, memory is O(n): no matrix of queries and keys is ever whole.
+Which keys are kept is decided in the order of `csrc/policy.h` (`ranking`), and evicted ones may be
+merged into them (`merging`). Scores and logits are float32, memory is O(n): no matrix of queries
+and keys is ever whole.
 
 Empty slots must hold finite values (as `new_slots` and all operations here leave them): they are
 multiplied by 0.
@@ -15,9 +15,9 @@ multiplied by 0.
 Shape letters as in `h2o.ops`, and M queries of a key/value head, C keys that compete.
 """
 
-from h2o.portable.decode import step
-from h2o.portable.eviction import evict
-from h2o.portable.prefill import attend
-from h2o.portable.simulation import simulate
+from h2o.backends.portable.decode import step
+from h2o.backends.portable.eviction import evict
+from h2o.backends.portable.prefill import attend
+from h2o.backends.portable.simulated_text import simulate
 
 __all__ = ["attend", "evict", "simulate", "step"]

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.portable.store import Store, as_stored, products
-from h2o.storage import dequantised
+from h2o.backends.portable.slot_rows import Store, as_stored, products
+from h2o.quantisation import dequantised
 
 __all__ = ["Leavers", "Receivers", "merge_all", "merge_one"]
 

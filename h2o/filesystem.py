@@ -10,11 +10,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["UserError", "alone", "make_writable", "whole"]
+from h2o.errors import UserError
 
-
-class UserError(Exception):
-    """Something that the user can put right; its text, one line, says how."""
+__all__ = ["alone", "make_writable", "whole"]
 
 
 def make_writable(folder: Path) -> None:

@@ -7,7 +7,8 @@ dimension above 256) goes on to the torch backend, and so does everything where
 - the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's nvcc);
 - those kernels are of other sources than the core, whose parameters they would misread;
 - there is no driver, or one that cannot load the kernels;
-- the kernels' answers on this device differ from those of the torch backend: see `h2o.selfcheck`.
+- the kernels' answers on this device differ from those of the torch backend: see
+  `h2o.backends.kernel_check`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from h2o import _core
 
 __all__ = ["check", "describe", "serving"]
 
-FATBIN = Path(__file__).with_name("kernels.fatbin")
+FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a build without nvcc."""
 
 _lock = threading.Lock()
@@ -90,7 +91,7 @@ def _load(index: int) -> str | None:
     if obstacle is not None:
         return obstacle
     try:
-        _core.cuda_load(FATBIN.read_bytes(), index)
+        _core.load("cuda", FATBIN.read_bytes(), index)
     except (RuntimeError, MemoryError) as error:
         return str(error)
     return None
@@ -100,17 +101,16 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
     """The operations by the kernels."""
 
     def operation(name: str) -> Any:
-        measure, launch = getattr(_core, f"measure_{name}"), getattr(_core, f"launch_{name}")
         otherwise = getattr(by_torch, name)
 
-        def run(*arguments: Any) -> None:
-            leader = arguments[0]
+        def run(*operands: Any) -> None:
+            leader = operands[0]
             stream = _stream(leader)
-            wanted = measure(*arguments, stream)
+            wanted = _core.call(name, "measure", *operands, stream)
             if wanted is None:
-                otherwise(*arguments)
+                otherwise(*operands)
             else:
-                launch(*arguments, stream, _workspace(leader, wanted))
+                _core.call(name, "launch", *operands, stream, _workspace(leader, wanted))
 
         return run
 
@@ -153,14 +153,14 @@ def _workspace(tensor: Any, size: int) -> Any:
 def check(index: int, by_torch: SimpleNamespace) -> list[str]:
     """Checks the kernels of a device anew; what they got wrong.
 
-    Errors: RuntimeError where they cannot be loaded.
+    Raises: RuntimeError where they cannot be loaded.
     """
-    from h2o import selfcheck
+    from h2o.backends import kernel_check
 
     obstacle = _load(index)
     if obstacle is not None:
         raise RuntimeError(obstacle)
-    mistakes = selfcheck.mistakes(_kernels(by_torch), by_torch, _device(index))
+    mistakes = kernel_check.mistakes(_kernels(by_torch), by_torch, _device(index))
     _remember(_facts(index), mistakes)
     return mistakes
 
@@ -173,19 +173,19 @@ def _remembered_check(
     index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace
 ) -> str | None:
     """What the kernels of a device got wrong; from the cache folder, if it says."""
-    from h2o import selfcheck
+    from h2o.backends import kernel_check
 
     facts = _facts(index)
     mistakes = _recall(facts)
     if mistakes is None:
-        mistakes = selfcheck.mistakes(kernels, by_torch, _device(index))
+        mistakes = kernel_check.mistakes(kernels, by_torch, _device(index))
         _remember(facts, mistakes)
     return "; ".join(mistakes) or None
 
 
 def _facts(index: int) -> dict[str, Any]:
     """What an answer could depend on: where all of it is as it was, so are the answers."""
-    version, devices = _core.cuda_devices()
+    version, devices = _core.devices("cuda")
     module = Path("/proc/driver/nvidia/version")
     return {
         "device": devices[index],
@@ -210,7 +210,7 @@ def _recall(facts: dict[str, Any]) -> list[str] | None:
 
 def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
     """Where the folder cannot be written to, every process checks anew."""
-    from h2o.files import whole
+    from h2o.filesystem import whole
 
     try:
         path = _file(facts)
@@ -227,7 +227,7 @@ def describe() -> str:
     if obstacle is not None:
         return f"torch ({obstacle})"
     try:
-        version, devices = _core.cuda_devices()
+        version, devices = _core.devices("cuda")
     except (RuntimeError, MemoryError) as error:
         return f"torch ({error})"
     if _obstacles:

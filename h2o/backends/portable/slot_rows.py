@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.storage import codes, dequantised, floats, stored_like
+from h2o.quantisation import codes, dequantised, floats, stored_like
 
 __all__ = ["Store", "as_stored", "products"]
 

@@ -1,0 +1,96 @@
+"""Which keys are kept: `csrc/policy.h` in torch, for all rows and heads at once.
+
+Ranks are compared as order-preserving integers, never as floats, so that the order is total: NaN
+is below every number, -0 equals +0, and what may not be evicted is above all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o.policy import Policy
+
+__all__ = ["Budget", "budget_of", "lowest", "queries_of", "rank_keys", "staying"]
+
+_SPARED = 2**31 - 1
+_NAN = -(2**31)
+
+
+class Budget(NamedTuple):
+    """What rows and heads may keep: [B, 1 or G, 1] each."""
+
+    recent: Tensor
+    """int32"""
+    k: Tensor
+    """int64, sinks + heavy + recent: each part may be "unlimited" by itself"""
+
+
+def budget_of(budget: Tensor, sinks: int) -> Budget:
+    """From [B, 2] or [B, G, 2] int32: heavy, recent."""
+    if budget.ndim == 2:
+        budget = budget[:, None]
+    k = budget.sum(-1, keepdim=True)
+    return Budget(budget[..., 1:], k + sinks if sinks else k)
+
+
+def rank_keys(
+    policy: Policy,
+    scores: Tensor,
+    positions: Tensor,
+    norms: Tensor | None,
+    lengths: Tensor,
+    budget: Budget,
+) -> Tensor:
+    """int32 [B, G, C] in the order of ranks; the highest for what is kept by its position, and
+    for what is no key (position -1).
+
+    Args:
+        scores, positions, norms: [B, G, C]; no score is -0.
+        lengths: [B, 1, 1] int64, tokens that the rows have seen, the newest included.
+    """
+    rank = scores
+    if policy.rank_by == "mean":
+        rank = rank / queries_of(policy, positions, lengths)
+    if policy.value_weighted:
+        rank = rank * norms
+    if rank is not scores:
+        rank = rank + 0.0  # -0 is 0
+    bits = rank.view(torch.int32)
+    keys = ((bits >> 31) & _SPARED).bitwise_xor_(bits)
+    keys.masked_fill_(rank.isnan(), _NAN)
+    spared = (positions < policy.sinks) | (positions >= lengths - budget.recent)
+    return keys.masked_fill_(spared, _SPARED)
+
+
+def queries_of(policy: Policy, positions: Tensor, lengths: Tensor) -> Tensor:
+    """How many queries have seen each key, float32: decay^0 + ... + decay^(age - 1)."""
+    age = (lengths - positions).clamp(min=1).float()
+    if policy.decay == 1.0:
+        return age
+    if policy.decay == 0.0:
+        return torch.ones_like(age)
+    return torch.expm1(age * math.log(policy.decay)) / (policy.decay - 1.0)
+
+
+def lowest(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The key that leaves first, of the lowest rank, of equal ones at the highest position: that
+    position and its index on the last axis, [B, G, 1] each."""
+    others = keys != keys.amin(-1, keepdim=True)
+    position, index = positions.masked_fill(others, -1).max(-1, keepdim=True)
+    return position, index
+
+
+def staying(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
+    """[B, G, C] bool: the k [B, 1 or G, 1] of highest rank, of equal ones the lowest positions.
+
+    `ranks` as `rank_keys` makes them. What has position -1 is no key.
+    """
+    best = (ranks.long() << 32) + (_SPARED - positions)
+    best = best.masked_fill(positions < 0, torch.iinfo(torch.int64).min)
+    last = (k - 1).clamp(max=best.shape[-1] - 1).expand(*best.shape[:2], 1)
+    least = best.sort(-1, descending=True).values.gather(-1, last)
+    return (best >= least) & (positions >= 0)
