@@ -23,14 +23,14 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
-from h2o.hf import rollback, saved
+from h2o.hf import cache_file, crop
 from h2o.hf.conversation import Conversation, columns_left, refuse_broken
+from h2o.hf.from_dynamic_cache import take_over
 from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
-from h2o.hf.layers import layers_of
+from h2o.hf.layer_types import layers_of
 from h2o.hf.report import Report, of_window
-from h2o.hf.served import transformers_layers
-from h2o.hf.takeover import take_over
+from h2o.hf.support import transformers_layers
 from h2o.profile import describe
 
 __all__ = ["H2OCache", "H2OLayer", "Unsupported"]
@@ -165,7 +165,7 @@ class H2OCache(Cache):
         that is not the cache's, and without one for a part of its heads that was taken over.
         """
         self.conversation.refuse_other_thread()
-        saved.write(Path(path), self, model)
+        cache_file.write(Path(path), self, model)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, *, device: Any = None) -> H2OCache:
@@ -185,7 +185,7 @@ class H2OCache(Cache):
         of another model, or of other heads of a tensor parallel model than are here; OSError
         without one.
         """
-        content, tensors = saved.read(Path(path), model)
+        content, tensors = cache_file.read(Path(path), model)
         settings = content["settings"]
         loaded = cls(
             getattr(model, "config", model),
@@ -194,8 +194,8 @@ class H2OCache(Cache):
             trace=settings["trace"],
             compileable=settings["compileable"],
         )
-        where = saved.device_of(model) if device is None else device
-        saved.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
+        where = cache_file.device_of(model) if device is None else device
+        cache_file.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
         loaded.conversation.copied = True
         return loaded
 
@@ -327,7 +327,7 @@ class H2OCache(Cache):
             return
         self.conversation.refuse_interrupted()
         refuse_broken(counts)
-        rollback.crop(self.layers, tokens, left)
+        crop.crop(self.layers, tokens, left)
 
     def activate_past_recording(self) -> None:
         """From now on the last forward pass can be taken back by `crop`.

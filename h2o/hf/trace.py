@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.slots import by_head
+from h2o.hf.slot_layout import by_head
 
 __all__ = ["Trace"]
 
@@ -27,9 +27,9 @@ class Trace:
         self.left: Tensor | None = None
         """[B, G, N] int32, by position: columns seen when the key was evicted, or -1"""
 
-    def record(self, slots: ops.Slots, Q: int, mask: Tensor | None) -> None:
+    def record(self, slots: ops.Slots, sizes: list[int], Q: int, mask: Tensor | None) -> None:
         """After a forward pass of Q columns: what is no longer in the slots was evicted by it."""
-        positions = by_head(slots, "positions", -1)
+        positions = by_head(slots, sizes, "positions", -1)
         B, G, _ = positions.shape
         real = slots.lengths.new_ones((B, Q), dtype=torch.bool)
         if mask is not None:

@@ -21,9 +21,9 @@ from torch import Tensor
 from h2o.config import H2OConfig
 from h2o.filesystem import whole
 from h2o.head_budgets import LayerShares
-from h2o.hf import parallel
+from h2o.hf import tensor_parallel
 from h2o.hf.layer import H2OLayer
-from h2o.hf.state import State, restore, state_of
+from h2o.hf.layer_state import State, restore, state_of
 from h2o.packages import version
 from h2o.profile import Profile, describe, difference, sample
 
@@ -133,9 +133,9 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
     if not state.numbers.get("unscored"):
         return state
     if model is not None:
-        return State(state.tensors, state.numbers | {"part": parallel.part(model)})
+        return State(state.tensors, state.numbers | {"part": tensor_parallel.part(model)})
     every, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
-    if every not in (None, held) and parallel.several():
+    if every not in (None, held) and tensor_parallel.several():
         raise ValueError(
             f"this cache holds {held} of {every} key/value heads, taken over from a DynamicCache, "
             "and does not know which before its first forward pass: give save() the model"
@@ -162,19 +162,19 @@ def _refuse_other_part(
         if "part" in numbers:
             parts.add(tuple(numbers["part"]))
         elif held == describe(model).get("num_key_value_heads"):  # the first files did not tell
-            parts.add(parallel.WHOLE)
+            parts.add(tensor_parallel.WHOLE)
     for part in parts:
-        reason = f"holds the heads of {parallel.named(part)}"
+        reason = f"holds the heads of {tensor_parallel.named(part)}"
         if not hasattr(model, "config"):
-            if part == parallel.WHOLE:
+            if part == tensor_parallel.WHOLE:
                 continue
             raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
-        if (here := parallel.part(model)) != part:
+        if (here := tensor_parallel.part(model)) != part:
             raise ValueError(
-                f"{reason}, and this is {parallel.named(here)}: "
+                f"{reason}, and this is {tensor_parallel.named(here)}: "
                 + (
                     "load it in one process, or let each read the text again and save its own heads"
-                    if part == parallel.WHOLE
+                    if part == tensor_parallel.WHOLE
                     else "have as many processes as then each load the file that it saved, at a "
                     "path of its own"
                 )
