@@ -72,7 +72,7 @@ def retained_mass(
 
 
 def visible(evicted_at: Tensor, first: int, rows: int, seen: int) -> Tensor:
-    """[H, rows, seen] bool: which of the first `seen` keys rows from `first` on still see, causality
-    aside."""
+    """[H, rows, seen] bool: which of the first `seen` keys the rows from `first` on still see, if
+    causality is left aside."""
     row = torch.arange(first, first + rows, device=evicted_at.device)
     return row[:, None] < evicted_at[:, None, :seen]

@@ -230,7 +230,7 @@ def _local(
 ) -> Choose:
     """Rows from `heavy` on drop the lowest of the heavy keys before they join them.
 
-    The window is or-ed on top, so a key is seen until neither the heavy ones nor the window have it.
+    The window is or-ed on top, so a key is seen until it is in neither.
     """
     H, n = evicted_at.shape
     window = _window_ends(n, recent)

@@ -61,27 +61,27 @@ class CacheRelativeLayer(H2OLayer):
         return super()._in_form_of_store(query, key, value, call)
 
     def _step(
-        self, new: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
+        self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
     ) -> Tensor:
         if self._ranks is None:
             self._ranks = ranks(slots, self.room.sizes)
         table = self.rotary.table(min(self.longest, max(self.room.widest)) + 1, slots.keys.device)
-        return super()._step(new, slots, out, rotary=ops.Rotary(table, self._ranks))
+        return super()._step(tokens, slots, out, rotary=ops.Rotary(table, self._ranks))
 
-    def _attention(self, new: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
         self._ranks = None  # what follows is an eviction
         most = None
-        if new.mask is None:
-            most = min(self.longest, max(self.room.widest)) + new.query.shape[2]
+        if tokens.mask is None:
+            most = min(self.longest, max(self.room.widest)) + tokens.query.shape[2]
         return attend(
-            *new[:3],
+            *tokens[:3],
             slots,
             self.room.sizes,
             rotary=self.rotary,
-            mask=new.mask,
+            mask=tokens.mask,
             most=most,
-            scale=new.scale,
-            softcap=new.softcap,
+            scale=tokens.scale,
+            softcap=tokens.softcap,
             decay=self.config.decay,
         )
 

@@ -51,15 +51,15 @@ class CompileableLayer(H2OLayer):
         """As a tensor, which the next step changes, as transformers' StaticLayer has it."""
         return self._columns
 
-    def _attend_one(self, new: NewTokens) -> Tensor:
+    def _attend_one(self, tokens: NewTokens) -> Tensor:
         if not torch.compiler.is_compiling():
-            return super()._attend_one(new)
+            return super()._attend_one(tokens)
         out: Tensor = torch.ops.h2o.step(
-            *new[:3],
+            *tokens[:3],
             *self.slots,
-            mask=new.mask,
-            scale=new.scale,
-            softcap=new.softcap,
+            mask=tokens.mask,
+            scale=tokens.scale,
+            softcap=tokens.softcap,
             **self.ranking,
         )
         self._columns.add_(1)

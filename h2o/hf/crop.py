@@ -26,10 +26,10 @@ NO_RECORD = (
 class LastPass:
     """What it takes to do the last forward pass of a layer again."""
 
-    def __init__(self, layer: Any, new: NewTokens) -> None:
+    def __init__(self, layer: Any, tokens: NewTokens) -> None:
         """Before the pass over these tokens."""
         self.before = state_of(layer).each(Tensor.clone)
-        self.new = new._replace(key=new.key.detach())  # without its reference to the layer
+        self.tokens = tokens._replace(key=tokens.key.detach())  # without its reference to the layer
 
     def refuse(self, left: int, seen: int) -> None:
         """Raises NotImplementedError where fewer columns are to be left than before the pass."""
@@ -46,7 +46,7 @@ class LastPass:
         """
         restore(layer, self.before)
         if columns := left - layer.seen:
-            layer.forward(self.new.first(columns))
+            layer.forward(self.tokens.first(columns))
 
 
 def crop(layers: Sequence[Any], tokens: int, left: int) -> None:

@@ -116,7 +116,7 @@ class H2OLayer(LayerContents):
             self._refuse(call)
             query, key, value = as_autocast(call.query, call.key, call.value)
             dtype = query.dtype
-            new = self._in_form_of_store(query, key, value, call)
+            tokens = self._in_form_of_store(query, key, value, call)
         except Exception:
             self.forget_update()
             raise
@@ -125,9 +125,9 @@ class H2OLayer(LayerContents):
                 f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
                 "cannot be used where forward passes are repeated (gradient checkpointing)"
             )
-        last = LastPass(self, new) if self.record_past else None
+        last = LastPass(self, tokens) if self.record_past else None
         try:
-            out = self.forward(new)
+            out = self.forward(tokens)
         except Exception:
             self.forget_update()
             raise
@@ -135,13 +135,13 @@ class H2OLayer(LayerContents):
         self.conversation.attended(self.layer_idx)
         return out if out.dtype == dtype else out.to(dtype)
 
-    def forward(self, new: NewTokens) -> Tensor:
+    def forward(self, tokens: NewTokens) -> Tensor:
         """As `attend`, of tokens in the form of the store, whichever layer's keys are awaited."""
         if self.slots is None or self.unscored:
-            return self._attend_prompt(new)
-        if new.query.shape[2] != 1:
-            return self._attend_chunk(new)
-        return self._attend_one(new)
+            return self._attend_prompt(tokens)
+        if tokens.query.shape[2] != 1:
+            return self._attend_chunk(tokens)
+        return self._attend_one(tokens)
 
     def forget_update(self) -> None:
         """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
@@ -173,56 +173,58 @@ class H2OLayer(LayerContents):
                 query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         return NewTokens(query, key, value, call.mask, call.scale, call.softcap)
 
-    def _attend_one(self, new: NewTokens) -> Tensor:
+    def _attend_one(self, tokens: NewTokens) -> Tensor:
         """A decode step."""
         slots = self.slots
         if self.room.tokens <= self.longest:
             slots = self._with_room(self.longest + 1)
-        out = self._step(new, slots, None if self._out is None else torch.empty_like(self._out))
+        out = self._step(tokens, slots, None if self._out is None else torch.empty_like(self._out))
         self._out = out
         self.longest += 1
-        self._count(1, new.mask)
+        self._count(1, tokens.mask)
         return out
 
-    def _attend_prompt(self, new: NewTokens) -> Tensor:
+    def _attend_prompt(self, tokens: NewTokens) -> Tensor:
         """The first forward pass, also over keys that were taken over: budgets are set."""
-        B, G, Q, _ = new.key.shape
+        B, G, Q, _ = tokens.key.shape
         unscored = self.slots
-        counts = prompt_budget.counted(new.mask, B, Q, self.config, self.conversation)
+        counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.conversation)
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
         budget = prompt_budget.budget_of(
             self.config, self.conversation.prompt_length, counts, G, self.part, self.row_size
         )
         room = Room(budget.widest, self._capacities(budget.widest, max(counts)))
-        slots = self._new_slots(new.key, room.sizes, budget.by_row)
-        out = self._attend_and_evict(new, unscored, slots)
+        slots = self._new_slots(tokens.key, room.sizes, budget.by_row)
+        out = self._attend_and_evict(tokens, unscored, slots)
         self._hold(slots, room)
         self.raised = budget.raised
         self.unscored = False
         self.prompt_columns = self.seen + Q
         self.longest = max(counts)
-        self._count(Q, new.mask)
+        self._count(Q, tokens.mask)
         return out
 
-    def _attend_chunk(self, new: NewTokens) -> Tensor:
+    def _attend_chunk(self, tokens: NewTokens) -> Tensor:
         """A later forward pass of several tokens: a chunk of the prompt, a chat turn."""
-        Q = new.key.shape[2]
+        Q = tokens.key.shape[2]
         if self.seen == self.prompt_columns and not self.record_past:
             prompt_budget.refuse_chunk(self.config, self.conversation, self.seen, Q)
         slots = self._with_room(self.longest + Q)
-        out = self._attend_and_evict(new, slots, slots)
+        out = self._attend_and_evict(tokens, slots, slots)
         self.longest += Q
-        self._count(Q, new.mask)
+        self._count(Q, tokens.mask)
         return out
 
-    def _attend_and_evict(self, new: NewTokens, seen: ops.Slots | None, slots: ops.Slots) -> Tensor:
+    def _attend_and_evict(
+        self, tokens: NewTokens, seen: ops.Slots | None, slots: ops.Slots
+    ) -> Tensor:
         """Attends over the slots `seen` and the new tokens, and stores what the budget keeps of
         both in `slots`, which are the same or empty. When it raises, `seen` is as it was."""
         scores_before = None if seen is None else seen.scores.clone()
         try:
-            out, scores = self._attention(new, seen)
-            stored = new.key, new.value, scores, new.mask
+            out, scores = self._attention(tokens, seen)
+            stored = tokens.key, tokens.value, scores, tokens.mask
             if seen is not None and seen is not slots:
                 stored = slot_layout.together(seen, *stored)
             ops.evict(*stored[:3], slots, mask=stored[3], **self.ranking)
@@ -249,29 +251,29 @@ class H2OLayer(LayerContents):
         return slot_layout.capacities(widest, tokens)
 
     def _step(
-        self, new: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
+        self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
     ) -> Tensor:
         step: Tensor = ops.step(
-            new.query,
-            new.key,
-            new.value,
+            tokens.query,
+            tokens.key,
+            tokens.value,
             slots,
-            mask=new.mask,
-            scale=new.scale,
-            softcap=new.softcap,
+            mask=tokens.mask,
+            scale=tokens.scale,
+            softcap=tokens.softcap,
             out=out,
             **rotary,
             **self.ranking,
         )
         return step
 
-    def _attention(self, new: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
         return ops.attend(
-            *new[:3],
+            *tokens[:3],
             slots,
-            mask=new.mask,
-            scale=new.scale,
-            softcap=new.softcap,
+            mask=tokens.mask,
+            scale=tokens.scale,
+            softcap=tokens.softcap,
             decay=self.config.decay,
         )
 

@@ -48,7 +48,7 @@ class LayerContents(CacheLayerMixin):
     def take_over(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """Holds keys and values [B, G, n, D] of another cache, pads (mask [B, n]) left out.
 
-        All of them, with scores of 0, until the next forward pass has scored and cut them.
+        All of them, with scores of 0, until the next forward pass has scored and pruned them.
         """
         self._refuse_shapes(keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
@@ -113,10 +113,8 @@ class LayerContents(CacheLayerMixin):
         self.longest = 0  # at least the tokens of the longest row
         self.prompt_columns = 0
         self.row_size = (0, 0)  # D, and bytes of an element as the model gives it
-        self.unscored = False  # whether all is of another cache, without scores until the next pass
-        self.raised = (
-            False  # whether a fraction of the prompt was less than one token, and one kept
-        )
+        self.unscored = False  # whether all came from another cache, and waits to be scored
+        self.raised = False  # whether a fraction of the prompt, less than one token, was made one
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # where passes are recorded: a LastPass, see H2OLayer.crop
         self.conversation.waiting = None

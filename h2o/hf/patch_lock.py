@@ -54,7 +54,7 @@ class PatchLock:
         with configs_lock, contextlib.suppress(ValueError):
             _held.remove(self)
 
-    def _excludes(self, other: Turn) -> bool:
+    def _excludes(self, other: PatchLock) -> bool:
         if other.thread is self.thread or other.thread is None or not other.thread.is_alive():
             return False
         if self.kind == other.kind == "patched":  # both say "h2o", whichever ends first

@@ -108,8 +108,8 @@ class Patch:
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic"):
             raise Unsupported(
-                f"cache_implementation={implementation!r} inside h2o.patched(): a model has one cache, and "
-                "this one would keep everything; drop the argument, or leave patched()"
+                f"cache_implementation={implementation!r} inside h2o.patched(): a model has one "
+                "cache, and this one would keep everything; drop the argument, or leave patched()"
             )
         length = _prompt_length(generation_config, model_kwargs)
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())

@@ -139,9 +139,9 @@ class Simulation:
         """float32 [B, H]: the share of a full cache's attention that falls on keys still held.
 
         The mean over the row's tokens of the softmax over all tokens before, summed over those
-        that were seen; see `h2o.attention_blocks.retained_mass`. With `per_token` [B, H, N]: what each
-        token retains, NaN for a pad. A key that was merged counts as evicted, though a part of it
-        lives on: with `merge` this says too little.
+        that were seen; see `h2o.attention_blocks.retained_mass`. With `per_token` [B, H, N]: what
+        each token retains, NaN for a pad. A key that was merged counts as evicted, though a part
+        of it lives on: with `merge` this says too little.
         """
         mass = _asked_for(self._mass, "mass")[layer_idx]
         return mass if per_token else mass.nanmean(-1)

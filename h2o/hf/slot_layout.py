@@ -1,4 +1,4 @@
-"""Where a layer's slots lie, by head: how many there are, making more, and reading them by position.
+"""Where a layer's slots lie, by head: how many there are, making more, reading them in order.
 
 `h2o.slots` says what slots are, and the operations fill them. Heads with budgets of their own have
 different numbers of slots, one head after the other on one axis. Those numbers are a plain list,

@@ -14,7 +14,7 @@ from torch import distributed, nn
 __all__ = ["WHOLE", "mesh_of", "named", "part", "several"]
 
 WHOLE = (0, 1)
-"""A layer that is not cut."""
+"""The part of a model that is in one process: all heads."""
 
 
 def part(module: nn.Module) -> tuple[int, int]:

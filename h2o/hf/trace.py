@@ -1,4 +1,7 @@
-"""When each key of a layer was evicted, so that what every token saw can be rebuilt."""
+"""When each key of a layer was evicted, so that what every token saw can be rebuilt.
+
+A cache made with `trace=True` keeps a `Trace` in each layer; `H2OCache.evicted_at` reads it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ __all__ = ["Trace"]
 class Trace:
     """The history of one layer: one number per key, because an evicted key never returns.
 
-    Not to a slot of its own: one that was merged lives on in another's, and counts as evicted.
+    A key that was merged into another counts as evicted.
 
     Columns are places in the padded batch, positions count a row's real tokens.
     """
