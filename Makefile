@@ -11,7 +11,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 
 .PHONY: help demo bench cuda test no-cxx test-all test-c test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
-	lint format notebooks stubs docs docs-links wheels test-wheels clean
+	lint format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -326,6 +326,9 @@ stubs: .venv/core .venv/lint ## the type stubs against the compiled core
 
 docs: .venv/core .venv/docs ## the documentation as a site in build/site; any warning or dead link in it fails
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/site
+
+pictures: .venv/core .venv/test ## README's picture, docs/results.svg, from the tables of the documents
+	$(BIN)/python tools/draw_results.py
 
 docs-links: .venv/core .venv/docs ## asks every link of the documentation that leads elsewhere
 	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links
