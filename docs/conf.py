@@ -23,7 +23,6 @@ PLACES = {  # where links in files outside of docs lead on the site
     "docs/processes.md": "processes.md",
     "docs/cuda.md": "cuda.md",
     "benchmarks/README.md": "benchmarks.md",
-    "results/latest.png": "../benchmarks/results/latest.png",
 }
 
 project = "h2o-kv"
