@@ -11,7 +11,7 @@ import h2o.ops
 
 from . import correctness, inputs
 from .correctness import WrongResult
-from .devices import Cpu
+from .targets import Cpu
 from .options import DTYPES, Options
 from .peers import attention_peers, torch_peers
 from .timing import Contender, Row, Times, race

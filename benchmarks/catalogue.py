@@ -17,7 +17,7 @@ from . import (
     thread_table,
     torch_backend_tables,
 )
-from .devices import DEVICES
+from .targets import DEVICES
 from .options import Options
 from .timing import Row
 

@@ -21,7 +21,7 @@ import h2o.ops
 
 from . import correctness, inputs
 from .correctness import WrongResult
-from .devices import Cpu, DryRun
+from .targets import Cpu, DryRun
 from .machine import roofline
 from .options import DTYPES, Options
 from .peers import attention_peers, torch_peers

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .devices import DEVICES, Cpu
+from .targets import DEVICES, Cpu
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -39,7 +39,7 @@ class Options:
     device: str = "cpu"
 
     def target(self) -> Cpu:
-        """The device, see `devices`."""
+        """The device, see `targets`."""
         return DEVICES[self.device]()
 
     def wanted(self, *names: str) -> list[tuple[str, torch.dtype]]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, OPTCon
 import h2o
 
 from .correctness import WrongResult
-from .devices import Cpu
+from .targets import Cpu
 from .model_tables import Decoding
 from .options import Options
 from .peers.environments import PeerMissing
