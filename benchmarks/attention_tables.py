@@ -11,9 +11,9 @@ import h2o.ops
 
 from . import correctness, inputs
 from .correctness import WrongResult
-from .targets import Cpu
 from .options import DTYPES, Options
 from .peers import attention_peers, torch_peers
+from .targets import Cpu
 from .timing import Contender, Row, Times, race
 
 

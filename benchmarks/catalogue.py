@@ -17,8 +17,8 @@ from . import (
     thread_table,
     torch_backend_tables,
 )
-from .targets import DEVICES
 from .options import Options
+from .targets import DEVICES
 from .timing import Row
 
 

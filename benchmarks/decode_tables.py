@@ -21,10 +21,10 @@ import h2o.ops
 
 from . import correctness, inputs
 from .correctness import WrongResult
-from .targets import Cpu, DryRun
 from .machine import roofline
 from .options import DTYPES, Options
 from .peers import attention_peers, torch_peers
+from .targets import Cpu, DryRun
 from .timing import Contender, Row, Times, race
 
 Pairs = Sequence[tuple[Tensor, Tensor]]

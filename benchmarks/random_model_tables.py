@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, OPTCon
 import h2o
 
 from .correctness import WrongResult
-from .targets import Cpu
 from .model_tables import Decoding
 from .options import Options
 from .peers.environments import PeerMissing
+from .targets import Cpu
 from .timing import Contender, Row, Times, race
 
 
