@@ -21,7 +21,7 @@ help: ## this list
 demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of its bytes, and a sliding window
 	$(BIN)/h2o generate --compare
 
-bench: .venv/core .venv/test ## every benchmark of benchmarks/README.md; an hour on a quiet machine
+bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
 
 test: lint test-c $(if $(shell command -v $(CXX)),test-cuda,no-cxx) balance test-python ## everything but the slow tests

@@ -318,23 +318,18 @@ def run_stream(parser: Parser, options: argparse.Namespace) -> int:
 
 
 def bench_arguments(parser: Parser) -> None:
-    from h2o.bench.options import add_arguments
+    from h2o.cli import bench
 
-    add_arguments(parser)
+    bench.add_arguments(parser)
 
 
 def run_bench(parser: Parser, options: argparse.Namespace) -> int:
-    from h2o import models
-    from h2o.bench.options import check
+    from h2o import errors
+    from h2o.cli import bench
 
-    wanted = check(parser, options)
     try:
-        models.need_transformers()
-        from h2o.bench.run import main as bench
-
-        models.quiet_libraries()
-        return bench(options, wanted)
-    except models.UserError as error:
+        return bench.run(parser, options)
+    except errors.UserError as error:
         return failed(parser, error)
 
 
@@ -345,7 +340,7 @@ COMMANDS = (
     Command("analyze", "see heavy hitters: a page of one text", analyze_arguments, run_analyze),
     Command("calibrate", "which heads need more of a cache", calibrate_arguments, run_calibrate),
     Command("stream", "text without end, a chat without end", stream_arguments, run_stream),
-    Command("bench", "time h2o beside its peers", bench_arguments, run_bench),
+    Command("bench", "time a model beside its full cache", bench_arguments, run_bench),
 )
 
 
