@@ -1,0 +1,118 @@
+"""A hook on a model's attention: within a block, layers attend by a function that is given.
+
+Simulation, analysis and calibration look in this way at one forward pass over a whole text, without
+having to know how transformers calls an attention function, and what such a call may ask for that
+h2o does not do.
+
+Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from h2o.hf import attention
+from h2o.hf.attention_call import as_autocast
+from h2o.hf.patch_lock import PatchLock, configs_lock, configs_of, unwrapped
+
+__all__ = ["Call", "attending"]
+
+
+class Call(NamedTuple):
+    """What one layer's attention is given."""
+
+    module: nn.Module
+    layer: int
+    query: Tensor
+    """[B, H, n, D]"""
+    key: Tensor
+    """[B, G, n, D]"""
+    value: Tensor
+    """[B, G, n, D], all three of one dtype, also under autocast"""
+    mask: Tensor | None
+    """[B, n] bool, False at a pad; None without pads"""
+    scale: float | None
+    """None: 1 / sqrt(D)"""
+    softcap: float
+    """0: none"""
+    dropout: float
+    cached: bool
+    """Whether keys and values come out of an `H2OCache`"""
+    full: Callable[[], Tensor]
+    """The output [B, n, H, D] with nothing evicted"""
+
+
+@contextmanager
+def attending(
+    model: Any, layers: Collection[int], visit: Callable[[Call], Tensor]
+) -> Iterator[None]:
+    """Within the block the attention of these layers is what `visit` makes of a call.
+
+    `visit` returns the output [B, n, H, D]. The other layers attend as they do. The model is as
+    before after the block, also after an error.
+
+    Raises:
+        Unsupported: a model with attention code of its own; in the model's forward, attention that
+            is not plain and causal.
+        RuntimeError: another thread has the model in such a block.
+    """
+
+    def function(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        layer: int = module.layer_idx  # type: ignore[assignment]
+
+        def full() -> Tensor:
+            return attention.h2o_attention_forward(
+                module, query, key, value, attention_mask, scaling, dropout, softcap,
+                sliding_window, is_causal, **kwargs,
+            )[0]  # fmt: skip
+
+        if layer not in layers:
+            return full(), None
+        if error := attention.unsupported(
+            module, kwargs, attention_mask, sliding_window, is_causal
+        ):
+            raise error
+        mask = None if attention_mask is None else attention_mask.bool()
+        tensors = as_autocast(query, key, value)
+        cached = hasattr(key, "h2o_layer")
+        softcap = softcap or 0.0
+        call = Call(module, layer, *tensors, mask, scaling, softcap, dropout, cached, full)
+        return visit(call), None
+
+    model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
+    name = f"h2o_simulated:{next(_numbers)}"
+    lock = PatchLock("simulated", model)
+    attention.register(name, function)
+    try:
+        with lock.acquired():
+            before = [(part, part._attn_implementation) for part in configs_of(model)]
+            attention.switch(model, name)
+        try:
+            yield
+        finally:
+            with configs_lock:
+                for part, name_before in before:
+                    part._attn_implementation_internal = name_before
+            lock.release()
+    finally:
+        attention.unregister(name)
+
+
+_numbers = itertools.count()

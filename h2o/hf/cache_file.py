@@ -1,0 +1,241 @@
+"""The file of a saved cache: written and read, so that another process goes on with a text.
+
+A safetensors file. Its tensors are those of the layers' states (`h2o.hf.layer_state`), named
+`<layer>.<tensor>`; its metadata has one JSON text with the rest (settings, which model it was,
+numbers of each layer), and a checksum of all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from h2o.config import H2OConfig
+from h2o.filesystem import whole
+from h2o.head_budgets import LayerShares
+from h2o.hf import tensor_parallel
+from h2o.hf.layer import H2OLayer
+from h2o.hf.layer_state import State, restore, state_of
+from h2o.packages import version
+from h2o.profile import Profile, describe, difference, sample
+
+__all__ = ["device_of", "fill", "read", "write"]
+
+KIND = "h2o cache"
+LAYOUT = 1
+"""Raised when a file is written that older versions cannot read."""
+
+
+def write(path: Path, cache: Any, model: Any = None) -> None:
+    """Writes what an `H2OCache` holds; see its `save`."""
+    if model is not None and (reason := difference(model, cache.model_shape, {})):
+        raise ValueError(f"this cache was made for another model: {reason}")
+    states = [_with_part(state_of(layer), cache, model) for layer in cache.layers]
+    text = json.dumps(
+        {
+            "kind": KIND,
+            "layout": LAYOUT,
+            "versions": {name: version(name) for name in ("h2o-kv", "torch", "transformers")},
+            "model": cache.model_shape,
+            "weights": {} if model is None else sample(model),
+            "settings": _settings(cache.layers),
+            "prompt_length": cache.conversation.prompt_length,
+            "layers": [state.numbers for state in states],
+        }
+    )
+    tensors = {
+        f"{index}.{name}": x.cpu().contiguous()
+        for index, state in enumerate(states)
+        for name, x in state.tensors.items()
+    }
+    metadata = {"format": "pt", "h2o": text, "sha256": _checksum(text, tensors)}
+    with whole(path) as draft:
+        draft.touch()  # OSError as everywhere, where no file can be
+        try:
+            save_file(tensors, draft, metadata)
+        except SafetensorError as error:
+            raise OSError(f"{path} could not be written: {error}") from error
+
+
+def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `write` wrote: `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
+
+    Raises:
+        ValueError: a file that is no cache, not whole, edited, written by a later version, of
+            another model than this one or one with this config, or of other heads than are here.
+        OSError: there is no file.
+    """
+    try:
+        metadata, tensors = _opened(path)
+        if "h2o" not in metadata:
+            raise ValueError("is a safetensors file, but none of H2OCache.save")
+        text = metadata["h2o"]
+        if metadata.get("sha256") != _checksum(text, tensors):
+            raise ValueError(
+                "its content is not what was written, by its checksum: it was edited or damaged. "
+                "Read the text again and save it anew"
+            )
+        content = json.loads(text)
+        if content["kind"] != KIND:
+            raise ValueError(f"is of the kind {content['kind']!r}, wanted {KIND!r}")
+        if content["layout"] != LAYOUT:
+            raise ValueError(
+                f"was written in layout {content['layout']}, this version of h2o reads {LAYOUT}"
+            )
+        if reason := difference(model, content["model"], content["weights"]):
+            raise ValueError(
+                f"this cache is of another model: {reason}. Load the model that read the text"
+            )
+        _refuse_other_part(content["layers"], tensors, model)
+        content["settings"]["config"] = _config(content["settings"]["config"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return content, tensors
+
+
+def device_of(model: Any) -> Any:
+    """Where tensors for a model go at first: not where nothing is, as of one that is offloaded."""
+    device = torch.device(getattr(model, "device", "cpu"))  # a config has none
+    return "cpu" if device.type == "meta" else device
+
+
+def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Gives new layers what `read` returned; the tensors become theirs.
+
+    Raises:
+        ValueError: something is missing, or is there that no layer has.
+    """
+    if len(layers) != len(content["layers"]):
+        raise ValueError(f"the file has {len(content['layers'])} layers, the model {len(layers)}")
+    for index, (layer, numbers) in enumerate(zip(layers, content["layers"], strict=True)):
+        prefix = f"{index}."
+        of_layer = {
+            name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)
+        }
+        try:
+            restore(layer, State(of_layer, numbers))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"layer {index} was written by another version: {error}") from error
+
+
+def _with_part(state: State, cache: Any, model: Any) -> State:
+    """The state of a layer with the heads that it holds. One that was filled from a DynamicCache
+    learns them in its first forward pass, and of the model until then.
+
+    Raises:
+        ValueError: it holds a part, and nothing tells which.
+    """
+    if not state.numbers.get("unscored"):
+        return state
+    if model is not None:
+        return State(state.tensors, state.numbers | {"part": tensor_parallel.part(model)})
+    total, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
+    if total not in (None, held) and tensor_parallel.several():
+        raise ValueError(
+            f"this cache holds {held} of {total} key/value heads, taken over from a DynamicCache, "
+            "and does not know which before its first forward pass: give save() the model"
+        )
+    return state
+
+
+def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
+    """How many key/value heads a layer holds keys of; None of one that holds none, or a window."""
+    free = tensors.get(f"{prefix}slots.free")
+    return None if free is None else free.shape[1]
+
+
+def _refuse_other_part(
+    layers: list[dict[str, Any]], tensors: dict[str, Tensor], model: Any
+) -> None:
+    """Raises ValueError for heads that this process of a tensor parallel model has not, or not
+    alone."""
+    parts = set()
+    for index, numbers in enumerate(layers):
+        held = _heads(tensors, f"{index}.")
+        if held is None:
+            continue
+        if "part" in numbers:
+            parts.add(tuple(numbers["part"]))
+        elif held == describe(model).get("num_key_value_heads"):  # the first files did not tell
+            parts.add(tensor_parallel.WHOLE)
+    for part in parts:
+        reason = f"holds the heads of {tensor_parallel.named(part)}"
+        if not hasattr(model, "config"):
+            if part == tensor_parallel.WHOLE:
+                continue
+            raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
+        if (here := tensor_parallel.part(model)) != part:
+            raise ValueError(
+                f"{reason}, and this is {tensor_parallel.named(here)}: "
+                + (
+                    "load it in one process, or let each read the text again and save its own heads"
+                    if part == tensor_parallel.WHOLE
+                    else "have as many processes as then each load the file that it saved, at a "
+                    "path of its own"
+                )
+            )
+
+
+def _opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    path.open("rb").close()  # OSError as everywhere
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(
+            f"is truncated, damaged or no safetensors file at all ({error}): save the cache anew"
+        ) from error
+
+
+def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+        digest.update(x.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _settings(layers: list[Any]) -> dict[str, Any]:
+    """What a cache with these layers is made with: fields of `H2OConfig` for JSON, and the rest."""
+    h2o_layers = [layer if isinstance(layer, H2OLayer) else None for layer in layers]
+    first = next(filter(None, h2o_layers), None)
+    if first is None:  # all have windows
+        return {"config": None, "trace": False, "compileable": False}
+    fields = {x.name: getattr(first.config, x.name) for x in dataclasses.fields(H2OConfig)}
+    for name in ("heavy", "recent"):  # what a function gave for a layer has become its number
+        amounts = [_amounts(getattr((layer or first).config, name)) for layer in h2o_layers]
+        alike = len(set(map(repr, amounts))) == 1 and not isinstance(amounts[0], list)
+        fields[name] = amounts[0] if alike else amounts
+    shares = fields["shares"]
+    if isinstance(shares, LayerShares):
+        table = shares.shares
+        fields["shares"] = table.as_dict() if isinstance(table, Profile) else table
+    return {"config": fields, "trace": first.traced, "compileable": first.is_compileable}
+
+
+def _amounts(budget: Any) -> Any:
+    """Of one layer's config: an amount, or a list with one for each head."""
+    return list(budget[0]) if isinstance(budget, tuple) else budget
+
+
+def _config(fields: dict[str, Any] | None) -> H2OConfig:
+    """What `_settings` took apart."""
+    if fields is None:
+        return H2OConfig()
+    fields = dict(fields)
+    if isinstance(fields["shares"], dict):
+        fields["shares"] = Profile.from_dict(fields["shares"])
+    if fields["slot"] is not None:
+        fields["slot"] = tuple(fields["slot"])
+    try:
+        return H2OConfig(**fields)
+    except TypeError as error:
+        raise ValueError(f"was written by a later version of h2o ({error})") from error

@@ -1,0 +1,74 @@
+"""Cropping a cache: a layer's last forward pass is undone, and done again with fewer tokens.
+
+Evicted keys cannot come back, so a layer that records passes keeps a copy of what it held before
+the last one, and the tokens of that pass. To take some of them back it puts the copy in place and
+attends to the remaining ones again: as if the others had never come. Assisted decoding needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from h2o.hf.attention_call import NewTokens
+from h2o.hf.layer_state import restore, state_of
+
+__all__ = ["NO_RECORD", "LastPass", "crop"]
+
+NO_RECORD = (
+    "an H2OCache cannot go back on its own: what was evicted is gone. Call "
+    "cache.activate_past_recording() before the forward pass of which tokens are to be taken back"
+)
+
+
+class LastPass:
+    """What it takes to do the last forward pass of a layer again."""
+
+    def __init__(self, layer: Any, tokens: NewTokens) -> None:
+        """Before the pass over these tokens."""
+        self.before = state_of(layer).each(Tensor.clone)
+        self.tokens = tokens._replace(key=tokens.key.detach())  # without its reference to the layer
+
+    def refuse(self, left: int, seen: int) -> None:
+        """Raises NotImplementedError where fewer columns are to be left than before the pass."""
+        if left < self.before.numbers["seen"]:
+            raise NotImplementedError(
+                f"an H2OCache goes back within its last forward pass, which began after "
+                f"{self.before.numbers['seen']} of {seen} tokens, and {left} were to be left"
+            )
+
+    def again(self, layer: Any, left: int) -> None:
+        """The layer as if so many columns had been all it has seen. It takes the copy: only once.
+
+        What the layer held is in other tensors, and remains as it is.
+        """
+        restore(layer, self.before)
+        if columns := left - layer.seen:
+            layer.forward(self.tokens.first(columns))
+
+
+def crop(layers: Sequence[Any], tokens: int, left: int) -> None:
+    """`H2OCache.crop` of layers that have all seen the same: they go back together or not at all.
+
+    Raises:
+        NotImplementedError: as `LastPass.refuse`, with nothing done. After another error, of
+            memory for example, or an interrupt, all is as it was, but the pass is no longer
+            remembered.
+    """
+    h2o_layers = [layer for layer in layers if not layer.is_sliding]
+    shorter = left < int(layers[0].get_seq_length())
+    for layer in h2o_layers if shorter else []:
+        layer.refuse_crop(left)
+    before = [(layer, state_of(layer)) for layer in h2o_layers]
+    try:
+        for layer in h2o_layers:
+            layer.crop(tokens)
+        for layer in layers:  # transformers' own, which may refuse it
+            if layer.is_sliding and (shorter or getattr(layer, "record_past", False)):
+                layer.crop(tokens)
+    except BaseException:
+        for layer, state in before:
+            restore(layer, state)
+        raise

@@ -1,0 +1,114 @@
+"""Conversion from DynamicCache: what it holds becomes what the layers of a new `H2OCache` hold.
+
+Shape letters: B batch rows, G key/value heads, n columns, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from h2o.errors import Unsupported
+from h2o.hf.cache_relative import CacheRelativeLayer
+from h2o.hf.layer import H2OLayer
+
+__all__ = ["take_over"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = None) -> None:
+    """Copies what a DynamicCache holds into the empty layers of an H2OCache.
+
+    Nothing is shared: either cache may go on without the other.
+
+    Args:
+        cache: the DynamicCache, with n columns in each layer.
+        layers: `H2OLayer`s, and transformers' own where there is a sliding window.
+        attention_mask: [B, n], 0 at a pad; None: no pads.
+
+    Raises:
+        TypeError: another cache, dtype or mask.
+        ValueError: a cache that is empty, of another model, or in the midst of a forward pass; a
+            mask of another shape.
+        Unsupported: layers that are neither full nor sliding-window attention, and cache-relative
+            positions.
+    """
+    if not isinstance(cache, DynamicCache):
+        hint = "; it is one already, fork() it" if hasattr(cache, "conversation") else ""
+        raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
+    if any(isinstance(layer, CacheRelativeLayer) for layer in layers):
+        raise Unsupported(
+            'positions="rolled" cannot go on from a DynamicCache, whose keys are rotated at '
+            "positions that it does not tell: read the text with an H2OCache instead"
+        )
+    B, n = _sizes(cache, len(layers))
+    mask = _mask(attention_mask, B, n)
+    for index, (theirs, ours) in enumerate(zip(cache.layers, layers, strict=True)):
+        if type(theirs) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise Unsupported(
+                f"layer {index} of the DynamicCache is a {type(theirs).__name__}, which is neither "
+                "full nor sliding-window attention"
+            )
+        needed = n if isinstance(ours, H2OLayer) else min(n, ours.sliding_window - 1)
+        if theirs.keys.shape[2] < needed:
+            raise ValueError(
+                f"layer {index} of the DynamicCache holds {theirs.keys.shape[2]} of {n} keys, and "
+                f"the config tells of attention to {needed}: give the config of the model that "
+                "filled it"
+            )
+        keys, values = theirs.keys.detach(), theirs.values.detach()
+        if not isinstance(ours, H2OLayer):
+            ours.update(keys, values)
+            ours.cumulative_length = n
+            continue
+        if keys.dtype not in _DTYPES:
+            raise TypeError(
+                f"layer {index} of the DynamicCache is in {keys.dtype}: h2o computes in float32, "
+                "float16 and bfloat16"
+            )
+        ours.take_over(keys, values, None if mask is None else mask.to(keys.device))
+
+
+def _sizes(cache: DynamicCache, layers: int) -> tuple[int, int]:
+    """B and n, the same for all layers."""
+    sizes = [(x.get_seq_length(), len(x.keys) if x.is_initialized else 0) for x in cache.layers]
+    if not any(columns for columns, _ in sizes):
+        raise ValueError(
+            "the DynamicCache is empty: there is nothing to take over, so make an H2OCache(config)"
+        )
+    if len(sizes) != layers:
+        raise ValueError(
+            f"the DynamicCache has {len(sizes)} layers, the config tells of {layers}: give the "
+            "config of the model that filled it"
+        )
+    if len(set(sizes)) != 1:
+        raise ValueError(
+            "the layers of the DynamicCache hold different numbers of tokens or rows: a forward "
+            f"pass broke off, or it is another model's: (tokens, rows) are {sizes}"
+        )
+    n, B = sizes[0]
+    return B, n
+
+
+def _mask(attention_mask: Any, B: int, n: int) -> Tensor | None:
+    """[B, n] bool, or None."""
+    if attention_mask is None:
+        return None
+    mask = torch.as_tensor(attention_mask)
+    if mask.shape != (B, n):
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}, wanted [{B}, {n}]: a row for each of "
+            "the DynamicCache's, a column for each token and pad that it has seen"
+        )
+    if mask.is_floating_point():
+        raise TypeError(f"attention_mask is {mask.dtype}, wanted bool or integers, 0 at a pad")
+    return mask.bool()

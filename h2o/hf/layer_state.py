@@ -1,0 +1,85 @@
+"""The state of a cache's layer between forward passes as a record: read out, and restored.
+
+The one list of what belongs to it. Whatever copies, saves or crops a cache goes by it, so that a
+new tensor of a layer comes along everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.hf.slot_layout import Room, sizes
+from h2o.hf.tensor_parallel import WHOLE
+
+__all__ = ["State", "restore", "state_of"]
+
+_NUMBERS = ("seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "part")
+"""Of an `H2OLayer`, beside its slots, their room and the trace."""
+
+_SLOTS, _TRACE = "slots.", "trace."  # what names of tensors begin with
+
+
+class State(NamedTuple):
+    """One layer's. Nothing is copied: a forward pass may write to the tensors."""
+
+    tensors: dict[str, Tensor]
+    """By name; none before the prompt"""
+    numbers: dict[str, Any]
+    """Plain numbers and lists, as JSON takes them"""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> State:
+        """With every tensor changed."""
+        return State({name: change(x) for name, x in self.tensors.items()}, self.numbers)
+
+
+def state_of(layer: Any) -> State:
+    """Of an `H2OLayer`, or of a layer of transformers with a sliding window."""
+    if layer.is_sliding:
+        tensors = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+        return State(tensors, {"cumulative_length": layer.cumulative_length})
+    tensors = {}
+    if layer.slots is not None:
+        tensors = _named(_SLOTS, layer.slots._asdict())
+    if layer.trace is not None:
+        tensors |= _named(_TRACE, vars(layer.trace))
+    numbers = {name: getattr(layer, name) for name in _NUMBERS}
+    return State(tensors, numbers | {"widest": layer.room.widest})
+
+
+def restore(layer: Any, state: State) -> None:
+    """Gives a layer of the same kind and settings a state of `state_of`. It takes the tensors.
+
+    A layer of transformers must be new.
+
+    Raises:
+        KeyError: something is missing.
+        TypeError: a tensor that no layer has.
+    """
+    if layer.is_sliding:
+        if state.tensors:
+            layer.update(state.tensors["keys"], state.tensors["values"])
+        layer.cumulative_length = state.numbers["cumulative_length"]
+        return
+    layer.reset()
+    fields = _unnamed(_SLOTS, state.tensors)
+    slots = ops.Slots(**fields) if fields else None
+    layer._hold(slots, Room(list(state.numbers["widest"]), sizes(slots) if slots else []))
+    numbers = {"part": WHOLE, **state.numbers}  # which the first files do not have
+    for name in _NUMBERS:
+        setattr(layer, name, numbers[name])
+    layer.row_size, layer.part = tuple(layer.row_size), tuple(layer.part)
+    if layer.trace is not None:
+        vars(layer.trace).update(_unnamed(_TRACE, state.tensors))
+
+
+def _named(prefix: str, tensors: dict[str, Any]) -> dict[str, Tensor]:
+    return {prefix + name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+
+
+def _unnamed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,187 @@
+"""Where a layer's slots lie, by head: how many there are, making more, reading them in order.
+
+`h2o.slots` says what slots are, and the operations fill them. Heads with budgets of their own have
+different numbers of slots, one head after the other on one axis. Those numbers are a plain list,
+`sizes`, that the layer keeps in its `Room`: a decode step must not wait for another device to tell
+them.
+
+Shape letters: B batch rows, G key/value heads, S slots, Q new tokens, D head
+dimension, n columns of another cache, K keys held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.slots import PER_SLOT
+
+__all__ = [
+    "Room",
+    "by_head",
+    "capacities",
+    "enlarged",
+    "figures",
+    "filled",
+    "heads",
+    "held",
+    "sizes",
+    "together",
+    "with_capacities",
+]
+
+
+@dataclasses.dataclass
+class Room:
+    """How far slots reach. Lists have an entry for each head, or one for all."""
+
+    widest: list[int]
+    """The largest budget k of any row."""
+    sizes: list[int]
+    """Slots; none before the prompt."""
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.sizes, self.widest, strict=False)
+        short = (size - 1 for size, k in pairs if size <= k)
+        self.tokens: float = min(short, default=math.inf)
+        """Rows may have so many tokens, and the next one still fits."""
+
+    def larger(self, tokens: int) -> Room:
+        """For rows of so many tokens and the next one, with room to grow."""
+        needed = capacities(self.widest, tokens)
+        grown = [min(k + 1, s + s // 2) for k, s in zip(self.widest, self.sizes, strict=True)]
+        return Room(self.widest, list(map(max, needed, grown, self.sizes)))
+
+
+def capacities(widest: list[int], tokens: int) -> list[int]:
+    """Slots that rows of so many tokens and the next one need."""
+    return [min(k, tokens) + 1 for k in widest]
+
+
+def sizes(slots: ops.Slots) -> list[int]:
+    """Slots of each head, or of all where they have the same; waits for the device of `starts`."""
+    if slots.starts is None:
+        return [slots.scores.shape[-1]]
+    each: list[int] = slots.starts.diff().tolist()
+    return each
+
+
+def with_capacities(keys: Tensor, sizes: list[int], **kind: Any) -> ops.Slots:
+    """New slots for keys like [B, G, any, D]; `sizes` as `Room.sizes`, others as `new_slots`."""
+    return ops.new_slots(keys, sizes[0] if len(sizes) == 1 else sizes, **kind)
+
+
+def heads(tensor: Tensor, slots: ops.Slots, sizes: list[int]) -> list[Tensor]:
+    """Views of a field of slots, or of a tensor like one, by head: [B, S, ...] each."""
+    if slots.starts is None:
+        return list(tensor.unbind(1))
+    return list(tensor.split(sizes, dim=1))
+
+
+def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) -> Tensor:
+    """[B, G, S, ...]: a field of `PER_SLOT` by head, whatever the store;
+    `empty` where a head has fewer slots than another."""
+    tensor: Tensor = getattr(slots, field)
+    if slots.starts is None:
+        return tensor
+    parts = heads(tensor, slots, sizes)
+    out = tensor.new_full((len(tensor), len(parts), max(sizes), *tensor.shape[2:]), empty)
+    for g, part in enumerate(parts):
+        out[:, g, : part.shape[1]] = part
+    return out
+
+
+def held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
+    """The named fields of what is held, [B, G, K, ...] by ascending position, K as many as any head
+    of any row holds, with the value that is given where one holds fewer. Positions are int64."""
+    positions = by_head(slots, sizes, "positions", -1).long()
+    empty_last = positions.masked_fill(positions < 0, torch.iinfo(torch.int64).max)
+    order = empty_last.argsort(dim=-1)[..., : int((positions >= 0).sum(-1).max())]
+    is_empty = positions.gather(-1, order) < 0
+    ordered = []
+    for name, filler in fields.items():
+        tensor = positions if name == "positions" else by_head(slots, sizes, name)
+        shape = (*order.shape, *tensor.shape[3:])
+        index, empty = (x.view(*x.shape, *[1] * (len(shape) - 3)) for x in (order, is_empty))
+        ordered.append(tensor.gather(2, index.expand(shape)).masked_fill(empty, filler))
+    return ordered
+
+
+def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
+    """What a report says of the slots: fields of `LayerReport`."""
+    B, G = slots.free.shape
+    filled = slots.positions >= 0
+    budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
+    stored = [0 if x is None else x.numel() * x.element_size() for x in slots]
+    return {
+        "seen": slots.lengths.tolist(),
+        "kept_by_head": (by_head(slots, sizes, "positions", -1) >= 0).sum(-1).tolist(),
+        "budget_by_head": (budget.sum(-1) + sinks).tolist(),
+        "bytes_held": sum(stored[:2]),
+        "bytes_bookkeeping": sum(stored[2:]),
+        "merged": 0 if slots.bias is None else round(slots.bias[filled].expm1().sum().item()),
+        "mass_evicted": slots.lost.sum().item(),
+        "mass_kept": slots.scores[filled].cpu().double().sum().item(),
+    }
+
+
+def enlarged(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
+    """The same content in more slots: of each head, or of all, as many as `larger` says."""
+    B, G = slots.free.shape
+    shape, starts = (B, G, larger[0]), None
+    if slots.starts is not None:
+        ends = slots.starts.new_tensor(larger).cumsum(0, dtype=torch.int32)
+        shape, starts = (B, sum(larger)), torch.cat([slots.starts[:1], ends])
+    grown: dict[str, Any] = {}
+    for name in PER_SLOT:
+        old = getattr(slots, name)
+        if old is None:
+            continue
+        empty = -1 if name == "positions" else 0
+        grown[name] = old.new_full((*shape, *old.shape[slots.scores.ndim :]), empty)
+        before = heads(old, slots, sizes)
+        for part, new in zip(before, heads(grown[name], slots, larger), strict=True):
+            new[:, : part.shape[1]] = part
+    return slots._replace(**grown, starts=starts)
+
+
+def filled(keys: Tensor, values: Tensor, mask: Tensor | None, *, value_weighted: bool) -> ops.Slots:
+    """Slots without a budget that hold keys and values [B, G, n, D] with scores of 0.
+
+    Where the mask [B, n] is False there is a pad, which is not stored. In the lowest slots, by
+    ascending position, lie those of each row.
+    """
+    longest = keys.shape[2] if mask is None else int(mask.sum(1).max())
+    slots = ops.new_slots(keys, longest + 1, value_weighted=value_weighted)
+    scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    ops.evict(keys, values, scores, slots, mask=mask, value_weighted=value_weighted)
+    return slots
+
+
+def together(
+    slots: ops.Slots, key: Tensor, value: Tensor, scores: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `filled` made, and new tokens after it, as if all of them were new.
+
+    Args:
+        key, value: [B, G, Q, D].
+        scores: [B, G, Q].
+        mask: [B, Q] bool, False at a pad, or None.
+
+    Returns:
+        keys, values [B, G, S + Q, D], scores [B, G, S + Q], mask [B, S + Q] bool.
+    """
+    real = mask
+    if real is None:
+        real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    return (
+        torch.cat([slots.keys, key], dim=2),
+        torch.cat([slots.values, value], dim=2),
+        torch.cat([slots.scores, scores], dim=2),
+        torch.cat([slots.positions[:, 0] >= 0, real.bool()], dim=1),
+    )

@@ -1,0 +1,70 @@
+"""Tensor parallel models, whose layers are cut over several processes: which heads are here.
+
+transformers gives each process of a mesh an equal part of every layer's heads, in order. A cache's
+layer therefore sees keys of these heads alone, while budgets are of all heads of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import distributed, nn
+
+__all__ = ["WHOLE", "mesh_of", "named", "part", "several"]
+
+WHOLE = (0, 1)
+"""The part of a model that is in one process: all heads."""
+
+
+def part(module: nn.Module) -> tuple[int, int]:
+    """(i, n): this process has the i-th of n equal parts of an attention module's heads.
+
+    A module that is cut in another way (FSDP, for one) is whole when it computes.
+    """
+    mesh = mesh_of(module)
+    return WHOLE if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+
+def named(part: tuple[int, int]) -> str:
+    """A part of the heads by name, for errors."""
+    index, parts = part
+    return f"tensor parallel rank {index} of {parts}" if parts > 1 else "a whole model"
+
+
+def several() -> bool:
+    """Whether this process is one of several."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return distributed.get_world_size() > 1
+
+
+def mesh_of(module: nn.Module) -> Any:
+    """The DeviceMesh of one dimension whose processes have the parts of a module; None of a whole
+    one.
+
+    That dimension is named "tp", as transformers and accelerate do, or has no name. What FSDP cuts
+    is whole when it computes.
+    """
+    if not several():
+        return None
+    from torch.distributed.fsdp import FSDPModule  # which a torch without distributed lacks
+
+    gathered = any(isinstance(child, FSDPModule) for child in module.modules())
+    for mesh in _meshes(module):
+        names = mesh.mesh_dim_names or ()
+        if "tp" in names:
+            return mesh["tp"] if mesh.ndim > 1 else mesh
+        if mesh.ndim == 1 and not names and not gathered:
+            return mesh
+    return None
+
+
+def _meshes(module: nn.Module) -> Iterator[Any]:
+    """torch's DeviceMesh, from its sharded tensors, or as transformers notes it, before 5.11."""
+    for parameter in module.parameters():
+        if hasattr(parameter, "placements"):
+            yield parameter.device_mesh  # type: ignore[attr-defined]
+    for child in module.modules():
+        if (mesh := getattr(child, "_hf_device_mesh", None)) is not None:
+            yield mesh
