@@ -26,8 +26,9 @@ from tqdm import tqdm
 from h2o import H2OCache, models
 from h2o.bench.peers import Peer
 from h2o.evaluate import perplexity
-from h2o.evaluate.results import Cells, fingerprint, provenance, table
+from h2o.evaluate.presentation import table
 from h2o.evaluate.setting import Setting, parse_all
+from h2o.result_cells import Cells, fingerprint, provenance
 
 PRESSES = ("ObservedAttention", "SnapKV", "KeyDiff", "ExpectedAttention", "AdaKV")
 BUDGETS = (0.04, 0.1, 0.2)

@@ -47,7 +47,7 @@ class HasShares(Protocol):
 def table(shares: Any) -> Table | HasShares:
     """`shares` as users may give it (lists, an array, a Profile), checked.
 
-    Errors: TypeError for what is none of these, ValueError for a number that is not positive and
+    Raises: TypeError for what is none of these, ValueError for a number that is not positive and
     for layers of different numbers of heads.
     """
     if isinstance(shares, HasShares):
@@ -117,7 +117,7 @@ def levelled(
 
     `part`: which of how many equal parts of the heads these are (`h2o.hf.parallel`).
 
-    Errors: ValueError for another number of heads than the layer has.
+    Raises: ValueError for another number of heads than the layer has.
     """
     given = max(map(len, rows))
     index, parts = part

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o.draw.extras import axes_or_new, need
+from h2o.draw import axes_or_new, need
 
 if TYPE_CHECKING:
     from h2o.analysis.result import Analysis

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from h2o.analysis.tables import rows
-from h2o.draw.text import pieces
+from h2o.draw import pieces
 
 if TYPE_CHECKING:
     from h2o.analysis.result import Analysis
@@ -44,7 +44,7 @@ def render(
 ) -> str:
     """The page. Its size is about 2 (H + G) bytes and a third for each layer and token.
 
-    Errors: ValueError for a text of more than LONGEST tokens.
+    Raises: ValueError for a text of more than LONGEST tokens.
     """
     if len(a) > LONGEST:
         raise ValueError(f"a page shows at most {LONGEST} tokens, not {len(a)}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o.analysis import measures, removal
 from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
 from h2o.config import H2OConfig, one_config
-from h2o.draw.text import pieces
+from h2o.draw import pieces
 from h2o.hf.simulation import simulated
 
 __all__ = ["Analysis", "Cached", "Measured", "Token"]
@@ -168,9 +168,9 @@ class Analysis:
     ) -> Any:
         """The text, shaded by score; what a cache no longer holds is struck through.
 
-        Arguments as of `tokens`. Returns `h2o.draw.highlight.Html`, text that notebooks show.
+        Arguments as of `tokens`. Returns `h2o.draw.Html`, text that notebooks show.
         """
-        from h2o.draw.highlight import shaded
+        from h2o.draw import shaded
 
         tokens = sorted(self.tokens(tokenizer, layer, head, per=per, at=at))
         return shaded([x.text for x in tokens], [x.score for x in tokens], [x.held for x in tokens])

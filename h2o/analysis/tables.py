@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o.draw.extras import need
+from h2o.draw import need
 
 if TYPE_CHECKING:
     from h2o.analysis.result import Analysis

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from h2o.analysis.collect import full_layers
 from h2o.calibration.allocate import allocate
-from h2o.calibration.measure import costs, watch
+from h2o.calibration.head_costs import costs, watch
 from h2o.calibration.refine import around, moved, worth
 from h2o.config import H2OConfig
-from h2o.evaluate.processes import ALONE, Processes
-from h2o.evaluate.results import Cells, provenance
 from h2o.head_budgets import LEAST
 from h2o.hf import parallel
 from h2o.hf.served import transformers_layers
-from h2o.profile import Profile, describe, sample
+from h2o.model_identity import describe, sample
+from h2o.processes import ALONE, Processes
+from h2o.profile import Profile
+from h2o.result_cells import Cells, provenance
 
 __all__ = ["FRACTIONS", "Window", "calibrate", "grid_of", "policy", "windows_of"]
 
@@ -77,7 +78,7 @@ def calibrate(
     For each key/value head and each budget of a grid the head alone evicts from the first token
     on, ranked as by `H2OConfig.robust`. What this costs is estimated to second order, from the
     change of the head's output and the gradient of the log-likelihood of tokens that are drawn
-    from the model's own predictions (`h2o.calibration.measure`); then a total is shared out so
+    from the model's own predictions (`h2o.calibration.head_costs`); then a total is shared out so
     that one more key would save the same everywhere (`h2o.calibration.allocate`). The same
     idea, for pruning: Theis et al., "Faster gaze prediction with dense networks and Fisher
     pruning", arXiv:1801.05787.
@@ -100,7 +101,7 @@ def calibrate(
             and seed takes them from there. It is not removed.
         progress: called with (passes done, passes in all); what `resume` had is passed over.
 
-    Errors: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
+    Raises: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
     arguments that do not fit, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = full_layers(model)
@@ -167,11 +168,7 @@ def calibrate(
             **settings, "windows": len(chosen), "refine": refine, "steps": STEPS, "read": READ,
             "dtype": origin["dtype"],
         },
-        versions={
-            name: version
-            for name, version in origin["versions"].items()
-            if name in ("h2o-kv", "torch", "transformers")
-        },
+        versions={x: origin["versions"][x] for x in ("h2o-kv", "torch", "transformers")},
     )  # fmt: skip
 
 
@@ -190,7 +187,7 @@ def grid_of(window: int) -> list[int]:
 def windows_of(input_ids: Any, window: int, limit: int | None) -> Iterator[Window]:
     """The windows that are read, in turn from each text.
 
-    Errors: TypeError for what are no token ids, ValueError for a text shorter than a window.
+    Raises: TypeError for what are no token ids, ValueError for a text shorter than a window.
     """
     if window <= 2 * LEAST:
         raise ValueError(f"window must be more than {2 * LEAST} tokens, not {window}")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from h2o import ops
 from h2o.analysis.collect import forward, full_layers
-from h2o.calibration.measure import ROWS
+from h2o.calibration.head_costs import ROWS
 from h2o.config import H2OConfig
 from h2o.head_budgets import levelled
 from h2o.hf import parallel

@@ -259,7 +259,7 @@ def analyze_arguments(parser: Parser) -> None:
 def run_analyze(parser: Parser, options: argparse.Namespace) -> int:
     from h2o import models
     from h2o.cli import analyze
-    from h2o.evaluate.processes import refuse_several
+    from h2o.processes import refuse_several
 
     models.quiet_libraries()
     try:
@@ -282,7 +282,7 @@ def calibrate_arguments(parser: Parser) -> None:
 def run_calibrate(parser: Parser, options: argparse.Namespace) -> int:
     from h2o import models
     from h2o.cli import calibrate
-    from h2o.evaluate.processes import refuse_several
+    from h2o.processes import refuse_several
 
     models.quiet_libraries()
     try:

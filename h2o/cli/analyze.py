@@ -72,7 +72,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("argument --removal-tokens: must be 0 or at least 3")
     text = None if options.text is None else texts.read(parser, "--text", options.text)
     try:
-        from h2o.draw.extras import need
+        from h2o.draw import need
 
         need("matplotlib")
         if not options.output.suffix:

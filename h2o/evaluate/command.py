@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from h2o import model_identity
 from h2o.budgets import parse_amount
 from h2o.errors import UserError
-from h2o.evaluate.processes import launched, leave
-from h2o.evaluate.results import fingerprint
 from h2o.evaluate.setting import (
     DEVICES,
     GRAMMAR,
@@ -22,7 +21,9 @@ from h2o.evaluate.setting import (
 )
 from h2o.filesystem import make_writable
 from h2o.models import need_transformers
+from h2o.processes import launched, leave
 from h2o.profile import Profile
+from h2o.result_cells import fingerprint
 
 __all__ = ["add_arguments", "run"]
 
@@ -202,7 +203,7 @@ def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) ->
 def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) -> None:
     """lm-eval with its own command line."""
     try:
-        from h2o.evaluate import tasks as lm_eval_tasks
+        from h2o.evaluate import lm_eval_tasks
     except ImportError as error:
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
     arguments = ["--tasks", *args.tasks, "--device", args.device, *rest]
@@ -240,9 +241,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
     if args.use_cache:
         # lm-eval files answers under the question alone. Those of another budget or model must
         # not be taken for this one's, nor those of another model that lay at the same place.
-        from h2o.evaluate import identity
-
-        lying = identity.of_files([*map(str, model_args.values()), *rest])
+        lying = model_identity.of_files([*map(str, model_args.values()), *rest])
         name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": lying})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
     lm_eval_tasks.run(arguments, output, ours=ours)

@@ -8,9 +8,12 @@ for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-har
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import inspect
 import itertools
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,12 +32,11 @@ from tqdm import tqdm
 from h2o import models
 from h2o.config import H2OConfig
 from h2o.evaluate import protocols
-from h2o.evaluate.journal import Journal, Request
-from h2o.evaluate.processes import ALONE, launched
 from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluate.setting import DEVICES, Setting, from_config, from_options
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
+from h2o.processes import ALONE, Processes, launched
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
@@ -44,7 +46,38 @@ a CPU ends in the machine's standstill instead of an error."""
 
 POLICY = ("variant", *(field.name for field in dataclasses.fields(H2OConfig)))
 
+Request = tuple[Any, list[int], list[int]]
+"""What lm-eval passes: (key, context, continuation), the latter two in tokens."""
+
 log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Answers of an evaluation in a file, one line each, written as they come. Without a path
+    it remembers nothing. Of several processes the first one reads and writes it."""
+
+    def __init__(self, path: Path | None, processes: Processes) -> None:
+        self.path = path if processes.first else None
+        self.answers: dict[str, tuple[float, bool]] = {}
+        lines = path.read_text("utf-8").splitlines() if self.path and path.exists() else []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # a last line that was cut short
+                key, logprob, greedy = json.loads(line)
+                self.answers[key] = (logprob, greedy)
+        self.answers = processes.of_first(self.answers)
+
+    def get(self, request: Request) -> tuple[float, bool] | None:
+        return self.answers.get(self._key(request))
+
+    def put(self, request: Request, answer: tuple[float, bool]) -> None:
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps([self._key(request), *answer]))
+
+    @staticmethod
+    def _key(request: Request) -> str:
+        return hashlib.sha256(json.dumps(request[1:]).encode()).hexdigest()
 
 
 @register_model("h2o")

@@ -21,11 +21,14 @@ from typing import Any
 
 import torch
 
-from h2o import generate, models
+from h2o import models
 from h2o.errors import UserError
-from h2o.evaluate.processes import launched
-from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
+from h2o.evaluate.presentation import plot_curves, table
 from h2o.evaluate.setting import Setting
+from h2o.filesystem import read_text
+from h2o.hf.new_cache import new_cache
+from h2o.processes import launched
+from h2o.result_cells import Cells, fingerprint, provenance
 
 __all__ = ["DEPTHS", "LENGTHS", "Trial", "compare", "trials"]
 
@@ -59,7 +62,7 @@ def trials(text: str, tokenizer: Any, lengths: Sequence[int], each: int) -> list
     Pieces of the text are taken one after the other, from its start again where it ends; a
     length counts the piece's tokens, to which those of the sentence come.
 
-    Errors: UserError for a text with fewer tokens than a length, or without sentences.
+    Raises: UserError for a text with fewer tokens than a length, or without sentences.
     """
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < max(lengths):
@@ -116,10 +119,7 @@ def compare(
     for setting in settings:
         if not setting.dropping:
             raise UserError(f"{setting.name}: a mask, no cache; it cannot answer")
-    try:
-        text = file.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
+    text = read_text(file)
     cells = Cells(output / "needle.json", "h2o eval --needle", launched())
     model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
     rows = trials(text, tokenizer, lengths, limit or 4)
@@ -154,7 +154,7 @@ def compare(
 
 
 def encode(tokenizer: Any, config: Any, row: Trial) -> tuple[torch.Tensor, ...]:
-    """Token ids [1, n] of document, question and answer. Errors: UserError if they do not fit."""
+    """Token ids [1, n] of document, question and answer. Raises: UserError if they do not fit."""
     document = tokenizer(row.document, return_tensors="pt")["input_ids"]
     question, answer = (
         tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -178,7 +178,7 @@ def answered(
     the same as feeding what was decoded."""
     config = None if setting.variant == "full" else setting.config
     n = document.shape[1]
-    cache = generate.new_cache(model, config, n)
+    cache = new_cache(model, config, n)
     start = time.perf_counter()
     written = []
     with torch.no_grad():

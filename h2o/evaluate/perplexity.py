@@ -20,11 +20,13 @@ from torch import Tensor
 
 from h2o import models
 from h2o.errors import UserError
-from h2o.evaluate.processes import launched
-from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
+from h2o.evaluate.presentation import plot_curves, table
 from h2o.evaluate.setting import Setting, footnote
+from h2o.filesystem import read_text
 from h2o.hf.cache import H2OCache
 from h2o.hf.simulation import simulated
+from h2o.processes import launched
+from h2o.result_cells import Cells, fingerprint, provenance
 
 __all__ = ["by_cache", "by_simulation", "compare"]
 
@@ -171,10 +173,7 @@ def read_windows(
     file: Path, tokenizer: Any, config: Any, window: int, limit: int | None
 ) -> tuple[list[list[int]], int]:
     """(windows of token ids, how many the whole text has)."""
-    try:
-        text = file.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
+    text = read_text(file)
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < 2:
         raise UserError(f"{file} has {len(ids)} tokens: nothing to predict")

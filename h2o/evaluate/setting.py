@@ -8,8 +8,8 @@ from typing import Any
 
 from h2o.budgets import parse_amount
 from h2o.config import VARIANTS, H2OConfig
-from h2o.evaluate.results import fingerprint
 from h2o.profile import Profile
+from h2o.result_cells import fingerprint
 
 __all__ = [
     "DEVICES",

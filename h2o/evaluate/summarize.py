@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 
-from h2o import generate, models
+from h2o import models
 from h2o.errors import UserError
-from h2o.evaluate.processes import launched
-from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
+from h2o.evaluate.presentation import plot_curves, table
 from h2o.evaluate.setting import Setting
+from h2o.filesystem import read_text
+from h2o.hf.new_cache import new_cache
+from h2o.processes import launched
+from h2o.result_cells import Cells, fingerprint, provenance
 
 __all__ = ["Row", "compare", "read_rows"]
 
@@ -49,14 +52,10 @@ def read_rows(file: Path, limit: int | None = None) -> list[Row]:
     `stop`) and articles as in CNN/DailyMail (`article`, `highlights`, perhaps `id`). An article
     without an instruction gets one, for one sentence or, with `highlights`, three.
 
-    Errors: UserError that names file, line and field.
+    Raises: UserError that names file, line and field.
     """
-    try:
-        lines = file.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(file).splitlines(), 1):
         where = f"{file}, line {number}"
         if not line.strip():
             continue
@@ -123,7 +122,7 @@ def compare(
     rows = read_rows(file, limit)
     cells = Cells(output / "summaries.json", "h2o eval --summarize", launched())
     model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
-    prompts = [generate.encode(tokenizer, row.prompt, chat) for row in rows]
+    prompts = [models.encode(tokenizer, row.prompt, chat) for row in rows]
     check_lengths(rows, prompts, model.config, max_new_tokens)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     scorer = RougeScorer(ROUGE, use_stemmer=True)
@@ -170,7 +169,7 @@ def summarize(
 ) -> dict[str, Any]:
     """One summary: its text up to the first stop text, and what it took."""
     config = None if setting.variant == "full" else setting.config
-    cache = generate.new_cache(model, config, ids.shape[1])
+    cache = new_cache(model, config, ids.shape[1])
     start = time.perf_counter()
     with torch.no_grad():
         out = model.generate(

@@ -31,7 +31,7 @@ from h2o.hf.layers import layers_of
 from h2o.hf.report import Report, of_window
 from h2o.hf.served import transformers_layers
 from h2o.hf.takeover import take_over
-from h2o.profile import describe
+from h2o.model_identity import describe
 
 __all__ = ["H2OCache", "H2OLayer", "Unsupported"]
 

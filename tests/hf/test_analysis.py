@@ -10,7 +10,7 @@ import torch
 
 import h2o
 from h2o.analysis import measures, page
-from h2o.draw.text import pieces
+from h2o.draw import pieces
 from tests.hf import tiny
 from tests.hf.test_simulation import text
 

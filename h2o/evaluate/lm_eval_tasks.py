@@ -23,11 +23,12 @@ from lm_eval.tasks import TaskManager
 
 from h2o.errors import UserError
 from h2o.evaluate.lm import H2OLM, POLICY
-from h2o.evaluate.processes import launched
+from h2o.evaluate.presentation import plot_curves, table
 from h2o.evaluate.protocols import check, one_token_note
-from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting, footnote
 from h2o.models import DEFAULT_MODEL
+from h2o.processes import launched
+from h2o.result_cells import Cells, fingerprint, provenance
 
 __all__ = ["compare", "is_model_type", "run"]
 
