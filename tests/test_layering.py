@@ -5,9 +5,14 @@ restore. CONTRIBUTING.md says why; here each rule is a test.
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+
+from h2o.backends import OPERATIONS
+from h2o.policy import FIELDS, Policy, PolicyFields
+from h2o.slots import KINDS, Slots
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}
@@ -75,8 +80,10 @@ def test_sources_are_found():
 def test_python_is_known_to_the_border_only():
     border = {"csrc/module.c", "csrc/exchange.c", "csrc/exchange.h"}
     assert {name for name, text in C.items() if "<Python.h>" in includes(text)} <= border
-    for name in ("csrc/module.c", "csrc/exchange.c"):
-        assert includes(C[name])[0] in ("<Python.h>", '"exchange.h"'), f"{name}: Python.h first"
+    first = {"csrc/module.c": "<Python.h>", "csrc/arguments.c": '"arguments.h"'}
+    first |= {"csrc/arguments.h": '"exchange.h"', "csrc/exchange.c": "<Python.h>"}
+    for name, header in first.items():
+        assert includes(C[name])[0] == header, f"{name}: Python.h first"
     assert includes(C["csrc/exchange.h"])[0] == "<Python.h>"
     for name, text in C.items():
         assert name == "csrc/exchange.c" or not re.search(r"include\s*<numpy/", text), name
@@ -84,10 +91,12 @@ def test_python_is_known_to_the_border_only():
 
 def test_pure_rooms_include_only_their_own_headers_and_libc():
     shared = {
-        f"{name}.h" for name in ("h2o", "target", "half", "guard", "policy", "quantise", "store")
+        f"{name}.h"
+        for name in ("h2o", "target", "half", "guard", "policy", "quantise", "store", "operations")
     }
     own = {f"{folder}{name}" for name in shared | {"run.h"} for folder in ("", "../")}
-    pure = {f"csrc/{name}" for name in shared | {"policy.c", "check.c", "counts.c", "error.c"}}
+    files = {"policy.c", "check.c", "counts.c", "error.c", "operations.c"}
+    pure = {f"csrc/{name}" for name in shared | files}
     intrinsics = {"<immintrin.h>", "<emmintrin.h>", "<arm_neon.h>"}
     for name, text in C.items():
         in_cpu = name.startswith("csrc/cpu/")
@@ -139,6 +148,67 @@ def test_core_allocates_no_tensors_and_remembers_nothing():
             # neither const nor a function.
             for line in re.findall(r"^(?:\s*static|_Thread_local)\b[^(){;=]*[;={]", code, re.M):
                 assert re.search(rf"\bconst\b|{static_tables}", line), f"{name}: {line.strip()}"
+
+
+DEVICES = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()} - {"cpu"}
+
+
+def test_a_device_is_a_folder_and_a_row():
+    """What stands outside of its folder names it in the list of devices, and in comments."""
+    assert DEVICES == {"cuda"}
+    for device in DEVICES:
+        named = {
+            name
+            for name, text in C.items()
+            if not name.startswith(f"csrc/{device}/")
+            and re.search(rf"\b(h2o_)?{device}[_/]|_{device}\b", without_comments(text))
+        }
+        assert named == {"csrc/devices.c"}
+
+
+def quoted(text: str, names: Iterable[str]) -> set[str]:
+    return {name for name in names if re.search(rf"""["']{name}["']""", text)}
+
+
+OPTIONS = ("h2o/cli/", "h2o/evaluate/")
+"""What makes options of the policy."""
+
+
+def test_the_policy_is_declared_once():
+    """Its fields are listed in one table of C and one of Python; others go by these."""
+    fields = Policy._fields
+    assert tuple(FIELDS) == tuple(PolicyFields.__annotations__) == fields
+    table = C["csrc/operations.c"]
+    assert tuple(re.findall(r'\{\.name = "(\w+)",\s+\.kind = H2O_FIELD', table)) == fields
+    files = {**C, **PYTHON, **sources("h2o", ".pyi")}
+    listing = {name for name, text in files.items() if len(quoted(text, fields)) > len(fields) // 2}
+    listing = {name for name in listing if not name.startswith(OPTIONS)}
+    assert listing - {"h2o/calibration/calibrate.py"} == {"csrc/operations.c", "h2o/policy.py"}
+
+
+def test_the_fields_of_slots_are_listed_once():
+    """Once in C, once in Python, in one order and with the same shapes."""
+    macro = re.search(r"#define H2O_SLOTS_FIELDS\(X\).*?\n\n", C["csrc/h2o.h"], re.DOTALL)[0]
+    rows = re.findall(r'X\((\w+), "([^"]+)", \w+,([^)]*)\)', macro)
+    assert tuple(KINDS) == Slots._fields == tuple(name for name, *_ in rows)
+    assert set(Slots._field_defaults) == {name for name, kind in KINDS.items() if kind.optional}
+    for name, letters, flags in rows:
+        shape = letters.replace("G", "") if "PER_HEAD" in flags else letters
+        assert KINDS[name] == (shape, "WRITTEN" in flags, "OPTIONAL" in flags), name
+    files = {name: quoted(text, KINDS) for name, text in {**C, **PYTHON}.items()}
+    assert {name for name, found in files.items() if len(found) > 7} == {"h2o/slots.py"}
+
+
+def test_an_operation_is_declared_once():
+    """Its operands in one table; Python and C agree on what operations there are."""
+    names = re.findall(r"X\((\w+), [A-Z]+\)", C["csrc/operations.h"])
+    assert tuple(names) == OPERATIONS
+    spread = {
+        name
+        for name, text in C.items()
+        if len(re.findall(r"\bH2O_(?:ATTEND|EVICT|STEP|SIMULATE)\b", without_comments(text))) > 1
+    }
+    assert spread == {"csrc/check.c"}  # where each asks for its operands' checks
 
 
 def test_core_is_imported_where_backends_are_chosen():

@@ -11,7 +11,7 @@
 /* Grid: B. */
 KERNEL(h2o_cuda_prepare, h2o_attend_params) {
     DYN_SHARED(room);
-    prepare_row(&params.mask, &params.dims, params.decay, blockIdx.x, params.dims.Q, workspace,
+    prepare_row(&params.mask, &params.dims, params.policy.decay, blockIdx.x, params.dims.Q, workspace,
                 (select_room *)room);
 }
 EXPORT_KERNEL(h2o_cuda_prepare, h2o_attend_params)

@@ -91,7 +91,7 @@ DEVICE void write_sum(const attend_unit *u, bool stored, int64_t i, float bias, 
     if (!stored) {
         *(float *)h2o_at(&p->scores, u->b, u->g, u->columns[i]) = sum;
     } else {
-        const float decay = decay_after(p->decay, u->tokens);
+        const float decay = decay_after(p->policy.decay, u->tokens);
         u->store.scores[i] = fmaf(u->store.scores[i], decay, sum);
     }
 }

@@ -91,7 +91,7 @@ def _load(index: int) -> str | None:
     if obstacle is not None:
         return obstacle
     try:
-        _core.cuda_load(FATBIN.read_bytes(), index)
+        _core.load("cuda", FATBIN.read_bytes(), index)
     except (RuntimeError, MemoryError) as error:
         return str(error)
     return None
@@ -101,17 +101,16 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
     """The operations by the kernels."""
 
     def operation(name: str) -> Any:
-        measure, launch = getattr(_core, f"measure_{name}"), getattr(_core, f"launch_{name}")
         otherwise = getattr(by_torch, name)
 
-        def run(*arguments: Any) -> None:
-            leader = arguments[0]
+        def run(*operands: Any) -> None:
+            leader = operands[0]
             stream = _stream(leader)
-            wanted = measure(*arguments, stream)
+            wanted = _core.call(name, "measure", *operands, stream)
             if wanted is None:
-                otherwise(*arguments)
+                otherwise(*operands)
             else:
-                launch(*arguments, stream, _workspace(leader, wanted))
+                _core.call(name, "launch", *operands, stream, _workspace(leader, wanted))
 
         return run
 
@@ -154,7 +153,7 @@ def _workspace(tensor: Any, size: int) -> Any:
 def check(index: int, by_torch: SimpleNamespace) -> list[str]:
     """Checks the kernels of a device anew; what they got wrong.
 
-    Errors: RuntimeError where they cannot be loaded.
+    Raises: RuntimeError where they cannot be loaded.
     """
     from h2o.backends import kernel_check
 
@@ -186,7 +185,7 @@ def _remembered_check(
 
 def _facts(index: int) -> dict[str, Any]:
     """What an answer could depend on: where all of it is as it was, so are the answers."""
-    version, devices = _core.cuda_devices()
+    version, devices = _core.devices("cuda")
     module = Path("/proc/driver/nvidia/version")
     return {
         "device": devices[index],
@@ -229,7 +228,7 @@ def describe() -> str:
     if obstacle is not None:
         return f"torch ({obstacle})"
     try:
-        version, devices = _core.cuda_devices()
+        version, devices = _core.devices("cuda")
     except (RuntimeError, MemoryError) as error:
         return f"torch ({error})"
     if _obstacles:

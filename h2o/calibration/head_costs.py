@@ -92,7 +92,7 @@ def costs(watched: Watched, budgets: Sequence[int], policy: Callable[[int], H2OC
             q, k, v,
             torch.ones(rows, dtype=torch.int32, device=device),
             torch.tensor(amounts, dtype=torch.int32, device=device),
-            scale=watched.scale, softcap=watched.softcap, **configs[0].ranking,
+            scale=watched.scale, softcap=watched.softcap, policy=configs[0].policy,
         )  # fmt: skip
         change = (out[:-1] - out[-1]).reshape(rows - 1, n, G, -1)
         total = torch.zeros(rows - 1, G, dtype=torch.float64, device=device)

@@ -69,7 +69,7 @@ def worth(
                 q, k, v,
                 torch.ones(3, dtype=torch.int32, device=device),
                 torch.tensor(levelled(amounts, k.shape[1], part), dtype=torch.int32, device=device),
-                scale=call.scale, softcap=call.softcap, **configs[0][0].ranking,
+                scale=call.scale, softcap=call.softcap, policy=configs[0][0].policy,
             )  # fmt: skip
             changes.append((out[2] - out[1]).reshape(len(ids), k.shape[1], -1))
         found = _attend(query[0], key[0], value[0], evicted_at[0], call.scale, call.softcap)

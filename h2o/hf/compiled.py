@@ -10,7 +10,7 @@ size would be another graph, as would another number of columns seen: so that is
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,11 +20,10 @@ from h2o.config import UNLIMITED
 from h2o.errors import Unsupported
 from h2o.hf import slots as store
 from h2o.hf.layer import H2OLayer
+from h2o.policy import Policy
+from h2o.slots import KINDS
 
 __all__ = ["CompileableLayer", "refuse"]
-
-_READ = ("budget", "starts")
-"""Fields of slots that a step does not write to."""
 
 
 class CompileableLayer(H2OLayer):
@@ -56,7 +55,7 @@ class CompileableLayer(H2OLayer):
         if not torch.compiler.is_compiling():
             return super()._attend_one(query, key, value, mask, **logits)
         out: Tensor = torch.ops.h2o.step(
-            query, key, value, *self.slots, mask=mask, **logits, **self.ranking
+            query, key, value, *self.slots, *self.policy, mask=mask, **logits
         )
         self._columns.add_(1)
         return out
@@ -79,7 +78,7 @@ class CompileableLayer(H2OLayer):
 
 
 def refuse(kinds: list[bool], positions: str, trace: bool) -> None:
-    """Errors: `Unsupported` for what changes its shape from step to step. `kinds`: of each layer,
+    """Raises: `Unsupported` for what changes its shape from step to step. `kinds`: of each layer,
     whether it has a sliding window."""
     reasons = {
         "layers with a sliding window, which grow as they go": any(kinds),
@@ -102,21 +101,26 @@ def register() -> torch.library.Library:
 
 
 def _schema() -> str:
-    """Arguments of `h2o.ops.step`; what it writes to is marked with an exclamation mark."""
+    """Arguments of `h2o.ops.step`, with the fields of slots and policy one by one; what it writes
+    to is marked with an exclamation mark."""
     slots = []
-    for index, name in enumerate(ops.Slots._fields):
-        kind = "Tensor" if name in _READ else f"Tensor(s{index}!)"
-        slots.append(f"{kind}{'?' if name in ops.Slots._field_defaults else ''} {name}")
+    for index, (name, kind) in enumerate(KINDS.items()):
+        tensor = f"Tensor(s{index}!)" if kind.written else "Tensor"
+        slots.append(f"{tensor}{'?' if kind.optional else ''} {name}")
+    policy = [f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(Policy).items()]
     return (
-        f"step(Tensor query, Tensor key, Tensor value, {', '.join(slots)}, *, Tensor? mask, "
-        "float? scale, float softcap, int sinks, str rank_by, float decay, bool value_weighted, "
-        "float? merge"
-        ") -> Tensor"
+        f"step(Tensor query, Tensor key, Tensor value, {', '.join(slots + policy)}, *, "
+        "Tensor? mask, float? scale, float softcap) -> Tensor"
     )
 
 
-def _step(query: Tensor, key: Tensor, value: Tensor, *slots: Tensor, **more: Any) -> Tensor:
-    out: Tensor = ops.step(query, key, value, ops.Slots(*slots), **more)
+_TYPES = {int: "int", str: "str", float: "float", bool: "bool", float | None: "float?"}
+"""How torch's schemas spell the types of the policy's fields."""
+
+
+def _step(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
+    slots, policy = ops.Slots(*records[: len(KINDS)]), Policy(*records[len(KINDS) :])
+    out: Tensor = ops.step(query, key, value, slots, policy=policy, **more)
     return out
 
 

@@ -33,6 +33,7 @@ from h2o.hf.rollback import NO_RECORD, LastPass
 from h2o.hf.state import restore, state_of
 from h2o.hf.trace import Trace
 from h2o.quantisation import dequantised
+from h2o.slots import PER_ROW
 
 __all__ = ["H2OLayer"]
 
@@ -60,7 +61,7 @@ class H2OLayer(CacheLayerMixin):
         self.config = config or H2OConfig()
         self.layer_idx = layer_idx
         self.conversation = conversation or Conversation()
-        self.ranking = self.config.ranking
+        self.policy = self.config.policy
         self.traced = trace
         self.record_past = False  # transformers' name for it
         self.part = parallel.WHOLE  # of the model's heads; attention knows
@@ -187,8 +188,8 @@ class H2OLayer(CacheLayerMixin):
             slots,
             mask=mask,
             out=None if self._out is None else torch.empty_like(self._out),
+            policy=self.policy,
             **logits,
-            **self.ranking,
         )
         self._out = out
         self.longest += 1
@@ -222,7 +223,7 @@ class H2OLayer(CacheLayerMixin):
         scores_before = None if stored is None else stored.scores.clone()
         try:
             out, scores = self._attention(
-                query, key, value, stored, mask=mask, decay=self.config.decay, **logits
+                query, key, value, stored, mask=mask, policy=self.policy, **logits
             )
             slots, new = stored, (key, value, scores, mask)
             if first:
@@ -235,7 +236,7 @@ class H2OLayer(CacheLayerMixin):
                 )
                 slots.budget.copy_(torch.tensor(budget, dtype=torch.int32).squeeze(1))
                 new = new if stored is None else store.together(stored, *new)
-            ops.evict(*new[:3], slots, mask=new[3], **self.ranking)
+            ops.evict(*new[:3], slots, mask=new[3], policy=self.policy)
         except Exception:  # the scores are all that attend has touched
             if stored is not None:
                 stored.scores.copy_(scores_before)
@@ -335,7 +336,7 @@ class H2OLayer(CacheLayerMixin):
 
     def _each(self, change: Any) -> None:
         if self.slots is not None:
-            rows = {name: x for name, x in self.slots._asdict().items() if name != "starts"}
+            rows = {name: getattr(self.slots, name) for name in PER_ROW}
             changed = {name: None if x is None else change(x) for name, x in rows.items()}
             self._hold(self.slots._replace(**changed))
             self.last = None  # of other rows

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.slots import PER_SLOT
 
 __all__ = [
     "Room",
@@ -28,10 +29,6 @@ __all__ = [
     "together",
     "with_capacities",
 ]
-
-
-BY_SLOT = ("keys", "values", "scores", "positions", "norms", "bias")
-"""The fields that have something for each slot."""
 
 
 @dataclasses.dataclass
@@ -93,7 +90,7 @@ def heads(tensor: Tensor, slots: ops.Slots) -> list[Tensor]:
 
 
 def by_head(slots: ops.Slots, field: str, empty: float = 0) -> Tensor:
-    """[B, G, S, ...]: a field of `BY_SLOT` by head, whatever the store;
+    """[B, G, S, ...]: a field of `PER_SLOT` by head, whatever the store;
     `empty` where a head has fewer slots than another."""
     tensor: Tensor = getattr(slots, field)
     if slots.starts is None:
@@ -149,13 +146,13 @@ def enlarged(slots: ops.Slots, each: list[int]) -> ops.Slots:
         shape, starts = (B, sum(each)), torch.cat([slots.starts[:1], ends])
         setattr(starts, _SIZES, each)
     grown = {}
-    for name in BY_SLOT:
+    for name in PER_SLOT:
         old = getattr(slots, name)
         more = () if old is None else old.shape[slots.scores.ndim :]
         empty = -1 if name == "positions" else 0
         grown[name] = None if old is None else old.new_full((*shape, *more), empty)
     larger = slots._replace(**grown, starts=starts)
-    for name in BY_SLOT:
+    for name in PER_SLOT:
         if grown[name] is None:
             continue
         for old, new in zip(

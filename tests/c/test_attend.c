@@ -40,7 +40,7 @@ static h2o_attend_params make_call(const shape *s, test_random *random) {
         .scores = make_layout(SPREAD, H2O_F32, 3, d.B, d.G, d.Q, 1, 2),
         .has_slots = s->stored > 0,
         .scale = s->scale,
-        .decay = s->decay,
+        .policy = {.decay = s->decay},
         .softcap = s->softcap,
     };
     fill_tensor(&p.query, 0.02f, random);
@@ -148,7 +148,7 @@ static void check_lanes(const h2o_ops *ops, const shape *s, h2o_attend_params p,
     memset(other.scores.data, 0xa5, tensor_bytes(&p.scores));
     if (p.has_slots)
         copy_scores(&(h2o_attend_params){.slots = {.scores = *scores}}, &other.slots.scores);
-    RUN(attend, &other, &with);
+    run_operation(H2O_ATTEND, &other, &with);
     CHECK(memcmp(other.out.data, p.out.data, tensor_bytes(&p.out)) == 0);
     CHECK(memcmp(other.scores.data, p.scores.data, tensor_bytes(&p.scores)) == 0);
     if (p.has_slots) {
@@ -162,8 +162,10 @@ static void check_lanes(const h2o_ops *ops, const shape *s, h2o_attend_params p,
 
 /* A shape that is to be carried out in several waves must be: one needs less memory than all. */
 static void check_waves(const h2o_ops *ops, const shape *s, const h2o_attend_params *p) {
-    const h2o_exec waves = {.workers = 1, .workspace_limit = s->workspace_limit}, once = {.workers = 1};
-    CHECK(s->workspace_limit == 0 || ops->attend_workspace(p, &waves) < ops->attend_workspace(p, &once));
+    const h2o_exec waves = {.workers = 1, .workspace_limit = s->workspace_limit},
+                   once = {.workers = 1};
+    CHECK(s->workspace_limit == 0 ||
+          ops->workspace(H2O_ATTEND, p, &waves) < ops->workspace(H2O_ATTEND, p, &once));
 }
 
 static void test_shape(const h2o_ops *ops, const shape *s) {
@@ -173,7 +175,7 @@ static void test_shape(const h2o_ops *ops, const shape *s) {
     h2o_view scores = {0};
     const runner one = {ops, 1, s->workspace_limit};
     if (p.has_slots) copy_scores(&p, &scores);
-    RUN(attend, &given, &one);
+    run_operation(H2O_ATTEND, &given, &one);
     for (int64_t i = 0; !THREAD_SANITIZER && i < s->B * s->G; i++) {
         check_head(s, &p, &scores, i / s->G, i % s->G);
     }

@@ -43,12 +43,12 @@ def carry(
     back: Callable[[Any], torch.Tensor],
 ) -> SimpleNamespace:
     """Operations on tensors and arrays of the CPU, by those on what `there` makes of a copy of
-    each; what came `back` is written to where it has changed. The core judges the arguments as
-    they are first: of a device nobody reads the numbers, so errors in them would not be raised."""
+    each; what came `back` is written to where it has changed. The core checks the arguments as
+    they are first: a device's numbers are not read, so errors in them would not be raised."""
 
     def make(name: str) -> Any:
         def run(*arguments: Any) -> None:
-            getattr(_core, f"check_{name}")(*arguments)
+            _core.call(name, "check", *arguments)
             sent = mapped(arguments, _copy)
             away = mapped(sent, there)
             getattr(operations, name)(*away)
@@ -111,8 +111,7 @@ def _cuda() -> SimpleNamespace:
 
 
 def _cpu() -> SimpleNamespace:
-    operations = {name: getattr(_core, name) for name in backends.OPERATIONS}
-    return carry(SimpleNamespace(**operations), torch.Tensor.clone, torch.Tensor.clone)
+    return carry(backends.core, torch.Tensor.clone, torch.Tensor.clone)
 
 
 def _fake() -> SimpleNamespace:

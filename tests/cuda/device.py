@@ -86,7 +86,7 @@ def build() -> str | None:
 def load(path: str) -> Driver:
     """Once it is loaded, who opens libcuda.so.1 gets it."""
     driver = Driver(path)
-    _core.cuda_load(IMAGE, 0)
+    _core.load("cuda", IMAGE, 0)
     return driver
 
 

@@ -37,34 +37,21 @@ static int launch(const cuda_plan *plan, h2o_error *error) {
     return status == 0 ? H2O_OK : H2O_EBACKEND;
 }
 
-#define DEFINE(op)                                                                                 \
-    static size_t op##_workspace(const h2o_##op##_params *params, const h2o_exec *exec) {          \
-        (void)params;                                                                              \
-        (void)exec;                                                                                \
-        return 0;                                                                                  \
-    }                                                                                              \
-    static int op(const h2o_##op##_params *params, const h2o_exec *exec, h2o_error *error) {       \
-        h2o_##op##_params own = *params;                                                           \
-        cuda_plan plan;                                                                            \
-        (void)exec;                                                                                \
-        memset(&own.counts, 0, sizeof own.counts); /* which the host cannot know */                \
-        cuda_plan_##op(&own, &plan);                                                               \
-        return launch(&plan, error);                                                               \
-    }
+static size_t workspace(h2o_operation operation, const void *params, const h2o_exec *exec) {
+    (void)operation, (void)params, (void)exec;
+    return 0;
+}
 
-DEFINE(attend)
-DEFINE(evict)
-DEFINE(step)
-DEFINE(simulate)
+static int run(h2o_operation operation, const void *params, const h2o_exec *exec,
+               h2o_error *error) {
+    const h2o_operation_row *const row = &h2o_operations[operation];
+    h2o_params copy;
+    cuda_plan plan;
+    (void)exec;
+    memcpy(&copy, params, row->size);
+    memset((char *)&copy + row->counts, 0, sizeof(h2o_counts)); /* which the host cannot know */
+    cuda_plan_call(operation, &copy, &plan);
+    return launch(&plan, error);
+}
 
-const h2o_ops h2o_ops_generic = {
-    .name = "generic",
-    .attend_workspace = attend_workspace,
-    .attend = attend,
-    .evict_workspace = evict_workspace,
-    .evict = evict,
-    .step_workspace = step_workspace,
-    .step = step,
-    .simulate_workspace = simulate_workspace,
-    .simulate = simulate,
-};
+const h2o_ops h2o_ops_generic = {.name = "generic", .workspace = workspace, .run = run};

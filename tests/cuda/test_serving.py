@@ -144,8 +144,8 @@ def test_a_build_without_kernels_says_so_and_warns_nobody(built, monkeypatch):
 def test_kernels_of_other_sources_than_the_core_do_not_serve(device, built, image, monkeypatch):
     """They would take parameters for what they are not. No driver is asked before that is known."""
     built.write_bytes(image)
-    monkeypatch.setattr(_core, "cuda_load", None)
-    monkeypatch.setattr(_core, "cuda_devices", None)
+    monkeypatch.setattr(_core, "load", None)
+    monkeypatch.setattr(_core, "devices", None)
     with pytest.warns(RuntimeWarning, match="torch backend serves cuda:0.*of different sources"):
         assert serving() == "torch"
     assert "run `make cuda` again" in ops.info()["backends"]["cuda"]
@@ -199,7 +199,7 @@ def test_info_checks_on_demand(device, monkeypatch, capsys):
 
 
 def test_the_cpus_kernels_pass_the_check():
-    assert kernel_check.mistakes(_core, backends._portable(), "cpu") == []
+    assert kernel_check.mistakes(backends.core, backends._portable(), "cpu") == []
 
 
 @pytest.mark.parametrize("case", kernel_check.CASES, ids=lambda case: case.name)
@@ -211,7 +211,7 @@ def test_rounding_changes_no_choice(case, monkeypatch):
             query = arguments[0]
             if name != "evict":
                 query = (query.float().view(torch.int32) & -8192).view(torch.float32)
-            getattr(_core, name)(query.to(arguments[0].dtype), *arguments[1:])
+            getattr(backends.core, name)(query.to(arguments[0].dtype), *arguments[1:])
 
         return run
 
@@ -221,22 +221,22 @@ def test_rounding_changes_no_choice(case, monkeypatch):
 
 
 FORGOTTEN = {
-    "decay": ("attend", 8, 1.0),
-    "scale": ("step", 6, 0.5),
-    "sinks": ("evict", 5, 0),
-    "mask": ("attend", 3, None),
+    "decay": ("attend", 9, lambda policy: policy._replace(decay=1.0)),
+    "scale": ("step", 6, lambda scale: 0.5),
+    "sinks": ("evict", 5, lambda policy: policy._replace(sinks=0)),
+    "mask": ("attend", 3, lambda mask: None),
 }
 
 
 @pytest.mark.parametrize("what", FORGOTTEN)
 def test_what_kernels_forget_shows(what):
-    operation, place, value = FORGOTTEN[what]
+    operation, place, without = FORGOTTEN[what]
 
     def forgetful(*arguments):
-        arguments = [*arguments[:place], value, *arguments[place + 1 :]]
-        getattr(_core, operation)(*arguments)
+        arguments = [*arguments[:place], without(arguments[place]), *arguments[place + 1 :]]
+        getattr(backends.core, operation)(*arguments)
 
-    kernels = SimpleNamespace(**{name: getattr(_core, name) for name in backends.OPERATIONS})
+    kernels = SimpleNamespace(**vars(backends.core))
     setattr(kernels, operation, forgetful)
     found = kernel_check.mistakes(kernels, backends._portable(), "cpu")
     assert any(text.startswith(f"{operation} gets") for text in found)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from h2o.backends.portable.merging import merge_one
 from h2o.backends.portable.prefill import capped
-from h2o.backends.portable.ranking import Policy, budget_of, lowest
+from h2o.backends.portable.ranking import budget_of, lowest, queries_of, rank_keys
 from h2o.backends.portable.slot_rows import Store, as_stored, products
+from h2o.policy import Policy
 from h2o.rotary_embedding import rotated
 
 __all__ = ["Departure", "step"]
@@ -36,11 +37,7 @@ def step(
     out: Tensor,
     scale: float,
     softcap: float,
-    sinks: int,
-    rank_by: str,
-    decay: float,
-    value_weighted: bool,
-    merge: float | None,
+    policy: Policy,
     table: Tensor | None,
     ranks: Tensor | None,
 ) -> Departure:
@@ -51,16 +48,16 @@ def step(
     real = None if mask is None else mask.bool()[..., None]  # [B, 1, 1]
     lengths = slots.lengths.view(B, 1, 1)  # the position of the new token
     seen = lengths + 1
-    budget = budget_of(slots.budget, sinks)
+    budget = budget_of(slots.budget, policy.sinks)
     place = store.place(slots.free)
     for rows, new in zip((slots.keys, slots.values), as_stored(key, value, slots), strict=True):
         store.write_rows(rows, place, new, real)
     store.write(slots.positions, place, lengths, real)
     store.write(slots.scores, place, 0.0, real)
-    if merge is not None:
+    if policy.merge is not None:
         store.write(slots.bias, place, 0.0, real)
     norms = None
-    if value_weighted:
+    if policy.value_weighted:
         store.write(slots.norms, place, torch.linalg.vector_norm(value.float(), dim=-1), real)
         norms = store.by_head(slots.norms, 0)
 
@@ -74,7 +71,7 @@ def step(
     positions = store.by_head(slots.positions, -1)
     # Scores are to be float32, and so must logits [B, G, R, S] be.
     logits = capped(products(asked * scale, keys.mT, exact=True), softcap)
-    if merge is not None:
+    if policy.merge is not None:
         logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     p = logits.masked_fill_((positions < 0)[:, :, None], -torch.inf).softmax(-1)
     answer = store.answers_stored(p, D).view(B, 1, H, D)
@@ -83,23 +80,26 @@ def step(
         answer = answer.masked_fill(~real[..., None], 0)
         given = given.masked_fill(~real, 0)
     out.copy_(answer)
-    if decay != 1.0:
-        aged = slots.scores * decay
+    if policy.decay != 1.0:
+        aged = slots.scores * policy.decay
         if real is not None:
             aged = torch.where(real.view(B, *[1] * (aged.ndim - 1)), aged, slots.scores)
         slots.scores.copy_(aged)
     scores = store.add(slots.scores, given)
 
-    policy = Policy(sinks, rank_by, decay, value_weighted)
-    position, last = lowest(policy.keys(scores, positions, norms, seen, budget), positions)
+    ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)
+    position, last = lowest(ranks_now, positions)
     leaves = seen > budget.k  # [B, 1 or G, 1]
     if real is not None:
         leaves = leaves & real
     score = scores.gather(-1, last)
     gone = leaves
-    if merge is not None:
-        queries = policy.queries(positions, seen)
-        gone = leaves & ~merge_one(store, last, leaves, positions, queries, keys, sinks, merge)
+    if policy.merge is not None:
+        queries = queries_of(policy, positions, seen)
+        merged = merge_one(
+            store, last, leaves, positions, queries, keys, policy.sinks, policy.merge
+        )
+        gone = leaves & ~merged
     slots.lost.add_(torch.where(gone, score, 0)[..., 0])
     store.write(slots.positions, last, position.masked_fill(leaves, -1))
     if ranks is not None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from h2o.backends.portable.merging import Leavers, Receivers, merge_all
-from h2o.backends.portable.ranking import Policy, budget_of, staying
+from h2o.backends.portable.ranking import budget_of, queries_of, rank_keys, staying
 from h2o.backends.portable.slot_rows import Store
+from h2o.policy import Policy
 from h2o.quantisation import dequantised, stored_like
 
 __all__ = ["evict"]
@@ -21,11 +22,7 @@ def evict(
     scores: Tensor,
     mask: Tensor | None,
     slots: Any,
-    sinks: int,
-    rank_by: str,
-    decay: float,
-    value_weighted: bool,
-    merge: float | None,
+    policy: Policy,
 ) -> None:
     """See `h2o.ops.evict`. Survivors lie in the lowest slots, stored ones before new ones."""
     B, G, Q, _ = keys.shape
@@ -40,28 +37,27 @@ def evict(
     positions = torch.cat([store.by_head(slots.positions, -1), new.expand(B, G, Q)], -1)
     held_scores = store.by_head(slots.scores, 0)
     norms = bias = None
-    if value_weighted:
+    if policy.value_weighted:
         new_norms = torch.linalg.vector_norm(values.float(), dim=-1)
         norms = torch.cat([store.by_head(slots.norms, 0), new_norms], -1)
-    if merge is not None:
+    if policy.merge is not None:
         bias = torch.cat([store.by_head(slots.bias, 0), torch.zeros_like(scores)], -1)
     all_scores = torch.cat([held_scores, scores], -1) + 0.0  # -0 becomes 0
     seen = before + tokens[..., None]
-    budget = budget_of(slots.budget, sinks)
-    policy = Policy(sinks, rank_by, decay, value_weighted)
-    ranks = policy.keys(all_scores, positions, norms, seen, budget)
+    budget = budget_of(slots.budget, policy.sinks)
+    ranks = rank_keys(policy, all_scores, positions, norms, seen, budget)
     stay = staying(ranks, positions, budget.k)
     gone = (positions >= 0) & ~stay
-    if merge is None:
+    if policy.merge is None:
         leaving = all_scores.masked_fill(~gone, 0)
         _place(keys, values, slots, store, stay, positions, all_scores, norms, bias)
     else:
-        queries = policy.queries(positions, seen)
+        queries = queries_of(policy, positions, seen)
         left = _leavers(keys, values, store, gone, positions, all_scores, bias, queries)
         _place(keys, values, slots, store, stay, positions, all_scores, norms, bias)
         kept = store.by_head(slots.positions, -1)
-        receivers = Receivers.of(store, kept, sinks, policy.queries(kept, seen))
-        taken = merge_all(store, left, receivers, merge)
+        receivers = Receivers.of(store, kept, policy.sinks, queries_of(policy, kept, seen))
+        taken = merge_all(store, left, receivers, policy.merge)
         leaving = left.scores.masked_fill(taken | ~left.leave, 0)
     slots.lost.add_(leaving.sum(-1, dtype=slots.lost.dtype))
     slots.free.copy_(stay.sum(-1))

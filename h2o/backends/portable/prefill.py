@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o.backends.portable.slot_rows import Store, products
+from h2o.policy import Policy
 
 __all__ = ["attend", "capped", "dense", "rows_of"]
 
@@ -41,12 +42,13 @@ def attend(
     out: Tensor,
     scores: Tensor,
     scale: float,
-    decay: float,
     softcap: float,
+    policy: Policy,
 ) -> None:
     """See `h2o.ops.attend`."""
     real = None if mask is None else mask.bool()
     weights = total = None
+    decay = policy.decay
     if decay != 1.0:
         order = torch.arange(query.shape[2], device=query.device)[None]
         if real is not None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from h2o.backends.portable.decode import step
 from h2o.backends.portable.eviction import evict
 from h2o.backends.portable.prefill import capped, dense, rows_of
-from h2o.backends.portable.ranking import Budget, Policy, budget_of, lowest, staying
+from h2o.backends.portable.ranking import Budget, budget_of, lowest, rank_keys, staying
+from h2o.policy import Policy
 from h2o.quantisation import dequantised
 from h2o.slots import new_slots
 
@@ -29,11 +30,7 @@ def simulate(
     scores: Tensor,
     scale: float,
     softcap: float,
-    sinks: int,
-    rank_by: str,
-    decay: float,
-    value_weighted: bool,
-    merge: float | None,
+    policy: Policy,
     stored_keys: Tensor | None,
     stored_values: Tensor | None,
 ) -> None:
@@ -51,32 +48,31 @@ def simulate(
     position = (count - 1).masked_fill(~real, -1)  # [B, Q]
     first = torch.minimum(prompt, count[:, -1])[:, None]  # [B, 1] tokens attended at once
     early = real & (position < first)
-    weights = early * decay ** (first - 1 - position).clamp(min=0).float()
+    weights = early * policy.decay ** (first - 1 - position).clamp(min=0).float()
     given, _ = dense(query, keys, values, real, None, weights, scale, softcap, out)
     scores.copy_(given)
     evicted_at.copy_((real * Q)[:, None].expand(B, G, Q))
 
-    policy = Policy(sinks, rank_by, decay, value_weighted)
-    norms = torch.linalg.vector_norm(values.float(), dim=-1) if value_weighted else None
-    limits = budget_of(budget, sinks)
+    norms = torch.linalg.vector_norm(values.float(), dim=-1) if policy.value_weighted else None
+    limits = budget_of(budget, policy.sinks)
     places = position[:, None].expand(B, G, Q).int()
     in_prompt = places.masked_fill(~early[:, None], -1)
-    ranks = policy.keys(scores, in_prompt, norms, first[..., None], limits)
+    ranks = rank_keys(policy, scores, in_prompt, norms, first[..., None], limits)
     stay = staying(ranks, in_prompt, limits.k)
     cut = (in_prompt >= 0) & ~stay
     end = (early * torch.arange(1, Q + 1, device=query.device)).amax(1)[:, None, None]
     evicted_at.copy_(torch.where(cut, end, evicted_at))
     later = real & ~early
-    if merge is not None:
+    if policy.merge is not None:
         S = Q + 1  # a step looks at a free slot, also in a row that is all prompt and keeps it
-        slots = new_slots(keys, S, value_weighted=value_weighted, merge=True)
+        slots = new_slots(keys, S, value_weighted=policy.value_weighted, merge=True)
         slots = slots._replace(budget=budget)
         if stored_keys is not None:
             stored = [x.new_zeros(B, G, S, x.shape[-1]) for x in (stored_keys, stored_values)]
             slots = slots._replace(keys=stored[0], values=stored[1])
-        evict(keys, values, scores, early, slots, *policy, merge)
+        evict(keys, values, scores, early, slots, policy)
         _through_slots(
-            query, keys, values, later, position, slots, policy, merge, scale, softcap,
+            query, keys, values, later, position, slots, policy, scale, softcap,
             out, evicted_at, scores,
         )  # fmt: skip
         return
@@ -138,7 +134,7 @@ def _one_by_one(
             alive = places[..., :stop].masked_fill(~near, -1)
             length = places[:, :1, i : i + 1] + 1
             norm = None if norms is None else norms[..., :stop]
-            order = policy.keys(score, alive, norm, length, limits)
+            order = rank_keys(policy, score, alive, norm, length, limits)
             _, last = lowest(order, alive)
             leaves = now & (length > limits.k)
             near.scatter_(-1, last, near.gather(-1, last) & ~leaves)
@@ -173,7 +169,6 @@ def _through_slots(
     position: Tensor,
     slots: Any,
     policy: Policy,
-    merge: float,
     scale: float,
     softcap: float,
     out: Tensor,
@@ -194,7 +189,7 @@ def _through_slots(
     for i in range(Q):
         new = (x[:, :, i : i + 1] for x in (query, keys, values))
         now = later[:, i : i + 1]
-        left = step(*new, now, slots, answer, scale, softcap, *policy, merge, None, None)
+        left = step(*new, now, slots, answer, scale, softcap, policy, None, None)
         part = out[:, i : i + 1]
         part.copy_(torch.where(now[..., None, None], answer, part))
         place = column.gather(-1, left.position.clamp(min=0).long())

@@ -36,7 +36,7 @@ static void *work(void *argument) {
     const int number = (int)(intptr_t)argument;
     static const char image[] = "any";
     h2o_error error = {0};
-    cuda_device found;
+    h2o_device_facts found;
     int version, devices;
     pthread_barrier_wait(&start);
     CHECK(cuda_open(&version, &devices, &error) == H2O_OK && devices == DEVICES);
