@@ -33,21 +33,24 @@ def load(
     name: str | None = None,
     *,
     dtype: str = "auto",
+    device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) in eval mode on the CPU.
+    """(model, tokenizer) in eval mode.
 
     Args:
         name: a name on the Hugging Face hub, a folder, a .gguf file, or None for
             the embedded default.
         dtype: "auto" (as it was saved; float32 for the default), "float32",
             "bfloat16" or "float16".
+        device: any that torch has here: "cpu", "cuda", "cuda:1", "mps", ...
         say: called with one line before each thing that takes long.
 
     Raises:
-        UserError: a package is missing, or there is no such model.
+        UserError: a package is missing, or there is no such model or device.
     """
     need_transformers()
+    torch_device(device)  # before anything that takes long
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,7 +73,20 @@ def load(
     except Exception as error:  # a file that was cut off makes readers raise whatever they like
         hint = f". If files in {source} are broken, delete that folder; it is made again"
         raise cannot_load(name, error, hint if name == DEFAULT_MODEL else "") from error
-    return model.eval(), tokenizer
+    return model.eval().to(device), tokenizer
+
+
+def torch_device(name: str) -> Any:
+    """The torch.device of this name. Raises: UserError for one that torch does not have here."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()  # fails as well on meta, which holds no numbers
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"--device {name}: torch has no such device here ({reason})") from error
+    return device
 
 
 def load_default(dtype: str = "float32", attn_implementation: str = "h2o") -> tuple[Any, Any]:

@@ -29,6 +29,7 @@ def provenance(
     model: Any, tokenizer: Any, name: str, seeds: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """What a result depends on beside its setting: model, versions, machine, seeds."""
+    device = model.device.type
     return {
         "model": name,
         "weights": model_identity.of_model(model, tokenizer),
@@ -37,6 +38,7 @@ def provenance(
         "python": platform.python_version(),
         "core": ops.info()["level"],
         "seeds": seeds or {},
+        **({"device": device} if device not in ("cpu", "meta") else {}),  # meta: all is offloaded
     }
 
 

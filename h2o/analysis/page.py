@@ -16,7 +16,7 @@ from h2o.analysis.tables import rows
 from h2o.draw import pieces
 
 if TYPE_CHECKING:
-    from h2o.analysis.result import Analysis
+    from h2o.analysis.measured_text import MeasuredText
 
 __all__ = ["Picture", "observations", "render"]
 
@@ -34,7 +34,7 @@ class Picture(NamedTuple):
 
 
 def render(
-    a: Analysis,
+    a: MeasuredText,
     tokenizer: Any,
     *,
     title: str,
@@ -67,7 +67,7 @@ def render(
     )
 
 
-def data(a: Analysis, tokenizer: Any) -> str:
+def data(a: MeasuredText, tokenizer: Any) -> str:
     """What the page's script reads: JSON, safe inside a <script>."""
     scores = np.stack([a.scores(layer, "query") for layer in a.layers])
     left = np.stack([a.evicted_at(layer) for layer in a.layers])
@@ -107,7 +107,7 @@ def table(columns: dict[str, np.ndarray]) -> str:
     return f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
 
 
-def budget(a: Analysis) -> str:
+def budget(a: MeasuredText) -> str:
     """A config in few words."""
     config = a.config
     parts = [
@@ -126,7 +126,7 @@ def chance(k: int, n: int) -> float:
     return k * k / n / (2 * k - k * k / n)
 
 
-def observations(a: Analysis) -> list[tuple[str, str, str]]:
+def observations(a: MeasuredText) -> list[tuple[str, str, str]]:
     """(question, what the paper says, what was measured) for each observation.
 
     Removal and caches of other configs are told as far as they have been measured.

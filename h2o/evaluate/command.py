@@ -12,7 +12,6 @@ from h2o import model_identity
 from h2o.budgets import parse_amount
 from h2o.errors import UserError
 from h2o.evaluate.setting import (
-    DEVICES,
     GRAMMAR,
     Setting,
     from_options,
@@ -20,7 +19,7 @@ from h2o.evaluate.setting import (
     with_profile,
 )
 from h2o.filesystem import make_writable
-from h2o.models import need_transformers
+from h2o.models import need_transformers, torch_device
 from h2o.processes import launched, leave
 from h2o.profile import Profile
 from h2o.result_cells import fingerprint
@@ -55,7 +54,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
     p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
     p.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default)")
-    p.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="(%(default)s)")
+    p.add_argument("--device", default="cpu", help="any that torch has here (%(default)s)")
     p.add_argument(
         "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
         help="for result files, from which an interrupted run goes on; default: h2o-eval",
@@ -121,6 +120,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
     except (OSError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     need_transformers()
+    torch_device(args.device)
     try:
         if args.tasks:
             tasks(args, settings, rest)
@@ -138,6 +138,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
     common = {
         "model_name": args.model,
         "dtype": args.dtype,
+        "device": args.device,
         "limit": None if args.limit is None else int(args.limit),
     }
     output = args.output_path or OUTPUT

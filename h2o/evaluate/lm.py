@@ -33,7 +33,7 @@ from h2o import models
 from h2o.config import H2OConfig
 from h2o.evaluate import protocols
 from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
-from h2o.evaluate.setting import DEVICES, Setting, from_config, from_options
+from h2o.evaluate.setting import Setting, from_config, from_options
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
 from h2o.processes import ALONE, Processes, launched
@@ -86,7 +86,7 @@ class H2OLM(HFLM):
 
     Args:
         pretrained: a name or folder; without it the embedded SmolLM2-135M-Instruct.
-        device: "cpu", and where it is another that h2o has no kernels for, "cpu" too.
+        device: any that torch has; "cuda", which lm-eval says by default, is "cpu" without one.
         batch_size: "auto" is 8 on the CPU.
         protocol: "simulate" or "drop".
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
@@ -118,10 +118,12 @@ class H2OLM(HFLM):
             pretrained = str(models.embedded_folder(log.info))
         kwargs["logits_cache"] = False  # it would lend one request's logits to another
         # lm-eval's commands say "cuda:0" unless told otherwise, whatever there is.
-        if torch.device(kwargs.get("device") or "cuda").type not in DEVICES:
-            log.info("device=%s: h2o has no kernels for it; cpu", kwargs.get("device"))
-            kwargs["device"] = "cpu"
-        # A model that is given, or cut into parts, is there for one process or for all alike.
+        device = str(kwargs.get("device") or "cuda")
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            log.info("device=%s: torch has none here; cpu", device)
+            device = "cpu"
+        kwargs["device"] = str(models.torch_device(device))
+        # A model that exists already, or is cut into parts, is there for one process or for all alike.
         self.processes = launched() if isinstance(pretrained, str) else ALONE
         self.workers = self.processes if kwargs.get("tp_plan") is None else ALONE
         if self.workers.world > 1 and kwargs["device"] == "cpu":

@@ -101,6 +101,7 @@ def compare(
     *,
     model_name: str | None = None,
     dtype: str = "auto",
+    device: str = "cpu",
     lengths: Sequence[int] = LENGTHS,
     limit: int | None = None,
 ) -> str:
@@ -121,7 +122,7 @@ def compare(
             raise UserError(f"{setting.name}: a mask, no cache; it cannot answer")
     text = read_text(file)
     cells = Cells(output / "needle.json", "h2o eval --needle", launched())
-    model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
+    model, tokenizer = models.load(model_name, dtype=dtype, device=device, say=models.say)
     rows = trials(text, tokenizer, lengths, limit or 4)
     encoded = [encode(tokenizer, model.config, row) for row in rows]
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
@@ -177,6 +178,7 @@ def answered(
     """Whether greedy decoding would write the answer: as long as it does, feeding the answer is
     the same as feeding what was decoded."""
     config = None if setting.variant == "full" else setting.config
+    document, question, answer = (x.to(model.device) for x in (document, question, answer))
     n = document.shape[1]
     cache = new_cache(model, config, n)
     start = time.perf_counter()

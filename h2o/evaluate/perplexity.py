@@ -38,6 +38,7 @@ def compare(
     *,
     model_name: str | None = None,
     dtype: str = "auto",
+    device: str = "cpu",
     protocol: str = "simulate",
     window: int = 1024,
     limit: int | None = None,
@@ -61,7 +62,7 @@ def compare(
         if protocol == "drop" and not setting.dropping:
             raise UserError(f"{setting.name}: a mask, no cache; use --protocol simulate")
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity", launched())
-    model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
+    model, tokenizer = models.load(model_name, dtype=dtype, device=device, say=models.say)
     windows, total = read_windows(file, tokenizer, model.config, window, limit)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     work = []
@@ -114,7 +115,7 @@ def measured(
     """One window, as the result file has it."""
     measure = by_simulation if protocol == "simulate" else by_cache
     start = time.perf_counter()
-    loss, attention = measure(model, torch.tensor([ids]), setting, prompt_len)
+    loss, attention = measure(model, torch.tensor([ids], device=model.device), setting, prompt_len)
     return {
         "loss": loss.double().sum().item(),
         "predicted": loss.numel(),

@@ -96,6 +96,7 @@ def compare(
     *,
     model_name: str | None = None,
     dtype: str = "auto",
+    device: str = "cpu",
     chat: bool = False,
     max_new_tokens: int = 64,
     limit: int | None = None,
@@ -121,7 +122,7 @@ def compare(
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
     rows = read_rows(file, limit)
     cells = Cells(output / "summaries.json", "h2o eval --summarize", launched())
-    model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
+    model, tokenizer = models.load(model_name, dtype=dtype, device=device, say=models.say)
     prompts = [models.encode(tokenizer, row.prompt, chat) for row in rows]
     check_lengths(rows, prompts, model.config, max_new_tokens)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
@@ -169,6 +170,7 @@ def summarize(
 ) -> dict[str, Any]:
     """One summary: its text up to the first stop text, and what it took."""
     config = None if setting.variant == "full" else setting.config
+    ids = ids.to(model.device)
     cache = new_cache(model, config, ids.shape[1])
     start = time.perf_counter()
     with torch.no_grad():
@@ -183,7 +185,7 @@ def summarize(
         )
     seconds = time.perf_counter() - start
     prompt = ids.shape[1]
-    text = tokenizer.decode(out[0, prompt:], skip_special_tokens=True)
+    text = tokenizer.decode(out[0, prompt:].tolist(), skip_special_tokens=True)
     for end in stop:
         text = text.partition(end)[0]
     return {
