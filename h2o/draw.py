@@ -69,17 +69,17 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     Where a character is spread over several tokens, the first has it and the others are "".
     """
     ids = [int(i) for i in ids]
-    found: list[str] = []
-    while len(found) < len(ids):
-        start = len(found)
+    texts: list[str] = []
+    while len(texts) < len(ids):
+        start = len(texts)
         for stop in range(start + 1, min(start + LONGEST, len(ids)) + 1):
             text = _decode(tokenizer, ids[start:stop])
             if LOST not in text:
                 break
         else:
             text, stop = _decode(tokenizer, ids[start : start + 1]), start + 1
-        found += [text, *[""] * (stop - start - 1)]
-    return found
+        texts += [text, *[""] * (stop - start - 1)]
+    return texts
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:

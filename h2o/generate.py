@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from h2o import models
+from h2o import backends, models
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.profile import Profile
@@ -323,9 +323,8 @@ def versions() -> dict[str, str]:
     import torch
     import transformers
 
-    import h2o
-
-    return {package.__name__: package.__version__ for package in (h2o, torch, transformers)}
+    installed = {package.__name__: package.__version__ for package in (torch, transformers)}
+    return {"h2o": backends.VERSION, **installed}
 
 
 def leading_agreement(tokens: list[int], others: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Which heads of a model need more of a cache, as `h2o.calibrate` found it: a small record.
+"""Which heads of a model need more of a cache, as `h2o.calibrate` measured it: a small record.
 
 Imports neither torch nor transformers, as h2o/config.py does not.
 """

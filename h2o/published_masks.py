@@ -1,4 +1,4 @@
-"""Who sees whom: whole-text masks of the published forms of H2O, in plain torch.
+"""Which key each token sees: whole-text masks of the published forms of H2O, in plain torch.
 
 The authors (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative
 Inference of Large Language Models", NeurIPS 2023; code at
@@ -24,7 +24,7 @@ def simulation_mask(
     prompt_len: int = 1,
     sinks: int = 0,
 ) -> Tensor:
-    """Who sees whom when a whole text goes through one of the published forms of H2O.
+    """Which key each token sees when a whole text goes through one of the published forms of H2O.
 
     For study and tests: memory is O(n^2) a head, time O(n) torch calls.
 
@@ -44,7 +44,7 @@ def simulation_mask(
                 far as they are not in its future, the `heavy` keys that receive the most causal
                 attention from the whole text, **rows of the future included**, and the last
                 recent + 1 keys. No cache can do this.
-            "flexgen": as "h2o", but the key that leaves the recent window always replaces the
+            "flexgen": as "h2o", but the key that drops out of the recent window always replaces the
                 lowest of the heavy ones, even if its own score is lower still. (The authors'
                 FlexGen code has recent = heavy - 1.)
         prompt_len: rows before the first eviction, at least 1; "h2o" and "flexgen" only.

@@ -195,7 +195,7 @@ def observations(a: MeasuredText) -> list[tuple[str, str, str]]:
             )
         )
     mass = np.stack([a.retained_mass(layer) for layer in a.layers]).mean(1)
-    note = "" if a.config.merge is None else "; keys that were merged count as gone"
+    note = "" if a.config.merge is None else "; keys that were merged count as evicted"
     table.append(
         (
             f"What does a cache of {budget(a)} retain of the attention?",

@@ -132,13 +132,13 @@ def calibrate(
         """What is measured on a window, or was in an earlier run."""
         done = next(count)
         facts = {"window": piece.sha256, "settings": settings, "origin": origin, **more}
-        found = cells.find(facts) if cells else None
-        if found is None:
+        result = cells.find(facts) if cells else None
+        if result is None:
             progress(done, total)
-            found = measure()
+            result = measure()
             if cells:
-                found = cells.put(facts, found)
-        return found
+                result = cells.put(facts, result)
+        return result
 
     alone = [
         once(piece, lambda piece=piece: {"costs": _costs(model, piece, grid, draws, seed).tolist()})
@@ -207,8 +207,8 @@ def windows_of(input_ids: Any, window: int, limit: int | None) -> Iterator[Windo
         open_ = [i for i, piece in enumerate(pieces) if numbers[i] < len(piece)]
         numbers[min(open_, key=numbers.__getitem__)] += 1
     spread = [
-        [own[i * len(own) // number] for i in range(number)]
-        for own, number in zip(pieces, numbers, strict=True)
+        [of_text[i * len(of_text) // number] for i in range(number)]
+        for of_text, number in zip(pieces, numbers, strict=True)
     ]
     for turn in itertools.zip_longest(*spread):
         yield from (piece for piece in turn if piece is not None)
@@ -244,8 +244,8 @@ def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int
     """[full layers, G, grid]"""
     generator = torch.Generator().manual_seed(int(piece.sha256[:12], 16) + seed)
     layers = watch(model, piece.ids, generator, draws)
-    own = [costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
-    return _of_all_heads(torch.stack(own).numpy(), model)
+    by_layer = [costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
+    return _of_all_heads(torch.stack(by_layer).numpy(), model)
 
 
 def _worth(model: Any, piece: Window, budgets: np.ndarray) -> np.ndarray:
@@ -253,11 +253,11 @@ def _worth(model: Any, piece: Window, budgets: np.ndarray) -> np.ndarray:
     return _of_all_heads(worth(model, piece.ids, budgets, policy)[0], model)
 
 
-def _of_all_heads(own: np.ndarray, model: Any) -> np.ndarray:
+def _of_all_heads(local: np.ndarray, model: Any) -> np.ndarray:
     """[full layers, G, ...] from the heads that each process has, the same on all of them."""
-    if own.shape[1] == describe(model.config).get("num_key_value_heads"):
-        return own
-    return np.concatenate(_processes(model).everyone(own), axis=1)
+    if local.shape[1] == describe(model.config).get("num_key_value_heads"):
+        return local
+    return np.concatenate(_processes(model).everyone(local), axis=1)
 
 
 def _processes(model: Any) -> Processes:
@@ -287,7 +287,7 @@ def _step(
 ) -> np.ndarray:
     """Shares after a step of refinement."""
     budgets = around(spread(shares, fraction * window, window), LEAST, window)
-    found = [
+    results = [
         once(
             piece,
             lambda piece=piece: {"worth": _worth(model, piece, budgets).tolist()},
@@ -295,7 +295,7 @@ def _step(
         )
         for piece in pieces
     ]
-    worths = np.mean([x["worth"] for x in found], axis=0)
+    worths = np.mean([x["worth"] for x in results], axis=0)
     keys = moved(budgets[0], budgets[1] - budgets[2], worths)
     keys = spread(keys, fraction * window, window)
     return keys / keys.mean()

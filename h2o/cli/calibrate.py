@@ -64,8 +64,9 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     def say(what: str) -> None:
         print(f"{time.perf_counter() - start:6.1f} s  {what}", file=sys.stderr, flush=True)
 
-    from h2o import models, supports
+    from h2o import models
     from h2o.calibration.calibrate import calibrate
+    from h2o.hf.attention import supports
 
     model, tokenizer = models.load(options.model, dtype=options.dtype, say=say)
     ids = {

@@ -123,7 +123,7 @@ class H2OLM(HFLM):
             log.info("device=%s: torch has none here; cpu", device)
             device = "cpu"
         kwargs["device"] = str(models.torch_device(device))
-        # A model that exists already, or is cut into parts, is there for one process or for all alike.
+        # A model in memory, or cut into parts, is there for one process or for all alike.
         self.processes = launched() if isinstance(pretrained, str) else ALONE
         self.workers = self.processes if kwargs.get("tp_plan") is None else ALONE
         if self.workers.world > 1 and kwargs["device"] == "cpu":
@@ -204,10 +204,10 @@ class H2OLM(HFLM):
             disable=disable_tqdm or not self.processes.first,
             desc=self.setting.name,
         ) as bar:
-            for places, found in self.workers.shared(
+            for places, scored in self.workers.shared(
                 batches, lambda places: score([requests[i] for i in places])
             ):
-                for i, answer in zip(places, found, strict=True):
+                for i, answer in zip(places, scored, strict=True):
                     request = requests[i]
                     answers[i] = answer
                     known.put(request, answer)
@@ -248,12 +248,16 @@ class H2OLM(HFLM):
             group_fn=lambda x: x[1],
         )
         batches = list(sorted_.get_batched(n=self._batch_size()))
-        own = [place for x in batches[self.workers.rank :: self.workers.world] for *_, place in x]
-        texts = super().generate_until([requests[i] for i in own], disable_tqdm) if own else []
-        found = dict(zip(own, texts, strict=True))
-        for more in self.workers.everyone(found):
-            found |= more
-        return [found[place] for place in range(len(requests))]
+        places = [
+            place for x in batches[self.workers.rank :: self.workers.world] for *_, place in x
+        ]
+        texts = (
+            super().generate_until([requests[i] for i in places], disable_tqdm) if places else []
+        )
+        by_place = dict(zip(places, texts, strict=True))
+        for more in self.workers.everyone(by_place):
+            by_place |= more
+        return [by_place[place] for place in range(len(requests))]
 
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))

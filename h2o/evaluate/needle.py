@@ -2,9 +2,9 @@
 
 A sentence with a number is hidden in a piece of a text. The piece is the prompt of a real
 `H2OCache`, which is cut to its budget before the question is known; then the question goes in, and
-the answer counts if greedy decoding writes the number, digit by digit. What nobody attends to while
-the text is read has to survive that cut: the hard case of every eviction (compare Kamradt, "Needle
-in a haystack", 2023).
+the answer counts if greedy decoding writes the number, digit by digit. What no token attends to
+while the text is read has to survive that cut: the hard case of every eviction (compare Kamradt,
+"Needle in a haystack", 2023).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def trials(text: str, tokenizer: Any, lengths: Sequence[int], each: int) -> list
             f"the text has {len(ids)} tokens, a length is {max(lengths)}: lower --lengths"
         )
     draw = random.Random(0)
-    found, start = [], 0
+    chosen, start = [], 0
     for length in lengths:
         for depth in DEPTHS:
             for _ in range(each):
@@ -81,8 +81,8 @@ def trials(text: str, tokenizer: Any, lengths: Sequence[int], each: int) -> list
                 town, number = draw.choice(TOWNS), str(draw.randint(10000, 99999))
                 document = hidden(piece, FACT.format(town=town, number=number), depth)
                 question = QUESTION.format(town=town)
-                found.append(Trial(length, depth, document, question, " " + number))
-    return found
+                chosen.append(Trial(length, depth, document, question, " " + number))
+    return chosen
 
 
 def hidden(piece: str, fact: str, depth: float) -> str:
@@ -138,13 +138,13 @@ def compare(
         }
         work.append([(facts | x.describe(), partial(answered, model, x, *ids)) for x in settings])
     results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
-    for row, found in zip(rows, cells.complete(work, "needles"), strict=True):
-        for setting, result in zip(settings, found, strict=True):
+    for row, row_results in zip(rows, cells.complete(work, "needles"), strict=True):
+        for setting, result in zip(settings, row_results, strict=True):
             results[setting.name].append(result | {"length": row.length, "depth": row.depth})
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
-        found = results[setting.name]
-        curves.setdefault(setting.kind, []).append((share_kept(found), *found_share(found)))
+        each = results[setting.name]
+        curves.setdefault(setting.kind, []).append((share_kept(each), *found_share(each)))
     drawn = plot_curves(output / "needle.png", [(file.name, curves)], "facts found")
     written = f"{output / 'needle.json'}" + (f", {output / 'needle.png'}" if drawn else "")
     first = (

@@ -102,10 +102,10 @@ def compare(
 
 
 MASS = {"simulate": "retained_mass", "drop": "share_held"}
-"""What is told of attention, by layer. In simulation: the share of a full cache's
+"""What is measured of attention, by layer. In simulation: the share of a full cache's
 attention that falls on keys still held (`h2o.Simulation.retained_mass`), mean over heads; a merged
-key counts as gone, which the table says. By the real cache, which no longer has the others: the
-share of the attention given that went to keys held at the end (1 - `share_evicted` of
+key counts as evicted, which the table says. By the real cache, which no longer has the others: the
+share of the attention paid that went to keys held at the end (1 - `share_evicted` of
 `H2OCache.report`)."""
 
 
@@ -146,8 +146,8 @@ def by_cache(
     """(loss of tokens 1 to n-1 of ids [1, n], share held by layer), token by token."""
     cache = H2OCache(model.config, setting.config, prompt_length=ids.shape[1])
     logits = [*read(model, cache, ids[:, :prompt_len]), *read(model, cache, ids[:, prompt_len:], 1)]
-    own = [layer for layer in cache.report().layers if layer.kind == "h2o"]
-    held = {layer.layer: 1 - layer.share_evicted for layer in own}
+    evicting = [layer for layer in cache.report().layers if layer.kind == "h2o"]
+    held = {layer.layer: 1 - layer.share_evicted for layer in evicting}
     return _loss(torch.cat(logits, dim=1), ids), held
 
 
@@ -205,11 +205,11 @@ def lost(windows: list[dict[str, Any]], full: list[dict[str, Any]]) -> tuple[flo
     """(nats a token lost to the full cache, their standard error over windows, which are the same
     ones in both)."""
     each = [
-        (own["loss"] - whole["loss"]) / own["predicted"]
-        for own, whole in zip(windows, full, strict=True)
+        (here["loss"] - there["loss"]) / here["predicted"]
+        for here, there in zip(windows, full, strict=True)
     ]
-    mean = sum(own["loss"] - whole["loss"] for own, whole in zip(windows, full, strict=True))
-    mean /= sum(own["predicted"] for own in windows)
+    mean = sum(here["loss"] - there["loss"] for here, there in zip(windows, full, strict=True))
+    mean /= sum(window["predicted"] for window in windows)
     return mean, statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else 0.0
 
 
@@ -234,5 +234,5 @@ def as_table(results: dict[Setting, list[dict[str, Any]]], protocol: str) -> str
         )
     header = ["setting", "kept", "tokens", "perplexity", "nats lost", name, "lowest layer", "time"]
     merges = protocol == "simulate" and any(setting.config.merge for setting in results)
-    notes = [f"{name}: keys that were merged count as gone"] if merges else []
+    notes = [f"{name}: keys that were merged count as evicted"] if merges else []
     return "\n".join([table(header, rows), *footnote(results), *notes])

@@ -151,8 +151,8 @@ def compare(
     results = dict(zip((setting.name for setting in settings), by_row, strict=True))
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
-        found = results[setting.name]
-        point = (share_kept(found), *mean_and_error(found, "rougeL"))
+        each = results[setting.name]
+        point = (share_kept(each), *mean_and_error(each, "rougeL"))
         curves.setdefault(setting.kind, []).append(point)
     drawn = plot_curves(output / "summaries.png", [(file.name, curves)], "ROUGE-L")
     written = f"{output / 'summaries.json'}" + (f", {output / 'summaries.png'}" if drawn else "")

@@ -108,7 +108,7 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
 
 
 def test_merged_keys_are_said_to_count_as_gone(folder, text, tmp_path, capsys):
-    note = "retained mass: keys that were merged count as gone"
+    note = "retained mass: keys that were merged count as evicted"
     sizes = ["--window", 100, "--limit", 1]
     for settings, said in (("h2o:0.1+0.1", False), ("h2o:0.1+0.1/merge=0.3", True)):
         assert run(folder, text, tmp_path, "--compare", f"full,{settings}", *sizes) == 0
