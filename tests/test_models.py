@@ -108,6 +108,14 @@ def test_dtype_is_the_one_asked_for(tmp_path):
         assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
 
 
+def test_the_device_is_the_one_asked_for(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    assert models.load(str(path), device="cpu:0")[0].device.type == "cpu"
+    for name in ("nope", "cpu:x", "meta"):  # the last holds no numbers
+        with pytest.raises(models.UserError, match=f"--device {name}: torch has no such device"):
+            models.load(str(path), device=name)
+
+
 def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -90,8 +90,8 @@ class H2OLM(HFLM):
         batch_size: "auto" is 8 on the CPU.
         protocol: "simulate" or "drop".
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
-        heavy, recent, sinks, rank_by, decay, value_weighted: as in `H2OConfig`; or, from Python,
-            `h2o_config`, one of these.
+        heavy, recent, and every other field of `H2OConfig`; or, from Python, `h2o_config`, one of
+            these.
         prompt_len: "simulate" only: tokens before the first eviction.
         ratio_of: what fractions refer to: "text" (default in simulation) or "prompt" (always
             so in "drop", where the prompt is the context).

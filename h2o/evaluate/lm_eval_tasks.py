@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 
 from h2o.errors import UserError
 from h2o.evaluate.lm import H2OLM, POLICY
-from h2o.evaluate.presentation import plot_curves, table
+from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.protocols import check, one_token_note
 from h2o.evaluate.setting import Setting, footnote
 from h2o.models import DEFAULT_MODEL
@@ -137,9 +137,8 @@ def compare(
                 )
             results.setdefault(setting, {})[name] = result
     drawn = plot_curves(output / "compare.png", panels(results), "accuracy")
-    written = f"{output / 'compare.json'}" + (f", {output / 'compare.png'}" if drawn else "")
     first = f"{origin['model']}, protocol {protocol}, fractions of the {lm.ratio_of}"
-    return "\n".join([first, "", as_table(results), "", *sorted(notes), f"written: {written}"])
+    return "\n".join([first, "", as_table(results), "", *sorted(notes), written(cells.path, drawn)])
 
 
 def own_tasks(config: EvaluatorConfig) -> TaskManager | None:

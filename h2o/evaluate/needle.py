@@ -23,7 +23,7 @@ import torch
 
 from h2o import models
 from h2o.errors import UserError
-from h2o.evaluate.presentation import plot_curves, table
+from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
 from h2o.hf.new_cache import new_cache
@@ -146,12 +146,11 @@ def compare(
         each = results[setting.name]
         curves.setdefault(setting.kind, []).append((share_kept(each), *found_share(each)))
     drawn = plot_curves(output / "needle.png", [(file.name, curves)], "facts found")
-    written = f"{output / 'needle.json'}" + (f", {output / 'needle.png'}" if drawn else "")
     first = (
         f"{origin['model']}, {len(rows)} facts in pieces of {file.name}, cut before the question; "
         "fractions of the piece"
     )
-    return "\n".join([first, "", as_table(results, lengths), "", f"written: {written}"])
+    return "\n".join([first, "", as_table(results, lengths), "", written(cells.path, drawn)])
 
 
 def encode(tokenizer: Any, config: Any, row: Trial) -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o import models
 from h2o.errors import UserError
-from h2o.evaluate.presentation import plot_curves, table
+from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting, footnote
 from h2o.filesystem import read_text
 from h2o.hf.cache import H2OCache
@@ -87,7 +87,6 @@ def compare(
         share, value, error = summary(results[setting])[:3]
         curves.setdefault(setting.kind + setting.star, []).append((share, value, error))
     drawn = plot_curves(output / "perplexity.png", [(file.name, curves)], "perplexity")
-    written = f"{output / 'perplexity.json'}" + (f", {output / 'perplexity.png'}" if drawn else "")
     note = "" if len(windows) == total else f", the first of {total}"
     return "\n".join(
         [
@@ -96,7 +95,7 @@ def compare(
             "",
             as_table(results, protocol),
             "",
-            f"written: {written}",
+            written(cells.path, drawn),
         ]
     )
 

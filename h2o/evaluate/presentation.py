@@ -8,7 +8,7 @@ from typing import Any
 
 from h2o.processes import launched
 
-__all__ = ["plot_curves", "table"]
+__all__ = ["plot_curves", "table", "written"]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -22,6 +22,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         lines.append("  ".join(texts).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def written(results: Path, drawn: bool) -> str:
+    """The line that names the files of an evaluation: results, and the plot beside them if there
+    is one."""
+    return f"written: {results}" + (f", {results.with_suffix('.png')}" if drawn else "")
 
 
 def plot_curves(

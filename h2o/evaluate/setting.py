@@ -14,6 +14,7 @@ from h2o.result_cells import fingerprint
 
 __all__ = [
     "GRAMMAR",
+    "OPTIONS",
     "Setting",
     "footnote",
     "from_config",
@@ -23,7 +24,11 @@ __all__ = [
     "with_profile",
 ]
 
-GRAMMAR = """\
+OPTIONS = (*FIELDS, "positions", "kv_dtype")
+"""Fields of H2OConfig that may follow after slashes. Budgets stand before these, and what is left
+of the fields (`of`, `shares`) is said by the kind."""
+
+GRAMMAR = f"""\
 full                    every key is kept
 h2o:HEAVY+RECENT        heavy hitters and recent keys; h2o:0.2+0 is heavy hitters only
 h2o:BUDGET              the same with half of the budget each
@@ -38,8 +43,9 @@ mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simul
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
-follow after slashes: h2o:0.1+0.1/sinks=4/rank_by=mean/decay=0.99/value_weighted=true, and for
-real caches positions=rolled."""
+follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true; there are
+{", ".join(OPTIONS)}.
+Only real caches can have positions=rolled."""
 
 KINDS = (
     "full",
@@ -53,10 +59,6 @@ KINDS = (
     "calibrated-bytes",
     *(f"mask-{x}" for x in VARIANTS),
 )
-
-OPTIONS = (*FIELDS, "positions", "kv_dtype")
-"""Fields of H2OConfig that may follow after slashes. Budgets stand before these, and what is left
-of the fields (`of`, `shares`) is said by the kind."""
 
 
 @dataclasses.dataclass(frozen=True)

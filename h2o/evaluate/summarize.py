@@ -21,7 +21,7 @@ import torch
 
 from h2o import models
 from h2o.errors import UserError
-from h2o.evaluate.presentation import plot_curves, table
+from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
 from h2o.hf.new_cache import new_cache
@@ -155,9 +155,8 @@ def compare(
         point = (share_kept(each), *mean_and_error(each, "rougeL"))
         curves.setdefault(setting.kind, []).append(point)
     drawn = plot_curves(output / "summaries.png", [(file.name, curves)], "ROUGE-L")
-    written = f"{output / 'summaries.json'}" + (f", {output / 'summaries.png'}" if drawn else "")
     first = f"{origin['model']}, {len(rows)} rows of {file.name}, fractions of the prompt"
-    return "\n".join([first, "", as_table(results), "", f"written: {written}"])
+    return "\n".join([first, "", as_table(results), "", written(cells.path, drawn)])
 
 
 def summarize(
