@@ -181,14 +181,14 @@ def answered(
     n = document.shape[1]
     cache = new_cache(model, config, n)
     start = time.perf_counter()
-    written = []
+    decoded = []
     with torch.no_grad():
         model.base_model(document, past_key_values=cache, use_cache=True)  # no logits needed
         for ids in (question, *answer[:, :-1].split(1, dim=1)):
             out = model(ids, past_key_values=cache, use_cache=True)
-            written.append(out.logits[0, -1].argmax().item())
+            decoded.append(out.logits[0, -1].argmax().item())
     return {
-        "found": written == answer[0].tolist(),
+        "found": decoded == answer[0].tolist(),
         "seen": n,
         "kept": setting.config.for_model(model).held(n),
         "seconds": time.perf_counter() - start,
