@@ -14,6 +14,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def torch_device(name: str) -> Any:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()  # fails as well on meta, which holds no numbers
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = textwrap.shorten(str(error) or type(error).__name__, 100, placeholder=" ...")
         raise UserError(f"--device {name}: torch has no such device here ({reason})") from error
     return device
 

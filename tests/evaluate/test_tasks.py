@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from h2o import cli, model_identity, models
-from h2o.evaluate import command, lm_eval_tasks
+from h2o.cli import eval_command
+from h2o.evaluate import lm_eval_tasks
 from h2o.evaluate.lm import H2OLM
 from h2o.result_cells import Cells
 from tests.evaluate import conftest
@@ -32,7 +33,7 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(command, "OUTPUT", tmp_path / "unasked")
+    monkeypatch.setattr(eval_command, "OUTPUT", tmp_path / "unasked")
     # lm-eval logs, once set up, to what standard error was in the first of these tests.
     monkeypatch.setattr("lm_eval.utils._LOGGING_CONFIGURED", True)
     # Ten seconds for the tasks that it could download, two for a list of the environment.
@@ -470,4 +471,4 @@ def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
     assert run(folder, "--limit", 1) == 0
     assert len(list((tmp_path / "unasked").rglob("results_*.json"))) == 1
     monkeypatch.undo()
-    assert str(command.OUTPUT) == "h2o-eval"
+    assert str(eval_command.OUTPUT) == "h2o-eval"

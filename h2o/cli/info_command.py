@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for machines")
 
 
-def run(options: argparse.Namespace) -> int:
-    """The exit code: 0 where the answer is a good one. Errors: UserError (`h2o.errors`)."""
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code: 0 where the answer is a good one. Raises: UserError (`h2o.errors`)."""
     if options.model:
         return print_support(options.model, options.json)
     if options.check:
@@ -68,19 +68,20 @@ def print_check(as_json: bool) -> int:
     from h2o.errors import UserError
 
     try:
-        found = backends.check()
+        mistakes = backends.check()
     except RuntimeError as error:
         raise UserError(str(error)) from error
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(mistakes, indent=2))
     else:
-        for device, mistakes in found.items():
-            for line in mistakes or ["every operation answers as the torch backend does"]:
+        for device, lines in mistakes.items():
+            for line in lines or ["every operation answers as the torch backend does"]:
                 print(f"{device}  {line}")
-    return 1 if any(found.values()) else 0
+    return 1 if any(mistakes.values()) else 0
 
 
 def readable(value: Any) -> str:
+    """A value as a reader takes it."""
     if value is None:
         return "not installed"
     if isinstance(value, dict):
