@@ -150,7 +150,7 @@ test-driver: $(OUT)/test_driver $(OUT)/libcuda.so.1
 $(OUT)/balance: tests/c/balance.c $(wildcard tests/c/*.h) $(C_CORE)
 	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
 
-balance: ## how well work spreads over 2 to 64 lanes, counted; fails below what is promised
+balance: ## how well work spreads over 2 to 64 workers, counted; fails below what is promised
 	@$(TOGETHER) build/balance/balance OUT=build/balance CFLAGS="-O2 -DH2O_BALANCE"
 	@build/balance/balance
 

@@ -32,15 +32,6 @@ typedef struct {
     uintptr_t first, last; /* addresses of the first and the last byte */
 } range;
 
-static const char *dtype_name(h2o_dtype dtype) {
-    static const char *const names[] = {[H2O_NONE] = "none",   [H2O_F32] = "float32",
-                                        [H2O_F16] = "float16", [H2O_BF16] = "bfloat16",
-                                        [H2O_F64] = "float64", [H2O_I32] = "int32",
-                                        [H2O_I64] = "int64",   [H2O_U8] = "bool or uint8",
-                                        [H2O_Q8] = "int8",     [H2O_Q4] = "int4"};
-    return names[dtype];
-}
-
 static const char *device_text(const h2o_view *view, char text[40]) {
     static const char *const names[] = {[1] = "CPU",   [2] = "CUDA",  [8] = "Metal",
                                         [10] = "ROCm", [13] = "CUDA", [14] = "oneAPI"};
@@ -157,18 +148,18 @@ static int check_dtype(const rule *rule, h2o_dtype *floating, const char *leader
         if (view->dtype == rule->dtype) return H2O_OK;
         if (rule->dtype == H2O_F64 && narrow) return H2O_OK; /* not every device has f64 */
         return h2o_fail(error, H2O_ETYPE, "%s: has dtype %s, wanted %s", view->name,
-                        dtype_name(view->dtype), dtype_name(rule->dtype));
+                        h2o_dtype_name(view->dtype), h2o_dtype_name(rule->dtype));
     }
     if (*floating == H2O_NONE) {
         if (view->dtype != H2O_F32 && view->dtype != H2O_F16 && view->dtype != H2O_BF16) {
             return h2o_fail(error, H2O_ETYPE,
                             "%s: has dtype %s, wanted float32, float16 or bfloat16", view->name,
-                            dtype_name(view->dtype));
+                            h2o_dtype_name(view->dtype));
         }
         *floating = view->dtype;
     } else if (view->dtype != *floating) {
         return h2o_fail(error, H2O_ETYPE, "%s: has dtype %s, wanted %s like %s", view->name,
-                        dtype_name(view->dtype), dtype_name(*floating), leader);
+                        h2o_dtype_name(view->dtype), h2o_dtype_name(*floating), leader);
     }
     return H2O_OK;
 }
@@ -372,6 +363,20 @@ static int check_policy(const h2o_policy *policy, h2o_error *error) {
     return H2O_OK;
 }
 
+/* "34 (int8) or 20 (int4)": bytes of the quantised rows that there are of D elements. */
+static const char *rows_text(int64_t D, char text[100]) {
+    size_t used = 0;
+#define ROW(name, ...)                                                                             \
+    if (h2o_row_bytes(H2O_##name, D) > 0) {                                                        \
+        used += (size_t)snprintf(text + used, 100 - used, "%s%" PRId64 " (%s)",                    \
+                                 used > 0 ? " or " : "", h2o_row_bytes(H2O_##name, D),             \
+                                 h2o_dtype_name(H2O_##name));                                      \
+    }
+    H2O_QUANTISED_ROWS(ROW)
+#undef ROW
+    return text;
+}
+
 /* Whether quantised keys and values have rows that are some quantisation of D elements, and
  * both are quantised or neither is. */
 static int check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_error *error) {
@@ -381,23 +386,19 @@ static int check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h
         if (view->dtype == H2O_U8 && view->shape[view->ndim - 1] == D) {
             return h2o_fail(error, H2O_ETYPE,
                             "%s: has dtype %s, wanted floats like the query, or quantised rows",
-                            view->name, dtype_name(view->dtype));
+                            view->name, h2o_dtype_name(view->dtype));
         }
         if (view->dtype == H2O_U8 && h2o_stored_type(view, D) == H2O_NONE) {
-            const int64_t int4 = h2o_row_bytes(H2O_Q4, D);
-            char other[48];
-            snprintf(other, sizeof other, " or %" PRId64 " (int4)", int4);
+            char wanted[100];
             return h2o_fail(error, H2O_EVALUE,
-                            "%s: has rows of %" PRId64 " bytes, wanted %" PRId64
-                            " (int8)%s for %" PRId64 " elements",
-                            view->name, view->shape[view->ndim - 1], h2o_row_bytes(H2O_Q8, D),
-                            int4 ? other : "", D);
+                            "%s: has rows of %" PRId64 " bytes, wanted %s for %" PRId64 " elements",
+                            view->name, view->shape[view->ndim - 1], rows_text(D, wanted), D);
         }
     }
     if ((keys->dtype == H2O_U8) != (values->dtype == H2O_U8)) {
         return h2o_fail(error, H2O_ETYPE,
                         "%s: has dtype %s and %s %s, wanted both quantised or none", keys->name,
-                        dtype_name(keys->dtype), values->name, dtype_name(values->dtype));
+                        h2o_dtype_name(keys->dtype), values->name, h2o_dtype_name(values->dtype));
     }
     return H2O_OK;
 }
@@ -497,9 +498,10 @@ static int check_operands(h2o_operation operation, void *params, h2o_error *erro
 /* Whether keys are of a type that the step can rotate. */
 static int check_rotated(const h2o_rotary *rotary, const h2o_view *keys, int64_t D,
                          h2o_error *error) {
-    if (h2o_given(&rotary->table) && h2o_stored_type(keys, D) == H2O_Q4) {
-        return h2o_fail(error, H2O_ETYPE, "%s: has int4 rows, which rotary cannot rotate; use int8",
-                        keys->name);
+    const h2o_dtype stored = h2o_stored_type(keys, D);
+    if (h2o_given(&rotary->table) && !h2o_row_rotates(stored)) {
+        return h2o_fail(error, H2O_ETYPE, "%s: has %s rows, which rotary cannot rotate; use int8",
+                        keys->name, h2o_dtype_name(stored));
     }
     return H2O_OK;
 }

@@ -1,4 +1,4 @@
-/* h2o.h - the whole internal contract of the C core.
+/* h2o.h - the internal contract of the C core.
  *
  * Status codes, the error record, the tensor view, the records of slots and policy, one
  * parameter struct per operation; operations.h has the tables that a call goes by, run.h
@@ -23,7 +23,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "target.h"
+#include "types.h"
 
 /* ---- Status and errors ------------------------------------------------- */
 
@@ -47,25 +47,6 @@ int h2o_fail(h2o_error *error, h2o_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
 /* ---- Tensors ----------------------------------------------------------- */
-
-typedef enum {
-    H2O_NONE = 0, /* the optional argument was not given */
-    H2O_F32,
-    H2O_F16,
-    H2O_BF16,
-    H2O_F64,
-    H2O_I32,
-    H2O_I64,
-    H2O_U8, /* masks: bool or uint8, 0 is a pad; quantised rows */
-    H2O_Q8, /* no tensor's: a row of D elements in a quantised store of bytes, ... */
-    H2O_Q4, /* ... see quantise.h */
-} h2o_dtype;
-
-/* Bytes of an element, by the order above. */
-H2O_INLINE int64_t h2o_dtype_size(h2o_dtype dtype) {
-    const uint64_t sizes = 0x1118482240; /* a hexadecimal digit each */
-    return (int64_t)(sizes >> 4 * dtype & 15);
-}
 
 enum { H2O_MAX_DIMS = 4, H2O_DEVICE_CPU = 1 /* DLPack's number */ };
 
@@ -100,23 +81,11 @@ typedef struct {
 
 /* ---- State and policy -------------------------------------------------- */
 
-enum { H2O_GROUP = 32 }; /* elements of a row of Q4 that share scale and minimum */
-
-/* Bytes of a stored row of D elements; 0 if there is no such row. */
-H2O_INLINE int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
-    if (stored == H2O_Q8) return D + 2;
-    if (stored == H2O_Q4) return D % H2O_GROUP ? 0 : D / 2 + D / H2O_GROUP * 4;
-    return D * h2o_dtype_size(stored);
-}
-
 /* How the rows of stored keys or values hold D elements: bytes tell by their number,
  * H2O_NONE if by none. */
 H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
-    const int64_t bytes = rows->shape[rows->ndim - 1];
     if (rows->dtype != H2O_U8) return rows->dtype;
-    return bytes == h2o_row_bytes(H2O_Q8, D)   ? H2O_Q8
-           : bytes == h2o_row_bytes(H2O_Q4, D) ? H2O_Q4
-                                               : H2O_NONE;
+    return h2o_row_type(rows->shape[rows->ndim - 1], D);
 }
 
 /* What one layer holds. A token's slot is its index on axis S.
@@ -225,7 +194,7 @@ typedef struct {
 
 /* evict: takes the new keys with the scores that attend gave them into the
  * slots; what the budget has no room for, stored or new, is dropped, or merged.
- * A stored key that stays keeps its slot, unless that lies beyond the last one
+ * A stored key that is kept keeps its slot, unless that lies beyond the last one
  * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
  * be at least min(k, held + new) for every row. */
 typedef struct {

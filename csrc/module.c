@@ -297,10 +297,23 @@ static int intern_names(module_state *state) {
     return 0;
 }
 
+/* What call takes as its operation. */
+static int add_operations(PyObject *module) {
+    const module_state *const state = PyModule_GetState(module);
+    PyObject *names = PyTuple_New(H2O_OPERATIONS);
+    for (int i = 0; i < H2O_OPERATIONS && names != NULL; i++) {
+        PyTuple_SetItem(names, i, Py_NewRef(state->operations[i]));
+    }
+    const int status = names != NULL ? PyModule_AddObjectRef(module, "OPERATIONS", names) : -1;
+    Py_XDECREF(names);
+    return status;
+}
+
 static int execute_module(PyObject *module) {
     h2o_error error;
     if (h2o_exchange_init() < 0 || intern_names(PyModule_GetState(module)) < 0) return -1;
-    return h2o_init(&error) == H2O_OK ? 0 : raise_error(&error);
+    if (h2o_init(&error) != H2O_OK) return raise_error(&error);
+    return add_operations(module);
 }
 
 /* Of the sources on which kernels and core must agree, as the build has hashed them; a file of

@@ -104,19 +104,16 @@ H2O_INLINE const h2o_view *h2o_leader(const h2o_operation_row *row, const void *
     return (const h2o_view *)(const void *)((const char *)params + row->operands[0].offset);
 }
 
-/* check.c: shapes, dtypes, layouts and scalars of the operation's parameters; fills in dims. */
-int h2o_check_attend(void *params, h2o_error *error);
-int h2o_check_evict(void *params, h2o_error *error);
-int h2o_check_step(void *params, h2o_error *error);
-int h2o_check_simulate(void *params, h2o_error *error);
-int h2o_fail_kernels(const h2o_view *leader, h2o_error *error); /* its device has none */
+/* check.c, h2o_check_<name>: shapes, dtypes, layouts and scalars of the operation's parameters;
+ * fills in dims. counts.c, h2o_count_<name>: reads the small tensors of a checked call, once, into
+ * memory of h2o_counts_bytes, checks what they say and fills in counts. */
+#define H2O_DECLARE(name, NAME)                                                                    \
+    int h2o_check_##name(void *params, h2o_error *error);                                          \
+    int h2o_count_##name(void *params, void *memory, h2o_error *error);
+H2O_EACH_OPERATION(H2O_DECLARE)
+#undef H2O_DECLARE
 
-/* counts.c: reads the small tensors of a checked call, once, into memory of
- * h2o_counts_bytes, checks what they say and fills in counts. */
 size_t h2o_counts_bytes(const h2o_dims *dims, const h2o_view *mask);
-int h2o_count_attend(void *params, void *memory, h2o_error *error);
-int h2o_count_evict(void *params, void *memory, h2o_error *error);
-int h2o_count_step(void *params, void *memory, h2o_error *error);
-int h2o_count_simulate(void *params, void *memory, h2o_error *error);
+int h2o_fail_kernels(const h2o_view *leader, h2o_error *error); /* its device has none */
 
 #endif

@@ -37,13 +37,13 @@ from h2o.profile import Profile
 if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.analysis.analyze import analyze as analyze
     from h2o.calibration.calibrate import calibrate as calibrate
-    from h2o.hf.attention import supports as supports
     from h2o.hf.cache import H2OCache as H2OCache
     from h2o.hf.layer import H2OLayer as H2OLayer
     from h2o.hf.patching import disable as disable
     from h2o.hf.patching import enable as enable
     from h2o.hf.patching import patched as patched
     from h2o.hf.simulation import simulated as simulated
+    from h2o.hf.support import supports as supports
     from h2o.models import load_default as load_default
     from h2o.published_masks import simulation_mask as simulation_mask
 
@@ -60,7 +60,7 @@ _LAZY = {
     "patched": "h2o.hf.patching",
     "simulated": "h2o.hf.simulation",
     "simulation_mask": "h2o.published_masks",
-    "supports": "h2o.hf.attention",
+    "supports": "h2o.hf.support",
 }
 
 __all__ = ["H2OConfig", "Profile", "Unsupported", "__version__", "ops", *_LAZY]

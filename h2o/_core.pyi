@@ -11,6 +11,7 @@ class _Info(TypedDict):
     version: str
 
 KERNELS: str
+OPERATIONS: tuple[str, ...]
 
 def call(operation: str, mode: str, /, *operands: Any) -> int | None: ...
 def devices(name: str, /) -> tuple[int, list[tuple[str, int, int]]]: ...

@@ -115,7 +115,7 @@ def levelled(
 ) -> list[list[tuple[int, int]]]:
     """Budgets of a layer's rows, each with an entry for every head or one for all, all in one way.
 
-    `part`: which of how many equal parts of the heads these are (`h2o.hf.parallel`).
+    `part`: which of how many equal parts of the heads these are (`h2o.hf.tensor_parallel`).
 
     Raises: ValueError for another number of heads than the layer has.
     """

@@ -42,7 +42,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o import backends
-from h2o.policy import Policy, PolicyFields, one_policy
+from h2o.policy import PAPER, Policy, PolicyFields, one_policy
 from h2o.slots import Slots, new_slots, sizes_of_keys
 from h2o.tensors import empty, four_sizes, full, grad_enabled
 
@@ -82,7 +82,7 @@ def attend(
     softcap: float = 0.0,
     out: Tensor | None = None,
     scores: Tensor | None = None,
-    policy: Policy | None = None,
+    policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
     """Attention of new queries, with the scores of every key that they see.
@@ -119,8 +119,10 @@ def attend(
         scale = _default_scale(query, sizes)
     if grad_enabled():
         _refuse_grad(slots, query=query, keys=keys, values=values, out=out, scores=scores)
+    if fields:
+        policy = one_policy(policy, fields)
     backends.serving(query).attend(
-        query, keys, values, mask, slots, out, scores, scale, softcap, one_policy(policy, fields)
+        query, keys, values, mask, slots, out, scores, scale, softcap, policy
     )
     return out, scores
 
@@ -132,7 +134,7 @@ def evict(
     slots: Slots,
     *,
     mask: Tensor | None = None,
-    policy: Policy | None = None,
+    policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> None:
     """Take new keys into the slots, and drop for good what the budget has no room for.
@@ -163,7 +165,9 @@ def evict(
     """
     if grad_enabled():
         _refuse_grad(slots, keys=keys, values=values, scores=scores)
-    backends.serving(keys).evict(keys, values, scores, mask, slots, one_policy(policy, fields))
+    if fields:
+        policy = one_policy(policy, fields)
+    backends.serving(keys).evict(keys, values, scores, mask, slots, policy)
 
 
 def step(
@@ -177,7 +181,7 @@ def step(
     softcap: float = 0.0,
     out: Tensor | None = None,
     rotary: Rotary | None = None,
-    policy: Policy | None = None,
+    policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> Tensor:
     """One decode step: store the new key, attend, score, choose the key to evict.
@@ -209,7 +213,8 @@ def step(
     if grad_enabled():
         _refuse_grad(slots, query=query, key=key, value=value, out=out)
     table, ranks = (None, None) if rotary is None else rotary
-    policy = one_policy(policy, fields)
+    if fields:
+        policy = one_policy(policy, fields)
     backends.serving(query).step(
         query, key, value, mask, slots, out, scale, softcap, policy, table, ranks
     )
@@ -230,7 +235,7 @@ def simulate(
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
-    policy: Policy | None = None,
+    policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a cache would have answered, for a whole text in one call.
@@ -272,9 +277,11 @@ def simulate(
     stored_keys = stored_values = None
     if kv_dtype is not None:
         stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
+    if fields:
+        policy = one_policy(policy, fields)
     backends.serving(query).simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
-        scale, softcap, one_policy(policy, fields), stored_keys, stored_values,
+        scale, softcap, policy, stored_keys, stored_values,
     )  # fmt: skip
     return out, evicted_at, scores
 

@@ -8,12 +8,12 @@ torch nor NumPy.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from h2o.budgets import tokens_of
 
-__all__ = ["FIELDS", "Field", "Policy", "PolicyFields", "checked", "one_policy"]
+__all__ = ["FIELDS", "PAPER", "Field", "Policy", "PolicyFields", "checked", "one_policy"]
 
 
 class Policy(NamedTuple):
@@ -116,23 +116,15 @@ def _cosine(value: Any) -> float:
     return float(value)
 
 
-_DEFAULT = Policy()
+PAPER = Policy()
+"""Zhang et al.'s: accumulated attention, and no more."""
 
 
-def one_policy(policy: Policy | None, fields: Mapping[str, Any]) -> Policy:
-    """The policy that a function was given whole, or as keywords, or by default.
+def one_policy(policy: Policy, fields: PolicyFields) -> Policy:
+    """The policy that a function was given by its fields.
 
-    Raises: TypeError for both, and for a keyword that is no field.
+    Raises: TypeError where it was given whole too, and for a keyword that is no field.
     """
-    if not fields:
-        return _DEFAULT if policy is None else policy
-    if policy is not None:
+    if policy is not PAPER:
         raise TypeError(f"give a policy or its fields, not both: {', '.join(fields)}")
-    try:
-        return Policy(**fields)
-    except TypeError:
-        unknown = next(name for name in fields if name not in Policy._fields)
-        raise TypeError(
-            f"got an unexpected keyword argument {unknown!r}; a policy has "
-            f"{', '.join(Policy._fields)}"
-        ) from None
+    return Policy(**fields)

@@ -1,19 +1,25 @@
-"""Which key each token sees: whole-text masks of the published forms of H2O, in plain torch.
+"""The published forms of H2O as masks over a whole text: which keys each row sees.
 
 The authors (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative
 Inference of Large Language Models", NeurIPS 2023; code at
 github.com/FMInference/H2O) measured accuracy not with a cache that drops keys but
 with one forward pass over the whole text under a mask, and their masks do
 not all follow the paper's Algorithm 1. To compare with published numbers, this
-module has each of them by name.
+module has each of them by name, twice: `simulation_mask` is the readable truth, a
+mask [n, n]; `attend` does the same in blocks of rows, for texts of any length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["simulation_mask"]
+from h2o.attention_blocks import logit_blocks, visible
+
+__all__ = ["attend", "simulation_mask"]
 
 
 def simulation_mask(
@@ -24,7 +30,7 @@ def simulation_mask(
     prompt_len: int = 1,
     sinks: int = 0,
 ) -> Tensor:
-    """Which key each token sees when a whole text goes through one of the published forms of H2O.
+    """Which keys each row sees when a whole text goes through one of the published forms of H2O.
 
     For study and tests: memory is O(n^2) a head, time O(n) torch calls.
 
@@ -155,3 +161,145 @@ def _tokens(name: str, budget: int | float, n: int, least: int) -> int:
     if budget < 0:
         raise ValueError(f"{name} must not be negative, is {budget}")
     return budget
+
+
+def attend(
+    variant: str,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heavy: int,
+    recent: int,
+    *,
+    prompt_len: int = 1,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one text without pads under a variant of `simulation_mask`, in blocks of rows.
+
+    Shapes have no batch axis.
+
+    Args:
+        variant: "local", "global" or "flexgen"; "h2o" is `h2o.ops.simulate`.
+        query: [H, n, D].
+        keys, values: [G, n, D], H = G * R.
+        heavy, recent: numbers of tokens; see `simulation_mask`.
+        prompt_len: tokens before the first eviction, "flexgen" only.
+        scale: factor of q.k, 1 / sqrt(D) by default.
+
+    Returns:
+        (out, evicted_at): [n, H, D] like `query`; [H, n] int32, the first row that no longer sees
+        the key, n if none. "flexgen" shares its choice among the heads of a group, as a cache
+        does. The other two choose for each query head, as the authors' code does, which
+        repeats the keys.
+    """
+    H, n, D = query.shape
+    rule = {"local": _local, "global": _global, "flexgen": _flexgen}[variant]
+    evicted_at = np.full((H, n), n, dtype=np.int32)
+    if scale is None:
+        scale = D**-0.5
+
+    def blocks() -> Iterator[tuple[int, Tensor]]:
+        return logit_blocks(query, keys, scale)
+
+    out = torch.empty(n, H, D, dtype=query.dtype, device=query.device)
+    grouped = values.float().repeat_interleave(H // len(keys), dim=0)
+    choose = rule(blocks, evicted_at, len(keys), heavy, recent, prompt_len)
+    for first, logits in blocks():
+        choose(first, logits)
+        rows, seen = logits.shape[1:]
+        seen_keys = visible(torch.from_numpy(evicted_at).to(out.device), first, rows, seen)
+        p = logits.masked_fill(~seen_keys, -torch.inf).softmax(-1)
+        out[first : first + rows] = (p @ grouped[:, :seen]).transpose(0, 1).to(out.dtype)
+    return out, torch.from_numpy(evicted_at).to(out.device)
+
+
+# A rule returns a function (first row, logits) that completes evicted_at for these rows, before
+# they are attended. It is called on all blocks in order. Choosing is one row after the other on
+# a few thousand numbers, which NumPy does at a fraction of torch's cost per call.
+Choose = Callable[[int, Tensor], None]
+Blocks = Callable[[], Iterator[tuple[int, Tensor]]]
+
+
+def _window_ends(n: int, recent: int) -> np.ndarray:
+    """evicted_at [n] of a window of the last recent + 1 keys."""
+    return np.minimum(np.arange(n, dtype=np.int32) + recent + 1, n)
+
+
+def _local(
+    blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_len: int
+) -> Choose:
+    """Rows from `heavy` on drop the lowest of the heavy keys before they join them.
+
+    The window is or-ed on top, so a key is seen until it is in neither.
+    """
+    H, n = evicted_at.shape
+    window = _window_ends(n, recent)
+    if heavy == 0:
+        evicted_at[:] = window
+        return lambda first, logits: None
+    # Keys lie in descending order, so that argmin, which takes the first of equals, takes the
+    # highest position. +inf marks keys that are not in competition.
+    score = np.full((H, n), np.inf, dtype=np.float32)
+    every = np.arange(H)
+
+    def choose(first: int, logits: Tensor) -> None:
+        rows, seen = logits.shape[1:]
+        received = logits.softmax(-1).flip(-1).cpu().numpy()
+        for i in range(first, first + rows):
+            if i >= heavy:
+                victim = score.argmin(-1)
+                score[every, victim] = np.inf
+                position = n - 1 - victim
+                evicted_at[every, position] = np.maximum(window[position], i)
+            score[:, n - 1 - i] = 0.0
+            score[:, n - seen :] += received[:, i - first]
+
+    return choose
+
+
+def _global(
+    blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_len: int
+) -> Choose:
+    """A fixed set for all rows, from the column sums of the whole text. It knows the future."""
+    H, n = evicted_at.shape
+    received = torch.zeros(H, n)
+    for _, logits in blocks():
+        received[:, : logits.shape[-1]] += logits.softmax(-1).sum(-2).cpu()
+    best = received.argsort(dim=-1, descending=True, stable=True)[:, :heavy].numpy()
+    evicted_at[:] = _window_ends(n, recent)
+    np.put_along_axis(evicted_at, best, n, axis=-1)
+    return lambda first, logits: None
+
+
+def _flexgen(
+    blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_len: int
+) -> Choose:
+    """The key next to the window replaces the lowest of the heavy ones, unconditionally."""
+    H, n = evicted_at.shape
+    shared = evicted_at.reshape(G, H // G, n)
+    score = np.full((G, n), np.inf, dtype=np.float32)  # descending and +inf as in _local
+    every = np.arange(G)
+
+    def drop(newest: int, row: int) -> None:
+        """Of the keys at positions up to `newest` the lowest."""
+        victim = n - 1 - newest + score[:, n - 1 - newest :].argmin(-1)
+        score[every, victim] = np.inf
+        shared[every, :, n - 1 - victim] = row
+
+    def choose(first: int, logits: Tensor) -> None:
+        rows, seen = logits.shape[1:]
+        logits = logits.flip(-1).cpu().numpy().reshape(G, H // G, rows, seen)
+        for i in range(first, first + rows):
+            score[:, n - 1 - i] = 0.0
+            held = np.isfinite(score[:, n - seen :]) | np.isnan(score[:, n - seen :])
+            p = np.where(held[:, None], logits[:, :, i - first], -np.inf)
+            p = np.exp(p - p.max(-1, keepdims=True))
+            score[:, n - seen :] += (p / p.sum(-1, keepdims=True)).sum(1)
+            count = i + 1
+            if count < prompt_len or count <= heavy + recent:
+                continue
+            joins = 1 if count > prompt_len and heavy > 0 else 0
+            for _ in range(int(held[0].sum()) - heavy - recent):
+                drop(i - recent - joins, count)
+
+    return choose

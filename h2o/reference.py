@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from h2o.policy import Policy, PolicyFields, one_policy
+from h2o.policy import PAPER, Policy, PolicyFields, one_policy
 from h2o.quantisation import dequantised, stored_like
 from h2o.reference_merging import take_in
 from h2o.rotary_embedding import rotated
@@ -65,7 +65,7 @@ def attend(
     out: Tensor | None = None,
     scores: Tensor | None = None,
     rotary: Tensor | None = None,
-    policy: Policy | None = None,
+    policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
     """Steps 1 and 2. Arguments and results as in `h2o.ops.attend`.
@@ -73,7 +73,7 @@ def attend(
     With `rotary`, a table of angles as in `h2o.ops.Rotary`, positions are rolled: query and keys
     come without their rotary embedding, stored keys are without it, and it is put on here.
     """
-    decay = one_policy(policy, fields).decay
+    decay = _policy(policy, fields).decay
     B, H, Q, D = query.shape
     G = keys.shape[1]
     R = H // G
@@ -114,6 +114,10 @@ def attend(
     return out, scores
 
 
+def _policy(policy: Policy, fields: Any) -> Policy:
+    return one_policy(policy, fields) if fields else policy
+
+
 def _probabilities(
     query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float
 ) -> Tensor:
@@ -140,11 +144,11 @@ def evict(
     slots: Any,
     *,
     mask: Tensor | None = None,
-    policy: Policy | None = None,
+    policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> None:
     """Step 3. Arguments and effect as in `h2o.ops.evict`; survivors lie in order of position."""
-    sinks, rank_by, decay, value_weighted, merge = one_policy(policy, fields)
+    sinks, rank_by, decay, value_weighted, merge = _policy(policy, fields)
     B, G, Q, D = keys.shape
     for b in range(B):
         new = _real_columns(mask, b, Q, keys.device)
@@ -239,14 +243,14 @@ def step(
     softcap: float = 0.0,
     out: Tensor | None = None,
     rotary: Any = None,
-    policy: Policy | None = None,
+    policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> Tensor:
     """`attend` and `evict` for one new token, which reads itself as it is stored.
 
     Arguments and result as in `h2o.ops.step`.
     """
-    policy = one_policy(policy, fields)
+    policy = _policy(policy, fields)
     k, v = _read_back(key, slots.keys), _read_back(value, slots.values)
     out, scores = attend(
         query, k, v, slots, mask=mask, scale=scale, softcap=softcap, out=out, policy=policy,
@@ -272,14 +276,14 @@ def simulate(
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
-    policy: Policy | None = None,
+    policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A whole text through a cache, token by token. As `h2o.ops.simulate`.
 
     A key that the row in column c evicts has `evicted_at` c + 1.
     """
-    policy = one_policy(policy, fields)
+    policy = _policy(policy, fields)
     B, H, Q, D = query.shape
     G = keys.shape[1]
     out = query.new_empty(B, Q, H, D) if out is None else out

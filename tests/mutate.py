@@ -44,7 +44,7 @@ LEVEL = ops.info()["levels"][-1]
 STEPS = "avx512bf16" if LEVEL == "avx512amx" else LEVEL
 NO_STEPS = ("attend", "evict", "simulate")
 VECTORS = "vec_avx2" if LEVEL == "avx2" else "vec_avx512"
-BORDER = ("module.c", "exchange.c")  # what needs Python
+BORDER = ("module.c", "arguments.c", "exchange.c")  # what needs Python
 FLAGS = ["-std=c11", "-O1", "-Werror=return-type", "-fPIC", "-ffp-contract=fast"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-pthread", "-Icsrc"]
 FLAGS += ['-DH2O_VERSION="0"', '-DH2O_KERNELS=""']

@@ -10,7 +10,7 @@ from h2o.analysis.collect import Attention, attend, full_layers, sparsity, watch
 from h2o.analysis.measured_text import THRESHOLD, Measured
 from h2o.analysis.result import Analysis
 from h2o.config import H2OConfig, one_config
-from h2o.hf import parallel
+from h2o.hf import tensor_parallel
 
 __all__ = ["analyze"]
 
@@ -55,9 +55,10 @@ def analyze(
     ids = _one_text(input_ids, attention_mask)
     if not full_layers(model):
         raise ValueError("every layer has a sliding window: there is nothing for h2o to analyse")
-    if (part := parallel.part(model)) != parallel.WHOLE:
+    if (part := tensor_parallel.part(model)) != tensor_parallel.WHOLE:
         raise ValueError(
-            f"analyze() shows all heads of a model, and this is {parallel.named(part)}: load the "
+            "analyze() shows all heads of a model, and this is "
+            f"{tensor_parallel.named(part)}: load the "
             "model whole, in one process without tp_plan or distributed_config"
         )
     if model.training:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.attending import Call, attending
-from h2o.hf.served import transformers_layers
-from h2o.hf.variants import logit_blocks
+from h2o.attention_blocks import logit_blocks
+from h2o.hf.attention_hook import Call, attending
+from h2o.hf.support import transformers_layers
 
 __all__ = ["Attention", "attend", "forward", "full_layers", "sparsity", "watch"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o.analysis.collect import Attention, watch
-from h2o.hf.variants import logit_blocks
+from h2o.attention_blocks import logit_blocks
 
 __all__ = ["KINDS", "attend_without", "perplexity", "perplexity_without"]
 

@@ -21,7 +21,7 @@ from h2o.backends import cuda
 __all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "serving"]
 
 VERSION: str = _core.info()["version"]
-OPERATIONS = ("attend", "evict", "step", "simulate")
+OPERATIONS: tuple[str, ...] = _core.OPERATIONS
 
 forced = os.environ.get("H2O_BACKEND", "")
 if forced not in ("", "torch"):

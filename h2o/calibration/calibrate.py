@@ -20,8 +20,8 @@ from h2o.calibration.head_costs import costs, watch
 from h2o.calibration.refine import around, moved, worth
 from h2o.config import H2OConfig
 from h2o.head_budgets import LEAST
-from h2o.hf import parallel
-from h2o.hf.served import transformers_layers
+from h2o.hf import tensor_parallel
+from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe, sample
 from h2o.processes import ALONE, Processes
 from h2o.profile import Profile
@@ -262,7 +262,7 @@ def _of_all_heads(local: np.ndarray, model: Any) -> np.ndarray:
 
 def _processes(model: Any) -> Processes:
     """Those that a model is cut over."""
-    mesh = parallel.mesh_of(model)
+    mesh = tensor_parallel.mesh_of(model)
     if mesh is None:
         return ALONE
     return Processes(mesh.get_local_rank(), mesh.size(), mesh.get_group())

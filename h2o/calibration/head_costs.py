@@ -22,7 +22,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.analysis.collect import full_layers
 from h2o.config import H2OConfig
-from h2o.hf.attending import Call, attending
+from h2o.hf.attention_hook import Call, attending
 
 __all__ = ["Watched", "costs", "watch"]
 

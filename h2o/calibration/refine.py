@@ -23,8 +23,8 @@ from h2o.analysis.collect import forward, full_layers
 from h2o.calibration.head_costs import ROWS
 from h2o.config import H2OConfig
 from h2o.head_budgets import levelled
-from h2o.hf import parallel
-from h2o.hf.attending import Call, attending
+from h2o.hf import tensor_parallel
+from h2o.hf.attention_hook import Call, attending
 
 __all__ = ["around", "moved", "worth"]
 
@@ -62,7 +62,7 @@ def worth(
         device = query.device
         configs = [[policy(int(x)) for x in row] for row in budgets[:, order[call.layer]]]
         amounts = [[config.tokens(len(ids)) for config in row] for row in configs]
-        part = parallel.part(call.module)
+        part = tensor_parallel.part(call.module)
         with torch.no_grad():
             q, k, v = (x.detach().float().expand(3, *x.shape[1:]) for x in (query, key, value))
             out, evicted_at, _ = ops.simulate(

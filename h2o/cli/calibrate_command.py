@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     """Loads, measures and writes; says on stderr what takes long."""
     from h2o import models
     from h2o.calibration.calibrate import calibrate
-    from h2o.hf.attention import supports
+    from h2o.hf.support import supports
     from h2o.progress import stopwatch
 
     say = stopwatch()

@@ -1,8 +1,9 @@
-"""H2O as a cache of Hugging Face transformers.
+"""`H2OCache`: H2O as a cache of Hugging Face transformers.
 
-`H2OCache` is a list of layers. A full-attention layer is an `H2OLayer`, which
-holds only the keys that its budget has room for, with their scores and
-positions; a sliding-window layer stays what transformers makes it.
+It is a list of layers. A full-attention layer is an `H2OLayer`, which holds
+only the keys that its budget has room for, with their scores and positions; a
+sliding-window layer remains what transformers makes it. What is done to all
+layers together stands here: making a cache, copying, saving, cropping, reporting.
 
 Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A
 column is a place in the padded batch; a position is a token's index in its own
@@ -23,14 +24,14 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
-from h2o.hf import rollback, saved
+from h2o.hf import cache_file, crop
 from h2o.hf.conversation import Conversation, columns_left, refuse_broken
+from h2o.hf.from_dynamic_cache import take_over
 from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
-from h2o.hf.layers import layers_of
+from h2o.hf.layer_types import layers_of
 from h2o.hf.report import Report, of_window
-from h2o.hf.served import transformers_layers
-from h2o.hf.takeover import take_over
+from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe
 
 __all__ = ["H2OCache", "H2OLayer", "Unsupported"]
@@ -55,16 +56,17 @@ class H2OCache(Cache):
         config: the model's (`model.config`).
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
             `sinks`, `rank_by`, `decay`, `value_weighted`, `merge`, `positions`,
-            `shares`, `kv_dtype`.
+            `shares`, `kv_dtype`, `of`.
         prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
             needed where fractions meet a prompt that is fed in chunks
             (`generate(prefill_chunk_size=...)`). Forgotten by `reset()`.
         trace: remember when each key was evicted; see `evicted_at`.
         compileable: give torch.compile one graph for all decode steps. `generate()` compiles by
             itself on CUDA, and where a `CompileConfig` says so. Slots are made for the whole
-            budget at once. Not with sliding windows, rolled positions or trace.
+            budget at once. Not with sliding windows, cache-relative positions or trace.
 
-    Errors: `Unsupported` (a ValueError) for a model that h2o cannot serve, naming the reason.
+    Raises:
+        Unsupported: (a ValueError) a model that h2o cannot serve, naming the reason.
     """
 
     def __init__(
@@ -78,11 +80,11 @@ class H2OCache(Cache):
         **parameters: Any,
     ) -> None:
         h2o_config = one_config(h2o_config, parameters).for_model(config)
-        theirs = transformers_layers(config)
-        conversation = Conversation(prompt_length, len(theirs))
+        full_layers = transformers_layers(config)
+        conversation = Conversation(prompt_length, len(full_layers))
         super().__init__(
             layers=layers_of(
-                config, theirs, h2o_config, conversation, trace=trace, compileable=compileable
+                config, full_layers, h2o_config, conversation, trace=trace, compileable=compileable
             )
         )
         self.conversation = conversation
@@ -109,9 +111,9 @@ class H2OCache(Cache):
 
         A DynamicCache has no scores. So every key is kept until the next forward pass, whose
         queries see all of them, as in the full cache. The attention that they give is the score by
-        which the tokens taken over and the new ones are then cut to the budget, together, as one
-        prompt would be. That cut goes by the more queries, the more tokens the pass has: rather
-        a whole question than a single token. From then on the cache is like any other.
+        which the converted tokens and the new ones are then pruned to the budget, together, as
+        one prompt would be. It goes by the more queries, the more tokens the pass has: rather a
+        whole question than a single token. From then on the cache is like any other.
 
         Keys and values are copied; of layers with a sliding window the last ones are. Until
         that pass memory is that of the full cache, twice if you keep the DynamicCache.
@@ -119,18 +121,20 @@ class H2OCache(Cache):
         Args:
             cache: a filled DynamicCache, made with `config` or without.
             config, h2o_config, parameters: as of `H2OCache`, also `prompt_length` and `trace`. A
-                fraction is one of the tokens taken over and those of the next forward pass, unless
+                fraction is one of the converted tokens and those of the next forward pass, unless
                 `prompt_length` says otherwise. With `rank_by="mean"` all that came after a key
                 counts, whether it gave scores or not.
             attention_mask: [B, n] for the n columns that the DynamicCache has seen, 0 at a pad;
-                needed where rows are padded, since nobody can tell a pad's keys from a token's.
+                needed where rows are padded, since a pad's keys look like a token's.
 
-        Errors: as of `H2OCache`; TypeError for another cache or for float64, ValueError for a
-        DynamicCache that is empty or another model's, and for a mask of another shape.
+        Raises:
+            TypeError: another cache, or float64.
+            ValueError: as `H2OCache`; a DynamicCache that is empty or another model's; a mask of
+                another shape.
         """
-        taken = cls(config, h2o_config, **parameters)
-        take_over(cache, taken.layers, attention_mask)
-        return taken
+        converted = cls(config, h2o_config, **parameters)
+        take_over(cache, converted.layers, attention_mask)
+        return converted
 
     def fork(self, rows: int = 1) -> H2OCache:
         """A copy that goes on by itself: read a document once, then ask a fork each question.
@@ -161,11 +165,14 @@ class H2OCache(Cache):
             model: the model that has read the text. With it the file knows a few numbers of its
                 weights, and `load` refuses another one of the same shape.
 
-        Errors: OSError, RuntimeError during another thread's forward pass, ValueError for a model
-        that is not the cache's, and without one for a part of its heads that was taken over.
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: another thread's forward pass is under way.
+            ValueError: a model that is not the cache's; no model, where some of its heads were
+                converted from a DynamicCache and it is not known which.
         """
         self.conversation.refuse_other_thread()
-        saved.write(Path(path), self, model)
+        cache_file.write(Path(path), self, model)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, *, device: Any = None) -> H2OCache:
@@ -181,11 +188,12 @@ class H2OCache(Cache):
             device: where the tensors go; by default where the model is. In a forward pass they
                 follow each layer to where it computes, for a model that is spread or offloaded.
 
-        Errors: ValueError with the reason for a file that is truncated, edited, of a later version,
-        of another model, or of other heads of a tensor parallel model than are here; OSError
-        without one.
+        Raises:
+            ValueError: with the reason: a file that is truncated, edited, of a later version, of
+                another model, or of other heads of a tensor parallel model than are here.
+            OSError: there is no file.
         """
-        content, tensors = saved.read(Path(path), model)
+        content, tensors = cache_file.read(Path(path), model)
         settings = content["settings"]
         loaded = cls(
             getattr(model, "config", model),
@@ -194,8 +202,8 @@ class H2OCache(Cache):
             trace=settings["trace"],
             compileable=settings["compileable"],
         )
-        where = saved.device_of(model) if device is None else device
-        saved.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
+        where = cache_file.device_of(model) if device is None else device
+        cache_file.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
         loaded.conversation.copied = True
         return loaded
 
@@ -215,7 +223,7 @@ class H2OCache(Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """Errors: AttributeError; of caches that are no DynamicCache PEFT asks for it."""
+        """Raises AttributeError; of caches that are no DynamicCache PEFT asks for it."""
         raise AttributeError(
             "an H2OCache has no max_cache_len: it takes texts of any length. In prefix tuning PEFT "
             "asks for it, since it fills a cache of its own; h2o cannot serve that"
@@ -239,7 +247,9 @@ class H2OCache(Cache):
             largest number held in any row, shorter ones are padded with -1 and 0. A position
             is a token's index in its row, pads not counted. Before the prompt all are 0.
 
-        Errors: IndexError for no such layer, ValueError for a sliding-window layer.
+        Raises:
+            IndexError: no such layer.
+            ValueError: a sliding-window layer.
         """
         return self._h2o_layer(layer_idx).kept()
 
@@ -269,7 +279,8 @@ class H2OCache(Cache):
             a pad. The token in column i saw key j exactly when j <= i < evicted_at[j] and j is
             no pad. With `merge`: as itself; later ones see what it has become part of.
 
-        Errors: as `kept`; ValueError without trace.
+        Raises:
+            IndexError, ValueError: as `kept`; without trace.
         """
         layer = self._h2o_layer(layer_idx)
         if layer.trace is None:
@@ -288,13 +299,14 @@ class H2OCache(Cache):
 
     def is_prompt_only(self) -> bool:
         """Whether all that was seen came in one forward pass."""
-        own = [layer for layer in self.layers if isinstance(layer, H2OLayer)]
-        return any(0 < layer.seen == layer.prompt_columns for layer in own)
+        h2o_layers = (layer for layer in self.layers if isinstance(layer, H2OLayer))
+        return any(0 < layer.seen == layer.prompt_columns for layer in h2o_layers)
 
     def reset(self) -> None:
         """Forgets everything: the next forward pass is a new prompt.
 
-        Errors: RuntimeError while another thread's layer is at work on it.
+        Raises:
+            RuntimeError: another thread's layer is at work on it.
         """
         if self.conversation.waiting is not None:
             self.conversation.refuse_other_thread()
@@ -313,10 +325,12 @@ class H2OCache(Cache):
         `tokens` means what it means in this version of transformers: minus the number of tokens
         to remove, and before 5.16 the number to keep. A part of them can be taken back where
         passes are recorded (`activate_past_recording`), and of the last forward pass only. Then
-        the cache is as if they had never come: what stays of that pass is attended to once more.
+        the cache is as if they had never come: the rest of that pass is attended to once more.
 
-        Errors: NotImplementedError for other tokens: what was evicted cannot come back.
-        RuntimeError after a forward pass that broke off; then `reset()`, or all tokens, remains.
+        Raises:
+            NotImplementedError: other tokens: what was evicted cannot come back.
+            RuntimeError: a forward pass broke off; then `reset()`, or all tokens, remains.
+
         Whatever the error, all layers are what they were before.
         """
         self.conversation.refuse_other_thread()
@@ -327,7 +341,7 @@ class H2OCache(Cache):
             return
         self.conversation.refuse_interrupted()
         refuse_broken(counts)
-        rollback.crop(self.layers, tokens, left)
+        crop.crop(self.layers, tokens, left)
 
     def activate_past_recording(self) -> None:
         """From now on the last forward pass can be taken back by `crop`.
@@ -344,7 +358,7 @@ class H2OCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer. Errors: ValueError for a layer that is not of this model,
+        """Called by each attention layer. Raises ValueError for a layer that is not of this model,
         else as `H2OLayer.update`."""
         if layer_idx >= len(self.layers):
             raise ValueError(

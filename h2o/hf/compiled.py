@@ -17,13 +17,14 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import UNLIMITED
-from h2o.errors import Unsupported
-from h2o.hf import slots as store
+from h2o.hf import slot_layout
+from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer
+from h2o.hf.slot_layout import Room
 from h2o.policy import Policy
 from h2o.slots import KINDS
 
-__all__ = ["CompileableLayer", "refuse"]
+__all__ = ["CompileableLayer"]
 
 
 class CompileableLayer(H2OLayer):
@@ -49,13 +50,16 @@ class CompileableLayer(H2OLayer):
         """As a tensor, which the next step changes, as transformers' StaticLayer has it."""
         return self._columns
 
-    def _attend_one(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **logits: Any
-    ) -> Tensor:
+    def _attend_one(self, tokens: NewTokens) -> Tensor:
         if not torch.compiler.is_compiling():
-            return super()._attend_one(query, key, value, mask, **logits)
+            return super()._attend_one(tokens)
         out: Tensor = torch.ops.h2o.step(
-            query, key, value, *self.slots, *self.policy, mask=mask, **logits
+            *tokens[:3],
+            *self.slots,
+            *self.policy,
+            mask=tokens.mask,
+            scale=tokens.scale,
+            softcap=tokens.softcap,
         )
         self._columns.add_(1)
         return out
@@ -66,28 +70,15 @@ class CompileableLayer(H2OLayer):
                 "compileable=True makes room for the whole budget at once, and this one has no "
                 "end: give heavy and recent as many tokens as the longest text will have"
             )
-        return store.capacities(widest, max(widest))
+        return slot_layout.capacities(widest, max(widest))
 
-    def _hold(self, slots: ops.Slots | None, widest: list[int] | None = None) -> None:
-        super()._hold(slots, widest)
+    def _hold(self, slots: ops.Slots | None, room: Room) -> None:
+        super()._hold(slots, room)
         if slots is not None:
             self._columns = self._columns.to(slots.keys.device)
             for tensor in (self._columns, *slots):
                 if tensor is not None:
                     torch._dynamo.mark_static_address(tensor)
-
-
-def refuse(kinds: list[bool], positions: str, trace: bool) -> None:
-    """Raises: `Unsupported` for what changes its shape from step to step. `kinds`: of each layer,
-    whether it has a sliding window."""
-    reasons = {
-        "layers with a sliding window, which grow as they go": any(kinds),
-        'positions="rolled", whose angles are looked up anew': positions != "original",
-        "trace=True, whose record grows": trace,
-    }
-    for reason, given in reasons.items():
-        if given:
-            raise Unsupported(f"compileable=True does not go with {reason}")
 
 
 @functools.cache

@@ -1,4 +1,9 @@
-"""What the layers of one `H2OCache` share: which of them waits, whose turn it is, the prompt."""
+"""What the layers of one `H2OCache` share: the order in which a forward pass goes through them.
+
+A `Conversation` knows which layer's new keys have not reached attention yet, which thread's pass is
+under way, and how long the prompt is. By it a cache notices passes that broke off, keys that never
+reached h2o's attention, and a second thread in between.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +19,17 @@ from transformers.cache_utils import DynamicCache
 __all__ = ["Conversation", "columns_left", "refuse_broken"]
 
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicCache.crop).parameters
-"""Before transformers 5.16, crop() was told the length to keep, unless that was negative."""
+"""Before transformers 5.16, crop() took the length to keep, unless that was negative."""
 
 
-_lock = (
-    threading.Lock()
-)  # of all conversations, for the time of a comparison: locks cannot be copied
+_lock = threading.Lock()
+"""Of all conversations, for the time of a comparison: locks cannot be copied."""
 
 
 class Conversation:
     """The state of a cache beside its layers.
 
-    A forward pass goes through the layers in turn, so a second thread that comes in between
+    A forward pass goes through the layers in order, so a second thread that comes in between
     would mix its tokens into some of them. The first layer of a pass therefore takes the cache for
     its thread, without waiting, and the last one gives it back.
     """
@@ -44,13 +48,13 @@ class Conversation:
         self.layers = layers
         self.copied = False
         """Whether this is a copy: what it held then was a whole prompt, a prefix for example."""
-        self._thread: int | None = None  # whose forward pass is under way
+        self._thread: int | None = None  # the one with a forward pass under way
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, copied=True)
 
     def enter(self) -> None:
-        """A layer is about to be given new keys. Errors: RuntimeError during another's pass."""
+        """Before a layer is given new keys. Raises RuntimeError during another thread's pass."""
         if torch.compiler.is_compiling():
             return  # a graph knows no threads
         with _lock:
@@ -70,7 +74,7 @@ class Conversation:
             self.leave()
 
     def refuse_interrupted(self) -> None:
-        """Errors: RuntimeError where a layer's new keys never got to its attention."""
+        """Raises RuntimeError where a layer's new keys never got to its attention."""
         if self.waiting is not None:
             raise RuntimeError(_never_attended(self.waiting))
 
@@ -84,7 +88,7 @@ class Conversation:
         return self._thread is not None
 
     def refuse_other_thread(self) -> None:
-        """Errors: RuntimeError while another thread that still runs is amid a forward pass."""
+        """Raises RuntimeError while another thread that still runs is amid a forward pass."""
         if torch.compiler.is_compiling():
             return
         thread = self._thread
@@ -101,7 +105,8 @@ class Conversation:
 def columns_left(tokens: int, seen: int) -> int:
     """How many of so many columns crop(tokens) leaves.
 
-    Errors: ValueError for a number that this version of transformers does not take.
+    Raises:
+        ValueError: a number that this version of transformers does not take.
     """
     if not CROPS_TO_LENGTH and tokens > 0:
         raise ValueError(f"crop({tokens}): give the tokens to remove as a negative number")
@@ -121,7 +126,7 @@ def _never_attended(layer: int) -> str:
 
 
 def refuse_broken(counts: list[int]) -> None:
-    """Errors: RuntimeError for layers that have seen different numbers of tokens."""
+    """Raises RuntimeError for layers that have seen different numbers of tokens."""
     seen, run = counts[0], sum(count > 0 for count in counts)
     if counts == [seen] * len(counts):
         return

@@ -1,4 +1,8 @@
-"""What a layer of a cache holds, as tensors, as text and as pictures."""
+"""The keys that a layer of a cache holds now, for users: as tensors, as text and as pictures.
+
+`H2OCache.kept(layer)` gives a `Kept`. It knows positions and scores; text and pictures are made by
+`h2o.draw` from the ids of what the cache has read.
+"""
 
 from __future__ import annotations
 
@@ -65,13 +69,15 @@ class Kept(NamedTuple):
         Args:
             head: a key/value head; by default all of them together.
 
-        Errors: IndexError for no such row or head, ValueError where `input_ids` is too short.
+        Raises:
+            IndexError: no such row or head.
+            ValueError: `input_ids` is too short.
         """
-        found = self._held(row, head)
-        texts = self._texts(tokenizer, input_ids, row, attention_mask, max(found, default=-1))
+        held = self._held(row, head)
+        texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
         return [
             KeptToken(position, texts[position], sum(by_head.values()), list(by_head))
-            for position, by_head in sorted(found.items())
+            for position, by_head in sorted(held.items())
         ]
 
     def highlight(
@@ -85,14 +91,14 @@ class Kept(NamedTuple):
     ) -> Any:
         """The whole text for a notebook: what is held shaded by score, the rest struck through.
 
-        Arguments and errors as of `tokens`.
+        Arguments and what it raises as `tokens`.
         """
         from h2o.draw import shaded
 
-        found = self._held(row, head)
-        texts = self._texts(tokenizer, input_ids, row, attention_mask, max(found, default=-1))
-        scores = [sum(found[j].values()) if j in found else 0.0 for j in range(len(texts))]
-        return shaded(texts, scores, [j in found for j in range(len(texts))])
+        held = self._held(row, head)
+        texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
+        scores = [sum(held[j].values()) if j in held else 0.0 for j in range(len(texts))]
+        return shaded(texts, scores, [j in held for j in range(len(texts))])
 
     def plot(self, ax: Any = None, *, row: int = 0) -> Any:
         """A heat map on matplotlib axes (new ones by default): a line for each head, a column for
@@ -131,20 +137,20 @@ class Kept(NamedTuple):
         """Scores by position and head."""
         positions, scores = self.positions[row].tolist(), self.scores[row].tolist()
         heads = range(len(positions)) if head is None else [range(len(positions))[head]]
-        found: dict[int, dict[int, float]] = {}
+        held: dict[int, dict[int, float]] = {}
         for g in heads:
             for position, score in zip(positions[g], scores[g], strict=True):
                 if position >= 0:
-                    found.setdefault(position, {})[g] = score
-        return found
+                    held.setdefault(position, {})[g] = score
+        return held
 
     def _matrix(self, row: int) -> Tensor:
         """float32 [G, highest position + 1] on the CPU, NaN where nothing is held."""
         positions, scores = self.positions[row].cpu(), self.scores[row].cpu()
         n = int(positions.max()) + 1 if positions.numel() else 0
-        found = torch.full((len(positions), n + 1), torch.nan)
-        found.scatter_(1, positions % (n + 1), scores)  # what is empty goes to the last column
-        return found[:, :n]
+        matrix = torch.full((len(positions), n + 1), torch.nan)
+        matrix.scatter_(1, positions % (n + 1), scores)  # what is empty goes to the last column
+        return matrix[:, :n]
 
     def _texts(
         self, tokenizer: Any, input_ids: Any, row: int, attention_mask: Any, last: int

@@ -1,53 +1,43 @@
-"""One layer of an `H2OCache`: what it holds, and a forward pass through it.
+"""A forward pass through one layer of an `H2OCache`: attention, then eviction by the budget.
 
 transformers calls `cache.update(key, value, layer)` and then the attention
 function, which never sees the cache. So `update` returns the new keys as a
 view that carries the layer (`view.h2o_layer`), and the attention function of
-h2o.hf.attention hands everything back to that layer's `attend`. A view per call
+h2o.hf.attention hands its whole call to that layer's `attend`. A view per call
 keeps two threads apart and makes no reference cycle between layer and tensor.
+A prompt, a later piece of several tokens and a decode step are three ways
+through `forward`; each attends, evicts by the config's policy, and stores.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
-S slots, D head dimension, K keys held. A column is a place in the padded
-batch; a position is a token's index in its own row, pads not counted.
+D head dimension. A column is a place in the padded batch; a position is a
+token's index in its own row, pads not counted.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.errors import Unsupported
-from h2o.head_budgets import levelled
-from h2o.hf import parallel, prompt
-from h2o.hf import slots as store
+from h2o.hf import prompt_budget, slot_layout, tensor_parallel
+from h2o.hf.attention_call import AttentionCall, NewTokens, Undifferentiable, as_autocast
 from h2o.hf.conversation import Conversation, columns_left
-from h2o.hf.kept import Kept
-from h2o.hf.report import LayerReport
-from h2o.hf.rollback import NO_RECORD, LastPass
-from h2o.hf.state import restore, state_of
-from h2o.hf.trace import Trace
-from h2o.quantisation import dequantised
-from h2o.slots import PER_ROW
+from h2o.hf.crop import NO_RECORD, LastPass
+from h2o.hf.layer_contents import LayerContents
+from h2o.hf.layer_state import restore, state_of
+from h2o.hf.slot_layout import Room
 
 __all__ = ["H2OLayer"]
 
 
-class H2OLayer(CacheLayerMixin):
+class H2OLayer(LayerContents):
     """One layer's store: at most k = sinks + heavy + recent keys of each row and head.
 
     Takes a `H2OConfig` of its own, as `H2OConfig.for_layer` gives it.
     """
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
 
     def __init__(
         self,
@@ -64,7 +54,7 @@ class H2OLayer(CacheLayerMixin):
         self.policy = self.config.policy
         self.traced = trace
         self.record_past = False  # transformers' name for it
-        self.part = parallel.WHOLE  # of the model's heads; attention knows
+        self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
         self.reset()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
@@ -74,9 +64,11 @@ class H2OLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """The new keys and values [B, G, Q, D], the keys as a view that carries this layer.
 
-        Nothing is stored before attention has been through `attend`. Errors: RuntimeError when
-        an earlier layer's keys never got there, ValueError for another batch size, number of heads
-        or shape.
+        Nothing is stored before attention has been through `attend`.
+
+        Raises:
+            RuntimeError: an earlier layer's keys never got there.
+            ValueError: another batch size, number of heads or shape.
         """
         self.conversation.refuse_interrupted()
         if self.slots is None:
@@ -91,9 +83,9 @@ class H2OLayer(CacheLayerMixin):
                 f"{key_states.shape[0]}: one cache is one batch of conversations, so use a new "
                 "H2OCache, or cache.reset()"
             )
-        elif key_states.shape[1] != (held := self.slots.free.shape[1]):
+        elif key_states.shape[1] != (heads := self.slots.free.shape[1]):
             raise ValueError(
-                f"this cache holds keys of {held} heads in layer {self.layer_idx} and was given "
+                f"this cache holds keys of {heads} heads in layer {self.layer_idx} and was given "
                 f"those of {key_states.shape[1]}: it is of another model, or of one that was cut "
                 "over another number of processes"
             )
@@ -106,242 +98,186 @@ class H2OLayer(CacheLayerMixin):
         self.conversation.waiting = self.layer_idx
         return key, value_states
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-        softcap: float = 0.0,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attention of the new queries over what is held and the new keys; then eviction.
-
-        Args:
-            query: [B, H, Q, D].
-            key, value: [B, G, Q, D], as `update` returned them.
-            mask: [B, Q] bool, False at a pad; None: no pads.
-            scale, softcap: as in `h2o.ops.attend`.
 
         Returns:
             [B, Q, H, D]. When it raises, the layer is as it was before `update`.
+
+        Raises:
+            Unsupported, TypeError, ValueError: the call is one that h2o does not serve.
+            RuntimeError: the model is in training, or attends twice to the same keys.
         """
+        if call.wants_gradients():
+            with torch.no_grad():
+                out = self.attend(call.detached())
+            return Undifferentiable.apply(out, call.query, call.key, call.value)
+        try:
+            self._refuse(call)
+            query, key, value = as_autocast(call.query, call.key, call.value)
+            dtype = query.dtype
+            tokens = self._in_form_of_store(query, key, value, call)
+        except Exception:
+            self.forget_update()
+            raise
         if self.conversation.waiting != self.layer_idx:
             raise RuntimeError(
                 f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
                 "cannot be used where forward passes are repeated (gradient checkpointing)"
             )
-        given, logits = (query, key, value, mask), {"scale": scale, "softcap": softcap}
-        last = LastPass(self, *given, **logits) if self.record_past else None
+        last = LastPass(self, tokens) if self.record_past else None
         try:
-            out = self.forward(*given, **logits)
+            out = self.forward(tokens)
         except Exception:
             self.forget_update()
             raise
         self.last = last
         self.conversation.attended(self.layer_idx)
-        return out
+        return out if out.dtype == dtype else out.to(dtype)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **logits: Any
-    ) -> Tensor:
-        """As `attend`, whoever's turn it is."""
-        many = self.slots is None or self.unscored or query.shape[2] != 1
-        forward = self._attend_many if many else self._attend_one
-        return forward(query, key, value, mask, **logits)
-
-    def take_over(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """Holds keys and values [B, G, n, D] of another cache, pads (mask [B, n]) left out.
-
-        All of them, with scores of 0, until the next forward pass has scored and cut them.
-        """
-        self._refuse_shapes(keys, values)
-        self.row_size = keys.shape[-1], keys.element_size()
-        self._hold(store.filled(keys, values, mask, value_weighted=self.config.value_weighted))
-        self.unscored = True
-        self._count(keys.shape[2], mask)
-
-    def is_whole_text_again(self, Q: int) -> bool:
-        """Whether Q new tokens are as many as the prompt, which is all there was, and one more."""
-        return 0 < self.seen == self.prompt_columns == Q - 1
-
-    def float_dtype(self, given: torch.dtype) -> torch.dtype:
-        """Of the new keys that fit to those held: theirs, or any that is given."""
-        fixed = self.slots is not None and self.config.kv_dtype is None
-        return self.slots.keys.dtype if fixed else given
+    def forward(self, tokens: NewTokens) -> Tensor:
+        """As `attend`, of tokens in the form of the store, whichever layer's keys are awaited."""
+        if self.slots is None or self.unscored:
+            return self._attend_prompt(tokens)
+        if tokens.query.shape[2] != 1:
+            return self._attend_chunk(tokens)
+        return self._attend_one(tokens)
 
     def forget_update(self) -> None:
         """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
         self.conversation.take_back(self.layer_idx)
 
-    def _attend_one(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **logits: Any
-    ) -> Tensor:
+    def _refuse(self, call: AttentionCall) -> None:
+        """Raises what keeps this layer from serving a call."""
+        call.refuse()
+        # A model may not tell its layers, whose default is False. That it was meant shows when
+        # the whole text comes again with its first new token.
+        if call.use_cache is False and (
+            0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
+        ):
+            raise ValueError(
+                "use_cache=False with an H2OCache: generate() then feeds the whole text again for "
+                "each token; give one of the two only"
+            )
+        call.refuse_training()
+
+    def _in_form_of_store(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> NewTokens:
+        """The new tokens in the dtype of what is held; `call` has what else is known of them."""
+        if self.slots is None or self.unscored:
+            self.part = tensor_parallel.part(call.module)
+        if self.slots is not None and self.config.kv_dtype is None:
+            dtype = self.slots.keys.dtype
+            if dtype != query.dtype:  # autocast began, or ended, after what is held was stored
+                query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        return NewTokens(query, key, value, call.mask, call.scale, call.softcap)
+
+    def _attend_one(self, tokens: NewTokens) -> Tensor:
         """A decode step."""
         slots = self.slots
         if self.room.tokens <= self.longest:
             slots = self._with_room(self.longest + 1)
-        out = self._step(
-            query,
-            key,
-            value,
-            slots,
-            mask=mask,
-            out=None if self._out is None else torch.empty_like(self._out),
-            policy=self.policy,
-            **logits,
-        )
+        out = self._step(tokens, slots, None if self._out is None else torch.empty_like(self._out))
         self._out = out
         self.longest += 1
-        self._count(1, mask)
+        self._count(1, tokens.mask)
         return out
 
-    def _attend_many(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **logits: Any
-    ) -> Tensor:
-        """The first forward pass, or a later one of several tokens: a chunk, a chat turn."""
-        B, _, Q, _ = key.shape
-        stored = self.slots
-        first = stored is None or self.unscored
-        if first:
-            lengths = prompt.counted(mask, B, Q, self.config, self.conversation)
-            if stored is not None:
-                lengths = [x + y for x, y in zip(lengths, stored.lengths.tolist(), strict=True)]
-            longest = max(lengths)
-            lengths = prompt.lengths(self.config, self.conversation.prompt_length, lengths)
-            config = self.config.for_keys(*self.row_size)
-            self.raised = any(map(config.is_raised, filter(None, lengths)))
-            each = list(map(config.head_tokens, lengths))
-            budget = levelled(each, key.shape[1], self.part)
-            widest = [self.config.sinks + max(map(sum, head)) for head in zip(*budget, strict=True)]
-        else:
-            if self.seen == self.prompt_columns and not self.record_past:
-                prompt.refuse_chunk(self.config, self.conversation, self.seen, Q)
-            longest = self.longest + Q
-            widest = self.room.widest
-            stored = self._with_room(longest)
-        scores_before = None if stored is None else stored.scores.clone()
-        try:
-            out, scores = self._attention(
-                query, key, value, stored, mask=mask, policy=self.policy, **logits
-            )
-            slots, new = stored, (key, value, scores, mask)
-            if first:
-                slots = store.with_capacities(
-                    key,
-                    self._capacities(widest, longest),
-                    value_weighted=self.config.value_weighted,
-                    kv_dtype=self.config.kv_dtype,
-                    merge=self.config.merge is not None,
-                )
-                slots.budget.copy_(torch.tensor(budget, dtype=torch.int32).squeeze(1))
-                new = new if stored is None else store.together(stored, *new)
-            ops.evict(*new[:3], slots, mask=new[3], policy=self.policy)
-        except Exception:  # the scores are all that attend has touched
-            if stored is not None:
-                stored.scores.copy_(scores_before)
-            raise
-        if first:
-            self._hold(slots, widest)
-            self.prompt_columns = self.seen + Q
-            self.unscored = False
-        self.longest = longest
-        self._count(Q, mask)
+    def _attend_prompt(self, tokens: NewTokens) -> Tensor:
+        """The first forward pass, also over keys that were taken over: budgets are set."""
+        B, G, Q, _ = tokens.key.shape
+        unscored = self.slots
+        counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.conversation)
+        if unscored is not None:
+            counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
+        budget = prompt_budget.budget_of(
+            self.config, self.conversation.prompt_length, counts, G, self.part, self.row_size
+        )
+        room = Room(budget.widest, self._capacities(budget.widest, max(counts)))
+        slots = self._new_slots(tokens.key, room.sizes, budget.by_row)
+        out = self._attend_and_evict(tokens, unscored, slots)
+        self._hold(slots, room)
+        self.raised = budget.raised
+        self.unscored = False
+        self.prompt_columns = self.seen + Q
+        self.longest = max(counts)
+        self._count(Q, tokens.mask)
         return out
+
+    def _attend_chunk(self, tokens: NewTokens) -> Tensor:
+        """A later forward pass of several tokens: a chunk of the prompt, a chat turn."""
+        Q = tokens.key.shape[2]
+        if self.seen == self.prompt_columns and not self.record_past:
+            prompt_budget.refuse_chunk(self.config, self.conversation, self.seen, Q)
+        slots = self._with_room(self.longest + Q)
+        out = self._attend_and_evict(tokens, slots, slots)
+        self.longest += Q
+        self._count(Q, tokens.mask)
+        return out
+
+    def _attend_and_evict(
+        self, tokens: NewTokens, seen: ops.Slots | None, slots: ops.Slots
+    ) -> Tensor:
+        """Attends over the slots `seen` and the new tokens, and stores what the budget keeps of
+        both in `slots`, which are the same or empty. When it raises, `seen` is as it was."""
+        scores_before = None if seen is None else seen.scores.clone()
+        try:
+            out, scores = self._attention(tokens, seen)
+            stored = tokens.key, tokens.value, scores, tokens.mask
+            if seen is not None and seen is not slots:
+                stored = slot_layout.together(seen, *stored)
+            ops.evict(*stored[:3], slots, mask=stored[3], policy=self.policy)
+        except Exception:  # the scores are all that attend has touched
+            if seen is not None:
+                seen.scores.copy_(scores_before)
+            raise
+        return out
+
+    def _new_slots(
+        self, key: Tensor, sizes: list[int], by_row: list[list[tuple[int, int]]]
+    ) -> ops.Slots:
+        slots = slot_layout.with_capacities(
+            key,
+            sizes,
+            value_weighted=self.config.value_weighted,
+            kv_dtype=self.config.kv_dtype,
+            merge=self.config.merge is not None,
+        )
+        slots.budget.copy_(torch.tensor(by_row, dtype=torch.int32).squeeze(1))
+        return slots
 
     def _capacities(self, widest: list[int], tokens: int) -> list[int]:
-        return store.capacities(widest, tokens)
+        return slot_layout.capacities(widest, tokens)
 
-    def _step(self, *tensors: Any, **more: Any) -> Any:
-        return ops.step(*tensors, **more)
-
-    def _attention(self, *tensors: Any, **more: Any) -> Any:
-        return ops.attend(*tensors, **more)
-
-    def _count(self, Q: int, mask: Tensor | None) -> None:
-        """Q more columns have been seen."""
-        self.seen += Q
-        if self.trace is not None:
-            self.trace.record(self.slots, Q, mask)
-
-    def _refuse_shapes(self, keys: Tensor, values: Tensor) -> None:
-        if keys.shape != values.shape:
-            raise Unsupported(
-                f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
-                f"{tuple(values.shape)}: h2o needs one head dimension for both"
-            )
-
-    def _with_room(self, tokens: int) -> ops.Slots:
-        """The slots, enlarged where rows of so many tokens and the next one might not fit."""
-        if tokens > self.room.tokens:
-            self._hold(store.enlarged(self.slots, self.room.larger(tokens)))
-        return self.slots
-
-    def _hold(self, slots: ops.Slots | None, widest: list[int] | None = None) -> None:
-        """Takes these as the layer's slots; `widest`: the largest budget k of each head, if new.
-        keys and values are named for transformers' tools."""
-        self.slots = slots
-        self.room = store.Room(
-            widest or self.room.widest, [] if slots is None else store.sizes(slots)
+    def _step(
+        self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
+    ) -> Tensor:
+        step: Tensor = ops.step(
+            tokens.query,
+            tokens.key,
+            tokens.value,
+            slots,
+            mask=tokens.mask,
+            scale=tokens.scale,
+            softcap=tokens.softcap,
+            out=out,
+            policy=self.policy,
+            **rotary,
         )
-        self.keys = None if slots is None else slots.keys
-        self.values = None if slots is None else slots.values
-        self.is_initialized = slots is not None
-        self.batch_size = 0 if slots is None else slots.scores.shape[0]
-        self._out: Tensor | None = None  # what a decode step's output looks like
+        return step
 
-    # ---- What transformers asks --------------------------------------------------------------
+    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        return ops.attend(
+            *tokens[:3],
+            slots,
+            mask=tokens.mask,
+            scale=tokens.scale,
+            softcap=tokens.softcap,
+            policy=self.policy,
+        )
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: slots are made when the prompt's length is known."""
-
-    def get_seq_length(self) -> int:
-        """Columns seen, pads and evicted tokens included: positions go on counting from here."""
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
-        return query_length, self.get_seq_length()
-
-    def get_max_length(self) -> int:
-        """-1: unbounded."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.16
-
-    def reset(self) -> None:
-        """As new. Keeps no memory."""
-        self._hold(None, [0])
-        self.seen = 0
-        self.longest = 0  # at least the tokens of the longest row
-        self.prompt_columns = 0
-        self.row_size = (0, 0)  # D, and bytes of an element as the model gives it
-        self.unscored = False  # whether all was taken over, and no forward pass has been since
-        self.raised = False  # whether a fraction came to less than one token
-        self.trace = Trace() if self.traced else None
-        self.last: LastPass | None = None  # where passes are recorded
-        self.conversation.waiting = None
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, in this order."""
-        self._each(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows."""
-        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def _each(self, change: Any) -> None:
-        if self.slots is not None:
-            rows = {name: getattr(self.slots, name) for name in PER_ROW}
-            changed = {name: None if x is None else change(x) for name, x in rows.items()}
-            self._hold(self.slots._replace(**changed))
-            self.last = None  # of other rows
-            if self.trace is not None:
-                self.trace.each(change)
+    # ---- Going back ---------------------------------------------------------------------------
 
     def crop(self, tokens: int) -> None:
         """See `H2OCache.crop`."""
@@ -354,7 +290,7 @@ class H2OLayer(CacheLayerMixin):
         self.last = None
 
     def refuse_crop(self, left: int) -> None:
-        """Errors: NotImplementedError where so few columns cannot be left."""
+        """Raises NotImplementedError where so few columns cannot be left."""
         if self.last is None:
             raise NotImplementedError(NO_RECORD)
         self.last.refuse(left, self.seen)
@@ -362,37 +298,3 @@ class H2OLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """See `H2OCache.activate_past_recording`."""
         self.record_past = True
-
-    def offload(self) -> None:
-        """Errors: NotImplementedError."""
-        raise NotImplementedError("an H2O layer cannot be offloaded; it is small by its budget")
-
-    prefetch = offload
-
-    # ---- What users ask ----------------------------------------------------------------------
-
-    def kept(self) -> Kept:
-        """What is held: see `H2OCache.kept`."""
-        if self.slots is None:
-            return Kept(torch.zeros(0, 0, 0, dtype=torch.int64), torch.zeros(0, 0, 0))
-        return Kept(*store.held(self.slots, positions=-1, scores=0))
-
-    def held(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
-        if self.slots is None:
-            return torch.zeros(0, 0, 0, 0), torch.zeros(0, 0, 0, 0)
-        keys, values = store.held(self.slots, keys=0, values=0)
-        return dequantised(keys, self.row_size[0]), dequantised(values, self.row_size[0])
-
-    def report(self) -> LayerReport:
-        """Numbers of this layer; see `h2o.hf.report`."""
-        if self.slots is None:
-            return LayerReport(self.layer_idx, "h2o")
-        return LayerReport(
-            layer=self.layer_idx,
-            kind="h2o",
-            bytes_full=2 * self.seen * self.slots.free.numel() * math.prod(self.row_size),
-            raised=self.raised,
-            unscored=self.unscored,
-            **store.figures(self.slots, self.config.sinks),
-        )

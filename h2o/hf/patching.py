@@ -1,4 +1,4 @@
-"""H2O for code that only calls model.generate(), model(...) or a pipeline.
+"""`h2o.patched(model)`: H2O for code that only calls model.generate(), model(...) or a pipeline.
 
 Three things of the one model instance are changed, and all of them put back: the
 name of its attention implementation, the method with which `generate()` makes
@@ -18,10 +18,10 @@ from transformers.generation import GenerationMode
 
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
-from h2o.hf import rolled
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
-from h2o.hf.turns import Turn, configs_of, lock, unwrapped
+from h2o.hf.cache_relative import at_zero
+from h2o.hf.patch_lock import PatchLock, configs_lock, configs_of, unwrapped
 
 __all__ = ["Patch", "disable", "enable", "patched"]
 
@@ -55,12 +55,12 @@ class Patch:
         return self.cache
 
     def apply(self) -> None:
-        """Errors: `Unsupported`, with the model as it was."""
+        """Raises `Unsupported`, with the model as it was."""
         model = self.model
         H2OCache(model.config, self.config)  # refuses what cannot be served
         self.place = list(inspect.signature(model.forward).parameters).index("past_key_values")
-        self.turn = Turn("patched", model)
-        with self.turn.taken():
+        self.lock = PatchLock("patched", model)
+        with self.lock.acquired():
             self.configs = _switch(model)
         model.__dict__.setdefault(_STACK, []).append(self)
         self.before = model.__dict__.get(_PREPARE)
@@ -71,7 +71,7 @@ class Patch:
         )
 
     def undo(self) -> None:
-        """Errors: RuntimeError when a later patch of the same model is still in place."""
+        """Raises RuntimeError when a later patch of the same model is still in place."""
         stack = self.model.__dict__.get(_STACK, [])
         if not stack or stack[-1] is not self:
             raise RuntimeError("patches of a model must be undone in reverse order, each once")
@@ -84,7 +84,7 @@ class Patch:
         if not stack:
             del self.model.__dict__[_STACK]
         _switch_back(self.configs)
-        self.turn.end()
+        self.lock.release()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "cache": None, "asked": None}
@@ -97,8 +97,7 @@ class Patch:
         **kwargs: Any,
     ) -> Any:
         """Instead of `GenerationMixin._prepare_cache_for_generation`."""
-        given = model_kwargs.get("past_key_values")
-        if given is not None or generation_config.use_cache is False:
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
             original = self.before or MethodType(getattr(type(self.model), _PREPARE), self.model)
             return original(generation_config, model_kwargs, *args, **kwargs)
         if getattr(generation_config, "is_assistant", False):
@@ -106,17 +105,18 @@ class Patch:
                 "the draft model of assisted decoding goes back over several of its forward "
                 "passes, which an H2OCache cannot: leave the draft model outside of h2o.patched()"
             )
-        wanted = generation_config.cache_implementation
-        if wanted not in (None, "dynamic"):
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
             raise Unsupported(
-                f"cache_implementation={wanted!r} inside h2o.patched(): a model has one cache, and "
-                "this one would keep everything; drop the argument, or leave patched()"
+                f"cache_implementation={implementation!r} inside h2o.patched(): a model has one "
+                "cache, and this one would keep everything; drop the argument, or leave patched()"
             )
         length = _prompt_length(generation_config, model_kwargs)
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
-        whole = generation_config.prefill_chunk_size is None and not assisted  # no draft after it
-        if whole and any(n != 1 for n in (length if isinstance(length, list) else [length])):
-            length = None  # a cache can tell by itself
+        # In one piece, with no draft after it: a cache can tell the length by itself.
+        in_one = generation_config.prefill_chunk_size is None and not assisted
+        if in_one and any(n != 1 for n in (length if isinstance(length, list) else [length])):
+            length = None
         cache = self.make_cache(length)
         if assisted:
             cache.activate_past_recording()  # before 5.16 transformers does not ask
@@ -125,11 +125,11 @@ class Patch:
 
     def _before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gives a forward pass that would make a cache of its own one of ours."""
-        given = self._with_cache(model, args, kwargs)
+        with_cache = self._with_cache(model, args, kwargs)
         if self.config.positions == "original":
-            return given
-        args, kwargs = given or (args, kwargs)
-        return args, rolled.at_zero(args, kwargs)
+            return with_cache
+        args, kwargs = with_cache or (args, kwargs)
+        return args, at_zero(args, kwargs)
 
     def _with_cache(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("past_key_values") is not None or model.training:
@@ -174,9 +174,10 @@ def enable(
         h2o_config, parameters: as for `H2OCache`.
         trace: as for `H2OCache`.
 
-    Errors: `Unsupported` (a ValueError) for a model that h2o cannot serve, naming the reason.
-    generate() raises it for `cache_implementation="static"` and other caches that are not H2O.
-    RuntimeError while another thread has this model enabled or simulated.
+    Raises:
+        Unsupported: (a ValueError) a model that h2o cannot serve, naming the reason. generate()
+            raises it for `cache_implementation="static"` and other caches that are not H2O.
+        RuntimeError: another thread has this model enabled or simulated.
     """
     patch = Patch(
         _base(model), one_config(h2o_config, parameters).for_model(_base(model)), trace=trace
@@ -186,7 +187,7 @@ def enable(
 
 
 def disable(model: Any) -> None:
-    """Undoes the latest `enable` of this model. Errors: RuntimeError without one."""
+    """Undoes the latest `enable` of this model. Raises RuntimeError without one."""
     stack = _base(model).__dict__.get(_STACK)
     if not stack:
         raise RuntimeError("h2o is not enabled for this model")
@@ -253,7 +254,7 @@ def _switch(model: Any) -> list[tuple[Any, str]]:
 
 
 def _switch_back(configs: list[tuple[Any, str]]) -> None:
-    with lock:
+    with configs_lock:
         for config, name in configs:
             _, first, count = _switched.pop(id(config), (config, name, 1))
             if count > 1:

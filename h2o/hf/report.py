@@ -1,4 +1,4 @@
-"""What a cache has seen, kept and evicted: plain numbers, as text, dict or rich table.
+"""`cache.report()`: what a cache has seen, kept and evicted, as text, dict, picture or rich table.
 
 Needs neither torch nor transformers.
 """
@@ -33,10 +33,9 @@ class LayerReport:
     bytes_bookkeeping: int = 0
     """Bytes of scores, positions and counters."""
     merged: int = 0
-    """Keys that have left and live on in others, summed over rows and heads."""
+    """Evicted keys that were merged into kept ones, summed over rows and heads."""
     mass_evicted: float = 0.0
-    """Attention that the keys which were dropped had received by then, summed over rows and
-    heads."""
+    """Attention that evicted keys had received by then, summed over rows and heads."""
     mass_kept: float = 0.0
     """Attention that the kept keys have received. With decay 1, and where none are merged, both
     together are the number of queries times query heads."""
@@ -45,8 +44,8 @@ class LayerReport:
     """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""
 
     unscored: bool = False
-    """Whether all was taken over from a DynamicCache, and waits for a forward pass to score it and
-    cut it to the budget."""
+    """Whether all was converted from a DynamicCache, and waits for a forward pass to be scored and
+    pruned to the budget."""
 
     @property
     def kept(self) -> list[int]:
@@ -65,7 +64,7 @@ class LayerReport:
 
     @property
     def share_evicted(self) -> float:
-        """Share of the attention mass that went to keys which are gone, 0 to 1."""
+        """Share of the attention mass that went to keys evicted since, 0 to 1."""
         total = self.mass_evicted + self.mass_kept
         return self.mass_evicted / total if total else 0.0
 
@@ -100,10 +99,10 @@ class Report:
 
         `layer` is -1 and the lists have one entry, the sum over rows and layers.
         """
-        own = self._own()
+        h2o_layers = self._h2o_layers()
 
         def rows(name: str) -> list[int]:
-            return [sum(sum(getattr(layer, name)) for layer in own)]
+            return [sum(sum(getattr(layer, name)) for layer in h2o_layers)]
 
         def all_layers(name: str) -> Any:
             return sum(getattr(layer, name) for layer in self.layers)
@@ -120,8 +119,8 @@ class Report:
             merged=all_layers("merged"),
             mass_evicted=all_layers("mass_evicted"),
             mass_kept=all_layers("mass_kept"),
-            raised=any(layer.raised for layer in own),
-            unscored=any(layer.unscored for layer in own),
+            raised=any(layer.raised for layer in h2o_layers),
+            unscored=any(layer.unscored for layer in h2o_layers),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -135,10 +134,10 @@ class Report:
     @property
     def note(self) -> str:
         """One sentence about what the numbers mean."""
-        own, total = self._own(), self.total
-        if not own:
+        h2o_layers, total = self._h2o_layers(), self.total
+        if not h2o_layers:
             return "Every layer has a sliding window of its own: there was nothing for h2o to do."
-        if not any(layer.seen for layer in own):
+        if not any(layer.seen for layer in h2o_layers):
             return "The cache is empty."
         if total.unscored:
             return (
@@ -193,10 +192,10 @@ class Report:
         from h2o.draw import axes_or_new
 
         ax = axes_or_new(ax)
-        own = [x for x in self._own() if sum(x.seen)]
-        names = [x.layer for x in own]
-        ax.bar(names, [100 * sum(x.kept) / sum(x.seen) for x in own], label="keys held")
-        evicted = [100 * x.share_evicted for x in own]
+        read = [x for x in self._h2o_layers() if sum(x.seen)]
+        names = [x.layer for x in read]
+        ax.bar(names, [100 * sum(x.kept) / sum(x.seen) for x in read], label="keys held")
+        evicted = [100 * x.share_evicted for x in read]
         ax.plot(names, evicted, "o-", color="C1", label="attention of evicted keys")
         ax.set(xlabel="layer", ylabel="%", ylim=(0, 100), title="What the cache holds")
         ax.legend(fontsize="small")
@@ -215,7 +214,7 @@ class Report:
         table.add_row(*_row(self.total), style="bold")
         return Group(table, self.note)
 
-    def _own(self) -> list[LayerReport]:
+    def _h2o_layers(self) -> list[LayerReport]:
         return [layer for layer in self.layers if layer.kind == "h2o"]
 
 

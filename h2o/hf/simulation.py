@@ -1,4 +1,4 @@
-"""What a model would say with an H2O cache, in one forward pass over a whole text.
+"""`h2o.simulated(model)`: what a model would say with an H2O cache, in one pass over a whole text.
 
 Log-likelihoods and perplexities need the output at every token. A real cache gives them token
 by token; `simulated` gives the same from a single forward, because a key that is dropped never
@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o import ops
+from h2o import ops, published_masks
+from h2o.attention_blocks import retained_mass
 from h2o.config import VARIANTS, H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.head_budgets import levelled
-from h2o.hf import attention, parallel, variants
-from h2o.hf.attending import Call, attending
-from h2o.hf.served import transformers_layers
-from h2o.hf.turns import unwrapped
+from h2o.hf import tensor_parallel
+from h2o.hf.attention_call import Undifferentiable
+from h2o.hf.attention_hook import Call, attending
+from h2o.hf.patch_lock import unwrapped
+from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
 
 __all__ = ["Simulation", "check", "simulated"]
@@ -72,8 +74,10 @@ def simulated(
     Threads: any number may simulate with models of their own, or call one model within one
     block; one model cannot be in blocks of two threads at a time, which is an error.
 
-    Errors: `Unsupported` for a model that h2o cannot serve, ValueError and TypeError for
-    arguments that do not fit, and in `model(...)` for a call that is not a whole text.
+    Raises:
+        Unsupported: a model that h2o cannot serve.
+        ValueError, TypeError: arguments that do not fit, and in `model(...)` a call that is not a
+            whole text.
     """
     config = one_config(h2o_config, parameters)
     check(config, variant, prompt_len, ratio_of)
@@ -136,15 +140,15 @@ class Simulation:
         """float32 [B, H]: the share of a full cache's attention that falls on keys still held.
 
         The mean over the row's tokens of the softmax over all tokens before, summed over those
-        that were seen; see `h2o.hf.variants.retained_mass`. With `per_token` [B, H, N]: what each
-        token retains, NaN for a pad. A key that was merged counts as gone, though a part of it
-        lives on: with `merge` this says too little.
+        that were seen; see `h2o.attention_blocks.retained_mass`. With `per_token` [B, H, N]: what
+        each token retains, NaN for a pad. A key that was merged counts as evicted, though a part
+        of it lives on: with `merge` this says too little.
         """
         mass = _asked_for(self._mass, "mass")[layer_idx]
         return mass if per_token else mass.nanmean(-1)
 
     def attend(self, call: Call) -> Tensor:
-        """What an H2O cache's layer would give, [B, N, H, D]; for `h2o.hf.attending`."""
+        """What an H2O cache's layer would give, [B, N, H, D]; for `h2o.hf.attention_hook`."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
         config = self._budgets[call.layer]
         assert config is not None
@@ -169,7 +173,7 @@ class Simulation:
                 v,
                 torch.tensor(prompts, dtype=torch.int32, device=q.device),
                 torch.tensor(
-                    levelled(budgets, k.shape[1], parallel.part(call.module)),
+                    levelled(budgets, k.shape[1], tensor_parallel.part(call.module)),
                     dtype=torch.int32,
                     device=q.device,
                 ).squeeze(1),
@@ -191,7 +195,7 @@ class Simulation:
         if self._mass is not None:
             self._mass[call.layer] = _retained(q, k, mask, evicted_at, call.scale, call.softcap)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-            out = attention.Undifferentiable.apply(out, query, key, value)
+            out = Undifferentiable.apply(out, query, key, value)
         return out
 
     def _resolve(
@@ -264,12 +268,12 @@ def _variant(
     budgets: list[tuple[int, int]],
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """`h2o.hf.variants.simulate` row by row, without the pads: [B, N, H, D] and [B, H, N]."""
+    """`h2o.published_masks.attend` row by row, without the pads: [B, N, H, D] and [B, H, N]."""
     B, H, N, D = query.shape
     out = query.new_zeros(B, N, H, D)
     evicted_at = torch.zeros(B, H, N, dtype=torch.int32, device=query.device)
     for b, columns in enumerate(_columns(mask, B, N, query.device)):
-        out[b, columns], left = variants.simulate(
+        out[b, columns], left = published_masks.attend(
             name, query[b, :, columns], key[b, :, columns], value[b, :, columns], *budgets[b],
             prompt_len=prompts[b], scale=scale,
         )  # fmt: skip
@@ -292,7 +296,7 @@ def _retained(
     mass = torch.full((B, H, N), torch.nan, device=query.device)
     for b, columns in enumerate(_columns(mask, B, N, query.device)):
         left = torch.searchsorted(columns, evicted_at[b, :, columns].long())
-        mass[b, :, columns] = variants.retained_mass(
+        mass[b, :, columns] = retained_mass(
             query[b, :, columns], key[b, :, columns], left, scale=scale, softcap=softcap
         )
     return mass

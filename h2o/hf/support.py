@@ -1,6 +1,7 @@
-"""Which models h2o can serve, and why not the others.
+"""Which models h2o can serve, with which layers, and why not the others.
 
-Speaks about configs only; needs neither torch nor transformers.
+`supports(config)` is what users ask. It goes by the model's config, by the layers that
+transformers' own cache has for it, and by the class of the model; no weights are needed.
 """
 
 from __future__ import annotations
@@ -8,18 +9,29 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-__all__ = ["Support", "refusal"]
+import transformers
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from h2o.errors import Unsupported
+from h2o.hf import model_rotary
+
+__all__ = ["Support", "refusal", "supports", "transformers_layers"]
 
 _SERVED = ("full_attention", "sliding_attention", "chunked_attention")
 
 _SINKS = "its attention sinks are learned parameters, which change the softmax itself"
-_OWN_WAY = "it has an attention pattern of its own, given as a 4-D mask"
+_PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
 _ALTERED = {
     "diffllama": "it attends twice to the same keys (differential attention)",
-    "doge": _OWN_WAY,
+    "doge": _PATTERN,
     "flint": _SINKS,
-    "gemma4_unified": _OWN_WAY,
+    "gemma4_unified": _PATTERN,
     "git": "it has attention code of its own instead of AttentionInterface",
     "granite_swa": _SINKS,
     "granitemoe_swa": _SINKS,
@@ -52,12 +64,88 @@ class Support:
     def __str__(self) -> str:
         if not self.supported:
             return f"{self.model_type}: not supported: {self.reason}"
-        own = self.layers.count("h2o")
-        rest = len(self.layers) - own
+        full = self.layers.count("h2o")
+        rest = len(self.layers) - full
         windows = f", {rest} keep their own sliding window" if rest else ""
         rolled = f'; positions="rolled": not, {self.not_rolled}' if self.not_rolled else ""
-        served = f"{own} of {len(self.layers)} layers by h2o{windows}"
+        served = f"{full} of {len(self.layers)} layers by h2o{windows}"
         return f"{self.model_type}: supported, {served}{rolled}"
+
+
+def supports(config: Any) -> Support:
+    """Whether h2o can serve the causal language model that a config describes, and how.
+
+    Goes by the config and by the model's class; needs no weights. What only a forward pass
+    can show (a model that alters keys after the cache, or that looks at an image's tokens both
+    ways) is found there and raises. Of a model that reads images or sound too, the layers are those
+    of its language model.
+    """
+    model_type = config.model_type
+    try:
+        layers = transformers_layers(config)
+    except Unsupported as error:
+        return Support(model_type, False, str(error).partition(": ")[2], ())
+    classes = _model_classes(config)
+    if not classes:
+        return Support(model_type, False, "transformers has no causal language model of it", ())
+    if not all(model_class._can_set_attn_implementation() for model_class in classes):
+        return Support(
+            model_type, False, "it has attention code of its own instead of AttentionInterface", ()
+        )
+    kinds = tuple("sliding" if layer.is_sliding else "h2o" for layer in layers)
+    not_rolled = model_rotary.refusal(config, windows="sliding" in kinds) or ""
+    return Support(model_type, True, "", kinds, not_rolled)
+
+
+def _model_classes(config: Any) -> list[Any]:
+    """The class that generates from this config, and that of its language model if that is a part;
+    none where transformers has none that generates."""
+    autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText,
+             transformers.AutoModelForMultimodalLM)  # fmt: skip
+    generating = _first_class(config, *autos)
+    if generating is None:
+        return []
+    text = config.get_text_config(decoder=True)
+    language = None if text is config else _first_class(text, transformers.AutoModel, *autos)
+    return [generating] if language is None else [generating, language]
+
+
+def _first_class(config: Any, *autos: Any) -> Any:
+    """The first of the Auto classes' models for this config; None if there is none."""
+    for auto in autos:
+        try:
+            classes = auto._model_mapping[type(config)]
+        except (KeyError, ValueError):  # ValueError: named there, but not to be imported
+            continue
+        return classes[0] if isinstance(classes, tuple) else classes
+    return None
+
+
+def transformers_layers(config: Any) -> list[CacheLayerMixin]:
+    """The layers that transformers' own cache has for a model; checked that h2o can serve them.
+
+    Raises:
+        TypeError: a thing that is no config.
+        Unsupported: h2o cannot serve the model.
+    """
+    if not hasattr(config, "get_text_config"):
+        hint = "its .config" if hasattr(config, "config") else "a model's config"
+        raise TypeError(f"H2OCache needs {hint} as first argument, not {type(config).__name__}")
+    text_config = config.get_text_config(decoder=True)
+    if reason := refusal(config):
+        raise Unsupported(f"h2o cannot serve {config.model_type}: {reason}")
+    layers = DynamicCache(config=text_config).layers
+    if not layers:  # Gemma 4 without shared layers in transformers 5.10
+        raise Unsupported(
+            f"h2o cannot serve {config.model_type}: transformers caches no layer of it"
+        )
+    for index, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise Unsupported(
+                f"h2o cannot serve {config.model_type}: layer {index} is cached as "
+                f"{type(layer).__name__}, which is neither full nor sliding-window attention"
+            )
+    return layers
 
 
 def refusal(config: Any) -> str | None:
@@ -77,7 +165,7 @@ def refusal(config: Any) -> str | None:
     for part in (text, config):
         if part.model_type in _ALTERED:
             return _ALTERED[part.model_type]
-    if _own(text, "kv_lora_rank") is not None:
+    if _attribute(text, "kv_lora_rank") is not None:
         return "multi-head latent attention caches a latent, not the keys that attention sees"
     if getattr(text, "num_kv_shared_layers", None):
         return "some layers attend to the keys of others (num_kv_shared_layers)"
@@ -87,7 +175,7 @@ def refusal(config: Any) -> str | None:
     return None
 
 
-def _own(config: Any, name: str) -> Any:
+def _attribute(config: Any, name: str) -> Any:
     """An attribute of a config, None if it has none, its name where it is one of single layers."""
     try:
         return getattr(config, name, None)

@@ -1,4 +1,7 @@
-"""When each key of a layer was evicted, so that what every token saw can be rebuilt."""
+"""When each key of a layer was evicted, so that what every token saw can be rebuilt.
+
+A cache made with `trace=True` keeps a `Trace` in each layer; `H2OCache.evicted_at` reads it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.slots import by_head
+from h2o.hf.slot_layout import by_head
 
 __all__ = ["Trace"]
 
@@ -16,7 +19,7 @@ __all__ = ["Trace"]
 class Trace:
     """The history of one layer: one number per key, because an evicted key never returns.
 
-    Not to a slot of its own: one that was merged lives on in another's, and counts as evicted.
+    A key that was merged into another counts as evicted.
 
     Columns are places in the padded batch, positions count a row's real tokens.
     """
@@ -27,9 +30,9 @@ class Trace:
         self.left: Tensor | None = None
         """[B, G, N] int32, by position: columns seen when the key was evicted, or -1"""
 
-    def record(self, slots: ops.Slots, Q: int, mask: Tensor | None) -> None:
+    def record(self, slots: ops.Slots, sizes: list[int], Q: int, mask: Tensor | None) -> None:
         """After a forward pass of Q columns: what is no longer in the slots was evicted by it."""
-        positions = by_head(slots, "positions", -1)
+        positions = by_head(slots, sizes, "positions", -1)
         B, G, _ = positions.shape
         real = slots.lengths.new_ones((B, Q), dtype=torch.bool)
         if mask is not None:

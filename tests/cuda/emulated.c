@@ -1,6 +1,7 @@
-/* emulated.c - the kernels for GPUs on the memory of the host, in the place of the CPU's level
- * "generic": whatever is linked with this instead goes through them. Launches as a driver would,
- * but at once. */
+/* emulated.c - the kernels for GPUs, emulated (shim.h), as the CPU's kernels: it defines the level
+ * "generic" in the place of csrc/cpu, so that a core that is linked with it runs every operation
+ * on host tensors through the emulation. Each call plans its launches as csrc/cuda does, and runs
+ * them at once. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,8 +15,8 @@ int shim_launch(const char *name, const void *params, size_t size, char *workspa
 const char *shim_error(void);
 void shim_unset(void *p, size_t bytes);
 
-/* The workspace is a block of its own, of the size that was asked for and full of what is no
- * number, but for what is to be cleared. */
+/* The workspace is a heap block of the size asked for, full of 0xff except for what the plan has
+ * cleared. */
 static int launch(const cuda_plan *plan, h2o_error *error) {
     static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
     char *const workspace = malloc(plan->workspace);

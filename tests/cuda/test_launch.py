@@ -1,5 +1,5 @@
-"""How the core hands its operations to a driver: on which device, context and stream, with what
-memory, and what it says when the driver refuses. The driver is the fake of tests/cuda/fake."""
+"""How the core launches its operations: device, context, stream and workspace of each launch, and
+errors where the driver refuses one. The driver is the fake of tests/cuda/fake."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def step_arguments(D: int = 32, seed: int = 0, held: int = 6) -> list:
-    """Of a step on the CPU, into slots that hold some keys and have no more room."""
+    """Arguments of a step on the CPU, into slots whose budget is full."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -39,14 +39,14 @@ def step_arguments(D: int = 32, seed: int = 0, held: int = 6) -> list:
     return [query, key, value, None, slots, out, D**-0.5, 0.0, Policy(), None, None]
 
 
-def room(driver, arguments, stream=1, device: int = 0) -> DeviceTensor:
+def workspace_of(driver, arguments, stream=1, device: int = 0) -> DeviceTensor:
     size = _core.call("step", "measure", *arguments, stream)
     return DeviceTensor(driver, torch.zeros(size, dtype=torch.uint8), device)
 
 
 def same(carried_arguments, arguments) -> None:
-    for theirs, mine in zip(tensors(carried_arguments), tensors(arguments), strict=True):
-        torch.testing.assert_close(theirs.read(), mine, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(tensors(carried_arguments), tensors(arguments), strict=True):
+        torch.testing.assert_close(actual.read(), expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- What there is -----------------------------------------------------------------------------
@@ -123,7 +123,7 @@ ALLOCATING = ("cuMemAlloc_v2", "cuMemFree_v2", "cuModuleLoadData")
 def test_a_call_queues_its_work_and_waits_for_nothing(driver):
     arguments = step_arguments()
     there = to_device(driver, arguments)
-    workspace = room(driver, there)
+    workspace = workspace_of(driver, there)
     before = [driver.calls(entry) for entry in WAITING + ALLOCATING]
     _core.call("step", "launch", *there, 1, workspace)
     assert driver.library.fake_waiting() == 2  # the workspace is cleared, the kernel runs
@@ -137,25 +137,25 @@ def test_kernels_are_loaded_once_for_each_context(driver):
         return driver.calls("cuModuleLoadData")
 
     arguments = [to_device(driver, step_arguments(), device) for device in (0, 1)]
-    rooms = [room(driver, arguments[device], device=device) for device in (0, 1)]
+    workspaces = [workspace_of(driver, arguments[device], device=device) for device in (0, 1)]
     for _ in range(2):
         for device in (0, 1):
-            _core.call("step", "launch", *arguments[device], 1, rooms[device])
+            _core.call("step", "launch", *arguments[device], 1, workspaces[device])
     before = calls()
-    own = ctypes.c_void_p()
-    driver.call("cuCtxCreate_v2", ctypes.byref(own), 0, 0)  # the thread's own, and current
+    context = ctypes.c_void_p()
+    driver.call("cuCtxCreate_v2", ctypes.byref(context), 0, 0)  # current, and no primary one
     try:
         pushes = driver.calls("cuCtxPushCurrent_v2")
         for _ in range(2):
-            _core.call("step", "launch", *arguments[0], 1, rooms[0])
+            _core.call("step", "launch", *arguments[0], 1, workspaces[0])
         assert driver.calls("cuCtxPushCurrent_v2") == pushes
-        assert driver.current() == own.value
+        assert driver.current() == context.value
         assert calls() == before + 1
-        _core.call("step", "launch", *arguments[1], 1, rooms[1])  # of another device
+        _core.call("step", "launch", *arguments[1], 1, workspaces[1])  # of another device
         assert driver.calls("cuCtxPushCurrent_v2") == pushes + 1
-        assert driver.current() == own.value
+        assert driver.current() == context.value
     finally:
-        driver.call("cuCtxPopCurrent_v2", ctypes.byref(own))
+        driver.call("cuCtxPopCurrent_v2", ctypes.byref(context))
     assert driver.current() is None
     assert calls() == before + 1
 
@@ -164,16 +164,16 @@ def test_kernels_are_loaded_once_for_each_context(driver):
 def test_a_graph_captures_a_step_and_replays_it(driver, first):
     arguments = step_arguments()
     there = to_device(driver, arguments)
-    workspace = room(driver, there)
-    stream, graph, own = driver.stream(), ctypes.c_void_p(), ctypes.c_void_p()
+    workspace = workspace_of(driver, there)
+    stream, graph, context = driver.stream(), ctypes.c_void_p(), ctypes.c_void_p()
     if first:  # a context that has no kernels yet
-        driver.call("cuCtxCreate_v2", ctypes.byref(own), 0, 0)
+        driver.call("cuCtxCreate_v2", ctypes.byref(context), 0, 0)
         driver.call("cuStreamCreate", ctypes.byref(stream), 0)
     driver.call("cuStreamBeginCapture_v2", stream, 0)
     _core.call("step", "launch", *there, stream.value, workspace)
     driver.call("cuStreamEndCapture", stream, ctypes.byref(graph))
     if first:
-        driver.call("cuCtxPopCurrent_v2", ctypes.byref(own))
+        driver.call("cuCtxPopCurrent_v2", ctypes.byref(context))
     assert driver.library.fake_waiting() == 0
     for _ in range(3):
         with driver.context(0):
@@ -184,7 +184,7 @@ def test_a_graph_captures_a_step_and_replays_it(driver, first):
 
 def test_the_stream_is_what_the_caller_says(driver):
     there = to_device(driver, step_arguments())
-    workspace = room(driver, there)
+    workspace = workspace_of(driver, there)
     stream = driver.stream()
     _core.call("step", "launch", *there, stream.value, workspace)
     assert all(tensor.calls[-1]["stream"] == stream.value for tensor in tensors(there))
@@ -196,7 +196,7 @@ def test_the_stream_is_what_the_caller_says(driver):
 
 def with_table(tensor: DeviceTensor, stream: ctypes.c_void_p):
     """The same tensor by DLPack's exchange table, which knows the stream."""
-    asked = []
+    requests = []
 
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
     def tensor_from(_object, to):
@@ -205,7 +205,7 @@ def with_table(tensor: DeviceTensor, stream: ctypes.c_void_p):
 
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
     def current_stream(kind, device, to):
-        asked.append((kind, device))
+        requests.append((kind, device))
         to[0] = stream.value
         return 0
 
@@ -217,17 +217,17 @@ def with_table(tensor: DeviceTensor, stream: ctypes.c_void_p):
         "__dlpack_c_exchange_api__": capsule,
         "alive": (api, tensor_from, current_stream, tensor),
     }
-    return type("Tensor", (), members)(), asked
+    return type("Tensor", (), members)(), requests
 
 
 def test_the_exchange_table_tells_the_stream(driver):
     arguments = step_arguments()
     there = to_device(driver, arguments)
-    workspace = room(driver, there)
-    leader, asked = with_table(there[0], driver.stream())
+    workspace = workspace_of(driver, there)
+    leader, requests = with_table(there[0], driver.stream())
     calls = driver.calls("cuLaunchKernel")
     _core.call("step", "launch", leader, *there[1:], None, workspace)
-    assert asked == [(CUDA, 0)]
+    assert requests == [(CUDA, 0)]
     assert driver.calls("cuLaunchKernel") == calls + 1
     _core.call("step", "run", *arguments)
     same(there, arguments)
@@ -242,7 +242,7 @@ def test_threads_share_devices(driver):
         try:
             for _ in range(5):
                 there = to_device(driver, step_arguments(), device)
-                workspace = room(driver, there, device=device)
+                workspace = workspace_of(driver, there, device=device)
                 _core.call("step", "launch", *there, 1, workspace)
                 same(there, wanted)
         except BaseException as error:
@@ -268,7 +268,7 @@ ENTRIES = (
 def test_what_the_driver_refuses_is_an_error_with_its_name(driver, entry):
     arguments = step_arguments()
     there = to_device(driver, arguments)
-    workspace = room(driver, there)
+    workspace = workspace_of(driver, there)
     driver.fault(entry, 719)
     text = rf"{entry}.*: CUDA error 719 \(CUDA_ERROR_LAUNCH_FAILED\): unspecified launch failure"
     with pytest.raises(RuntimeError, match=text):
@@ -291,8 +291,8 @@ LOADING = (
 
 @pytest.mark.parametrize("entry", LOADING)
 def test_kernels_that_cannot_be_loaded_are_asked_for_again(driver, entry):
-    own = ctypes.c_void_p()
-    driver.call("cuCtxCreate_v2", ctypes.byref(own), 0, 0)
+    context = ctypes.c_void_p()
+    driver.call("cuCtxCreate_v2", ctypes.byref(context), 0, 0)
     try:
         nth = 3 if entry.startswith("cuFunc") else 1
         driver.fault(entry, 200, nth)
@@ -302,12 +302,12 @@ def test_kernels_that_cannot_be_loaded_are_asked_for_again(driver, entry):
         _core.load("cuda", IMAGE, 0)
         assert driver.calls("cuModuleUnload") == unloaded
     finally:
-        driver.call("cuCtxPopCurrent_v2", ctypes.byref(own))
+        driver.call("cuCtxPopCurrent_v2", ctypes.byref(context))
 
 
 def test_a_kernel_that_fails_shows_when_the_host_waits(driver):
     there = to_device(driver, step_arguments())
-    workspace = room(driver, there)
+    workspace = workspace_of(driver, there)
     driver.fault("kernel", 719)
     _core.call("step", "launch", *there, 1, workspace)
     with driver.context(0):
@@ -319,7 +319,7 @@ def test_a_kernel_that_fails_shows_when_the_host_waits(driver):
 
 def test_workspace_is_checked(driver):
     there = to_device(driver, step_arguments())
-    workspace = room(driver, there)
+    workspace = workspace_of(driver, there)
     size = workspace.like.numel()
     calls = driver.calls("cuLaunchKernel")
     small = DeviceTensor(driver, torch.zeros(size - 1, dtype=torch.uint8))

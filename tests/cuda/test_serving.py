@@ -1,4 +1,5 @@
-"""Who serves a CUDA device: the kernels where they are built, can be loaded and answer rightly."""
+"""Which backend serves a CUDA device: the kernels where they are built, can be loaded and compute
+what the torch backend does; else the torch backend."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ def device(driver, kernels, built, monkeypatch):
 
 
 def serving():
-    """Who serves device 0, told by the torch backend."""
+    """Which backend serves device 0: "C" or "torch"."""
     by_torch = backends._portable()
-    found = cuda.serving(0, by_torch)
-    return "torch" if found is by_torch else "C"
+    operations = cuda.serving(0, by_torch)
+    return "torch" if operations is by_torch else "C"
 
 
 def forget() -> None:
@@ -89,7 +90,7 @@ def test_a_wrong_kernel_is_named_and_does_not_serve(device, kernel):
     with pytest.warns(RuntimeWarning, match=WRONG[kernel]):
         assert serving() == "torch"  # ... in each process, ...
     assert launches(device) == checked
-    assert cuda.check(0, backends._portable()) == []  # ... until somebody has it checked anew
+    assert cuda.check(0, backends._portable()) == []  # ... until the next check
     forget()
     assert serving() == "C"
 
@@ -142,7 +143,7 @@ def test_a_build_without_kernels_says_so_and_warns_nobody(built, monkeypatch):
 
 @pytest.mark.parametrize("image", [IMAGE[:64], IMAGE[:-1] + b"?", b"", b"short"])
 def test_kernels_of_other_sources_than_the_core_do_not_serve(device, built, image, monkeypatch):
-    """They would take parameters for what they are not. No driver is asked before that is known."""
+    """They would misread their parameters. This is found out before any call of the driver."""
     built.write_bytes(image)
     monkeypatch.setattr(_core, "load", None)
     monkeypatch.setattr(_core, "devices", None)
@@ -238,8 +239,8 @@ def test_what_kernels_forget_shows(what):
 
     kernels = SimpleNamespace(**vars(backends.core))
     setattr(kernels, operation, forgetful)
-    found = kernel_check.mistakes(kernels, backends._portable(), "cpu")
-    assert any(text.startswith(f"{operation} gets") for text in found)
+    mistakes = kernel_check.mistakes(kernels, backends._portable(), "cpu")
+    assert any(text.startswith(f"{operation} gets") for text in mistakes)
 
 
 def test_cases_cover_what_there_is():

@@ -11,7 +11,7 @@ import torch
 from h2o import cli
 from h2o.evaluate import perplexity
 from h2o.evaluate.setting import parse
-from h2o.hf import variants
+from h2o.hf import simulation as simulating
 from tests.evaluate import conftest
 
 TEXT = "\n".join(
@@ -199,20 +199,20 @@ def test_files_that_are_no_text(folder, tmp_path, capsys, content):
 
 
 def test_retained_mass_is_the_variants(tokenizer):
-    """The numbers of the table are those of h2o.hf.variants, by layer and head."""
+    """The numbers of the table are those of h2o.attention_blocks, by layer and head."""
     from h2o import simulated
 
     model = conftest.build()
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :70]
     seen = {}
-    original = variants.retained_mass
+    original = simulating.retained_mass
 
     def spy(query, keys, evicted_at, **kwargs):
         seen[len(seen)] = original(query, keys, evicted_at, **kwargs)
         return seen[len(seen) - 1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "retained_mass", spy)
+        patch.setattr(simulating, "retained_mass", spy)
         with simulated(model, heavy=5, recent=5, mass=True) as simulation, torch.no_grad():
             model(ids, use_cache=False)
     _, mass = perplexity.by_simulation(model, ids, parse("h2o:5+5"))

@@ -15,6 +15,7 @@ import torch
 from h2o import H2OConfig, ops, reference
 from h2o.config import UNLIMITED
 from h2o.hf.attention import h2o_attention_forward
+from h2o.hf.attention_call import AttentionCall
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.inputs import (
     CACHE_CASES,
@@ -148,7 +149,7 @@ def test_report_adds_up():
             query, key, value = tensors(text.cut(start, stop))
             key, value = cache.update(key, value, layer)
             piece = torch.from_numpy(mask[:, start:stop])
-            cache.layers[layer].attend(query, key, value, piece)
+            cache.layers[layer].attend(AttentionCall(Attention(layer), query, key, value, piece))
     report = cache.report()
     for layer in report.layers:
         assert layer.seen == [22, 35]
@@ -451,7 +452,7 @@ def test_budgets_per_layer():
         for layer in range(3):
             query, key, value = tensors(text.cut(columns.start, columns.stop))
             key, value = cache.update(key, value, layer)
-            cache.layers[layer].attend(query, key, value)
+            cache.layers[layer].attend(AttentionCall(Attention(layer), query, key, value))
     assert [layer.budget for layer in cache.report().layers] == [[5], [12], [10]]
     assert [cache.kept(layer)[0].shape[2] for layer in range(3)] == [5, 12, 10]
     with pytest.raises(ValueError, match="heavy has 2 amounts, but the model has 3 layers"):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from h2o import H2OCache, Profile
 from h2o.head_budgets import levelled
-from h2o.hf import parallel
+from h2o.hf import tensor_parallel
 from h2o.model_identity import describe, sample
 from tests.hf import cut, gathered
 from tests.hf.tiny import Family, prompts
@@ -93,7 +93,9 @@ def test_what_fsdp_gathers_is_whole(tmp_path):
     launch(["-m", "tests.hf.gathered", tmp_path], TORCHRUN)
     for name in ("0None", "1None", "0('fsdp',)", "1('fsdp',)"):
         torch.testing.assert_close(torch.load(tmp_path / f"{name}.pt"), wanted)
-        assert H2OCache.load(tmp_path / f"{name}.cache", model).layers[0].part == parallel.WHOLE
+        assert (
+            H2OCache.load(tmp_path / f"{name}.cache", model).layers[0].part == tensor_parallel.WHOLE
+        )
 
 
 def joined(parts):
@@ -191,22 +193,22 @@ def last_of_four():
         ((4,), None, (3, 4)),
         ((2, 2), ("fsdp", "tp"), (1, 2)),
         ((1, 1, 4), ("pp", "fsdp", "tp"), (3, 4)),
-        ((2, 2), ("pp", "fsdp"), parallel.WHOLE),
-        ((4,), ("fsdp",), parallel.WHOLE),
-        ((4,), ("ep",), parallel.WHOLE),
+        ((2, 2), ("pp", "fsdp"), tensor_parallel.WHOLE),
+        ((4,), ("fsdp",), tensor_parallel.WHOLE),
+        ((4,), ("ep",), tensor_parallel.WHOLE),
     ],
 )
 def test_which_part_is_here(last_of_four, shape, names, place):
     """By the sharded parameters, or by what transformers noted on modules before 5.11."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 8))
-    assert parallel.part(module) == parallel.WHOLE
+    assert tensor_parallel.part(module) == tensor_parallel.WHOLE
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     module[0]._hf_device_mesh = mesh
-    assert parallel.part(module) == place
+    assert tensor_parallel.part(module) == place
     del module[0]._hf_device_mesh
     weight = distribute_tensor(module[0].weight, mesh, [Shard(0)] * len(shape))
     module[0].weight = torch.nn.Parameter(weight)
-    assert parallel.part(module) == place
+    assert tensor_parallel.part(module) == place
 
 
 def test_what_fsdp_cuts_is_no_part(last_of_four):
@@ -214,4 +216,4 @@ def test_what_fsdp_cuts_is_no_part(last_of_four):
     module = torch.nn.Sequential(torch.nn.Linear(4, 8))
     fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
     assert module[0].weight.placements == (Shard(0),)
-    assert parallel.part(module) == parallel.WHOLE
+    assert tensor_parallel.part(module) == tensor_parallel.WHOLE

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from h2o import H2OCache, H2OConfig, Unsupported, patched, reference, simulated, supports
-from h2o.hf.rolled import RolledLayer
-from h2o.hf.rotary import ROLLED, Rotary
+from h2o.hf.cache_relative import CacheRelativeLayer
+from h2o.hf.model_rotary import ROLLED, Rotary
 from tests import inputs
 from tests.hf.drive import feed, new_cache
 from tests.hf.modes import MODES
@@ -72,7 +72,7 @@ def stored(ours, position: int):
             position_ids=torch.tensor([[position]]),
             past_key_values=cache,
         )
-    return [layer.held()[0] for layer in cache.layers if isinstance(layer, RolledLayer)]
+    return [layer.held()[0] for layer in cache.layers if isinstance(layer, CacheRelativeLayer)]
 
 
 def test_all_model_types_are_shown():
@@ -141,7 +141,7 @@ def test_positions_of_zero_change_nothing(name):
         hook.remove()
         assert len(seen) == 3
         assert not any(ids.any() for ids in seen)
-    assert any(isinstance(layer, RolledLayer) for layer in patch.cache.layers)
+    assert any(isinstance(layer, CacheRelativeLayer) for layer in patch.cache.layers)
 
 
 @pytest.mark.parametrize("name", inputs.ROLLED_CASES)

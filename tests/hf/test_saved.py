@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from h2o import H2OCache, H2OConfig, Profile
-from h2o.hf import saved
+from h2o.hf import cache_file
 from h2o.hf.layer import H2OLayer
-from h2o.hf.state import state_of
+from h2o.hf.layer_state import state_of
 from tests.hf.modes import uneven
 from tests.hf.tiny import greedy, model, prompts
 
@@ -268,7 +268,7 @@ def test_files_of_other_versions(written, content, words):
     """With a checksum that is right."""
     path, ours = written
     text, tensors = rewritten(path, lambda text, _: json.dumps(json.loads(text) | content))
-    save_file(tensors, path, {"h2o": text, "sha256": saved._checksum(text, tensors)})
+    save_file(tensors, path, {"h2o": text, "sha256": cache_file._checksum(text, tensors)})
     with pytest.raises(ValueError, match=words):
         H2OCache.load(path, ours)
 
@@ -285,7 +285,7 @@ def test_files_that_do_not_tell_their_heads(written):
         return json.dumps(content)
 
     text, tensors = rewritten(path, without)
-    save_file(tensors, path, {"h2o": text, "sha256": saved._checksum(text, tensors)})
+    save_file(tensors, path, {"h2o": text, "sha256": cache_file._checksum(text, tensors)})
     assert_same(H2OCache.load(path, ours), expected)
 
 

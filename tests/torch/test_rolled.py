@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 
 from h2o import backends, ops, reference
-from h2o.hf import rolled
+from h2o.hf import cache_relative, slot_layout
 from tests import inputs
 from tests.conversation import Conversation
 from tests.inputs import POLICIES
@@ -51,7 +51,8 @@ def rolling(engine, angles: Angles, most: int = 200):
         if engine.name == "oracle":
             return engine.module.attend(query, keys, values, slots, rotary=table, **more)
         with backends.by_torch() if engine.name == "torch" else contextlib.nullcontext():
-            return rolled.attend(query, keys, values, slots, rotary=angles, **more)
+            sizes = [] if slots is None else slot_layout.sizes(slots)
+            return cache_relative.attend(query, keys, values, slots, sizes, rotary=angles, **more)
 
     def step(query, key, value, slots, **more):
         rotary = ops.Rotary(table, reference.ranks(slots))
@@ -228,7 +229,8 @@ def test_ranks_of_the_torch_side():
     text = inputs.drifting(5, B=2, H=6, G=3, N=60)
     for budget in (None, np.array([[[9, 5], [2, 1], [30, 11]], [[4, 4], [12, 0], [0, 7]]])):
         talk = Conversation(core(), text, POLICIES["h2o"], budget=budget).feed_all([24, *[1] * 9])
-        assert torch.equal(rolled.ranks(talk.slots), reference.ranks(talk.slots))
+        sizes = slot_layout.sizes(talk.slots)
+        assert torch.equal(cache_relative.ranks(talk.slots, sizes), reference.ranks(talk.slots))
 
 
 def test_ranks_that_say_nonsense_read_nothing_they_should_not():

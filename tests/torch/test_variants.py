@@ -1,4 +1,4 @@
-"""h2o.hf.variants against the authors' masks and the readable ones of h2o.published_masks."""
+"""h2o.published_masks in blocks of rows, against the authors' masks and its readable ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o import published_masks
+from h2o import attention_blocks, published_masks
 from h2o.config import VARIANTS
-from h2o.hf import variants
 from tests import inputs
 
 
@@ -24,7 +23,7 @@ def through(variant: str, logits: Tensor, heavy: int, recent: int, **kwargs):
     """The variant on logits [H, n, n]: queries are the rows, keys and values unit vectors."""
     H, n, _ = logits.shape
     unit = torch.eye(n).expand(H, n, n)
-    return variants.simulate(variant, logits, unit, unit, heavy, recent, scale=1.0, **kwargs)
+    return published_masks.attend(variant, logits, unit, unit, heavy, recent, scale=1.0, **kwargs)
 
 
 @pytest.mark.parametrize("name", inputs.MASK_CASES)
@@ -47,7 +46,7 @@ def drifting_logits(seed: int, n: int, H: int = 4) -> Tensor:
 
 
 # Shorter than, equal to and beyond the blocks of rows; budgets from nothing heavy to everything.
-@pytest.mark.parametrize("n", [1, 40, variants.ROWS, 150])
+@pytest.mark.parametrize("n", [1, 40, attention_blocks.ROWS, 150])
 @pytest.mark.parametrize(
     ("heavy", "recent"), [(3, 2), (0, 6), (6, 0), (1, 1), (12, 11), (30, 5), (400, 1)]
 )
@@ -90,12 +89,12 @@ def test_groups():
     text = inputs.drifting(3, B=1, H=6, G=2, N=90)
     q, k, v = (torch.from_numpy(x[0]) for x in text)
     for variant in ("local", "global"):
-        out, evicted_at = variants.simulate(variant, q, k, v, 6, 5)
+        out, evicted_at = published_masks.attend(variant, q, k, v, 6, 5)
         repeated = k.repeat_interleave(3, 0), v.repeat_interleave(3, 0)
-        alone = variants.simulate(variant, q, *repeated, 6, 5)
+        alone = published_masks.attend(variant, q, *repeated, 6, 5)
         assert torch.equal(out, alone[0])
         assert torch.equal(evicted_at, alone[1])
-    shared = variants.simulate("flexgen", q, k, v, 6, 5)[1].view(2, 3, -1)
+    shared = published_masks.attend("flexgen", q, k, v, 6, 5)[1].view(2, 3, -1)
     assert torch.equal(shared, shared[:, :1].expand_as(shared))
 
 
@@ -105,8 +104,10 @@ def test_half_precision(dtype):
     text = inputs.drifting(5, B=1, H=4, G=2, N=80)
     q, k, v = (torch.from_numpy(x[0]).to(dtype) for x in text)
     for variant in VARIANTS:
-        out, evicted_at = variants.simulate(variant, q, k, v, 6, 5)
-        want, want_evicted_at = variants.simulate(variant, q.float(), k.float(), v.float(), 6, 5)
+        out, evicted_at = published_masks.attend(variant, q, k, v, 6, 5)
+        want, want_evicted_at = published_masks.attend(
+            variant, q.float(), k.float(), v.float(), 6, 5
+        )
         assert out.dtype == dtype
         assert torch.equal(evicted_at, want_evicted_at)
         torch.testing.assert_close(out, want.to(dtype), rtol=0, atol=0)
@@ -116,14 +117,14 @@ def test_retained_mass():
     logits = drifting_logits(11, 100)
     _, evicted_at = through("local", logits, 6, 5)
     unit = torch.eye(100).expand(4, 100, 100)
-    mass = variants.retained_mass(logits, unit, evicted_at, scale=1.0)
+    mass = attention_blocks.retained_mass(logits, unit, evicted_at, scale=1.0)
     future = torch.ones(100, 100, dtype=torch.bool).triu(1)
     full = logits.masked_fill(future, -torch.inf).softmax(-1)
     np.testing.assert_allclose(mass, (full * visibility(evicted_at)).sum(-1), rtol=1e-5)
     assert (mass.mean(-1) < 0.99).all()
     everything = torch.full_like(evicted_at, 100)
     np.testing.assert_allclose(
-        variants.retained_mass(logits, unit, everything, scale=1.0), 1.0, rtol=1e-6
+        attention_blocks.retained_mass(logits, unit, everything, scale=1.0), 1.0, rtol=1e-6
     )
 
 
@@ -132,8 +133,8 @@ def test_retained_mass_under_a_softcap():
     _, evicted_at = through("local", logits, 6, 5)
     unit = torch.eye(100).expand(4, 100, 100)
     capped = 3 * torch.tanh(logits / 3)
-    mass = variants.retained_mass(logits, unit, evicted_at, scale=1.0, softcap=3.0)
-    want = variants.retained_mass(capped, unit, evicted_at, scale=1.0)
+    mass = attention_blocks.retained_mass(logits, unit, evicted_at, scale=1.0, softcap=3.0)
+    want = attention_blocks.retained_mass(capped, unit, evicted_at, scale=1.0)
     torch.testing.assert_close(mass, want)
 
 

@@ -1,4 +1,4 @@
-"""One decode step: store, attend, score, choose who leaves."""
+"""One decode step: store, attend, score, choose the key to evict."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from h2o.backends.portable.slot_rows import Store, as_stored, products
 from h2o.policy import Policy
 from h2o.rotary_embedding import rotated
 
-__all__ = ["Departure", "step"]
+__all__ = ["Eviction", "step"]
 
 
-class Departure(NamedTuple):
-    """Who left each head in a step; what `h2o.backends.portable.simulated_text` goes by."""
+class Eviction(NamedTuple):
+    """The key that each head evicts in a step, which `simulated_text` records."""
 
-    leaves: Tensor
-    """[B, 1 or G, 1] bool: somebody does"""
+    is_any: Tensor
+    """[B, 1 or G, 1] bool: whether there is one"""
     position: Tensor
     """[B, G, 1] int32"""
     score: Tensor
@@ -40,7 +40,7 @@ def step(
     policy: Policy,
     table: Tensor | None,
     ranks: Tensor | None,
-) -> Departure:
+) -> Eviction:
     """See `h2o.ops.step`. All shapes are fixed by those of the slots."""
     B, H, _, D = query.shape
     G = key.shape[1]
@@ -49,23 +49,23 @@ def step(
     lengths = slots.lengths.view(B, 1, 1)  # the position of the new token
     seen = lengths + 1
     budget = budget_of(slots.budget, policy.sinks)
-    place = store.place(slots.free)
+    index = store.index_of(slots.free)
     for rows, new in zip((slots.keys, slots.values), as_stored(key, value, slots), strict=True):
-        store.write_rows(rows, place, new, real)
-    store.write(slots.positions, place, lengths, real)
-    store.write(slots.scores, place, 0.0, real)
+        store.write_rows(rows, index, new, real)
+    store.write(slots.positions, index, lengths, real)
+    store.write(slots.scores, index, 0.0, real)
     if policy.merge is not None:
-        store.write(slots.bias, place, 0.0, real)
+        store.write(slots.bias, index, 0.0, real)
     norms = None
     if policy.value_weighted:
-        store.write(slots.norms, place, torch.linalg.vector_norm(value.float(), dim=-1), real)
+        store.write(slots.norms, index, torch.linalg.vector_norm(value.float(), dim=-1), real)
         norms = store.by_head(slots.norms, 0)
 
     keys = store.rows("keys", D)
     asked = query.reshape(B, G, H // G, D).float()
     if table is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
-        store.write(ranks, place, before, real)
+        store.write(ranks, index, before, real)
         keys = rotated(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
         asked = rotated(asked, table[before])
     positions = store.by_head(slots.positions, -1)
@@ -75,39 +75,39 @@ def step(
         logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     p = logits.masked_fill_((positions < 0)[:, :, None], -torch.inf).softmax(-1)
     answer = store.answers_stored(p, D).view(B, 1, H, D)
-    given = p.sum(2)
+    received = p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)
-        given = given.masked_fill(~real, 0)
+        received = received.masked_fill(~real, 0)
     out.copy_(answer)
     if policy.decay != 1.0:
         aged = slots.scores * policy.decay
         if real is not None:
             aged = torch.where(real.view(B, *[1] * (aged.ndim - 1)), aged, slots.scores)
         slots.scores.copy_(aged)
-    scores = store.add(slots.scores, given)
+    scores = store.add(slots.scores, received)
 
     ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)
     position, last = lowest(ranks_now, positions)
-    leaves = seen > budget.k  # [B, 1 or G, 1]
+    evicts = seen > budget.k  # [B, 1 or G, 1]
     if real is not None:
-        leaves = leaves & real
+        evicts = evicts & real
     score = scores.gather(-1, last)
-    gone = leaves
+    dropped = evicts
     if policy.merge is not None:
         queries = queries_of(policy, positions, seen)
         merged = merge_one(
-            store, last, leaves, positions, queries, keys, policy.sinks, policy.merge
+            store, last, evicts, positions, queries, keys.float(), policy.sinks, policy.merge
         )
-        gone = leaves & ~merged
-    slots.lost.add_(torch.where(gone, score, 0)[..., 0])
-    store.write(slots.positions, last, position.masked_fill(leaves, -1))
+        dropped = evicts & ~merged
+    slots.lost.add_(torch.where(dropped, score, 0)[..., 0])
+    store.write(slots.positions, last, position.masked_fill(evicts, -1))
     if ranks is not None:
         rank = store.read(ranks, last)
         after = store.by_head(ranks, -1)
-        store.take_back(ranks, after - ((after > rank) & leaves).int())
-        store.write(ranks, last, rank.masked_fill(leaves, -1))
-    free = torch.where(leaves, store.counted(last), seen)[..., 0]
+        store.write_by_head(ranks, after - ((after > rank) & evicts).int())
+        store.write(ranks, last, rank.masked_fill(evicts, -1))
+    free = torch.where(evicts, store.counted(last), seen)[..., 0]
     slots.free.copy_(free if real is None else torch.where(real[..., 0], free, slots.free))
     slots.lengths.add_(1 if real is None else real[:, 0, 0])
-    return Departure(leaves, position, score)
+    return Eviction(evicts, position, score)

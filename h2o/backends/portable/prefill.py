@@ -72,7 +72,7 @@ def attend(
         before = store.by_head(slots.scores, 0)
         if total is not None:
             before = before * total[..., None]
-        store.take_back(slots.scores, before + old)
+        store.write_by_head(slots.scores, before + old)
 
 
 def rows_of(query: Tensor, columns: int) -> int:
@@ -133,7 +133,7 @@ def dense(
         n = stop - start
 
         def hide(x: Tensor, value: float, start: int = start, stop: int = stop) -> None:
-            """Puts a value in place of what nobody sees of a block [B, G, R * n, S + stop]."""
+            """Puts a value in place of what no query of a block sees, [B, G, R * n, S + stop]."""
             x = x.unflatten(2, (R, stop - start))
             x[..., S + start :].masked_fill_(future[: stop - start, : stop - start], value)
             if real is not None:

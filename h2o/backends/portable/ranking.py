@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o.policy import Policy
 
-__all__ = ["Budget", "budget_of", "lowest", "queries_of", "rank_keys", "staying"]
+__all__ = ["Budget", "budget_of", "highest", "lowest", "queries_of", "rank_keys"]
 
 _SPARED = 2**31 - 1
 _NAN = -(2**31)
@@ -77,14 +77,14 @@ def queries_of(policy: Policy, positions: Tensor, lengths: Tensor) -> Tensor:
 
 
 def lowest(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The key that leaves first, of the lowest rank, of equal ones at the highest position: that
+    """The key to evict first, of the lowest rank, of equal ones at the highest position: that
     position and its index on the last axis, [B, G, 1] each."""
     others = keys != keys.amin(-1, keepdim=True)
     position, index = positions.masked_fill(others, -1).max(-1, keepdim=True)
     return position, index
 
 
-def staying(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
+def highest(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
     """[B, G, C] bool: the k [B, 1 or G, 1] of highest rank, of equal ones the lowest positions.
 
     `ranks` as `rank_keys` makes them. What has position -1 is no key.

@@ -10,7 +10,7 @@ from torch import Tensor
 from h2o.backends.portable.decode import step
 from h2o.backends.portable.eviction import evict
 from h2o.backends.portable.prefill import capped, dense, rows_of
-from h2o.backends.portable.ranking import Budget, budget_of, lowest, rank_keys, staying
+from h2o.backends.portable.ranking import Budget, budget_of, highest, lowest, rank_keys
 from h2o.policy import Policy
 from h2o.quantisation import dequantised
 from h2o.slots import new_slots
@@ -34,12 +34,13 @@ def simulate(
     stored_keys: Tensor | None,
     stored_values: Tensor | None,
 ) -> None:
-    """See `h2o.ops.simulate`. The prompts are attended at once and cut; the columns after that, of
-    which each needs to know what the one before evicted, one by one, all rows and heads together.
+    """See `h2o.ops.simulate`. The prompts are attended at once and pruned. The columns after that
+    follow one by one, since each needs to know what the one before evicted; all rows and heads
+    together.
 
-    As nothing may wait for the device, nobody knows here where a prompt ends: the loop goes over
-    all columns, and those within a row's prompt change nothing in it. Merged keys are none of the
-    text's: for them slots are kept as a cache keeps them.
+    As nothing may wait for the device, the host does not know where a prompt ends: the loop goes
+    over all columns, and those within a row's prompt change nothing in it. Merged keys are none of
+    the text's: for them slots are kept as a cache keeps them.
     """
     B, _, Q, D = query.shape
     G = keys.shape[1]
@@ -49,8 +50,8 @@ def simulate(
     first = torch.minimum(prompt, count[:, -1])[:, None]  # [B, 1] tokens attended at once
     early = real & (position < first)
     weights = early * policy.decay ** (first - 1 - position).clamp(min=0).float()
-    given, _ = dense(query, keys, values, real, None, weights, scale, softcap, out)
-    scores.copy_(given)
+    received, _ = dense(query, keys, values, real, None, weights, scale, softcap, out)
+    scores.copy_(received)
     evicted_at.copy_((real * Q)[:, None].expand(B, G, Q))
 
     norms = torch.linalg.vector_norm(values.float(), dim=-1) if policy.value_weighted else None
@@ -58,10 +59,10 @@ def simulate(
     places = position[:, None].expand(B, G, Q).int()
     in_prompt = places.masked_fill(~early[:, None], -1)
     ranks = rank_keys(policy, scores, in_prompt, norms, first[..., None], limits)
-    stay = staying(ranks, in_prompt, limits.k)
-    cut = (in_prompt >= 0) & ~stay
+    is_kept = highest(ranks, in_prompt, limits.k)
+    pruned = (in_prompt >= 0) & ~is_kept
     end = (early * torch.arange(1, Q + 1, device=query.device)).amax(1)[:, None, None]
-    evicted_at.copy_(torch.where(cut, end, evicted_at))
+    evicted_at.copy_(torch.where(pruned, end, evicted_at))
     later = real & ~early
     if policy.merge is not None:
         S = Q + 1  # a step looks at a free slot, also in a row that is all prompt and keeps it
@@ -80,7 +81,7 @@ def simulate(
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
         keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
     _one_by_one(
-        query, keys, values, norms, later, places, stay, policy, limits, scale, softcap,
+        query, keys, values, norms, later, places, is_kept, policy, limits, scale, softcap,
         out, evicted_at, scores,
     )  # fmt: skip
 
@@ -103,7 +104,7 @@ def _one_by_one(
 ) -> None:
     """The columns that are `later` [B, Q] than their rows' prompts, as decode steps.
 
-    places: int32 [B, G, Q], positions. held: [B, G, Q] bool, who survived the prompt.
+    places: int32 [B, G, Q], positions. held: [B, G, Q] bool, which keys the prompt has kept.
     Logits and outputs are made for blocks of columns at a time.
     """
     _, H, Q, _ = query.shape
@@ -112,8 +113,8 @@ def _one_by_one(
     rows = rows_of(query, Q)
     query = query.unflatten(1, (G, R))
     keys, values = keys.float(), values.float()
-    given = values.masked_fill((places < 0)[..., None], 0)
-    values = given.masked_fill(~given.isfinite(), 0)
+    unpadded = values.masked_fill((places < 0)[..., None], 0)
+    values = unpadded.masked_fill(~unpadded.isfinite(), 0)
     for start in range(0, Q, rows):
         stop = min(start + rows, Q)
         asked = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)
@@ -136,29 +137,30 @@ def _one_by_one(
             norm = None if norms is None else norms[..., :stop]
             order = rank_keys(policy, score, alive, norm, length, limits)
             _, last = lowest(order, alive)
-            leaves = now & (length > limits.k)
-            near.scatter_(-1, last, near.gather(-1, last) & ~leaves)
+            evicts = now & (length > limits.k)
+            near.scatter_(-1, last, near.gather(-1, last) & ~evicts)
             when = evicted_at.gather(-1, last)
-            evicted_at.scatter_(-1, last, torch.where(leaves, i + 1, when))
+            evicted_at.scatter_(-1, last, torch.where(evicts, i + 1, when))
         p = torch.stack(block, 3).flatten(2, 3)  # [B, G, R * n, stop]
         answer = (p @ values[:, :, :stop]).unflatten(2, (R, stop - start))
         answer = answer.permute(0, 3, 1, 2, 4).flatten(2, 3)
         part = out[:, start:stop]
         part.copy_(torch.where(later[:, start:stop, None, None], answer.to(out.dtype), part))
-    beyond = _beyond(given, evicted_at).masked_fill(~later[:, None, :, None], 0)
+    beyond = _beyond(unpadded, evicted_at).masked_fill(~later[:, None, :, None], 0)
     out.unflatten(2, (G, R)).add_(beyond.transpose(1, 2)[:, :, :, None])
 
 
 def _beyond(values: Tensor, evicted_at: Tensor) -> Tensor:
-    """What values [B, G, Q, D] that are not finite make of the sums of those who see them: float32
-    [B, G, Q, D], 0 without. A key is seen from its own column on, up to the one that evicts it."""
-    gone = evicted_at.long()[..., None].expand(values.shape)
-    found = torch.zeros_like(values)
+    """What values [B, G, Q, D] that are not finite make of the sums of queries that see them,
+    float32 [B, G, Q, D], 0 without. A key is seen from its own column on, up to the one that evicts
+    it."""
+    end = evicted_at.long()[..., None].expand(values.shape)
+    total = torch.zeros_like(values)
     for infinity in (torch.inf, -torch.inf):  # a value that is no number is both
-        comes = ((values == infinity) | values.isnan()).float()
-        change = torch.nn.functional.pad(comes, (0, 0, 0, 1)).scatter_add_(2, gone, -comes)
-        found += torch.where(change.cumsum(2)[:, :, :-1] > 0, infinity, 0.0)
-    return found
+        begins = ((values == infinity) | values.isnan()).float()
+        change = torch.nn.functional.pad(begins, (0, 0, 0, 1)).scatter_add_(2, end, -begins)
+        total += torch.where(change.cumsum(2)[:, :, :-1] > 0, infinity, 0.0)
+    return total
 
 
 def _through_slots(
@@ -177,7 +179,7 @@ def _through_slots(
 ) -> None:
     """As `_one_by_one`, by `step` over slots: a merged key is none of the text's.
 
-    position: int64 [B, Q], -1 at a pad. slots: what is left of the prompts, with room for all.
+    position: int64 [B, Q], -1 at a pad. slots: what is kept of the prompts, with room for all.
     """
     B, G, Q = scores.shape
     columns = torch.arange(Q, device=position.device).expand(B, Q)
@@ -189,13 +191,13 @@ def _through_slots(
     for i in range(Q):
         new = (x[:, :, i : i + 1] for x in (query, keys, values))
         now = later[:, i : i + 1]
-        left = step(*new, now, slots, answer, scale, softcap, policy, None, None)
+        eviction = step(*new, now, slots, answer, scale, softcap, policy, None, None)
         part = out[:, i : i + 1]
         part.copy_(torch.where(now[..., None, None], answer, part))
-        place = column.gather(-1, left.position.clamp(min=0).long())
-        for found, departed in ((evicted_at, i + 1), (scores, left.score)):
-            stays = found.gather(-1, place)
-            found.scatter_(-1, place, torch.where(left.leaves, departed, stays))
+        place = column.gather(-1, eviction.position.clamp(min=0).long())
+        for record, value in ((evicted_at, i + 1), (scores, eviction.score)):
+            before = record.gather(-1, place)
+            record.scatter_(-1, place, torch.where(eviction.is_any, value, before))
     held = slots.positions.long()
     place = column.gather(-1, held.where(held >= 0, Q))
     padded = torch.cat([scores, scores[..., :1]], -1)

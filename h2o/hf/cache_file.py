@@ -1,8 +1,8 @@
-"""A cache as a file, and back: read a document once, and ask it in another process.
+"""The file of a saved cache: written and read, so that another process goes on with a text.
 
-A safetensors file. Its tensors are those of the layers' states, named `<layer>.<tensor>`; its
-metadata has one JSON text with the rest (settings, which model it was, numbers of each layer), and
-a checksum of all of it.
+A safetensors file. Its tensors are those of the layers' states (`h2o.hf.layer_state`), named
+`<layer>.<tensor>`; its metadata has one JSON text with the rest (settings, which model it was,
+numbers of each layer), and a checksum of all of it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 from h2o.config import H2OConfig
 from h2o.filesystem import atomic_write
 from h2o.head_budgets import LayerShares
-from h2o.hf import parallel
+from h2o.hf import tensor_parallel
 from h2o.hf.layer import H2OLayer
-from h2o.hf.state import State, restore, state_of
+from h2o.hf.layer_state import State, restore, state_of
 from h2o.model_identity import describe, difference, sample
 from h2o.packages import version
 from h2o.profile import Profile
@@ -69,9 +69,10 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
 def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What `write` wrote: `content`, with an `H2OConfig` as `settings["config"]`, and the tensors.
 
-    Errors: ValueError for a file that is no cache, not whole, edited, written by a later version,
-    of another model than this one or one with this config, or of other heads of it than are here;
-    OSError without one.
+    Raises:
+        ValueError: a file that is no cache, not whole, edited, written by a later version, of
+            another model than this one or one with this config, or of other heads than are here.
+        OSError: there is no file.
     """
     try:
         metadata, tensors = _opened(path)
@@ -108,19 +109,20 @@ def device_of(model: Any) -> Any:
 
 
 def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Gives new layers what `read` found; the tensors become theirs.
+    """Gives new layers what `read` returned; the tensors become theirs.
 
-    Errors: ValueError where something is missing, or is there that no layer has.
+    Raises:
+        ValueError: something is missing, or is there that no layer has.
     """
     if len(layers) != len(content["layers"]):
         raise ValueError(f"the file has {len(content['layers'])} layers, the model {len(layers)}")
     for index, (layer, numbers) in enumerate(zip(layers, content["layers"], strict=True)):
         prefix = f"{index}."
-        own = {
+        of_layer = {
             name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)
         }
         try:
-            restore(layer, State(own, numbers))
+            restore(layer, State(of_layer, numbers))
         except (KeyError, TypeError) as error:
             raise ValueError(f"layer {index} was written by another version: {error}") from error
 
@@ -129,16 +131,17 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
     """The state of a layer with the heads that it holds. One that was filled from a DynamicCache
     learns them in its first forward pass, and of the model until then.
 
-    Errors: ValueError where it holds a part, and nothing tells which.
+    Raises:
+        ValueError: it holds a part, and nothing tells which.
     """
     if not state.numbers.get("unscored"):
         return state
     if model is not None:
-        return State(state.tensors, state.numbers | {"part": parallel.part(model)})
-    every, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
-    if every not in (None, held) and parallel.several():
+        return State(state.tensors, state.numbers | {"part": tensor_parallel.part(model)})
+    total, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
+    if total not in (None, held) and tensor_parallel.several():
         raise ValueError(
-            f"this cache holds {held} of {every} key/value heads, taken over from a DynamicCache, "
+            f"this cache holds {held} of {total} key/value heads, taken over from a DynamicCache, "
             "and does not know which before its first forward pass: give save() the model"
         )
     return state
@@ -153,7 +156,7 @@ def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
 def _refuse_other_part(
     layers: list[dict[str, Any]], tensors: dict[str, Tensor], model: Any
 ) -> None:
-    """Errors: ValueError for heads that this process of a tensor parallel model has not, or not
+    """Raises ValueError for heads that this process of a tensor parallel model has not, or not
     alone."""
     parts = set()
     for index, numbers in enumerate(layers):
@@ -163,19 +166,19 @@ def _refuse_other_part(
         if "part" in numbers:
             parts.add(tuple(numbers["part"]))
         elif held == describe(model).get("num_key_value_heads"):  # the first files did not tell
-            parts.add(parallel.WHOLE)
+            parts.add(tensor_parallel.WHOLE)
     for part in parts:
-        reason = f"holds the heads of {parallel.named(part)}"
+        reason = f"holds the heads of {tensor_parallel.named(part)}"
         if not hasattr(model, "config"):
-            if part == parallel.WHOLE:
+            if part == tensor_parallel.WHOLE:
                 continue
             raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
-        if (here := parallel.part(model)) != part:
+        if (here := tensor_parallel.part(model)) != part:
             raise ValueError(
-                f"{reason}, and this is {parallel.named(here)}: "
+                f"{reason}, and this is {tensor_parallel.named(here)}: "
                 + (
                     "load it in one process, or let each read the text again and save its own heads"
-                    if part == parallel.WHOLE
+                    if part == tensor_parallel.WHOLE
                     else "have as many processes as then each load the file that it saved, at a "
                     "path of its own"
                 )
@@ -194,34 +197,34 @@ def _opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
-    found = hashlib.sha256(text.encode())
+    digest = hashlib.sha256(text.encode())
     for name, x in sorted(tensors.items()):
-        found.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        found.update(x.reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
+        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+        digest.update(x.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _settings(layers: list[Any]) -> dict[str, Any]:
     """What a cache with these layers is made with: fields of `H2OConfig` for JSON, and the rest."""
-    own = [layer if isinstance(layer, H2OLayer) else None for layer in layers]
-    some = next(filter(None, own), None)
-    if some is None:  # all have windows
+    h2o_layers = [layer if isinstance(layer, H2OLayer) else None for layer in layers]
+    first = next(filter(None, h2o_layers), None)
+    if first is None:  # all have windows
         return {"config": None, "trace": False, "compileable": False}
-    fields = {x.name: getattr(some.config, x.name) for x in dataclasses.fields(H2OConfig)}
+    fields = {x.name: getattr(first.config, x.name) for x in dataclasses.fields(H2OConfig)}
     for name in ("heavy", "recent"):  # what a function gave for a layer has become its number
-        amounts = [_amounts(getattr((layer or some).config, name)) for layer in own]
+        amounts = [_amounts(getattr((layer or first).config, name)) for layer in h2o_layers]
         alike = len(set(map(repr, amounts))) == 1 and not isinstance(amounts[0], list)
         fields[name] = amounts[0] if alike else amounts
     shares = fields["shares"]
     if isinstance(shares, LayerShares):
         table = shares.shares
         fields["shares"] = table.as_dict() if isinstance(table, Profile) else table
-    return {"config": fields, "trace": some.traced, "compileable": some.is_compileable}
+    return {"config": fields, "trace": first.traced, "compileable": first.is_compileable}
 
 
-def _amounts(given: Any) -> Any:
+def _amounts(budget: Any) -> Any:
     """Of one layer's config: an amount, or a list with one for each head."""
-    return list(given[0]) if isinstance(given, tuple) else given
+    return list(budget[0]) if isinstance(budget, tuple) else budget
 
 
 def _config(fields: dict[str, Any] | None) -> H2OConfig:

@@ -1,9 +1,9 @@
-"""A layer whose positions are rolled: a key's position is its rank among the keys held.
+"""A layer with cache-relative positions: a key's position is its rank among the keys held.
 
-So no position ever exceeds the budget, however long the text (Xiao et al., "Efficient Streaming
-Language Models with Attention Sinks", ICLR 2024, section 3.2). The model hands over keys and
-queries rotated at the positions that it counts; the rotation is taken off before anything is
-stored, and put on again by rank in every forward pass.
+Users ask for it by `positions="rolled"`. No position ever exceeds the budget then, however long
+the text (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
+section 3.2). The model hands over keys and queries rotated at the positions that it counts; the
+rotation is taken off before anything is stored, and put on again by rank in every forward pass.
 
 Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q new tokens, S slots, D
 head dimension, F rotary angles.
@@ -19,16 +19,18 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
-from h2o.hf import slots as store
+from h2o.hf import slot_layout
+from h2o.hf.attention_call import AttentionCall, NewTokens
 from h2o.hf.conversation import Conversation
 from h2o.hf.layer import H2OLayer
-from h2o.hf.rotary import Rotary, turned
+from h2o.hf.model_rotary import Rotary, turned
+from h2o.hf.slot_layout import Room
 from h2o.quantisation import dequantised
 
-__all__ = ["RolledLayer", "at_zero", "attend", "ranks"]
+__all__ = ["CacheRelativeLayer", "at_zero", "attend", "ranks"]
 
 
-class RolledLayer(H2OLayer):
+class CacheRelativeLayer(H2OLayer):
     """An `H2OLayer` of a cache with `positions="rolled"`; its slots hold keys without rotation."""
 
     def __init__(
@@ -43,42 +45,48 @@ class RolledLayer(H2OLayer):
         self.rotary = rotary
         super().__init__(config, layer_idx, conversation, trace=trace)
 
-    def unrotated(
-        self, query: Tensor, key: Tensor, position_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Query [B, H, Q, D] and key [B, G, Q, D] as they were before the model rotated them."""
-        if position_ids is None:
-            self.forget_update()
+    def _in_form_of_store(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> NewTokens:
+        """Queries and keys as they were before the model rotated them."""
+        if call.position_ids is None:
             raise Unsupported(
                 'positions="rolled" needs a model that tells its attention position_ids, and '
                 'this one does not: use H2OConfig(positions="original")'
             )
-        try:
-            off = self.rotary.off(position_ids, query.dtype, self.layer_idx)
-        except Exception:
-            self.forget_update()
-            raise
-        halves = self.rotary.halves
-        if off is None:
-            return halves(query), halves(key)
-        return turned(halves(query), off), turned(halves(key), off)
+        off = self.rotary.off(call.position_ids, query.dtype, self.layer_idx)
+        query, key = self.rotary.halves(query), self.rotary.halves(key)
+        if off is not None:
+            query, key = turned(query, off), turned(key, off)
+        return super()._in_form_of_store(query, key, value, call)
 
-    def _step(self, *tensors: Any, **more: Any) -> Any:
-        slots = tensors[3]
+    def _step(
+        self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
+    ) -> Tensor:
         if self._ranks is None:
-            self._ranks = ranks(slots)
+            self._ranks = ranks(slots, self.room.sizes)
         table = self.rotary.table(min(self.longest, max(self.room.widest)) + 1, slots.keys.device)
-        return super()._step(*tensors, rotary=ops.Rotary(table, self._ranks), **more)
+        return super()._step(tokens, slots, out, rotary=ops.Rotary(table, self._ranks))
 
-    def _attention(self, *tensors: Any, **more: Any) -> Any:
+    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
         self._ranks = None  # what follows is an eviction
-        if more["mask"] is None:
-            held = min(self.longest, max(self.room.widest))
-            more["most"] = held + tensors[0].shape[2]
-        return attend(*tensors, rotary=self.rotary, **more)
+        most = None
+        if tokens.mask is None:
+            most = min(self.longest, max(self.room.widest)) + tokens.query.shape[2]
+        return attend(
+            *tokens[:3],
+            slots,
+            self.room.sizes,
+            rotary=self.rotary,
+            mask=tokens.mask,
+            most=most,
+            scale=tokens.scale,
+            softcap=tokens.softcap,
+            policy=self.policy,
+        )
 
-    def _hold(self, slots: ops.Slots | None, widest: list[int] | None = None) -> None:
-        super()._hold(slots, widest)
+    def _hold(self, slots: ops.Slots | None, room: Room) -> None:
+        super()._hold(slots, room)
         self._ranks: Tensor | None = None  # [B, G, S] int32, where known
 
 
@@ -90,7 +98,7 @@ def at_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     cache = kwargs.get("past_key_values")
     layers = getattr(cache, "layers", ())
-    if len(args) > 1 or not any(isinstance(layer, RolledLayer) for layer in layers):
+    if len(args) > 1 or not any(isinstance(layer, CacheRelativeLayer) for layer in layers):
         return kwargs
     ids = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
     zeros = torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)
@@ -102,6 +110,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     slots: ops.Slots | None,
+    sizes: list[int],
     *,
     rotary: Rotary,
     mask: Tensor | None = None,
@@ -110,35 +119,38 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """`h2o.ops.attend` of queries and keys, new and stored, that are rotated by rank before it.
 
-    `most`: how many keys any query sees; None: whoever is told reads it off the tensors.
+    `sizes`: as `Room.sizes` of the slots. `most`: how many keys any query sees; None: it is read
+    off the tensors, which waits for their device.
     """
     H, Q = query.shape[1:3]
     G = key.shape[1]
     if mask is None:
         order = torch.arange(Q, device=key.device)[None]
     else:
-        order = (mask.cumsum(1) - 1).clamp(min=0)  # of a pad: any, nobody sees it
+        order = (mask.cumsum(1) - 1).clamp(min=0)  # of a pad: any, no query sees it
     order = order[:, None]  # [B or 1, G or 1, Q] ranks of the new tokens
     if slots is not None:
-        held = torch.stack([(x >= 0).sum(-1) for x in store.heads(slots.positions, slots)], dim=1)
+        by_head = slot_layout.heads(slots.positions, slots, sizes)
+        held = torch.stack([(x >= 0).sum(-1) for x in by_head], dim=1)
         held = held[:, :1] if slots.budget.ndim == 2 else held  # the same for all heads
         order = order + held[..., None]
     table = rotary.table(int(order.max()) + 1 if most is None else most, key.device)
     angles = table[order]  # [B or 1, G or 1, Q, 2, F]
     query = turned(query.unflatten(1, (G, H // G)), angles[:, :, None]).flatten(1, 2)
     if slots is not None:
-        at = ranks(slots).clamp(min=0).long()
+        at = ranks(slots, sizes).clamp(min=0).long()
         D, dtype = key.shape[-1], key.dtype
         keys, values = (dequantised(x, D).to(dtype) for x in (slots.keys, slots.values))
         slots = slots._replace(keys=turned(keys, table[at]), values=values)
     return ops.attend(query, turned(key, angles), value, slots, mask=mask, **more)
 
 
-def ranks(slots: ops.Slots) -> Tensor:
+def ranks(slots: ops.Slots, sizes: list[int]) -> Tensor:
     """How many keys of a lower position lie beside each, int32 like positions; -1: empty slot."""
-    found = torch.empty_like(slots.positions)
-    last = slots.positions.masked_fill(slots.positions < 0, torch.iinfo(torch.int32).max)
-    for part, own in zip(store.heads(found, slots), store.heads(last, slots), strict=True):
-        count = torch.arange(own.shape[-1], dtype=own.dtype, device=own.device)
-        part.scatter_(-1, own.argsort(dim=-1), count.expand_as(own))
-    return found.masked_fill_(slots.positions < 0, -1)
+    out = torch.empty_like(slots.positions)
+    empty_last = slots.positions.masked_fill(slots.positions < 0, torch.iinfo(torch.int32).max)
+    by_head = (slot_layout.heads(x, slots, sizes) for x in (out, empty_last))
+    for ranked, positions in zip(*by_head, strict=True):
+        count = torch.arange(positions.shape[-1], dtype=out.dtype, device=out.device)
+        ranked.scatter_(-1, positions.argsort(dim=-1), count.expand_as(positions))
+    return out.masked_fill_(slots.positions < 0, -1)

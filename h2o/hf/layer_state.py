@@ -1,7 +1,7 @@
-"""What the layers of an `H2OCache` remember between forward passes: taken out, put back.
+"""The state of a cache's layer between forward passes as a record: read out, and restored.
 
-The one list of it. Whatever copies, saves or rolls back a cache goes by it, so that a new tensor of
-a layer comes along everywhere.
+The one list of what belongs to it. Whatever copies, saves or crops a cache goes by it, so that a
+new tensor of a layer comes along everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.parallel import WHOLE
+from h2o.hf.slot_layout import Room, sizes
+from h2o.hf.tensor_parallel import WHOLE
 
 __all__ = ["State", "restore", "state_of"]
 
@@ -51,11 +52,13 @@ def state_of(layer: Any) -> State:
 
 
 def restore(layer: Any, state: State) -> None:
-    """Makes a layer of the same kind and settings what `state_of` found. It takes the tensors.
+    """Gives a layer of the same kind and settings a state of `state_of`. It takes the tensors.
 
     A layer of transformers must be new.
 
-    Errors: KeyError for what is missing, TypeError for a tensor that no layer has.
+    Raises:
+        KeyError: something is missing.
+        TypeError: a tensor that no layer has.
     """
     if layer.is_sliding:
         if state.tensors:
@@ -63,8 +66,9 @@ def restore(layer: Any, state: State) -> None:
         layer.cumulative_length = state.numbers["cumulative_length"]
         return
     layer.reset()
-    slots = _unnamed(_SLOTS, state.tensors)
-    layer._hold(ops.Slots(**slots) if slots else None, list(state.numbers["widest"]))
+    fields = _unnamed(_SLOTS, state.tensors)
+    slots = ops.Slots(**fields) if fields else None
+    layer._hold(slots, Room(list(state.numbers["widest"]), sizes(slots) if slots else []))
     numbers = {"part": WHOLE, **state.numbers}  # which the first files do not have
     for name in _NUMBERS:
         setattr(layer, name, numbers[name])

@@ -1,7 +1,7 @@
-"""Models whose layers are cut over several processes (tensor parallel): which heads are here.
+"""Tensor parallel models, whose layers are cut over several processes: which heads are here.
 
 transformers gives each process of a mesh an equal part of every layer's heads, in order. A cache's
-layer therefore sees keys of its own heads alone, while budgets and shares speak of all of them.
+layer therefore sees keys of these heads alone, while budgets are of all heads of the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import distributed, nn
 __all__ = ["WHOLE", "mesh_of", "named", "part", "several"]
 
 WHOLE = (0, 1)
-"""A layer that is not cut."""
+"""The part of a model that is in one process: all heads."""
 
 
 def part(module: nn.Module) -> tuple[int, int]:
@@ -27,7 +27,7 @@ def part(module: nn.Module) -> tuple[int, int]:
 
 
 def named(part: tuple[int, int]) -> str:
-    """What `part` gave, for errors."""
+    """A part of the heads by name, for errors."""
     index, parts = part
     return f"tensor parallel rank {index} of {parts}" if parts > 1 else "a whole model"
 
@@ -43,8 +43,8 @@ def mesh_of(module: nn.Module) -> Any:
     """The DeviceMesh of one dimension whose processes have the parts of a module; None of a whole
     one.
 
-    That dimension is named "tp", as transformers and accelerate do, or nobody has named it. What
-    FSDP cuts is whole when it computes.
+    That dimension is named "tp", as transformers and accelerate do, or has no name. What FSDP cuts
+    is whole when it computes.
     """
     if not several():
         return None

@@ -1,9 +1,10 @@
-"""A model's own rotary embedding, taken apart: what it put on is taken off, and put on elsewhere.
+"""A model's rotary embedding: the rotation of keys is undone, and done again at other positions.
 
-Rotary embeddings (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021)
-turn pairs of a key's elements by angles that grow with its position. Which elements are pairs, how
-many there are and what the angles are differs between models, so all of it is asked of the model's
-modeling file: of its rotary module and of its `apply_rotary_pos_emb`.
+`h2o.hf.cache_relative` needs it. Rotary embeddings (Su et al., "RoFormer: Enhanced Transformer with
+Rotary Position Embedding", 2021) turn pairs of a key's elements by angles that grow with its
+position. Which elements are pairs, how many there are and what the angles are differs between
+models, so all of it is asked of the model's modeling file: of its rotary module and of its
+`apply_rotary_pos_emb`.
 
 Shape letters: B batch rows, Q tokens, P positions, D head dimension, F angles: of D elements 2 F
 turn.
@@ -28,7 +29,8 @@ ROLLED = frozenset(
     "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite "
     "cohere smollm3 starcoder2".split()
 )
-"""Model types of which tests/hf/test_rolled.py shows that a key's position can be taken off."""
+"""Model types whose keys can have cache-relative positions (`positions="rolled"`): tests show that
+the rotation of a key can be undone."""
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on how long the text is."""
@@ -44,7 +46,7 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def refusal(config: Any, *, windows: bool) -> str | None:
-    """Why positions of a model with this config cannot be rolled; or None.
+    """Why keys of a model with this config cannot have cache-relative positions; or None.
 
     `windows`: whether layers of it have a sliding window.
     """
@@ -67,14 +69,15 @@ _READERS = frozenset({"llava"})
 
 def has_rotary(config: Any, layer: int) -> bool:
     """Whether a layer of a model has rotary positions; SmolLM3 leaves them out in some."""
-    given = getattr(config.get_text_config(decoder=True), "no_rope_layers", None)
-    return not given or bool(given[layer])
+    by_layer = getattr(config.get_text_config(decoder=True), "no_rope_layers", None)
+    return not by_layer or bool(by_layer[layer])
 
 
 class Rotary:
     """The rotary embedding of the model that a config describes. Shared by the layers of a cache.
 
-    Errors: `Unsupported`, naming the reason.
+    Raises:
+        Unsupported: naming the reason.
     """
 
     def __init__(self, config: Any, *, windows: bool = False) -> None:
@@ -83,17 +86,17 @@ class Rotary:
         text = config.get_text_config(decoder=True)
         model = transformers.AutoModelForCausalLM._model_mapping[type(text)]
         self.modeling = model.__module__
-        own = [
+        kinds = [
             kind
             for name, kind in vars(sys.modules[self.modeling]).items()
             if name.endswith("RotaryEmbedding") and inspect.isclass(kind)
         ]
-        if len(own) != 1:
-            raise self._unknown(config, f"{len(own)} rotary embeddings")
-        self.module = own[0](text)
+        if len(kinds) != 1:
+            raise self._unknown(config, f"{len(kinds)} rotary embeddings")
+        self.module = kinds[0](text)
         self.by_length = getattr(self.module, "rope_type", "default") in _BY_LENGTH
         self.most = text.max_position_embeddings
-        self.neighbours = False
+        self.adjacent = False  # whether pairs are elements side by side
         self.width = 0  # elements that turn
         self._table: Tensor | None = None
         self._layer = -1
@@ -102,29 +105,29 @@ class Rotary:
         self._find_pairs(config)
 
     def _find_pairs(self, config: Any) -> None:
-        """Which elements turn together: neighbours, or each with the one half a row away."""
+        """Which elements turn together: adjacent ones, or each with the one half a row away."""
         one = torch.ones(1, 1, dtype=torch.long)
         self.width = D = self._cos_sin(one, torch.float32)[0].shape[-1]
         row = torch.eye(1, D)[None, None]
         partners = self._applied(row, one).flatten()[1:].nonzero()[:, 0] + 1
         if partners.tolist() not in ([1], [D // 2]) or D % 2:
             raise self._unknown(config, f"element 0 turning with {partners.tolist()} of {D}")
-        self.neighbours = partners.tolist() == [1] and D > 2
+        self.adjacent = partners.tolist() == [1] and D > 2
         ids = torch.tensor([[0, 1, 7]])
         row = torch.linspace(-1, 1, 3 * D).reshape(1, 1, 3, D).sin() + 1
         expected = self.halves(self._applied(row, ids))
         if not torch.allclose(turned(self.halves(row), self._angles(ids, row.dtype)), expected):
             raise self._unknown(config, "no plain rotation")
 
-    def _unknown(self, config: Any, found: str) -> Unsupported:
+    def _unknown(self, config: Any, actual: str) -> Unsupported:
         return Unsupported(
             f'positions="rolled" cannot serve {config.model_type}: of {self.modeling} h2o expected '
-            f"one rotary embedding that turns pairs of elements, and found {found}"
+            f"one rotary embedding that turns pairs of elements, and found {actual}"
         )
 
     def halves(self, x: Tensor) -> Tensor:
         """x [..., D] with the first elements of all pairs, then the second ones, then the rest."""
-        if not self.neighbours:
+        if not self.adjacent:
             return x
         D = self.width
         return torch.cat([x[..., 0:D:2], x[..., 1:D:2], x[..., D:]], dim=-1)
@@ -148,7 +151,8 @@ class Rotary:
 
         They are computed for the first layer of a forward pass that asks, others share them.
 
-        Errors: `Unsupported` where a model's angles depend on more than its config and ids.
+        Raises:
+            Unsupported: the model's angles depend on more than its config and ids.
         """
         if self._ids is not ids or layer <= self._layer:
             self._off = self._inverse(ids, dtype)
@@ -179,7 +183,7 @@ class Rotary:
         """[B, 1, Q, 2, F] float32: cosines and sines as the model makes them in a dtype."""
         D = self.width
         first = torch.zeros(D, dtype=dtype, device=ids.device)  # 1 in the first of each pair
-        first[slice(0, D, 2) if self.neighbours else slice(D // 2)] = 1
+        first[slice(0, D, 2) if self.adjacent else slice(D // 2)] = 1
         out = self._applied(first.expand(ids.shape[0], 1, ids.shape[1], D), ids)
         return self.halves(out).float().unflatten(-1, (2, D // 2))
 

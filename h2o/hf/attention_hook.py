@@ -1,7 +1,7 @@
-"""A model whose layers attend by a function of ours, within a block.
+"""A hook on a model's attention: within a block, layers attend by a function that is given.
 
-Simulation, analysis and calibration look at one forward pass over a whole text. This is the one
-place that knows how transformers calls an attention function, and what such a call may ask for that
+Simulation, analysis and calibration look in this way at one forward pass over a whole text, without
+having to know how transformers calls an attention function, and what such a call may ask for that
 h2o does not do.
 
 Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head dimension.
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from h2o.hf import attention
-from h2o.hf.turns import Turn, configs_of, lock, unwrapped
+from h2o.hf.attention_call import as_autocast
+from h2o.hf.patch_lock import PatchLock, configs_lock, configs_of, unwrapped
 
 __all__ = ["Call", "attending"]
 
@@ -55,9 +56,10 @@ def attending(
     `visit` returns the output [B, n, H, D]. The other layers attend as they do. The model is as
     before after the block, also after an error.
 
-    Errors: `Unsupported` for a model with attention code of its own, and in the model's forward for
-    attention that is not plain and causal; RuntimeError where another thread has the model in such
-    a block.
+    Raises:
+        Unsupported: a model with attention code of its own; in the model's forward, attention that
+            is not plain and causal.
+        RuntimeError: another thread has the model in such a block.
     """
 
     def function(
@@ -83,28 +85,32 @@ def attending(
 
         if layer not in layers:
             return full(), None
-        attention.refuse_foreign(module, kwargs, attention_mask, sliding_window)
-        attention.refuse_both_ways(module, is_causal)
+        if error := attention.unsupported(
+            module, kwargs, attention_mask, sliding_window, is_causal
+        ):
+            raise error
         mask = None if attention_mask is None else attention_mask.bool()
-        seen = *attention.as_autocast(query, key, value), mask, scaling, softcap or 0.0
+        tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
-        return visit(Call(module, layer, *seen, dropout, cached, full)), None
+        softcap = softcap or 0.0
+        call = Call(module, layer, *tensors, mask, scaling, softcap, dropout, cached, full)
+        return visit(call), None
 
     model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
     name = f"h2o_simulated:{next(_numbers)}"
-    turn = Turn("simulated", model)
+    lock = PatchLock("simulated", model)
     attention.register(name, function)
     try:
-        with turn.taken():
+        with lock.acquired():
             before = [(part, part._attn_implementation) for part in configs_of(model)]
             attention.switch(model, name)
         try:
             yield
         finally:
-            with lock:
-                for part, own in before:
-                    part._attn_implementation_internal = own
-            turn.end()
+            with configs_lock:
+                for part, name_before in before:
+                    part._attn_implementation_internal = name_before
+            lock.release()
     finally:
         attention.unregister(name)
 

@@ -1,4 +1,4 @@
-"""A filled DynamicCache becomes what the layers of a new `H2OCache` hold.
+"""Conversion from DynamicCache: what it holds becomes what the layers of a new `H2OCache` hold.
 
 Shape letters: B batch rows, G key/value heads, n columns, D head dimension.
 """
@@ -17,8 +17,8 @@ from transformers.cache_utils import (
 )
 
 from h2o.errors import Unsupported
+from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.layer import H2OLayer
-from h2o.hf.rolled import RolledLayer
 
 __all__ = ["take_over"]
 
@@ -35,14 +35,17 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
         layers: `H2OLayer`s, and transformers' own where there is a sliding window.
         attention_mask: [B, n], 0 at a pad; None: no pads.
 
-    Errors: TypeError for another cache, dtype or mask, ValueError for a cache that is empty, of
-    another model, or in the midst of a forward pass, and for a mask of another shape; `Unsupported`
-    for layers that are neither full nor sliding-window attention, and for rolled positions.
+    Raises:
+        TypeError: another cache, dtype or mask.
+        ValueError: a cache that is empty, of another model, or in the midst of a forward pass; a
+            mask of another shape.
+        Unsupported: layers that are neither full nor sliding-window attention, and cache-relative
+            positions.
     """
     if not isinstance(cache, DynamicCache):
         hint = "; it is one already, fork() it" if hasattr(cache, "conversation") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
-    if any(isinstance(layer, RolledLayer) for layer in layers):
+    if any(isinstance(layer, CacheRelativeLayer) for layer in layers):
         raise Unsupported(
             'positions="rolled" cannot go on from a DynamicCache, whose keys are rotated at '
             "positions that it does not tell: read the text with an H2OCache instead"

@@ -1,8 +1,8 @@
-"""Whose turn it is to change a model's attention, and which configs say what it is.
+"""A lock on a model's attention implementation for as long as it is patched, and its configs.
 
 The name of the attention lies in the model's config, which models may share. What changes it
-for a while (`patched`, `enable`, `simulated`) takes a turn. Turns of one thread nest; those of two
-threads would put back what the other one needs, and are refused.
+for a while (`patched`, `enable`, `simulated`) holds a patch lock. Patches of one thread nest; those
+of two threads would put back what the other one needs, and are refused.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 
 from h2o.errors import Unsupported
 
-__all__ = ["Turn", "configs_of", "lock", "unwrapped"]
+__all__ = ["PatchLock", "configs_lock", "configs_of", "unwrapped"]
 
-lock = threading.Lock()
-"""Held while names in configs and the list of turns change."""
+configs_lock = threading.Lock()
+"""Held while names in configs and the list of patch locks change."""
 
-_turns: list[Turn] = []
+_held: list[PatchLock] = []
 
 
-class Turn:
-    """One block of `patched` or `simulated`; a copy of it, in a copied model, is nobody's."""
+class PatchLock:
+    """That of one block of `patched` or `simulated`; a copy of it, in a copied model, has no
+    thread."""
 
     def __init__(self, kind: str, model: Any) -> None:
         self.kind = kind
@@ -32,30 +33,31 @@ class Turn:
         self.thread: threading.Thread | None = threading.current_thread()
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Takes the turn, if what is done within does not fail.
+    def acquired(self) -> Iterator[None]:
+        """Acquires the lock, if what is done within does not fail.
 
-        Errors: RuntimeError while a thread that still runs has one that does not go with it.
+        Raises:
+            RuntimeError: a thread that still runs holds one that does not go with it.
         """
-        with lock:
-            if any(map(self._excludes, _turns)):
+        with configs_lock:
+            if any(map(self._excludes, _held)):
                 raise RuntimeError(
-                    f"this model is {next(filter(self._excludes, _turns)).kind} by another thread: "
+                    f"this model is {next(filter(self._excludes, _held)).kind} by another thread: "
                     "enter one h2o.patched() around all threads, where each call has a cache of "
                     "its own, or give each thread its own model"
                 )
             yield
-            _turns.append(self)
+            _held.append(self)
 
-    def end(self) -> None:
-        """Any thread may end it."""
-        with lock, contextlib.suppress(ValueError):
-            _turns.remove(self)
+    def release(self) -> None:
+        """Any thread may release it."""
+        with configs_lock, contextlib.suppress(ValueError):
+            _held.remove(self)
 
-    def _excludes(self, other: Turn) -> bool:
+    def _excludes(self, other: PatchLock) -> bool:
         if other.thread is self.thread or other.thread is None or not other.thread.is_alive():
             return False
-        if self.kind == other.kind == "patched":  # both say "h2o", whoever is first to leave
+        if self.kind == other.kind == "patched":  # both say "h2o", whichever ends first
             return other.model == self.model
         return other.config is self.config
 
@@ -66,7 +68,8 @@ class Turn:
 def unwrapped(model: Any) -> Any:
     """The model of transformers inside torch.compile's and PEFT's wrappers.
 
-    Errors: `Unsupported` for prefix tuning, whose keys are no tokens.
+    Raises:
+        Unsupported: prefix tuning, whose keys belong to no token.
     """
     while True:
         if hasattr(model, "_orig_mod"):
@@ -85,11 +88,11 @@ def unwrapped(model: Any) -> Any:
 
 def configs_of(model: Any) -> list[Any]:
     """The configs that `set_attn_implementation` may change: the model's and its parts'."""
-    found = {}
-    waiting = [module.config for module in model.modules() if hasattr(module, "config")]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found and hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
-            waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    by_id = {}
+    remaining = [module.config for module in model.modules() if hasattr(module, "config")]
+    while remaining:
+        config = remaining.pop()
+        if id(config) not in by_id and hasattr(config, "_attn_implementation"):
+            by_id[id(config)] = config
+            remaining += [getattr(config, name, None) for name in config.sub_configs]
+    return list(by_id.values())

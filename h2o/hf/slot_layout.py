@@ -1,4 +1,9 @@
-"""Slots as wholes: given more room, filled with keys that came from elsewhere, taken apart again.
+"""Where a layer's slots lie, by head: how many there are, making more, reading them in order.
+
+`h2o.slots` says what slots are, and the operations fill them. Heads with budgets of their own have
+different numbers of slots, one head after the other on one axis. Those numbers are a plain list,
+`sizes`, that the layer keeps in its `Room`: a decode step must not wait for another device to tell
+them.
 
 Shape letters: B batch rows, G key/value heads, S slots, Q new tokens, D head
 dimension, n columns of another cache, K keys held.
@@ -38,7 +43,7 @@ class Room:
     widest: list[int]
     """The largest budget k of any row."""
     sizes: list[int]
-    """Slots."""
+    """Slots; none before the prompt."""
 
     def __post_init__(self) -> None:
         pairs = zip(self.sizes, self.widest, strict=False)
@@ -46,11 +51,11 @@ class Room:
         self.tokens: float = min(short, default=math.inf)
         """Rows may have so many tokens, and the next one still fits."""
 
-    def larger(self, tokens: int) -> list[int]:
-        """Sizes for rows of so many tokens and the next one, with room to grow."""
+    def larger(self, tokens: int) -> Room:
+        """For rows of so many tokens and the next one, with room to grow."""
         needed = capacities(self.widest, tokens)
         grown = [min(k + 1, s + s // 2) for k, s in zip(self.widest, self.sizes, strict=True)]
-        return [max(three) for three in zip(needed, grown, self.sizes, strict=True)]
+        return Room(self.widest, list(map(max, needed, grown, self.sizes)))
 
 
 def capacities(widest: list[int], tokens: int) -> list[int]:
@@ -59,107 +64,90 @@ def capacities(widest: list[int], tokens: int) -> list[int]:
 
 
 def sizes(slots: ops.Slots) -> list[int]:
-    """Slots of each head, or of all where they have the same.
-
-    Noted on `starts`, as a decode step should not wait for the numbers of another device.
-    """
+    """Slots of each head, or of all where they have the same; waits for the device of `starts`."""
     if slots.starts is None:
         return [slots.scores.shape[-1]]
-    if not hasattr(slots.starts, _SIZES):
-        setattr(slots.starts, _SIZES, slots.starts.diff().tolist())
-    each: list[int] = getattr(slots.starts, _SIZES)
+    each: list[int] = slots.starts.diff().tolist()
     return each
 
 
-_SIZES = "h2o_sizes"
+def with_capacities(keys: Tensor, sizes: list[int], **kind: Any) -> ops.Slots:
+    """New slots for keys like [B, G, any, D]; `sizes` as `Room.sizes`, others as `new_slots`."""
+    return ops.new_slots(keys, sizes[0] if len(sizes) == 1 else sizes, **kind)
 
 
-def with_capacities(keys: Tensor, each: list[int], **kind: Any) -> ops.Slots:
-    """New slots for keys like [B, G, any, D]; `each` as `Room.sizes`, others as `new_slots`."""
-    slots = ops.new_slots(keys, each[0] if len(each) == 1 else each, **kind)
-    if slots.starts is not None:
-        setattr(slots.starts, _SIZES, each)
-    return slots
-
-
-def heads(tensor: Tensor, slots: ops.Slots) -> list[Tensor]:
+def heads(tensor: Tensor, slots: ops.Slots, sizes: list[int]) -> list[Tensor]:
     """Views of a field of slots, or of a tensor like one, by head: [B, S, ...] each."""
     if slots.starts is None:
         return list(tensor.unbind(1))
-    return list(tensor.split(sizes(slots), dim=1))
+    return list(tensor.split(sizes, dim=1))
 
 
-def by_head(slots: ops.Slots, field: str, empty: float = 0) -> Tensor:
+def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) -> Tensor:
     """[B, G, S, ...]: a field of `PER_SLOT` by head, whatever the store;
     `empty` where a head has fewer slots than another."""
     tensor: Tensor = getattr(slots, field)
     if slots.starts is None:
         return tensor
-    parts = heads(tensor, slots)
-    most = max(part.shape[1] for part in parts)
-    out = tensor.new_full((len(tensor), len(parts), most, *tensor.shape[2:]), empty)
+    parts = heads(tensor, slots, sizes)
+    out = tensor.new_full((len(tensor), len(parts), max(sizes), *tensor.shape[2:]), empty)
     for g, part in enumerate(parts):
         out[:, g, : part.shape[1]] = part
     return out
 
 
-def held(slots: ops.Slots, **fields: float) -> list[Tensor]:
+def held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
     """The named fields of what is held, [B, G, K, ...] by ascending position, K as many as any head
     of any row holds, with the value that is given where one holds fewer. Positions are int64."""
-    positions = by_head(slots, "positions", -1).long()
-    last = positions.masked_fill(positions < 0, torch.iinfo(torch.int64).max)
-    order = last.argsort(dim=-1)[..., : int((positions >= 0).sum(-1).max())]
-    empty = positions.gather(-1, order) < 0
-    found = []
+    positions = by_head(slots, sizes, "positions", -1).long()
+    empty_last = positions.masked_fill(positions < 0, torch.iinfo(torch.int64).max)
+    order = empty_last.argsort(dim=-1)[..., : int((positions >= 0).sum(-1).max())]
+    is_empty = positions.gather(-1, order) < 0
+    ordered = []
     for name, filler in fields.items():
-        tensor = positions if name == "positions" else by_head(slots, name)
+        tensor = positions if name == "positions" else by_head(slots, sizes, name)
         shape = (*order.shape, *tensor.shape[3:])
-        index, gone = (x.view(*x.shape, *[1] * (len(shape) - 3)) for x in (order, empty))
-        found.append(tensor.gather(2, index.expand(shape)).masked_fill(gone, filler))
-    return found
+        index, empty = (x.view(*x.shape, *[1] * (len(shape) - 3)) for x in (order, is_empty))
+        ordered.append(tensor.gather(2, index.expand(shape)).masked_fill(empty, filler))
+    return ordered
 
 
-def figures(slots: ops.Slots, sinks: int) -> dict[str, Any]:
+def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
     """What a report says of the slots: fields of `LayerReport`."""
     B, G = slots.free.shape
     filled = slots.positions >= 0
     budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)
-    sizes = [0 if x is None else x.numel() * x.element_size() for x in slots]
+    stored = [0 if x is None else x.numel() * x.element_size() for x in slots]
     return {
         "seen": slots.lengths.tolist(),
-        "kept_by_head": (by_head(slots, "positions", -1) >= 0).sum(-1).tolist(),
+        "kept_by_head": (by_head(slots, sizes, "positions", -1) >= 0).sum(-1).tolist(),
         "budget_by_head": (budget.sum(-1) + sinks).tolist(),
-        "bytes_held": sum(sizes[:2]),
-        "bytes_bookkeeping": sum(sizes[2:]),
+        "bytes_held": sum(stored[:2]),
+        "bytes_bookkeeping": sum(stored[2:]),
         "merged": 0 if slots.bias is None else round(slots.bias[filled].expm1().sum().item()),
         "mass_evicted": slots.lost.sum().item(),
         "mass_kept": slots.scores[filled].cpu().double().sum().item(),
     }
 
 
-def enlarged(slots: ops.Slots, each: list[int]) -> ops.Slots:
-    """The same content in more slots; `each` as `Room.sizes`."""
+def enlarged(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots:
+    """The same content in more slots: of each head, or of all, as many as `larger` says."""
     B, G = slots.free.shape
-    shape, starts = (B, G, each[0]), None
+    shape, starts = (B, G, larger[0]), None
     if slots.starts is not None:
-        ends = slots.starts.new_tensor(each).cumsum(0, dtype=torch.int32)
-        shape, starts = (B, sum(each)), torch.cat([slots.starts[:1], ends])
-        setattr(starts, _SIZES, each)
-    grown = {}
+        ends = slots.starts.new_tensor(larger).cumsum(0, dtype=torch.int32)
+        shape, starts = (B, sum(larger)), torch.cat([slots.starts[:1], ends])
+    grown: dict[str, Any] = {}
     for name in PER_SLOT:
         old = getattr(slots, name)
-        more = () if old is None else old.shape[slots.scores.ndim :]
-        empty = -1 if name == "positions" else 0
-        grown[name] = None if old is None else old.new_full((*shape, *more), empty)
-    larger = slots._replace(**grown, starts=starts)
-    for name in PER_SLOT:
-        if grown[name] is None:
+        if old is None:
             continue
-        for old, new in zip(
-            heads(getattr(slots, name), slots), heads(grown[name], larger), strict=True
-        ):
-            new[:, : old.shape[1]] = old
-    return larger
+        empty = -1 if name == "positions" else 0
+        grown[name] = old.new_full((*shape, *old.shape[slots.scores.ndim :]), empty)
+        before = heads(old, slots, sizes)
+        for part, new in zip(before, heads(grown[name], slots, larger), strict=True):
+            new[:, : part.shape[1]] = part
+    return slots._replace(**grown, starts=starts)
 
 
 def filled(keys: Tensor, values: Tensor, mask: Tensor | None, *, value_weighted: bool) -> ops.Slots:

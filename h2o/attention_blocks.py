@@ -1,0 +1,78 @@
+"""A whole text's attention in blocks of rows, so that memory is linear in the text's length.
+
+For what looks at attention itself: how much of it falls on the keys that were not evicted
+(`retained_mass`), and the rules of published evaluations (`h2o.published_masks`). An evicted key
+never returns, so what a row sees is one number per key: row i sees key j if j <= i < evicted_at[j].
+
+Shape letters: H query heads, G key/value heads, n tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["logit_blocks", "retained_mass", "visible"]
+
+ROWS = 64  # rows of logits that exist at one time
+
+
+def logit_blocks(
+    query: Tensor, keys: Tensor, scale: float, softcap: float = 0.0
+) -> Iterator[tuple[int, Tensor]]:
+    """What attention is the softmax of, some rows at a time.
+
+    Args:
+        query: [H, n, D]; keys: [G, n, D], H = G * R.
+        scale: factor of q.k.
+        softcap: c > 0 turns logits x into c * tanh(x / c).
+
+    Yields:
+        (first row, logits [H, rows, first + rows] float32, -inf above the diagonal), in order.
+    """
+    H, n, _ = query.shape
+    grouped = keys.float().repeat_interleave(H // len(keys), dim=0)
+    for first in range(0, n, ROWS):
+        last = min(first + ROWS, n)
+        logits = scale * (query[:, first:last].float() @ grouped[:, :last].transpose(-1, -2))
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        future = torch.ones(last - first, last, dtype=torch.bool, device=query.device)
+        yield first, logits.masked_fill_(future.triu(first + 1), -torch.inf)
+
+
+def retained_mass(
+    query: Tensor,
+    keys: Tensor,
+    evicted_at: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """How much of the attention that a full cache would pay falls on the keys still seen.
+
+    Args:
+        query: [H, n, D]; keys: [G, n, D]; evicted_at: [H, n] or [G, n].
+        scale, softcap: as in `h2o.ops.attend`.
+
+    Returns:
+        [H, n] float32: of each row i the softmax over all earlier keys, summed over those with
+        i < evicted_at[j]. 1 where nothing was evicted.
+    """
+    H, n, D = query.shape
+    evicted_at = evicted_at.repeat_interleave(H // len(evicted_at), dim=0)
+    mass = torch.empty(H, n, dtype=torch.float32, device=query.device)
+    for first, logits in logit_blocks(query, keys, D**-0.5 if scale is None else scale, softcap):
+        rows, seen = logits.shape[1:]
+        not_evicted = visible(evicted_at, first, rows, seen)
+        mass[:, first : first + rows] = (logits.softmax(-1) * not_evicted).sum(-1)
+    return mass
+
+
+def visible(evicted_at: Tensor, first: int, rows: int, seen: int) -> Tensor:
+    """[H, rows, seen] bool: which of the first `seen` keys the rows from `first` on still see, if
+    causality is left aside."""
+    row = torch.arange(first, first + rows, device=evicted_at.device)
+    return row[:, None] < evicted_at[:, None, :seen]

@@ -1,0 +1,119 @@
+"""What one layer's attention is asked to do: the call as transformers makes it, as one record.
+
+`h2o.hf.attention` fills an `AttentionCall` and hands it to the layer; the layer checks it, brings
+it to the form of its store (`NewTokens`) and attends. Beside the two records stands what has to be
+done to any such call: one dtype under autocast, and an output that has no gradient.
+
+Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["AttentionCall", "NewTokens", "Undifferentiable", "as_autocast"]
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of one call of an attention function, for a layer of an `H2OCache`."""
+
+    module: nn.Module
+    """The model's attention module"""
+    query: Tensor
+    """[B, H, Q, D]"""
+    key: Tensor
+    """[B, G, Q, D], as `H2OLayer.update` returned it"""
+    value: Tensor
+    """[B, G, Q, D]"""
+    mask: Tensor | None = None
+    """[B, Q] bool, False at a pad; None: no pads"""
+    scale: float | None = None
+    """Factor of q.k; None: 1 / sqrt(D)"""
+    softcap: float = 0.0
+    """c > 0 turns logits x into c * tanh(x / c)"""
+    dropout: float = 0.0
+    position_ids: Tensor | None = None
+    """[B or 1, Q]: where the model rotated queries and keys; None where it does not tell"""
+    use_cache: bool | None = None
+    """What the model was told; None where it does not tell its layers"""
+    unsupported: Exception | None = None
+    """Why the layer has to refuse the call, as far as transformers' arguments show it"""
+
+    def refuse(self) -> None:
+        """Raises what stands in the way, whatever the layer holds: `Unsupported`, TypeError for
+        float64."""
+        if self.unsupported is not None:
+            raise self.unsupported
+        if self.query.dtype == torch.float64:
+            raise TypeError(
+                "h2o computes in float32, float16 and bfloat16, not in float64: call "
+                "model.float(), or use DynamicCache"
+            )
+
+    def refuse_training(self) -> None:
+        """Raises RuntimeError where the model is not in eval mode."""
+        if self.module.training or self.dropout:
+            raise RuntimeError(
+                "an H2OCache is for inference: call model.eval(), or train with use_cache=False"
+            )
+
+    def wants_gradients(self) -> bool:
+        """Whether autograd would record what is done with the tensors."""
+        return torch.is_grad_enabled() and (
+            self.query.requires_grad or self.key.requires_grad or self.value.requires_grad
+        )
+
+    def detached(self) -> AttentionCall:
+        """The same call outside of autograd's graph."""
+        query, key, value = self.query.detach(), self.key.detach(), self.value.detach()
+        return self._replace(query=query, key=key, value=value)
+
+
+class NewTokens(NamedTuple):
+    """Queries, keys and values of new tokens in the form in which a layer stores its own."""
+
+    query: Tensor
+    """[B, H, Q, D]"""
+    key: Tensor
+    """[B, G, Q, D]"""
+    value: Tensor
+    """[B, G, Q, D]"""
+    mask: Tensor | None
+    """[B, Q] bool, False at a pad; None: no pads"""
+    scale: float | None
+    softcap: float
+
+    def first(self, columns: int) -> NewTokens:
+        """The first of them."""
+        query, key, value = (x[:, :, :columns] for x in self[:3])
+        mask = None if self.mask is None else self.mask[:, :columns]
+        return self._replace(query=query, key=key, value=value, mask=mask)
+
+
+def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast projections come in its dtype, rotated queries and keys in float32."""
+    if query.dtype == key.dtype == value.dtype:
+        return query, key, value
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value  # the operations will name a dtype that does not fit
+    dtype = torch.get_autocast_dtype(device)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+class Undifferentiable(torch.autograd.Function):
+    """The output of an H2O layer where gradients are recorded: an error if they are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "attention through an H2OCache has no gradient: train with use_cache=False, or run "
+            "the model under torch.no_grad()"
+        )

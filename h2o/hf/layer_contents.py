@@ -1,0 +1,176 @@
+"""What one layer of an `H2OCache` holds between forward passes, and what is asked of it then.
+
+The forward pass itself is `h2o.hf.layer`, which stores by what stands here: slots, how far they
+reach, and the counts that go with them. transformers asks for lengths and mask sizes, and selects
+rows for beam search; users ask what is kept, and for a report.
+
+Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
+dimension, K keys held. A column is a place in the padded batch; a position is a token's index in
+its own row, pads not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from h2o import ops
+from h2o.config import H2OConfig
+from h2o.errors import Unsupported
+from h2o.hf import slot_layout
+from h2o.hf.conversation import Conversation
+from h2o.hf.kept import Kept
+from h2o.hf.report import LayerReport
+from h2o.hf.slot_layout import Room
+from h2o.hf.trace import Trace
+from h2o.quantisation import dequantised
+from h2o.slots import PER_ROW
+
+__all__ = ["LayerContents"]
+
+
+class LayerContents(CacheLayerMixin):
+    """The store of an `H2OLayer`, without its forward pass."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    config: H2OConfig
+    layer_idx: int
+    conversation: Conversation
+    traced: bool
+
+    def take_over(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """Holds keys and values [B, G, n, D] of another cache, pads (mask [B, n]) left out.
+
+        All of them, with scores of 0, until the next forward pass has scored and pruned them.
+        """
+        self._refuse_shapes(keys, values)
+        self.row_size = keys.shape[-1], keys.element_size()
+        slots = slot_layout.filled(keys, values, mask, value_weighted=self.config.value_weighted)
+        self._hold(slots, Room(self.room.widest, slot_layout.sizes(slots)))
+        self.unscored = True
+        self._count(keys.shape[2], mask)
+
+    def _count(self, Q: int, mask: Tensor | None) -> None:
+        """Q more columns have been seen."""
+        self.seen += Q
+        if self.trace is not None:
+            self.trace.record(self.slots, self.room.sizes, Q, mask)
+
+    def _refuse_shapes(self, keys: Tensor, values: Tensor) -> None:
+        if keys.shape != values.shape:
+            raise Unsupported(
+                f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
+                f"{tuple(values.shape)}: h2o needs one head dimension for both"
+            )
+
+    def _with_room(self, tokens: int) -> ops.Slots:
+        """The slots, enlarged where rows of so many tokens and the next one might not fit."""
+        if tokens > self.room.tokens:
+            room = self.room.larger(tokens)
+            self._hold(slot_layout.enlarged(self.slots, self.room.sizes, room.sizes), room)
+        return self.slots
+
+    def _hold(self, slots: ops.Slots | None, room: Room) -> None:
+        """Takes these as the layer's slots. keys and values are named for transformers' tools."""
+        self.slots = slots
+        self.room = room
+        self.keys = None if slots is None else slots.keys
+        self.values = None if slots is None else slots.values
+        self.is_initialized = slots is not None
+        self.batch_size = 0 if slots is None else slots.scores.shape[0]
+        self._out: Tensor | None = None  # what a decode step's output looks like
+
+    # ---- What transformers asks --------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: slots are made when the prompt's length is known."""
+
+    def get_seq_length(self) -> int:
+        """Columns seen, pads and evicted tokens included: positions go on counting from here."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the mask: the new tokens alone; what is held is always visible."""
+        return query_length, self.get_seq_length()
+
+    def get_max_length(self) -> int:
+        """-1: unbounded."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.16
+
+    def reset(self) -> None:
+        """As new. Keeps no memory."""
+        self._hold(None, Room([0], []))
+        self.seen = 0
+        self.longest = 0  # at least the tokens of the longest row
+        self.prompt_columns = 0
+        self.row_size = (0, 0)  # D, and bytes of an element as the model gives it
+        self.unscored = False  # whether all came from another cache, and waits to be scored
+        self.raised = False  # whether a fraction of the prompt, less than one token, was made one
+        self.trace = Trace() if self.traced else None
+        self.last: Any = None  # where passes are recorded: a LastPass, see H2OLayer.crop
+        self.conversation.waiting = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, in this order."""
+        self._each(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows."""
+        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def _each(self, change: Any) -> None:
+        if self.slots is not None:
+            rows = {name: getattr(self.slots, name) for name in PER_ROW}
+            changed = {name: None if x is None else change(x) for name, x in rows.items()}
+            self._hold(self.slots._replace(**changed), self.room)
+            self.last = None  # of other rows
+            if self.trace is not None:
+                self.trace.each(change)
+
+    def offload(self) -> None:
+        """Raises NotImplementedError."""
+        raise NotImplementedError("an H2O layer cannot be offloaded; it is small by its budget")
+
+    prefetch = offload
+
+    # ---- What users ask ----------------------------------------------------------------------
+
+    def kept(self) -> Kept:
+        """What is held: see `H2OCache.kept`."""
+        if self.slots is None:
+            return Kept(torch.zeros(0, 0, 0, dtype=torch.int64), torch.zeros(0, 0, 0))
+        return Kept(*slot_layout.held(self.slots, self.room.sizes, positions=-1, scores=0))
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
+        if self.slots is None:
+            return torch.zeros(0, 0, 0, 0), torch.zeros(0, 0, 0, 0)
+        keys, values = slot_layout.held(self.slots, self.room.sizes, keys=0, values=0)
+        return dequantised(keys, self.row_size[0]), dequantised(values, self.row_size[0])
+
+    def report(self) -> LayerReport:
+        """Numbers of this layer; see `h2o.hf.report`."""
+        if self.slots is None:
+            return LayerReport(self.layer_idx, "h2o")
+        return LayerReport(
+            layer=self.layer_idx,
+            kind="h2o",
+            bytes_full=2 * self.seen * self.slots.free.numel() * math.prod(self.row_size),
+            raised=self.raised,
+            unscored=self.unscored,
+            **slot_layout.figures(self.slots, self.room.sizes, self.config.sinks),
+        )

@@ -1,0 +1,76 @@
+"""Which type of layer an `H2OCache` has in each place where transformers' own cache has a layer.
+
+A full-attention layer becomes an `H2OLayer`, of the type that the settings ask for: with
+cache-relative positions, or for torch.compile. A layer with a sliding window stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from h2o.config import H2OConfig
+from h2o.errors import Unsupported
+from h2o.hf.cache_relative import CacheRelativeLayer
+from h2o.hf.compiled import CompileableLayer
+from h2o.hf.conversation import Conversation
+from h2o.hf.layer import H2OLayer
+from h2o.hf.model_rotary import Rotary, has_rotary
+
+__all__ = ["layers_of"]
+
+
+def layers_of(
+    config: Any,
+    layers: Sequence[CacheLayerMixin],
+    h2o_config: H2OConfig,
+    conversation: Conversation,
+    *,
+    trace: bool,
+    compileable: bool,
+) -> list[CacheLayerMixin]:
+    """An `H2OLayer` of the kind that is asked for in the place of each full-attention layer.
+
+    Args:
+        config: the model's.
+        layers: transformers' own for it; those with a sliding window stay.
+        h2o_config: for this model (`H2OConfig.for_model`).
+
+    Raises:
+        Unsupported: a setting that does not go with `compileable`, or a model whose positions
+            cannot be made cache-relative.
+    """
+    windows = [layer.is_sliding for layer in layers]
+    if compileable:
+        _refuse_compiling(windows, h2o_config.positions, trace)
+    rotary = None
+    if h2o_config.positions == "rolled":
+        rotary = Rotary(config, windows=any(windows))
+    placed = list(layers)
+    for index, layer in enumerate(layers):
+        if type(layer) is not DynamicLayer:
+            continue
+        layer_config = h2o_config.for_layer(index, len(layers))
+        if rotary is not None and has_rotary(config, index):
+            placed[index] = CacheRelativeLayer(
+                layer_config, index, conversation, rotary, trace=trace
+            )
+        else:
+            kind = CompileableLayer if compileable else H2OLayer
+            placed[index] = kind(layer_config, index, conversation, trace=trace)
+    return placed
+
+
+def _refuse_compiling(windows: list[bool], positions: str, trace: bool) -> None:
+    """Raises `Unsupported` for what changes its shape from step to step. `windows`: of each layer,
+    whether it has a sliding window."""
+    reasons = {
+        "layers with a sliding window, which grow as they go": any(windows),
+        'positions="rolled", whose angles are looked up anew': positions != "original",
+        "trace=True, whose record grows": trace,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise Unsupported(f"compileable=True does not go with {reason}")
