@@ -249,11 +249,12 @@ FLOORS = 9
 """Rooms, which are the folders and the files at the top of the package, stand on one another."""
 
 SERVING = {
-    "backends", "budgets", "config", "draw", "errors", "filesystem", "head_budgets", "hf",
-    "kv_dtype", "model_identity", "models", "ops", "packages", "policy", "profile",
-    "quantisation", "rotary_embedding", "slots", "tensors",
+    "attention_blocks", "backends", "budgets", "config", "draw", "errors", "filesystem",
+    "head_budgets", "hf", "kv_dtype", "model_identity", "models", "ops", "packages", "policy",
+    "profile", "published_masks", "quantisation", "rotary_embedding", "slots", "tensors",
 }  # fmt: skip
-"""The rooms that it takes to serve a model; the others measure one, or are commands."""
+"""The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
+measure one, or are commands."""
 
 
 def imported_files(name: str) -> set[str]:
