@@ -91,7 +91,7 @@ def budget_of(name: str, value: Any) -> Any:
 
 
 def of_heads(name: str, value: Any) -> Any:
-    """What one layer is given: an amount, or a tuple with one for each head."""
+    """What one layer may keep: an amount, or a tuple with one for each head."""
     if not is_list(value):
         return amount_of(name, value)
     if not value:
@@ -132,8 +132,8 @@ def tokens_of(name: str, value: Any) -> int:
 def of_layer(name: str, budget: Any, layer: int, layers: int) -> Any:
     """An amount, or where heads have their own the list of one layer."""
     if callable(budget):
-        own = of_heads(f"{name}({layer}, {layers})", budget(layer, layers))
-        return (own,) if isinstance(own, tuple) else own
+        amounts = of_heads(f"{name}({layer}, {layers})", budget(layer, layers))
+        return (amounts,) if isinstance(amounts, tuple) else amounts
     if isinstance(budget, tuple):
         if len(budget) != layers:
             raise ValueError(

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from h2o import backends
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported, UserError
 from h2o.progress import Progress
 
-__all__ = ["Run", "Streamer", "encode", "generate", "leading_agreement", "new_cache", "versions"]
+__all__ = ["Run", "Streamer", "generate", "leading_agreement", "versions"]
 
 
 @dataclass(frozen=True)
@@ -45,38 +46,6 @@ class Run:
     """share of all attention given that evicted keys had received, 0 to 1"""
     tokens_agree: int | None
     """leading tokens equal to the full cache's; None without a full run"""
-
-
-def encode(tokenizer: Any, text: str, chat: bool) -> Any:
-    """Token ids [1, n] of a text, or of a chat with this as its first turn."""
-    if not chat:
-        return tokenizer(text, return_tensors="pt")["input_ids"]
-    if tokenizer.chat_template is None:
-        raise UserError("--chat: this model's tokenizer has no chat template")
-    turn = {"role": "user", "content": text}
-    return tokenizer.apply_chat_template(
-        [turn], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )["input_ids"]
-
-
-def new_cache(
-    model: Any, config: H2OConfig | None, prompt_tokens: int, compileable: bool = False
-) -> Any:
-    """An empty cache, of all keys without a config, after telling the model which attention goes
-    with it. Raises: UserError for one that is to be compiled and cannot."""
-    from transformers import DynamicCache
-
-    from h2o.hf.cache import H2OCache
-
-    model.set_attn_implementation("sdpa" if config is None else "h2o")
-    if config is None:
-        return DynamicCache(config=model.config)
-    try:
-        return H2OCache(model.config, config, prompt_length=prompt_tokens, compileable=compileable)
-    except Unsupported as error:
-        if compileable:
-            raise UserError(f"--compile: {error}") from error
-        raise
 
 
 def generate(
@@ -109,12 +78,12 @@ def generate(
     import torch
 
     compiled = compile and config is not None
-    cache = new_cache(model, config, ids.shape[1], compiled)
+    cache = _new_cache(model, config, ids.shape[1], compiled)
     how: dict[str, Any] = {"do_sample": False}
     if compiled:
         progress.say(f"{mode}: compiling the decode step, which takes a minute or two")
         how |= compiling()
-        few, warm = ids[:, :8], new_cache(model, config, ids.shape[1], compiled)
+        few, warm = ids[:, :8], _new_cache(model, config, ids.shape[1], compiled)
         mask = torch.ones_like(few)
         model.generate(few, attention_mask=mask, past_key_values=warm, max_new_tokens=3, **how)
     streamer = Streamer(mode, tokenizer, progress, stream, max_new_tokens)
@@ -145,6 +114,17 @@ def generate(
         **holdings(cache),
     )
     return run, streamer.tokens
+
+
+def _new_cache(model: Any, config: H2OConfig | None, tokens: int, compiled: bool) -> Any:
+    from h2o.hf.new_cache import new_cache
+
+    try:
+        return new_cache(model, config, tokens, compiled)
+    except Unsupported as error:
+        if compiled:
+            raise UserError(f"--compile: {error}") from error
+        raise
 
 
 def compiling() -> dict[str, Any]:
@@ -197,9 +177,8 @@ def versions() -> dict[str, str]:
     import torch
     import transformers
 
-    import h2o
-
-    return {package.__name__: package.__version__ for package in (h2o, torch, transformers)}
+    installed = {package.__name__: package.__version__ for package in (torch, transformers)}
+    return {"h2o": backends.VERSION, **installed}
 
 
 def leading_agreement(tokens: list[int], others: list[int]) -> int:

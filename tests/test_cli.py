@@ -523,7 +523,7 @@ def shell(line, **kwargs):
         ("h2o bench --tokens 0", 2, "--tokens: must be at least 1"),
         ("h2o bench --prompts 512 0", 2, "--prompts: must be at least 1"),
         ("h2o bench --threads 0", 2, "--threads: must be at least 1"),
-        ("h2o eval --tasks copa --device cuda", 2, "--device"),
+        ("h2o eval --tasks copa --device nope", 1, "--device nope"),
         ("h2o eval --tasks copa --limit 0", 1, "--limit 0"),
         ("h2o eval --tasks copa --limit=-3", 1, "--limit -3"),
         ("h2o eval --tasks copa --limit nan", 1, "--limit nan"),

@@ -53,8 +53,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The exit code. Raises: UserError."""
     from h2o.errors import UserError
-    from h2o.evaluate.processes import refuse_several
     from h2o.filesystem import make_writable
+    from h2o.processes import refuse_several
 
     refuse_several("h2o analyze")
     for name in ("tokens", "prompt_len"):
@@ -65,7 +65,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error("argument --removal-tokens: must be 0 or at least 3")
     text = None if options.text is None else texts.read(parser, "--text", options.text)
     try:
-        from h2o.draw.extras import need
+        from h2o.draw import need
 
         need("matplotlib")
         if not options.output.suffix:

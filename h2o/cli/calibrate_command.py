@@ -40,8 +40,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The exit code. Raises: UserError."""
     from h2o.errors import UserError
-    from h2o.evaluate.processes import refuse_several
     from h2o.filesystem import make_writable
+    from h2o.processes import refuse_several
 
     refuse_several("h2o calibrate")
     if options.output.suffix != ".json":
@@ -60,8 +60,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     """Loads, measures and writes; says on stderr what takes long."""
-    from h2o import models, supports
+    from h2o import models
     from h2o.calibration.calibrate import calibrate
+    from h2o.hf.support import supports
     from h2o.progress import stopwatch
 
     say = stopwatch()

@@ -5,16 +5,28 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from h2o.cli.generate_command import Result
     from h2o.generation import Run
 
-__all__ = ["answers", "columns", "table"]
+__all__ = ["Result", "answers", "columns", "table"]
 
 PRESETS = ("robust", "calibrated")
 """Of H2OConfig, which a comparison runs in a tenth of the bytes."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was done; `asdict` of it is the output of --json."""
+
+    model: str
+    dtype: str
+    prompt_tokens: int
+    budget: dict[str, Any]
+    versions: dict[str, str]
+    runs: list[Run]
 
 
 def columns(result: Result) -> list[str]:

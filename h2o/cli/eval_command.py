@@ -7,12 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from h2o import model_identity
 from h2o.cli.cache_options import OPTIONS, add_cache_options, asked, spelled
 from h2o.errors import UserError
-from h2o.evaluate.processes import launched, leave
-from h2o.evaluate.results import fingerprint
 from h2o.evaluate.setting import (
-    DEVICES,
     GRAMMAR,
     Setting,
     from_options,
@@ -20,8 +18,10 @@ from h2o.evaluate.setting import (
     with_profile,
 )
 from h2o.filesystem import make_writable
-from h2o.models import need_transformers
+from h2o.models import need_transformers, torch_device
+from h2o.processes import launched, leave
 from h2o.profile import Profile
+from h2o.result_cells import fingerprint
 
 __all__ = ["add_arguments", "run"]
 
@@ -59,7 +59,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
     p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
     p.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default)")
-    p.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="(%(default)s)")
+    p.add_argument("--device", default="cpu", help="any that torch has here (%(default)s)")
     p.add_argument(
         "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
         help="for result files, from which an interrupted run goes on; default: h2o-eval",
@@ -121,6 +121,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     except (OSError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     need_transformers()
+    torch_device(args.device)
     try:
         if args.tasks:
             tasks(args, settings, rest)
@@ -139,6 +140,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
     common = {
         "model_name": args.model,
         "dtype": args.dtype,
+        "device": args.device,
         "limit": None if args.limit is None else int(args.limit),
     }
     output = args.output_path or OUTPUT
@@ -192,7 +194,7 @@ def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) ->
 def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) -> None:
     """lm-eval with its own command line."""
     try:
-        from h2o.evaluate import tasks as lm_eval_tasks
+        from h2o.evaluate import lm_eval_tasks
     except ImportError as error:
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
     arguments = ["--tasks", *args.tasks, "--device", args.device, *rest]
@@ -230,9 +232,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
     if args.use_cache:
         # lm-eval files answers under the question alone. Those of another budget or model must
         # not be taken for this one's, nor those of another model that lay at the same place.
-        from h2o.evaluate import identity
-
-        lying = identity.of_files([*map(str, model_args.values()), *rest])
+        lying = model_identity.of_files([*map(str, model_args.values()), *rest])
         name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": lying})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
     lm_eval_tasks.run(arguments, output, ours=ours)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from h2o.cli import texts
 from h2o.cli.cache_options import add_cache_options, config_from
+from h2o.cli.comparison import Result
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.profile import Profile
@@ -16,25 +17,13 @@ from h2o.profile import Profile
 if TYPE_CHECKING:
     from h2o.generation import Run
 
-__all__ = ["Result", "add_arguments", "caches", "check", "run"]
+__all__ = ["add_arguments", "caches", "check", "run"]
 
 QUESTION = "Briefly summarize the following article."
 """About the shipped article, when the user gives no prompt."""
 
 TENTH = 0.1
 """Of a full cache's bytes: what the preset of a comparison may take."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was done; `asdict` of it is the output of --json."""
-
-    model: str
-    dtype: str
-    prompt_tokens: int
-    budget: dict[str, Any]
-    versions: dict[str, str]
-    runs: list[Run]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +86,7 @@ def generate(options: argparse.Namespace) -> Result:
         raise UserError("the prompt is empty")
     model, tokenizer = models.load(options.model, dtype=options.dtype, say=progress.say)
     chat = options.chat or (shipped and tokenizer.chat_template is not None)
-    ids = generation.encode(tokenizer, text, chat)
+    ids = models.encode(tokenizer, text, chat)
     tokens = ids.shape[1]
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit and tokens + options.max_new_tokens > limit:

@@ -55,8 +55,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def print_support(name: str, as_json: bool) -> int:
     """From a hub name's or folder's config alone. The exit code is 0 if h2o serves the model."""
     from h2o import models
+    from h2o.hf.support import supports
 
-    support = models.support(name)
+    support = supports(models.config_of(name))
     print(json.dumps(asdict(support), indent=2) if as_json else support)
     return 0 if support else 1
 
