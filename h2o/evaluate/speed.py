@@ -147,13 +147,13 @@ class Contender:
         """An empty one, after telling the model which attention goes with it."""
         from transformers import DynamicCache
 
-        import h2o
+        from h2o.hf.cache import H2OCache
 
         full = self.setting.variant == "full"
         self.model.set_attn_implementation("sdpa" if full else "h2o")
         if full:
             return DynamicCache(config=self.model.config)
-        return h2o.H2OCache(self.model.config, self.setting.config)
+        return H2OCache(self.model.config, self.setting.config)
 
     def measured(self, full: Contender) -> Measurement:
         """Its figures, beside those of the full cache."""
