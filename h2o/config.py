@@ -22,6 +22,7 @@ from h2o.budgets import (
 )
 from h2o.head_budgets import LayerShares, check_shares, table
 from h2o.kv_dtype import FIXED, fewest_bits, per_token
+from h2o.model_identity import describe, key_size
 from h2o.policy import Policy, checked
 from h2o.profile import Profile
 
@@ -204,10 +205,10 @@ class H2OConfig:
         elif isinstance(shares, Profile):
             shares.check(model)
         if kv_dtype == "auto":
-            kv_dtype = fewest_bits(config)
+            kv_dtype = fewest_bits(describe(config).get("head_dim"))
         if self.of == "bytes":
             merges = self.merge is not None
-            slot = per_token(config, kv_dtype, self.value_weighted, merges)
+            slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def for_keys(self, D: int, element: int) -> H2OConfig:

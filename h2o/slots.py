@@ -12,7 +12,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from h2o.config import UNLIMITED
+from h2o.budgets import UNLIMITED
 from h2o.kv_dtype import stored_bytes
 from h2o.tensors import four_sizes, full
 

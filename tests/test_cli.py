@@ -235,12 +235,12 @@ def test_compiled_steps_give_the_same_text(tiny, capsys, monkeypatch):
     """Of the whole way only the compiler's last part is left out, which takes a minute."""
     from torch._dynamo.utils import counters
 
-    from h2o import generate
+    from h2o import generation
 
-    how = generate.compiling()
+    how = generation.compiling()
     assert how["compile_config"].backend == "inductor"
     how["compile_config"].backend = "eager"
-    monkeypatch.setattr(generate, "compiling", lambda: how)
+    monkeypatch.setattr(generation, "compiling", lambda: how)
     arguments = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "20", "--heavy", "0.2"]
     eager = generated(capsys, *arguments)["runs"][0]
     counters.clear()
@@ -334,7 +334,8 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
 def test_half_characters_are_not_streamed(tiny):
     from transformers import AutoTokenizer
 
-    from h2o.generate import Progress, Streamer
+    from h2o.generation import Streamer
+    from h2o.progress import Progress
 
     torch = pytest.importorskip("torch")
     tokenizer = AutoTokenizer.from_pretrained(tiny)
@@ -351,7 +352,7 @@ def test_half_characters_are_not_streamed(tiny):
 
 
 def test_agreement():
-    from h2o.generate import leading_agreement
+    from h2o.generation import leading_agreement
 
     assert leading_agreement([1, 2, 3], [1, 2, 4]) == 2
     assert leading_agreement([1, 2], [1, 2, 4]) == 2
@@ -455,7 +456,7 @@ def shell(line, **kwargs):
         ("h2o bench --tokens 0", 2, "--tokens: must be at least 1"),
         ("h2o bench --prompts 512 0", 2, "--prompts: must be at least 1"),
         ("h2o bench --threads 0", 2, "--threads: must be at least 1"),
-        ("h2o eval --tasks copa --device cuda", 2, "--device"),
+        ("h2o eval --tasks copa --device nope", 1, "--device nope"),
         ("h2o eval --tasks copa --limit 0", 1, "--limit 0"),
         ("h2o eval --tasks copa --limit=-3", 1, "--limit -3"),
         ("h2o eval --tasks copa --limit nan", 1, "--limit nan"),

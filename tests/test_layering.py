@@ -4,6 +4,7 @@ What may include, import, allocate or remember what is easier to keep than to
 restore. CONTRIBUTING.md says why; here each rule is a test.
 """
 
+import ast
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -238,24 +239,110 @@ def test_the_torch_backend_waits_for_no_device():
 
 
 def test_transformers_is_imported_where_it_is_served():
-    allowed = {"h2o/models.py", "h2o/generate.py"}
+    allowed = {"h2o/models.py", "h2o/generation.py"}
     folders = ("h2o/hf/", "h2o/evaluate/", "h2o/stream/")
     for name in importers("transformers"):
         assert name in allowed or name.startswith(folders), name
 
 
-FLOORS = (
-    "h2o/draw/", "h2o/hf/", "h2o/analysis/", "h2o/evaluate/", "h2o/calibration/", "h2o/stream/",
-    "h2o/cli/",
-)  # fmt: skip
-"""From the ground up: a room knows those below it."""
+FLOORS = 9
+"""Rooms, which are the folders and the files at the top of the package, stand on one another."""
+
+SERVING = {
+    "backends", "budgets", "config", "draw", "errors", "filesystem", "head_budgets", "hf",
+    "kv_dtype", "model_identity", "models", "ops", "packages", "policy", "profile",
+    "quantisation", "rotary_embedding", "slots", "tensors",
+}  # fmt: skip
+"""The rooms that it takes to serve a model; the others measure one, or are commands."""
 
 
-def test_no_room_imports_what_stands_on_it():
-    for floor, room in enumerate(FLOORS):
-        for above in FLOORS[floor + 1 :]:
-            for name in importers(above.rstrip("/").replace("/", ".")):
-                assert not name.startswith(room), f"{name} imports {above}"
+def imported_files(name: str) -> set[str]:
+    """Files of the package that one of its files imports at any depth, for types too."""
+    modules = set()
+    for node in ast.walk(ast.parse(PYTHON[name])):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {file for module in modules if (file := file_of(module)) not in (None, name)}
+
+
+def file_of(module: str) -> str | None:
+    """The file of a module, or of what holds it where that is a name inside; None where that is
+    none of the package, or the compiled core."""
+    path = "" if module.startswith("h2o._core") else module.replace(".", "/")
+    while path:
+        for file in (f"{path}.py", f"{path}/__init__.py"):
+            if file in PYTHON:
+                return file
+        path = path.rpartition("/")[0]
+    return None
+
+
+def room_of(file: str) -> str:
+    return file.split("/")[1].removesuffix(".py")
+
+
+IMPORTS = {name: imported_files(name) for name in PYTHON}
+ROOMS = {
+    room: {room_of(y) for x in IMPORTS if room_of(x) == room for y in IMPORTS[x]} - {room}
+    for room in map(room_of, IMPORTS)
+}
+
+
+def floors(arrows: dict[str, set[str]]) -> dict[str, int]:
+    """1 for what imports nothing, else one more than the highest of what is imported.
+
+    An AssertionError names what imports itself by way of others.
+    """
+    floor: dict[str, int] = {}
+
+    def climb(name: str, above: tuple[str, ...]) -> int:
+        circle = " -> ".join([*above[above.index(name) :], name]) if name in above else ""
+        assert not circle, f"a circle: {circle}"
+        if name not in floor:
+            below = [climb(other, (*above, name)) for other in sorted(arrows[name])]
+            floor[name] = 1 + max(below, default=0)
+        return floor[name]
+
+    for name in sorted(arrows):
+        climb(name, ())
+    return floor
+
+
+def test_files_import_one_another_in_one_direction():
+    assert floors({"a": {"b"}, "b": set()}) == {"a": 2, "b": 1}
+    with pytest.raises(AssertionError, match="a circle: a -> b -> a"):
+        floors({"a": {"b"}, "b": {"a"}})
+    assert "h2o/ops.py" in IMPORTS["h2o/result_cells.py"]
+    floors(IMPORTS)
+
+
+def test_rooms_stand_on_one_another_on_few_floors():
+    floor = floors(ROOMS)
+    high = {name: number for name, number in floor.items() if number > FLOORS}
+    assert not high, sorted(floor.items(), key=lambda x: x[1])
+    measuring = ("analysis", "calibration", "evaluate", "stream")
+    assert all(floor["hf"] < floor[room] < floor["cli"] for room in measuring if room in floor)
+
+
+def test_the_package_is_for_users():
+    """Its own files import each other, so that `import h2o` stands on all of them."""
+    assert not [name for name, files in IMPORTS.items() if "h2o/__init__.py" in files]
+
+
+def test_what_serves_a_model_needs_nothing_that_measures_one():
+    assert set(ROOMS) >= SERVING
+    for room in sorted(SERVING):
+        assert ROOMS[room] <= SERVING, f"{room} imports {sorted(ROOMS[room] - SERVING)}"
+
+
+def test_calibration_needs_nothing_of_evaluation():
+    below, rooms = set(), {"calibration"}
+    while rooms := {x for room in rooms for x in ROOMS[room]} - below:
+        below |= rooms
+    assert "result_cells" in below
+    assert not below & {"evaluate", "stream", "cli"}
 
 
 def test_config_needs_neither_torch_nor_transformers():
@@ -267,7 +354,7 @@ def test_config_needs_neither_torch_nor_transformers():
 def test_the_transformers_served_are_those_that_pip_takes():
     wanted = re.search(r'"transformers>=([\d.]+),<(\d+)"', (ROOT / "pyproject.toml").read_text())
     least, below = wanted.groups()
-    assert f"transformers >= {least} and < {below}" in PYTHON["h2o/__init__.py"]
+    assert f"transformers >= {least} and < {below}" in PYTHON["h2o/packages.py"]
 
 
 def test_citations_name_the_version():

@@ -196,9 +196,10 @@ def _facts(index: int) -> dict[str, Any]:
 
 
 def _file(facts: dict[str, Any]) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o-kv"
+    from h2o.filesystem import cache_folder
+
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return folder / f"check-{name}.json"
+    return cache_folder() / f"check-{name}.json"
 
 
 def _recall(facts: dict[str, Any]) -> list[str] | None:
@@ -210,12 +211,12 @@ def _recall(facts: dict[str, Any]) -> list[str] | None:
 
 def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
     """Where the folder cannot be written to, every process checks anew."""
-    from h2o.filesystem import whole
+    from h2o.filesystem import atomic_write
 
     try:
         path = _file(facts)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as draft:
+        with atomic_write(path) as draft:
             draft.write_text(json.dumps({**facts, "mistakes": mistakes}, indent=2), "utf-8")
     except (OSError, RuntimeError):
         return

@@ -54,7 +54,7 @@ def test_kernels_that_answer_rightly_serve_and_are_checked_once(device, built):
     forget()
     assert serving() == "C"
     assert launches(device) == checked
-    (file,) = (built.parent / "cache" / "h2o-kv").iterdir()
+    (file,) = (built.parent / "cache" / "h2o").iterdir()
     facts = json.loads(file.read_text())
     assert facts["mistakes"] == []
     assert facts["device"] == ["Fake GPU 0", 9, 0]
@@ -111,7 +111,7 @@ def test_a_cache_folder_is_not_needed(device, tmp_path, monkeypatch, folder):
 
 def test_a_spoilt_cache_is_checked_anew(device, built):
     assert serving() == "C"
-    (file,) = (built.parent / "cache" / "h2o-kv").iterdir()
+    (file,) = (built.parent / "cache" / "h2o").iterdir()
     checked = launches(device)
     for text in ("", '{"mistakes": 3}'):
         file.write_text(text)

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from h2o import model_identity
+from h2o.cli.cache_options import OPTIONS, add_cache_options, asked, spelled
 from h2o.errors import UserError
-from h2o.evaluate.processes import launched, leave
-from h2o.evaluate.results import fingerprint
 from h2o.evaluate.setting import (
-    DEVICES,
     GRAMMAR,
     Setting,
     from_options,
-    number,
     parse_all,
     with_profile,
 )
 from h2o.filesystem import make_writable
-from h2o.models import need_transformers
+from h2o.models import need_transformers, torch_device
+from h2o.processes import launched, leave
 from h2o.profile import Profile
+from h2o.result_cells import fingerprint
 
 __all__ = ["add_arguments", "run"]
+
+OUTPUT = Path("h2o-eval")
+
+CACHE_FIELDS = tuple(name for name in OPTIONS if name != "shares")
+CACHE = ("variant", *CACHE_FIELDS)
+"""Options that describe one setting. --profile is for those of --compare."""
 
 DESCRIPTION = """\
 What eviction costs: accuracy on lm-eval's tasks, ROUGE of summaries, perplexity, or facts that are
@@ -54,7 +59,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
     p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
     p.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default)")
-    p.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="(%(default)s)")
+    p.add_argument("--device", default="cpu", help="any that torch has here (%(default)s)")
     p.add_argument(
         "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
         help="for result files, from which an interrupted run goes on; default: h2o-eval",
@@ -72,12 +77,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      help="one forward with masks (default), or a real cache, token by token; "
                      "summaries and needles always use a real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
-    for name in ("heavy", "recent"):
-        one.add_argument(f"--{name}", type=number, help="tokens, or a fraction (default 0.1)")
-    one.add_argument("--sinks", type=int, help="first tokens that are never evicted (default 0)")
-    one.add_argument("--rank-by", choices=["sum", "mean"], help="default sum")
-    one.add_argument("--decay", type=float, help="of scores, per token (default 1)")
-    one.add_argument("--value-weighted", action="store_true", default=None)
+    add_cache_options(one, CACHE_FIELDS, optional=True)
     one.add_argument("--prompt-len", type=int, help="simulation: tokens before the first eviction")
     one.add_argument("--ratio-of", choices=["text", "prompt"], help="what fractions refer to")
 
@@ -98,8 +98,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                       help="of texts in which facts are hidden (default %(default)s)")  # fmt: skip
 
 
-def run(args: argparse.Namespace, rest: list[str]) -> None:
-    """Runs the command; `rest` is for lm-eval. UserError for what the user can put right."""
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Runs the command; `args.rest` is for lm-eval. Raises: UserError."""
+    rest = args.rest
     if rest and not args.tasks:
         raise UserError(f"unknown option {rest[0]}; lm-eval's options go with --tasks")
     if args.limit is not None and not (0 < args.limit < 1 or args.limit % 1 == 0 < args.limit):
@@ -116,10 +117,11 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
             settings = with_profile(settings, Profile.load(args.profile))
         if settings and single(args):
             raise ValueError(f"{single(args)[0]} is for one setting; write it into --compare")
-        one = from_options(**given(args, CACHE))
+        one = from_options(**asked(args, CACHE))
     except (OSError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     need_transformers()
+    torch_device(args.device)
     try:
         if args.tasks:
             tasks(args, settings, rest)
@@ -128,6 +130,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> None:
         leave()
     except ValueError as error:
         raise UserError(str(error)) from error
+    return 0
 
 
 def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
@@ -137,6 +140,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
     common = {
         "model_name": args.model,
         "dtype": args.dtype,
+        "device": args.device,
         "limit": None if args.limit is None else int(args.limit),
     }
     output = args.output_path or OUTPUT
@@ -167,18 +171,8 @@ def say(text: str) -> None:
         print(text)
 
 
-OUTPUT = Path("h2o-eval")
-
-CACHE = ("variant", "heavy", "recent", "sinks", "rank_by", "decay", "value_weighted")
-"""Options that describe one setting."""
-
-
-def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-
-
 def single(args: argparse.Namespace) -> list[str]:
-    return [f"--{name.replace('_', '-')}" for name in given(args, CACHE)]
+    return [spelled(name) for name in asked(args, CACHE)]
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
@@ -191,24 +185,22 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) -> None:
     """ValueError for options that `what` does not have, unless they say what holds anyway."""
-    for name, value in given(args, names).items():
+    for name, value in asked(args, names).items():
         if harmless.get(name) != value:
             hint = f" but {harmless[name]}" if name in harmless else ""
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value}: {what} have no such choice{hint}"
-            )
+            raise ValueError(f"{spelled(name)} {value}: {what} have no such choice{hint}")
 
 
 def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) -> None:
     """lm-eval with its own command line."""
     try:
-        from h2o.evaluate import tasks as lm_eval_tasks
+        from h2o.evaluate import lm_eval_tasks
     except ImportError as error:
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
     arguments = ["--tasks", *args.tasks, "--device", args.device, *rest]
     if args.limit is not None:
         arguments += ["--limit", f"{args.limit:g}"]
-    how = given(args, ("protocol", "prompt_len", "ratio_of"))
+    how = asked(args, ("protocol", "prompt_len", "ratio_of"))
     model_args = {"pretrained": args.model} if args.model else {}
     if args.dtype != "auto":
         model_args["dtype"] = args.dtype
@@ -221,7 +213,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
         arguments += as_model_args(model_args)
         say(lm_eval_tasks.compare(arguments, settings, output, **how))
         return
-    cache = given(args, CACHE)
+    cache = asked(args, CACHE)
     model_type = "h2o"
     if args.model and lm_eval_tasks.is_model_type(args.model):
         model_type = model_args.pop("pretrained")
@@ -240,9 +232,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
     if args.use_cache:
         # lm-eval files answers under the question alone. Those of another budget or model must
         # not be taken for this one's, nor those of another model that lay at the same place.
-        from h2o.evaluate import identity
-
-        lying = identity.of_files([*map(str, model_args.values()), *rest])
+        lying = model_identity.of_files([*map(str, model_args.values()), *rest])
         name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": lying})
         arguments += ["--use_cache", f"{args.use_cache}-{name}"]
     lm_eval_tasks.run(arguments, output, ours=ours)

@@ -1,4 +1,4 @@
-"""Several processes that evaluate together, as torchrun and `accelerate launch` start them.
+"""Several processes that measure together, as torchrun and `accelerate launch` start them.
 
 Every process has the whole model and goes through the same steps. Only what takes long is divided:
 of so many pieces of work each process does one, then all of them know all results. So a piece
@@ -40,7 +40,7 @@ class Processes:
         return self.rank == 0
 
     def everyone(self, value: Result) -> list[Result]:
-        """What each process has given, by rank."""
+        """The value of each process, by rank."""
         if self.world == 1:
             return [value]
         from torch import distributed
@@ -50,7 +50,7 @@ class Processes:
         return values
 
     def of_first(self, value: Result) -> Result:
-        """What the first process has given."""
+        """The value of the first process."""
         return self.everyone(value if self.first else None)[0]  # type: ignore[return-value]
 
     def shared(
@@ -59,11 +59,11 @@ class Processes:
         """(piece, its result) in order, on every process; each works on every world-th piece."""
         for start in range(0, len(pieces), self.world):
             turn = pieces[start : start + self.world]
-            own = work(turn[self.rank]) if self.rank < len(turn) else None
-            yield from zip(turn, self.everyone(own), strict=False)  # type: ignore[arg-type]
+            result = work(turn[self.rank]) if self.rank < len(turn) else None
+            yield from zip(turn, self.everyone(result), strict=False)  # type: ignore[arg-type]
 
     def agree(self, facts: Sequence[dict[str, Any]]) -> None:
-        """Errors: UserError that names what a process has found otherwise than the first one."""
+        """Raises: UserError that names what a process has found otherwise than the first one."""
         firsts, *rest = self.everyone(facts)
         for rank, others in enumerate(rest, 1):
             if len(others) != len(firsts):
@@ -98,7 +98,7 @@ def launched() -> Processes:
 
 
 def refuse_several(command: str) -> None:
-    """Errors: UserError where a launcher has started a command several times that is for one."""
+    """Raises: UserError where a launcher has started a command several times that is for one."""
     if (world := _several()) > 1:
         raise UserError(
             f"{command} is for one process, and {world} were launched, which would all do the same "
@@ -114,7 +114,7 @@ def _several() -> int:
 
 
 def leave() -> None:
-    """The end, where they have met: nobody closes a connection that another one still uses."""
+    """The end, where they have met: none closes a connection that another one still uses."""
     if launched.cache_info().currsize and launched().world > 1:
         from torch import distributed
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -39,11 +37,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn (%(default)s)")
 
 
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Raises UserError for what the user can put right."""
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code. Raises: UserError."""
     from h2o.errors import UserError
     from h2o.filesystem import make_writable
+    from h2o.processes import refuse_several
 
+    refuse_several("h2o calibrate")
     if options.output.suffix != ".json":
         parser.error(f"argument --output: wanted a name such as profile.json, not {options.output}")
     names = [name if name == "-" else Path(name).name for name in options.text]
@@ -55,18 +55,17 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         measure(options, dict(zip(names, contents, strict=True)))
     except (ImportError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
+    return 0
 
 
 def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     """Loads, measures and writes; says on stderr what takes long."""
-    start = time.perf_counter()
-
-    def say(what: str) -> None:
-        print(f"{time.perf_counter() - start:6.1f} s  {what}", file=sys.stderr, flush=True)
-
-    from h2o import models, supports
+    from h2o import models
     from h2o.calibration.calibrate import calibrate
+    from h2o.hf.support import supports
+    from h2o.progress import stopwatch
 
+    say = stopwatch()
     model, tokenizer = models.load(options.model, dtype=options.dtype, say=say)
     ids = {
         name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]

@@ -23,11 +23,12 @@ from lm_eval.tasks import TaskManager
 
 from h2o.errors import UserError
 from h2o.evaluate.lm import H2OLM, POLICY
-from h2o.evaluate.processes import launched
+from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.protocols import check, one_token_note
-from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
 from h2o.evaluate.setting import Setting, footnote
 from h2o.models import DEFAULT_MODEL
+from h2o.processes import launched
+from h2o.result_cells import Cells, fingerprint, provenance
 
 __all__ = ["compare", "is_model_type", "run"]
 
@@ -80,9 +81,11 @@ def compare(
     with lm_eval_arguments(arguments), readable_errors():
         config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
         manager = own_tasks(config) or config.process_tasks(config.metadata)
-    own = set(config.model_args) & {*POLICY, "protocol", "prompt_len", "ratio_of"}
-    if own:
-        raise UserError(f"--model_args {sorted(own)[0]}: settings of the cache go into --compare")
+    of_cache = set(config.model_args) & {*POLICY, "protocol", "prompt_len", "ratio_of"}
+    if of_cache:
+        raise UserError(
+            f"--model_args {sorted(of_cache)[0]}: settings of the cache go into --compare"
+        )
     common = {"batch_size": config.batch_size, "device": config.device}
     for setting in settings:  # before anything long is started
         check(setting, protocol, prompt_len, ratio_of)
@@ -125,8 +128,8 @@ def compare(
                 journal = output / f"answers-{fingerprint(facts)}.jsonl"
                 lm.use(setting, protocol, prompt_len=prompt_len, ratio_of=ratio_of, journal=journal)
                 with readable_errors(name):
-                    found = cells.processes.of_first(measure(lm, task, config, manager))
-                result = cells.put(facts, found)
+                    measured = cells.processes.of_first(measure(lm, task, config, manager))
+                result = cells.put(facts, measured)
                 journal.unlink(missing_ok=True)
             if protocol == "drop" and result["one_token_answers"]:
                 notes.add(
@@ -134,9 +137,8 @@ def compare(
                 )
             results.setdefault(setting, {})[name] = result
     drawn = plot_curves(output / "compare.png", panels(results), "accuracy")
-    written = f"{output / 'compare.json'}" + (f", {output / 'compare.png'}" if drawn else "")
     first = f"{origin['model']}, protocol {protocol}, fractions of the {lm.ratio_of}"
-    return "\n".join([first, "", as_table(results), "", *sorted(notes), f"written: {written}"])
+    return "\n".join([first, "", as_table(results), "", *sorted(notes), written(cells.path, drawn)])
 
 
 def own_tasks(config: EvaluatorConfig) -> TaskManager | None:
@@ -278,25 +280,25 @@ def panels(
     results: dict[Setting, dict[str, dict[str, Any]]],
 ) -> list[tuple[str, dict[str, list[tuple[float, float, float]]]]]:
     """For `plot_curves`: one panel per (sub)task, one curve per kind of setting."""
-    found: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    by_task: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for setting, tasks in results.items():
         for result in tasks.values():
             for name, metrics in result["metrics"].items():
                 point = (share_kept([result]), *main_metric(metrics)[1:])
-                curves = found.setdefault(name, {})
+                curves = by_task.setdefault(name, {})
                 curves.setdefault(setting.kind + setting.star, []).append(point)
-    return list(found.items())
+    return list(by_task.items())
 
 
 @contextmanager
 def lm_eval_arguments(arguments: Sequence[str]) -> Iterator[None]:
     """lm-eval reads the command line itself, so for its sake this is it."""
-    own = sys.argv
+    before = sys.argv
     sys.argv = ["h2o eval", "run", *arguments]
     try:
         yield
     finally:
-        sys.argv = own
+        sys.argv = before
 
 
 @contextmanager

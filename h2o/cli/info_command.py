@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for machines")
 
 
-def run(options: argparse.Namespace) -> int:
-    """The exit code: 0 where the answer is a good one. Errors: UserError (`h2o.errors`)."""
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code: 0 where the answer is a good one. Raises: UserError (`h2o.errors`)."""
     if options.model:
         return print_support(options.model, options.json)
     if options.check:
@@ -55,8 +55,9 @@ def run(options: argparse.Namespace) -> int:
 def print_support(name: str, as_json: bool) -> int:
     """From a hub name's or folder's config alone. The exit code is 0 if h2o serves the model."""
     from h2o import models
+    from h2o.hf.support import supports
 
-    support = models.support(name)
+    support = supports(models.config_of(name))
     print(json.dumps(asdict(support), indent=2) if as_json else support)
     return 0 if support else 1
 
@@ -67,19 +68,20 @@ def print_check(as_json: bool) -> int:
     from h2o.errors import UserError
 
     try:
-        found = backends.check()
+        mistakes = backends.check()
     except RuntimeError as error:
         raise UserError(str(error)) from error
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(mistakes, indent=2))
     else:
-        for device, mistakes in found.items():
-            for line in mistakes or ["every operation answers as the torch backend does"]:
+        for device, lines in mistakes.items():
+            for line in lines or ["every operation answers as the torch backend does"]:
                 print(f"{device}  {line}")
-    return 1 if any(found.values()) else 0
+    return 1 if any(mistakes.values()) else 0
 
 
 def readable(value: Any) -> str:
+    """A value as a reader takes it."""
     if value is None:
         return "not installed"
     if isinstance(value, dict):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from h2o.cli import texts
+from h2o.cli.cache_options import OPTIONS, add_cache_options, config_from
 
 DESCRIPTION = """\
 What a model attends to in a text, and what an H2O cache would keep of it: the H2O paper's
@@ -23,6 +21,9 @@ EPILOG = """\
 Beside PAGE.html a folder PAGE gets the pictures as PNG, numbers.json and, where pandas is
 installed, layers.csv, heads.csv and keys.csv.gz.
 """
+CACHE_FIELDS = tuple(name for name in OPTIONS if name not in ("positions", "shares"))
+"""What is measured is one forward pass over the text, in which keys stay where they came."""
+
 COMPARE = "h2o:0.05,h2o:0.1,h2o:0.2,h2o:0.4,robust:0.2,sink:4+0.2,local:0.2"
 
 
@@ -39,10 +40,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="auto: as the model was saved")  # fmt: skip
     add("--tokens", type=int, metavar="N", help="only the first so many of the text; default: as "
         "many as the model has positions")  # fmt: skip
-    add("--heavy", type=amount, default=0.1, metavar="K", help="heavy hitters: a number of tokens "
-        "(256) or a fraction of the text (%(default)s)")  # fmt: skip
-    add("--recent", type=amount, default=0.1, metavar="K", help="newest tokens (%(default)s)")
-    add("--sinks", type=int, default=0, metavar="N", help="first tokens (%(default)s)")
+    add_cache_options(p, CACHE_FIELDS)
     add("--prompt-len", type=int, default=1, metavar="N",
         help="tokens before the first eviction (%(default)s)")  # fmt: skip
     add("--compare", default=COMPARE, metavar="SETTINGS", help="caches whose retained attention "
@@ -52,18 +50,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print the numbers as well")
 
 
-def amount(text: str) -> int | float:
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
-
-
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Raises UserError for what the user can put right."""
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code. Raises: UserError."""
     from h2o.errors import UserError
     from h2o.filesystem import make_writable
+    from h2o.processes import refuse_several
 
+    refuse_several("h2o analyze")
     for name in ("tokens", "prompt_len"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -72,7 +65,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("argument --removal-tokens: must be 0 or at least 3")
     text = None if options.text is None else texts.read(parser, "--text", options.text)
     try:
-        from h2o.draw.extras import need
+        from h2o.draw import need
 
         need("matplotlib")
         if not options.output.suffix:
@@ -81,30 +74,26 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         measure(options, text)
     except (ImportError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
+    return 0
 
 
 def measure(options: argparse.Namespace, text: str | None) -> None:
     """Loads, measures and writes; says on stderr what takes long."""
-    start = time.perf_counter()
-
-    def say(what: str) -> None:
-        print(f"{time.perf_counter() - start:6.1f} s  {what}", file=sys.stderr, flush=True)
-
     from h2o import models
     from h2o.analysis.analyze import analyze
     from h2o.analysis.write import write
-    from h2o.config import H2OConfig
     from h2o.evaluate.setting import parse_all
-    from h2o.generate import DOCUMENT
+    from h2o.progress import stopwatch
 
-    config = H2OConfig(options.heavy, options.recent, options.sinks)
+    say = stopwatch()
+    config = config_from(options)
     settings = parse_all(options.compare) if options.compare != "none" else []
     for setting in settings:
         if setting.variant != "h2o":
             raise ValueError(f"--compare {setting.name}: no cache; {COMPARE} are")
     model, tokenizer = models.load(options.model, dtype=options.dtype, say=say)
     if text is None:
-        text = resources.files("h2o").joinpath(f"data/{DOCUMENT}").read_text("utf-8")
+        text = texts.article()
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     total = ids.shape[1]
@@ -125,7 +114,7 @@ def measure(options: argparse.Namespace, text: str | None) -> None:
         tokenizer,
         options.output,
         model=options.model or models.DEFAULT_MODEL,
-        source=options.text or DOCUMENT,
+        source=options.text or texts.ARTICLE,
         configs={setting.name: setting.config for setting in settings},
         removal=removal,
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from h2o.evaluate.speed import Request, Result
+    from h2o.evaluate.speed import Result
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "check", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,21 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The exit code. Raises: UserError (`h2o.errors`)."""
-    request = checked(parser, options)
-
     from h2o import models
     from h2o.evaluate import speed
     from h2o.filesystem import make_writable, whole
 
     if options.output:
         make_writable(options.output.parent)
-    models.quiet_libraries()
     models.need_transformers()
     if options.threads:
         import torch
 
         torch.set_num_threads(options.threads)
-    result = speed.measure(request, (lambda text: None) if options.json else models.say)
+    result = speed.measure(options.request, (lambda text: None) if options.json else models.say)
     text = json.dumps(asdict(result), indent=2)
     if options.output:
         with whole(options.output) as draft:
@@ -68,8 +65,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 0
 
 
-def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Request:
-    """What is asked for; ends with an error message where that makes no sense."""
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends with an error message where what is asked for makes no sense; else it is `request`."""
     from h2o.evaluate import setting
     from h2o.evaluate.speed import Request
 
@@ -90,7 +87,7 @@ def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Req
         if not one.dropping:
             parser.error(f"argument --compare: {one.name} is a simulation, no cache")
     full = setting.parse("full")
-    return Request(
+    options.request = Request(
         settings=[full, *(one for one in settings if one.variant != "full")],
         prompts=options.prompts,
         model=options.model,

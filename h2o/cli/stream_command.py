@@ -7,9 +7,11 @@ import dataclasses
 import io
 import json
 import sys
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from h2o.cli import texts
+from h2o.cli.cache_options import add_cache_options
 
 if TYPE_CHECKING:
     from h2o.stream.run import Reader
@@ -36,8 +38,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "20000 of the shipped article")  # fmt: skip
     add("--caches", default=CACHES, metavar="SETTINGS", help="written as for h2o eval, budgets in "
         "tokens; full is the full cache, until it runs out of positions (%(default)s)")  # fmt: skip
-    add("--positions", choices=("rolled", "original"), default="rolled", help="of keys: their rank "
-        "in the cache, or where they stood in the text (%(default)s)")  # fmt: skip
+    add_cache_options(p, ("positions",))
+    p.set_defaults(positions="rolled")  # the others end where the model's positions do
     add("--chunk", type=int, default=1, metavar="N", help="tokens of a forward pass: more are "
         "faster, and evicted together (%(default)s)")  # fmt: skip
     add("--every", type=int, default=500, metavar="N", help="a point for so many (%(default)s)")
@@ -53,8 +55,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=200, metavar="N", help="of a reply (%(default)s)")
 
 
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Raises UserError for what the user can put right."""
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code. Raises: UserError."""
     from h2o.errors import UserError
 
     for name in ("tokens", "chunk", "every", "max_new_tokens"):
@@ -67,6 +69,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         (chat if options.chat else stream)(options)
     except (OSError, UnicodeDecodeError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
+    return 0
 
 
 def chat(options: argparse.Namespace) -> None:
@@ -106,7 +109,8 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
 def stream(options: argparse.Namespace) -> None:
     from h2o import models
     from h2o.evaluate.setting import parse_all
-    from h2o.generate import DOCUMENT, Progress, versions
+    from h2o.generation import versions
+    from h2o.progress import Progress
     from h2o.stream import text
     from h2o.stream.run import Reader, read
 
@@ -127,7 +131,7 @@ def stream(options: argparse.Namespace) -> None:
     result = {
         "model": options.model or models.DEFAULT_MODEL,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "text": f"{DOCUMENT}, repeated" if shipped else Path(options.text).name,
+        "text": f"{texts.ARTICLE}, repeated" if shipped else Path(options.text).name,
         "positions": options.positions,
         "chunk": options.chunk,
         "every": options.every,
@@ -146,10 +150,8 @@ def stream(options: argparse.Namespace) -> None:
 
 
 def opened(name: str | None) -> TextIO:
-    from h2o.generate import DOCUMENT
-
     if name is None:
-        return io.StringIO(resources.files("h2o").joinpath(f"data/{DOCUMENT}").read_text("utf-8"))
+        return io.StringIO(texts.article())
     if name == "-":
         return open(sys.stdin.fileno(), encoding="utf-8-sig", closefd=False)
     return open(name, encoding="utf-8-sig")

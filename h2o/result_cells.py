@@ -1,22 +1,23 @@
-"""What all evaluations share: provenance, files that survive interruption, tables, plots."""
+"""Results on disk, for all that measures a model: what they depend on, and files of them that a run
+which was interrupted goes on with.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
-import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from h2o import ops
+from h2o import model_identity, ops
 from h2o.errors import UserError
-from h2o.evaluate.processes import ALONE, Processes, launched
-from h2o.filesystem import alone, make_writable
+from h2o.filesystem import atomic_write, locked, make_writable
+from h2o.packages import versions
+from h2o.processes import ALONE, Processes
 
-__all__ = ["Cells", "fingerprint", "plot_curves", "provenance", "table"]
+__all__ = ["Cells", "fingerprint", "provenance"]
 
 Work = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 """The facts of a result, and what measures it."""
@@ -28,24 +29,17 @@ def provenance(
     model: Any, tokenizer: Any, name: str, seeds: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """What a result depends on beside its setting: model, versions, machine, seeds."""
-    from h2o.evaluate import identity  # imports torch, which --help does without
-
+    device = model.device.type
     return {
         "model": name,
-        "weights": identity.of_model(model, tokenizer),
+        "weights": model_identity.of_model(model, tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": versions(*PACKAGES),
         "python": platform.python_version(),
         "core": ops.info()["level"],
         "seeds": seeds or {},
+        **({"device": device} if device not in ("cpu", "meta") else {}),  # meta: all is offloaded
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 class Cells:
@@ -53,12 +47,12 @@ class Cells:
 
     Every cell is filed under all that its numbers depend on. A run that finds a cell under the
     same facts takes it instead of measuring again; cells under other facts stay in the file
-    untouched. The file is replaced as a whole, never written in part, and what other processes
+    untouched. The file is replaced at once, never written in part, and what other processes
     have put into it meanwhile is kept.
 
     Of several processes the first one reads and writes it, and the others know what it knows.
 
-    Errors: UserError for a file of another kind, and for a folder that cannot be written to.
+    Raises: UserError for a file of another kind, and for a folder that cannot be written to.
     """
 
     def __init__(self, path: Path, kind: str, processes: Processes = ALONE) -> None:
@@ -91,12 +85,10 @@ class Cells:
         """Returns the result as the file has it. Called by every process with the same."""
         cell = _plain({"facts": facts, "result": result})
         if self.processes.first:
-            with alone(self.path):
+            with locked(self.path), atomic_write(self.path) as draft:
                 self.cells = self.cells | self._read() | {fingerprint(facts): cell}
-                draft = self.path.with_suffix(".tmp")
                 content = {"kind": self.kind, "cells": list(self.cells.values())}
                 draft.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-                os.replace(draft, self.path)
         self.cells = self.processes.of_first(self.cells)
         return cell["result"]
 
@@ -129,51 +121,3 @@ def fingerprint(facts: dict[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     """As it will be read back from JSON."""
     return json.loads(json.dumps(value, default=str))
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Plain text in columns; all but the first are aligned to the right."""
-    cells = [[str(cell) for cell in row] for row in [header, *rows]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        first, *rest = zip(row, widths, strict=True)
-        texts = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
-        lines.append("  ".join(texts).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
-def plot_curves(
-    path: Path,
-    panels: Sequence[tuple[str, dict[str, list[tuple[float, float, float]]]]],
-    ylabel: str,
-) -> bool:
-    """One panel per (title, {curve: [(budget in per cent, value, standard error)]}), as PNG.
-
-    A curve with one point at 100% is drawn as a dashed line: the full cache. False, and nothing
-    is written, without matplotlib; nor by any but the first of several processes.
-    """
-    if not launched().first:
-        return False
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
-    for index, (title, curves) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), index + 1)
-        ticks = sorted({round(point[0], 3) for points in curves.values() for point in points})
-        for name, points in sorted(curves.items()):
-            x, y, error = zip(*sorted(points), strict=True)
-            if x == (100.0,):
-                axes.axhline(y[0], linestyle="--", color="grey", label=name)
-            else:
-                axes.errorbar(x, y, yerr=error, marker="o", capsize=2, label=name)
-        axes.set_xscale("log")
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set(title=title, xlabel="keys kept, % of the text", ylabel=ylabel)
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    return True

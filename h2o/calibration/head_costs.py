@@ -64,8 +64,10 @@ def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> di
         logits = model(ids[None].to(model.device), use_cache=False).logits
         for draw in range(draws):
             said = _likelihood_gradient(logits[0].detach(), generator)
-            found = torch.autograd.grad(logits, outputs, said[None], retain_graph=draw + 1 < draws)
-            for watched, gradient in zip(layers.values(), found, strict=True):
+            gradients = torch.autograd.grad(
+                logits, outputs, said[None], retain_graph=draw + 1 < draws
+            )
+            for watched, gradient in zip(layers.values(), gradients, strict=True):
                 watched.gradients.append(gradient[0].float())
     return layers
 
