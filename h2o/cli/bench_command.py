@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from h2o.evaluate.speed import Request, Result
+    from h2o.evaluate.speed import Result
 
 __all__ = ["add_arguments", "check", "run"]
 
@@ -43,11 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="FILE", help="write that object to a file too")
 
 
-def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Adds the `request` to the options."""
-    options.request = checked(parser, options)
-
-
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
@@ -70,8 +65,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 0
 
 
-def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Request:
-    """What is asked for; ends with an error message where that makes no sense."""
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends with an error message where what is asked for makes no sense; else it is `request`."""
     from h2o.evaluate import setting
     from h2o.evaluate.speed import Request
 
@@ -92,7 +87,7 @@ def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Req
         if not one.dropping:
             parser.error(f"argument --compare: {one.name} is a simulation, no cache")
     full = setting.parse("full")
-    return Request(
+    options.request = Request(
         settings=[full, *(one for one in settings if one.variant != "full")],
         prompts=options.prompts,
         model=options.model,
