@@ -476,8 +476,8 @@ def test_reader_that_goes_away(tiny):
 
 @pytest.mark.slow
 def test_shipped_document_with_the_default_model(capsys):
-    """What `make demo` shows: a fifth of the cache keeps the subject, so does a tenth of the bytes
-    with what h2o knows of the model, and a window of that fifth does not."""
+    """What `make demo` shows: a fifth of the cache keeps the subject, a tenth of the bytes with what
+    h2o knows of the model answers as the full cache does, and a window of that fifth neither."""
     from h2o import models
 
     try:
@@ -486,7 +486,7 @@ def test_shipped_document_with_the_default_model(capsys):
         pytest.skip(str(error))
     result = generated(capsys, "--compare")
     assert result["prompt_tokens"] > 2000
-    _, ours, calibrated, local = result["runs"]
+    full, ours, calibrated, local = result["runs"]
     assert calibrated["mode"] == "calibrated"
     assert calibrated["kv_bytes_held"] < 0.1 * calibrated["kv_bytes_full"]
     for run in (ours, local):
@@ -496,6 +496,8 @@ def test_shipped_document_with_the_default_model(capsys):
     for run in result["runs"]:
         subject = run is not local
         assert ("Marrow Point" in run["text"]) is subject, run["text"]
+    for run in (full, calibrated):
+        assert "headland of dark slate on the eastern shore of Tessaly Bay" in run["text"]
 
 
 # ---- Streams, texts and numbers that are not what they should be --------------------------------

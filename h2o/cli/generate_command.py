@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "caches", "check", "run"]
 
-QUESTION = "Briefly summarize the following article."
-"""About the shipped article, when the user gives no prompt."""
+QUESTION = "What is Marrow Point?"
+"""Follows the shipped article, when the user gives no prompt: its first sentence has the answer."""
 
 TENTH = 0.1
 """Of a full cache's bytes: what the preset of a comparison may take."""
@@ -80,7 +80,7 @@ def generate(options: argparse.Namespace) -> Result:
     from h2o.progress import Progress
 
     shipped, progress = is_shipped(options), Progress(quiet=options.json)
-    parts = (QUESTION, texts.article()) if shipped else (options.prompt, options.document)
+    parts = (texts.article(), QUESTION) if shipped else (options.prompt, options.document)
     text = "\n\n".join(part.strip() for part in parts if part and part.strip())
     if not text:
         raise UserError("the prompt is empty")
