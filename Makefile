@@ -12,7 +12,7 @@ SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
 .PHONY: help demo bench cuda test no-cxx test-all test-c test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
-	lint format notebooks stubs docs docs-links wheels test-wheels clean
+	lint format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -21,7 +21,7 @@ help: ## this list
 demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of its bytes, and a sliding window
 	$(BIN)/h2o generate --compare
 
-bench: .venv/core .venv/test ## every benchmark of benchmarks/README.md; an hour on a quiet machine
+bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
 
 test: lint test-c $(if $(shell command -v $(CXX)),test-cuda,no-cxx) balance test-python ## everything but the slow tests
@@ -327,6 +327,9 @@ stubs: .venv/core .venv/lint ## the type stubs against the compiled core
 
 docs: .venv/core .venv/docs ## the documentation as a site in build/site; any warning or dead link in it fails
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/site
+
+pictures: .venv/core .venv/test ## README's picture, docs/results.svg, from the tables of the documents
+	$(BIN)/python tools/draw_results.py
 
 docs-links: .venv/core .venv/docs ## asks every link of the documentation that leads elsewhere
 	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links

@@ -451,8 +451,8 @@ def shell(line, **kwargs):
         ("h2o generate --prompt-file - <&-", 2, "standard input is closed"),
         ("h2o generate --prompt $'\\xff\\xfe'", 2, "argument --prompt: not a text in UTF-8"),
         ("printf '\\xff' | h2o generate --prompt-file -", 2, "not a text in UTF-8"),
-        ("h2o bench nope", 2, "no table 'nope'"),
-        ("h2o bench --quick --rounds 0", 2, "--rounds: must be at least 1"),
+        ("h2o bench nope", 2, "unrecognized arguments: nope"),
+        ("h2o bench --rounds 0", 2, "--rounds: must be at least 1"),
         ("h2o bench --tokens 0", 2, "--tokens: must be at least 1"),
         ("h2o bench --prompts 512 0", 2, "--prompts: must be at least 1"),
         ("h2o bench --threads 0", 2, "--threads: must be at least 1"),
@@ -474,7 +474,7 @@ def test_one_line_says_what_is_wrong(line, code, words):
 
 def test_bench_knows_first_that_it_cannot_write(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
-    assert cli.main(["bench", "prefill", "--quick", "--output", str(tmp_path / "file")]) == 1
+    assert cli.main(["bench", "--output", str(tmp_path / "file" / "bench.json")]) == 1
     printed = capsys.readouterr()
     assert "name another output folder" in printed.err.splitlines()[-1]
     assert not printed.out
@@ -494,7 +494,8 @@ def beside(folder, *arguments):
     [
         (["eval", "--help"], 0, ""),
         (["bench", "--help"], 0, ""),
-        (["bench", "nope"], 2, "no table 'nope'"),
+        (["bench", "--budgets", "few"], 2, "could not convert"),
+        (["bench"], 1, "pip install 'h2o-kv[hf]'"),
         (["eval", "--perplexity", "README.md"], 1, "pip install 'h2o-kv[hf]'"),
     ],
 )

@@ -226,7 +226,7 @@ def test_core_is_imported_where_backends_are_chosen():
 
 def test_nothing_that_serves_leans_on_the_oracle():
     """It is written to be read, and is what others are judged by."""
-    assert all(name.startswith("h2o/bench/") for name in importers("h2o.reference"))
+    assert not importers("h2o.reference")
     assert importers("h2o.reference_merging") == {"h2o/reference.py"}
 
 
@@ -240,7 +240,7 @@ def test_the_torch_backend_waits_for_no_device():
 
 def test_transformers_is_imported_where_it_is_served():
     allowed = {"h2o/models.py", "h2o/generation.py"}
-    folders = ("h2o/hf/", "h2o/evaluate/", "h2o/bench/", "h2o/stream/")
+    folders = ("h2o/hf/", "h2o/evaluate/", "h2o/stream/")
     for name in importers("transformers"):
         assert name in allowed or name.startswith(folders), name
 
@@ -399,3 +399,14 @@ def test_project_stands_alone():
     for name, text in sources(".", *endings).items():
         found = paths.search(text)
         assert not found, f"{name}: {found[0]}"
+
+
+def test_what_is_installed_needs_nothing_that_is_not():
+    """Benchmarks, tests and tools lie beside the package."""
+    for room in ("benchmarks", "tests", "tools", "examples"):
+        assert not importers(room), room
+    benchmarks = sources("benchmarks", ".py")
+    assert "benchmarks/runner.py" in benchmarks
+    for name, text in benchmarks.items():
+        assert len(text.splitlines()) <= 400, name
+        assert "h2o._core" not in imports(text), name

@@ -39,7 +39,7 @@ COMMANDS = (
     Command("analyze", "h2o.cli.analyze_command", "see heavy hitters: a page of one text"),
     Command("calibrate", "h2o.cli.calibrate_command", "which heads need more of a cache"),
     Command("stream", "h2o.cli.stream_command", "text without end, a chat without end"),
-    Command("bench", "h2o.cli.bench_command", "time h2o beside its peers"),
+    Command("bench", "h2o.cli.bench_command", "time a model, full cache and h2o"),
 )
 
 

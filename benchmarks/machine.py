@@ -19,15 +19,16 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import h2o.ops
+from h2o import packages
 from h2o.models import cache_folder
 
+PACKAGES = ("torch", "transformers", "numpy")
 SOURCE = Path(__file__).with_name("roofline.c")
 
 
@@ -40,19 +41,13 @@ def cache_dir() -> Path:
 
 def describe() -> dict[str, Any]:
     """The head of every result file."""
-    packages = {}
-    for name in ("torch", "transformers", "numpy"):
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            packages[name] = None
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "caches": cache_sizes(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": packages,
+        "packages": {name: packages.version(name) for name in PACKAGES},
         "torch_threads": torch.get_num_threads(),
         "h2o": h2o.ops.info(),
     }
@@ -162,8 +157,8 @@ def _parallel_for() -> Callable[[int, Any, Any], None]:
 
 
 def _python_threads(threads: int, function: Any, context: Any) -> None:
-    def share(t: int) -> None:
+    def work(t: int) -> None:
         function(ctypes.c_int64(t), ctypes.c_int64(t + 1), context)
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(share, range(threads)))
+        list(pool.map(work, range(threads)))

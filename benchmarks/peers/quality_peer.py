@@ -47,7 +47,7 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from plain(getattr(tensor, name))
 
 
-def held(cache: Cache, tokens: int) -> int:
+def bytes_held(cache: Cache, tokens: int) -> int:
     """Bytes of keys and values; without quantisation of so many tokens, as AdaKV only masks what
     it drops."""
     total = 0
@@ -81,12 +81,12 @@ for line in sys.stdin:
             press = METHODS[method](1 - (kept + 0.5) / prompt)(model)
         with press:
             model.model(input_ids=ids[:, :prompt], past_key_values=cache)
-        answer = {"bytes": {"cut": held(cache, kept)}}
+        answer = {"bytes": {"cut": bytes_held(cache, kept)}}
         rest = ids[:, prompt:]
         positions = torch.arange(prompt, ids.shape[1])[None]
         logits = model(rest, past_key_values=cache, position_ids=positions).logits[0, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits, rest[0, 1:], reduction="none")
-        answer["bytes"]["end"] = held(cache, kept + rest.shape[1])
+        answer["bytes"]["end"] = bytes_held(cache, kept + rest.shape[1])
         answer["loss"] = loss.tolist()
     if method != "AdaKV":
         assert cache.get_seq_length() == kept + rest.shape[1]

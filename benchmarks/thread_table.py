@@ -15,9 +15,10 @@ from torch.nn.functional import linear
 
 import h2o.ops
 
-from . import inputs, rivals
-from .measure import Contender, Row, race
+from . import inputs
 from .options import Options
+from .peers import torch_peers
+from .timing import Contender, Row, race
 
 
 def threads(options: Options) -> Iterator[Row]:
@@ -33,8 +34,8 @@ def threads(options: Options) -> Iterator[Row]:
     )
     token = [x[:, :, 1600:1601].contiguous() for x in (query, keys, values)]
     out = query.new_empty(1, 1, 9, 64)
-    held = slots.keys[:, :, :1500], slots.values[:, :, :1500]
-    _, sdpa = rivals.fastest(rivals.sdpa(token[0], *held, causal=False))
+    kept = slots.keys[:, :, :1500], slots.values[:, :, :1500]
+    _, sdpa = torch_peers.fastest(torch_peers.sdpa(token[0], *kept, causal=False))
 
     def step() -> None:
         h2o.ops.step(*token, slots, out=out)

@@ -13,11 +13,15 @@ import h2o.ops
 from h2o import reference
 from h2o.kv_dtype import stored_bytes
 
-from . import inputs
-from .measure import Contender, Row, race
+from . import correctness, inputs
 from .options import Options
+from .timing import Contender, Row, race
+
+KV_DTYPES = ("int8", "int8-int4")
+"""Those that are not a dtype of torch, fewest bits last."""
 
 MERGE = 0.85
+"""The least cosine at which an evicted key goes into another."""
 
 
 def bits(options: Options) -> Iterator[Row]:
@@ -29,13 +33,13 @@ def bits(options: Options) -> Iterator[Row]:
         text = inputs.text(B, H, G, k + 33, D, dtype)
         out = text[0].new_empty(B, 1, H, D)
         contenders = [Contender(name, steps(text, k, k, out, layers))]
-        for kind in ("int8", "int8-int4"):
+        for kind in KV_DTYPES:
             more = k * 2 * D * dtype.itemsize // sum(stored_bytes(kind, D) or ())
             longer = inputs.text(B, H, G, more + 33, D, dtype)
             contenders.append(Contender(kind, steps(text, k, k, out, layers, kv_dtype=kind)))
             ours = steps(longer, more, more, out, layers, kv_dtype=kind)
             contenders.append(Contender(f"{kind}, {more} keys", ours))
-        error = check(longer, k, k, kv_dtype="int8-int4")
+        error = check(longer, k, k, kv_dtype=KV_DTYPES[-1])
         times = race(contenders, options.rounds)
         case = f"B={B}, H={H}, G={G}, D={D}, {layers} layers in turn"
         for ours in contenders[1:]:
@@ -80,27 +84,28 @@ def merging(options: Options) -> Iterator[Row]:
         yield Row(
             "P15", "cut of a prompt, merging / dropping", f"{name}, {case}",
             ours=times[f"cut {MERGE}"], peer=times["cut None"], error=error,
-            facts={"added, share of the prefill": added / times["prefill"].median},
+            facts={"added, fraction of the prefill": added / times["prefill"].median},
         )  # fmt: skip
 
 
 def uneven(options: Options) -> Iterator[Row]:
     """P16: the decode step over heads of 0.3 to 1.7 times the mean, against even ones."""
     B, H, G, D, k = (1, 4, 2, 64, 24) if options.quick else (1, 32, 8, 128, 1024)
-    shares = torch.linspace(0.3, 1.7, G)
-    shares[-1] = G - shares[:-1].sum()
-    own = (shares * k).int().tolist()
+    multiples = torch.linspace(0.3, 1.7, G)
+    multiples[-1] = G - multiples[:-1].sum()
+    budgets = (multiples * k).int().tolist()
     for name, dtype in options.wanted("float32", "bfloat16"):
         text = inputs.text(B, H, G, 4 * k + 33, D, dtype)
         out = text[0].new_empty(B, 1, H, D)
         contenders = [
             Contender("even", steps(text, 4 * k, k, out, 1)),
-            Contender("uneven", steps(text, 4 * k, own, out, 1)),
+            Contender("uneven", steps(text, 4 * k, budgets, out, 1)),
         ]
         times = race(contenders, options.rounds)
         yield Row(
-            "P16", "decode step, uneven heads / even", f"{name}, H={H}, G={G}, D={D}, {own} keys",
-            ours=times["uneven"], peer=times["even"], error=check(text, 4 * k, own),
+            "P16", "decode step, uneven heads / even",
+            f"{name}, H={H}, G={G}, D={D}, {budgets} keys",
+            ours=times["uneven"], peer=times["even"], error=check(text, 4 * k, budgets),
         )  # fmt: skip
 
 
@@ -123,7 +128,7 @@ def filled(
     text: Sequence[Tensor], n: int, budget: int | list[int], kv_dtype: str | None,
     merge: float | None,
 ) -> Any:  # fmt: skip
-    """Slots after a prompt of n tokens; `budget` of all heads or of each."""
+    """Slots after a prompt of n tokens; `budget`: keys of every head, or of each."""
     _, keys, values = text
     each = [budget] if isinstance(budget, int) else budget
     slots = h2o.ops.new_slots(
@@ -153,8 +158,8 @@ def check(
         true = reference.step(*token(text, i), truth, merge=merge).double()
         error = max(error, ((out.double() - true).norm() / true.norm()).item())
         if not error < (1e-4 if out.dtype == torch.float32 else 1e-2):
-            raise inputs.WrongResult(f"out differs by {error:.1e}")
-    return f"out differs by {error:.0e}, {inputs.check_kept(ours, truth, 4)}"
+            raise correctness.WrongResult(f"out differs by {error:.1e}")
+    return f"out differs by {error:.0e}, {correctness.check_kept(ours, truth, 4)}"
 
 
 def cutting(

@@ -20,10 +20,10 @@ from torch import Tensor
 import h2o
 from h2o import models
 
-from .measure import Contender, Row, Times, race
+from .model_tables import BUDGET, Decoding, Generation, load, prompt
 from .options import Options
-from .peers import Peer, PeerMissing
-from .whole_model import SHARE, Decoding, Generation, load, prompt
+from .peers.environments import Peer, PeerMissing
+from .timing import Contender, Row, Times, race
 
 WEIGHTS = ("float32", "bfloat16", "int8", "int4")
 BATCH, LENGTH, NEW = 16, 500, 64
@@ -102,12 +102,12 @@ def openvino(options: Options) -> Iterator[Row]:
             }
             others = [
                 Engine("OpenVINO, full cache", peer, **request, kept=0),
-                Engine("OpenVINO, cache eviction", peer, **request, kept=int(length * SHARE)),
+                Engine("OpenVINO, cache eviction", peer, **request, kept=int(length * BUDGET)),
             ]
             contenders = [Contender(way.name, way, own_clock=True) for way in (ours, *others)]
             prefill = race(contenders, options.rounds)
             for other in others:
-                case = f"{dtype}, {length} tokens, keys kept {SHARE:.0%}"
+                case = f"{dtype}, {length} tokens, keys kept {BUDGET:.0%}"
                 facts = {"prompt tokens of the peer": other.prompt}
                 yield Row(
                     "P10", f"SmolLM2, prefill / {other.name}", case,
@@ -147,7 +147,7 @@ class Steps:
     def __init__(self, name: str, model: Any, ids: Tensor, compiled: bool, steps: int) -> None:
         self.name, self.steps = name, steps
         model.set_attn_implementation("h2o")
-        half = max(1, int(ids.shape[1] * SHARE / 2))
+        half = max(1, int(ids.shape[1] * BUDGET / 2))
         cache = h2o.H2OCache(model.config, heavy=half, recent=half, compileable=compiled)
         self.decoding = Decoding(model, ids, cache, compiled)
 
@@ -182,11 +182,11 @@ def compiled(options: Options) -> Iterator[Row]:
             for weights in WEIGHTS:
                 ours = times[ways[weights, "compiled"].name]
                 eager = times[ways[weights, "eager"].name]
-                rivals = {engine.name: engine.decode_times(options.rounds) for engine in engines}
-                for name, peer in {"eager": eager, **rivals}.items():
+                others = {engine.name: engine.decode_times(options.rounds) for engine in engines}
+                for name, peer in {"eager": eager, **others}.items():
                     yield Row(
                         "P21", f"SmolLM2, a decoded token, compiled / {name}",
-                        f"{weights} weights, {length} tokens, keys kept {SHARE:.0%}",
+                        f"{weights} weights, {length} tokens, keys kept {BUDGET:.0%}",
                         ours=ours, peer=peer,
                     )  # fmt: skip
 
@@ -216,7 +216,7 @@ def batch(options: Options) -> Iterator[Row]:
     for peer in times.values():
         yield Row(
             "P22", f"SmolLM2, a batch, prompts to text / {peer.name}",
-            f"bfloat16, {rows} prompts of {length} tokens and {new} more, keys kept {SHARE:.0%}",
+            f"bfloat16, {rows} prompts of {length} tokens and {new} more, keys kept {BUDGET:.0%}",
             ours=ours, peer=peer,
             facts={
                 "tokens a second": rows * new / ours.median,

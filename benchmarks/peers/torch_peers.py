@@ -121,8 +121,8 @@ def masked_simulation(
     """What `h2o.ops.simulate` computes, by a Python loop over rows that fills an n x n mask, and
     attention under it.
 
-    Each row is a softmax over what is still held, added to the scores of its group; then the keys
-    outside the recent window compete, and the lowest leaves: less work than a topk.
+    Each row is a softmax over the keys that are still kept, added to the scores of its group; then
+    of the keys outside the recent window the lowest is evicted: less work than a topk.
 
     Returns:
         (out [B,H,n,D], mask [B,G,n,n] bool)
@@ -134,18 +134,18 @@ def masked_simulation(
     logits = (grouped @ keys[:, :, None].transpose(-1, -2)) * D**-0.5
     logits = logits.float()
     seen = torch.zeros(B, G, n, n, dtype=torch.bool)
-    held = torch.zeros(B, G, n, dtype=torch.bool)
+    kept = torch.zeros(B, G, n, dtype=torch.bool)
     scores = torch.zeros(B, G, n)
     for i in range(n):
-        held[..., i] = True
-        seen[..., i, :] = held
-        row = logits[..., i, :].masked_fill(~held[:, :, None], -torch.inf)
+        kept[..., i] = True
+        seen[..., i, :] = kept
+        row = logits[..., i, :].masked_fill(~kept[:, :, None], -torch.inf)
         scores += row.softmax(-1).sum(2)
         if i + 1 > heavy + recent:
             rank = scores[..., : i + 1 - recent].masked_fill(
-                ~held[..., : i + 1 - recent], torch.inf
+                ~kept[..., : i + 1 - recent], torch.inf
             )
-            held.scatter_(-1, rank.argmin(-1, keepdim=True), False)
+            kept.scatter_(-1, rank.argmin(-1, keepdim=True), False)
     p = logits.masked_fill_(~seen[:, :, None], -torch.inf).softmax(-1).to(values.dtype)
     out = p @ values[:, :, None]
     return out.view(B, H, n, D), seen

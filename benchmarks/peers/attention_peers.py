@@ -1,4 +1,4 @@
-"""Others' attention on a GPU, each as its own users call it."""
+"""Others' attention over the same tensors, each as its own users call it; most are for a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import rivals
-from .inputs import WrongResult
+from ..correctness import WrongResult
+from . import torch_peers
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -27,7 +27,7 @@ Run = Callable[[], Any]
 
 
 class Offers:
-    """The peers of a row that can be had, and why the others cannot.
+    """The peers of a table that can be had, and why the others cannot.
 
     Attributes:
         runs: by name.
@@ -62,16 +62,16 @@ class Offers:
         """Each way of SDPA, over grouped heads, or over copies for every query head."""
         self.in_turn("", query, [(keys, values)], causal)
 
-    def decode(self, held: str, query: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """One query over the keys and values of each layer in turn."""
-        self.in_turn(f", {held}", query, pairs, causal=False)
-        truth = rivals.sdpa(query, *pairs[0], causal=False)["gqa"]()
-        self.offer(f"FlashInfer, {held}", lambda: flashinfer(query, pairs, truth))
+    def decode(self, keys: str, query: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """One query over keys and values, which are called so, of each layer in turn."""
+        self.in_turn(f", {keys}", query, pairs, causal=False)
+        truth = torch_peers.sdpa(query, *pairs[0], causal=False)["gqa"]()
+        self.offer(f"FlashInfer, {keys}", lambda: flashinfer(query, pairs, truth))
 
     def in_turn(
-        self, held: str, query: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], causal: bool
+        self, suffix: str, query: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], causal: bool
     ) -> None:
-        ways = [rivals.sdpa(query, *pair, causal=causal) for pair in pairs]
+        ways = [torch_peers.sdpa(query, *pair, causal=causal) for pair in pairs]
         for name, backend in BACKENDS.items():
             for heads in ways[0]:
 
@@ -80,7 +80,7 @@ class Offers:
                         for way in ways:
                             way[heads]()
 
-                self.offer(f"SDPA {name}, {heads}{held}", lambda run=run: run)
+                self.offer(f"SDPA {name}, {heads}{suffix}", lambda run=run: run)
 
 
 def flex(query: Tensor, keys: Tensor, values: Tensor) -> Run:

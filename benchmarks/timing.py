@@ -26,8 +26,8 @@ class Clock:
         """Of so many calls, and what the last one returned."""
         start = time.perf_counter()
         for _ in range(calls):
-            told = run()
-        return time.perf_counter() - start, told
+            answer = run()
+        return time.perf_counter() - start, answer
 
 
 HOST = Clock()
@@ -118,8 +118,8 @@ def sample(contender: Contender, calls: int, clock: Clock) -> float:
     """Seconds per call, over so many calls."""
     if contender.before:
         contender.before()
-    spent, told = clock.seconds(contender.run, calls)
-    return told if contender.own_clock else spent / calls
+    spent, answer = clock.seconds(contender.run, calls)
+    return answer if contender.own_clock else spent / calls
 
 
 @dataclass
@@ -134,8 +134,8 @@ class Row:
         ours, peer: times; `peer` is None where the figure stands alone.
         bound: what the roofline figures are: "FMA" or "matmul", "read" or "copy"; None without one.
         peak: FLOP/s or bytes/s of the plain loop in the same rounds.
-        error: what the check against the reference found, before anything was timed.
-        facts: figures beside the times (bytes, shares), name -> number.
+        error: how far it is from the reference, checked before anything was timed.
+        facts: figures beside the times (bytes, fractions), name -> number.
     """
 
     row: str
@@ -156,7 +156,7 @@ class Row:
         return [p / o for p, o in zip(self.peer.samples, self.ours.samples, strict=True)]
 
     def fraction(self) -> float | None:
-        """Our rate as a share of the plain loop's."""
+        """Our rate by the plain loop's."""
         if self.peak is None or self.ours.work is None:
             return None
         rate, peak = self.ours.rate(), self.peak.rate()

@@ -43,14 +43,14 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def facts(row: dict[str, Any]) -> str:
-    """The figures beside the times, and what the check found."""
-    told = [
+    """The figures beside the times, and how far from the reference h2o is."""
+    texts = [
         f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row["facts"].items()
     ]
     if row["error"]:
-        told.append(f"checked: {row['error']}")
-    return "; ".join(told)
+        texts.append(f"checked: {row['error']}")
+    return "; ".join(texts)
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -10,20 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, GenerationConfig, QuantizedCache
+from transformers import (
+    AttentionInterface,
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    QuantizedCache,
+)
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import is_optimum_quanto_available
 
 import h2o
 from h2o import models
-from h2o.hf.attention import register
 
-from .inputs import WrongResult
-from .measure import Contender, Row, Times, race
+from .correctness import WrongResult
 from .options import Options
-from .peers import Peer
+from .peers.environments import Peer
+from .timing import Contender, Row, Times, race
 
-SHARE = 0.2
-"""The budget: this share of the prompt, half of it for heavy hitters, half for recent tokens."""
+BUDGET = 0.2
+"""The budget: this fraction of the prompt, half of it for heavy hitters, half for recent tokens."""
 
 
 def load(dtype: str) -> tuple[Any, Any]:
@@ -37,7 +43,7 @@ def prompt(tokenizer: Any, tokens: int) -> Tensor:
     return torch.tensor([(ids * (tokens // len(ids) + 1))[:tokens]])
 
 
-class Clock:
+class TokenClock:
     """A streamer that notes when generate() hands over each token."""
 
     def __init__(self) -> None:
@@ -75,10 +81,14 @@ def no_attention(module: Any, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor
     return query.transpose(1, 2), None
 
 
+def no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
 FEWEST = "H2OCache, 4% of the bytes"
 
 CONFIGS = {
-    "H2OCache": h2o.H2OConfig.authors(SHARE),
+    "H2OCache": h2o.H2OConfig.authors(BUDGET),
     FEWEST: h2o.H2OConfig.calibrated(0.04, of="bytes"),
 }
 
@@ -93,13 +103,14 @@ ATTENTION = {
 cache can make faster."""
 
 COMPARED = (
-    ("H2OCache", "DynamicCache", f"{SHARE:.0%} of the keys"),
+    ("H2OCache", "DynamicCache", f"{BUDGET:.0%} of the keys"),
     (FEWEST, "DynamicCache", "4% of the bytes"),
     (FEWEST, QUANTIZED, f"4% of the bytes / {QUANTIZED}"),
 )
-"""Ours, against whom, and how that is called."""
+"""Ours, the peer, and how the budget is called."""
 
-register(ATTENTION["no attention"], no_attention)
+AttentionInterface.register(ATTENTION["no attention"], no_attention)
+AttentionMaskInterface.register(ATTENTION["no attention"], no_mask)
 
 
 class Generation:
@@ -124,14 +135,14 @@ class Generation:
             return h2o.H2OCache(self.model.config, CONFIGS[self.name], compileable=self.compiled)
         if self.name == QUANTIZED:
             return QuantizedCache("quanto", self.model.config, nbits=4)
-        made = NoCache if self.name == "no attention" else DynamicCache
-        return made(config=self.model.config)
+        kind = NoCache if self.name == "no attention" else DynamicCache
+        return kind(config=self.model.config)
 
     def __call__(self) -> float:
         """Seconds to the first token; the seconds of each later one go to `decode`."""
         self.model.set_attn_implementation(ATTENTION[self.name])
         self.cache = self.make_cache()
-        clock = Clock()
+        clock = TokenClock()
         start = time.perf_counter()
         self.model.generate(
             self.ids,
@@ -151,8 +162,8 @@ class Generation:
             total = self.cache.report().total
             return total.bytes_held + total.bytes_bookkeeping
         names = ("keys", "values", "_quantized_keys", "_quantized_values")
-        found = [getattr(layer, name, None) for layer in self.cache.layers for name in names]
-        return sum(part.nbytes for x in found if x is not None for part in with_memory(x))
+        tensors = [getattr(layer, name, None) for layer in self.cache.layers for name in names]
+        return sum(part.nbytes for x in tensors if x is not None for part in with_memory(x))
 
     def decode_times(self, rounds: int) -> Times:
         """Of the timed rounds: those before were warm-up."""
@@ -202,17 +213,17 @@ def generate(options: Options) -> Iterator[Row]:
         for length in options.prompts:
             ids = prompt(tokenizer, length)
             ways = [Generation(name, model, ids, options.tokens) for name in names]
-            told = check_full_budget(model, ids[:, :512]) if dtype == "float32" else ""
+            error = check_full_budget(model, ids[:, :512]) if dtype == "float32" else ""
             contenders = [Contender(way.name, way, own_clock=True) for way in ways]
             prefill = race(contenders, options.rounds)
             decode = {way.name: way.decode_times(options.rounds) for way in ways}
-            held = {way.name: way.bytes_held() for way in ways[:-1]}
+            sizes = {way.name: way.bytes_held() for way in ways[:-1]}
             for phase, times in (("prefill", prefill), ("decode", decode)):
                 facts = {
                     "phase": phase,
                     "prompt": length,
                     "dtype": dtype,
-                    "bytes held": held,
+                    "bytes held": sizes,
                     "seconds without attention": times["no attention"].median,
                 }
                 what = "SmolLM2, prefill" if phase == "prefill" else "SmolLM2, a decoded token"
@@ -220,7 +231,7 @@ def generate(options: Options) -> Iterator[Row]:
                     if peer in times:
                         yield Row(
                             "P8", what, f"{dtype}, {length} tokens, {kept}",
-                            ours=times[name], peer=times[peer], error=told, facts=facts,
+                            ours=times[name], peer=times[peer], error=error, facts=facts,
                         )  # fmt: skip
 
 
@@ -243,7 +254,7 @@ def kvpress(options: Options) -> Iterator[Row]:
     """
     length = min(4096, options.prompts[-1])
     folder = str(models.embedded_folder())
-    device = options.where()
+    device = options.target()
     with Peer("kvpress", folder, str(torch.get_num_threads()), device.type) as peer:
         for dtype, _ in options.wanted("float32", "bfloat16"):
             model, tokenizer = load(dtype)
@@ -252,18 +263,18 @@ def kvpress(options: Options) -> Iterator[Row]:
             ids = prompt(tokenizer, length).to(device.type)
 
             def ours(model=model, ids=ids) -> None:
-                cache = h2o.H2OCache(model.config, heavy=SHARE / 2, recent=SHARE / 2)
+                cache = h2o.H2OCache(model.config, heavy=BUDGET / 2, recent=BUDGET / 2)
                 model.model(input_ids=ids, past_key_values=cache)
 
-            request = {"ids": ids[0].tolist(), "dtype": dtype, "ratio": 1 - SHARE}
+            request = {"ids": ids[0].tolist(), "dtype": dtype, "ratio": 1 - BUDGET}
 
-            def theirs(request=request) -> float:
+            def press(request=request) -> float:
                 return peer.ask(**request)["seconds"]
 
-            contenders = [Contender("H2OCache", ours), Contender("kvpress", theirs, own_clock=True)]
+            contenders = [Contender("H2OCache", ours), Contender("kvpress", press, own_clock=True)]
             times = race(contenders, options.rounds, device)
             yield Row(
                 "P11", "SmolLM2, prefill / kvpress ObservedAttention",
-                f"{dtype}, {length} tokens, keys kept {SHARE:.0%}",
+                f"{dtype}, {length} tokens, keys kept {BUDGET:.0%}",
                 ours=times["H2OCache"], peer=times["kvpress"],
             )  # fmt: skip

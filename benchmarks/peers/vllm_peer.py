@@ -39,10 +39,10 @@ for line in sys.stdin:
     start = time.perf_counter()
     done = model.generate(prompts, settings, use_tqdm=False)
     seconds = time.perf_counter() - start
-    told = done[0].metrics
+    metrics = done[0].metrics
     answer = {
-        "prefill_s": told.first_token_latency,
-        "token_s": (told.last_token_ts - told.first_token_ts) / (request["tokens"] - 1),
+        "prefill_s": metrics.first_token_latency,
+        "token_s": (metrics.last_token_ts - metrics.first_token_ts) / (request["tokens"] - 1),
         "seconds": seconds,
         "prompt": len(request["ids"][0]),
     }

@@ -1,6 +1,7 @@
 """P20: the torch backend on the CPU, so that its cost elsewhere can be judged.
 
-`H2O_BACKEND=torch h2o bench prefill memory decode evict simulate` runs those tables over it too.
+`H2O_BACKEND=torch python -m benchmarks prefill memory decode evict simulate` runs those tables
+over it too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import torch
 import h2o.ops
 from h2o import backends
 
-from . import inputs, rivals
-from .kernels import check_steps
-from .measure import Contender, Row, race
+from . import correctness, inputs
 from .options import Options
+from .peers import torch_peers
+from .timing import Contender, Row, race
 
 
 def portable(options: Options) -> Iterator[Row]:
@@ -30,14 +31,14 @@ def _prefill(options: Options) -> Iterator[Row]:
         query, keys, values = inputs.text(B, H, G, n, D, dtype)
         out, scores = query.new_empty(B, n, H, D), torch.empty(B, G, n)
         with backends.by_torch():
-            error = inputs.check_attend(query, keys, values, rivals.eager_with_sums)
+            error = correctness.check_attend(query, keys, values, torch_peers.eager_with_sums)
 
         def ours(x=(query, keys, values), out=out, scores=scores) -> None:
             with backends.by_torch():
                 h2o.ops.attend(*x, out=out, scores=scores)
 
         def eager(x=(query, keys, values)) -> None:
-            rivals.eager_with_sums(*x)
+            torch_peers.eager_with_sums(*x)
 
         times = race([Contender("torch backend", ours), Contender("eager", eager)], options.rounds)
         yield Row(
@@ -60,16 +61,16 @@ def _step(options: Options) -> Iterator[Row]:
             for i in range(2 * k, 2 * k + 8)
         ]
         with backends.by_torch():
-            error = check_steps(first, tokens)
+            error = correctness.check_steps(first, tokens)
         stores = inputs.copy_slots(first), inputs.copy_slots(first)
         out = query.new_empty(B, 1, H, D)
 
-        def core(token=tokens[0], held=stores[0], out=out) -> None:
-            h2o.ops.step(*token, held, out=out)
+        def core(token=tokens[0], slots=stores[0], out=out) -> None:
+            h2o.ops.step(*token, slots, out=out)
 
-        def ours(token=tokens[0], held=stores[1], out=out) -> None:
+        def ours(token=tokens[0], slots=stores[1], out=out) -> None:
             with backends.by_torch():
-                h2o.ops.step(*token, held, out=out)
+                h2o.ops.step(*token, slots, out=out)
 
         times = race([Contender("torch backend", ours), Contender("core", core)], options.rounds)
         yield Row(

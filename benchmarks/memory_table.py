@@ -13,9 +13,10 @@ import torch
 
 import h2o.ops
 
-from . import inputs, rivals
-from .measure import Row, Times
+from . import inputs
 from .options import Options
+from .peers import torch_peers
+from .timing import Row, Times
 
 
 def memory(options: Options) -> Iterator[Row]:
@@ -27,36 +28,38 @@ def memory(options: Options) -> Iterator[Row]:
     lengths = (64, 128) if options.quick else (1024, 2048, 4096)
     for name, _ in options.wanted("float32", "bfloat16"):
         for n in lengths:
-            held = {who: in_own_process(who, name, n) for who in ("h2o", "eager")}
+            peak = {way: in_process(way, name, n) for way in ("h2o", "eager")}
             yield Row(
                 "P2", "peak bytes of a prefill beyond inputs and outputs / eager",
                 f"{name}, n={n}, H=32, G=8, D=128",
-                ours=Times("h2o attend", [float(held["h2o"])]),
-                peer=Times("eager + sums", [float(held["eager"])]),
+                ours=Times("h2o attend", [float(peak["h2o"])]),
+                peer=Times("eager + sums", [float(peak["eager"])]),
                 facts={"unit": "bytes"},
             )  # fmt: skip
 
 
-def in_own_process(who: str, dtype: str, n: int) -> int:
-    command = [sys.executable, "-m", __name__, who, dtype, str(n)]
-    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(told)
+def in_process(way: str, dtype: str, n: int) -> int:
+    """`measure` in a process that does nothing else."""
+    command = [sys.executable, "-m", __name__, way, dtype, str(n)]
+    root = Path(__file__).resolve().parents[1]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root).stdout
+    return json.loads(out)
 
 
-def measure(who: str, dtype: str, n: int) -> int:
+def measure(way: str, dtype: str, n: int) -> int:
     """Bytes by which the resident set's peak rose in one call at full size."""
     tensors = inputs.text(1, 32, 8, n, 128, getattr(torch, dtype))
     out = tensors[0].new_zeros(1, n, 32, 128)
     scores = torch.zeros(1, 8, n)
     small = [x[:, :, :8].contiguous() for x in tensors]
-    if who == "h2o":
+    if way == "h2o":
         h2o.ops.attend(*small)
         before = reset_peak()
         h2o.ops.attend(*tensors, out=out, scores=scores)
     else:
-        rivals.eager_with_sums(*small)
+        torch_peers.eager_with_sums(*small)
         before = reset_peak()
-        rivals.eager_with_sums(*tensors)
+        torch_peers.eager_with_sums(*tensors)
     return status("VmHWM") - before
 
 

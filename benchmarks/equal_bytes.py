@@ -1,6 +1,6 @@
 """Perplexity after a prompt that was cut, h2o beside kvpress and transformers' QuantizedCache.
 
-    python examples/peers_at_equal_bytes.py wikitext2_test.txt --skip 4 --limit 16
+    python -m benchmarks.equal_bytes wikitext2_test.txt --skip 4 --limit 16
 
 Each window's first tokens are the prompt, which every method compresses in its own way once it has
 been read; the tokens after it are what is scored, all but the first of them, whose prediction
@@ -24,11 +24,12 @@ import torch
 from tqdm import tqdm
 
 from h2o import H2OCache, models
-from h2o.bench.peers import Peer
 from h2o.evaluate import perplexity
 from h2o.evaluate.presentation import table
 from h2o.evaluate.setting import Setting, parse_all
 from h2o.result_cells import Cells, fingerprint, provenance
+
+from .peers.environments import Peer
 
 PRESSES = ("ObservedAttention", "SnapKV", "KeyDiff", "ExpectedAttention", "AdaKV")
 BUDGETS = (0.04, 0.1, 0.2)
@@ -38,9 +39,9 @@ PACKED = 4.5 / 16
 
 def rows(window: int, rest: int) -> list[tuple[str, dict]]:
     """(name, what is asked for): of h2o a setting, of a peer a request."""
-    found = [("full", {"setting": "full"})]
+    listed = [("full", {"setting": "full"})]
     for kind in ("authors", "robust-bytes", "calibrated-bytes"):
-        found += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in BUDGETS]
+        listed += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in BUDGETS]
     for method, bits in [*((press, 16) for press in PRESSES), ("ObservedAttention", 4)]:
         for count in ("cut", "end"):
             for part in BUDGETS:
@@ -51,23 +52,23 @@ def rows(window: int, rest: int) -> list[tuple[str, dict]]:
                     if bits == 4:
                         request |= {"kept": int(kept / PACKED), "bits": bits}
                         name = f"{method}, {bits} bits:{part} {count}"
-                    found.append((name, request))
+                    listed.append((name, request))
     for bits in (2, 4):
-        found.append((f"QuantizedCache, {bits} bits", {"method": "QuantizedCache", "bits": bits}))
+        listed.append((f"QuantizedCache, {bits} bits", {"method": "QuantizedCache", "bits": bits}))
     for kind in ("robust-bytes", "calibrated-bytes"):  # as much as these two hold at the end
-        found += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in (0.21, 0.33)]
-    return found
+        listed += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in (0.21, 0.33)]
+    return listed
 
 
-def held(model: Any, ids: list[int], setting: Setting, prompt: int) -> tuple[int, int]:
+def bytes_held(model: Any, ids: list[int], setting: Setting, prompt: int) -> tuple[int, int]:
     """Bytes of a real cache after the prompt and at the end, scores, positions and all."""
     cache = H2OCache(model.config, setting.config, prompt_length=len(ids))
-    found = []
+    sizes = []
     for part, tokens in ((ids[:prompt], None), (ids[prompt:], 1)):
         perplexity.read(model, cache, torch.tensor([part]), tokens)
         total = cache.report().total
-        found.append(total.bytes_held + total.bytes_bookkeeping)
-    return found[0], found[1]
+        sizes.append(total.bytes_held + total.bytes_bookkeeping)
+    return sizes[0], sizes[1]
 
 
 def main() -> None:
@@ -115,7 +116,7 @@ def main() -> None:
                         measured = full * prompt, full * options.window
                     elif "setting" in request:
                         (setting,) = parse_all(request["setting"])
-                        measured = held(model, ids, setting, prompt)
+                        measured = bytes_held(model, ids, setting, prompt)
                     else:
                         measured = result["bytes"].values()
                     sizes[name] = [f"{x / (full * options.window):.1%}" for x in measured]
@@ -123,14 +124,14 @@ def main() -> None:
     base = torch.tensor(losses["full"], dtype=torch.float64)
     lines = []
     for name, _ in wanted:
-        own = torch.tensor(losses[name], dtype=torch.float64)
-        lost = own - base
+        loss = torch.tensor(losses[name], dtype=torch.float64)
+        lost = loss - base
         error = lost.std().item() / math.sqrt(len(lost)) if len(lost) > 1 else 0.0
         lines.append(
             [
                 name,
                 *sizes[name],
-                f"{own.mean().exp().item():.2f}",
+                f"{loss.mean().exp().item():.2f}",
                 f"{lost.mean():.3f} ±{error:.3f}",
             ]
         )
