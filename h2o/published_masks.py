@@ -288,11 +288,11 @@ def _flexgen(
 
     def choose(first: int, logits: Tensor) -> None:
         rows, seen = logits.shape[1:]
-        logits = logits.flip(-1).cpu().numpy().reshape(G, H // G, rows, seen)
+        grouped = logits.flip(-1).cpu().numpy().reshape(G, H // G, rows, seen)
         for i in range(first, first + rows):
             score[:, n - 1 - i] = 0.0
             held = np.isfinite(score[:, n - seen :]) | np.isnan(score[:, n - seen :])
-            p = np.where(held[:, None], logits[:, :, i - first], -np.inf)
+            p = np.where(held[:, None], grouped[:, :, i - first], -np.inf)
             p = np.exp(p - p.max(-1, keepdims=True))
             score[:, n - seen :] += (p / p.sum(-1, keepdims=True)).sum(1)
             count = i + 1
