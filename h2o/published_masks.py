@@ -262,7 +262,7 @@ def _global(
 ) -> Choose:
     """A fixed set for all rows, from the column sums of the whole text. It knows the future."""
     H, n = evicted_at.shape
-    received = torch.zeros(H, n)
+    received = torch.zeros(H, n, dtype=torch.float32, device="cpu")
     for _, logits in blocks():
         received[:, : logits.shape[-1]] += logits.softmax(-1).sum(-2).cpu()
     best = received.argsort(dim=-1, descending=True, stable=True)[:, :heavy].numpy()

@@ -222,7 +222,8 @@ def prompt_ids(tokenizer: Any, tokens: int) -> Any:
 
     document = importlib.resources.files("h2o").joinpath("data/lighthouse.txt")
     ids = tokenizer(document.read_text("utf-8")).input_ids
-    return torch.tensor([(ids * (tokens // len(ids) + 1))[:tokens]])
+    repeated = (ids * (tokens // len(ids) + 1))[:tokens]
+    return torch.tensor([repeated], dtype=torch.long, device="cpu")
 
 
 def bytes_held(cache: Any) -> int:
