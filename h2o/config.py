@@ -68,8 +68,8 @@ class H2OConfig:
     merge: float | None = None
     """A cosine between 0 and 1. A key that leaves goes into the key that stays whose cosine with
     it is the highest and higher than this, instead of being dropped; a slot then stands for several
-    keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/evaluation.md, "At
-    equal bytes". None: all are dropped."""
+    keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/results.md,
+    "Merging". None: all are dropped."""
     kv_dtype: str | None = None
     """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
@@ -127,7 +127,7 @@ class H2OConfig:
 
     @classmethod
     def robust(cls, budget: Amount, of: str = "keys") -> H2OConfig:
-        """What lost least in our own measurements (docs/evaluation.md), small budgets above all.
+        """What lost least in our own measurements (docs/results.md), small budgets above all.
 
         Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
         they received, times the norm of their value. A budget in tokens includes the sinks; to

@@ -33,8 +33,8 @@ class Policy(NamedTuple):
     merge: float | None = None
     """A cosine between 0 and 1. An evicted key goes into the kept key whose cosine with
     it is the highest and higher than this, instead of being dropped; a slot then stands for several
-    keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/evaluation.md, "At
-    equal bytes". None: all are dropped."""
+    keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/results.md,
+    "Merging". None: all are dropped."""
 
 
 class PolicyFields(TypedDict, total=False):
