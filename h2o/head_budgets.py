@@ -43,6 +43,9 @@ class HasShares(Protocol):
     def shares_for(self, fraction: float) -> Table:
         """The shares at a budget of this fraction of the text."""
 
+    def check_attention(self, attention: Any, layer: int) -> None:
+        """Raises ValueError for the attention module of another model, by its weights."""
+
 
 def table(shares: Any) -> Table | HasShares:
     """`shares` as users may give it (lists, an array, a Profile), checked.
@@ -139,6 +142,12 @@ class LayerShares:
 
     shares: Table | HasShares
     layer: int
+
+    def check_attention(self, attention: Any) -> None:
+        """Raises ValueError for the attention module of another model than the shares are of,
+        where they know (`h2o.Profile`)."""
+        if isinstance(self.shares, HasShares):
+            self.shares.check_attention(attention, self.layer)
 
     def apportioned(
         self, heavy: int, recent: int, sinks: int, fraction: float | None

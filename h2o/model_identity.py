@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["describe", "difference", "key_size", "of_files", "of_model", "sample"]
+__all__ = [
+    "attention_difference",
+    "describe",
+    "difference",
+    "key_size",
+    "of_files",
+    "of_model",
+    "sample",
+]
 
 SHAPE = (
     "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -97,7 +105,26 @@ def difference(
             return f"{name} is {wanted} there and {here[name]} here"
     if config is model or not weights:
         return None
-    parameters = _parameters(model)
+    return _weights_apart(_parameters(model), weights)
+
+
+def attention_difference(
+    attention: Any, layer: int, weights: Mapping[str, Sequence[float]]
+) -> str | None:
+    """As `difference`, by the attention module of one layer alone: of what `sample` has described
+    the parameters that lie in it."""
+    inside = _parameters(attention)
+    here, of_layer = {}, f".{layer}."
+    for name in weights:
+        path = name.partition(of_layer)[2].partition(".")[2]  # behind the module's own name
+        if path in inside:
+            here[name] = inside[path]
+    return _weights_apart(here, weights)
+
+
+def _weights_apart(
+    parameters: Mapping[str, Any], weights: Mapping[str, Sequence[float]]
+) -> str | None:
     for name, wanted in weights.items():
         values = _values(parameters[name], len(wanted)) if name in parameters else None
         if values is None:  # quantised, offloaded, cut or renamed by an adapter: no comparison

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o.filesystem import atomic_write
-from h2o.model_identity import difference
+from h2o.model_identity import attention_difference, difference
 
 __all__ = ["Profile"]
 
@@ -129,6 +129,15 @@ class Profile:
         """
         shape = {**self.model, "num_hidden_layers": len(self.shares[0])}
         if reason := difference(model, shape, self.weights):
+            raise ValueError(f"this profile is of another model: {reason}. {REMEDY}")
+
+    def check_attention(self, attention: Any, layer: int) -> None:
+        """As `check`, by the weights of one layer's attention module: where a cache was made from
+        a config, which has none.
+
+        Raises: ValueError that names what differs.
+        """
+        if reason := attention_difference(attention, layer, self.weights):
             raise ValueError(f"this profile is of another model: {reason}. {REMEDY}")
 
     # ---- files ---------------------------------------------------------------------------------

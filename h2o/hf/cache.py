@@ -149,9 +149,14 @@ class H2OCache(Cache):
         fractions stay those of the document.
 
         Args:
-            rows: what each row becomes, for questions in one batch.
+            rows: what each row becomes, for questions in one batch; at least 1.
+
+        Raises:
+            RuntimeError: a forward pass broke off, or another thread's is under way.
         """
-        self.conversation.refuse_other_thread()
+        if rows < 1:
+            raise ValueError(f"rows: is {rows}, wanted at least 1")
+        self._refuse_broken()
         fork = copy.deepcopy(self)
         if rows != 1:
             fork.batch_repeat_interleave(rows)
@@ -167,11 +172,11 @@ class H2OCache(Cache):
 
         Raises:
             OSError: the file cannot be written.
-            RuntimeError: another thread's forward pass is under way.
+            RuntimeError: another thread's forward pass is under way, or the last one broke off.
             ValueError: a model that is not the cache's; no model, where some of its heads were
                 converted from a DynamicCache and it is not known which.
         """
-        self.conversation.refuse_other_thread()
+        self._refuse_broken()
         cache_file.write(Path(path), self, model)
 
     @classmethod
@@ -204,6 +209,10 @@ class H2OCache(Cache):
         )
         where = cache_file.device_of(model) if device is None else device
         cache_file.fill(loaded.layers, content, {name: x.to(where) for name, x in tensors.items()})
+        try:
+            loaded._refuse_broken()
+        except RuntimeError as error:
+            raise ValueError(f"{path}: {error}") from error
         loaded.conversation.copied = True
         return loaded
 
@@ -334,14 +343,18 @@ class H2OCache(Cache):
         Whatever the error, all layers are what they were before.
         """
         self.conversation.refuse_other_thread()
-        counts = [int(layer.get_seq_length()) for layer in self.layers]
-        left = columns_left(tokens, counts[0])
+        left = columns_left(tokens, int(self.layers[0].get_seq_length()))
         if left == 0:
             self.reset()
             return
-        self.conversation.refuse_interrupted()
-        refuse_broken(counts)
+        self._refuse_broken()
         crop.crop(self.layers, tokens, left)
+
+    def _refuse_broken(self) -> None:
+        """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
+        self.conversation.refuse_other_thread()
+        self.conversation.refuse_interrupted()
+        refuse_broken([int(layer.get_seq_length()) for layer in self.layers])
 
     def activate_past_recording(self) -> None:
         """From now on the last forward pass can be taken back by `crop`.

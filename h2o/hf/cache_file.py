@@ -63,7 +63,8 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
         try:
             save_file(tensors, draft, metadata)
         except SafetensorError as error:
-            raise OSError(f"{path} could not be written: {error}") from error
+            reason = str(error).replace(str(draft), str(path))
+            raise OSError(f"{path} could not be written: {reason}") from error
 
 
 def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -170,7 +171,7 @@ def _refuse_other_part(
     for part in parts:
         reason = f"holds the heads of {tensor_parallel.named(part)}"
         if not hasattr(model, "config"):
-            if part == tensor_parallel.WHOLE:
+            if part == tensor_parallel.WHOLE and not tensor_parallel.several():
                 continue
             raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
         if (here := tensor_parallel.part(model)) != part:

@@ -35,6 +35,8 @@ class Conversation:
     """
 
     def __init__(self, prompt_length: Any = None, layers: int = 1) -> None:
+        if hasattr(prompt_length, "tolist"):  # a tensor or an array
+            prompt_length = prompt_length.tolist()
         if prompt_length is not None and not isinstance(prompt_length, Sequence):
             prompt_length = operator.index(prompt_length)
         lengths = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]
@@ -137,8 +139,9 @@ def refuse_broken(counts: list[int]) -> None:
     if counts == [seen] * run + [0] * (len(counts) - run):
         text = (
             f"{run} layers of this cache have seen {seen} tokens, the other {len(counts) - run} "
-            f"none. If the model has {run} layers (some were dropped, or the cache is another "
-            f"model's), set config.num_hidden_layers = {run} and make a new H2OCache from that "
-            f"config. Otherwise {text}"
+            f"none: the last forward pass broke off between two layers, so call cache.reset() and "
+            f"start anew. Or, if none broke off, the model has only {run} layers (some were "
+            f"dropped, or the cache is another model's): set config.num_hidden_layers = {run} and "
+            "make a new H2OCache from that config"
         )
     raise RuntimeError(text)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
+from h2o.head_budgets import LayerShares
 from h2o.hf import prompt_budget, slot_layout, tensor_parallel
 from h2o.hf.attention_call import AttentionCall, NewTokens, Undifferentiable, as_autocast
 from h2o.hf.conversation import Conversation, columns_left
@@ -167,6 +168,8 @@ class H2OLayer(LayerContents):
         """The new tokens in the dtype of what is held; `call` has what else is known of them."""
         if self.slots is None or self.unscored:
             self.part = tensor_parallel.part(call.module)
+            if isinstance(self.config.shares, LayerShares):
+                self.config.shares.check_attention(call.module)
         if self.slots is not None and self.config.kv_dtype is None:
             dtype = self.slots.keys.dtype
             if dtype != query.dtype:  # autocast began, or ended, after what is held was stored
@@ -200,6 +203,8 @@ class H2OLayer(LayerContents):
         self._hold(slots, room)
         self.raised = budget.raised
         self.unscored = False
+        if unscored is None:
+            self.conversation.copied = False  # the copy was of an empty cache
         self.prompt_columns = self.seen + Q
         self.longest = max(counts)
         self._count(Q, tokens.mask)

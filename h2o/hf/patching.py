@@ -58,6 +58,7 @@ class Patch:
         """Raises `Unsupported`, with the model as it was."""
         model = self.model
         H2OCache(model.config, self.config)  # refuses what cannot be served
+        _warn_of_no_cache(model)
         self.place = list(inspect.signature(model.forward).parameters).index("past_key_values")
         self.lock = PatchLock("patched", model)
         with self.lock.acquired():
@@ -222,6 +223,18 @@ def _base(model: Any) -> Any:
             + ("; a pipeline has it as .model" if hasattr(base, "model") else "")
         )
     return base
+
+
+def _warn_of_no_cache(model: Any) -> None:
+    """A model whose config says use_cache=False asks for no cache, and nothing is evicted."""
+    settings = (getattr(model, "generation_config", None), model.config.get_text_config())
+    if any(getattr(x, "use_cache", None) is False for x in settings):
+        warnings.warn(
+            "this model's config says use_cache=False: its calls ask for no cache, so h2o evicts "
+            "nothing. Set model.config.use_cache = model.generation_config.use_cache = True, or "
+            "give use_cache=True in each call",
+            stacklevel=4,
+        )
 
 
 def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:

@@ -130,11 +130,11 @@ class Simulation:
         The other variants have a row for each query head, [B, H, N] ("flexgen" the same one for
         all of a group), and N for what the last token evicts, wherever the pads are.
         """
-        return _asked_for(self._evicted_at, "trace")[layer_idx]
+        return _asked_for(self._evicted_at, "trace", layer_idx)
 
     def scores(self, layer_idx: int) -> Tensor:
         """float32 [B, G, N]: each key's score at the end, or at its eviction. "h2o" only."""
-        return _asked_for(self._scores, "trace")[layer_idx]
+        return _asked_for(self._scores, "trace", layer_idx)
 
     def retained_mass(self, layer_idx: int, *, per_token: bool = False) -> Tensor:
         """float32 [B, H]: the share of a full cache's attention that falls on keys still held.
@@ -144,7 +144,7 @@ class Simulation:
         each token retains, NaN for a pad. A key that was merged counts as evicted, though a part
         of it lives on: with `merge` this says too little.
         """
-        mass = _asked_for(self._mass, "mass")[layer_idx]
+        mass = _asked_for(self._mass, "mass", layer_idx)
         return mass if per_token else mass.nanmean(-1)
 
     def attend(self, call: Call) -> Tensor:
@@ -252,10 +252,15 @@ def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], rati
         )
 
 
-def _asked_for(values: dict[int, Tensor] | None, argument: str) -> dict[int, Tensor]:
+def _asked_for(values: dict[int, Tensor] | None, argument: str, layer: int) -> Tensor:
     if values is None:
         raise ValueError(f"this was not recorded: call simulated(..., {argument}=True)")
-    return values
+    if layer not in values:
+        raise ValueError(
+            f"nothing was recorded of layer {layer}: "
+            + (f"there is {sorted(values)}" if values else "call the model within the block first")
+        )
+    return values[layer]
 
 
 def _variant(

@@ -72,14 +72,18 @@ class Support:
         return f"{self.model_type}: supported, {served}{rolled}"
 
 
-def supports(config: Any) -> Support:
+def supports(model: Any) -> Support:
     """Whether h2o can serve the causal language model that a config describes, and how.
 
     Goes by the config and by the model's class; needs no weights. What only a forward pass
     can show (a model that alters keys after the cache, or that looks at an image's tokens both
     ways) is found there and raises. Of a model that reads images or sound too, the layers are those
     of its language model.
+
+    Args:
+        model: a model of transformers, or its config.
     """
+    config = getattr(model, "config", model)
     model_type = config.model_type
     try:
         layers = transformers_layers(config)

@@ -366,3 +366,11 @@ def test_what_cannot_be_patched(llama):
         enable(model("gemma3"), heavy=[1, 2])
     assert "4 layers" in str(error.value)
     assert h2o.patched is patched
+
+
+def test_a_model_that_asks_for_no_cache_is_told():
+    ours = copy.deepcopy(model("llama"))
+    ours.config.use_cache = False
+    with pytest.warns(UserWarning, match="use_cache=False: its calls ask for no cache"):
+        with patched(ours, heavy=6, recent=6):
+            pass

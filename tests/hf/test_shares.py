@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from h2o import H2OCache, H2OConfig
+from h2o import H2OCache, H2OConfig, Profile
 from h2o.head_budgets import LEAST, allotted
+from h2o.model_identity import describe, sample
 from tests import inputs
 from tests.hf.drive import feed, forward, new_cache
 from tests.hf.modes import uneven
@@ -187,3 +188,21 @@ def test_a_copy_of_the_config_keeps_its_shares():
     config = H2OConfig(12, 6, shares=TABLE)
     assert dataclasses.replace(config, sinks=2).shares == config.shares
     assert "shares=" in repr(config)
+
+
+def test_a_profile_of_other_weights_is_found_out_in_the_first_pass():
+    """A cache that is made from a config has seen none."""
+    ours = model("llama")
+    layers, heads = 2, ours.config.num_key_value_heads
+    shares = (((1.0,) * heads,) * layers,)
+    own = Profile((0.2,), shares, 100, describe(ours.config), sample(ours))
+    name = next(x for x in own.weights if "layers.1.self_attn" in x)
+    other = dataclasses.replace(own, weights={name: [1.0] * 6})
+    for profile, refused in ((own, False), (other, True)):
+        cache = H2OCache(ours.config, heavy=6, recent=6, shares=profile)
+        with torch.no_grad():
+            if refused:
+                with pytest.raises(ValueError, match=f"weights of {name} differ"):
+                    ours(prompts(20)[0], past_key_values=cache)
+            else:
+                ours(prompts(20)[0], past_key_values=cache)

@@ -590,3 +590,14 @@ def test_what_was_not_recorded():
     ):
         with pytest.raises(ValueError, match=f"{argument}=True"):
             getattr(simulation, method)(0)
+
+
+def test_nothing_was_recorded_before_a_pass():
+    ours = tiny.model("llama")
+    with h2o.simulated(ours, heavy=6, recent=6, trace=True) as simulation:
+        with pytest.raises(ValueError, match="call the model within the block first"):
+            simulation.evicted_at(0)
+        with torch.no_grad():
+            ours(tiny.prompts(20)[0])
+        with pytest.raises(ValueError, match=r"nothing was recorded of layer 7: there is \[0, 1\]"):
+            simulation.scores(7)

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from h2o import H2OCache, H2OConfig, Unsupported, simulated, supports
-from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, prompts
+from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
 ENCODERS = ["bert", "roberta", "electra"]
@@ -120,3 +120,8 @@ def test_models_that_do_not_tell_their_layers_about_the_cache():
     assert greedy(plain, inputs, past_key_values=cache).tolist() == expected
     with pytest.raises(ValueError, match="use_cache=False with an H2OCache"):
         greedy(plain, inputs, past_key_values=H2OCache(config, **SMALL), use_cache=False)
+
+
+def test_a_model_is_asked_as_its_config_is():
+    ours = model("llama")
+    assert supports(ours) == supports(ours.config)

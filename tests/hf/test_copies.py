@@ -1,0 +1,78 @@
+"""Caches that are copied, grow, or whose last forward pass broke off, on a tiny model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from h2o import H2OCache, H2OConfig
+from tests.hf.tiny import greedy, model, prompts
+
+
+@pytest.mark.parametrize(
+    "copied", [H2OCache.fork, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_copy_of_an_empty_cache_is_no_prompt(copied):
+    """Chunks of a prompt are told from a question to a document that was copied."""
+    ours = model("llama")
+    cache = copied(H2OCache(ours.config, heavy=0.25, recent=0.25))
+    with pytest.raises(ValueError, match="second chunk of a prompt"):
+        greedy(ours, {"input_ids": prompts(60)[0]}, 2, past_key_values=cache, prefill_chunk_size=16)
+
+
+def test_a_copy_goes_on_with_what_it_is_asked():
+    ours = model("llama")
+    cache = H2OCache(ours.config, heavy=0.25, recent=0.25)
+    with torch.no_grad():
+        ours(prompts(40)[0], past_key_values=cache)
+        fork = cache.fork()
+        ours(prompts(9)[0], past_key_values=fork)
+    assert fork.get_seq_length() == 49
+    with pytest.raises(ValueError, match="rows: is 0, wanted at least 1"):
+        cache.fork(rows=0)
+
+
+def test_the_length_of_a_prompt_may_be_a_tensor():
+    ours = model("llama")
+    for length in (torch.tensor(40), torch.tensor([40]), 40):
+        cache = H2OCache(ours.config, heavy=0.25, recent=0.25, prompt_length=length)
+        with torch.no_grad():
+            ours(prompts(20)[0], past_key_values=cache)
+        assert cache.report().total.kept == [2 * 20]
+
+
+def test_a_cache_of_all_keys_grows_by_little():
+    """By half of its size once, where one token more was to be stored."""
+    ours = model("llama")
+    cache = H2OCache(ours.config, H2OConfig.full())
+    with torch.no_grad():
+        ours(prompts(600)[0], past_key_values=cache)
+        for _ in range(3):
+            ours(prompts(1)[0], past_key_values=cache)
+    total = cache.report().total
+    assert total.bytes_full < total.bytes_held < 1.1 * total.bytes_full
+
+
+def test_a_pass_that_broke_off_between_layers_is_told():
+    ours = model("llama")
+    cache = H2OCache(ours.config, heavy=6, recent=6)
+    hook = ours.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        ours(prompts(20)[0], past_key_values=cache)
+    hook.remove()
+    for use in (
+        cache.fork,
+        lambda: cache.save("nowhere"),
+        lambda: ours(prompts(9)[0], past_key_values=cache),
+    ):
+        with (
+            torch.no_grad(),
+            pytest.raises(RuntimeError, match="broke off between two layers, so call"),
+        ):
+            use()
+    cache.reset()
+    with torch.no_grad():
+        ours(prompts(20)[0], past_key_values=cache)
