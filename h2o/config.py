@@ -21,7 +21,7 @@ from h2o.budgets import (
     spread,
 )
 from h2o.head_budgets import LayerShares, check_shares, table
-from h2o.kv_dtype import FIXED, fewest_bits, per_token
+from h2o.kv_dtype import FIXED, QUANTISED, fewest_bits, per_token
 from h2o.model_identity import describe, key_size
 from h2o.policy import Policy, checked
 from h2o.profile import Profile
@@ -98,9 +98,10 @@ class H2OConfig:
             put(self, name, budget_of(name, getattr(self, name)))
         for name, value in checked(self.policy)._asdict().items():
             put(self, name, value)
-        if self.kv_dtype not in (None, "auto", "int8", "int8-int4"):
+        if self.kv_dtype not in (None, "auto", *QUANTISED):
+            names = '", "'.join(("auto", *QUANTISED[:-1]))
             raise ValueError(
-                f'kv_dtype must be None, "auto", "int8" or "int8-int4", not {self.kv_dtype!r}'
+                f'kv_dtype must be None, "{names}" or "{QUANTISED[-1]}", not {self.kv_dtype!r}'
             )
         _check_of(self.of)
         if self.of == "bytes" and not all(isinstance(x, float) for x in self._amounts):

@@ -5,10 +5,14 @@ Plain numbers, no torch.
 
 from __future__ import annotations
 
-__all__ = ["FIXED", "fewest_bits", "per_token", "stored_bytes"]
+__all__ = ["FIXED", "QUANTISED", "fewest_bits", "per_token", "stored_bytes"]
 
 FIXED = 32
 """Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
+
+
+QUANTISED = ("int8", "int8-int4")
+"""How keys and values may be stored in bytes; a `kv_dtype` of None: as they are."""
 
 
 def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:

@@ -65,6 +65,10 @@ def importers(module: str) -> set[str]:
     }
 
 
+def without_prose(text: str) -> str:
+    return re.sub(r'""".*?"""|#[^\n]*', "", text, flags=re.DOTALL)
+
+
 def without_comments(text: str) -> str:
     return re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
 
@@ -174,10 +178,6 @@ def quoted(text: str, names: Iterable[str]) -> set[str]:
     return {name for name in names if re.search(rf"""["']{name}["']""", text)}
 
 
-OPTIONS = ("h2o/cli/", "h2o/evaluate/")
-"""What makes options of the policy."""
-
-
 def test_the_policy_is_declared_once():
     """Its fields are listed in one table of C and one of Python; others go by these."""
     fields = Policy._fields
@@ -185,9 +185,31 @@ def test_the_policy_is_declared_once():
     table = C["csrc/operations.c"]
     assert tuple(re.findall(r'\{\.name = "(\w+)",\s+\.kind = H2O_FIELD', table)) == fields
     files = {**C, **PYTHON, **sources("h2o", ".pyi")}
-    listing = {name for name, text in files.items() if len(quoted(text, fields)) > len(fields) // 2}
-    listing = {name for name in listing if not name.startswith(OPTIONS)}
-    assert listing - {"h2o/calibration/calibrate.py"} == {"csrc/operations.c", "h2o/policy.py"}
+    listing = {name for name, text in files.items() if len(quoted(text, fields)) > 3}
+    assert listing == {"csrc/operations.c", "h2o/policy.py"}
+
+
+def test_a_ranking_touches_few_files():
+    """What names two rankings has to name a third, docstrings included; what computes it too."""
+    names = FIELDS["rank_by"].choices
+    files = {
+        name: text
+        for name, text in {**C, **PYTHON}.items()
+        if "rank" in text and not name.startswith(("h2o/analysis/", "h2o/calibration/"))
+    }
+    spelled = {name for name, text in files.items() if quoted(text, names) == set(names)}
+    numbered = {name for name, text in C.items() if re.search(r"\bH2O_RANK_[A-Z]+\b", text)}
+    assert spelled | numbered == {
+        "csrc/h2o.h", "csrc/operations.c", "csrc/policy.h", "h2o/config.py", "h2o/policy.py",
+    }  # fmt: skip
+
+
+def test_a_stored_dtype_touches_few_files():
+    """In C what goes by a type of rows is made from the lists of types.h."""
+    named = {name for name, text in C.items() if re.search(r"\bH2O_Q[84]\b", text)}
+    assert named <= {"csrc/types.h", "csrc/cpu/stored.h", "csrc/cuda/stored_rows.cuh"}
+    spelled = {name for name, text in PYTHON.items() if '"int8-int4"' in without_prose(text)}
+    assert spelled <= {"h2o/kv_dtype.py", "h2o/backends/kernel_check.py"}
 
 
 def test_the_fields_of_slots_are_listed_once():

@@ -12,6 +12,7 @@ from typing import Any
 
 from h2o.budgets import parse_amount
 from h2o.config import H2OConfig
+from h2o.kv_dtype import QUANTISED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
 
@@ -30,7 +31,7 @@ OPTIONS: dict[str, Field] = {
         "of keys: where they stood in the text, or their rank in the cache (%(default)s)",
     ),
     "kv_dtype": Field(
-        str, ("auto", "int8", "int8-int4"), None,
+        str, ("auto", *QUANTISED), None,
         "store keys in eight bits, and values in eight or four; auto: in four where they go with "
         "the model",
     ),
