@@ -26,7 +26,8 @@ import torch
 
 import h2o.ops
 from h2o import packages
-from h2o.models import cache_folder
+from h2o.evaluate.speed import processor
+from h2o.filesystem import cache_folder
 
 PACKAGES = ("torch", "transformers", "numpy")
 SOURCE = Path(__file__).with_name("roofline.c")
@@ -42,25 +43,15 @@ def cache_dir() -> Path:
 def describe() -> dict[str, Any]:
     """The head of every result file."""
     return {
-        "cpu": cpu_name(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "caches": cache_sizes(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: packages.version(name) for name in PACKAGES},
+        "packages": packages.versions(*PACKAGES),
         "torch_threads": torch.get_num_threads(),
         "h2o": h2o.ops.info(),
     }
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def cache_sizes() -> dict[str, str]:
@@ -85,7 +76,7 @@ def roofline() -> Roofline | None:
     flags = ["-O3", "-march=native", "-shared", "-fPIC"]
     if "amx_bf16" not in h2o.ops.info()["features"]:
         flags.append("-U__AMX_BF16__")  # the processor has it, and the system does not give it
-    key = SOURCE.read_text() + version + cpu_name() + " ".join(flags)
+    key = SOURCE.read_text() + version + processor() + " ".join(flags)
     library = cache_dir() / f"roofline-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:

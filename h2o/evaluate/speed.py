@@ -81,7 +81,7 @@ class Result:
     tokens: int
     rounds: int
     machine: dict[str, Any]
-    versions: dict[str, str]
+    versions: dict[str, str | None]
     measurements: list[Measurement]
 
 
@@ -197,7 +197,7 @@ def measure(request: Request, say: Callable[[str], None]) -> Result:
         tokens=request.tokens,
         rounds=request.rounds,
         machine=machine(device),
-        versions={name: packages.version(name) for name in PACKAGES},
+        versions=packages.versions(*PACKAGES),
         measurements=measurements,
     )
 
