@@ -9,9 +9,10 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constr
 HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h csrc/cpu/*.inc csrc/cuda/*.h)
 CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
+PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
 .PHONY: help demo bench cuda test no-cxx test-all test-c test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
-	lint format notebooks stubs docs docs-links wheels test-wheels clean
+	lint format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -20,7 +21,7 @@ help: ## this list
 demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of its bytes, and a sliding window
 	$(BIN)/h2o generate --compare
 
-bench: .venv/core .venv/test ## every benchmark of benchmarks/README.md; an hour on a quiet machine
+bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
 
 test: lint test-c $(if $(shell command -v $(CXX)),test-cuda,no-cxx) balance test-python ## everything but the slow tests
@@ -103,7 +104,7 @@ test-portable: .venv/core .venv/test ## golden data, the oracle, caches and fami
 TOGETHER := $(MAKE) --silent -j$(shell nproc 2> /dev/null || echo 2)
 OUT := build/c
 CFLAGS := -O2 -g
-C_CORE := $(patsubst csrc/%.c,$(OUT)/%.o,$(filter-out csrc/module.c csrc/exchange.c,$(SOURCES)))
+C_CORE := $(patsubst csrc/%.c,$(OUT)/%.o,$(filter-out $(PYTHON_SOURCES),$(SOURCES)))
 C_TESTS := $(patsubst tests/c/%.c,$(OUT)/%,$(wildcard tests/c/test_*.c))
 C_FLAGS := -std=c11 -Wall -Wextra -Werror -ffp-contract=fast -fno-math-errno -fno-trapping-math \
 	-fPIC -pthread -Icsrc $(CFLAGS)
@@ -121,14 +122,14 @@ test-c: ## the C tests
 	@set -e; for program in $(C_TESTS); do echo $$program; $(EMULATOR) $$program; done
 
 # The package, with a core that is linked from the tests' objects. $(1): the compiler, $(2): the objects.
-PACKAGED := csrc/module.c csrc/exchange.c $(shell find h2o tests -name '*.py') .venv/base
+PACKAGED := $(PYTHON_SOURCES) $(shell find h2o tests -name '*.py') .venv/base
 define PACKAGE
 	rm -rf $@
 	mkdir -p $@
 	cp -r h2o tests $@
 	rm -f $@/h2o/_core*.so
 	$(1) -shared '-DH2O_VERSION="tested"' '-DH2O_KERNELS=""' $$($(BIN)/python tests/fuzz/python_flags.py) \
-		csrc/module.c csrc/exchange.c $(2) -o $@/h2o/_core.abi3.so -lm -ldl
+		$(PYTHON_SOURCES) $(2) -o $@/h2o/_core.abi3.so -lm -ldl
 endef
 
 $(OUT)/lib: $(PACKAGED) $(C_CORE)
@@ -149,7 +150,7 @@ test-driver: $(OUT)/test_driver $(OUT)/libcuda.so.1
 $(OUT)/balance: tests/c/balance.c $(wildcard tests/c/*.h) $(C_CORE)
 	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
 
-balance: ## how well work spreads over 2 to 64 lanes, counted; fails below what is promised
+balance: ## how well work spreads over 2 to 64 workers, counted; fails below what is promised
 	@$(TOGETHER) build/balance/balance OUT=build/balance CFLAGS="-O2 -DH2O_BALANCE"
 	@build/balance/balance
 
@@ -158,8 +159,8 @@ CUDA := build/cuda
 CUDA_FLAGS := -fno-math-errno -fno-trapping-math -fPIC -pthread -DH2O_GENERIC_ONLY -Icsrc -Itests/c $(CFLAGS)
 CUDA_CC := $(CC) -std=c11 -Wall -Wextra -Werror $(CUDA_FLAGS)
 CUDA_CXX := $(CXX) -std=gnu++20 -Wall -Werror $(CUDA_FLAGS)
-CUDA_CORE := $(addprefix $(CUDA)/,$(addsuffix .o,call check counts dispatch error parallel policy \
-	scratch plan driver launch emulated kernels fiber shim matrix))
+CUDA_CORE := $(addprefix $(CUDA)/,$(addsuffix .o,call check counts devices dispatch error operations \
+	parallel policy scratch plan driver launch emulated kernels fiber shim matrix))
 .SECONDARY: $(CUDA_CORE)
 CUDA_PROGRAMS := test_shim test_cuda
 
@@ -272,7 +273,7 @@ FUZZ_SECONDS := 3600
 CLANG ?= clang
 FUZZ := $(CLANG) -std=c11 -O1 -gline-tables-only -ffp-contract=fast -fno-math-errno \
 	-fno-trapping-math -pthread -Icsrc -Itests/c
-FUZZ_CORE := $(patsubst csrc/%.c,build/fuzz/%.o,$(filter-out csrc/module.c csrc/exchange.c,$(SOURCES)))
+FUZZ_CORE := $(patsubst csrc/%.c,build/fuzz/%.o,$(filter-out $(PYTHON_SOURCES),$(SOURCES)))
 .SECONDARY: $(FUZZ_CORE)
 
 build/fuzz/%.o: csrc/%.c $(HEADERS)
@@ -282,9 +283,9 @@ build/fuzz/%.o: csrc/%.c $(HEADERS)
 build/fuzz/calls: tests/fuzz/calls.c tests/fuzz/fuzz.h tests/c/test.h $(FUZZ_CORE)
 	$(FUZZ) -fsanitize=fuzzer,address,undefined $< $(FUZZ_CORE) -o $@ -lm -ldl
 
-build/fuzz/border: tests/fuzz/border.c tests/fuzz/fuzz.h csrc/module.c csrc/exchange.c .venv/base $(FUZZ_CORE)
+build/fuzz/border: tests/fuzz/border.c tests/fuzz/fuzz.h $(PYTHON_SOURCES) .venv/base $(FUZZ_CORE)
 	$(FUZZ) -fsanitize=fuzzer,address,undefined '-DH2O_VERSION="fuzz"' '-DH2O_KERNELS=""' \
-		$$($(BIN)/python tests/fuzz/python_flags.py) $< csrc/module.c csrc/exchange.c $(FUZZ_CORE) -o $@ -lm -ldl
+		$$($(BIN)/python tests/fuzz/python_flags.py) $< $(PYTHON_SOURCES) $(FUZZ_CORE) -o $@ -lm -ldl
 
 fuzz: ## libFuzzer on both; needs clang; FUZZ_SECONDS=3600 in all
 	@$(TOGETHER) build/fuzz/calls build/fuzz/border
@@ -326,6 +327,9 @@ stubs: .venv/core .venv/lint ## the type stubs against the compiled core
 
 docs: .venv/core .venv/docs ## the documentation as a site in build/site; any warning or dead link in it fails
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs build/site
+
+pictures: .venv/core .venv/test ## README's picture, docs/results.svg, from the tables of the documents
+	$(BIN)/python tools/draw_results.py
 
 docs-links: .venv/core .venv/docs ## asks every link of the documentation that leads elsewhere
 	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links

@@ -1,8 +1,8 @@
-"""`python -m benchmarks`: the same as `h2o bench`, from a checkout."""
+"""`python -m benchmarks [table ...]`: see `runner`."""
 
 import sys
 
-from h2o.cli import main
+from .runner import main
 
 if __name__ == "__main__":
-    sys.exit(main(["bench", *sys.argv[1:]]))
+    sys.exit(main())

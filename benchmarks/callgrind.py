@@ -7,7 +7,7 @@ The levels that valgrind can execute (it has no AVX-512) run under callgrind, wh
 its files for callgrind_annotate in the output folder; the others are single-stepped
 through ptrace, which takes minutes. The work: one thread, 4 query heads to 1 key head, D = 128;
 a prompt of 96 tokens, its cut to 64 keys, a decode step over 64 keys, the simulation of such a
-text with a prompt of 64; "-merging" where keys that leave go into others.
+text with a prompt of 64; "-merging" where evicted keys go into others.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ def build(folder: Path) -> Path:
 
 def operations(program: Path) -> list[str]:
     """What the program can count."""
-    told = subprocess.run([program], check=True, capture_output=True, text=True)
-    return told.stdout.split()
+    listed = subprocess.run([program], check=True, capture_output=True, text=True)
+    return listed.stdout.split()
 
 
 def count(program: Path, level: str, operation: str, folder: Path) -> int:
     """Instructions of one call."""
     if level not in UNDER_VALGRIND or shutil.which("valgrind") is None:
-        told = subprocess.run(
+        counted = subprocess.run(
             [program, level, operation, "step"], check=True, capture_output=True, text=True
         )
-        return int(told.stdout)
+        return int(counted.stdout)
     out = folder / f"callgrind.{level}.{operation}"
     command = ["valgrind", "--tool=callgrind", "--toggle-collect=counted"]
     command += [f"--callgrind-out-file={out}", str(program), level, operation]
     subprocess.run(command, check=True, capture_output=True)
-    found = re.search(r"^(?:summary|totals): (\d+)", out.read_text(), re.MULTILINE)
-    assert found is not None, f"no totals in {out}"
-    return int(found[1])
+    total = re.search(r"^(?:summary|totals): (\d+)", out.read_text(), re.MULTILINE)
+    assert total is not None, f"no totals in {out}"
+    return int(total[1])
 
 
 def levels() -> list[str]:
     """The levels of this machine."""
     program = "import h2o.ops, json; print(json.dumps(h2o.ops.info()['levels']))"
-    told = subprocess.run(
+    answer = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT
     )
-    return json.loads(told.stdout)
+    return json.loads(answer.stdout)
 
 
 def main() -> None:
@@ -78,11 +78,11 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write the counts as JSON")
     parser.add_argument("--against", type=Path, help="show the change from earlier counts")
     parser.add_argument("--output", type=Path, help="keep callgrind's files in this folder")
-    told = parser.parse_args()
-    before = json.loads(told.against.read_text()) if told.against else {}
+    options = parser.parse_args()
+    before = json.loads(options.against.read_text()) if options.against else {}
     counts: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = told.output or Path(temporary)
+        folder = options.output or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         program = build(folder)
         for level in levels():
@@ -91,8 +91,8 @@ def main() -> None:
                 counts[key] = count(program, level, operation, folder)
                 change = f"  {counts[key] / before[key] - 1:+.2%}" if key in before else ""
                 print(f"{level:12} {operation:16} {counts[key]:12,}{change}", flush=True)
-    if told.save:
-        told.save.write_text(json.dumps(counts, indent=1) + "\n")
+    if options.save:
+        options.save.write_text(json.dumps(counts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,32 +31,29 @@ static void on_one_thread(int workers, h2o_worker_fn function, void *context) {
 
 typedef struct {
     const char *name;
-    enum { ATTEND, EVICT, STEP, SIMULATE } operation;
+    h2o_operation operation;
     h2o_dtype dtype;
     h2o_dtype stored; /* in the slots */
     bool merging;
 } variant;
 
 static const variant variants[] = {
-    {"attend", ATTEND, H2O_F32, H2O_F32, false},
-    {"attend-bf16", ATTEND, H2O_BF16, H2O_BF16, false},
-    {"evict", EVICT, H2O_F32, H2O_F32, false},
-    {"evict-merging", EVICT, H2O_F32, H2O_F32, true},
-    {"step", STEP, H2O_F32, H2O_F32, false},
-    {"step-bf16", STEP, H2O_BF16, H2O_BF16, false},
-    {"step-int8", STEP, H2O_BF16, H2O_Q8, false},
-    {"step-merging", STEP, H2O_F32, H2O_F32, true},
-    {"simulate", SIMULATE, H2O_F32, H2O_F32, false},
-    {"simulate-bf16", SIMULATE, H2O_BF16, H2O_BF16, false},
-    {"simulate-merging", SIMULATE, H2O_F32, H2O_F32, true},
+    {"attend", H2O_ATTEND, H2O_F32, H2O_F32, false},
+    {"attend-bf16", H2O_ATTEND, H2O_BF16, H2O_BF16, false},
+    {"evict", H2O_EVICT, H2O_F32, H2O_F32, false},
+    {"evict-merging", H2O_EVICT, H2O_F32, H2O_F32, true},
+    {"step", H2O_STEP, H2O_F32, H2O_F32, false},
+    {"step-bf16", H2O_STEP, H2O_BF16, H2O_BF16, false},
+    {"step-int8", H2O_STEP, H2O_BF16, H2O_Q8, false},
+    {"step-merging", H2O_STEP, H2O_F32, H2O_F32, true},
+    {"simulate", H2O_SIMULATE, H2O_F32, H2O_F32, false},
+    {"simulate-bf16", H2O_SIMULATE, H2O_BF16, H2O_BF16, false},
+    {"simulate-merging", H2O_SIMULATE, H2O_F32, H2O_F32, true},
 };
 enum { VARIANTS = sizeof variants / sizeof *variants };
 
 static const variant *chosen;
-static h2o_attend_params attend;
-static h2o_evict_params evict;
-static h2o_step_params step;
-static h2o_simulate_params simulate;
+static h2o_params params;
 static h2o_call call;
 static bool stepping;
 
@@ -87,31 +84,32 @@ static int prepare(h2o_error *error) {
     h2o_slots slots =
         make_slots(DENSE, &dims, chosen->stored, HEAVY, RECENT, false, chosen->merging);
     switch (chosen->operation) {
-    case ATTEND:
-        attend = (h2o_attend_params){.query = query, .keys = keys, .values = values, .out = out,
-                                     .scores = scores, .scale = scale, .decay = 1.0f};
-        return h2o_open_attend(&attend, &call, error);
-    case EVICT:
-        evict = (h2o_evict_params){.keys = keys, .values = values, .slots = slots,
+    case H2O_ATTEND:
+        params.attend = (h2o_attend_params){.query = query, .keys = keys, .values = values, .out = out,
+                                     .scores = scores, .scale = scale, .policy = policy()};
+        break;
+    case H2O_EVICT:
+        params.evict = (h2o_evict_params){.keys = keys, .values = values, .slots = slots,
                                    .scores = scores, .policy = policy()};
         for (int i = 0; i < G * N; i++) ((float *)scores.data)[i] = random_float(&random);
-        return h2o_open_evict(&evict, &call, error);
-    case STEP:
+        break;
+    case H2O_STEP:
         fill_slots(&slots, SLOTS - 1, &random);
-        step = (h2o_step_params){
+        params.step = (h2o_step_params){
             .query = filled(H, 1, &random), .key = filled(G, 1, &random),
             .value = filled(G, 1, &random), .slots = slots,
             .out = make_tensor(chosen->dtype, 4, B, 1, H, D), .policy = policy(), .scale = scale};
-        return h2o_open_step(&step, &call, error);
+        break;
     default:
-        simulate = (h2o_simulate_params){
+        params.simulate = (h2o_simulate_params){
             .query = query, .keys = keys, .values = values, .budget = slots.budget,
             .prompt = make_tensor(H2O_I32, 1, B, 1, 1, 1), .out = out,
             .evicted_at = make_tensor(H2O_I32, 3, B, G, N, 1), .scores = scores,
             .policy = policy(), .scale = scale};
-        FILL(int32_t, simulate.prompt, SLOTS - 1);
-        return h2o_open_simulate(&simulate, &call, error);
+        FILL(int32_t, params.simulate.prompt, SLOTS - 1);
     }
+    call.operation = chosen->operation;
+    return h2o_open(&params, &call, error);
 }
 
 static void breakpoint(void) {
@@ -122,28 +120,15 @@ static void breakpoint(void) {
 
 static void run(void) {
     h2o_error error;
-    switch (chosen->operation) {
-    case ATTEND:
-        h2o_run_attend(&attend, &call, &error);
-        break;
-    case EVICT:
-        h2o_run_evict(&evict, &call, &error);
-        break;
-    case STEP:
-        h2o_run_step(&step, &call, &error);
-        break;
-    case SIMULATE:
-        h2o_run_simulate(&simulate, &call, &error);
-        break;
-    }
+    h2o_run(&params, &call, &error);
 }
 
 __attribute__((noinline)) void counted(void) { run(); }
 
 static void work(void) {
     run();
-    if (chosen->operation == EVICT) {
-        clear(&evict.slots);
+    if (chosen->operation == H2O_EVICT) {
+        clear(&params.evict.slots);
     }
     breakpoint();
     counted();

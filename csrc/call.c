@@ -1,4 +1,5 @@
 /* call.c - one call of an operation, from its checks to its end. */
+#include "devices.h"
 #include "run.h"
 
 static int get_memory(const char *op, void **memory, size_t bytes, h2o_error *error) {
@@ -7,13 +8,6 @@ static int get_memory(const char *op, void **memory, size_t bytes, h2o_error *er
                         bytes);
     }
     return H2O_OK;
-}
-
-static bool is_device(const h2o_ops *table) { return table != NULL && table->device_type != 0; }
-
-static int check_table(const h2o_ops *table, const h2o_view *leader, h2o_error *error) {
-    if (!is_device(table) || leader->device_type == table->device_type) return H2O_OK;
-    return h2o_fail_kernels(leader, error);
 }
 
 static int check_offer(const char *op, const h2o_call *call, size_t bytes, h2o_error *error) {
@@ -26,43 +20,49 @@ static int check_offer(const char *op, const h2o_call *call, size_t bytes, h2o_e
                     bytes);
 }
 
-#define DEFINE_CALL(op, leader)                                                                    \
-    int h2o_judge_##op(h2o_##op##_params *params, h2o_call *call, h2o_error *error) {              \
-        int status = h2o_check_##op(params, error);                                                \
-        if (call->table == NULL) call->table = h2o_table(params->leader.device_type);              \
-        if (status != H2O_OK || call->table == NULL) return status;                                \
-        if (is_device(call->table)) return check_table(call->table, &params->leader, error);       \
-        const size_t bytes = h2o_counts_bytes(&params->dims, &params->mask);                       \
-        status = get_memory(#op, &call->counts, bytes, error);                                     \
-        return status != H2O_OK ? status : h2o_count_##op(params, call->counts, error);            \
-    }                                                                                              \
-    int h2o_measure_##op(h2o_##op##_params *params, h2o_call *call, size_t *bytes,                 \
-                         h2o_error *error) {                                                       \
-        const int status = h2o_judge_##op(params, call, error);                                    \
-        if (status != H2O_OK) return status;                                                       \
-        if (call->table == NULL) return h2o_fail_kernels(&params->leader, error);                  \
-        if (call->exec.workers == 0) call->exec.workers = h2o_threads();                               \
-        if (call->exec.run == NULL) call->exec.run = h2o_parallel;                                 \
-        *bytes = call->table->op##_workspace(params, &call->exec);                                 \
-        return H2O_OK;                                                                             \
-    }                                                                                              \
-    int h2o_open_##op(h2o_##op##_params *params, h2o_call *call, h2o_error *error) {               \
-        size_t bytes = 0;                                                                          \
-        const int status = h2o_measure_##op(params, call, &bytes, error);                          \
-        if (status != H2O_OK) return status;                                                       \
-        if (is_device(call->table)) return check_offer(#op, call, bytes, error);                   \
-        return get_memory(#op, &call->exec.workspace, bytes, error);                               \
-    }                                                                                              \
-    int h2o_run_##op(const h2o_##op##_params *params, const h2o_call *call, h2o_error *error) {    \
-        return call->table->op(params, &call->exec, error);                                        \
+int h2o_validate(void *params, h2o_call *call, h2o_error *error) {
+    const h2o_operation_row *const row = &h2o_operations[call->operation];
+    const h2o_view *const leader = h2o_leader(row, params);
+    int status = row->check(params, error);
+    if (status != H2O_OK) return status;
+    if (call->queued) {
+        call->table = h2o_device_table(leader->device_type);
+        return call->table != NULL ? H2O_OK : h2o_fail_kernels(leader, error);
     }
+    if (call->table == NULL) call->table = h2o_table(leader->device_type);
+    if (call->table == NULL) return H2O_OK;
+    const h2o_dims *const dims = (const h2o_dims *)(const void *)((char *)params + row->dims);
+    const h2o_view *const mask = (const h2o_view *)(const void *)((char *)params + row->mask);
+    status = get_memory(row->name, &call->counts, h2o_counts_bytes(dims, mask), error);
+    return status != H2O_OK ? status : row->count(params, call->counts, error);
+}
 
-DEFINE_CALL(attend, query)
-DEFINE_CALL(evict, keys)
-DEFINE_CALL(step, query)
-DEFINE_CALL(simulate, query)
+int h2o_measure(void *params, h2o_call *call, size_t *bytes, h2o_error *error) {
+    const int status = h2o_validate(params, call, error);
+    if (status != H2O_OK) return status;
+    if (call->table == NULL) {
+        return h2o_fail_kernels(h2o_leader(&h2o_operations[call->operation], params), error);
+    }
+    if (call->exec.workers == 0) call->exec.workers = h2o_threads();
+    if (call->exec.run == NULL) call->exec.run = h2o_parallel;
+    *bytes = call->table->workspace(call->operation, params, &call->exec);
+    return H2O_OK;
+}
+
+int h2o_open(void *params, h2o_call *call, h2o_error *error) {
+    const char *const op = h2o_operations[call->operation].name;
+    size_t bytes = 0;
+    const int status = h2o_measure(params, call, &bytes, error);
+    if (status != H2O_OK) return status;
+    if (call->queued) return check_offer(op, call, bytes, error);
+    return get_memory(op, &call->exec.workspace, bytes, error);
+}
+
+int h2o_run(const void *params, const h2o_call *call, h2o_error *error) {
+    return call->table->run(call->operation, params, &call->exec, error);
+}
 
 void h2o_close(h2o_call *call) {
-    if (!is_device(call->table)) h2o_scratch_release(call->exec.workspace);
+    if (!call->queued) h2o_scratch_release(call->exec.workspace);
     h2o_scratch_release(call->counts);
 }

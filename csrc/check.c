@@ -1,11 +1,11 @@
 /* check.c - what a call must satisfy before a kernel sees it.
  *
- * Each operation states its tensors as a table of rules: the shape in letters,
+ * The rows of operations.h state what each tensor must be: the shape in letters,
  * the dtype, whether it is written. Letters get their sizes from the first
  * tensor that has them, and every later one must agree. The numbers in tensors
  * that kernels use as indices or counts are counts.c's.
  *
- * Overlap is judged by address ranges: a written tensor's range, from its first
+ * Overlap is found by address ranges: a written tensor's range, from its first
  * to its last byte, may not touch that of any other tensor of the call. This
  * also refuses some that are interleaved without sharing an element.
  */
@@ -20,34 +20,17 @@
 
 /* ---- Rules ------------------------------------------------------------- */
 
-enum {
-    OPTIONAL = 1, /* may be absent */
-    WRITTEN = 2,
-    DENSE = 4,  /* the last stride must be 1: kernels read whole vectors */
-    STORED = 8, /* floats as the others, or bytes: rows of a quantised store, of any length */
-};
-
+/* An operand's tensor, and what its row of operations.h asks of it in this call. */
 typedef struct {
     h2o_view *view;
-    const char *letters; /* one for each dimension; a digit stands for itself, + for G + 1 */
-    h2o_dtype dtype;     /* H2O_NONE: the floating dtype of the call */
+    const char *letters;
+    h2o_dtype dtype;
     unsigned flags;
 } rule;
-
-enum { MAX_RULES = 20 };
 
 typedef struct {
     uintptr_t first, last; /* addresses of the first and the last byte */
 } range;
-
-static const char *dtype_name(h2o_dtype dtype) {
-    static const char *const names[] = {[H2O_NONE] = "none",   [H2O_F32] = "float32",
-                                        [H2O_F16] = "float16", [H2O_BF16] = "bfloat16",
-                                        [H2O_F64] = "float64", [H2O_I32] = "int32",
-                                        [H2O_I64] = "int64",   [H2O_U8] = "bool or uint8",
-                                        [H2O_Q8] = "int8",     [H2O_Q4] = "int4"};
-    return names[dtype];
-}
 
 static const char *device_text(const h2o_view *view, char text[40]) {
     static const char *const names[] = {[1] = "CPU",   [2] = "CUDA",  [8] = "Metal",
@@ -132,7 +115,7 @@ static int fail_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
 /* Sizes are kept within int32 because positions, slots and rows are counted so. */
 static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
     h2o_view *view = rule->view;
-    const bool bytes = rule->flags & STORED && view->dtype == H2O_U8;
+    const bool bytes = rule->flags & H2O_STORED && view->dtype == H2O_U8;
     if (view->ndim != (int32_t)strlen(rule->letters)) return fail_shape(rule, dims, error);
     for (int32_t i = 0; i < view->ndim; i++) {
         const char letter = rule->letters[i];
@@ -140,7 +123,7 @@ static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
         const int64_t number = letter == '+' ? dims->G + 1 : letter - '0';
         int64_t *size = size_of(dims, letter);
         if (bytes && i == view->ndim - 1) {
-            size = NULL; /* check_rows judges it */
+            size = NULL; /* check_rows looks at it */
         } else if (size == NULL ? got != number : *size != 0 && got != *size) {
             return fail_shape(rule, dims, error);
         }
@@ -160,23 +143,23 @@ static int check_dtype(const rule *rule, h2o_dtype *floating, const char *leader
                        h2o_error *error) {
     const h2o_view *view = rule->view;
     const bool narrow = view->dtype == H2O_F32 && view->device_type != H2O_DEVICE_CPU;
-    if (rule->flags & STORED && view->dtype == H2O_U8) return H2O_OK;
+    if (rule->flags & H2O_STORED && view->dtype == H2O_U8) return H2O_OK;
     if (rule->dtype != H2O_NONE) {
         if (view->dtype == rule->dtype) return H2O_OK;
         if (rule->dtype == H2O_F64 && narrow) return H2O_OK; /* not every device has f64 */
         return h2o_fail(error, H2O_ETYPE, "%s: has dtype %s, wanted %s", view->name,
-                        dtype_name(view->dtype), dtype_name(rule->dtype));
+                        h2o_dtype_name(view->dtype), h2o_dtype_name(rule->dtype));
     }
     if (*floating == H2O_NONE) {
         if (view->dtype != H2O_F32 && view->dtype != H2O_F16 && view->dtype != H2O_BF16) {
             return h2o_fail(error, H2O_ETYPE,
                             "%s: has dtype %s, wanted float32, float16 or bfloat16", view->name,
-                            dtype_name(view->dtype));
+                            h2o_dtype_name(view->dtype));
         }
         *floating = view->dtype;
     } else if (view->dtype != *floating) {
         return h2o_fail(error, H2O_ETYPE, "%s: has dtype %s, wanted %s like %s", view->name,
-                        dtype_name(view->dtype), dtype_name(*floating), leader);
+                        h2o_dtype_name(view->dtype), h2o_dtype_name(*floating), leader);
     }
     return H2O_OK;
 }
@@ -258,7 +241,7 @@ static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
         return h2o_fail(error, H2O_EVALUE, "%s: of shape %s is larger than any memory", view->name,
                         shape_text(view, shape));
     }
-    if (rule->flags & WRITTEN) {
+    if (rule->flags & H2O_WRITTEN) {
         if (view->readonly) {
             return h2o_fail(error, H2O_EVALUE,
                             "%s: is written, but its memory is read-only or a copy", view->name);
@@ -270,7 +253,7 @@ static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
                             view->name);
         }
     }
-    if ((rule->flags & DENSE) && view->stride[view->ndim - 1] != 1) {
+    if ((rule->flags & H2O_DENSE) && view->stride[view->ndim - 1] != 1) {
         return h2o_fail(error, H2O_EVALUE,
                         "%s: the stride of the last dimension is %" PRId64
                         ", wanted 1 (make it contiguous)",
@@ -285,8 +268,8 @@ static int check_overlap(const rule *rules, const range *ranges, int count, h2o_
             const bool apart = ranges[i].last < ranges[j].first ||
                                ranges[j].last < ranges[i].first || !rules[i].view->data ||
                                !rules[j].view->data;
-            if (!apart && ((rules[i].flags | rules[j].flags) & WRITTEN)) {
-                const bool first = rules[i].flags & WRITTEN;
+            if (!apart && ((rules[i].flags | rules[j].flags) & H2O_WRITTEN)) {
+                const bool first = rules[i].flags & H2O_WRITTEN;
                 return h2o_fail(error, H2O_EVALUE, "%s: is written and shares memory with %s",
                                 rules[first ? i : j].view->name, rules[first ? j : i].view->name);
             }
@@ -297,15 +280,15 @@ static int check_overlap(const rule *rules, const range *ranges, int count, h2o_
 
 /* Checks all tensors of a call and finds the sizes. */
 static int check_tensors(const rule *all, int count, h2o_dims *dims, h2o_error *error) {
-    rule rules[MAX_RULES]; /* of the tensors that are given */
-    range ranges[MAX_RULES];
+    rule rules[H2O_MOST_TENSORS]; /* of the tensors that are there */
+    range ranges[H2O_MOST_TENSORS];
     h2o_dtype floating = H2O_NONE;
-    int given = 0;
+    int present = 0;
     for (int i = 0; i < count; i++) {
         const rule *rule = &all[i];
         int status;
         if (!h2o_given(rule->view)) {
-            if (rule->flags & OPTIONAL) continue;
+            if (rule->flags & H2O_OPTIONAL) continue;
             char wanted[160];
             return h2o_fail(error, H2O_ETYPE, "%s: is None, wanted a tensor %s", rule->view->name,
                             letters_text(rule->letters, dims, wanted));
@@ -313,10 +296,10 @@ static int check_tensors(const rule *all, int count, h2o_dims *dims, h2o_error *
         if ((status = check_device(rule->view, all[0].view, error)) ||
             (status = check_dtype(rule, &floating, all[0].view->name, error)) ||
             (status = check_shape(rule, dims, error)) ||
-            (status = check_layout(rule, &ranges[given], error))) {
+            (status = check_layout(rule, &ranges[present], error))) {
             return status;
         }
-        rules[given++] = *rule;
+        rules[present++] = *rule;
     }
     if (dims->H != 0) {
         if (dims->H % dims->G != 0) {
@@ -327,7 +310,7 @@ static int check_tensors(const rule *all, int count, h2o_dims *dims, h2o_error *
         }
         dims->R = dims->H / dims->G;
     }
-    return check_overlap(rules, ranges, given, error);
+    return check_overlap(rules, ranges, present, error);
 }
 
 /* ---- Scalars ----------------------------------------------------------- */
@@ -352,23 +335,46 @@ static int check_logits(float scale, float softcap, h2o_error *error) {
     return H2O_OK;
 }
 
-static int check_decay(float decay, h2o_error *error) {
-    if (!(decay >= 0.0f && decay <= 1.0f)) {
-        return h2o_fail(error, H2O_EVALUE, "decay: is %g, wanted a number in [0, 1]",
-                        (double)decay);
+/* A number of the policy; names and yes or no are what they must be once parsed. */
+static double policy_number(const h2o_policy *policy, const h2o_policy_field *field) {
+    const void *const at = (const char *)policy + field->offset;
+    switch (field->kind) {
+    case H2O_FIELD_INT32:
+        return *(const int32_t *)at;
+    case H2O_FIELD_FLOAT:
+    case H2O_FIELD_OPTION:
+        return (double)*(const float *)at;
+    default:
+        return field->least;
+    }
+}
+
+static int check_policy(const h2o_policy *policy, h2o_error *error) {
+    for (int i = 0; i < H2O_POLICY_COUNT; i++) {
+        const h2o_policy_field *const field = &h2o_policy_fields[i];
+        const double number = policy_number(policy, field);
+        const bool low = number >= field->least;
+        const bool high = field->below ? number < field->most : number <= field->most;
+        if (!(low && high) && field->wanted != NULL) {
+            return h2o_fail(error, H2O_EVALUE, "%s: is %.*g, wanted %s", field->name,
+                            field->kind == H2O_FIELD_INT32 ? 10 : 6, number, field->wanted);
+        }
     }
     return H2O_OK;
 }
 
-static int check_policy(const h2o_policy *policy, h2o_error *error) {
-    if (policy->sinks < 0) {
-        return h2o_fail(error, H2O_EVALUE, "sinks: is %d, wanted at least 0", (int)policy->sinks);
+/* "34 (int8) or 20 (int4)": bytes of the quantised rows that there are of D elements. */
+static const char *rows_text(int64_t D, char text[100]) {
+    size_t used = 0;
+#define ROW(name, ...)                                                                             \
+    if (h2o_row_bytes(H2O_##name, D) > 0) {                                                        \
+        used += (size_t)snprintf(text + used, 100 - used, "%s%" PRId64 " (%s)",                    \
+                                 used > 0 ? " or " : "", h2o_row_bytes(H2O_##name, D),             \
+                                 h2o_dtype_name(H2O_##name));                                      \
     }
-    if (!(policy->merge >= 0.0f && policy->merge < 1.0f)) {
-        return h2o_fail(error, H2O_EVALUE, "merge: is %g, wanted a cosine between 0 and 1, or None",
-                        (double)policy->merge);
-    }
-    return check_decay(policy->decay, error);
+    H2O_QUANTISED_ROWS(ROW)
+#undef ROW
+    return text;
 }
 
 /* Whether quantised keys and values have rows that are some quantisation of D elements, and
@@ -380,23 +386,19 @@ static int check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h
         if (view->dtype == H2O_U8 && view->shape[view->ndim - 1] == D) {
             return h2o_fail(error, H2O_ETYPE,
                             "%s: has dtype %s, wanted floats like the query, or quantised rows",
-                            view->name, dtype_name(view->dtype));
+                            view->name, h2o_dtype_name(view->dtype));
         }
         if (view->dtype == H2O_U8 && h2o_stored_type(view, D) == H2O_NONE) {
-            const int64_t int4 = h2o_row_bytes(H2O_Q4, D);
-            char other[48];
-            snprintf(other, sizeof other, " or %" PRId64 " (int4)", int4);
+            char wanted[100];
             return h2o_fail(error, H2O_EVALUE,
-                            "%s: has rows of %" PRId64 " bytes, wanted %" PRId64
-                            " (int8)%s for %" PRId64 " elements",
-                            view->name, view->shape[view->ndim - 1], h2o_row_bytes(H2O_Q8, D),
-                            int4 ? other : "", D);
+                            "%s: has rows of %" PRId64 " bytes, wanted %s for %" PRId64 " elements",
+                            view->name, view->shape[view->ndim - 1], rows_text(D, wanted), D);
         }
     }
     if ((keys->dtype == H2O_U8) != (values->dtype == H2O_U8)) {
         return h2o_fail(error, H2O_ETYPE,
                         "%s: has dtype %s and %s %s, wanted both quantised or none", keys->name,
-                        dtype_name(keys->dtype), values->name, dtype_name(values->dtype));
+                        h2o_dtype_name(keys->dtype), values->name, h2o_dtype_name(values->dtype));
     }
     return H2O_OK;
 }
@@ -439,95 +441,97 @@ static int check_rotary(const h2o_rotary *rotary, const h2o_slots *slots, const 
 
 /* ---- Operations -------------------------------------------------------- */
 
-/* What attend needs of the slots comes first: it writes to their scores only. */
-enum { STORED_RULES = 6, RULES_OF_SLOTS = 11 };
-
-static const char *budget_letters(const h2o_view *budget) {
-    return budget->ndim == 3 ? "BG2" : "B2";
+static const char *letters_of(const h2o_operand *operand, const h2o_view *view, bool uneven) {
+    if (operand->flags & H2O_PER_SLOT && uneven) return operand->letters[3] ? "BTD" : "BT";
+    return operand->flags & H2O_PER_HEAD && view->ndim != 3 ? "B2" : operand->letters;
 }
 
-static void slot_rules(h2o_slots *slots, unsigned written, rule rules[RULES_OF_SLOTS]) {
+/* What an operation with these flags for its slots asks of a field of theirs. */
+static unsigned flags_of(const h2o_operand *slots, const h2o_operand *field) {
+    if (!(slots->flags & H2O_ATTENDED) || field->flags & H2O_SCORED) return field->flags;
+    return field->flags & ~(unsigned)H2O_WRITTEN;
+}
+
+/* Whether slots that an operation can do without are there. */
+static bool is_present(const h2o_operand *operand, const void *params) {
+    if (!(operand->flags & H2O_OPTIONAL)) return true;
+    return *(const bool *)((const char *)params + operand->present);
+}
+
+static int add_slots(const h2o_operand *operand, h2o_slots *slots, rule *rules) {
     const bool uneven = h2o_given(&slots->starts);
-    const char *const rows = uneven ? "BTD" : "BGSD", *const numbers = uneven ? "BT" : "BGS";
-    const rule all[RULES_OF_SLOTS] = {
-        {&slots->keys, rows, H2O_NONE, written | DENSE | STORED},
-        {&slots->values, rows, H2O_NONE, written | DENSE | STORED},
-        {&slots->scores, numbers, H2O_F32, WRITTEN | DENSE},
-        {&slots->positions, numbers, H2O_I32, written | DENSE},
-        {&slots->starts, "+", H2O_I32, OPTIONAL},
-        {&slots->bias, numbers, H2O_F32, OPTIONAL | written | DENSE},
-        {&slots->free, "BG", H2O_I32, WRITTEN},
-        {&slots->lengths, "B", H2O_I64, WRITTEN},
-        {&slots->budget, budget_letters(&slots->budget), H2O_I32, 0},
-        {&slots->lost, "BG", H2O_F64, WRITTEN},
-        {&slots->norms, numbers, H2O_F32, OPTIONAL | WRITTEN | DENSE},
-    };
-    memcpy(rules, all, sizeof all);
+    int count = 0;
+    for (int i = 0; i < H2O_SLOTS_COUNT; i++) {
+        const h2o_operand *const field = &h2o_slots_fields[i];
+        h2o_view *const view = h2o_operand_at(slots, field);
+        if (operand->flags & H2O_ATTENDED & ~field->flags) continue;
+        rules[count++] =
+            (rule){view, letters_of(field, view, uneven), field->dtype, flags_of(operand, field)};
+    }
+    return count;
+}
+
+/* The policy and all tensors of a call; finds the sizes. */
+static int check_operands(h2o_operation operation, void *params, h2o_error *error) {
+    const h2o_operation_row *const row = &h2o_operations[operation];
+    h2o_dims *const dims = (h2o_dims *)(void *)((char *)params + row->dims);
+    rule rules[H2O_MOST_TENSORS];
+    int count = 0, status = H2O_OK;
+    bool uneven = false;
+    *dims = (h2o_dims){0};
+    for (int i = 0; i < row->operand_count && status == H2O_OK; i++) {
+        const h2o_operand *const operand = &row->operands[i];
+        void *const at = h2o_operand_at(params, operand);
+        if (operand->kind == H2O_OPERAND_POLICY) status = check_policy(at, error);
+        if (operand->kind == H2O_OPERAND_TENSOR) {
+            rules[count++] =
+                (rule){at, letters_of(operand, at, uneven), operand->dtype, operand->flags};
+        }
+        if (operand->kind == H2O_OPERAND_SLOTS && is_present(operand, params)) {
+            count += add_slots(operand, at, rules + count);
+            uneven = h2o_given(&((h2o_slots *)at)->starts);
+        }
+    }
+    return status != H2O_OK ? status : check_tensors(rules, count, dims, error);
 }
 
 /* Whether keys are of a type that the step can rotate. */
 static int check_rotated(const h2o_rotary *rotary, const h2o_view *keys, int64_t D,
                          h2o_error *error) {
-    if (h2o_given(&rotary->table) && h2o_stored_type(keys, D) == H2O_Q4) {
-        return h2o_fail(error, H2O_ETYPE, "%s: has int4 rows, which rotary cannot rotate; use int8",
-                        keys->name);
+    const h2o_dtype stored = h2o_stored_type(keys, D);
+    if (h2o_given(&rotary->table) && !h2o_row_rotates(stored)) {
+        return h2o_fail(error, H2O_ETYPE, "%s: has %s rows, which rotary cannot rotate; use int8",
+                        keys->name, h2o_dtype_name(stored));
     }
     return H2O_OK;
 }
 
-int h2o_check_attend(h2o_attend_params *params, h2o_error *error) {
-    rule rules[6 + RULES_OF_SLOTS] = {
-        {&params->query, "BHQD", H2O_NONE, 0},     {&params->keys, "BGQD", H2O_NONE, 0},
-        {&params->values, "BGQD", H2O_NONE, 0},    {&params->mask, "BQ", H2O_U8, OPTIONAL},
-        {&params->out, "BQHD", H2O_NONE, WRITTEN}, {&params->scores, "BGQ", H2O_F32, WRITTEN},
-    };
-    slot_rules(&params->slots, 0, rules + 6);
+int h2o_check_attend(void *operands, h2o_error *error) {
+    h2o_attend_params *const params = operands;
     int status;
-    params->dims = (h2o_dims){0};
     if ((status = check_logits(params->scale, params->softcap, error)) ||
-        (status = check_decay(params->decay, error))) {
+        (status = check_operands(H2O_ATTEND, params, error)) || !params->has_slots) {
         return status;
     }
-    status = check_tensors(rules, params->has_slots ? 6 + STORED_RULES : 6, &params->dims, error);
-    if (status != H2O_OK || !params->has_slots) return status;
     return check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error);
 }
 
-int h2o_check_evict(h2o_evict_params *params, h2o_error *error) {
-    rule rules[4 + RULES_OF_SLOTS] = {
-        {&params->keys, "BGQD", H2O_NONE, 0},
-        {&params->values, "BGQD", H2O_NONE, 0},
-        {&params->scores, "BGQ", H2O_F32, 0},
-        {&params->mask, "BQ", H2O_U8, OPTIONAL},
-    };
-    slot_rules(&params->slots, WRITTEN, rules + 4);
+int h2o_check_evict(void *operands, h2o_error *error) {
+    h2o_evict_params *const params = operands;
     int status;
-    params->dims = (h2o_dims){0};
-    if ((status = check_policy(&params->policy, error)) ||
-        (status = check_tensors(rules, 4 + RULES_OF_SLOTS, &params->dims, error)) ||
+    if ((status = check_operands(H2O_EVICT, params, error)) ||
         (status = check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error))) {
         return status;
     }
     return check_needed(&params->slots, &params->policy, error);
 }
 
-int h2o_check_step(h2o_step_params *params, h2o_error *error) {
-    h2o_rotary *const rotary = &params->rotary;
-    rule rules[7 + RULES_OF_SLOTS] = {
-        {&params->query, "BH1D", H2O_NONE, 0},     {&params->key, "BG1D", H2O_NONE, 0},
-        {&params->value, "BG1D", H2O_NONE, 0},     {&params->mask, "B1", H2O_U8, OPTIONAL},
-        {&params->out, "B1HD", H2O_NONE, WRITTEN},
-    };
-    slot_rules(&params->slots, WRITTEN, rules + 5);
-    rules[5 + RULES_OF_SLOTS] = (rule){&rotary->table, "P2F", H2O_F32, OPTIONAL | DENSE};
-    rules[6 + RULES_OF_SLOTS] =
-        (rule){&rotary->ranks, params->slots.starts.dtype == H2O_NONE ? "BGS" : "BT", H2O_I32,
-               OPTIONAL | WRITTEN | DENSE};
+int h2o_check_step(void *operands, h2o_error *error) {
+    h2o_step_params *const params = operands;
+    const h2o_rotary *const rotary = &params->rotary;
     int status;
-    params->dims = (h2o_dims){0};
     if ((status = check_logits(params->scale, params->softcap, error)) ||
-        (status = check_policy(&params->policy, error)) ||
-        (status = check_tensors(rules, 7 + RULES_OF_SLOTS, &params->dims, error)) ||
+        (status = check_operands(H2O_STEP, params, error)) ||
         (status = check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error)) ||
         (status = check_rotary(rotary, &params->slots, &params->dims, error)) ||
         (status = check_rotated(rotary, &params->slots.keys, params->dims.D, error))) {
@@ -537,29 +541,12 @@ int h2o_check_step(h2o_step_params *params, h2o_error *error) {
     return check_needed(&params->slots, &params->policy, error);
 }
 
-int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error) {
-    h2o_view *const budget = &params->budget;
-    h2o_view *const stored_keys = &params->stored_keys, *const stored_values =
-                                                            &params->stored_values;
-    const rule rules[] = {
-        {&params->query, "BHQD", H2O_NONE, 0},
-        {&params->keys, "BGQD", H2O_NONE, 0},
-        {&params->values, "BGQD", H2O_NONE, 0},
-        {&params->mask, "BQ", H2O_U8, OPTIONAL},
-        {&params->prompt, "B", H2O_I32, 0},
-        {budget, budget_letters(budget), H2O_I32, 0},
-        {&params->out, "BQHD", H2O_NONE, WRITTEN},
-        {&params->evicted_at, "BGQ", H2O_I32, WRITTEN},
-        {&params->scores, "BGQ", H2O_F32, WRITTEN},
-        {stored_keys, "BGQD", H2O_U8, OPTIONAL | DENSE | STORED},
-        {stored_values, "BGQD", H2O_U8, OPTIONAL | DENSE | STORED},
-    };
+int h2o_check_simulate(void *operands, h2o_error *error) {
+    h2o_simulate_params *const params = operands;
     int status;
-    params->dims = (h2o_dims){0};
     if ((status = check_logits(params->scale, params->softcap, error)) ||
-        (status = check_policy(&params->policy, error)) ||
-        (status = check_tensors(rules, 11, &params->dims, error))) {
+        (status = check_operands(H2O_SIMULATE, params, error))) {
         return status;
     }
-    return check_rows(stored_keys, stored_values, params->dims.D, error);
+    return check_rows(&params->stored_keys, &params->stored_values, params->dims.D, error);
 }

@@ -2,8 +2,9 @@
  *
  * Lengths, budgets, free slots, prompts and masks decide how much a kernel reads
  * and where it writes. Another thread may change them while it does, so they are
- * copied here, one load for each number, and judged; kernels see the copies only.
+ * copied here, one load for each number, and checked; kernels see the copies only.
  */
+#include "operations.h"
 #include "policy.h"
 
 #include <inttypes.h>
@@ -69,21 +70,21 @@ static void count_tokens(const memory_parts *parts, const h2o_dims *dims, const 
     }
 }
 
-/* ---- Judging ----------------------------------------------------------- */
+/* ---- Checking ---------------------------------------------------------- */
 
 /* "[b]" where a row's heads have one budget, "[b, g]" where each has its own. */
 static const char *budget_index(const h2o_view *budget, int64_t b, int64_t g, char text[48]) {
-    const bool own = budget->ndim == 3;
-    snprintf(text, 48, own ? "[%" PRId64 ", %" PRId64 "]" : "[%" PRId64 "]", b, g);
+    const bool per_head = budget->ndim == 3;
+    snprintf(text, 48, per_head ? "[%" PRId64 ", %" PRId64 "]" : "[%" PRId64 "]", b, g);
     return text;
 }
 
 static int count_budget(const h2o_view *budget, int64_t b, int64_t g, const h2o_policy *policy,
                         h2o_head *head, h2o_error *error) {
-    const bool own = budget->ndim == 3;
+    const bool per_head = budget->ndim == 3;
     char index[48];
-    head->heavy = own ? i32_at(budget, b, g, 0) : i32_at(budget, b, 0, 0);
-    head->recent = own ? i32_at(budget, b, g, 1) : i32_at(budget, b, 1, 0);
+    head->heavy = per_head ? i32_at(budget, b, g, 0) : i32_at(budget, b, 0, 0);
+    head->recent = per_head ? i32_at(budget, b, g, 1) : i32_at(budget, b, 1, 0);
     if (head->heavy < 0 || head->recent < 0) {
         return h2o_fail(error, H2O_EVALUE, "%s%s: is (%d, %d), wanted at least 0", budget->name,
                         budget_index(budget, b, g, index), (int)head->heavy, (int)head->recent);
@@ -140,7 +141,7 @@ static int count_length(const h2o_view *lengths, int64_t b, h2o_row *row, h2o_er
     return H2O_OK;
 }
 
-/* A row of the store and its heads; `keeps` is what each is to hold at the end. */
+/* A row of the store and its heads: what they hold before the call. */
 static int count_row(const h2o_slots *slots, const h2o_policy *policy, const h2o_dims *dims,
                      int64_t b, const memory_parts *parts, h2o_error *error) {
     h2o_row *const row = &parts->rows[b];
@@ -154,7 +155,7 @@ static int count_row(const h2o_slots *slots, const h2o_policy *policy, const h2o
 }
 
 /* Slots 0..held hold what lengths and budget say: otherwise evict would have more
- * keys than are to stay. */
+ * keys than are to be kept. */
 static int check_filled(const h2o_slots *slots, int64_t b, int64_t g, const h2o_head *head,
                         h2o_error *error) {
     const int32_t *const positions = h2o_at(&slots->positions, b, head->offset, 0); /* [slots] */
@@ -176,7 +177,8 @@ static int check_filled(const h2o_slots *slots, int64_t b, int64_t g, const h2o_
 
 /* ---- Operations -------------------------------------------------------- */
 
-int h2o_count_attend(h2o_attend_params *params, void *memory, h2o_error *error) {
+int h2o_count_attend(void *operands, void *memory, h2o_error *error) {
+    h2o_attend_params *const params = operands;
     const memory_parts parts = divide(memory, &params->dims);
     count_tokens(&parts, &params->dims, &params->mask);
     params->counts = (h2o_counts){.rows = parts.rows, .heads = parts.heads};
@@ -184,7 +186,8 @@ int h2o_count_attend(h2o_attend_params *params, void *memory, h2o_error *error) 
     return count_slots(&params->slots, &params->dims, parts.heads, error);
 }
 
-int h2o_count_evict(h2o_evict_params *params, void *memory, h2o_error *error) {
+int h2o_count_evict(void *operands, void *memory, h2o_error *error) {
+    h2o_evict_params *const params = operands;
     h2o_dims *const dims = &params->dims;
     const h2o_slots *const slots = &params->slots;
     const memory_parts parts = divide(memory, dims);
@@ -221,7 +224,8 @@ static int count_free(const h2o_slots *slots, int64_t b, int64_t g, h2o_head *he
     return H2O_OK;
 }
 
-int h2o_count_step(h2o_step_params *params, void *memory, h2o_error *error) {
+int h2o_count_step(void *operands, void *memory, h2o_error *error) {
+    h2o_step_params *const params = operands;
     h2o_dims *const dims = &params->dims;
     const h2o_slots *const slots = &params->slots;
     const memory_parts parts = divide(memory, dims);
@@ -261,7 +265,8 @@ static int64_t dense_tokens(const h2o_row *row, const h2o_head *heads, int64_t G
     return h2o_policy_held(budget > prompt ? budget : prompt, row->tokens);
 }
 
-int h2o_count_simulate(h2o_simulate_params *params, void *memory, h2o_error *error) {
+int h2o_count_simulate(void *operands, void *memory, h2o_error *error) {
+    h2o_simulate_params *const params = operands;
     const h2o_dims *const dims = &params->dims;
     const memory_parts parts = divide(memory, dims);
     count_tokens(&parts, dims, &params->mask);

@@ -187,7 +187,7 @@ static const char *const used_names[2] = {"used_dltensor", "used_dltensor_versio
 
 /* From here on the managed tensor is ours to give back: renaming the capsule
  * tells its destructor so. */
-static int take_capsule(PyObject *capsule, h2o_loan_entry *entry) {
+static int take_capsule(PyObject *capsule, h2o_borrowed_view *entry) {
     const char *const argument = entry->view->name;
     for (int versioned = 0; versioned < 2; versioned++) {
         if (PyCapsule_IsValid(capsule, used_names[versioned])) {
@@ -216,7 +216,7 @@ static int take_capsule(PyObject *capsule, h2o_loan_entry *entry) {
     return -1;
 }
 
-static int read_managed(h2o_loan_entry *entry) {
+static int read_managed(h2o_borrowed_view *entry) {
     h2o_view *view = entry->view;
     if (!entry->versioned) {
         return read_dltensor(&((const dl_managed *)entry->managed)->tensor, entry->object, view);
@@ -235,7 +235,7 @@ static int read_managed(h2o_loan_entry *entry) {
 /* Turns what a producer raised into a BufferError that names the argument, with
  * the original as its cause. Memory errors, and what is no Exception at all
  * (KeyboardInterrupt), stay themselves. */
-static void explain_refusal(const h2o_loan_entry *entry) {
+static void explain_refusal(const h2o_borrowed_view *entry) {
     if (!PyErr_Occurred()) {
         PyErr_SetString(PyExc_BufferError, "it does not say why");
     }
@@ -277,9 +277,9 @@ static PyObject *call_dunder(PyObject *method, PyObject *stream) {
     PyObject *arguments = PyTuple_New(0);
     PyObject *keywords = Py_BuildValue("{s(ii)}", "max_version", DL_MAJOR, DL_MINOR);
     PyObject *capsule = NULL;
-    const bool told = stream != NULL && stream != Py_None;
+    const bool named = stream != NULL && stream != Py_None;
     if (arguments != NULL && keywords != NULL &&
-        (!told || PyDict_SetItemString(keywords, "stream", stream) == 0)) {
+        (!named || PyDict_SetItemString(keywords, "stream", stream) == 0)) {
         capsule = PyObject_Call(method, arguments, keywords);
         if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
@@ -292,7 +292,7 @@ static PyObject *call_dunder(PyObject *method, PyObject *stream) {
     return capsule;
 }
 
-static int borrow_dunder(h2o_loan_entry *entry, PyObject *stream) {
+static int borrow_dunder(h2o_borrowed_view *entry, PyObject *stream) {
     PyObject *method = PyObject_GetAttrString(entry->object, "__dlpack__");
     if (method == NULL) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
@@ -315,7 +315,7 @@ static int borrow_dunder(h2o_loan_entry *entry, PyObject *stream) {
     return taken < 0 ? -1 : read_managed(entry);
 }
 
-static int borrow_from_table(h2o_loan_entry *entry) {
+static int borrow_from_table(h2o_borrowed_view *entry) {
     dl_tensor tensor = {0};
     if (entry->api->borrow(entry->object, &tensor) != 0) {
         explain_refusal(entry);
@@ -385,9 +385,9 @@ static int find_table(h2o_exchange *exchange, PyTypeObject *type, const dl_excha
 
 /* ---- All arguments of a call ------------------------------------------- */
 
-int h2o_borrow(h2o_exchange *exchange, h2o_loans *loans) {
-    for (int i = 0; i < loans->count; i++) {
-        h2o_loan_entry *entry = &loans->entries[i];
+int h2o_borrow(h2o_exchange *exchange, h2o_borrowed *borrowed) {
+    for (int i = 0; i < borrowed->count; i++) {
+        h2o_borrowed_view *entry = &borrowed->entries[i];
         if (PyArray_Check(entry->object)) {
             entry->route = H2O_VIA_NUMPY;
             continue;
@@ -395,12 +395,12 @@ int h2o_borrow(h2o_exchange *exchange, h2o_loans *loans) {
         if (find_table(exchange, Py_TYPE(entry->object), &entry->api) < 0) return -1;
         if (entry->api != NULL) {
             entry->route = H2O_VIA_TABLE;
-        } else if (borrow_dunder(entry, loans->stream) < 0) {
+        } else if (borrow_dunder(entry, borrowed->stream) < 0) {
             return -1;
         }
     }
-    for (int i = 0; i < loans->count; i++) {
-        h2o_loan_entry *entry = &loans->entries[i];
+    for (int i = 0; i < borrowed->count; i++) {
+        h2o_borrowed_view *entry = &borrowed->entries[i];
         int status = 0;
         if (entry->route == H2O_VIA_TABLE) {
             status = borrow_from_table(entry);
@@ -412,8 +412,8 @@ int h2o_borrow(h2o_exchange *exchange, h2o_loans *loans) {
     return 0;
 }
 
-int h2o_current_stream(const h2o_loans *loans, void **stream) {
-    const h2o_loan_entry *leader = &loans->entries[0];
+int h2o_current_stream(const h2o_borrowed *borrowed, void **stream) {
+    const h2o_borrowed_view *leader = &borrowed->entries[0];
     const h2o_view *view = leader->view;
     if (leader->route != H2O_VIA_TABLE || leader->api->current_stream == NULL) {
         PyErr_Format(PyExc_RuntimeError,
@@ -424,11 +424,11 @@ int h2o_current_stream(const h2o_loans *loans, void **stream) {
     return leader->api->current_stream(view->device_type, view->device_id, stream) == 0 ? 0 : -1;
 }
 
-void h2o_give_back(h2o_loans *loans) {
+void h2o_give_back(h2o_borrowed *borrowed) {
     PyObject *type = NULL, *error = NULL, *traceback = NULL;
     bool fetched = false;
-    for (int i = 0; i < loans->count; i++) {
-        h2o_loan_entry *entry = &loans->entries[i];
+    for (int i = 0; i < borrowed->count; i++) {
+        h2o_borrowed_view *entry = &borrowed->entries[i];
         if (entry->managed == NULL) continue;
         if (!fetched) {
             PyErr_Fetch(&type, &error, &traceback); /* deleters may run Python */

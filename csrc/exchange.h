@@ -1,13 +1,13 @@
 /* exchange.h - Python objects lend their memory as h2o_view for one call.
  *
- *     h2o_loans loans = {.count = 0};
- *     h2o_loan(&loans, "query", object, &params.query);      one line per tensor
- *     if (h2o_borrow(exchange, &loans) < 0) goto done;       a Python exception is set
+ *     h2o_borrowed borrowed = {.count = 0};
+ *     h2o_note(&borrowed, "query", object, &params.query);     one line per tensor
+ *     if (h2o_borrow(exchange, &borrowed) < 0) goto done;       a Python exception is set
  *     ...
- *     done: h2o_give_back(&loans);
+ *     done: h2o_give_back(&borrowed);
  *
  * All of it needs the GIL, or, in an interpreter that has none, an attached thread. The
- * objects must outlive the loans, as the arguments of a Python call do.
+ * objects must outlive what is borrowed of them, as the arguments of a Python call do.
  */
 #ifndef H2O_EXCHANGE_H
 #define H2O_EXCHANGE_H
@@ -15,7 +15,7 @@
 #include <Python.h>
 
 #include "dlpack_abi.h"
-#include "h2o.h"
+#include "operations.h"
 
 /* Types whose exchange table has been looked up. Part of the module's state,
  * and the types are kept alive: an address alone could come to mean another
@@ -53,33 +53,32 @@ typedef struct {
     const dl_exchange_api *api; /* H2O_VIA_TABLE */
     void *managed;              /* H2O_VIA_DUNDER: dl_managed or dl_managed_versioned, or NULL */
     bool versioned;
-} h2o_loan_entry;
-
-enum { H2O_MAX_LOANS = 20 };
+} h2o_borrowed_view;
 
 typedef struct {
-    h2o_loan_entry entries[H2O_MAX_LOANS];
+    h2o_borrowed_view entries[H2O_MOST_TENSORS];
     int count;
-    PyObject *stream; /* what __dlpack__ is told of it, an int; NULL or None: nothing */
-} h2o_loans;
+    PyObject *stream; /* for __dlpack__, an int; NULL or None: not named */
+} h2o_borrowed;
 
-/* Notes that object is to fill *view. None leaves a view that is not given. The
- * name must outlive the view. */
-static inline void h2o_loan(h2o_loans *loans, const char *name, PyObject *object, h2o_view *view) {
-    *view = (h2o_view){.name = name};
+/* Notes that object is to fill *view, which is all zeros. None leaves a view that is not given.
+ * The name must outlive the view. */
+static inline void h2o_note(h2o_borrowed *borrowed, const char *name, PyObject *object,
+                            h2o_view *view) {
+    view->name = name;
     if (object != Py_None) {
-        loans->entries[loans->count++] = (h2o_loan_entry){.object = object, .view = view};
+        borrowed->entries[borrowed->count++] = (h2o_borrowed_view){.object = object, .view = view};
     }
 }
 
 /* Fills all noted views; 0, or -1 and a Python exception. */
-int h2o_borrow(h2o_exchange *exchange, h2o_loans *loans);
+int h2o_borrow(h2o_exchange *exchange, h2o_borrowed *borrowed);
 
-/* The stream that the producer of the first loan, borrowed, queues its work on; 0, or -1 and a
+/* The stream that the producer of the first view queues its work on; 0, or -1 and a
  * Python exception. */
-int h2o_current_stream(const h2o_loans *loans, void **stream);
+int h2o_current_stream(const h2o_borrowed *borrowed, void **stream);
 
 /* Gives back what was borrowed, if anything; keeps a pending exception. */
-void h2o_give_back(h2o_loans *loans);
+void h2o_give_back(h2o_borrowed *borrowed);
 
 #endif

@@ -1,8 +1,8 @@
 /* guard.h - gaps between the parts of a workspace, for AddressSanitizer.
  *
- * A workspace is one block of memory, so a sanitizer would not notice who writes
- * past one part into the next. Where it looks on, each part has a gap behind it
- * that nobody may touch; otherwise there are no gaps, and nothing to do. */
+ * A workspace is one block of memory, so a sanitizer would not notice a write
+ * past one part into the next. Where there is one, each part has a gap behind it
+ * that must not be touched; otherwise there are no gaps, and nothing to do. */
 #ifndef H2O_GUARD_H
 #define H2O_GUARD_H
 

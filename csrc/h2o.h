@@ -1,16 +1,15 @@
-/* h2o.h - the whole internal contract of the C core.
+/* h2o.h - the internal contract of the C core.
  *
- * Everything that crosses a room's wall is declared here: status codes, the
- * error record, the tensor view, one parameter struct per operation; run.h has
- * what carries an operation out. A call travels
+ * Status codes, the error record, the tensor view, the records of slots and policy, one
+ * parameter struct per operation; operations.h has the tables that a call goes by, run.h
+ * what carries it out. A call travels
  *
- *     module.c (parse) -> exchange.c (views) -> call.c: check.c, counts.c -> kernel
+ *     arguments.c (parse) -> exchange.c (views) -> call.c: check.c, counts.c -> kernel
  *
- * and only the last step runs without the GIL. Kernels trust what check.c and
- * counts.c have let through; nothing else validates. But tensors belong to the
- * caller, whose other threads may write to them at any time: whatever decides
- * on an address comes from counts.c, which reads it once, or from memory of the
- * call's own.
+ * and only the last step runs without the GIL. Kernels trust what check.c and counts.c have
+ * let through; nothing else validates. But the caller's other threads may write to its tensors
+ * at any time: whatever decides on an address comes from counts.c, which reads it once, or
+ * from memory of the call's own.
  *
  * Shape letters, used at every pointer:
  *   B batch rows    H query heads   G key/value heads   R = H / G
@@ -24,7 +23,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "target.h"
+#include "types.h"
 
 /* ---- Status and errors ------------------------------------------------- */
 
@@ -42,32 +41,12 @@ typedef struct {
     char text[512];
 } h2o_error;
 
-/* error.c. Fills *error with a formatted text and returns status, so that a function
- * can end with `return h2o_fail(error, H2O_EVALUE, "...")`. The text names
- * the argument, what came and what was wanted. */
+/* error.c. Fills *error with a formatted text, which names the argument, what came and what was
+ * wanted, and returns status: `return h2o_fail(error, H2O_EVALUE, "...")`. */
 int h2o_fail(h2o_error *error, h2o_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
 /* ---- Tensors ----------------------------------------------------------- */
-
-typedef enum {
-    H2O_NONE = 0, /* the optional argument was not given */
-    H2O_F32,
-    H2O_F16,
-    H2O_BF16,
-    H2O_F64,
-    H2O_I32,
-    H2O_I64,
-    H2O_U8, /* masks: bool or uint8, 0 is a pad; quantised rows */
-    H2O_Q8, /* no tensor's: a row of D elements in a quantised store of bytes, ... */
-    H2O_Q4, /* ... see quantise.h */
-} h2o_dtype;
-
-/* Bytes of an element, by the order above. */
-H2O_INLINE int64_t h2o_dtype_size(h2o_dtype dtype) {
-    const uint64_t sizes = 0x1118482240; /* a hexadecimal digit each */
-    return (int64_t)(sizes >> 4 * dtype & 15);
-}
 
 enum { H2O_MAX_DIMS = 4, H2O_DEVICE_CPU = 1 /* DLPack's number */ };
 
@@ -102,23 +81,11 @@ typedef struct {
 
 /* ---- State and policy -------------------------------------------------- */
 
-enum { H2O_GROUP = 32 }; /* elements of a row of Q4 that share scale and minimum */
-
-/* Bytes of a stored row of D elements; 0 if there is no such row. */
-H2O_INLINE int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
-    if (stored == H2O_Q8) return D + 2;
-    if (stored == H2O_Q4) return D % H2O_GROUP ? 0 : D / 2 + D / H2O_GROUP * 4;
-    return D * h2o_dtype_size(stored);
-}
-
 /* How the rows of stored keys or values hold D elements: bytes tell by their number,
  * H2O_NONE if by none. */
 H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
-    const int64_t bytes = rows->shape[rows->ndim - 1];
     if (rows->dtype != H2O_U8) return rows->dtype;
-    return bytes == h2o_row_bytes(H2O_Q8, D)   ? H2O_Q8
-           : bytes == h2o_row_bytes(H2O_Q4, D) ? H2O_Q4
-                                               : H2O_NONE;
+    return h2o_row_type(rows->shape[rows->ndim - 1], D);
 }
 
 /* What one layer holds. A token's slot is its index on axis S.
@@ -131,30 +98,47 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
  * budget is k = sinks + heavy + recent: held = min(lengths[b], k) slots are
  * filled; they lie within slots 0..held; if the hole among these held + 1 is
  * not the last one it is free[b,g]. So the step that fills free[b,g] finds
- * slots 0..held all filled. Empty slots have position -1. */
+ * slots 0..held all filled. Empty slots have position -1.
+ * X(name, shape, dtype, flags of operations.h), in the order of h2o.slots.Slots. */
+#define H2O_SLOTS_FIELDS(X)                                                                        \
+    /* rows f32/f16/bf16, or u8 rows of quantise.h */                                              \
+    X(keys, "BGSD", H2O_NONE, H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)  \
+    X(values, "BGSD", H2O_NONE,                                                                    \
+      H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)                          \
+    /* what attention each key has received */                                                     \
+    X(scores, "BGS", H2O_F32, H2O_PER_SLOT | H2O_ATTENDED | H2O_SCORED | H2O_DENSE | H2O_WRITTEN)  \
+    /* index in the row without pads, -1 empty */                                                  \
+    X(positions, "BGS", H2O_I32, H2O_PER_SLOT | H2O_ATTENDED | H2O_DENSE | H2O_WRITTEN)            \
+    /* the slot that the next token takes */                                                       \
+    X(free, "BG", H2O_I32, H2O_WRITTEN)                                                            \
+    /* real tokens that the row has seen */                                                        \
+    X(lengths, "B", H2O_I64, H2O_WRITTEN)                                                          \
+    /* heavy, recent */                                                                            \
+    X(budget, "BG2", H2O_I32, H2O_PER_HEAD)                                                        \
+    /* sum of the scores of evicted keys */                                                        \
+    X(lost, "BG", H2O_F64, H2O_WRITTEN)                                                            \
+    /* L2 norm of each value; given if value_weighted only */                                      \
+    X(norms, "BGS", H2O_F32, H2O_PER_SLOT | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)                \
+    /* where the slots of each head begin, and where the last one's end */                         \
+    X(starts, "+", H2O_I32, H2O_ATTENDED | H2O_OPTIONAL)                                           \
+    /* log of a slot's number of keys; given if keys merge only */                                 \
+    X(bias, "BGS", H2O_F32, H2O_PER_SLOT | H2O_ATTENDED | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)
+
+#define H2O_FIELD(name, letters, dtype, flags) h2o_view name;
 typedef struct {
-    h2o_view keys;      /* [B,G,S,D] f32/f16/bf16, or u8 rows of quantise.h */
-    h2o_view values;    /* the same */
-    h2o_view scores;    /* [B,G,S] f32, accumulated attention of each key */
-    h2o_view positions; /* [B,G,S] i32, index in the row without pads, -1 empty */
-    h2o_view free;      /* [B,G] i32, the slot that the next token takes */
-    h2o_view lengths;   /* [B] i64, real tokens that the row has seen */
-    h2o_view budget;    /* [B,2] or [B,G,2] i32: heavy, recent */
-    h2o_view lost;      /* [B,G] f64, sum of the scores of evicted keys */
-    h2o_view norms;     /* [B,G,S] f32, L2 norm of each value; given if value_weighted only */
-    h2o_view starts;    /* [G+1] i32, optional */
-    h2o_view bias;      /* [B,G,S] f32, log of a slot's number of keys; given if keys merge only */
+    H2O_SLOTS_FIELDS(H2O_FIELD)
 } h2o_slots;
 
 typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1 } h2o_rank_by;
 
-/* Budgets are per row and live in the slots. What each field means, policy.h knows. */
+/* Budgets are per row and live in the slots. What each field means, policy.h knows; how it is
+ * spelt and what it may be, h2o_policy_fields of operations.h. */
 typedef struct {
     int32_t sinks;
     h2o_rank_by rank_by;
     float decay; /* in [0, 1] */
     bool value_weighted;
-    float merge; /* a cosine above which a key that leaves goes into another, < 1; 0: none does */
+    float merge; /* a cosine above which an evicted key goes into another, < 1; 0: none does */
 } h2o_policy;
 
 /* ---- What the small tensors say ---------------------------------------- */
@@ -169,7 +153,7 @@ typedef struct {
 /* One of its key/value heads. attend fills in only where the slots are. */
 typedef struct {
     int64_t offset; /* index on the second axis of the store where its slots begin */
-    int64_t slots; /* how many */
+    int64_t slots;  /* how many */
     int32_t heavy, recent;
     int64_t budget; /* k */
     int64_t held;   /* slots 0..held of the store, one of them empty, are in use */
@@ -197,20 +181,20 @@ typedef struct {
     h2o_view keys;   /* [B,G,Q,D] new keys */
     h2o_view values; /* [B,G,Q,D] new values */
     h2o_view mask;   /* [B,Q] u8, optional */
-    bool has_slots;  /* slots.keys, values, scores and positions; starts and bias if need be */
+    bool has_slots;  /* of which those that are H2O_ATTENDED */
     h2o_slots slots;
-    h2o_view out;    /* [B,Q,H,D], 0 where the query is a pad */
-    h2o_view scores; /* [B,G,Q] f32, 0 where the key is a pad */
-    float scale;     /* logits = softcap(scale * q.k) + bias */
-    float decay;
-    float softcap; /* 0: none; else cap * tanh(logit / cap) */
+    h2o_view out;      /* [B,Q,H,D], 0 where the query is a pad */
+    h2o_view scores;   /* [B,G,Q] f32, 0 where the key is a pad */
+    float scale;       /* logits = softcap(scale * q.k) + bias */
+    float softcap;     /* 0: none; else cap * tanh(logit / cap) */
+    h2o_policy policy; /* of which it reads decay */
     h2o_dims dims;
     h2o_counts counts;
 } h2o_attend_params;
 
 /* evict: takes the new keys with the scores that attend gave them into the
  * slots; what the budget has no room for, stored or new, is dropped, or merged.
- * A stored key that stays keeps its slot, unless that lies beyond the last one
+ * A stored key that is kept keeps its slot, unless that lies beyond the last one
  * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
  * be at least min(k, held + new) for every row. */
 typedef struct {
@@ -249,8 +233,8 @@ typedef struct {
     h2o_view value; /* [B,G,1,D] */
     h2o_view mask;  /* [B,1] u8, optional */
     h2o_slots slots;
-    h2o_view out;              /* [B,1,H,D] */
-    h2o_rotary rotary;         /* optional; query and key then come without theirs */
+    h2o_view out;            /* [B,1,H,D] */
+    h2o_rotary rotary;       /* optional; query and key then come without theirs */
     h2o_eviction *evictions; /* [B*G], optional: the key that each head evicts */
     h2o_policy policy;
     float scale;
@@ -281,20 +265,5 @@ typedef struct {
     h2o_dims dims;
     h2o_counts counts;
 } h2o_simulate_params;
-
-/* check.c: shapes, dtypes, layouts and scalars; fills in dims. */
-int h2o_check_attend(h2o_attend_params *params, h2o_error *error);
-int h2o_check_evict(h2o_evict_params *params, h2o_error *error);
-int h2o_check_step(h2o_step_params *params, h2o_error *error);
-int h2o_check_simulate(h2o_simulate_params *params, h2o_error *error);
-int h2o_fail_kernels(const h2o_view *leader, h2o_error *error); /* its device has none */
-
-/* counts.c: reads the small tensors of a checked call, once, into memory of
- * h2o_counts_bytes, judges what they say and fills in counts. */
-size_t h2o_counts_bytes(const h2o_dims *dims, const h2o_view *mask);
-int h2o_count_attend(h2o_attend_params *params, void *memory, h2o_error *error);
-int h2o_count_evict(h2o_evict_params *params, void *memory, h2o_error *error);
-int h2o_count_step(h2o_step_params *params, void *memory, h2o_error *error);
-int h2o_count_simulate(h2o_simulate_params *params, void *memory, h2o_error *error);
 
 #endif

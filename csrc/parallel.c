@@ -1,7 +1,7 @@
 /* parallel.c - threads, borrowed wherever a pool is already running.
  *
- * A second pool next to torch's would make both slower: workers of one spin or
- * wake while those of the other compute. So the lanes of a call run, in this
+ * A second pool next to torch's would make both slower: threads of one spin or
+ * wake while those of the other compute. So the workers of a call run, in this
  * order of preference,
  *
  *   torch  on torch's own pool: torch_parallel_for of its stable C interface
@@ -16,9 +16,9 @@
  * load of a library until torch has been found, since torch may be imported
  * after h2o.
  *
- * However many threads a pool really brings, each takes the next lane that
- * nobody has, so every lane runs exactly once. Inside a lane everything is
- * serial. The workers of any pool are lost in a forked child, and some OpenMP
+ * However many threads a pool really brings, each takes the next worker's
+ * number, so every worker runs exactly once. Inside a worker everything is
+ * serial. The threads of any pool are lost in a forked child, and some OpenMP
  * runtimes then wait for theirs forever, so a child always uses own threads.
  */
 #define _GNU_SOURCE
@@ -38,22 +38,22 @@
 typedef struct {
     h2o_worker_fn function;
     void *context;
-    int lanes;
-    atomic_int next; /* the first lane that nobody has taken */
+    int workers;
+    atomic_int next; /* the first worker that no thread has been yet */
 } job;
 
 enum { MAX_THREADS = 256 };
 
-static _Thread_local bool inside; /* this thread is running a lane */
+static _Thread_local bool inside; /* this thread runs as a worker */
 
 /* What every thread of a pool does with a job. */
 static void take_part(void *argument) {
     job *const work = argument;
     const bool nested = inside;
     inside = true;
-    int lane;
-    while ((lane = atomic_fetch_add(&work->next, 1)) < work->lanes) {
-        work->function(lane, work->lanes, work->context);
+    int worker;
+    while ((worker = atomic_fetch_add(&work->next, 1)) < work->workers) {
+        work->function(worker, work->workers, work->context);
     }
     inside = nested;
 }
@@ -151,16 +151,16 @@ static void take_part_in_range(int64_t begin, int64_t end, void *context) {
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake, idle;
-    job *work;         /* what the workers are to take part in, or NULL */
-    unsigned long run; /* counts the jobs, so that no worker takes part twice */
-    int running;       /* workers that are taking part */
-    int workers;
+    job *work;         /* what the threads are to take part in, or NULL */
+    unsigned long run; /* counts the jobs, so that no thread takes part twice */
+    int running;       /* threads that are taking part */
+    int threads;
     bool busy; /* a caller has the pool */
 } own = {.lock = PTHREAD_MUTEX_INITIALIZER,
          .wake = PTHREAD_COND_INITIALIZER,
          .idle = PTHREAD_COND_INITIALIZER};
 
-static void *worker(void *unused) {
+static void *pool_thread(void *unused) {
     unsigned long seen = 0;
     pthread_mutex_lock(&own.lock);
     for (;;) {
@@ -181,23 +181,23 @@ static void *worker(void *unused) {
 }
 
 /* Signals belong to the application's threads. A thread that cannot be had is
- * no error: the others take its lanes. */
-static void start_workers(int wanted) {
+ * no error: the others take its workers. */
+static void start_threads(int wanted) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (own.workers < wanted) {
+    while (own.threads < wanted) {
         pthread_t thread;
-        if (pthread_create(&thread, NULL, worker, NULL) != 0) {
+        if (pthread_create(&thread, NULL, pool_thread, NULL) != 0) {
             break;
         }
         pthread_detach(thread);
-        own.workers++;
+        own.threads++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* A second caller does not wait for the first: it does its lanes itself. */
+/* A second caller does not wait for the first: it does its workers itself. */
 static void run_on_own(job *work) {
     pthread_mutex_lock(&own.lock);
     if (own.busy) {
@@ -205,7 +205,7 @@ static void run_on_own(job *work) {
         return;
     }
     own.busy = true;
-    start_workers(work->lanes - 1);
+    start_threads(work->workers - 1);
     own.work = work;
     own.run++;
     pthread_cond_broadcast(&own.wake);
@@ -250,7 +250,7 @@ static void after_fork_in_parent(void) {
 static void after_fork_in_child(void) {
     forked = true;
     own.work = NULL;
-    own.running = own.workers = 0;
+    own.running = own.threads = 0;
     own.busy = false;
     pthread_cond_init(&own.wake, NULL);
     pthread_cond_init(&own.idle, NULL);
@@ -280,19 +280,19 @@ int h2o_threads(void) {
     return threads < MAX_THREADS ? threads : MAX_THREADS;
 }
 
-void h2o_parallel(int lanes, h2o_worker_fn function, void *context) {
-    job work = {.function = function, .context = context, .lanes = lanes};
-    if (lanes > 1 && !inside) {
+void h2o_parallel(int workers, h2o_worker_fn function, void *context) {
+    job work = {.function = function, .context = context, .workers = workers};
+    if (workers > 1 && !inside) {
         switch (choose()) {
         case TORCH:
-            borrowed.torch_parallel_for(0, lanes, 1, take_part_in_range, &work);
+            borrowed.torch_parallel_for(0, workers, 1, take_part_in_range, &work);
             break;
         case GOMP:
-            borrowed.gomp_parallel(take_part, &work, (unsigned)lanes, 0);
+            borrowed.gomp_parallel(take_part, &work, (unsigned)workers, 0);
             break;
         default:
             run_on_own(&work);
         }
     }
-    take_part(&work); /* the lanes that no pool has run */
+    take_part(&work); /* the workers that no pool has run */
 }

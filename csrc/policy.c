@@ -1,4 +1,5 @@
-/* policy.c - the part of the policy that runs once per prompt or chunk. */
+/* policy.c - which keys of a prompt or chunk are kept: the part of policy.h that runs once for
+ * many of them. */
 #include "policy.h"
 
 /* The nth highest of n keys, counted from 1; *among is how many of the keys
@@ -31,8 +32,8 @@ static uint32_t nth_highest(const uint32_t *keys, int64_t n, int64_t nth, int64_
     return known;
 }
 
-/* Of the n positions whose key is tied, the highest that stays when the
- * `among` lowest do. */
+/* Of the n positions whose key is tied, the highest that is kept when the
+ * `among` lowest are. */
 static int32_t last_of_ties(const uint32_t *keys, uint32_t tied, const int32_t *positions,
                             int64_t n, int64_t among, uint32_t *scratch) {
     int64_t count = 0;

@@ -1,14 +1,14 @@
-/* policy.h - H2O itself: which keys of a row stay and which leave.
+/* policy.h - H2O itself: which keys of a row are kept and which are evicted.
  *
  * Every decision of the project is made here, on plain arrays, for one row and
  * one key/value head at a time:
  *
- *   budget   k = sinks + heavy + recent keys stay;
+ *   budget   k = sinks + heavy + recent keys are kept;
  *   spared   the positions below sinks, and the recent highest ones;
- *   rank     of the others the highest ranked stay: the score, on request per
+ *   rank     of the others the highest ranked are kept: the score, on request per
  *            query that has seen the key and weighted by the norm of its value;
- *   ties     the lower position stays; NaN ranks below every number;
- *   merge    on request what leaves goes into a key like it, by weights that follow
+ *   ties     the lower position is kept; NaN ranks below every number;
+ *   merge    on request an evicted key goes into a kept one like it, by weights that follow
  *            from the mean scores of the two.
  *
  * Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference
@@ -33,7 +33,7 @@ typedef enum { H2O_BY_SUM, H2O_BY_MEAN, H2O_BY_DECAYED_MEAN } h2o_rank_kind;
 /* The policy of one row at one moment. */
 typedef struct {
     int64_t budget;  /* k */
-    int32_t first;   /* the lowest position that may leave, ... */
+    int32_t first;   /* the lowest position that may be evicted, ... */
     uint32_t span;   /* ... and how many positions from there on may */
     int32_t length;  /* tokens seen, the newest included */
     float log_decay; /* ln(decay) where decay < 1, and */
@@ -57,11 +57,11 @@ H2O_INLINE int64_t h2o_policy_held(int64_t budget, int64_t length) {
 /* The policy of a row that has seen length tokens, the newest included. */
 H2O_INLINE h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heavy, int32_t recent,
                                           int64_t length) {
-    const int64_t may_leave = length - recent - policy->sinks;
+    const int64_t evictable = length - recent - policy->sinks;
     h2o_ranking ranking = {
         .budget = h2o_policy_budget(policy, heavy, recent),
         .first = policy->sinks,
-        .span = may_leave > 0 ? (uint32_t)may_leave : 0,
+        .span = evictable > 0 ? (uint32_t)evictable : 0,
         .length = (int32_t)length,
         .kind = H2O_BY_SUM,
         .value_weighted = policy->value_weighted,
@@ -78,7 +78,7 @@ H2O_INLINE h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heav
 }
 
 /* Of n > 0 candidates in any order sets keep[i] to 1 for the min(n, k) that
- * stay and to 0 for the others; returns how many stay. positions must differ.
+ * are kept and to 0 for the others; returns how many are. positions must differ.
  * norms may be NULL unless the policy is value_weighted. O(n).
  * keep [n], keys [2n]: scratch. */
 int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *scores,
@@ -141,28 +141,28 @@ typedef struct {
     int32_t position;
 } h2o_member;
 
-/* own * the kept key + other * the one that leaves, and what the slot then has. */
+/* own * the kept key + other * the evicted one, and what the slot then has. */
 typedef struct {
     float own, other, score, bias;
     bool possible; /* the weights are numbers */
 } h2o_merged;
 
 H2O_INLINE h2o_merged h2o_policy_merge(const h2o_ranking *ranking, h2o_member kept,
-                                       h2o_member left) {
+                                       h2o_member evicted) {
     const float floor = 1e-9f; /* keys without attention have weights as well */
     const float kept_queries = h2o_policy_queries(ranking, kept.position);
-    const float left_queries = h2o_policy_queries(ranking, left.position);
-    const float a = kept.score / kept_queries + floor, b = left.score / left_queries + floor;
-    const float most = kept.bias > left.bias ? kept.bias : left.bias;
+    const float evicted_queries = h2o_policy_queries(ranking, evicted.position);
+    const float a = kept.score / kept_queries + floor, b = evicted.score / evicted_queries + floor;
+    const float most = kept.bias > evicted.bias ? kept.bias : evicted.bias;
     h2o_merged merged = {.own = a / (a + b), .other = b / (a + b)};
     const float sum = merged.own + merged.other;
     merged.possible = sum - sum == 0.0f;
-    merged.score = kept.score + left.score * (kept_queries / left_queries);
-    merged.bias = most + logf(expf(kept.bias - most) + expf(left.bias - most));
+    merged.score = kept.score + evicted.score * (kept_queries / evicted_queries);
+    merged.bias = most + logf(expf(kept.bias - most) + expf(evicted.bias - most));
     return merged;
 }
 
-H2O_INLINE bool h2o_policy_may_leave(const h2o_ranking *ranking, int32_t position) {
+H2O_INLINE bool h2o_policy_is_evictable(const h2o_ranking *ranking, int32_t position) {
     return (uint32_t)position - (uint32_t)ranking->first < ranking->span;
 }
 
@@ -170,7 +170,7 @@ H2O_INLINE bool h2o_policy_may_leave(const h2o_ranking *ranking, int32_t positio
 H2O_INLINE uint32_t h2o_policy_slot_key(const h2o_ranking *ranking, h2o_rank_kind kind,
                                         bool weighted, float score, int32_t position, float norm) {
     const float rank = h2o_policy_rank(ranking, kind, weighted, score, position, norm);
-    const bool spared = !h2o_policy_may_leave(ranking, position);
+    const bool spared = !h2o_policy_is_evictable(ranking, position);
     return h2o_policy_key(rank) | (0u - spared);
 }
 
@@ -210,14 +210,14 @@ H2O_INLINE uint32_t h2o_policy_keys(const h2o_ranking *ranking, int64_t n, const
 #undef FILL
 }
 
-/* Who of some keys would leave first. */
+/* Which of some keys would be evicted first. */
 typedef struct {
     uint32_t key;
     uint32_t position;
     int64_t index;
 } h2o_candidate;
 
-/* Which of n > 0 keys in any order leaves: the lowest rank, of equal ones the
+/* Which of n > 0 keys in any order is evicted: the lowest rank, of equal ones the
  * highest position. positions must differ. When all are spared, as no consistent
  * state has it, the newest.
  * keys [n]: scratch.

@@ -1,4 +1,4 @@
-/* quantise.h - the numbers of a row of a quantised store.
+/* quantise.h - what the rows of a quantised store hold: scales, minima and whole numbers.
  *
  * A row holds D elements and what is needed to read them, in bytes:
  *
@@ -10,7 +10,8 @@
  * Scales are rounded up and minima down, so that nothing clips but what f16 cannot
  * reach; elements to nearest, ties to even. Where an element is not finite the
  * scale is NaN, and so is all that is read from it. (Symmetric bytes per token for
- * keys, groups with a minimum for values: compare Liu et al., "KIVI", ICML 2024.) */
+ * keys, groups with a minimum, which others call zero point, for values: compare Liu et
+ * al., "KIVI", ICML 2024.) */
 #ifndef H2O_QUANTISE_H
 #define H2O_QUANTISE_H
 
@@ -64,8 +65,8 @@ H2O_INLINE quantiser q4_quantiser(float low, float high, bool finite) {
 H2O_INLINE int32_t quantised(quantiser q, float x, float low, float high) {
     const float scale = float_from_f16(q.scale);
     if (!(scale > 0.0f)) return 0; /* all are the same, or one is not finite */
-    const float whole = nearbyintf((x - float_from_f16(q.minimum)) / scale);
-    return (int32_t)(whole < low ? low : whole > high ? high : whole);
+    const float rounded = nearbyintf((x - float_from_f16(q.minimum)) / scale);
+    return (int32_t)(rounded < low ? low : rounded > high ? high : rounded);
 }
 
 H2O_INLINE int32_t q8_quantised(quantiser q, float x) { return quantised(q, x, -127.0f, 127.0f); }

@@ -1,19 +1,19 @@
-/* run.h - what carries an operation out: workers, workspace, and the table of
- * kernels that every backend fills in. */
+/* run.h - what carries an operation out: workers, workspace, the kernels that every
+ * instruction set level and every device has, and the stages of a call. */
 #ifndef H2O_RUN_H
 #define H2O_RUN_H
 
-#include "h2o.h"
+#include "operations.h"
 
 /* ---- Backends ---------------------------------------------------------- */
 
 /* What a kernel runs with. Results must not depend on workers: work is cut into
- * units that the shapes alone determine, each unit has private sums, and these
+ * items that the shapes alone determine, each item has private sums, and these
  * are added in a fixed order. */
 typedef void (*h2o_worker_fn)(int worker, int workers, void *context);
 
 typedef struct {
-    int workers; /* threads on offer, >= 1 */
+    int workers;                                                     /* threads on offer, >= 1 */
     void (*run)(int workers, h2o_worker_fn function, void *context); /* returns when all are done */
     void *workspace;         /* aligned to 64, of the size asked for */
     int64_t workspace_limit; /* bytes of packed keys, values and the like at a time, 0: as many as
@@ -24,20 +24,14 @@ typedef struct {
 /* What a device's kernels want of workspace where none serves such a call. */
 #define H2O_UNSERVED SIZE_MAX
 
-/* One backend at one instruction set level. For each operation: the scratch it
- * wants for these parameters and this many workers, and the operation itself.
- * CPU kernels always return H2O_OK; a device's launch may fail. */
+/* One backend at one instruction set level: the scratch that an operation wants for
+ * these parameters and this many workers, and the operation itself, with the
+ * parameters of its row in h2o_operations. CPU kernels always return H2O_OK; a
+ * device's launch may fail. */
 typedef struct {
     const char *name; /* "generic", "avx2", "avx512", "avx512bf16", "avx512amx", "neon", "cuda" */
-    int32_t device_type; /* DLPack's number, or 0: the CPU's, whose tensors counts.c reads */
-    size_t (*attend_workspace)(const h2o_attend_params *params, const h2o_exec *exec);
-    int (*attend)(const h2o_attend_params *params, const h2o_exec *exec, h2o_error *error);
-    size_t (*evict_workspace)(const h2o_evict_params *params, const h2o_exec *exec);
-    int (*evict)(const h2o_evict_params *params, const h2o_exec *exec, h2o_error *error);
-    size_t (*step_workspace)(const h2o_step_params *params, const h2o_exec *exec);
-    int (*step)(const h2o_step_params *params, const h2o_exec *exec, h2o_error *error);
-    size_t (*simulate_workspace)(const h2o_simulate_params *params, const h2o_exec *exec);
-    int (*simulate)(const h2o_simulate_params *params, const h2o_exec *exec, h2o_error *error);
+    size_t (*workspace)(h2o_operation operation, const void *params, const h2o_exec *exec);
+    int (*run)(h2o_operation operation, const void *params, const h2o_exec *exec, h2o_error *error);
 } h2o_ops;
 
 /* The tables; each lives in cpu/level_<name>.c. Those that this processor
@@ -64,7 +58,7 @@ extern const h2o_ops h2o_ops_neon;
 
 /* dispatch.c: chosen once, at import, from CPUID and the H2O_CPU variable.
  * h2o_init returns H2O_EVALUE for an unknown level, H2O_EBACKEND for one that
- * this machine lacks. h2o_table gives the table for a device, or NULL. */
+ * this machine lacks. h2o_table gives that of the CPU's tensors, NULL for others'. */
 int h2o_init(h2o_error *error);
 const h2o_ops *h2o_table(int32_t device_type);
 const char *h2o_cpu_features(void);      /* "avx2 fma f16c avx512f ..." */
@@ -84,32 +78,27 @@ void h2o_scratch_release(void *memory);
 
 /* call.c: open checks a call and gets all that it needs, so that everything
  * that can fail fails before anything is written; run may go without the GIL;
- * close gives back what open got, whether or not it succeeded. judge is the part
+ * close gives back what open got, whether or not it succeeded. validate is the part
  * of open that says whether the call is right: of tensors on a device without
- * kernels only what can be said without reading them.
+ * kernels only what can be said without reading them; measure says how much workspace
+ * the kernels want, H2O_UNSERVED if none of them serves the call.
  * What is not 0 before open is taken as it is: table (else the kernels of the
  * tensors' device), and workers and run of exec (else the borrowed pool). Kernels of
- * another device need their table, and stream and workspace of exec: measure says
- * how much of that they want, H2O_UNSERVED if none of them serves the call. */
+ * another device than the CPU (queued) need stream and workspace of exec from outside. */
 typedef struct {
+    h2o_operation operation;
+    bool queued; /* by the kernels that devices.h has for the tensors' device */
     const h2o_ops *table;
     h2o_exec exec;
     size_t offered; /* bytes of a workspace that comes from outside */
     void *counts;
 } h2o_call;
 
-#define H2O_DECLARE_CALL(op)                                                                       \
-    int h2o_judge_##op(h2o_##op##_params *params, h2o_call *call, h2o_error *error);               \
-    int h2o_measure_##op(h2o_##op##_params *params, h2o_call *call, size_t *bytes,                 \
-                         h2o_error *error);                                                        \
-    int h2o_open_##op(h2o_##op##_params *params, h2o_call *call, h2o_error *error);                \
-    int h2o_run_##op(const h2o_##op##_params *params, const h2o_call *call, h2o_error *error);
-H2O_DECLARE_CALL(attend)
-H2O_DECLARE_CALL(evict)
-H2O_DECLARE_CALL(step)
-H2O_DECLARE_CALL(simulate)
-#undef H2O_DECLARE_CALL
-
+/* params: those of the operation, see h2o_params. */
+int h2o_validate(void *params, h2o_call *call, h2o_error *error);
+int h2o_measure(void *params, h2o_call *call, size_t *bytes, h2o_error *error);
+int h2o_open(void *params, h2o_call *call, h2o_error *error);
+int h2o_run(const void *params, const h2o_call *call, h2o_error *error);
 void h2o_close(h2o_call *call);
 
 #endif

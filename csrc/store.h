@@ -1,4 +1,5 @@
-/* store.h - where a layer's slots keep what belongs to row b and a key/value head. */
+/* store.h - where a layer's slots keep what belongs to row b of the batch and a key/value head:
+ * addresses, strides and types of its S rows of keys and values, and of their scores. */
 #ifndef H2O_STORE_H
 #define H2O_STORE_H
 
@@ -8,7 +9,7 @@
 typedef struct {
     char *keys, *values;              /* [S] rows of D elements, ... */
     int64_t key_stride, value_stride; /* ... so many bytes apart */
-    h2o_dtype key_type, value_type;   /* floats, H2O_Q8 or H2O_Q4 */
+    h2o_dtype key_type, value_type;   /* of H2O_ROWS */
     float *scores, *norms, *bias;     /* [S]; norms and bias may be NULL */
     int32_t *positions;               /* [S] */
     int64_t slots;                    /* S */

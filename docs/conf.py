@@ -14,17 +14,8 @@ from typing import Any
 import h2o
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACES = {  # where links in files outside of docs lead on the site
-    "docs/evaluation.md": "evaluation.md",
-    "docs/analysis.md": "analysis.md",
-    "docs/calibration.md": "calibration.md",
-    "docs/streaming.md": "streaming.md",
-    "docs/decoding.md": "decoding.md",
-    "docs/processes.md": "processes.md",
-    "docs/cuda.md": "cuda.md",
-    "benchmarks/README.md": "benchmarks.md",
-    "results/latest.png": "../benchmarks/results/latest.png",
-}
+PLACES = {"docs/": "", "benchmarks/README.md": "benchmarks.md"}
+"""Where links of the repository lead on the site."""
 
 project = "h2o-kv"
 version = release = h2o.__version__
@@ -50,13 +41,14 @@ def section(name: str) -> str:
     if wants_section and heading not in parts:
         raise ValueError(f"{path} has no heading {heading!r}, only {', '.join(parts)}")
     shown = parts[heading] if wants_section else text
-    for link, place in PLACES.items():
-        shown = re.sub(rf"\]\({re.escape(link)}(?=[)#])", f"]({place}", shown)
     return shown.strip("\n")
 
 
 def include_sections(app: Any, name: str, source: list[str]) -> None:
-    source[0] = re.sub(r"^\{\{ (.+) \}\}$", lambda m: section(m[1]), source[0], flags=re.M)
+    whole = re.sub(r"^\{\{ (.+) \}\}$", lambda m: section(m[1]), source[0], flags=re.M)
+    for folder, place in PLACES.items():
+        whole = re.sub(rf"\]\((?:\.\./)?{re.escape(folder)}", f"]({place}", whole)
+    source[0] = whole
 
 
 def as_rest(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

@@ -69,12 +69,7 @@ __all__ = ["H2OConfig", "Profile", "Unsupported", "__version__", "ops", *_LAZY]
 def _get(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'h2o' has no attribute {name!r}")
-    version = packages.version("transformers")
-    if not _is_served(version):
-        raise ImportError(
-            f"h2o.{name} needs torch and transformers >= 5.4 and < 6, here is {version}: "
-            'pip install "h2o-kv[hf]"'
-        )
+    packages.check_transformers(f"h2o.{name}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
@@ -91,13 +86,8 @@ def __dir__() -> list[str]:
 _INTERFACE = "transformers.modeling_utils"  # where transformers keeps its attention functions
 
 
-def _is_served(version: str) -> bool:
-    """Whether this version of transformers has the interfaces that h2o fits into."""
-    return version != "none" and (5, 4) <= tuple(int(x) for x in version.split(".")[:2]) < (6,)
-
-
 def _register() -> None:
-    if _is_served(sys.modules["transformers"].__version__):
+    if packages.serves_transformers(sys.modules["transformers"].__version__):
         importlib.import_module("h2o.hf.attention")  # registers when imported
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "budget_of",
     "flat",
     "of_layer",
+    "parse_amount",
     "parted",
     "spread",
     "tokens_of",
@@ -35,6 +36,20 @@ OfLayer = Amount | Sequence[Amount]
 
 Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
 """The same for every layer, one per layer, or a function (layer, layers) -> that layer's."""
+
+
+def parse_amount(text: str) -> Amount:
+    """The amount that a text says: "256" is a number of tokens, "0.1" or "1.0" a fraction.
+
+    Raises: ValueError for a text that is no number.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+parse_amount.__name__ = "amount"  # argparse names a type so: "invalid amount value: 'x'"
 
 
 def parted(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
@@ -76,7 +91,7 @@ def budget_of(name: str, value: Any) -> Any:
 
 
 def of_heads(name: str, value: Any) -> Any:
-    """What one layer is given: an amount, or a tuple with one for each head."""
+    """What one layer may keep: an amount, or a tuple with one for each head."""
     if not is_list(value):
         return amount_of(name, value)
     if not value:
@@ -117,8 +132,8 @@ def tokens_of(name: str, value: Any) -> int:
 def of_layer(name: str, budget: Any, layer: int, layers: int) -> Any:
     """An amount, or where heads have their own the list of one layer."""
     if callable(budget):
-        own = of_heads(f"{name}({layer}, {layers})", budget(layer, layers))
-        return (own,) if isinstance(own, tuple) else own
+        amounts = of_heads(f"{name}({layer}, {layers})", budget(layer, layers))
+        return (amounts,) if isinstance(amounts, tuple) else amounts
     if isinstance(budget, tuple):
         if len(budget) != layers:
             raise ValueError(

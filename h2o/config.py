@@ -1,4 +1,4 @@
-"""What an H2O cache keeps: budgets and ranking, as one immutable record.
+"""What an H2O cache keeps: budgets and policy, as one immutable record.
 
 Imports neither torch nor transformers, so that a command line, a result file
 or a test can speak about policies without loading a model.
@@ -7,7 +7,6 @@ or a test can speak about policies without loading a model.
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from typing import Any
 
 from h2o.budgets import (
@@ -20,10 +19,11 @@ from h2o.budgets import (
     of_layer,
     parted,
     spread,
-    tokens_of,
 )
 from h2o.head_budgets import LayerShares, check_shares, table
 from h2o.kv_dtype import FIXED, fewest_bits, per_token
+from h2o.model_identity import describe, key_size
+from h2o.policy import Policy, checked
 from h2o.profile import Profile
 
 __all__ = ["UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
@@ -42,7 +42,7 @@ class H2OConfig:
     and a tenth for recent tokens (Zhang et al., "H2O: Heavy-Hitter Oracle for
     Efficient Generative Inference of Large Language Models", NeurIPS 2023).
 
-    Errors: TypeError for a thing that is no number (a bool is none), ValueError for a
+    Raises: TypeError for a thing that is no number (a bool is none), ValueError for a
     number out of range and for a budget of 0 in total.
     """
 
@@ -96,18 +96,8 @@ class H2OConfig:
         put = object.__setattr__  # frozen: what users gave becomes plain Python numbers
         for name in ("heavy", "recent"):
             put(self, name, budget_of(name, getattr(self, name)))
-        put(self, "sinks", tokens_of("sinks", self.sinks))
-        if self.rank_by not in ("sum", "mean"):
-            raise ValueError(f'rank_by must be "sum" or "mean", not {self.rank_by!r}')
-        if isinstance(self.decay, bool) or not isinstance(self.decay, numbers.Real):
-            raise TypeError(f"decay must be a number in [0, 1], not {self.decay!r}")
-        if not 0 <= self.decay <= 1:  # refuses NaN as well
-            raise ValueError(f"decay must be in [0, 1], not {self.decay!r}")
-        put(self, "decay", float(self.decay))
-        if not isinstance(self.value_weighted, bool):
-            raise TypeError(f"value_weighted must be True or False, not {self.value_weighted!r}")
-        if self.merge is not None:
-            put(self, "merge", _cosine(self.merge))
+        for name, value in checked(self.policy)._asdict().items():
+            put(self, name, value)
         if self.kv_dtype not in (None, "auto", "int8", "int8-int4"):
             raise ValueError(
                 f'kv_dtype must be None, "auto", "int8" or "int8-int4", not {self.kv_dtype!r}'
@@ -188,15 +178,9 @@ class H2OConfig:
         return cls(heavy=0, recent=recent, sinks=sinks)
 
     @property
-    def ranking(self) -> dict[str, Any]:
-        """What `h2o.ops.evict` and `h2o.ops.step` are told beside the slots."""
-        return {
-            "sinks": self.sinks,
-            "rank_by": self.rank_by,
-            "decay": self.decay,
-            "value_weighted": self.value_weighted,
-            "merge": self.merge,
-        }
+    def policy(self) -> Policy:
+        """What the operations of `h2o.ops` are given beside the slots."""
+        return Policy(*(getattr(self, name) for name in Policy._fields))
 
     @property
     def needs_prompt_length(self) -> bool:
@@ -207,7 +191,7 @@ class H2OConfig:
         """This config with all that depends on the model filled in, which is given itself or by its
         config: the shipped profile, bits of a stored value, bytes of a token.
 
-        Errors: ValueError for a profile of another model, or none that is shipped.
+        Raises: ValueError for a profile of another model, or none that is shipped.
         """
         shares, slot, kv_dtype = self.shares, self.slot, self.kv_dtype
         config = getattr(model, "config", model)
@@ -221,10 +205,10 @@ class H2OConfig:
         elif isinstance(shares, Profile):
             shares.check(model)
         if kv_dtype == "auto":
-            kv_dtype = fewest_bits(config)
+            kv_dtype = fewest_bits(describe(config).get("head_dim"))
         if self.of == "bytes":
             merges = self.merge is not None
-            slot = per_token(config, kv_dtype, self.value_weighted, merges)
+            slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def for_keys(self, D: int, element: int) -> H2OConfig:
@@ -242,7 +226,7 @@ class H2OConfig:
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
 
-        Errors: ValueError when a list, or `shares`, has not one entry per layer.
+        Raises: ValueError when a list, or `shares`, has not one entry per layer.
         """
         heavy, recent = (
             of_layer(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
@@ -352,14 +336,6 @@ class H2OConfig:
 def _check_of(of: Any) -> None:
     if of not in ("keys", "bytes"):
         raise ValueError(f'of must be "keys" or "bytes", not {of!r}')
-
-
-def _cosine(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"merge must be a cosine between 0 and 1, or None, not {value!r}")
-    if not 0 < value < 1:  # refuses NaN as well
-        raise ValueError(f"merge must be a cosine between 0 and 1, or None, not {value!r}")
-    return float(value)
 
 
 def one_config(h2o_config: H2OConfig | None, parameters: dict[str, Any]) -> H2OConfig:

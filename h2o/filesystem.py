@@ -1,10 +1,13 @@
-"""Files and folders that results go into: whole or not at all, and known to work beforehand."""
+"""Files and folders that results go into: complete or not there at all, and known to work
+beforehand.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -12,13 +15,35 @@ from pathlib import Path
 
 from h2o.errors import UserError
 
-__all__ = ["alone", "make_writable", "whole"]
+__all__ = ["atomic_write", "cache_folder", "locked", "make_writable", "read_text"]
+
+
+def cache_folder() -> Path:
+    """What h2o makes once and looks up later lies here: $H2O_CACHE, else $XDG_CACHE_HOME/h2o, else
+    ~/.cache/h2o. It need not be there.
+
+    Raises: RuntimeError where there is no home folder.
+    """
+    if folder := os.environ.get("H2O_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o"
+
+
+def read_text(file: Path) -> str:
+    """A text file in UTF-8, without the mark that some editors put first.
+
+    Raises: UserError where it cannot be read.
+    """
+    try:
+        return file.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
 
 
 def make_writable(folder: Path) -> None:
-    """Creates a folder, if it is not there, and a file in it, which goes again.
+    """Creates a folder, if it is not there, and a file in it, which is removed again.
 
-    Errors: UserError where that cannot be done.
+    Raises: UserError where that cannot be done.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +55,7 @@ def make_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Within the block no other process is in such a block for this file; they wait.
 
     The lock lies on a hidden file beside it. Its folder must be there.
@@ -41,12 +66,17 @@ def alone(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A draft beside a file, for the block to write, which then takes its place: whole or not at
-    all."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """A draft beside a file or folder, for the block to make, which then takes its place at once.
+
+    Readers see what was there before or all that is new. A block that fails leaves nothing; only
+    of a process that was killed a draft remains, `.NAME.*draft*`.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.draft")
     try:
         yield draft
         os.replace(draft, path)
     finally:
+        if draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
         draft.unlink(missing_ok=True)

@@ -47,7 +47,7 @@ class HasShares(Protocol):
 def table(shares: Any) -> Table | HasShares:
     """`shares` as users may give it (lists, an array, a Profile), checked.
 
-    Errors: TypeError for what is none of these, ValueError for a number that is not positive and
+    Raises: TypeError for what is none of these, ValueError for a number that is not positive and
     for layers of different numbers of heads.
     """
     if isinstance(shares, HasShares):
@@ -117,20 +117,20 @@ def levelled(
 
     `part`: which of how many equal parts of the heads these are (`h2o.hf.tensor_parallel`).
 
-    Errors: ValueError for another number of heads than the layer has.
+    Raises: ValueError for another number of heads than the layer has.
     """
-    given = max(map(len, rows))
+    entries = max(map(len, rows))
     index, parts = part
-    if given == heads * parts:
-        own = slice(index * heads, (index + 1) * heads)
-        rows = [row if len(row) == 1 else row[own] for row in rows]
-        given = heads
-    if given not in (1, heads):
+    if entries == heads * parts:
+        part_of_heads = slice(index * heads, (index + 1) * heads)
+        rows = [row if len(row) == 1 else row[part_of_heads] for row in rows]
+        entries = heads
+    if entries not in (1, heads):
         raise ValueError(
             f"this layer has {heads} key/value heads, but heavy, recent or shares say how much "
-            f"{given} heads may keep: give one number per key/value head"
+            f"{entries} heads may keep: give one number per key/value head"
         )
-    return [row * given if len(row) == 1 else row for row in rows]
+    return [row * entries if len(row) == 1 else row for row in rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,5 +157,5 @@ class LayerShares:
             shares = shares.shares_for(k / shares.window if fraction is None else fraction)
         least = max(LEAST, sinks + 1)
         heads = allotted(k, shares, least)[self.layer]
-        recents = [(own - sinks) * recent // (heavy + recent) for own in heads]
-        return [(own - sinks - r, r) for own, r in zip(heads, recents, strict=True)]
+        recents = [(keys - sinks) * recent // (heavy + recent) for keys in heads]
+        return [(keys - sinks - r, r) for keys, r in zip(heads, recents, strict=True)]

@@ -5,10 +5,6 @@ Plain numbers, no torch.
 
 from __future__ import annotations
 
-from typing import Any
-
-from h2o.profile import describe
-
 __all__ = ["FIXED", "fewest_bits", "per_token", "stored_bytes"]
 
 FIXED = 32
@@ -18,7 +14,7 @@ FIXED = 32
 def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
     """Bytes of a stored key and value of D elements; None where they are stored as they are.
 
-    Errors: ValueError for an unknown `kv_dtype`, or one that does not go with D.
+    Raises: ValueError for an unknown `kv_dtype`, or one that does not go with D.
     """
     if kv_dtype is None:
         return None
@@ -34,26 +30,17 @@ def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
     return D + 2, D // 2 + D // 8
 
 
-def fewest_bits(config: Any) -> str:
-    """The `kv_dtype` that stores least of what goes with a model's head dimension."""
-    D = describe(config).get("head_dim")
+def fewest_bits(D: int | None) -> str:
+    """The `kv_dtype` that stores least of what goes with a head dimension."""
     return "int8-int4" if isinstance(D, int) and D % 32 == 0 else "int8"
 
 
 def per_token(
-    config: Any, kv_dtype: str | None, value_weighted: bool, merges: bool
+    D: int, element: int, kv_dtype: str | None, value_weighted: bool, merges: bool
 ) -> tuple[int, int]:
-    """Bytes of a token for one key/value head: in a full cache in the model's dtype, and in a slot
-    with score, position, norm and bias.
-
-    `config`: a model's. Errors: ValueError for one that does not tell its head dimension.
+    """Bytes of a token for one key/value head: in a full cache, whose elements have `element`
+    bytes each, and in a slot with score, position, norm and bias.
     """
-    D = describe(config).get("head_dim")
-    if not isinstance(D, int):
-        raise ValueError('of="bytes" needs a model whose config tells its head dimension')
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    dtype = str(getattr(text, "dtype", None) or getattr(config, "dtype", None))
-    element = 2 if dtype.endswith(("float16", "half")) else 4
     full = 2 * D * element
     stored = stored_bytes(kv_dtype, D)
     return full, (full if stored is None else sum(stored)) + 8 + 4 * (value_weighted + merges)

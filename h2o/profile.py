@@ -1,4 +1,4 @@
-"""Which heads of a model need more of a cache, as `h2o.calibrate` found it: a small record.
+"""Which heads of a model need more of a cache, as `h2o.calibrate` measured it: a small record.
 
 Imports neither torch nor transformers, as h2o/config.py does not.
 """
@@ -16,22 +16,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from h2o.filesystem import whole
+from h2o.filesystem import atomic_write
+from h2o.model_identity import difference
 
-__all__ = ["Profile", "describe", "difference", "sample"]
+__all__ = ["Profile"]
 
 KIND = "h2o profile"
 LAYOUT = 1
 """Raised when a file is written that older versions cannot read."""
-
-TOLERANCE = 0.01
-"""Relative distance of two samples of weights that are still called the same: above what
-float16 and bfloat16 round, below what training changes."""
-
-SHAPE = (
-    "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_size", "intermediate_size", "vocab_size",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +34,7 @@ class Profile:
     average, head h of layer l gets max(8, round(budget * shares[l][h])), sinks included, rescaled
     to the same total. `h2o.calibrate` makes profiles, `Profile.load` and `Profile.save` keep them.
 
-    Errors: TypeError and ValueError for shares that are no such table.
+    Raises: TypeError and ValueError for shares that are no such table.
     """
 
     fractions: tuple[float, ...]
@@ -133,7 +125,7 @@ class Profile:
             model: a model of transformers, whose shape and weights are looked at, or its config,
                 which has a shape only. Any dtype will do; quantised parameters are not compared.
 
-        Errors: ValueError that names what differs.
+        Raises: ValueError that names what differs.
         """
         shape = {**self.model, "num_hidden_layers": len(self.shares[0])}
         if reason := difference(model, shape, self.weights):
@@ -158,7 +150,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, content: Any) -> Profile:
-        """What `as_dict` gave. Errors: ValueError for anything else."""
+        """What `as_dict` gave. Raises: ValueError for anything else."""
         if not isinstance(content, dict) or content.get("kind") != KIND:
             raise ValueError("is no profile of h2o calibrate")
         if content.get("layout") != LAYOUT:
@@ -173,13 +165,13 @@ class Profile:
             raise ValueError(f"is incomplete or damaged ({error!r})") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file of some kilobytes, as a whole or not at all."""
-        with whole(Path(path)) as draft:
+        """Writes a JSON file of some kilobytes, complete or not at all."""
+        with atomic_write(Path(path)) as draft:
             draft.write_text(_as_text(self.as_dict()), "utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads what `save` wrote. Errors: ValueError for another file, OSError without one."""
+        """Reads what `save` wrote. Raises: ValueError for another file, OSError without one."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text("utf-8")))
         except ValueError as error:
@@ -198,78 +190,6 @@ class Profile:
 
 
 REMEDY = "Run h2o calibrate on this model"
-
-
-def describe(config: Any) -> dict[str, Any]:
-    """Shape of a model from its config; what a config does not say is left out."""
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    found: dict[str, Any] = {}
-    for name in SHAPE:
-        value = getattr(text, name, None)
-        if isinstance(value, int | str):
-            found[name] = value
-    heads = found.get("num_attention_heads")
-    if heads:
-        found.setdefault("num_key_value_heads", heads)
-        if "hidden_size" in found:
-            found.setdefault("head_dim", found["hidden_size"] // heads)
-    return found
-
-
-def difference(
-    model: Any, shape: Mapping[str, Any], weights: Mapping[str, Sequence[float]]
-) -> str | None:
-    """What tells a model from the one that `describe` and `sample` have described; None if nothing
-    does. Of a config the shape only is looked at."""
-    config = getattr(model, "config", model)
-    found = describe(config)
-    for name, wanted in shape.items():
-        if found.get(name, wanted) != wanted:
-            return f"{name} is {wanted} there and {found[name]} here"
-    if config is model or not weights:
-        return None
-    own = _parameters(model)
-    for name, wanted in weights.items():
-        values = _values(own[name], len(wanted)) if name in own else None
-        if values is None:  # quantised, offloaded, cut or renamed by an adapter: no comparison
-            continue
-        apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
-        if not apart <= TOLERANCE:
-            return f"its shape is the same, but the weights of {name} differ by {apart:.0%}"
-    return None
-
-
-def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[float]]:
-    """A few numbers of a few parameters of a model, for `Profile.weights`."""
-    own = sorted(_parameters(model).items())
-    found = {}
-    for name, parameter in own[:: max(1, -(-len(own) // tensors))]:
-        values = _values(parameter, numbers)
-        if values is not None:
-            found[name] = [float(f"{value:.4g}") for value in values]
-    return found
-
-
-def _parameters(model: Any) -> dict[str, Any]:
-    """Those of which all is here, or that tell that it is not (`_values`)."""
-    while hasattr(model, "_orig_mod"):  # torch.compile
-        model = model._orig_mod
-    cut: set[int] = set()
-    for module in model.modules():  # tensor parallel, as transformers before 5.11 notes it
-        if hasattr(module, "_hf_device_mesh"):
-            cut.update(map(id, module.parameters()))
-    return {name: x for name, x in model.named_parameters() if id(x) not in cut}
-
-
-def _values(parameter: Any, numbers: int) -> list[float] | None:
-    """Evenly spread numbers of a parameter; None of one that is quantised, cut or not in memory."""
-    if not parameter.dtype.is_floating_point or parameter.is_meta or parameter.numel() < numbers:
-        return None
-    if hasattr(parameter, "__tensor_flatten__"):
-        return None
-    flat = parameter.detach().reshape(-1)
-    step = flat.numel() // numbers
-    return flat[step // 2 :: step][:numbers].float().cpu().tolist()
 
 
 def _normalised(table: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:

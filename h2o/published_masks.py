@@ -50,7 +50,7 @@ def simulation_mask(
                 far as they are not in its future, the `heavy` keys that receive the most causal
                 attention from the whole text, **rows of the future included**, and the last
                 recent + 1 keys. No cache can do this.
-            "flexgen": as "h2o", but the key that leaves the recent window always replaces the
+            "flexgen": as "h2o", but the key that drops out of the recent window always replaces the
                 lowest of the heavy ones, even if its own score is lower still. (The authors'
                 FlexGen code has recent = heavy - 1.)
         prompt_len: rows before the first eviction, at least 1; "h2o" and "flexgen" only.
@@ -262,7 +262,7 @@ def _global(
 ) -> Choose:
     """A fixed set for all rows, from the column sums of the whole text. It knows the future."""
     H, n = evicted_at.shape
-    received = torch.zeros(H, n)
+    received = torch.zeros(H, n, dtype=torch.float32, device="cpu")
     for _, logits in blocks():
         received[:, : logits.shape[-1]] += logits.softmax(-1).sum(-2).cpu()
     best = received.argsort(dim=-1, descending=True, stable=True)[:, :heavy].numpy()

@@ -29,15 +29,19 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from h2o.policy import PAPER, Policy, PolicyFields, one_policy
 from h2o.quantisation import dequantised, stored_like
 from h2o.reference_merging import take_in
 from h2o.rotary_embedding import rotated
-from h2o.slots import new_slots
+from h2o.slots import PER_SLOT, new_slots
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "attend",
@@ -48,9 +52,6 @@ __all__ = [
     "step",
 ]
 
-FIELDS = ("keys", "values", "scores", "positions", "bias", "norms")
-"""Of slots, what there is for each of them."""
-
 
 def attend(
     query: Tensor,
@@ -60,17 +61,19 @@ def attend(
     *,
     mask: Tensor | None = None,
     scale: float | None = None,
-    decay: float = 1.0,
     softcap: float = 0.0,
     out: Tensor | None = None,
     scores: Tensor | None = None,
     rotary: Tensor | None = None,
+    policy: Policy = PAPER,
+    **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
     """Steps 1 and 2. Arguments and results as in `h2o.ops.attend`.
 
     With `rotary`, a table of angles as in `h2o.ops.Rotary`, positions are rolled: query and keys
     come without their rotary embedding, stored keys are without it, and it is put on here.
     """
+    decay = _policy(policy, fields).decay
     B, H, Q, D = query.shape
     G = keys.shape[1]
     R = H // G
@@ -111,6 +114,10 @@ def attend(
     return out, scores
 
 
+def _policy(policy: Policy, fields: Any) -> Policy:
+    return one_policy(policy, fields) if fields else policy
+
+
 def _probabilities(
     query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float
 ) -> Tensor:
@@ -137,13 +144,11 @@ def evict(
     slots: Any,
     *,
     mask: Tensor | None = None,
-    sinks: int = 0,
-    rank_by: str = "sum",
-    decay: float = 1.0,
-    value_weighted: bool = False,
-    merge: float | None = None,
+    policy: Policy = PAPER,
+    **fields: Unpack[PolicyFields],
 ) -> None:
     """Step 3. Arguments and effect as in `h2o.ops.evict`; survivors lie in order of position."""
+    sinks, rank_by, decay, value_weighted, merge = _policy(policy, fields)
     B, G, Q, D = keys.shape
     for b in range(B):
         new = _real_columns(mask, b, Q, keys.device)
@@ -165,7 +170,7 @@ def evict(
                 if merge is None or not take_in(kept, left, threshold=merge, sinks=sinks, D=D):
                     slots.lost[b, g] += left.scores.double()
             store.positions[:] = -1
-            for name in FIELDS:
+            for name in PER_SLOT:
                 if getattr(store, name) is not None:
                     getattr(store, name)[: len(stay)] = getattr(kept, name)
             slots.free[b, g] = len(stay)
@@ -186,7 +191,7 @@ def _candidates(
         "norms": values.double().norm(dim=-1).float(),
     }
     both = {}
-    for name in FIELDS:
+    for name in PER_SLOT:
         own = getattr(store, name)
         both[name] = None if own is None else torch.cat([own[held], new[name]])
     return SimpleNamespace(**both)
@@ -236,27 +241,22 @@ def step(
     mask: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
-    sinks: int = 0,
-    rank_by: str = "sum",
-    decay: float = 1.0,
-    value_weighted: bool = False,
-    merge: float | None = None,
     out: Tensor | None = None,
     rotary: Any = None,
+    policy: Policy = PAPER,
+    **fields: Unpack[PolicyFields],
 ) -> Tensor:
     """`attend` and `evict` for one new token, which reads itself as it is stored.
 
     Arguments and result as in `h2o.ops.step`.
     """
+    policy = _policy(policy, fields)
     k, v = _read_back(key, slots.keys), _read_back(value, slots.values)
     out, scores = attend(
-        query, k, v, slots, mask=mask, scale=scale, decay=decay, softcap=softcap, out=out,
+        query, k, v, slots, mask=mask, scale=scale, softcap=softcap, out=out, policy=policy,
         rotary=None if rotary is None else rotary.table,
     )  # fmt: skip
-    evict(
-        key, value, scores, slots, mask=mask, sinks=sinks, rank_by=rank_by, decay=decay,
-        value_weighted=value_weighted, merge=merge,
-    )  # fmt: skip
+    evict(key, value, scores, slots, mask=mask, policy=policy)
     if rotary is not None:
         rotary.ranks.copy_(ranks(slots))
     return out
@@ -272,20 +272,18 @@ def simulate(
     mask: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
-    sinks: int = 0,
-    rank_by: str = "sum",
-    decay: float = 1.0,
-    value_weighted: bool = False,
-    merge: float | None = None,
     kv_dtype: str | None = None,
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
+    policy: Policy = PAPER,
+    **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A whole text through a cache, token by token. As `h2o.ops.simulate`.
 
     A key that the row in column c evicts has `evicted_at` c + 1.
     """
+    policy = _policy(policy, fields)
     B, H, Q, D = query.shape
     G = keys.shape[1]
     out = query.new_empty(B, Q, H, D) if out is None else out
@@ -300,7 +298,8 @@ def simulate(
         evicted_at[b, :, real] = Q
         slots = new_slots(
             keys[:1], max(1, len(real)),
-            value_weighted=value_weighted, kv_dtype=kv_dtype, merge=merge is not None,
+            value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
+            merge=policy.merge is not None,
         )._replace(budget=budget[b : b + 1])  # fmt: skip
         start, first = 0, max(1, min(int(prompt[b]), len(real)))
         for stop in range(first, len(real) + 1):
@@ -309,16 +308,15 @@ def simulate(
             seen = (k, v)
             if stop > first:
                 seen = (_read_back(k, slots.keys), _read_back(v, slots.values))
-            answer, new_scores = attend(q, *seen, slots, scale=scale, decay=decay, softcap=softcap)
+            answer, new_scores = attend(
+                q, *seen, slots, scale=scale, softcap=softcap, policy=policy
+            )
             out[b, new] = answer[0]
             scores[b, :, new] = new_scores[0]
             held = [real[slots.positions[0, g, : slots.free[0, g]].long()] for g in range(G)]
             for g in range(G):
                 scores[b, g, held[g]] = slots.scores[0, g, : len(held[g])]
-            evict(
-                k, v, new_scores, slots, sinks=sinks, rank_by=rank_by, decay=decay,
-                value_weighted=value_weighted, merge=merge,
-            )  # fmt: skip
+            evict(k, v, new_scores, slots, policy=policy)
             for g in range(G):
                 before = torch.cat([held[g], new])
                 after = real[slots.positions[0, g, : slots.free[0, g]].long()]
@@ -351,7 +349,7 @@ def _store(slots: Any, b: int, g: int) -> SimpleNamespace:
     where: tuple[Any, ...] = (b, g)
     if slots.starts is not None:  # the slots of all heads lie on one axis
         where = (b, slice(int(slots.starts[g]), int(slots.starts[g + 1])))
-    tensors = {name: getattr(slots, name) for name in FIELDS}
+    tensors = {name: getattr(slots, name) for name in PER_SLOT}
     return SimpleNamespace(**{n: None if x is None else x[where] for n, x in tensors.items()})
 
 

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from h2o.config import UNLIMITED
+from h2o.budgets import UNLIMITED
 from h2o.kv_dtype import stored_bytes
 from h2o.tensors import four_sizes, full
 
@@ -58,8 +58,41 @@ class Slots(NamedTuple):
     by; given exactly if keys are merged"""
 
 
+class Kind(NamedTuple):
+    """What is to be known of a field of `Slots`."""
+
+    shape: str
+    """as in its description: a letter for each axis"""
+    written: bool = True
+    """whether the operations write to it"""
+    optional: bool = False
+    """whether there are slots without it"""
+
+
+KINDS: dict[str, Kind] = {
+    "keys": Kind("BGSD"),
+    "values": Kind("BGSD"),
+    "scores": Kind("BGS"),
+    "positions": Kind("BGS"),
+    "free": Kind("BG"),
+    "lengths": Kind("B"),
+    "budget": Kind("B2", written=False),
+    "lost": Kind("BG"),
+    "norms": Kind("BGS", optional=True),
+    "starts": Kind("+", written=False, optional=True),
+    "bias": Kind("BGS", optional=True),
+}
+"""By the names, and in the order, of the fields of `Slots`; `csrc/h2o.h` has the same list
+(`H2O_SLOTS_FIELDS`). What goes by a part of the fields takes it from here."""
+
+PER_SLOT = tuple(name for name, kind in KINDS.items() if "S" in kind.shape)
+"""The fields that have something for each slot."""
+PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("B"))
+"""The fields that have something for each row of the batch."""
+
+
 def sizes_of_keys(keys: Tensor) -> tuple[int, int, int, int]:
-    """B, G, tokens and D. Errors: ValueError for keys of another shape."""
+    """B, G, tokens and D. Raises: ValueError for keys of another shape."""
     sizes = four_sizes(keys)
     if sizes is None:
         raise ValueError(f"keys: has shape {getattr(keys, 'shape', None)}, wanted [B, G, any, D]")

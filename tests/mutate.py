@@ -8,8 +8,8 @@ statement. The edited core must fail, in this order, to compile, the C tests, th
 that judge the core alone, or the C tests under ASan and UBSan. To be quick only what an edit
 touches is compiled again, and all of that is done at the one instruction set level that this
 machine prefers, but for the first C tests, which find most at the level that compiles soonest.
-What survives is printed; edits that can change no answer, only speed or memory, are told apart by
-KNOWN, with the reason.
+What survives is printed: it is killed by a new test, or justified beside the code, by a comment on
+that line which says that it "changes no answer" and why (speed, memory, another compiler).
 
 A run that was interrupted goes on where its log ends. After new tests `--again` judges once more
 what the log says has survived.
@@ -44,7 +44,7 @@ LEVEL = ops.info()["levels"][-1]
 STEPS = "avx512bf16" if LEVEL == "avx512amx" else LEVEL
 NO_STEPS = ("attend", "evict", "simulate")
 VECTORS = "vec_avx2" if LEVEL == "avx2" else "vec_avx512"
-BORDER = ("module.c", "exchange.c")  # what needs Python
+BORDER = ("module.c", "arguments.c", "exchange.c")  # what needs Python
 FLAGS = ["-std=c11", "-O1", "-Werror=return-type", "-fPIC", "-ffp-contract=fast"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-pthread", "-Icsrc"]
 FLAGS += ['-DH2O_VERSION="0"', '-DH2O_KERNELS=""']
@@ -66,86 +66,10 @@ TESTS = [f"tests/core/test_{x}.py" for x in ("exchange", "errors", "hostile", "l
 TESTS += ["tests/core", *(f"tests/torch/test_{x}.py" for x in ("rolled", "merge", "heads"))]
 TESTS += ["tests/torch/test_properties.py::test_results_do_not_depend_on_threads"]
 
-#: Edits that no test can notice, since no answer depends on them: a pattern of
-#: "file: line before -> line after", and why.
-KNOWN: tuple[tuple[str, str], ...] = (
-    (r"COUNT_WORK|H2O_BALANCE|_WORK\b|_RANK\b", "a count of work, for make balance"),
-    (r"prefetch|ahead|\.share|next_stride|\.next = ", "asks for memory early: speed only"),
-    (
-        r"\.inc: *(?!ROUNDS|LINE|STEP_ROWS)[A-Z_]+ = [-0-9(<*sizeof)' ]+,?\s*/\*",
-        "a size by which work is cut: speed and rounding",
-    ),
-    (
-        r"KEEP_BYTES = |-> .*KEEP_BLOCKS = 1[57]|bytes \+= \(\*at\)->bytes",
-        "how much memory waits to be used again",
-    ),
-    (r"data >= before .* -> .*data > before ", "no tensor begins at address 0"),
-    (r"-> .*< stage; tries|\btries > |pause|thrd_yield", "how often a waiting lane looks"),
-    (
-        r"job->parts = job->lanes|rounds\.stages = ",
-        "into how many tasks; make balance sees too few",
-    ),
-    (
-        r"parallel\.c: .*pthread_cond_init",
-        "in a child whose parent waited for nothing it is as new",
-    ),
-    (r"simulate\.inc: .*job->all\.window\)", "windows without rows more"),
-    (r"attend_tall\.inc: .*WAVE_UNITS \*", "how many heads at a time: speed only"),
-    (r"turn % 2 == 0 .* -> .*turn % 2 [!=]= [01] ", "which rows a task has: speed only"),
-    (r"pairs \? .* : 0\), -> .* : 1\),", "a float more than is used"),
-    (r"evict\.inc: .*stored = lower\(.* -> .*higher\(", "room for more than can leave"),
-    (r"threads < MAX_THREADS .* -> .*threads <= MAX_THREADS ", "the same where both are equal"),
-    (r"STEP_SUM_WHILE\(8\) -> STEP_SUM_WHILE\(9\)", "how many vectors at a time: speed only"),
-    (r"(known|feature_names)\[128\].* -> .*\[12[79]\]", "no list of them is so long"),
-    (r"char \*needs\[4\]; -> .*\[5\]", "more room than there are needs"),
-    (r"fresh < p->dims.Q\) clear.* -> .*fresh <= p", "looks for pads where there are none"),
-    (r"va_end\(arguments\); -> ;", "does nothing on these processors"),
-    (
-        r"module\.c: (loans->stream = |call->table = |if \(count >= more)|api->current_stream\("
-        r"|bytes == H2O_UNSERVED",
-        "of kernels for GPUs, which tests/cuda judges",
-    ),
-    (r"level < LEVELS; level", "this machine has every level"),
-    (r"i < FEATURES; .* -> .*i <= FEATURES; ", "every name that is asked for is in the list"),
-    (
-        r"take\(&?a, .*, 1\)[,;}]+ -> .*, 2\)[,;}]+$|take_floats\(a, .*4 \* .* -> .*5 \* |"
-        r"rule rules\[6 \+ .* -> .*\[7 \+ |size_t most = 0; -> .*= 1;|"
-        r"uint16_t x\[2 \* VL\] = .* -> .*\[3 \* VL\]",
-        "more room than is used",
-    ),
-    (r"i32_at\(&slots->free, b, g, [01]\)", "a tensor of two dimensions has no third stride"),
-    (
-        r"H2O_MAX_DIMS\) return 0; -> .*return 1;|exchange\.c: int status = 0; -> .*= 1;",
-        "what is not below 0 is no error",
-    ),
-    (r"entry->managed = NULL; -> ;", "what is lent is given back once"),
-    (r"cut\.panel_blocks > PANEL_BLOCKS\) \{ -> .*>= ", "how many rows a panel has: speed only"),
-    (r"parallel\.c: return 1; /\* nothing new", "looks at the same libraries again"),
-    (r"exchange\.c: break; -> ;", "no type is in the list of tables with another one"),
-    (r"step_load\(.*H2O_F32, false, n, F\)", "floats and pairs are four bytes each"),
-    (r"return -1; -> return -2;", "below 0 is an error, however far"),
-    (r"positions\[cell\] = -1; -> .*= -2;", "below 0 is no position, however far"),
-    (r"gomp_parallel\(take_part, .*, [01]\)", "how the threads of OpenMP are bound: speed only"),
-    (
-        r"remember\(|producers\[i\]\.type = type; -> ;",
-        "whether a type's table is looked up once or at each call",
-    ),
-    (
-        r"snprintf\(text, (100|48),.* -> .*snprintf\(text, (99|101|47|49),",
-        "no shape or index is so long a text",
-    ),
-    (r"merge\.inc: .* s < lower\(block \+ VL, .* -> .*higher\(", "the next blocks too, early"),
-    (r"all\.window = higher\(", "rows of a window: speed only"),
-    (r"high = x\[i\] > high .* -> .* >= high", "the same where both are equal"),
-    (r"char letter\[2\] = .* -> .*\[3\]", "more room than a letter needs"),
-    (r"\(.*char text\[160\]\)", "a parameter, whose length says nothing"),
-    (r"exchange\.c: .*XDECREF", "a reference too many: a little memory"),
-    (r"rows\.h: .*return; -> ;", "copies the same once more"),
-    (r"stored\.h: .*sum \+= x\[i\] - x\[i\]; -> .*sum -= ", "0 or no number, whichever the sign"),
-    (r"step\.inc: .*whole = job->lanes == 1 \|\| ", "into how many parts: speed only"),
-    (r"exchange\.c: .*LOCK\(exchange\)", "nothing to lock where Python has a GIL"),
-    (r"cell < kept \? 0 : .* -> .*cell <= kept", "a cell that a new token begins itself"),
-)
+#: What changes no answer by its meaning: counts of work for `make balance`, memory asked for early.
+HINTS = re.compile(r"COUNT_WORK|H2O_BALANCE|_WORK\b|_RANK\b|prefetch")
+#: What a comment beside a line says where an edit of it can change speed or memory, but no answer.
+JUSTIFIED = "changes no answer"
 
 SWAPS = (
     (r" \+ ", (" - ",)),
@@ -186,10 +110,9 @@ class Edit:
         return self.path, self.line, self.before, self.after
 
     @property
-    def reason(self) -> str:
-        """Why nothing needs to notice it, or ""."""
-        where = f"{Path(self.path).name}: {self.before.strip()} -> {self.after.strip()}"
-        return next((why for pattern, why in KNOWN if re.search(pattern, where)), "")
+    def is_justified(self) -> bool:
+        """Whether nothing needs to notice it: see HINTS and JUSTIFIED."""
+        return bool(HINTS.search(self.before)) or JUSTIFIED in self.before
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:
@@ -392,6 +315,10 @@ class Workshop:
             path.write_text(text)
 
 
+def verdict(edit: Edit) -> str:
+    return edit.caught or (JUSTIFIED if edit.is_justified else "SURVIVED")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--edits", type=int, default=200)
@@ -409,23 +336,17 @@ def main() -> None:
         for number, edit in enumerate(edits):
             if edit.key in known:
                 edit.caught = known[edit.key]
-            elif not edit.reason:
+            elif not edit.is_justified:
                 edit.caught = workshop.judge(edit)
             known[edit.key] = edit.caught
-            print(
-                f"{number:4} {edit.path}:{edit.line} {edit.caught or edit.reason or 'SURVIVED'}",
-                flush=True,
-            )
+            print(f"{number:4} {edit.path}:{edit.line} {verdict(edit)}", flush=True)
             if not edit.caught:
                 print(f"     - {edit.before.strip()}\n     + {edit.after.strip()}", flush=True)
             if told.log:
                 done = [asdict(x) for x in edits if x.key in known]
                 told.log.write_text(json.dumps(done, indent=1))
-    alive = [x for x in edits if not x.caught]
-    for what, count in Counter(x.caught or x.reason or "SURVIVED" for x in edits).most_common():
+    for what, count in Counter(map(verdict, edits)).most_common():
         print(f"{count:5} {what}")
-    open_ = sum(not x.reason for x in alive)
-    print(f"{open_} of {len(edits)} survive unexplained, {len(alive) - open_} can change no answer")
 
 
 if __name__ == "__main__":

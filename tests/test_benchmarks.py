@@ -12,16 +12,28 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from h2o import cli, models  # noqa: E402
-from h2o.bench import engines, gpu_rivals, inputs, machine, options, report, run, whole_model  # noqa: E402
-from h2o.bench.measure import Contender, Row, Times, race  # noqa: E402
-from h2o.bench.peers import PeerMissing  # noqa: E402
+pytest.importorskip("benchmarks.runner", reason="the benchmarks are not here")
+
+from benchmarks import (  # noqa: E402
+    catalogue,
+    correctness,
+    engine_tables,
+    inputs,
+    machine,
+    model_tables,
+    options,
+    reporting,
+    runner,
+)
+from benchmarks.peers import attention_peers  # noqa: E402
+from benchmarks.peers.environments import PeerMissing  # noqa: E402
+from benchmarks.timing import Contender, Row, Times, race  # noqa: E402
+from h2o import models  # noqa: E402
 
 
 def quick(tmp_path, *arguments: str) -> dict:
     """The result file of a quick run."""
-    command = ["bench", *arguments, "--quick", "--output", str(tmp_path)]
-    assert cli.main(command) == 0
+    assert runner.main([*arguments, "--quick", "--output", str(tmp_path)]) == 0
     return json.loads((tmp_path / "latest.json").read_text())
 
 
@@ -68,14 +80,14 @@ def test_each_table_runs_and_checks_itself(tmp_path, table, rows):
     ],
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_tables_of_a_gpu_are_rehearsed(tmp_path, table, rows):
+def test_tables_of_a_gpu_have_a_dry_run(tmp_path, table, rows):
     """What a CPU has no way for is left out, which the rows say."""
-    assert cli.main(["bench", "--device", "rehearsal", table, "--output", str(tmp_path)]) == 0
-    result = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert runner.main(["--device", "dry-run", table, "--output", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "dry-run.json").read_text())
     assert result["quick"]
     assert collections.Counter(row["row"] for row in result["rows"]) == rows
     for row in result["rows"]:
-        assert row["command"] == f"python -m benchmarks {table} --device rehearsal"
+        assert row["command"] == f"python -m benchmarks {table} --device dry-run"
         assert row["ours"]["median_s"] > 0
         if table in ("prefill", "decode", "long"):
             missing = row["facts"]["left out"]
@@ -87,21 +99,21 @@ def test_tables_of_a_gpu_are_rehearsed(tmp_path, table, rows):
 
 def test_a_gpu_that_is_not_there_is_not_timed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    command = ["bench", "--device", "cuda", "--output", str(tmp_path)]
-    assert cli.main(command) == 1
+    command = ["--device", "cuda", "--output", str(tmp_path)]
+    assert runner.main(command) == 1
     assert "torch finds no CUDA device" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(0))
-    assert cli.main(command) == 1
+    assert runner.main(command) == 1
     assert "h2o's kernels do not serve here: torch (" in capsys.readouterr().err
 
 
 def test_pages_hold_what_they_are_made_of():
     keys = torch.randn(2, 3, 37, 8)
-    paged = gpu_rivals.pages(keys)
-    assert paged.shape == (2 * 3, 3, gpu_rivals.PAGE, 8)
+    paged = attention_peers.pages(keys)
+    assert paged.shape == (2 * 3, 3, attention_peers.PAGE, 8)
     for b, t in ((0, 0), (0, 36), (1, 16)):
-        page = paged[b * 3 + t // gpu_rivals.PAGE, :, t % gpu_rivals.PAGE]
+        page = paged[b * 3 + t // attention_peers.PAGE, :, t % attention_peers.PAGE]
         assert torch.equal(page, keys[b, :, t])
     assert not paged[2, :, 5:].any()
 
@@ -113,12 +125,12 @@ def test_memory_of_a_prefill_is_measured_in_its_own_process(tmp_path):
 
 
 def test_quick_is_quick_for_whole_models_too():
-    """Unless numbers are told; without it they are those of the tables."""
+    """Unless numbers are named; without it they are those of the tables."""
     parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
+    options.add_arguments(parser, "")
 
     def asked(*arguments):
-        return options.check(parser, parser.parse_args(arguments))
+        return options.check(parser, parser.parse_args(arguments), lambda device: [])
 
     short = asked("--quick")
     assert (short.rounds, max(short.prompts), short.tokens) == (2, 40, 2)
@@ -134,12 +146,12 @@ def test_whole_model(tmp_path):
         pytest.skip(str(error))
     result = quick(tmp_path, "model", "--dtypes", "float32")
     held = result["rows"][0]["facts"]["bytes held"]
-    rows = 3 if whole_model.QUANTIZED in held else 2  # with optimum-quanto there is one more peer
+    rows = 3 if model_tables.QUANTIZED in held else 2  # with optimum-quanto there is one more peer
     phases = ["prefill"] * rows + ["decode"] * rows
     assert [row["facts"]["phase"] for row in result["rows"]] == phases
-    held.pop(whole_model.QUANTIZED, None)
+    held.pop(model_tables.QUANTIZED, None)
     few, usual, full = sorted(held.items(), key=lambda x: x[1])
-    assert [few[0], usual[0], full[0]] == [whole_model.FEWEST, "H2OCache", "DynamicCache"]
+    assert [few[0], usual[0], full[0]] == [model_tables.FEWEST, "H2OCache", "DynamicCache"]
 
 
 @pytest.mark.slow
@@ -150,8 +162,8 @@ def test_a_batch_without_the_engines(tmp_path, monkeypatch, capsys):
     def missing():
         raise PeerMissing("no such package")
 
-    monkeypatch.setattr(engines, "openvino_peer", missing)
-    monkeypatch.setattr(engines, "vllm_peer", missing)
+    monkeypatch.setattr(engine_tables, "openvino_peer", missing)
+    monkeypatch.setattr(engine_tables, "vllm_peer", missing)
     result = quick(tmp_path, "batch")
     assert [row["peer"]["name"] for row in result["rows"]] == ["H2OCache, compiled", "DynamicCache"]
     assert capsys.readouterr().err.count("left out: no such package") == 2
@@ -172,25 +184,30 @@ def test_a_peer_that_cannot_be_had_is_named(tmp_path, monkeypatch):
         raise PeerMissing("no such package")
         yield
 
-    monkeypatch.setitem(run.FUNCTIONS, "kvpress", table)
-    result = quick(tmp_path, "kvpress", "overhead")
-    assert result["missing"] == {"kvpress": "no such package"}
+    absent = catalogue.Table("absent", table, cpu="P0")
+    monkeypatch.setattr(catalogue, "TABLES", (absent, *catalogue.TABLES))
+    result = quick(tmp_path, "absent", "overhead")
+    assert result["missing"] == {"absent": "no such package"}
     assert {row["row"] for row in result["rows"]} == {"P9"}
 
 
 @pytest.mark.parametrize("command", [["--rounds", "4"], ["no-such-table"]])
 def test_what_is_no_figure_is_refused(command, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["bench", *command])
+        runner.main(command)
     assert "no figure" in capsys.readouterr().err or "no-such-table" in command
 
 
 def test_each_table_that_help_names_is_there(capsys):
-    assert list(options.TABLES) == list(run.FUNCTIONS)
-    assert list(options.GPU_TABLES) == list(run.GPU_FUNCTIONS)
+    names = [table.name for table in catalogue.TABLES]
+    assert len(names) == len(set(names))
+    on_gpu = ["prefill", "decode", "long", "graph", "flexgen", "kvpress"]
+    assert list(catalogue.tables("cuda")) == list(catalogue.tables("dry-run")) == on_gpu
+    assert set(names) == {*catalogue.tables("cpu"), *on_gpu}
     with pytest.raises(SystemExit):
-        cli.main(["bench", "--help"])
-    assert "kvpress" in capsys.readouterr().out
+        runner.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"{name}: " in shown or f"{name}:\n" in shown for name in names)
 
 
 def test_contenders_take_turns():
@@ -210,21 +227,21 @@ def test_ratios_are_of_the_same_round():
         "P0", "", "", ours=Times("h2o", [1.0, 2.0, 4.0], 8.0), peer=Times("x", [3.0, 6.0, 9.0])
     )
     row.peak = Times("read", [1.0], 16.0)
-    told = row.to_dict()
-    assert told["ratio"] == 3.0
-    assert told["ratio_quartiles"] == (2.625, 3.0)
-    assert told["roofline_fraction"] == 0.25
-    assert "| 2 s | 6 s | 3 |" in report.markdown({"rows": [told]})
+    result = row.to_dict()
+    assert result["ratio"] == 3.0
+    assert result["ratio_quartiles"] == (2.625, 3.0)
+    assert result["roofline_fraction"] == 0.25
+    assert "| 2 s | 6 s | 3 |" in reporting.markdown({"rows": [result]})
 
 
 def test_a_wrong_result_is_noticed():
     truth = torch.zeros(4, dtype=torch.float64)
     torch_error = truth + 1e-3
-    assert "1.0e-03" in inputs.compare("out", torch_error, torch_error, truth)
-    with pytest.raises(inputs.WrongResult):
-        inputs.compare("out", truth + 3e-3, torch_error, truth)
-    with pytest.raises(inputs.WrongResult):
-        inputs.compare("out", truth * float("nan"), torch_error, truth)
+    assert "1.0e-03" in correctness.compare("out", torch_error, torch_error, truth)
+    with pytest.raises(correctness.WrongResult):
+        correctness.compare("out", truth + 3e-3, torch_error, truth)
+    with pytest.raises(correctness.WrongResult):
+        correctness.compare("out", truth * float("nan"), torch_error, truth)
 
 
 def test_the_heavy_set_of_the_inputs_moves():
@@ -249,3 +266,29 @@ def test_the_plain_loops_do_their_work():
         multiply, flops = loops.multiply_adds(dtype)
         multiply()
         assert flops > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nope"], "no table 'nope'"),
+        (["long"], "no table 'long'"),  # which is for a GPU
+        (["--quick", "--rounds", "0"], "--rounds: must be at least 1"),
+        (["--tokens", "0"], "--tokens: must be at least 1"),
+        (["--prompts", "512", "0"], "--prompts: must be at least 1"),
+        (["--threads", "0"], "--threads: must be at least 1"),
+    ],
+)
+def test_one_line_says_what_is_wrong(arguments, words, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        runner.main(arguments)
+    assert exit_.value.code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_that_it_cannot_write_is_known_first(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert runner.main(["prefill", "--quick", "--output", str(tmp_path / "file")]) == 1
+    printed = capsys.readouterr()
+    assert "name another output folder" in printed.err.splitlines()[-1]
+    assert not printed.out

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from h2o import Profile, cli
-from h2o.cli.calibrate import extremes
+from h2o.cli.calibrate_command import extremes
 from tests.test_cli import tiny  # noqa: F401
 
 pytest.importorskip("torch")

@@ -1,5 +1,7 @@
 """The command line, as processes where that is the point and as function calls elsewhere."""
 
+import argparse
+import dataclasses
 import json
 import os
 import re
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from h2o import cli
+from h2o import H2OConfig, cli
+from h2o.cli import cache_options
+from h2o.policy import FIELDS
 
 ROOT = Path(cli.__file__).parent
 DEADLINE = 120  # seconds after which a process counts as hanging
@@ -235,12 +239,12 @@ def test_compiled_steps_give_the_same_text(tiny, capsys, monkeypatch):
     """Of the whole way only the compiler's last part is left out, which takes a minute."""
     from torch._dynamo.utils import counters
 
-    from h2o import generate
+    from h2o import generation
 
-    how = generate.compiling()
+    how = generation.compiling()
     assert how["compile_config"].backend == "inductor"
     how["compile_config"].backend = "eager"
-    monkeypatch.setattr(generate, "compiling", lambda: how)
+    monkeypatch.setattr(generation, "compiling", lambda: how)
     arguments = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "20", "--heavy", "0.2"]
     eager = generated(capsys, *arguments)["runs"][0]
     counters.clear()
@@ -292,6 +296,45 @@ def test_policy_options_reach_the_cache(tiny, capsys):
         assert any(other[name] != plain[name] for name in names), options
 
 
+def options_of(command, capsys):
+    """Names of a command's options, as its help lists them."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([command, "--help"])
+    assert exit_.value.code == 0
+    return set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [("generate", set()), ("eval", set()), ("analyze", {"--positions", "--profile"})],
+)
+def test_every_field_of_a_cache_has_its_option(command, missing, capsys):
+    """What is left out: how budgets are counted, and what `for_model` finds by itself."""
+    fields = {field.name for field in dataclasses.fields(H2OConfig)} - {"of", "slot"}
+    assert fields == set(cache_options.OPTIONS)
+    wanted = {cache_options.spelled(name) for name in fields} - missing
+    assert wanted <= options_of(command, capsys)
+    assert {cache_options.spelled(name) for name in FIELDS} <= wanted
+
+
+def test_a_config_is_what_the_options_say():
+    parser = argparse.ArgumentParser()
+    cache_options.add_cache_options(parser)
+    assert cache_options.config_from(parser.parse_args([])) == H2OConfig()
+    for name, text, value in (
+        ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("rank_by", "mean", "mean"),
+        ("decay", "0.5", 0.5), ("merge", "0.8", 0.8), ("positions", "rolled", "rolled"),
+        ("kv_dtype", "int8", "int8"), ("shares", "shipped", "shipped"),
+    ):  # fmt: skip
+        options = parser.parse_args([cache_options.spelled(name), text])
+        assert cache_options.config_from(options) == H2OConfig(**{name: value})
+    options = parser.parse_args(["--value-weighted"])
+    assert cache_options.config_from(options) == H2OConfig(value_weighted=True)
+    optional = argparse.ArgumentParser()
+    cache_options.add_cache_options(optional, optional=True)
+    assert cache_options.asked(optional.parse_args(["--sinks", "0"])) == {"sinks": 0}
+
+
 def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):
     (tmp_path / "document").write_text(PROMPT, "utf-8")
     options = ["--model", tiny, "--max-new-tokens", "5"]
@@ -331,10 +374,35 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     assert all(len(line) <= 90 for line in lines)
 
 
+def test_answers_about_the_article_for_readers(monkeypatch):
+    pytest.importorskip("torch")
+    from h2o.cli.comparison import answers
+    from h2o.cli.generate_command import Result
+    from h2o.generation import Run
+
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [
+        Run(mode, f"The {mode} answer. " + "word " * 30, 11, 2.0, 100.0, 0.5, 20.0, held * 1000,
+            200_000, 200, held, 200 - held, 0.1, None)
+        for mode, held in (("full", 200), ("h2o", 40), ("calibrated", 44), ("local", 40))
+    ]  # fmt: skip
+    lines = answers(Result("m", "float32", 190, {}, {}, runs), "Who?")
+    assert lines[0] == "m, float32, has read an article of 190 tokens. Who?"
+    heads = [line.split()[0] for line in lines if " held, " in line]
+    assert heads == ["full", "h2o", "calibrated", "local"]
+    at = lines.index("h2o           0.0 MB held, read in 2.0 s, then 50 ms a token")
+    assert lines[at + 1].startswith("            The h2o answer. word")
+    assert all(len(line) <= 80 for line in lines)
+    kept = " ".join(lines[lines.index("", len(lines) - 5) + 1 :])
+    assert kept.startswith("Kept, of 200 keys: full 200, all; h2o 40, those that")
+    assert kept.endswith("local 40, the newest.")
+
+
 def test_half_characters_are_not_streamed(tiny):
     from transformers import AutoTokenizer
 
-    from h2o.generate import Progress, Streamer
+    from h2o.generation import Streamer
+    from h2o.progress import Progress
 
     torch = pytest.importorskip("torch")
     tokenizer = AutoTokenizer.from_pretrained(tiny)
@@ -351,7 +419,7 @@ def test_half_characters_are_not_streamed(tiny):
 
 
 def test_agreement():
-    from h2o.generate import leading_agreement
+    from h2o.generation import leading_agreement
 
     assert leading_agreement([1, 2, 3], [1, 2, 4]) == 2
     assert leading_agreement([1, 2], [1, 2, 4]) == 2
@@ -408,8 +476,8 @@ def test_reader_that_goes_away(tiny):
 
 @pytest.mark.slow
 def test_shipped_document_with_the_default_model(capsys):
-    """What `make demo` shows: a fifth of the cache keeps the subject, so does a tenth of the bytes
-    with what h2o knows of the model, and a window of that fifth does not."""
+    """What `make demo` shows: a fifth of the cache keeps the subject, a tenth of the bytes with the
+    model's profile answers as the full cache does, and a window of that fifth neither."""
     from h2o import models
 
     try:
@@ -418,7 +486,7 @@ def test_shipped_document_with_the_default_model(capsys):
         pytest.skip(str(error))
     result = generated(capsys, "--compare")
     assert result["prompt_tokens"] > 2000
-    _, ours, calibrated, local = result["runs"]
+    full, ours, calibrated, local = result["runs"]
     assert calibrated["mode"] == "calibrated"
     assert calibrated["kv_bytes_held"] < 0.1 * calibrated["kv_bytes_full"]
     for run in (ours, local):
@@ -428,6 +496,8 @@ def test_shipped_document_with_the_default_model(capsys):
     for run in result["runs"]:
         subject = run is not local
         assert ("Marrow Point" in run["text"]) is subject, run["text"]
+    for run in (full, calibrated):
+        assert "headland of dark slate on the eastern shore of Tessaly Bay" in run["text"]
 
 
 # ---- Streams, texts and numbers that are not what they should be --------------------------------
@@ -450,12 +520,12 @@ def shell(line, **kwargs):
         ("h2o generate --prompt-file - <&-", 2, "standard input is closed"),
         ("h2o generate --prompt $'\\xff\\xfe'", 2, "argument --prompt: not a text in UTF-8"),
         ("printf '\\xff' | h2o generate --prompt-file -", 2, "not a text in UTF-8"),
-        ("h2o bench nope", 2, "no table 'nope'"),
-        ("h2o bench --quick --rounds 0", 2, "--rounds: must be at least 1"),
+        ("h2o bench nope", 2, "unrecognized arguments: nope"),
+        ("h2o bench --rounds 0", 2, "--rounds: must be at least 1"),
         ("h2o bench --tokens 0", 2, "--tokens: must be at least 1"),
         ("h2o bench --prompts 512 0", 2, "--prompts: must be at least 1"),
         ("h2o bench --threads 0", 2, "--threads: must be at least 1"),
-        ("h2o eval --tasks copa --device cuda", 2, "--device"),
+        ("h2o eval --tasks copa --device nope", 1, "--device nope"),
         ("h2o eval --tasks copa --limit 0", 1, "--limit 0"),
         ("h2o eval --tasks copa --limit=-3", 1, "--limit -3"),
         ("h2o eval --tasks copa --limit nan", 1, "--limit nan"),
@@ -473,7 +543,7 @@ def test_one_line_says_what_is_wrong(line, code, words):
 
 def test_bench_knows_first_that_it_cannot_write(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
-    assert cli.main(["bench", "prefill", "--quick", "--output", str(tmp_path / "file")]) == 1
+    assert cli.main(["bench", "--output", str(tmp_path / "file" / "bench.json")]) == 1
     printed = capsys.readouterr()
     assert "name another output folder" in printed.err.splitlines()[-1]
     assert not printed.out
@@ -493,7 +563,8 @@ def beside(folder, *arguments):
     [
         (["eval", "--help"], 0, ""),
         (["bench", "--help"], 0, ""),
-        (["bench", "nope"], 2, "no table 'nope'"),
+        (["bench", "--budgets", "few"], 2, "could not convert"),
+        (["bench"], 1, "pip install 'h2o-kv[hf]'"),
         (["eval", "--perplexity", "README.md"], 1, "pip install 'h2o-kv[hf]'"),
     ],
 )

@@ -1,8 +1,15 @@
-"""What README.md and docs show works as it stands: Python is run, commands are parsed."""
+"""What README.md and docs show works as it stands.
+
+Python is run, commands are parsed, links and names lead somewhere, tables name every option, and
+the pages stay as short as they are meant to be.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
+import importlib.util
 import re
 import shlex
 from importlib import resources
@@ -16,7 +23,7 @@ from h2o import cli
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-if not PAGES[0].exists():
+if not (ROOT / "docs").is_dir():
     pytest.skip("the documentation is not here", allow_module_level=True)
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -131,25 +138,210 @@ COMMANDS = commands()
 def test_commands_are_found():
     assert len(COMMANDS) > 20
     assert {command.split()[0] for command in COMMANDS} >= {
-        "generate", "info", "eval", "analyze", "calibrate", "stream",
+        "generate", "info", "eval", "analyze", "calibrate", "stream", "bench",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command, monkeypatch):
     """Every option is one of ours, or of lm-eval; every setting is one that there is."""
-    given: list[argparse.Namespace] = []
+    parsed: list[argparse.Namespace] = []
 
-    def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-        given.append(options)
+    def run(options: argparse.Namespace) -> int:
+        parsed.append(options)
         return 0
 
-    monkeypatch.setattr(cli, "COMMANDS", [own._replace(run=run) for own in cli.COMMANDS])
+    monkeypatch.setattr(cli, "run", run)
     assert cli.main(shlex.split(command, comments=True)) == 0
-    (options,) = given
+    (options,) = parsed
     known = {"--num_fewshot", "--batch_size", "--include_path"} if hasattr(options, "tasks") else ()
     assert {word for word in options.rest if word.startswith("--")} <= set(known)
     if getattr(options, "compare", None) and hasattr(options, "budgets"):
         from h2o.evaluate.setting import parse_all
 
-        assert parse_all(options.compare, options.budgets)
+        budgets = options.budgets
+        budgets = ",".join(budgets) if isinstance(budgets, list) else budgets  # of h2o bench
+        assert parse_all(options.compare, budgets)
+
+
+# ---- Pages -------------------------------------------------------------------------------------
+
+FOLDERS = ("docs", "benchmarks", "csrc", "examples", "h2o", "notebooks", "tests", "tools")
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md"))),
+]
+TODAY = [page for page in DOCUMENTS if page.name != "CHANGELOG.md"]
+"""The changelog speaks of what was there."""
+MADE = ("benchmarks/results", "h2o/kernels.fatbin")
+"""Named in the documents, and made by commands."""
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and Sphinx make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        kept = re.sub(r"[^\w\- ]", "", heading.lower())
+        found.add(kept.replace(" ", "-"))
+    return found
+
+
+def first_columns(page: str) -> str:
+    """The first cells of a page's tables."""
+    text = (ROOT / page).read_text("utf-8")
+    return "\n".join(re.findall(r"^\|([^|]*)\|", text, re.MULTILINE))
+
+
+def test_readme_is_short():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) <= 150
+    for wanted in ("docs/results.svg", "make demo", "make test", "pip install"):
+        assert wanted in text
+
+
+def test_documents_are_short():
+    """All of them but the changelog, counted as wc does."""
+    words = {page_id(page): len(page.read_text("utf-8").split()) for page in TODAY}
+    assert sum(words.values()) < 15000, words
+
+
+def test_pictures_are_small():
+    pictures = [page for kind in ("svg", "png") for page in (ROOT / "docs").rglob(f"*.{kind}")]
+    assert {picture.name for picture in pictures} >= {"results.svg"}
+    assert {picture.name for picture in pictures if picture.stat().st_size > 100_000} == set()
+
+
+def test_the_picture_is_of_the_tables():
+    """If not: make pictures."""
+    where = ROOT / "tools" / "draw_results.py"
+    spec = importlib.util.spec_from_file_location("draw_results", where)
+    draw_results = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw_results)
+    shown = draw_results.figures()
+    assert (len(shown.losses), len(shown.token_ms)) == (3, 2)
+    assert all(len(losses) == len(shown.bytes_kept) > 2 for losses in shown.losses.values())
+    assert all(len(times) == len(shown.prompts) > 2 for times in shown.token_ms.values())
+    assert f"figures {shown.hash()}" in draw_results.PICTURE.read_text("utf-8")
+
+
+def test_readme_has_the_figures_of_the_documents():
+    """Rows of its tables stand in the pages that they come from."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    results = (ROOT / "docs" / "results.md").read_text("utf-8")
+    benchmarks = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    quality = re.findall(r"^\| `H2OConfig\.[^|]*\|(.*)\|$", readme, re.MULTILINE)
+    speed = re.findall(r"^\| (\d+) \| (.*->.*) \|$", readme, re.MULTILINE)
+    assert (len(quality), len(speed)) == (3, 4)
+    assert all(f"|{row}|" in results for row in quality)
+    for prompt, row in speed:
+        (there,) = re.findall(rf"^\| bfloat16 \| {prompt} \| (.*) \|$", benchmarks, re.MULTILINE)
+        assert set(row.split(" | ")) <= set(there.split(" | "))
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=page_id)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if "://" in link or "`" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", TODAY, ids=page_id)
+def test_paths_and_names_are_there(page):
+    """Files of the repository and modules of the package, where they are named as code."""
+    text = page.read_text("utf-8")
+    for code in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)):
+        for path in re.findall(
+            r"\b(?:csrc|h2o|tests|tools|docs|examples|benchmarks)/[\w./*]+", code
+        ):
+            if not path.startswith(MADE) and "<" not in code:  # a pattern
+                assert list(ROOT.glob(path.rstrip("/."))), path
+        for name in re.findall(r"^(h2o(?:\.\w+)+)", code):
+            assert is_there(name), name
+
+
+def test_files_that_contributing_names_are_there():
+    """By the end of their path: the page speaks of rooms without repeating where they lie."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    elsewhere = {"Python.h", "setup.py"}
+    files = [
+        f"/{path.relative_to(ROOT)}"
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file()
+    ]
+    named = set(re.findall(r"(?<![\w>/])[\w/]+\.(?:pyi?|c|h|inc|cuh?|cpp)\b", text))
+    assert len(named) > 20
+    assert {
+        name for name in named - elsewhere if not any(file.endswith(f"/{name}") for file in files)
+    } == set()
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    parts = name.split(".")
+    thing = importlib.import_module(parts[0])
+    for depth, part in enumerate(parts[1:], start=2):
+        if not hasattr(thing, part):
+            try:
+                importlib.import_module(".".join(parts[:depth]))
+            except ModuleNotFoundError:
+                return part in getattr(thing, "__annotations__", {})  # a field of a NamedTuple
+        thing = getattr(thing, part)
+    return True
+
+
+# ---- Tables of options -------------------------------------------------------------------------
+
+
+def test_policies_name_every_field():
+    named = set(re.findall(r"`(\w+)`", first_columns("docs/policies.md")))
+    assert named >= {field.name for field in dataclasses.fields(h2o.H2OConfig)}
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (ROOT / "docs/policies.md").read_text(), re.M)
+    )
+    for field in dataclasses.fields(h2o.H2OConfig):
+        assert rows[field.name].strip('"') == str(field.default), field.name
+
+
+def test_commands_are_listed():
+    named = set(re.findall(r"`h2o (\w+)`", first_columns("docs/commands.md")))
+    assert named == {command.name for command in cli.COMMANDS}
+
+
+def test_options_of_generate_are_listed(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    options = set(re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)) - {"--help"}
+    named = set(re.findall(r"`(--[\w-]+)", first_columns("docs/commands.md")))
+    assert named == options
+
+
+def test_settings_of_compare_are_listed(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--help"])
+    shown = capsys.readouterr().out.partition("settings of --compare")[2]
+    settings = set(re.findall(r"^([a-z][a-z-]*)(?::| )", shown, re.MULTILINE))
+    named = set(re.findall(r"`([a-z][a-z-]*)", first_columns("docs/evaluation.md")))
+    assert len(settings) > 9
+    options = re.search(r"there are\s+([\w, ]+)\.", shown)
+    assert set(re.findall(r"\w+", options[1])) <= set(
+        re.findall(r"`(\w+)`", (ROOT / "docs/evaluation.md").read_text("utf-8"))
+    )
+    assert settings - {"settings", "follow", "real"} <= named
+
+
+def test_the_api_pages_have_all_that_is_public():
+    pages = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    shown = set(re.findall(r"^\.\. auto\w+:: h2o\.([\w.]+)", pages, re.MULTILINE))
+    assert shown >= set(h2o.__all__) - {"__version__"}
+    assert {"ops", "errors.UserError"} <= shown

@@ -4,10 +4,16 @@ What may include, import, allocate or remember what is easier to keep than to
 restore. CONTRIBUTING.md says why; here each rule is a test.
 """
 
+import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+
+from h2o.backends import OPERATIONS
+from h2o.policy import FIELDS, Policy, PolicyFields
+from h2o.slots import KINDS, Slots
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}
@@ -75,8 +81,10 @@ def test_sources_are_found():
 def test_python_is_known_to_the_border_only():
     border = {"csrc/module.c", "csrc/exchange.c", "csrc/exchange.h"}
     assert {name for name, text in C.items() if "<Python.h>" in includes(text)} <= border
-    for name in ("csrc/module.c", "csrc/exchange.c"):
-        assert includes(C[name])[0] in ("<Python.h>", '"exchange.h"'), f"{name}: Python.h first"
+    first = {"csrc/module.c": "<Python.h>", "csrc/arguments.c": '"arguments.h"'}
+    first |= {"csrc/arguments.h": '"exchange.h"', "csrc/exchange.c": "<Python.h>"}
+    for name, header in first.items():
+        assert includes(C[name])[0] == header, f"{name}: Python.h first"
     assert includes(C["csrc/exchange.h"])[0] == "<Python.h>"
     for name, text in C.items():
         assert name == "csrc/exchange.c" or not re.search(r"include\s*<numpy/", text), name
@@ -84,10 +92,15 @@ def test_python_is_known_to_the_border_only():
 
 def test_pure_rooms_include_only_their_own_headers_and_libc():
     shared = {
-        f"{name}.h" for name in ("h2o", "target", "half", "guard", "policy", "quantise", "store")
+        f"{name}.h"
+        for name in (
+            *("h2o", "target", "types", "half", "guard", "policy", "quantise", "store"),
+            "operations",
+        )
     }
     own = {f"{folder}{name}" for name in shared | {"run.h"} for folder in ("", "../")}
-    pure = {f"csrc/{name}" for name in shared | {"policy.c", "check.c", "counts.c", "error.c"}}
+    files = {"policy.c", "check.c", "counts.c", "error.c", "operations.c"}
+    pure = {f"csrc/{name}" for name in shared | files}
     intrinsics = {"<immintrin.h>", "<emmintrin.h>", "<arm_neon.h>"}
     for name, text in C.items():
         in_cpu = name.startswith("csrc/cpu/")
@@ -141,6 +154,67 @@ def test_core_allocates_no_tensors_and_remembers_nothing():
                 assert re.search(rf"\bconst\b|{static_tables}", line), f"{name}: {line.strip()}"
 
 
+DEVICES = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()} - {"cpu"}
+
+
+def test_a_device_is_a_folder_and_a_row():
+    """What stands outside of its folder names it in the list of devices, and in comments."""
+    assert DEVICES == {"cuda"}
+    for device in DEVICES:
+        named = {
+            name
+            for name, text in C.items()
+            if not name.startswith(f"csrc/{device}/")
+            and re.search(rf"\b(h2o_)?{device}[_/]|_{device}\b", without_comments(text))
+        }
+        assert named == {"csrc/devices.c"}
+
+
+def quoted(text: str, names: Iterable[str]) -> set[str]:
+    return {name for name in names if re.search(rf"""["']{name}["']""", text)}
+
+
+OPTIONS = ("h2o/cli/", "h2o/evaluate/")
+"""What makes options of the policy."""
+
+
+def test_the_policy_is_declared_once():
+    """Its fields are listed in one table of C and one of Python; others go by these."""
+    fields = Policy._fields
+    assert tuple(FIELDS) == tuple(PolicyFields.__annotations__) == fields
+    table = C["csrc/operations.c"]
+    assert tuple(re.findall(r'\{\.name = "(\w+)",\s+\.kind = H2O_FIELD', table)) == fields
+    files = {**C, **PYTHON, **sources("h2o", ".pyi")}
+    listing = {name for name, text in files.items() if len(quoted(text, fields)) > len(fields) // 2}
+    listing = {name for name in listing if not name.startswith(OPTIONS)}
+    assert listing - {"h2o/calibration/calibrate.py"} == {"csrc/operations.c", "h2o/policy.py"}
+
+
+def test_the_fields_of_slots_are_listed_once():
+    """Once in C, once in Python, in one order and with the same shapes."""
+    macro = re.search(r"#define H2O_SLOTS_FIELDS\(X\).*?\n\n", C["csrc/h2o.h"], re.DOTALL)[0]
+    rows = re.findall(r'X\((\w+), "([^"]+)", \w+,([^)]*)\)', macro)
+    assert tuple(KINDS) == Slots._fields == tuple(name for name, *_ in rows)
+    assert set(Slots._field_defaults) == {name for name, kind in KINDS.items() if kind.optional}
+    for name, letters, flags in rows:
+        shape = letters.replace("G", "") if "PER_HEAD" in flags else letters
+        assert KINDS[name] == (shape, "WRITTEN" in flags, "OPTIONAL" in flags), name
+    files = {name: quoted(text, KINDS) for name, text in {**C, **PYTHON}.items()}
+    assert {name for name, found in files.items() if len(found) > 7} == {"h2o/slots.py"}
+
+
+def test_an_operation_is_declared_once():
+    """Its operands in one table; Python and C agree on what operations there are."""
+    names = re.findall(r"X\((\w+), [A-Z]+\)", without_comments(C["csrc/operations.h"]))
+    assert tuple(names) == OPERATIONS
+    spread = {
+        name
+        for name, text in C.items()
+        if len(set(re.findall(r"\bH2O_(ATTEND|EVICT|STEP|SIMULATE)\b", without_comments(text)))) > 1
+    }
+    assert spread == {"csrc/check.c"}  # where each asks for its operands' checks
+
+
 def test_core_is_imported_where_backends_are_chosen():
     assert importers("h2o._core") == {"h2o/backends/__init__.py", "h2o/backends/cuda.py"}
     assert importers("h2o.backends.cuda") == {"h2o/backends/__init__.py"}
@@ -152,7 +226,7 @@ def test_core_is_imported_where_backends_are_chosen():
 
 def test_nothing_that_serves_leans_on_the_oracle():
     """It is written to be read, and is what others are judged by."""
-    assert all(name.startswith("h2o/bench/") for name in importers("h2o.reference"))
+    assert not importers("h2o.reference")
     assert importers("h2o.reference_merging") == {"h2o/reference.py"}
 
 
@@ -165,24 +239,118 @@ def test_the_torch_backend_waits_for_no_device():
 
 
 def test_transformers_is_imported_where_it_is_served():
-    allowed = {"h2o/models.py", "h2o/generate.py"}
-    folders = ("h2o/hf/", "h2o/evaluate/", "h2o/bench/", "h2o/stream/")
+    allowed = {"h2o/models.py", "h2o/generation.py"}
+    folders = ("h2o/hf/", "h2o/evaluate/", "h2o/stream/")
     for name in importers("transformers"):
         assert name in allowed or name.startswith(folders), name
 
 
-FLOORS = (
-    "h2o/draw/", "h2o/hf/", "h2o/analysis/", "h2o/bench/", "h2o/evaluate/", "h2o/calibration/",
-    "h2o/stream/", "h2o/cli/",
-)  # fmt: skip
-"""From the ground up: a room knows those below it."""
+FLOORS = 9
+"""Rooms, which are the folders and the files at the top of the package, stand on one another."""
+
+SERVING = {
+    "attention_blocks", "backends", "budgets", "config", "draw", "errors", "filesystem",
+    "head_budgets", "hf", "kv_dtype", "model_identity", "models", "ops", "packages", "policy",
+    "profile", "published_masks", "quantisation", "rotary_embedding", "slots", "tensors",
+}  # fmt: skip
+"""The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
+measure one, or are commands."""
 
 
-def test_no_room_imports_what_stands_on_it():
-    for floor, room in enumerate(FLOORS):
-        for above in FLOORS[floor + 1 :]:
-            for name in importers(above.rstrip("/").replace("/", ".")):
-                assert not name.startswith(room), f"{name} imports {above}"
+def imported_files(name: str) -> set[str]:
+    """Files of the package that one of its files imports at any depth, for types too."""
+    modules = set()
+    for node in ast.walk(ast.parse(PYTHON[name])):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {file for module in modules if (file := file_of(module)) not in (None, name)}
+
+
+def file_of(module: str) -> str | None:
+    """The file of a module, or of what holds it where that is a name inside; None where that is
+    none of the package, or the compiled core."""
+    path = "" if module.startswith("h2o._core") else module.replace(".", "/")
+    while path:
+        for file in (f"{path}.py", f"{path}/__init__.py"):
+            if file in PYTHON:
+                return file
+        path = path.rpartition("/")[0]
+    return None
+
+
+def room_of(file: str) -> str:
+    return file.split("/")[1].removesuffix(".py")
+
+
+IMPORTS = {name: imported_files(name) for name in PYTHON}
+ROOMS = {
+    room: {room_of(y) for x in IMPORTS if room_of(x) == room for y in IMPORTS[x]} - {room}
+    for room in map(room_of, IMPORTS)
+}
+
+
+def floors(arrows: dict[str, set[str]]) -> dict[str, int]:
+    """1 for what imports nothing, else one more than the highest of what is imported.
+
+    An AssertionError names what imports itself by way of others.
+    """
+    floor: dict[str, int] = {}
+
+    def climb(name: str, above: tuple[str, ...]) -> int:
+        circle = " -> ".join([*above[above.index(name) :], name]) if name in above else ""
+        assert not circle, f"a circle: {circle}"
+        if name not in floor:
+            below = [climb(other, (*above, name)) for other in sorted(arrows[name])]
+            floor[name] = 1 + max(below, default=0)
+        return floor[name]
+
+    for name in sorted(arrows):
+        climb(name, ())
+    return floor
+
+
+def test_files_import_one_another_in_one_direction():
+    assert floors({"a": {"b"}, "b": set()}) == {"a": 2, "b": 1}
+    with pytest.raises(AssertionError, match="a circle: a -> b -> a"):
+        floors({"a": {"b"}, "b": {"a"}})
+    assert "h2o/ops.py" in IMPORTS["h2o/result_cells.py"]
+    floors(IMPORTS)
+
+
+def test_rooms_stand_on_one_another_on_few_floors():
+    floor = floors(ROOMS)
+    high = {name: number for name, number in floor.items() if number > FLOORS}
+    assert not high, sorted(floor.items(), key=lambda x: x[1])
+    measuring = ("analysis", "calibration", "evaluate", "stream")
+    assert all(floor["hf"] < floor[room] < floor["cli"] for room in measuring if room in floor)
+
+
+def test_the_package_is_for_users():
+    """Its own files import each other, so that `import h2o` stands on all of them."""
+    assert not [name for name, files in IMPORTS.items() if "h2o/__init__.py" in files]
+
+
+def test_what_serves_a_model_needs_nothing_that_measures_one():
+    assert set(ROOMS) >= SERVING
+    for room in sorted(SERVING):
+        assert ROOMS[room] <= SERVING, f"{room} imports {sorted(ROOMS[room] - SERVING)}"
+
+
+def test_calibration_needs_nothing_of_evaluation():
+    below, rooms = set(), {"calibration"}
+    while rooms := {x for room in rooms for x in ROOMS[room]} - below:
+        below |= rooms
+    assert "result_cells" in below
+    assert not below & {"evaluate", "stream", "cli"}
+
+
+def test_no_two_files_have_one_name():
+    """Or a stranger would have to know the folder as well."""
+    names = [Path(name).stem for name in [*PYTHON, *sources("benchmarks", ".py")]]
+    repeated = {name for name in names if names.count(name) > 1} - {"__init__", "__main__"}
+    assert not repeated
 
 
 def test_config_needs_neither_torch_nor_transformers():
@@ -194,7 +362,7 @@ def test_config_needs_neither_torch_nor_transformers():
 def test_the_transformers_served_are_those_that_pip_takes():
     wanted = re.search(r'"transformers>=([\d.]+),<(\d+)"', (ROOT / "pyproject.toml").read_text())
     least, below = wanted.groups()
-    assert f"transformers >= {least} and < {below}" in PYTHON["h2o/__init__.py"]
+    assert f"transformers >= {least} and < {below}" in PYTHON["h2o/packages.py"]
 
 
 def test_citations_name_the_version():
@@ -231,3 +399,14 @@ def test_project_stands_alone():
     for name, text in sources(".", *endings).items():
         found = paths.search(text)
         assert not found, f"{name}: {found[0]}"
+
+
+def test_what_is_installed_needs_nothing_that_is_not():
+    """Benchmarks, tests and tools lie beside the package."""
+    for room in ("benchmarks", "tests", "tools", "examples"):
+        assert not importers(room), room
+    benchmarks = sources("benchmarks", ".py")
+    assert "benchmarks/runner.py" in benchmarks
+    for name, text in benchmarks.items():
+        assert len(text.splitlines()) <= 400, name
+        assert "h2o._core" not in imports(text), name

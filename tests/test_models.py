@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import h2o
 from h2o import models
 
 torch = pytest.importorskip("torch")
@@ -107,6 +108,14 @@ def test_dtype_is_the_one_asked_for(tmp_path):
         assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
 
 
+def test_the_device_is_the_one_asked_for(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    assert models.load(str(path), device="cpu:0")[0].device.type == "cpu"
+    for name in ("nope", "cpu:x", "meta"):  # the last holds no numbers
+        with pytest.raises(models.UserError, match=f"--device {name}: torch finds no such device"):
+            models.load(str(path), device=name)
+
+
 def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -140,7 +149,7 @@ def test_unusable_cache_folder_is_named(monkeypatch, tmp_path):
 def test_unknown_model_is_named(tmp_path):
     with pytest.raises(models.UserError, match="nowhere"):
         models.load(str(tmp_path / "nowhere"))
-    for ask in (models.load, models.support):  # no name on the hub
+    for ask in (models.load, models.config_of):  # no name on the hub
         with pytest.raises(models.UserError, match=r"nowhere.gguf': there is no such file"):
             ask(str(tmp_path / "nowhere.gguf"))
 
@@ -200,7 +209,9 @@ def test_a_broken_converted_model_names_its_folder(tmp_path, monkeypatch):
 
 def test_support_of_what_load_takes(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
-    assert str(models.support(str(path))) == "llama: supported, 2 of 2 layers by h2o"
+    assert (
+        str(h2o.supports(models.config_of(str(path)))) == "llama: supported, 2 of 2 layers by h2o"
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,5 +237,7 @@ def test_a_missing_compiler_is_named(tmp_path, environment, name):
 @needs_wheel
 def test_support_of_the_default_model():
     """From the file's header: nothing is converted."""
-    assert str(models.support(models.DEFAULT_MODEL)).endswith("30 of 30 layers by h2o")
+    assert str(h2o.supports(models.config_of(models.DEFAULT_MODEL))).endswith(
+        "30 of 30 layers by h2o"
+    )
     assert not models.cache_folder().exists()

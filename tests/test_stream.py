@@ -15,9 +15,9 @@ from h2o import H2OCache, H2OConfig, cli  # noqa: E402
 from h2o.errors import UserError  # noqa: E402
 from h2o.evaluate.perplexity import by_cache  # noqa: E402
 from h2o.evaluate.setting import parse  # noqa: E402
-from h2o.stream import text  # noqa: E402
+from h2o.stream import token_stream  # noqa: E402
 from h2o.stream.chat import Chat  # noqa: E402
-from h2o.stream.run import Reader, read  # noqa: E402
+from h2o.stream.reader import Reader, read  # noqa: E402
 from tests.hf.tiny import VOCABULARY, model  # noqa: E402
 from tests.test_cli import tiny  # noqa: E402, F401
 
@@ -30,20 +30,20 @@ def ids(count: int, seed: int = 0) -> list[int]:
 def test_pieces_are_the_text():
     words = " ".join(f"word{i}" for i in range(400)) + "\nthe end"
     for block in (1, 7, 50, 10**6):
-        found = list(text.pieces(io.StringIO(words), block=block))
+        found = list(token_stream.pieces(io.StringIO(words), block=block))
         assert "".join(found) == words
         assert max(map(len, found)) < 2 * block + 20
-    twice = text.pieces(io.StringIO("abc "), repeat=True)
+    twice = token_stream.pieces(io.StringIO("abc "), repeat=True)
     assert [next(twice) for _ in range(3)] == ["abc "] * 3
     with pytest.raises(ValueError, match="empty"):
-        list(text.pieces(io.StringIO("\n \n"), repeat=False))
+        list(token_stream.pieces(io.StringIO("\n \n"), repeat=False))
     with pytest.raises(ValueError, match="empty"):
-        list(text.pieces(io.StringIO(""), repeat=True))
+        list(token_stream.pieces(io.StringIO(""), repeat=True))
 
 
 def test_chunks():
-    assert list(text.chunks(iter(range(7)), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert list(text.chunks([], 3)) == []
+    assert list(token_stream.chunks(iter(range(7)), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(token_stream.chunks([], 3)) == []
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
@@ -52,12 +52,12 @@ def test_perplexity_is_the_cache_s(positions, chunk):
     ours, tokens = model("llama"), ids(120)
     setting = parse("h2o:6+6")
     reader = Reader(ours, setting, positions)
-    for _ in read(text.chunks(tokens, chunk), [reader], every=40):
+    for _ in read(token_stream.chunks(tokens, chunk), [reader], every=40):
         pass
     assert [point.tokens for point in reader.points] == [40, 80, 120]
     cache, losses, last = H2OCache(ours.config, H2OConfig(6, 6, positions=positions)), [], None
     with torch.no_grad():
-        for part in text.chunks(tokens, chunk):
+        for part in token_stream.chunks(tokens, chunk):
             logits = ours(torch.tensor([part]), past_key_values=cache).logits[0]
             before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
             wanted = torch.tensor(part[len(part) - len(before) :], dtype=torch.long)
@@ -74,7 +74,7 @@ def test_memory_and_positions_stay():
     """Beyond the positions that the model has, which the full cache runs out of."""
     ours = model("llama")
     readers = [Reader(ours, parse(name)) for name in ("h2o:6+6", "sink:2+10", "local:12", "full")]
-    for _ in read(text.chunks(ids(700), 4), readers, every=100):
+    for _ in read(token_stream.chunks(ids(700), 4), readers, every=100):
         pass
     for reader in readers[:3]:
         assert len(reader.points) == 7

@@ -1,4 +1,5 @@
-/* slots.h - what every operation writes to a layer's slots. */
+/* slots.h - what every operation writes to a layer's slots: the rows of a new token, and the
+ * small tensors that say how far a row of the batch is. */
 #ifndef H2O_SLOTS_H
 #define H2O_SLOTS_H
 
@@ -10,10 +11,10 @@
 static inline void store_token(const slot_store *store, int64_t slot, const h2o_view *keys,
                                const h2o_view *values, int64_t b, int64_t g, int64_t column,
                                int64_t D) {
-    const element_ref key = {h2o_at(keys, b, g, column), keys->dtype, keys->stride[3]};
-    const element_ref value = {h2o_at(values, b, g, column), values->dtype, values->stride[3]};
-    store_row(store->keys + slot * store->key_stride, store->key_type, key, D);
-    store_row(store->values + slot * store->value_stride, store->value_type, value, D);
+    store_row(store->keys + slot * store->key_stride, store->key_type,
+              tensor_row(keys, b, g, column), D);
+    store_row(store->values + slot * store->value_stride, store->value_type,
+              tensor_row(values, b, g, column), D);
 }
 
 /* Another thread may be reading these two for a call of its own. */

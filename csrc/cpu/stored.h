@@ -1,5 +1,16 @@
-/* stored.h - rows of a quantised store: how they are made, and read as floats;
- * quantise.h says what their bytes are. */
+/* stored.h - a store's rows by their type: written from elements, read as vectors of floats.
+ *
+ * The one place of the CPU's kernels that knows what a type's rows are made of (csrc/types.h
+ * lists the types, csrc/quantise.h says what quantised rows hold). Each type has here
+ *
+ *   load_T(row, d, n, D)                    n <= VL elements from d on, 0 behind them, without
+ *                                           the scale that a whole row has (row_scale)
+ *   load_columns_T(row, d, vectors, n, D, x)  x [vectors] from d on, scaled, the last of n elements
+ *   write_T(row, from, D)                   of quantised types: a row from elements
+ *
+ * and the functions below that take a type choose among them. Where the type is a constant, as in
+ * the kernels' instances (one for each type, made with the list H2O_ROWS), nothing is left of the
+ * choice. */
 #ifndef H2O_STORED_H
 #define H2O_STORED_H
 
@@ -8,9 +19,9 @@
 
 enum { GROUP = H2O_GROUP };
 
-static inline void store_f16(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
+/* ---- Writing ----------------------------------------------------------- */
 
-/* ---- Making ------------------------------------------------------------ */
+static inline void store_f16(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
 
 static inline bool all_finite(const float *x, int64_t n) {
     float sum = 0.0f;
@@ -18,21 +29,15 @@ static inline bool all_finite(const float *x, int64_t n) {
     return sum == 0.0f;
 }
 
-/* A row's element at any stride. */
-typedef struct {
-    const char *data;
-    h2o_dtype type;
-    int64_t stride;
-} element_ref;
-
-static inline void gather(element_ref from, int64_t first, int64_t n, float *x) {
+/* n elements of a row of floats. */
+static inline void gather(row_ref from, int64_t first, int64_t n, float *x) {
     const int64_t step = from.stride * h2o_dtype_size(from.type);
     for (int64_t i = 0; i < n; i++) {
         x[i] = load_scalar(from.data + (first + i) * step, from.type);
     }
 }
 
-static inline void make_q8(char *row, element_ref from, int64_t D) {
+static inline void write_Q8(char *row, row_ref from, int64_t D) {
     float x[GROUP], high = 0.0f;
     bool finite = true;
     for (int64_t d = 0; d < D; d += GROUP) {
@@ -50,39 +55,47 @@ static inline void make_q8(char *row, element_ref from, int64_t D) {
     store_f16(row + D, q.scale);
 }
 
-static inline void make_q4_group(char *bytes, char *numbers, const float *x) {
-    float low = x[0], high = x[0];
-    for (int i = 1; i < GROUP; i++) {
-        low = x[i] < low ? x[i] : low;
-        high = x[i] > high ? x[i] : high;
+/* Of the group of Q4 that element d is in: the bytes of its elements, and scale and minimum. */
+static inline int64_t q4_elements(int64_t d) { return d / GROUP * (GROUP / 2); }
+static inline int64_t q4_scale(int64_t d, int64_t D) { return D / 2 + d / GROUP * 4; }
+
+static inline void write_Q4(char *row, row_ref from, int64_t D) {
+    for (int64_t d = 0; d < D; d += GROUP) {
+        float x[GROUP], low, high;
+        gather(from, d, GROUP, x);
+        low = high = x[0];
+        for (int i = 1; i < GROUP; i++) {
+            low = x[i] < low ? x[i] : low;
+            high = x[i] > high ? x[i] : high;
+        }
+        const quantiser q = q4_quantiser(low, high, all_finite(x, GROUP));
+        char *const elements = row + q4_elements(d), *const scale = row + q4_scale(d, D);
+        for (int i = 0; i < GROUP / 2; i++) {
+            elements[i] = (char)(q4_quantised(q, x[i]) | q4_quantised(q, x[i + GROUP / 2]) << 4);
+        }
+        store_f16(scale, q.scale);
+        store_f16(scale + 2, q.minimum);
     }
-    const quantiser q = q4_quantiser(low, high, all_finite(x, GROUP));
-    for (int i = 0; i < GROUP / 2; i++) {
-        bytes[i] = (char)(q4_quantised(q, x[i]) | q4_quantised(q, x[i + GROUP / 2]) << 4);
-    }
-    store_f16(numbers, q.scale);
-    store_f16(numbers + 2, q.minimum);
 }
 
-/* What a slot is to hold of a token's key or value, as the store has it. */
-static inline void store_row(char *row, h2o_dtype stored, element_ref from, int64_t D) {
-    float x[GROUP];
-    if (stored == H2O_Q8) {
-        make_q8(row, from, D);
-    } else if (stored == H2O_Q4) {
-        for (int64_t group = 0; group < D / GROUP; group++) {
-            gather(from, group * GROUP, GROUP, x);
-            make_q4_group(row + group * GROUP / 2, row + D / 2 + 4 * group, x);
-        }
-    } else {
-        row_copy(row, from.data, from.type, D, from.stride);
+/* What a slot is to hold of a token's key or value, as a store of that type has it. */
+static inline void store_row(char *row, h2o_dtype stored, row_ref from, int64_t D) {
+#define WRITE(name, ...)                                                                           \
+    case H2O_##name:                                                                               \
+        write_##name(row, from, D);                                                                \
+        break;
+    switch (stored) {
+        H2O_QUANTISED_ROWS(WRITE)
+    default:
+        row_copy(row, from, D);
     }
+#undef WRITE
 }
 
 /* The same of floats, x [D]. */
 static inline void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D) {
-    if (stored == H2O_Q8 || stored == H2O_Q4) {
-        store_row(row, stored, (element_ref){(const char *)x, H2O_F32, 1}, D);
+    if (h2o_row_is_quantised(stored)) {
+        store_row(row, stored, float_row(x), D);
         return;
     }
     for (int64_t d = 0; d < D; d += VL) {
@@ -93,49 +106,125 @@ static inline void store_floats(char *row, h2o_dtype stored, const float *x, int
 
 /* ---- Reading ----------------------------------------------------------- */
 
-/* n <= VL bytes q from d on; those of Q8 want the scale yet. */
-VEC vf load_q8(const char *row, int64_t d, int n) {
+#define LOAD_FLOATS(name, ...)                                                                     \
+    VEC vf load_##name(const char *row, int64_t d, int n, int64_t D) {                             \
+        const char *const p = row + d * h2o_dtype_size(H2O_##name);                                \
+        (void)D;                                                                                   \
+        return n < VL ? vf_load_as_n(p, H2O_##name, n) : vf_load_as(p, H2O_##name);                \
+    }
+H2O_FLOAT_ROWS(LOAD_FLOATS)
+#undef LOAD_FLOATS
+
+VEC vf load_Q8(const char *row, int64_t d, int n, int64_t D) {
     int8_t bytes[VL] = {0};
+    (void)D;
     if (n == VL) return vf_load_i8(row + d);
     memcpy(bytes, row + d, (size_t)n);
     return vf_load_i8(bytes);
 }
 
-/* Scale and minimum of the group that element d is in. */
-static inline const char *q4_numbers(const char *row, int64_t d, int64_t D) {
-    return row + D / 2 + d / GROUP * 4;
+/* D is a multiple of VL, and so n is VL. */
+VEC vf load_Q4(const char *row, int64_t d, int n, int64_t D) {
+    const char *const scale = row + q4_scale(d, D);
+    const char *const elements = row + q4_elements(d) + d % (GROUP / 2);
+    (void)n;
+    const vf q = vf_load_u4(elements, d % GROUP >= GROUP / 2);
+    return vf_fma(q, vf_set1_f16(scale), vf_set1_f16(scale + 2));
 }
 
-VEC vf load_q4(const char *row, int64_t d, int64_t D) {
-    const char *const numbers = q4_numbers(row, d, D);
-    const char *const bytes = row + d / GROUP * (GROUP / 2) + d % (GROUP / 2);
-    const vf q = vf_load_u4(bytes, d % GROUP >= GROUP / 2);
-    return vf_fma(q, vf_set1_f16(numbers), vf_set1_f16(numbers + 2));
+/* n <= VL elements of a row from d on, see load_T. */
+VEC vf load_unscaled(const char *row, h2o_dtype type, int64_t d, int n, int64_t D) {
+#define LOAD(name, ...)                                                                            \
+    if (type == H2O_##name) return load_##name(row, d, n, D);
+    H2O_QUANTISED_ROWS(LOAD)
+    H2O_FLOAT_ROWS(LOAD)
+#undef LOAD
+    return vf_zero();
 }
 
-/* The GROUP elements from d on. */
+/* Where the scale of a whole row is. */
+VEC const char *scale_at(const char *row, h2o_dtype type, int64_t D) {
+    return row + h2o_row_bytes(type, D) - 2;
+}
+
+/* That scale; 1 for types without one. */
+VEC float row_scale(const char *row, h2o_dtype type, int64_t D) {
+    return h2o_row_has_scale(type) ? load_scalar(scale_at(row, type, D), H2O_F16) : 1.0f;
+}
+
+/* n <= VL elements of a row from d on. */
+VEC vf load_scaled(const char *row, h2o_dtype type, int64_t d, int n, int64_t D) {
+    const vf x = load_unscaled(row, type, d, n, D);
+    return h2o_row_has_scale(type) ? vf_mul(x, vf_set1_f16(scale_at(row, type, D))) : x;
+}
+
+/* VL elements from d on, 0 from D on. */
+VEC vf row_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
+    return load_scaled(row, type, d, D - d < VL ? (int)(D - d) : VL, D);
+}
+
+/* The same of a row that is known to be quantised. */
+VEC vf quantised_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
+#define LOAD(name, ...)                                                                            \
+    if (type == H2O_##name) return row_floats(row, H2O_##name, d, D);
+    H2O_QUANTISED_ROWS(LOAD)
+#undef LOAD
+    return vf_zero();
+}
+
+/* ---- Reading several vectors ------------------------------------------- */
+
+VEC void load_each(const char *row, h2o_dtype type, int64_t d, int vectors, int n, int64_t D,
+                   vf *x) {
+    const vf scale = h2o_row_has_scale(type) ? vf_set1_f16(scale_at(row, type, D)) : vf_zero();
+    UNROLL
+    for (int j = 0; j < vectors; j++) {
+        x[j] = load_unscaled(row, type, d + j * VL, n, D);
+        if (h2o_row_has_scale(type)) x[j] = vf_mul(x[j], scale);
+    }
+}
+
+#define LOAD_COLUMNS(name)                                                                         \
+    VEC void load_columns_##name(const char *row, int64_t d, int vectors, int n, int64_t D,        \
+                                 vf *x) {                                                          \
+        load_each(row, H2O_##name, d, vectors, n, D, x);                                           \
+    }
+LOAD_COLUMNS(F32)
+LOAD_COLUMNS(F16)
+LOAD_COLUMNS(BF16)
+LOAD_COLUMNS(Q8)
+#undef LOAD_COLUMNS
+
+/* The GROUP elements from d on: scale and minimum once for all of them. */
 VEC void load_q4_group(const char *row, int64_t d, int64_t D, vf x[GROUP / VL]) {
     enum { HALF = GROUP / VL / 2 };
-    const char *const numbers = q4_numbers(row, d, D);
-    const vf scale = vf_set1_f16(numbers), minimum = vf_set1_f16(numbers + 2);
+    const char *const at = row + q4_scale(d, D);
+    const vf scale = vf_set1_f16(at), minimum = vf_set1_f16(at + 2);
     UNROLL
     for (int i = 0; i < HALF; i++) {
         vf_load_u4_as(row + d / 2 + i * VL, scale, minimum, &x[i], &x[HALF + i]);
     }
 }
 
-/* VL elements from d on, 0 from D on. */
-VEC vf stored_floats(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
-    if (stored == H2O_Q4) return load_q4(row, d, D);
-    const int n = D - d < VL ? (int)(D - d) : VL;
-    return vf_mul(load_q8(row, d, n), vf_set1_f16(row + D));
+/* Where the vectors are whole groups, d is a multiple of one. */
+VEC void load_columns_Q4(const char *row, int64_t d, int vectors, int n, int64_t D, vf *x) {
+    if (vectors * VL % GROUP != 0) {
+        load_each(row, H2O_Q4, d, vectors, n, D, x);
+        return;
+    }
+    UNROLL
+    for (int j = 0; j < vectors; j += GROUP / VL) {
+        load_q4_group(row, d + j * VL, D, x + j);
+    }
 }
 
-/* The same of any store's row. */
-VEC vf row_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
-    if (type == H2O_Q8 || type == H2O_Q4) return stored_floats(row, type, d, D);
-    const char *const p = row + d * h2o_dtype_size(type);
-    return D - d < VL ? vf_load_as_n(p, type, (int)(D - d)) : vf_load_as(p, type);
+/* x [vectors] from element d on, the last of n elements. */
+VEC void load_columns(const char *row, h2o_dtype type, int64_t d, int vectors, int n, int64_t D,
+                      vf *x) {
+#define LOAD(name, ...)                                                                            \
+    if (type == H2O_##name) load_columns_##name(row, d, vectors, n, D, x);
+    H2O_ROWS(LOAD)
+#undef LOAD
 }
 
 #endif

@@ -1,15 +1,18 @@
 /* tasks.h - work for workers: many small tasks in order, each worker takes the next one.
  *
- * Which worker runs a task is up to chance, so a task's result may depend on its
- * number alone; worker is only for scratch that a worker has to itself.
+ * Which worker runs a task is up to chance, so a task's result may depend on its number alone;
+ * `worker` is only for scratch that a worker has to itself.
  *
- * A task may wait at a gate for tasks of lower numbers: these have been taken by
- * workers that are at work, if need be by its own, and so will end. Nothing else
- * may be waited for: how many workers really run side by side nobody knows.
+ *   run_tasks   a list of independent tasks
+ *   run_stages  work items (heads, say) that go through stages of some tasks each
  *
- * The kernels count what they do in multiply-adds (COUNT_WORK), which costs
- * nothing: only a build with H2O_BALANCE looks at the counts, to tell without
- * many processors how well the work spreads over them. */
+ * A task may wait at a gate for tasks of lower numbers: these have been taken by workers that
+ * are at work, if need be by its own, and so will end. Nothing else may be waited for: it is
+ * unknown how many workers really run side by side.
+ *
+ * The kernels count what they do in multiply-adds (COUNT_WORK), which costs nothing: only a build
+ * with H2O_BALANCE looks at the counts, to tell without many processors how well the work spreads
+ * over them. */
 #ifndef H2O_TASKS_H
 #define H2O_TASKS_H
 
@@ -97,7 +100,7 @@ static inline void gate_wait(gate *g, int64_t stage) {
         __builtin_ia32_pause();
 #endif
         if (tries > 1000) {
-            thrd_yield(); /* whoever is to open it may be waiting for this processor */
+            thrd_yield(); /* the thread that is to open it may be waiting for this processor */
         }
     }
 #ifdef H2O_BALANCE
@@ -107,40 +110,41 @@ static inline void gate_wait(gate *g, int64_t stage) {
 
 /* ---- Stages ------------------------------------------------------------ */
 
-/* Work on several things (heads, say), each of which goes through stages of some
- * tasks: a stage of a place begins when its last one has ended. While one place
- * waits there are the others. The last stages of a place may have no tasks. */
+/* Work items (heads, say), each of which goes through stages of some tasks: a stage of an item
+ * begins when its last one has ended. While one item waits there are the others. The last stages
+ * of an item may have no tasks. */
 typedef struct {
-    int64_t place, stage;
-    int64_t index, count; /* of the tasks of this stage of this place */
+    int64_t item, stage;
+    int64_t index, count; /* of the tasks of this stage of this item */
     int worker;
 } stage_task;
 
 typedef struct {
     void (*task)(void *context, const stage_task *task);
-    void (*settle)(void *context, const stage_task *last); /* ends a stage; may be NULL */
+    void (*end_stage)(void *context,
+                      const stage_task *last); /* after a stage's last task; may be NULL */
     void *context;
-    int64_t stages, places;
-    int64_t *starts; /* [stages * places + 1] the first task of each */
-    gate *gates;     /* [places] */
+    int64_t stages, items;
+    int64_t *starts; /* [stages * items + 1] the first task of each */
+    gate *gates;     /* [items] */
 } stage_list;
 
-/* Stage s of place p has counts(context, p, s) tasks. */
+/* Stage s of item i has count(context, i, s) tasks. */
 static inline void plan_stages(stage_list *list, int64_t (*count)(void *, int64_t, int64_t)) {
     list->starts[0] = 0;
-    for (int64_t i = 0; i < list->stages * list->places; i++) {
-        const int64_t tasks = count(list->context, i % list->places, i / list->places);
+    for (int64_t i = 0; i < list->stages * list->items; i++) {
+        const int64_t tasks = count(list->context, i % list->items, i / list->items);
         list->starts[i + 1] = list->starts[i] + tasks;
     }
-    for (int64_t i = 0; i < list->places; i++) {
+    for (int64_t i = 0; i < list->items; i++) {
         gate_init(&list->gates[i]);
     }
 }
 
-/* Which stage of which place a task belongs to: the last that begins with it, as
- * those without tasks begin where the next one does. */
+/* Which stage of which item a task belongs to: the last that begins with it, as those without
+ * tasks begin where the next one does. */
 static inline int64_t find_stage(const stage_list *list, int64_t task) {
-    int64_t low = 0, high = list->stages * list->places;
+    int64_t low = 0, high = list->stages * list->items;
     while (high - low > 1) {
         const int64_t middle = low + (high - low) / 2;
         if (list->starts[middle] <= task) {
@@ -155,19 +159,19 @@ static inline int64_t find_stage(const stage_list *list, int64_t task) {
 static inline void run_stage_task(void *context, int64_t index, int worker) {
     const stage_list *const list = context;
     const int64_t at = find_stage(list, index);
-    const stage_task task = {at % list->places, at / list->places, index - list->starts[at],
+    const stage_task task = {at % list->items, at / list->items, index - list->starts[at],
                              list->starts[at + 1] - list->starts[at], worker};
-    gate *const g = &list->gates[task.place];
+    gate *const g = &list->gates[task.item];
     gate_wait(g, task.stage);
     list->task(list->context, &task);
     if (gate_arrive(g, task.count)) {
-        if (list->settle) list->settle(list->context, &task);
+        if (list->end_stage) list->end_stage(list->context, &task);
         gate_open(g, task.stage + 1);
     }
 }
 
 static inline void run_stages(const h2o_exec *exec, int workers, stage_list *list) {
-    run_tasks(exec, workers, list->starts[list->stages * list->places], run_stage_task, list);
+    run_tasks(exec, workers, list->starts[list->stages * list->items], run_stage_task, list);
 }
 
 #endif

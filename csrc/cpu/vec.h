@@ -110,14 +110,14 @@ VEC void vf_store_as_n(void *p, h2o_dtype type, vf x, int n) {
  * error with the constant term fixed at 1: 9e-8, 1.7e-7 with rounding. */
 VEC vf vf_exp2(vf x) {
     vf f;
-    const vf whole = vf_exp2_parts(x, &f);
+    const vf integer = vf_exp2_parts(x, &f);
     vf p = vf_set1(1.3264727e-3f);
     p = vf_fma(p, f, vf_set1(9.671513e-3f));
     p = vf_fma(p, f, vf_set1(5.5507336e-2f));
     p = vf_fma(p, f, vf_set1(2.4022242e-1f));
     p = vf_fma(p, f, vf_set1(6.93147e-1f));
     p = vf_fma(p, f, vf_set1(1.0f));
-    return vf_less(x, vf_set1(-125.0f), vf_zero(), vf_scale2(p, whole));
+    return vf_less(x, vf_set1(-125.0f), vf_zero(), vf_scale2(p, integer));
 }
 
 /* tanh(x) to about 2e-7 relative: an odd polynomial near 0, where the formula

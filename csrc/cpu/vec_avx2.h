@@ -61,9 +61,9 @@ VEC float vf_hmax(vf x) {
 }
 
 VEC vf vf_exp2_parts(vf x, vf *f) {
-    const vf whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    *f = _mm256_sub_ps(x, whole);
-    return whole;
+    const vf integer = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    *f = _mm256_sub_ps(x, integer);
+    return integer;
 }
 
 VEC vf vf_scale2(vf x, vf i) {

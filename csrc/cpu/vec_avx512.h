@@ -45,9 +45,9 @@ VEC float vf_hsum(vf x) { return _mm512_reduce_add_ps(x); }
 VEC float vf_hmax(vf x) { return _mm512_reduce_max_ps(x); }
 
 VEC vf vf_exp2_parts(vf x, vf *f) {
-    const vf whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    *f = _mm512_sub_ps(x, whole);
-    return whole;
+    const vf integer = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    *f = _mm512_sub_ps(x, integer);
+    return integer;
 }
 
 VEC vf vf_scale2(vf x, vf i) { return _mm512_scalef_ps(x, i); }
@@ -90,13 +90,13 @@ VEC vf vf_load_u4(const void *p, bool high) {
     return _mm512_cvtepi32_ps(high ? _mm512_srli_epi32(bytes, 4) : low);
 }
 
-/* There are sixteen numbers, and as many lanes to look them up in. */
+/* q has sixteen values, and a vector as many lanes: the elements are looked up in it. */
 VEC void vf_load_u4_as(const void *p, vf scale, vf minimum, vf *low, vf *high) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
     const vf q = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const vf numbers = vf_fma(q, scale, minimum);
-    *low = _mm512_permutexvar_ps(bytes, numbers); /* by the low halves of the lanes' bytes */
-    *high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
+    const vf values = vf_fma(q, scale, minimum);
+    *low = _mm512_permutexvar_ps(bytes, values); /* by the low halves of the lanes' bytes */
+    *high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
 }
 VEC void vf_store_f16(void *p, vf x) { _mm256_storeu_si256(p, narrow_f16(x)); }
 VEC void vf_store_bf16(void *p, vf x) { _mm256_storeu_si256(p, narrow_bf16(x)); }

@@ -73,11 +73,11 @@ VEC float vf_hmax(vf x) {
     return a > b ? a : b;
 }
 
-/* Adding 1.5 * 2^23 leaves no bits for a fraction: the unit rounds. */
+/* Adding 1.5 * 2^23 leaves no bits for a fraction: the processor rounds. */
 VEC vf vf_exp2_parts(vf x, vf *f) {
-    const vf whole = x + 12582912.0f - 12582912.0f;
-    *f = x - whole;
-    return whole;
+    const vf integer = x + 12582912.0f - 12582912.0f;
+    *f = x - integer;
+    return integer;
 }
 
 /* The same sum has the integer in its lowest bits; a NaN has anything there. */

@@ -52,9 +52,9 @@ VEC float vf_hsum(vf x) { return vaddvq_f32(x); }
 VEC float vf_hmax(vf x) { return vmaxnmvq_f32(x); }
 
 VEC vf vf_exp2_parts(vf x, vf *f) {
-    const vf whole = vrndnq_f32(x);
-    *f = vsubq_f32(x, whole);
-    return whole;
+    const vf integer = vrndnq_f32(x);
+    *f = vsubq_f32(x, integer);
+    return integer;
 }
 
 VEC vf vf_scale2(vf x, vf i) {

@@ -1,5 +1,14 @@
-/* attend.cuh - queries see the stored keys and the new ones up to their own: first what each
- * query's attention counts, then outputs, then what each key got. */
+/* attend.cuh - attention of Q new queries over stored keys and the new ones up to their own, with
+ * the attention that each key received.
+ *
+ * Three kernels in this order, each instantiated for head dimensions up to 64, 128 and 256:
+ *
+ *   prepare   columns of each row's tokens, and the decay weights of the queries
+ *   forward   outputs [B,Q,H,D] and logsumexps: forward.cuh, or matrix_forward.cuh
+ *   sums      scores of keys from column sums: sums.cuh, or matrix_sums.cuh
+ *
+ * The matrix_ variants use tensor cores, which want all of queries, keys and values in the same
+ * 16-bit format; plan.c decides. */
 #ifndef H2O_CUDA_ATTEND_CUH
 #define H2O_CUDA_ATTEND_CUH
 
@@ -10,13 +19,13 @@
 
 /* Grid: B. */
 KERNEL(h2o_cuda_prepare, h2o_attend_params) {
-    DYN_SHARED(room);
-    prepare_row(&params.mask, &params.dims, params.decay, blockIdx.x, params.dims.Q, workspace,
-                (select_room *)room);
+    DYN_SHARED(shared);
+    prepare_row(&params.mask, &params.dims, params.policy.decay, blockIdx.x, params.dims.Q,
+                workspace, (select_buffer *)shared);
 }
 EXPORT_KERNEL(h2o_cuda_prepare, h2o_attend_params)
 
-/* Floats, and whatever is stored in bytes. */
+/* Any floats, and quantised rows. */
 #define DEFINE_ATTEND(depth)                                                                       \
     KERNEL(h2o_cuda_forward_##depth, h2o_attend_params) {                                          \
         DYN_SHARED(shared);                                                                        \
@@ -33,7 +42,7 @@ DEFINE_ATTEND(64)
 DEFINE_ATTEND(128)
 DEFINE_ATTEND(256)
 
-/* All in the same 16 bits. */
+/* Tensor cores. */
 #define DEFINE_MATRIX(type, TYPE, depth)                                                           \
     KERNEL(h2o_cuda_forward_##type##_##depth, h2o_attend_params) {                                 \
         DYN_SHARED(shared);                                                                        \

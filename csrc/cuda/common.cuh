@@ -1,10 +1,12 @@
-/* common.cuh - the only home of what a GPU's compiler has and others do not.
+/* common.cuh - everything that only a compiler for GPUs knows: qualifiers, barriers, warp shuffles,
+ * atomic counters, conversions, tensor cores, asynchronous copies.
  *
- * Kernels are written against these names. nvcc takes them from below; any other compiler
- * takes them from shim.h of the tests, where a GPU is emulated: one fiber for each thread.
+ * Kernels use no other device features than these names. nvcc takes their definitions from here;
+ * any other compiler takes them from shim.h of the tests, which emulates a GPU with one fiber for
+ * each thread.
  *
- * Blocks have one dimension and a multiple of 32 threads; warp operations are of whole
- * warps. No thread returns before a barrier that others wait at. */
+ * Blocks have one dimension and a multiple of 32 threads. All 32 lanes of a warp take part in a
+ * warp operation, and all threads of a block in a barrier: none returns before. */
 #ifndef H2O_CUDA_COMMON_CUH
 #define H2O_CUDA_COMMON_CUH
 
@@ -17,7 +19,7 @@
 #ifdef __CUDACC__
 
 #define UNROLL _Pragma("unroll")
-#define ROLLED _Pragma("unroll 1") /* whose bodies are long and whose time does not count */
+#define NO_UNROLL _Pragma("unroll 1") /* loops with long bodies that take little time */
 
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_METHOD __device__ __forceinline__
@@ -25,8 +27,8 @@
 /* A kernel has the operation's parameters by value and a workspace. */
 #define PARAMETERS(type) (const __grid_constant__ type params, char *workspace)
 #define KERNEL(name, type) extern "C" __global__ void name PARAMETERS(type)
-/* Of so many threads, where a multiprocessor is to have room for so many blocks at a time: that
- * bounds the registers. */
+/* With so many threads in a block; registers are limited so that so many blocks fit on a
+ * multiprocessor. */
 #define BOUNDED_KERNEL(name, type, threads, blocks)                                                \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name PARAMETERS(type)
 #define EXPORT_KERNEL(name, type)
@@ -39,15 +41,15 @@ DEVICE void check_alignment(const void *p) { (void)p; } /* the device faults by 
 DEVICE void sync_block() { __syncthreads(); }
 DEVICE void sync_warp() { __syncwarp(); }
 
-/* A barrier that tells every thread whether any of the block says so. */
-DEVICE bool block_any(bool mine) { return __syncthreads_or(mine) != 0; }
+/* A barrier; whether the predicate holds in any thread of the block. */
+DEVICE bool block_any(bool predicate) { return __syncthreads_or(predicate) != 0; }
 
-template <typename T> DEVICE T shfl_xor(T x, int lanes) {
-    return __shfl_xor_sync(0xffffffffu, x, lanes);
+template <typename T> DEVICE T shfl_xor(T x, int offset) {
+    return __shfl_xor_sync(0xffffffffu, x, offset);
 }
 
-DEVICE uint32_t warp_ballot(bool mine) { return __ballot_sync(0xffffffffu, mine); }
-DEVICE bool warp_all(bool mine) { return __all_sync(0xffffffffu, mine) != 0; }
+DEVICE uint32_t warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+DEVICE bool warp_all(bool predicate) { return __all_sync(0xffffffffu, predicate) != 0; }
 DEVICE int popcount(uint32_t x) { return __popc(x); }
 
 /* Within 2 units in the last place; denormals become 0. */
@@ -129,13 +131,13 @@ DEVICE void multiply_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* Copies from global to shared memory that go on while their thread does: BYTES are 4 or 16, and
- * both addresses multiples of that. Closed into batches, of which a thread waits for all but the
- * last `open`; what it then sees, others see after a barrier. */
+/* Asynchronous copies from global to shared memory, of BYTES 4 or 16 from and to multiples of that.
+ * close_copies ends a batch; wait_copies waits for all of the thread's batches but the last OPEN.
+ * Other threads see the copied bytes after a barrier. */
 template <int BYTES> DEVICE void copy_async(void *to, const void *from) {
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
     const size_t source = __cvta_generic_to_global(from);
-    if (BYTES == 16) { /* past the first cache: nobody else of the block reads it */
+    if (BYTES == 16) { /* past L1: no other thread of the block reads it */
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(source) : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(source) : "memory");
@@ -148,11 +150,11 @@ template <int OPEN> DEVICE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory");
 }
 
-/* Counts in shared memory. */
+/* Increments a counter in shared memory. */
 DEVICE void count_shared(uint32_t *counter) { atomicAdd(counter, 1u); }
 
-/* Counts in global memory; what this thread wrote, or a barrier of its block has shown it, is
- * visible to whoever counts after it. */
+/* Increments a counter in global memory and returns its value before. What this thread wrote, or
+ * could see after a barrier of its block, is visible to every thread that increments it later. */
 DEVICE uint32_t count_release(uint32_t *counter) {
     __threadfence();
     const uint32_t before = atomicAdd(counter, 1u);
@@ -181,8 +183,8 @@ DEVICE void store16(void *p, vec16 x) {
     *(vec16 *)p = x;
 }
 
-/* Called by all threads of `blocks` blocks: true for all of the block that comes last, which then
- * sees what the others have written. counter: 0 before the first. */
+/* Called by all threads of `blocks` blocks: true in the last block to call it, which then sees what
+ * the others have written. counter: 0 before the launch. */
 DEVICE bool arrive_last(uint32_t *counter, uint32_t blocks) {
     sync_block();
     return block_any(threadIdx.x == 0 && count_release(counter) == blocks - 1);

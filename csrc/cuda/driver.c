@@ -1,4 +1,4 @@
-/* driver.c - see driver.h. Types and entries as cuda.h of CUDA 13 declares them; the names behind
+/* driver.c - NVIDIA's driver, opened at run time: see driver.h. Types and entries as cuda.h of CUDA 13 declares them; the names behind
  * which the library keeps later versions of an entry end in _v2. */
 #include "driver.h"
 
@@ -142,16 +142,16 @@ int cuda_open(int *version, int *devices, h2o_error *error) {
     return H2O_OK;
 }
 
-int cuda_describe(int device, cuda_device *found, h2o_error *error) {
+int cuda_describe(int device, h2o_device_facts *facts, h2o_error *error) {
     CUdevice handle;
     const int status = require_library(error);
     if (status != H2O_OK) return status;
-    *found = (cuda_device){0};
+    *facts = (h2o_device_facts){0};
     TRY(cuDeviceGet, "", &handle, device);
-    TRY(cuDeviceGetName, "", found->name, sizeof found->name - 1, handle);
-    TRY(cuDeviceGetAttribute, "", &found->major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+    TRY(cuDeviceGetName, "", facts->name, sizeof facts->name - 1, handle);
+    TRY(cuDeviceGetAttribute, "", &facts->major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
         handle);
-    TRY(cuDeviceGetAttribute, "", &found->minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    TRY(cuDeviceGetAttribute, "", &facts->minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
         handle);
     return H2O_OK;
 }

@@ -1,5 +1,5 @@
 /* driver.h - NVIDIA's driver, as far as h2o calls it. It is no part of the build: its library is
- * opened when somebody first asks for it.
+ * opened when a call first needs it.
  *
  * What outlives a call: the library, the image of the kernels, for each device the primary context
  * if it was ever needed, and for each context the kernels that were found in it. All are made once
@@ -7,21 +7,17 @@
 #ifndef H2O_CUDA_DRIVER_H
 #define H2O_CUDA_DRIVER_H
 
+#include "../devices.h"
 #include "plan.h"
 
 enum { CUDA_DEVICE = 2 /* DLPack's number */ };
-
-typedef struct {
-    char name[100];
-    int major, minor; /* compute capability */
-} cuda_device;
 
 /* All of these return H2O_OK, or fail as h2o_fail does: H2O_EMEMORY where a device has no memory
  * left, else H2O_EBACKEND. Any thread may call them. */
 
 /* The driver's version, 1000 times the major one of CUDA, and how many devices it has. */
 int cuda_open(int *version, int *devices, h2o_error *error);
-int cuda_describe(int device, cuda_device *found, h2o_error *error);
+int cuda_describe(int device, h2o_device_facts *facts, h2o_error *error); /* compute capability */
 
 /* Copies the file of kernels, unless there is one already. */
 int cuda_take_image(const void *image, size_t size, h2o_error *error);

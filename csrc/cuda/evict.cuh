@@ -1,10 +1,15 @@
-/* evict.cuh - new keys come into the slots and the rest leaves: a block for each head.
+/* evict.cuh - takes Q new keys of each head into its slots and evicts what exceeds the budget k.
+ * One block for each of the B * G heads.
  *
- * The candidates are the stored keys, by slot, and the new ones, by column. Of k that stay,
- * stored ones in slots 0..k-1 remain where they are; the new ones, then stored ones from
- * further up, take what is free among these slots. So no row is read after its place was
- * given away. Where keys are merged, those that leave come last, one after the other by
- * position: rows that were stored are saved before their slots are taken. */
+ *   1. Selection among stored and new keys (evict_list.cuh).
+ *   2. If evicted keys are merged: their list by position, stored rows saved to the workspace.
+ *   3. Moves: a kept key in slots 0..k-1 remains there; kept new keys, then kept ones of slots
+ *      from k on, fill the other slots of 0..k-1. No slot is both read and written by this.
+ *   4. Slots from k on are emptied; slot k is the next free one.
+ *   5. Evicted keys go one after the other into the nearest kept ones (merge.cuh). Scores of
+ *      those that do not are added to lost [B,G].
+ *
+ * The last head of a row to finish advances lengths [B], which all of them read at first. */
 #ifndef H2O_CUDA_EVICT_CUH
 #define H2O_CUDA_EVICT_CUH
 
@@ -12,45 +17,46 @@
 
 /* ---- Moving -------------------------------------------------------------- */
 
-/* Lists the places that are free among the first `kept` and who comes there; returns how many. */
-DEVICE int64_t list_moves(const evict_unit *u, int64_t kept, select_room *room) {
-    const int64_t slots = u->head.slots;
-    const int64_t holes = compact(
-        kept, 0, room, [&](int64_t s) { return u->marks[s] != STAYS; },
-        [&](int64_t s, int64_t place) { u->holes[place] = (int32_t)s; });
-    int64_t come = compact(
-        u->Q, 0, room, [&](int64_t q) { return u->marks[slots + q] == STAYS; },
-        [&](int64_t q, int64_t place) { u->sources[place] = (int32_t)(slots + q); });
-    come = compact(
-        slots - kept, come, room, [&](int64_t s) { return u->marks[kept + s] == STAYS; },
-        [&](int64_t s, int64_t place) { u->sources[place] = (int32_t)(kept + s); });
-    return lower(holes, come);
+/* Lists the slots below `kept` that are to be filled, and the candidates that fill them; returns
+ * how many. */
+DEVICE int64_t list_moves(const evict_item *item, int64_t kept, select_buffer *buffer) {
+    const int64_t slots = item->head.slots;
+    const int64_t vacant = compact(
+        kept, 0, buffer, [&](int64_t s) { return item->marks[s] != KEPT; },
+        [&](int64_t s, int64_t index) { item->destinations[index] = (int32_t)s; });
+    int64_t count = compact(
+        item->Q, 0, buffer, [&](int64_t q) { return item->marks[slots + q] == KEPT; },
+        [&](int64_t q, int64_t index) { item->sources[index] = (int32_t)(slots + q); });
+    count = compact(
+        slots - kept, count, buffer, [&](int64_t s) { return item->marks[kept + s] == KEPT; },
+        [&](int64_t s, int64_t index) { item->sources[index] = (int32_t)(kept + s); });
+    return lower(vacant, count);
 }
 
-/* A warp brings a candidate into a slot. */
-DEVICE void move_candidate(const evict_unit *u, int64_t i, int64_t to) {
-    const slot_store *const store = &u->store;
+/* Stores candidate i in slot `to`; by a warp. */
+DEVICE void move_candidate(const evict_item *item, int64_t i, int64_t to) {
+    const slot_store *const store = &item->store;
     char *const key = store->keys + to * store->key_stride;
     char *const value = store->values + to * store->value_stride;
-    if (is_new(u, i)) {
-        const int64_t q = column_of(u, i);
-        make_row(key, store->key_type, row_of(u->keys, u->b, u->g, q), u->D);
-        make_row(value, store->value_type, row_of(u->values, u->b, u->g, q), u->D);
+    if (is_new(item, i)) {
+        const int64_t q = column_of(item, i);
+        store_row(key, store->key_type, row_of(item->keys, item->b, item->g, q), item->D);
+        store_row(value, store->value_type, row_of(item->values, item->b, item->g, q), item->D);
     } else {
-        copy_row(key, store->keys + i * store->key_stride, h2o_row_bytes(store->key_type, u->D));
+        copy_row(key, store->keys + i * store->key_stride, h2o_row_bytes(store->key_type, item->D));
         copy_row(value, store->values + i * store->value_stride,
-                 h2o_row_bytes(store->value_type, u->D));
+                 h2o_row_bytes(store->value_type, item->D));
     }
     if (threadIdx.x % 32 == 0) {
-        store->scores[to] = score_of(u, i);
-        store->positions[to] = position_of(u, i);
-        if (store->norms) store->norms[to] = norm_of_candidate(u, i);
-        if (store->bias) store->bias[to] = is_new(u, i) ? 0.0f : store->bias[i];
+        store->scores[to] = score_of(item, i);
+        store->positions[to] = position_of(item, i);
+        if (store->norms) store->norms[to] = norm_of_candidate(item, i);
+        if (store->bias) store->bias[to] = is_new(item, i) ? 0.0f : store->bias[i];
     }
 }
 
 DEVICE void clear_slots(const slot_store *store, int64_t begin, int64_t end) {
-    ROLLED
+    NO_UNROLL
     for (int64_t s = begin + threadIdx.x; s < end; s += blockDim.x) {
         store->positions[s] = -1;
         store->scores[s] = 0.0f;
@@ -58,88 +64,94 @@ DEVICE void clear_slots(const slot_store *store, int64_t begin, int64_t end) {
     }
 }
 
-DEVICE void move_all(const evict_unit *u, int64_t moves, int64_t kept) {
-    ROLLED
+DEVICE void move_all(const evict_item *item, int64_t moves, int64_t kept) {
+    NO_UNROLL
     for (int64_t m = threadIdx.x / 32; m < moves; m += blockDim.x / 32) {
-        move_candidate(u, u->sources[m], u->holes[m]);
+        move_candidate(item, item->sources[m], item->destinations[m]);
     }
     sync_block();
-    clear_slots(&u->store, kept, u->head.slots);
-    if (threadIdx.x == 0) *u->free_slot = (int32_t)kept;
+    clear_slots(&item->store, kept, item->head.slots);
+    if (threadIdx.x == 0) *item->free_slot = (int32_t)kept;
 }
 
 /* ---- Merging ------------------------------------------------------------- */
 
-/* Stored ones by position, whose rows and numbers are saved, then the new ones, which are later.
- * Returns how many; *stored of them were. */
-DEVICE int64_t list_leavers(const evict_unit *u, int64_t *stored, select_room *room) {
-    const slot_store *const store = &u->store;
-    const int64_t slots = u->head.slots, warps = blockDim.x / 32;
-    const int64_t key_bytes = h2o_row_bytes(store->key_type, u->D);
-    const int64_t found = compact(
-        slots, 0, room, [&](int64_t s) { return u->marks[s] == LEAVES; },
-        [&](int64_t s, int64_t place) { u->sources[place] = (int32_t)s; });
-    *stored = lower(found, lower(slots, u->Q)); /* as many as come, unless somebody interfered */
-    ROLLED
-    for (int64_t i = threadIdx.x / 32; i < *stored; i += warps) {
-        const int32_t slot = u->sources[i], position = store->positions[slot];
+/* Lists evicted candidates by position: stored ones, whose rows and scores are saved, then new
+ * ones. Returns how many; *stored_count of them were stored. */
+DEVICE int64_t list_evicted(const evict_item *item, int64_t *stored_count, select_buffer *buffer) {
+    const slot_store *const store = &item->store;
+    const int64_t slots = item->head.slots, warps = blockDim.x / 32;
+    const int64_t key_bytes = h2o_row_bytes(store->key_type, item->D);
+    const int64_t evicted_slots = compact(
+        slots, 0, buffer, [&](int64_t s) { return item->marks[s] == EVICTED; },
+        [&](int64_t s, int64_t index) { item->sources[index] = (int32_t)s; });
+    /* no consistent state evicts more stored keys than there are new ones, see evict_layout */
+    *stored_count = lower(evicted_slots, lower(slots, item->Q));
+    NO_UNROLL
+    for (int64_t i = threadIdx.x / 32; i < *stored_count; i += warps) {
+        const int32_t slot = item->sources[i], position = store->positions[slot];
         int32_t earlier = 0;
-        ROLLED
-        for (int64_t j = threadIdx.x % 32; j < *stored; j += 32) {
-            const int32_t other = store->positions[u->sources[j]];
+        NO_UNROLL
+        for (int64_t j = threadIdx.x % 32; j < *stored_count; j += 32) {
+            const int32_t other = store->positions[item->sources[j]];
             earlier += other < position || (other == position && j < i);
         }
-        for (int lanes = 16; lanes > 0; lanes /= 2) earlier += shfl_xor(earlier, lanes);
-        char *const row = u->saved + earlier * u->row;
+        for (int offset = 16; offset > 0; offset /= 2) earlier += shfl_xor(earlier, offset);
+        char *const row = item->saved + earlier * item->row;
         copy_row(row, store->keys + slot * store->key_stride, key_bytes);
         copy_row(row + key_bytes, store->values + slot * store->value_stride,
-                 h2o_row_bytes(store->value_type, u->D));
+                 h2o_row_bytes(store->value_type, item->D));
         if (threadIdx.x % 32 == 0) {
-            u->leavers[earlier] = slot;
-            u->members[earlier] = h2o_member{store->scores[slot], store->bias[slot], position};
+            item->evicted[earlier] = slot;
+            item->members[earlier] = h2o_member{store->scores[slot], store->bias[slot], position};
         }
     }
     sync_block();
     return compact(
-        u->Q, *stored, room, [&](int64_t q) { return u->marks[slots + q] == LEAVES; },
-        [&](int64_t q, int64_t place) { u->leavers[place] = (int32_t)(slots + q); });
+        item->Q, *stored_count, buffer,
+        [&](int64_t q) { return item->marks[slots + q] == EVICTED; },
+        [&](int64_t q, int64_t index) { item->evicted[index] = (int32_t)(slots + q); });
 }
 
-/* The n-th that leaves, as a slot has it or would have had it. */
-DEVICE leaver read_leaver(const evict_unit *u, int64_t n, int64_t stored, const evict_room *room) {
-    const slot_store *const store = &u->store;
-    const int64_t i = u->leavers[n], key_bytes = h2o_row_bytes(store->key_type, u->D);
-    const char *row = u->saved + n * u->row;
-    leaver e = {room->rows, room->rows + CUDA_DEPTH, {0.0f, 0.0f, 0}};
+/* The nth evicted key as floats; a new one's are those that a slot would have held. */
+DEVICE evicted_key load_evicted(const evict_item *item, int64_t n, int64_t stored,
+                                const evict_buffers *buffers) {
+    const slot_store *const store = &item->store;
+    const int64_t i = item->evicted[n], key_bytes = h2o_row_bytes(store->key_type, item->D);
+    const char *row = item->saved + n * item->row;
+    evicted_key e = {buffers->rows, buffers->rows + CUDA_DEPTH, {0.0f, 0.0f, 0}};
     if (n < stored) {
-        e.member = u->members[n];
+        e.member = item->members[n];
     } else {
-        const int64_t q = column_of(u, i);
-        e.member = h2o_member{score_of(u, i), 0.0f, position_of(u, i)};
+        const int64_t q = column_of(item, i);
+        e.member = h2o_member{score_of(item, i), 0.0f, position_of(item, i)};
         if (threadIdx.x / 32 == 0) {
-            make_row(room->bytes, store->key_type, row_of(u->keys, u->b, u->g, q), u->D);
+            store_row(buffers->bytes, store->key_type, row_of(item->keys, item->b, item->g, q),
+                      item->D);
         } else if (threadIdx.x / 32 == 1) {
-            make_row(room->bytes + key_bytes, store->value_type, row_of(u->values, u->b, u->g, q),
-                     u->D);
+            store_row(buffers->bytes + key_bytes, store->value_type,
+                      row_of(item->values, item->b, item->g, q), item->D);
         }
-        row = room->bytes;
+        row = buffers->bytes;
     }
     sync_block();
-    read_floats(row, store->key_type, u->D, room->rows);
-    read_floats(row + key_bytes, store->value_type, u->D, room->rows + CUDA_DEPTH);
+    load_floats(row, store->key_type, item->D, buffers->rows);
+    load_floats(row + key_bytes, store->value_type, item->D, buffers->rows + CUDA_DEPTH);
     sync_block();
     return e;
 }
 
-/* One after the other into what is there by then; returns the scores of those that went nowhere. */
-DEVICE double merge_all(const evict_unit *u, const h2o_ranking *ranking, int64_t leaving,
-                        int64_t stored, int64_t kept, const evict_room *room) {
+/* Merges the evicted keys one after the other, each into what is stored by then; returns the sum of
+ * the scores of those that were not merged. */
+DEVICE double merge_all(const evict_item *item, const h2o_ranking *ranking, int64_t evicted,
+                        int64_t stored, int64_t kept, const evict_buffers *buffers) {
     double lost = 0.0;
-    for (int64_t n = 0; n < leaving; n++) {
-        const leaver e = read_leaver(u, n, stored, room);
-        const neighbour found = most_similar(&u->store, &e, u->D, u->policy->sinks, kept, -1,
-                                             u->policy->merge, room->found);
-        if (!merge_into(&u->store, found, &e, ranking, u->D, room->rows + 2 * CUDA_DEPTH)) {
+    for (int64_t n = 0; n < evicted; n++) {
+        const evicted_key e = load_evicted(item, n, stored, buffers);
+        const nearest_key nearest = find_nearest(&item->store, &e, item->D, item->policy->sinks,
+                                                 kept, -1, item->policy->merge, buffers->warps);
+        if (!merge_into(&item->store, nearest, &e, ranking, item->D,
+                        buffers->rows + 2 * CUDA_DEPTH)) {
             lost += (double)e.member.score;
         }
     }
@@ -148,49 +160,49 @@ DEVICE double merge_all(const evict_unit *u, const h2o_ranking *ranking, int64_t
 
 /* ---- The kernel ---------------------------------------------------------- */
 
-/* Returns how many tokens came. */
-DEVICE int64_t evict_head(const evict_unit *u) {
-    const evict_room room = rooms_of(u);
-    const int64_t tokens = order_tokens(u, room.select);
+/* Steps 1 to 5 for a head; returns the number of new tokens. */
+DEVICE int64_t evict_head(const evict_item *item) {
+    const evict_buffers buffers = buffers_of(item);
+    const int64_t tokens = index_tokens(item, buffers.select);
     if (tokens == 0) return 0;
-    const h2o_ranking ranking =
-        h2o_policy_ranking(u->policy, u->head.heavy, u->head.recent, u->length + tokens);
-    new_norms(u);
+    const h2o_ranking ranking = h2o_policy_ranking(item->policy, item->head.heavy,
+                                                   item->head.recent, item->length + tokens);
+    new_norms(item);
     sync_block();
-    const int64_t n = list_candidates(u, &ranking, room.select);
-    const int64_t kept = choose(u, n, lower(ranking.budget, u->head.slots), room.select);
+    const int64_t n = list_candidates(item, &ranking, buffers.select);
+    const int64_t kept = choose(item, n, lower(ranking.budget, item->head.slots), buffers.select);
     sync_block();
-    int64_t leaving = 0, stored = 0;
+    int64_t evicted = 0, stored = 0;
     double lost = 0.0;
-    if (h2o_merges(u->policy)) {
-        leaving = list_leavers(u, &stored, room.select);
+    if (h2o_merges(item->policy)) {
+        evicted = list_evicted(item, &stored, buffers.select);
     } else {
-        ROLLED
-        for (int64_t i = threadIdx.x; i < candidates(u); i += blockDim.x) {
-            if (u->marks[i] == LEAVES) lost += (double)score_of(u, i);
+        NO_UNROLL
+        for (int64_t i = threadIdx.x; i < candidates(item); i += blockDim.x) {
+            if (item->marks[i] == EVICTED) lost += (double)score_of(item, i);
         }
-        lost = block_sum(lost, room.select);
+        lost = block_sum(lost, buffers.select);
     }
-    const int64_t moves = list_moves(u, kept, room.select);
+    const int64_t moves = list_moves(item, kept, buffers.select);
     sync_block();
-    move_all(u, moves, kept);
+    move_all(item, moves, kept);
     sync_block();
-    if (leaving > 0) lost = merge_all(u, &ranking, leaving, stored, kept, &room);
-    if (threadIdx.x == 0) *u->lost += lost;
+    if (evicted > 0) lost = merge_all(item, &ranking, evicted, stored, kept, &buffers);
+    if (threadIdx.x == 0) *item->lost += lost;
     return tokens;
 }
 
 /* Grid: G, B. */
 KERNEL(h2o_cuda_evict, h2o_evict_params) {
-    DYN_SHARED(room);
+    DYN_SHARED(shared);
     const h2o_evict_params *const p = &params;
     const int64_t g = blockIdx.x, b = blockIdx.y;
-    const evict_unit u = open_evict(p, workspace, b, g, (char *)room);
-    const int64_t tokens = evict_head(&u);
+    const evict_item item = open_evict(p, workspace, b, g, (char *)shared);
+    const int64_t tokens = evict_head(&item);
     if (tokens == 0) return; /* the same for all heads of a row */
     if (!arrive_last((uint32_t *)workspace + b, (uint32_t)p->dims.G)) return;
     if (threadIdx.x == 0) {
-        *(int64_t *)h2o_at(&p->slots.lengths, b, 0, 0) = u.length + tokens;
+        *(int64_t *)h2o_at(&p->slots.lengths, b, 0, 0) = item.length + tokens;
     }
 }
 EXPORT_KERNEL(h2o_cuda_evict, h2o_evict_params)

@@ -1,167 +1,182 @@
-/* evict_list.cuh - a head's candidates, and which of them stay. */
+/* evict_list.cuh - the candidates of a head, and which of them the policy keeps.
+ *
+ * A head has slots + Q candidates: number i < slots is the key stored in slot i, number slots + q
+ * the new key in column q. A mark for each says whether it is empty (no key, or a pad), evicted
+ * or kept. Selection is a block's work:
+ *
+ *   1. index_tokens: positions of the new keys, which do not count pads;
+ *   2. list_candidates: ranks as unsigned integers that have the ranks' order (policy.h);
+ *   3. choose: the budget's highest ranks are kept, ties by the lower position. */
 #ifndef H2O_CUDA_EVICT_LIST_CUH
 #define H2O_CUDA_EVICT_LIST_CUH
 
 #include "merge.cuh"
 #include "select.cuh"
 
-enum { NOBODY, LEAVES, STAYS }; /* marks of candidates */
+enum { EMPTY, EVICTED, KEPT }; /* marks of candidates */
 
-/* A key/value head of a row, and the tokens that come. */
+/* One key/value head of one row, with the new tokens. */
 typedef struct {
     const h2o_policy *policy;
     const h2o_view *keys, *values, *scores, *mask;
     int64_t b, g, Q, D;
-    int64_t length, tokens; /* seen before, and how many of the columns' tokens come */
+    int64_t length, tokens; /* seen before; how many new ones count, the row's first */
     h2o_head head;
     slot_store store;
     double *lost;
     int32_t *free_slot;
     uint32_t *rank_keys; /* see evict_layout, from here on */
     uint8_t *marks;
-    int32_t *order, *holes, *sources, *leavers;
+    int32_t *token_index, *destinations, *sources, *evicted;
     float *norms;
     h2o_member *members;
     char *saved;
     int64_t row;
-    char *room; /* shared */
-} evict_unit;
+    char *shared; /* memory for evict_buffers */
+} evict_item;
 
+/* In shared memory. */
 typedef struct {
-    float *rows;      /* [4][CUDA_DEPTH] of one that leaves: key, value, and two of scratch */
-    char *bytes;      /* its key and value as stored */
-    neighbour *found; /* one for each warp */
-    select_room *select;
-} evict_room;
+    float *rows; /* [4][CUDA_DEPTH]: an evicted key and value as floats, and two of scratch */
+    char *bytes; /* the same two as stored */
+    nearest_key *warps; /* [warps] */
+    select_buffer *select;
+} evict_buffers;
 
-DEVICE evict_room rooms_of(const evict_unit *u) {
-    float *const rows = (float *)u->room;
+DEVICE evict_buffers buffers_of(const evict_item *item) {
+    float *const rows = (float *)item->shared;
     char *const bytes = (char *)(rows + 4 * CUDA_DEPTH);
     char *const rest = bytes + 2 * CUDA_DEPTH * sizeof(float);
-    return evict_room{rows, bytes, (neighbour *)rest, (select_room *)(rest + 256)};
+    return evict_buffers{rows, bytes, (nearest_key *)rest, (select_buffer *)(rest + 256)};
 }
 
 /* ---- Opening ------------------------------------------------------------- */
 
-DEVICE void find_workspace(evict_unit *u, const evict_layout *at, char *workspace, int64_t unit) {
-    const int64_t S = at->slots, room = S + u->Q, stored = lower(S, u->Q);
-    u->rank_keys = (uint32_t *)(workspace + at->keys) + unit * room;
-    u->marks = (uint8_t *)(workspace + at->marks) + unit * room;
-    u->order = (int32_t *)(workspace + at->order) + unit * u->Q;
-    u->norms = (float *)(workspace + at->norms) + unit * u->Q;
-    u->holes = (int32_t *)(workspace + at->holes) + unit * S;
-    u->sources = (int32_t *)(workspace + at->sources) + unit * room;
-    u->leavers = (int32_t *)(workspace + at->leavers) + unit * room;
-    u->members = (h2o_member *)(workspace + at->members) + unit * stored;
-    u->saved = workspace + at->saved + unit * stored * at->row;
-    u->row = at->row;
+DEVICE void lay_out_workspace(evict_item *item, const evict_layout *at, char *workspace,
+                              int64_t head_index) {
+    const int64_t S = at->slots, candidates = S + item->Q, stored = lower(S, item->Q);
+    item->rank_keys = (uint32_t *)(workspace + at->rank_keys) + head_index * candidates;
+    item->marks = (uint8_t *)(workspace + at->marks) + head_index * candidates;
+    item->token_index = (int32_t *)(workspace + at->token_index) + head_index * item->Q;
+    item->norms = (float *)(workspace + at->norms) + head_index * item->Q;
+    item->destinations = (int32_t *)(workspace + at->destinations) + head_index * S;
+    item->sources = (int32_t *)(workspace + at->sources) + head_index * candidates;
+    item->evicted = (int32_t *)(workspace + at->evicted) + head_index * candidates;
+    item->members = (h2o_member *)(workspace + at->members) + head_index * stored;
+    item->saved = workspace + at->saved + head_index * stored * at->row;
+    item->row = at->row;
 }
 
-DEVICE evict_unit open_evict(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g,
-                             char *room) {
+DEVICE evict_item open_evict(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g,
+                             char *shared) {
     const evict_layout at = cuda_evict_call(p);
-    evict_unit u = {};
-    u.policy = &p->policy;
-    u.keys = &p->keys;
-    u.values = &p->values;
-    u.scores = &p->scores;
-    u.mask = &p->mask;
-    u.b = b;
-    u.g = g;
-    u.Q = p->dims.Q;
-    u.D = p->dims.D;
-    u.tokens = p->dims.Q;
-    u.length = read_length(&p->slots.lengths, b, p->dims.Q);
-    u.head = read_head(&p->slots, b, g, &p->policy, u.length);
-    u.store = open_store(&p->slots, b, &u.head, p->dims.D);
-    u.lost = (double *)h2o_at(&p->slots.lost, b, g, 0);
-    u.free_slot = (int32_t *)h2o_at(&p->slots.free, b, g, 0);
-    u.room = room;
-    find_workspace(&u, &at, workspace, b * p->dims.G + g);
-    return u;
+    evict_item item = {};
+    item.policy = &p->policy;
+    item.keys = &p->keys;
+    item.values = &p->values;
+    item.scores = &p->scores;
+    item.mask = &p->mask;
+    item.b = b;
+    item.g = g;
+    item.Q = p->dims.Q;
+    item.D = p->dims.D;
+    item.tokens = p->dims.Q;
+    item.length = read_length(&p->slots.lengths, b, p->dims.Q);
+    item.head = read_head(&p->slots, b, g, &p->policy, item.length);
+    item.store = open_store(&p->slots, b, &item.head, p->dims.D);
+    item.lost = (double *)h2o_at(&p->slots.lost, b, g, 0);
+    item.free_slot = (int32_t *)h2o_at(&p->slots.free, b, g, 0);
+    item.shared = shared;
+    lay_out_workspace(&item, &at, workspace, b * p->dims.G + g);
+    return item;
 }
 
 /* ---- Candidates ---------------------------------------------------------- */
 
-DEVICE int64_t candidates(const evict_unit *u) { return u->head.slots + u->Q; }
-DEVICE bool is_new(const evict_unit *u, int64_t i) { return i >= u->head.slots; }
-DEVICE int64_t column_of(const evict_unit *u, int64_t i) { return i - u->head.slots; }
+DEVICE int64_t candidates(const evict_item *item) { return item->head.slots + item->Q; }
+DEVICE bool is_new(const evict_item *item, int64_t i) { return i >= item->head.slots; }
+DEVICE int64_t column_of(const evict_item *item, int64_t i) { return i - item->head.slots; }
 
-DEVICE float score_of(const evict_unit *u, int64_t i) {
-    if (!is_new(u, i)) return u->store.scores[i];
-    return *(const float *)h2o_at(u->scores, u->b, u->g, column_of(u, i));
+DEVICE float score_of(const evict_item *item, int64_t i) {
+    if (!is_new(item, i)) return item->store.scores[i];
+    return *(const float *)h2o_at(item->scores, item->b, item->g, column_of(item, i));
 }
 
-DEVICE int32_t position_of(const evict_unit *u, int64_t i) {
-    return is_new(u, i) ? (int32_t)(u->length + u->order[column_of(u, i)]) : u->store.positions[i];
+DEVICE int32_t position_of(const evict_item *item, int64_t i) {
+    return is_new(item, i) ? (int32_t)(item->length + item->token_index[column_of(item, i)])
+                           : item->store.positions[i];
 }
 
-DEVICE float norm_of_candidate(const evict_unit *u, int64_t i) {
-    return is_new(u, i) ? u->norms[column_of(u, i)] : u->store.norms[i];
+DEVICE float norm_of_candidate(const evict_item *item, int64_t i) {
+    return is_new(item, i) ? item->norms[column_of(item, i)] : item->store.norms[i];
 }
 
-/* Numbers the new tokens, no more than u->tokens; returns how many there are. */
-DEVICE int64_t order_tokens(const evict_unit *u, select_room *room) {
-    ROLLED
-    for (int64_t q = threadIdx.x; q < u->Q; q += blockDim.x) u->order[q] = -1;
+/* token_index of each column, -1 for pads; returns the number of new tokens. */
+DEVICE int64_t index_tokens(const evict_item *item, select_buffer *buffer) {
+    NO_UNROLL
+    for (int64_t q = threadIdx.x; q < item->Q; q += blockDim.x) item->token_index[q] = -1;
     sync_block();
-    const int64_t most = u->tokens;
-    const int64_t found = compact(
-        u->Q, 0, room, [&](int64_t q) { return is_token(u->mask, u->b, q); },
-        [&](int64_t q, int64_t place) { u->order[q] = place < most ? (int32_t)place : -1; });
-    return lower(found, most);
+    const int64_t limit = item->tokens;
+    const int64_t row_tokens = compact(
+        item->Q, 0, buffer, [&](int64_t q) { return is_token(item->mask, item->b, q); },
+        [&](int64_t q, int64_t index) {
+            item->token_index[q] = index < limit ? (int32_t)index : -1;
+        });
+    return lower(row_tokens, limit);
 }
 
-DEVICE void new_norms(const evict_unit *u) {
-    if (!u->policy->value_weighted) return;
+DEVICE void new_norms(const evict_item *item) {
+    if (!item->policy->value_weighted) return;
     const int warps = blockDim.x / 32;
-    ROLLED
-    for (int64_t q = threadIdx.x / 32; q < u->Q; q += warps) {
-        const float norm = norm_of(row_of(u->values, u->b, u->g, q), u->D);
-        if (threadIdx.x % 32 == 0) u->norms[q] = norm;
+    NO_UNROLL
+    for (int64_t q = threadIdx.x / 32; q < item->Q; q += warps) {
+        const float norm = norm_of(row_of(item->values, item->b, item->g, q), item->D);
+        if (threadIdx.x % 32 == 0) item->norms[q] = norm;
     }
 }
 
-/* Marks all candidates and gives them keys; returns how many there are. */
-DEVICE int64_t list_candidates(const evict_unit *u, const h2o_ranking *ranking, select_room *room) {
-    double mine = 0.0;
-    ROLLED
-    for (int64_t i = threadIdx.x; i < candidates(u); i += blockDim.x) {
-        const bool is = is_new(u, i) ? u->order[column_of(u, i)] >= 0 : u->store.positions[i] >= 0;
-        u->marks[i] = is ? LEAVES : NOBODY;
-        if (!is) continue;
-        mine += 1.0;
+/* Marks every candidate as EMPTY or EVICTED, with a rank key; returns how many are not EMPTY. */
+DEVICE int64_t list_candidates(const evict_item *item, const h2o_ranking *ranking,
+                               select_buffer *buffer) {
+    double count = 0.0;
+    NO_UNROLL
+    for (int64_t i = threadIdx.x; i < candidates(item); i += blockDim.x) {
+        const bool holds_key = is_new(item, i) ? item->token_index[column_of(item, i)] >= 0
+                                               : item->store.positions[i] >= 0;
+        item->marks[i] = holds_key ? EVICTED : EMPTY;
+        if (!holds_key) continue;
+        count += 1.0;
         const bool weighted = ranking->value_weighted;
-        u->rank_keys[i] =
-            h2o_policy_slot_key(ranking, ranking->kind, weighted, score_of(u, i), position_of(u, i),
-                                weighted ? norm_of_candidate(u, i) : 1.0f);
+        item->rank_keys[i] =
+            h2o_policy_slot_key(ranking, ranking->kind, weighted, score_of(item, i),
+                                position_of(item, i), weighted ? norm_of_candidate(item, i) : 1.0f);
     }
-    return (int64_t)block_sum(mine, room);
+    return (int64_t)block_sum(count, buffer);
 }
 
-/* Marks who of n stays; returns how many. */
-DEVICE int64_t choose(const evict_unit *u, int64_t n, int64_t budget, select_room *room) {
-    const auto all = [&](int64_t i) { return u->marks[i] != NOBODY; };
+/* Marks `budget` of n candidates as KEPT, or all if they are fewer; returns how many. */
+DEVICE int64_t choose(const evict_item *item, int64_t n, int64_t budget, select_buffer *buffer) {
+    const auto holds_key = [&](int64_t i) { return item->marks[i] != EMPTY; };
     uint32_t lowest = 0;
     int32_t last = INT32_MAX;
     if (n > budget) {
         int64_t among, tied_among;
-        lowest = nth_highest(candidates(u), budget, &among, room, all,
-                             [&](int64_t i) { return u->rank_keys[i]; });
-        const auto tied = [&](int64_t i) { return all(i) && u->rank_keys[i] == lowest; };
-        last = (int32_t)~nth_highest(candidates(u), among, &tied_among, room, tied,
-                                     [&](int64_t i) { return ~(uint32_t)position_of(u, i); });
+        lowest = nth_highest(candidates(item), budget, &among, buffer, holds_key,
+                             [&](int64_t i) { return item->rank_keys[i]; });
+        const auto tied = [&](int64_t i) { return holds_key(i) && item->rank_keys[i] == lowest; };
+        last = (int32_t)~nth_highest(candidates(item), among, &tied_among, buffer, tied,
+                                     [&](int64_t i) { return ~(uint32_t)position_of(item, i); });
     }
-    double mine = 0.0;
-    ROLLED
-    for (int64_t i = threadIdx.x; i < candidates(u); i += blockDim.x) {
-        if (!all(i)) continue;
-        const uint32_t key = u->rank_keys[i];
-        const bool stays = key > lowest || (key == lowest && position_of(u, i) <= last);
-        if (stays) u->marks[i] = STAYS;
-        mine += stays;
+    double count = 0.0;
+    NO_UNROLL
+    for (int64_t i = threadIdx.x; i < candidates(item); i += blockDim.x) {
+        if (!holds_key(i)) continue;
+        const uint32_t key = item->rank_keys[i];
+        const bool kept = key > lowest || (key == lowest && position_of(item, i) <= last);
+        if (kept) item->marks[i] = KEPT;
+        count += kept;
     }
-    return lower((int64_t)block_sum(mine, room), u->head.slots);
+    return lower((int64_t)block_sum(count, buffer), item->head.slots);
 }
 
 #endif

@@ -1,135 +1,148 @@
-/* forward.cuh - outputs by online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022), and the
- * logarithm of each query's sum of exponentials. */
+/* forward.cuh - outputs [B,Q,H,D] of attend, and the logsumexp of each query's logits [B,H,Q].
+ *
+ * FlashAttention with an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). A block
+ * has ATTEND_TILE queries of one head and goes through the keys they see, a tile at a time:
+ *
+ *   1. S = Q K^T for the tile, scaled, capped and biased; masked keys are left out;
+ *   2. running row max m; P = exp(S - m); row sum l and accumulated outputs O are rescaled by
+ *      exp(old m - m);
+ *   3. O += P V, with P in shared memory.
+ *
+ * At the end the outputs are O / l and the logsumexp m + log l, from which sums.cuh computes
+ * column softmax. matrix_forward.cuh does the same with tensor cores. */
 #ifndef H2O_CUDA_FORWARD_CUH
 #define H2O_CUDA_FORWARD_CUH
 
 #include "attend_tiles.cuh"
 
-/* What a thread has of PAIRS queries: the highest logit, its part of the sum of exponentials, and
- * their products with the values, of which it has four elements in a row of every 32. */
-template <int DEPTH> struct query_sums {
-    float top[PAIRS], total[PAIRS];
-    float output[PAIRS][DEPTH / LANES];
+/* A thread's part of the running softmax of THREAD_ROWS queries: row max m, its share of the row
+ * sum l, and of the accumulated P V four neighbouring elements of every 32. */
+template <int DEPTH> struct running_softmax {
+    float row_max[THREAD_ROWS], row_sum[THREAD_ROWS];
+    float output[THREAD_ROWS][DEPTH / ROW_THREADS];
 };
 
-/* Logits to exponentials, which others of the row read after a sync_warp. */
+/* Steps 1 and 2: dot products to exponentials in buffer->weights, and the rescaling. */
 template <int DEPTH>
-DEVICE void add_logits(const attend_unit *u, bool stored, int64_t first, int64_t query, int row,
-                       int column, const float dots[PAIRS][FOURS], attend_room<DEPTH> *room,
-                       query_sums<DEPTH> *sums) {
+DEVICE void update_softmax(const attend_item *item, bool stored, int64_t first, int64_t query,
+                           int row, int column, const float dots[THREAD_ROWS][THREAD_COLUMNS],
+                           tile_buffer<DEPTH> *buffer, running_softmax<DEPTH> *softmax) {
     UNROLL
-    for (int i = 0; i < PAIRS; i++) {
-        float logit[FOURS], top = sums->top[i], total = 0.0f;
-        bool seen[FOURS];
+    for (int i = 0; i < THREAD_ROWS; i++) {
+        float logit[THREAD_COLUMNS], row_max = softmax->row_max[i], row_sum = 0.0f;
+        bool visible[THREAD_COLUMNS];
         UNROLL
-        for (int j = 0; j < FOURS; j++) {
-            const int at = column + j * LANES;
-            const float bias = room->bias[at];
-            seen[j] = bias != INFINITY && (stored || first + at <= query + row + i);
-            logit[j] = logit_of(dots[i][j], u->p->scale, u->p->softcap, bias);
-            if (seen[j]) top = fmaxf(top, logit[j]);
+        for (int j = 0; j < THREAD_COLUMNS; j++) {
+            const int at = column + j * ROW_THREADS;
+            const float bias = buffer->bias[at];
+            visible[j] = bias != INFINITY && (stored || first + at <= query + row + i);
+            logit[j] = logit_of(dots[i][j], item->p->scale, item->p->softcap, bias);
+            if (visible[j]) row_max = fmaxf(row_max, logit[j]);
         }
-        top = lanes_max(top);
-        const float factor = sums->top[i] == top ? 1.0f : exponential(sums->top[i], top);
+        row_max = row_threads_max(row_max);
+        const float rescale =
+            softmax->row_max[i] == row_max ? 1.0f : exponential(softmax->row_max[i], row_max);
         UNROLL
-        for (int j = 0; j < FOURS; j++) {
-            const float weight = seen[j] ? exponential(logit[j], top) : -1.0f;
-            room->weights[row + i][column + j * LANES] = weight;
-            total += seen[j] ? weight : 0.0f;
+        for (int j = 0; j < THREAD_COLUMNS; j++) {
+            const float weight = visible[j] ? exponential(logit[j], row_max) : -1.0f;
+            buffer->weights[row + i][column + j * ROW_THREADS] = weight;
+            row_sum += visible[j] ? weight : 0.0f;
         }
-        sums->top[i] = top;
-        sums->total[i] = fmaf(sums->total[i], factor, total);
+        softmax->row_max[i] = row_max;
+        softmax->row_sum[i] = fmaf(softmax->row_sum[i], rescale, row_sum);
         UNROLL
-        for (int k = 0; k < DEPTH / LANES; k++) sums->output[i][k] *= factor;
+        for (int k = 0; k < DEPTH / ROW_THREADS; k++) softmax->output[i][k] *= rescale;
     }
 }
 
+/* Step 3: O += P V. */
 template <int DEPTH>
-DEVICE void add_values(int row, int column, const attend_room<DEPTH> *room,
-                       query_sums<DEPTH> *sums) {
+DEVICE void accumulate_values(int row, int column, const tile_buffer<DEPTH> *buffer,
+                              running_softmax<DEPTH> *softmax) {
     for (int j = 0; j < ATTEND_TILE; j++) {
-        float weight[PAIRS];
+        float weight[THREAD_ROWS];
         UNROLL
-        for (int i = 0; i < PAIRS; i++) weight[i] = room->weights[row + i][j];
+        for (int i = 0; i < THREAD_ROWS; i++) weight[i] = buffer->weights[row + i][j];
         UNROLL
-        for (int k = 0; k < DEPTH / LANES; k += 4) {
-            const vec16 value = load16(&room->columns[j][k * LANES + column * 4]);
+        for (int k = 0; k < DEPTH / ROW_THREADS; k += 4) {
+            const vec16 value = load16(&buffer->columns[j][k * ROW_THREADS + column * 4]);
             UNROLL
-            for (int i = 0; i < PAIRS; i++) {
-                if (weight[i] < 0.0f) continue; /* not seen; NaN is */
+            for (int i = 0; i < THREAD_ROWS; i++) {
+                if (weight[i] < 0.0f) continue; /* masked; NaN is not */
                 UNROLL
                 for (int e = 0; e < 4; e++) {
-                    sums->output[i][k + e] =
-                        fmaf(weight[i], bits_float(value.w[e]), sums->output[i][k + e]);
+                    softmax->output[i][k + e] =
+                        fmaf(weight[i], bits_float(value.w[e]), softmax->output[i][k + e]);
                 }
             }
         }
     }
 }
 
-/* A tile of keys, and their values in the same place. */
+/* One tile of keys, whose values then take its place in shared memory. */
 template <int DEPTH>
-DEVICE void forward_tile(const attend_unit *u, bool stored, int64_t first, int64_t query,
-                         attend_room<DEPTH> *room, query_sums<DEPTH> *sums) {
-    const int row = threadIdx.x / LANES * PAIRS, column = threadIdx.x % LANES;
-    const int64_t D = u->p->dims.D;
-    float dots[PAIRS][FOURS];
-    if (!load_bias(u, stored, first, ATTEND_TILE, room->bias)) return;
-    load_tile<DEPTH>(room->columns, D, [&](int i) { return key_row(u, stored, first + i); });
+DEVICE void forward_tile(const attend_item *item, bool stored, int64_t first, int64_t query,
+                         tile_buffer<DEPTH> *buffer, running_softmax<DEPTH> *softmax) {
+    const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
+    const int64_t D = item->p->dims.D;
+    float dots[THREAD_ROWS][THREAD_COLUMNS];
+    if (!load_bias(item, stored, first, ATTEND_TILE, buffer->bias)) return;
+    load_tile<DEPTH>(buffer->columns, D, [&](int i) { return key_row(item, stored, first + i); });
     sync_block();
-    tile_dots<DEPTH>(room->rows, room->columns, row, column, dots);
-    add_logits<DEPTH>(u, stored, first, query, row, column, dots, room, sums);
+    tile_dots<DEPTH>(buffer->rows, buffer->columns, row, column, dots);
+    update_softmax<DEPTH>(item, stored, first, query, row, column, dots, buffer, softmax);
     sync_block();
-    load_tile<DEPTH>(room->columns, D, [&](int i) { return value_row(u, stored, first + i); });
+    load_tile<DEPTH>(buffer->columns, D, [&](int i) { return value_row(item, stored, first + i); });
     sync_block();
-    add_values<DEPTH>(row, column, room, sums);
+    accumulate_values<DEPTH>(row, column, buffer, softmax);
     sync_block();
 }
 
+/* O / l and m + log l. */
 template <int DEPTH>
-DEVICE void write_queries(const attend_unit *u, int64_t h, int64_t query, float *logs,
-                          const query_sums<DEPTH> *sums) {
-    const h2o_attend_params *const p = u->p;
-    const int row = threadIdx.x / LANES * PAIRS, column = threadIdx.x % LANES;
+DEVICE void write_outputs(const attend_item *item, int64_t h, int64_t query, float *lse,
+                          const running_softmax<DEPTH> *softmax) {
+    const h2o_attend_params *const p = item->p;
+    const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
     UNROLL
-    for (int i = 0; i < PAIRS; i++) {
+    for (int i = 0; i < THREAD_ROWS; i++) {
         const int64_t token = query + row + i;
-        const float total = lanes_sum(sums->total[i]), inverse = 1.0f / total;
-        if (token >= u->tokens) continue;
-        const element_ref out = row_of(&p->out, u->b, u->columns[token], h);
+        const float row_sum = row_threads_sum(softmax->row_sum[i]), inverse = 1.0f / row_sum;
+        if (token >= item->tokens) continue;
+        const element_ref out = row_of(&p->out, item->b, item->columns[token], h);
         UNROLL
-        for (int k = 0; k < DEPTH / LANES; k++) {
-            const int64_t d = k / 4 * 4 * LANES + column * 4 + k % 4;
-            const float x = sums->output[i][k] * inverse;
+        for (int k = 0; k < DEPTH / ROW_THREADS; k++) {
+            const int64_t d = k / 4 * 4 * ROW_THREADS + column * 4 + k % 4;
+            const float x = softmax->output[i][k] * inverse;
             if (d < p->dims.D) set_element(out, d, x);
         }
-        if (column == 0) logs[token] = sums->top[i] + logf(total);
+        if (column == 0) lse[token] = softmax->row_max[i] + logf(row_sum);
     }
 }
 
 /* Grid: tiles of queries, H, B. */
 template <int DEPTH>
 DEVICE void forward_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
-    static_assert(sizeof(attend_room<DEPTH>) == CUDA_ATTEND_SHARED(DEPTH));
-    attend_room<DEPTH> *const room = (attend_room<DEPTH> *)shared;
-    const int64_t query = (int64_t)(gridDim.x - 1 - blockIdx.x) * ATTEND_TILE; /* longest first */
+    static_assert(sizeof(tile_buffer<DEPTH>) == CUDA_ATTEND_SHARED(DEPTH));
+    tile_buffer<DEPTH> *const buffer = (tile_buffer<DEPTH> *)shared;
+    const int64_t query = (int64_t)(gridDim.x - 1 - blockIdx.x) * ATTEND_TILE; /* most keys first */
     const int64_t h = blockIdx.y, b = blockIdx.z;
-    const attend_unit u = open_attend(p, workspace, b, h / p->dims.R);
+    const attend_item item = open_attend(p, workspace, b, h / p->dims.R);
     if (h2o_given(&p->mask)) clear_pads(p, b, h, query, ATTEND_TILE);
-    if (query >= u.tokens) return;
-    query_sums<DEPTH> sums = {};
+    if (query >= item.tokens) return;
+    running_softmax<DEPTH> softmax = {};
     UNROLL
-    for (int i = 0; i < PAIRS; i++) sums.top[i] = -INFINITY;
-    load_tile<DEPTH>(room->rows, p->dims.D,
-                     [&](int i) { return token_row(&u, &p->query, h, query + i); });
-    for (int64_t i = 0; i < u.slots; i += ATTEND_TILE) {
-        forward_tile<DEPTH>(&u, true, i, query, room, &sums);
+    for (int i = 0; i < THREAD_ROWS; i++) softmax.row_max[i] = -INFINITY;
+    load_tile<DEPTH>(buffer->rows, p->dims.D,
+                     [&](int i) { return token_row(&item, &p->query, h, query + i); });
+    for (int64_t i = 0; i < item.slots; i += ATTEND_TILE) {
+        forward_tile<DEPTH>(&item, true, i, query, buffer, &softmax);
     }
-    for (int64_t i = 0; i < lower(query + ATTEND_TILE, u.tokens); i += ATTEND_TILE) {
-        forward_tile<DEPTH>(&u, false, i, query, room, &sums);
+    for (int64_t i = 0; i < lower(query + ATTEND_TILE, item.tokens); i += ATTEND_TILE) {
+        forward_tile<DEPTH>(&item, false, i, query, buffer, &softmax);
     }
-    float *const logs = (float *)u.logs + h * p->dims.Q;
-    write_queries<DEPTH>(&u, h, query, logs, &sums);
+    float *const lse = (float *)item.lse + h * p->dims.Q;
+    write_outputs<DEPTH>(&item, h, query, lse, &softmax);
 }
 
 #endif

@@ -1,4 +1,8 @@
-/* kernels.cu - every kernel, as one file for the compiler. */
+/* kernels.cu - all kernels for NVIDIA GPUs as one translation unit: prepare, forward and sums of
+ * attend, evict, step, and simulate with its prepare.
+ *
+ * Each is extern "C", by the name under which plan.c launches it, and takes the operation's
+ * parameters by value and a workspace, laid out as in kernels.h. */
 #include "attend.cuh"
 #include "evict.cuh"
 #include "simulate.cuh"

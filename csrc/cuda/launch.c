@@ -4,30 +4,53 @@
  * capture all of it. */
 #include "launch.h"
 
+#include <string.h>
+
 #include "driver.h"
 #include "plan.h"
 
-int h2o_cuda_load(int32_t device, h2o_error *error) {
+/* Opens the driver and loads all kernels for a device; else its first call would do so. */
+static int load(const void *image, size_t size, int32_t device, h2o_error *error) {
     cuda_stay stay;
-    const int status = cuda_enter(device, &stay, error);
+    int status = cuda_take_image(image, size, error);
+    if (status == H2O_OK) status = cuda_enter(device, &stay, error);
     if (status == H2O_OK) cuda_leave(&stay);
     return status;
 }
 
 enum { MOST_BLOCKS = 65535 }; /* along y and z */
 
-/* Kernels know these sizes only; lost is narrower where a device has no float64, and a tensor that
- * is only imagined has no memory. */
-static bool is_served(const h2o_view *leader, const h2o_dims *dims, const h2o_view *lost) {
-    const bool narrow = lost != NULL && lost->dtype != H2O_F64;
-    return dims->D <= CUDA_DEPTH && dims->H <= MOST_BLOCKS && dims->G <= MOST_BLOCKS &&
-           dims->B <= MOST_BLOCKS && leader->data != NULL && !narrow;
+/* A tensor that is narrower than it should be where a device has no float64. */
+static bool has_narrow_sums(const h2o_operation_row *row, const void *params) {
+    for (int i = 0; i < row->operand_count; i++) {
+        const h2o_operand *const operand = &row->operands[i];
+        if (operand->kind == H2O_OPERAND_SLOTS && !(operand->flags & H2O_ATTENDED)) {
+            const h2o_slots *const slots = (const void *)((const char *)params + operand->offset);
+            return slots->lost.dtype != H2O_F64;
+        }
+    }
+    return false;
 }
 
-static int launch(const cuda_plan *plan, const h2o_view *leader, const h2o_exec *exec,
-                  h2o_error *error) {
+/* Kernels know these sizes only; a fake tensor has no memory. */
+static bool is_served(const h2o_operation_row *row, const void *params) {
+    const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
+    return dims->D <= CUDA_DEPTH && dims->H <= MOST_BLOCKS && dims->G <= MOST_BLOCKS &&
+           dims->B <= MOST_BLOCKS && h2o_leader(row, params)->data != NULL &&
+           !has_narrow_sums(row, params);
+}
+
+static size_t workspace(h2o_operation operation, const void *params, const h2o_exec *exec) {
+    cuda_plan plan;
+    (void)exec;
+    if (!is_served(&h2o_operations[operation], params)) return H2O_UNSERVED;
+    cuda_plan_call(operation, params, &plan);
+    return plan.workspace;
+}
+
+static int launch(const cuda_plan *plan, int32_t device, const h2o_exec *exec, h2o_error *error) {
     cuda_stay stay;
-    int status = cuda_enter(leader->device_id, &stay, error);
+    int status = cuda_enter(device, &stay, error);
     if (status != H2O_OK) return status;
     status = cuda_clear(exec->workspace, plan->cleared, exec->stream, error);
     for (int i = 0; i < plan->count && status == H2O_OK; i++) {
@@ -37,37 +60,24 @@ static int launch(const cuda_plan *plan, const h2o_view *leader, const h2o_exec 
     return status;
 }
 
-/* counts: the host cannot know them. */
-#define DEFINE(op, leader, lost)                                                                   \
-    static size_t op##_workspace(const h2o_##op##_params *params, const h2o_exec *exec) {          \
-        cuda_plan plan;                                                                            \
-        (void)exec;                                                                                \
-        if (!is_served(&params->leader, &params->dims, lost)) return H2O_UNSERVED;                 \
-        cuda_plan_##op(params, &plan);                                                             \
-        return plan.workspace;                                                                     \
-    }                                                                                              \
-    static int op(const h2o_##op##_params *params, const h2o_exec *exec, h2o_error *error) {       \
-        h2o_##op##_params own = *params;                                                           \
-        cuda_plan plan;                                                                            \
-        own.counts = (h2o_counts){0};                                                              \
-        cuda_plan_##op(&own, &plan);                                                               \
-        return launch(&plan, &params->leader, exec, error);                                        \
-    }
+static int run(h2o_operation operation, const void *params, const h2o_exec *exec,
+               h2o_error *error) {
+    const h2o_operation_row *const row = &h2o_operations[operation];
+    h2o_params copy;
+    cuda_plan plan;
+    memcpy(&copy, params, row->size);
+    memset((char *)&copy + row->counts, 0, sizeof(h2o_counts)); /* the host cannot know them */
+    cuda_plan_call(operation, &copy, &plan);
+    return launch(&plan, h2o_leader(row, params)->device_id, exec, error);
+}
 
-DEFINE(attend, query, NULL)
-DEFINE(evict, keys, &params->slots.lost)
-DEFINE(step, query, &params->slots.lost)
-DEFINE(simulate, query, NULL)
+static const h2o_ops kernels = {.name = "cuda", .workspace = workspace, .run = run};
 
-const h2o_ops h2o_ops_cuda = {
+const h2o_device h2o_device_cuda = {
     .name = "cuda",
     .device_type = CUDA_DEVICE,
-    .attend_workspace = attend_workspace,
-    .attend = attend,
-    .evict_workspace = evict_workspace,
-    .evict = evict,
-    .step_workspace = step_workspace,
-    .step = step,
-    .simulate_workspace = simulate_workspace,
-    .simulate = simulate,
+    .ops = &kernels,
+    .open = cuda_open,
+    .describe = cuda_describe,
+    .load = load,
 };

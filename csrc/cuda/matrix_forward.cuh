@@ -1,95 +1,110 @@
-/* matrix_forward.cuh - forward.cuh by the tensor cores. */
+/* matrix_forward.cuh - forward.cuh with tensor cores: outputs [B,Q,H,D] of attend, and logsumexps.
+ *
+ * A block has MATRIX_ROWS queries of one head, a warp 16 of them, and goes through the tiles of
+ * keys that they see:
+ *
+ *   1. S = Q K^T in registers, while the tile's values are being copied to shared memory;
+ *   2. running row max m, P = exp(S - m) in place, row sum l, and the rescaling of O;
+ *   3. O += P V, with P as 16-bit matrices, while the next tile's keys are being copied.
+ *
+ * A tile that the causal mask cuts, and whose values are not all finite, takes a slow way for
+ * step 3, since the matrix product would turn 0 * infinity of a masked key into NaN. */
 #ifndef H2O_CUDA_MATRIX_FORWARD_CUH
 #define H2O_CUDA_MATRIX_FORWARD_CUH
 
 #include "matrix_tiles.cuh"
 
-/* Where a block is in its keys: stored ones first, then new ones up to the last query's own. */
+/* A tile of keys: stored ones first, then new ones up to the last query's own. */
 typedef struct {
     bool stored;
-    int64_t first, end; /* end: of the new ones */
+    int64_t first, end; /* end: of the new keys */
 } key_tile;
 
-/* What a lane has of two queries, 8 rows apart; total is its part of the sum. */
-template <int DEPTH> struct matrix_sums {
-    float top[2], total[2];
+/* A lane's part of the running softmax of two queries, 8 rows apart: row max m, its share of the
+ * row sum l, accumulated P V. */
+template <int DEPTH> struct matrix_softmax {
+    float row_max[2], row_sum[2];
     float output[DEPTH / 8][4];
 };
 
-/* Logits to exponentials, in place, -1 where a query does not see the key. PLAIN: all see all, and
- * nothing is added. */
-template <int DEPTH, bool PLAIN>
-DEVICE void matrix_weights(const key_tile *at, int64_t query, const matrix_room<DEPTH> *room,
-                           float c[matrix_room<DEPTH>::COLUMNS / 8][4], matrix_sums<DEPTH> *sums) {
-    const int columns = matrix_room<DEPTH>::COLUMNS;
+/* Step 2: c from logits to exponentials, -1 where the key is masked. UNMASKED: no key is, and none
+ * has a bias. */
+template <int DEPTH, bool UNMASKED>
+DEVICE void update_matrix_softmax(const key_tile *at, int64_t query,
+                                  const matrix_buffer<DEPTH> *buffer,
+                                  float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
+                                  matrix_softmax<DEPTH> *softmax) {
+    const int columns = matrix_buffer<DEPTH>::COLUMNS;
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int64_t token = query + warp_row() + lane_row() + 8 * i;
-        float top = sums->top[i], total = 0.0f;
-        uint64_t seen = 0;
+        float row_max = softmax->row_max[i], row_sum = 0.0f;
+        uint64_t visible = 0;
         UNROLL
         for (int k = 0; k < columns / 4; k++) {
             const int column = k / 2 * 8 + lane_column() + k % 2;
             float *const x = &c[k / 2][2 * i + k % 2];
-            if (!PLAIN) {
-                const float bias = room->bias[column];
+            if (!UNMASKED) {
+                const float bias = buffer->bias[column];
                 if (bias == INFINITY || (!at->stored && at->first + column > token)) continue;
                 *x += bias;
-                seen |= (uint64_t)1 << k;
+                visible |= (uint64_t)1 << k;
             }
-            top = fmaxf(top, *x);
+            row_max = fmaxf(row_max, *x);
         }
-        top = quad_max(top);
-        const float factor = sums->top[i] == top ? 1.0f : exponential(sums->top[i], top);
+        row_max = quad_max(row_max);
+        const float rescale =
+            softmax->row_max[i] == row_max ? 1.0f : exponential(softmax->row_max[i], row_max);
         UNROLL
         for (int k = 0; k < columns / 4; k++) {
             float *const x = &c[k / 2][2 * i + k % 2];
-            const bool counts = PLAIN || (seen >> k & 1);
-            *x = counts ? exponential(*x, top) : -1.0f;
-            total += counts ? *x : 0.0f;
+            const bool is_visible = UNMASKED || (visible >> k & 1);
+            *x = is_visible ? exponential(*x, row_max) : -1.0f;
+            row_sum += is_visible ? *x : 0.0f;
         }
-        sums->top[i] = top;
-        sums->total[i] = fmaf(sums->total[i], factor, total);
+        softmax->row_max[i] = row_max;
+        softmax->row_sum[i] = fmaf(softmax->row_sum[i], rescale, row_sum);
         UNROLL
-        for (int k = 0; k < DEPTH / 4; k++) sums->output[k / 2][2 * i + k % 2] *= factor;
+        for (int k = 0; k < DEPTH / 4; k++) softmax->output[k / 2][2 * i + k % 2] *= rescale;
     }
 }
 
-DEVICE float unless_unseen(float weight) { return weight < 0.0f ? 0.0f : weight; } /* NaN stays */
+DEVICE float masked_to_zero(float weight) { return weight < 0.0f ? 0.0f : weight; } /* NaN stays */
 
+/* Step 3: O += P V. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void add_matrix_values(const matrix_room<DEPTH> *room,
-                              const float c[matrix_room<DEPTH>::COLUMNS / 8][4],
-                              matrix_sums<DEPTH> *sums) {
+DEVICE void accumulate_matrix_values(const matrix_buffer<DEPTH> *buffer,
+                                     const float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
+                                     matrix_softmax<DEPTH> *softmax) {
     const int lane = threadIdx.x % 32;
     UNROLL
-    for (int k = 0; k < matrix_room<DEPTH>::COLUMNS; k += 16) {
+    for (int k = 0; k < matrix_buffer<DEPTH>::COLUMNS; k += 16) {
         uint32_t a[4], b[4];
         UNROLL
         for (int i = 0; i < 4; i++) {
             const float *const pair = &c[k / 8 + i / 2][i % 2 * 2];
-            a[i] = pack<TYPE>(unless_unseen(pair[0]), unless_unseen(pair[1]));
+            a[i] = pack<TYPE>(masked_to_zero(pair[0]), masked_to_zero(pair[1]));
         }
         UNROLL
         for (int d = 0; d < DEPTH; d += 16) {
-            load_transposed(b, &room->columns[1][k + lane % 16][d + lane / 16 * 8]);
-            multiply<TYPE>(sums->output[d / 8], a, b);
-            multiply<TYPE>(sums->output[d / 8 + 1], a, b + 2);
+            load_transposed(b, &buffer->columns[1][k + lane % 16][d + lane / 16 * 8]);
+            multiply<TYPE>(softmax->output[d / 8], a, b);
+            multiply<TYPE>(softmax->output[d / 8 + 1], a, b + 2);
         }
     }
 }
 
-/* The same, one key after the other, where a value is not finite: nothing may touch what is not
- * seen. The weights go through shared memory, in the place of the keys, 32 columns at a time. */
+/* The same, one key after the other, where a value is not finite: values of masked keys are left
+ * out. P goes through shared memory, in the place of the keys, 32 columns at a time. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void add_odd_values(matrix_room<DEPTH> *room,
-                           const float c[matrix_room<DEPTH>::COLUMNS / 8][4],
-                           matrix_sums<DEPTH> *sums) {
-    static_assert(sizeof room->columns[0] >= sizeof(float[MATRIX_ROWS][32]));
-    float (*const weights)[32] = (float (*)[32])room->columns[0];
+DEVICE void accumulate_nonfinite(matrix_buffer<DEPTH> *buffer,
+                                 const float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
+                                 matrix_softmax<DEPTH> *softmax) {
+    static_assert(sizeof buffer->columns[0] >= sizeof(float[MATRIX_ROWS][32]));
+    float (*const weights)[32] = (float (*)[32])buffer->columns[0];
     const int row = warp_row() + lane_row();
     UNROLL
-    for (int first = 0; first < matrix_room<DEPTH>::COLUMNS; first += 32) {
+    for (int first = 0; first < matrix_buffer<DEPTH>::COLUMNS; first += 32) {
         UNROLL
         for (int i = 0; i < 16; i++) {
             weights[row + i / 2 % 2 * 8][i / 4 * 8 + lane_column() + i % 2] =
@@ -101,11 +116,11 @@ DEVICE void add_odd_values(matrix_room<DEPTH> *room,
             UNROLL
             for (int n = 0; n < DEPTH / 4; n++) {
                 const int d = n / 2 * 8 + lane_column() + n % 2;
-                const uint16_t half = room->columns[1][first + k][d];
+                const uint16_t half = buffer->columns[1][first + k][d];
                 const float value = TYPE == H2O_BF16 ? bf16_to_float(half) : f16_to_float(half);
                 UNROLL
                 for (int i = 0; i < 2; i++) {
-                    float *const x = &sums->output[n / 2][2 * i + n % 2];
+                    float *const x = &softmax->output[n / 2][2 * i + n % 2];
                     *x = weight[i] < 0.0f ? *x : fmaf(weight[i], value, *x);
                 }
             }
@@ -114,101 +129,107 @@ DEVICE void add_odd_values(matrix_room<DEPTH> *room,
     }
 }
 
-/* Finds the next tile with a key in it, from `at` on, and sends for the keys. */
+/* Advances `at` to the next tile that holds a key, and starts the copy of its keys. Returns false
+ * where there is none. */
 template <int DEPTH>
-DEVICE bool fetch_keys(const attend_unit *u, key_tile *at, matrix_room<DEPTH> *room) {
-    const int columns = matrix_room<DEPTH>::COLUMNS;
+DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPTH> *buffer) {
+    const int columns = matrix_buffer<DEPTH>::COLUMNS;
     for (;; at->first += columns) {
-        if (at->stored && at->first >= u->slots) *at = key_tile{false, 0, at->end};
+        if (at->stored && at->first >= item->slots) *at = key_tile{false, 0, at->end};
         if (!at->stored && at->first >= at->end) return false;
-        if (load_bias(u, at->stored, at->first, columns, room->bias)) break;
+        if (load_bias(item, at->stored, at->first, columns, buffer->bias)) break;
     }
-    fetch_matrix<DEPTH, columns>(room->columns[0], u->p->dims.D,
-                                 [&](int i) { return key_row(u, at->stored, at->first + i); });
+    fetch_matrix<DEPTH, columns>(buffer->columns[0], item->p->dims.D,
+                                 [&](int i) { return key_row(item, at->stored, at->first + i); });
     close_copies();
     return true;
 }
 
+/* Starts the copy of the tile's values; zeros for those of no key. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void fetch_values(const attend_unit *u, const key_tile *at, matrix_room<DEPTH> *room) {
-    fetch_matrix<DEPTH, matrix_room<DEPTH>::COLUMNS>(room->columns[1], u->p->dims.D, [&](int i) {
-        if (room->bias[i] == INFINITY) return element_ref{NULL, TYPE, 1};
-        return value_row(u, at->stored, at->first + i);
-    });
+DEVICE void fetch_values(const attend_item *item, const key_tile *at,
+                         matrix_buffer<DEPTH> *buffer) {
+    fetch_matrix<DEPTH, matrix_buffer<DEPTH>::COLUMNS>(
+        buffer->columns[1], item->p->dims.D, [&](int i) {
+            if (buffer->bias[i] == INFINITY) return element_ref{NULL, TYPE, 1};
+            return value_row(item, at->stored, at->first + i);
+        });
     close_copies();
 }
 
-/* All keys: values come while their keys are being multiplied, and the next keys while they are. */
+/* Steps 1 to 3 for all tiles. Copies overlap with products: values with those of their keys, the
+ * next tile's keys with those of the values. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void add_keys(const attend_unit *u, int64_t query, matrix_room<DEPTH> *room,
-                     matrix_sums<DEPTH> *sums) {
-    const int columns = matrix_room<DEPTH>::COLUMNS;
-    key_tile at = {true, 0, lower(query + MATRIX_ROWS, u->tokens)};
-    bool more = fetch_keys<DEPTH>(u, &at, room);
+DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<DEPTH> *buffer,
+                         matrix_softmax<DEPTH> *softmax) {
+    const int columns = matrix_buffer<DEPTH>::COLUMNS;
+    key_tile at = {true, 0, lower(query + MATRIX_ROWS, item->tokens)};
+    bool more = fetch_keys<DEPTH>(item, &at, buffer);
     while (more) {
         float c[columns / 8][4];
         wait_copies<0>();
-        sync_block(); /* and the values before have been used */
-        fetch_values<DEPTH, TYPE>(u, &at, room);
-        matrix_dots<DEPTH, TYPE>(room, room->columns[0], c);
-        scale_dots<columns / 8>(c, u->p->scale, u->p->softcap);
-        /* a query that does not see a key must not touch its value, whatever that is */
-        const bool whole = at.stored || at.first + columns <= query + 1;
-        if (whole && !at.stored) {
-            matrix_weights<DEPTH, true>(&at, query, room, c, sums);
+        sync_block(); /* the previous values have been used */
+        fetch_values<DEPTH, TYPE>(item, &at, buffer);
+        matrix_dots<DEPTH, TYPE>(buffer, buffer->columns[0], c);
+        dots_to_logits<columns / 8>(c, item->p->scale, item->p->softcap);
+        const bool precedes = at.stored || at.first + columns <= query + 1; /* all queries */
+        if (precedes && !at.stored) {
+            update_matrix_softmax<DEPTH, true>(&at, query, buffer, c, softmax);
         } else {
-            matrix_weights<DEPTH, false>(&at, query, room, c, sums);
+            update_matrix_softmax<DEPTH, false>(&at, query, buffer, c, softmax);
         }
         wait_copies<0>();
         sync_block(); /* the keys have been used */
-        const bool odd = !whole && block_any(!finite_part<DEPTH, TYPE, columns>(room->columns[1]));
-        if (odd) {
-            add_odd_values<DEPTH, TYPE>(room, c, sums);
+        const bool nonfinite =
+            !precedes && block_any(!finite_part<DEPTH, TYPE, columns>(buffer->columns[1]));
+        if (nonfinite) {
+            accumulate_nonfinite<DEPTH, TYPE>(buffer, c, softmax);
             sync_block();
         }
         at.first += columns;
-        more = fetch_keys<DEPTH>(u, &at, room);
-        if (!odd) add_matrix_values<DEPTH, TYPE>(room, c, sums);
+        more = fetch_keys<DEPTH>(item, &at, buffer);
+        if (!nonfinite) accumulate_matrix_values<DEPTH, TYPE>(buffer, c, softmax);
     }
 }
 
+/* O / l and m + log l. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void write_matrix(const attend_unit *u, int64_t h, int64_t query, float *logs,
-                         const matrix_sums<DEPTH> *sums) {
-    const h2o_attend_params *const p = u->p;
+DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t query, float *lse,
+                                 const matrix_softmax<DEPTH> *softmax) {
+    const h2o_attend_params *const p = item->p;
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int64_t token = query + warp_row() + lane_row() + 8 * i;
-        const float total = quad_sum(sums->total[i]), inverse = 1.0f / total;
-        if (token >= u->tokens) continue;
-        element_ref out = row_of(&p->out, u->b, u->columns[token], h);
-        out.type = TYPE; /* as all here, which the compiler then knows */
+        const float row_sum = quad_sum(softmax->row_sum[i]), inverse = 1.0f / row_sum;
+        if (token >= item->tokens) continue;
+        element_ref out = row_of(&p->out, item->b, item->columns[token], h);
+        out.type = TYPE; /* which it is, and the compiler then knows */
         UNROLL
         for (int k = 0; k < DEPTH / 4; k++) {
             const int64_t d = k / 2 * 8 + lane_column() + k % 2;
-            const float x = sums->output[k / 2][2 * i + k % 2] * inverse;
+            const float x = softmax->output[k / 2][2 * i + k % 2] * inverse;
             if (d < p->dims.D) set_element(out, d, x);
         }
-        if (lane_column() == 0) logs[token] = sums->top[i] + logf(total);
+        if (lane_column() == 0) lse[token] = softmax->row_max[i] + logf(row_sum);
     }
 }
 
 /* Grid: tiles of queries, H, B. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
-    static_assert(sizeof(matrix_room<DEPTH>) == CUDA_MATRIX_SHARED(DEPTH));
-    matrix_room<DEPTH> *const room = (matrix_room<DEPTH> *)shared;
-    const int64_t query = (int64_t)(gridDim.x - 1 - blockIdx.x) * MATRIX_ROWS; /* longest first */
+    static_assert(sizeof(matrix_buffer<DEPTH>) == CUDA_MATRIX_SHARED(DEPTH));
+    matrix_buffer<DEPTH> *const buffer = (matrix_buffer<DEPTH> *)shared;
+    const int64_t query = (int64_t)(gridDim.x - 1 - blockIdx.x) * MATRIX_ROWS; /* most keys first */
     const int64_t h = blockIdx.y, b = blockIdx.z;
-    const attend_unit u = open_attend(p, workspace, b, h / p->dims.R);
+    const attend_item item = open_attend(p, workspace, b, h / p->dims.R);
     if (h2o_given(&p->mask)) clear_pads(p, b, h, query, MATRIX_ROWS);
-    if (query >= u.tokens) return;
-    matrix_sums<DEPTH> sums = {};
-    sums.top[0] = sums.top[1] = -INFINITY;
-    fetch_matrix<DEPTH, MATRIX_ROWS>(room->rows, p->dims.D,
-                                     [&](int i) { return token_row(&u, &p->query, h, query + i); });
-    add_keys<DEPTH, TYPE>(&u, query, room, &sums);
-    write_matrix<DEPTH, TYPE>(&u, h, query, (float *)u.logs + h * p->dims.Q, &sums);
+    if (query >= item.tokens) return;
+    matrix_softmax<DEPTH> softmax = {};
+    softmax.row_max[0] = softmax.row_max[1] = -INFINITY;
+    fetch_matrix<DEPTH, MATRIX_ROWS>(
+        buffer->rows, p->dims.D, [&](int i) { return token_row(&item, &p->query, h, query + i); });
+    forward_keys<DEPTH, TYPE>(&item, query, buffer, &softmax);
+    write_matrix_outputs<DEPTH, TYPE>(&item, h, query, (float *)item.lse + h * p->dims.Q, &softmax);
 }
 
 #endif

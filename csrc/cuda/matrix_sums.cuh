@@ -1,88 +1,95 @@
-/* matrix_sums.cuh - sums.cuh by the tensor cores. */
+/* matrix_sums.cuh - sums.cuh with tensor cores: the attention that each key received.
+ *
+ * A block has MATRIX_ROWS keys, which stay in shared memory, a warp 16 of them, and a lane sums
+ * for two. Queries come in tiles through two stages of shared memory: while one tile's logits and
+ * exp(logit - logsumexp) are computed, the next one is being copied. */
 #ifndef H2O_CUDA_MATRIX_SUMS_CUH
 #define H2O_CUDA_MATRIX_SUMS_CUH
 
 #include "matrix_tiles.cuh"
 
-/* Sends for a tile of queries of one head, and what each of them counts. */
+/* Starts the copy of a tile of queries of one head with their decay weights and logsumexps. */
 template <int DEPTH>
-DEVICE void fetch_queries(const attend_unit *u, int64_t h, int64_t query, int side,
-                          matrix_room<DEPTH> *room) {
-    const int columns = matrix_room<DEPTH>::COLUMNS;
+DEVICE void fetch_queries(const attend_item *item, int64_t h, int64_t query, int stage,
+                          matrix_buffer<DEPTH> *buffer) {
+    const int columns = matrix_buffer<DEPTH>::COLUMNS;
     const int64_t token = query + threadIdx.x;
-    fetch_matrix<DEPTH, columns>(room->columns[side], u->p->dims.D,
-                                 [&](int i) { return token_row(u, &u->p->query, h, query + i); });
-    if (threadIdx.x < (unsigned)columns && token < u->tokens) {
-        copy_async<4>(&room->weights[side][threadIdx.x], u->weights + token);
-        copy_async<4>(&room->logs[side][threadIdx.x], u->logs + h * u->p->dims.Q + token);
+    fetch_matrix<DEPTH, columns>(buffer->columns[stage], item->p->dims.D, [&](int i) {
+        return token_row(item, &item->p->query, h, query + i);
+    });
+    if (threadIdx.x < (unsigned)columns && token < item->tokens) {
+        copy_async<4>(&buffer->decays[stage][threadIdx.x], item->decays + token);
+        copy_async<4>(&buffer->lse[stage][threadIdx.x], item->lse + h * item->p->dims.Q + token);
     }
     close_copies();
 }
 
-/* What such a tile gives a lane's two keys. PLAIN: all see all, and nothing is added to logits. */
-template <int DEPTH, bool PLAIN>
-DEVICE void add_attention_of(const attend_unit *u, bool stored, int64_t first, int64_t query,
-                             int side, const matrix_room<DEPTH> *room,
-                             const float c[matrix_room<DEPTH>::COLUMNS / 8][4], float sum[2]) {
-    const int columns = matrix_room<DEPTH>::COLUMNS, row = warp_row() + lane_row();
+/* Adds what such a tile, of which c has the logits, gives to a lane's two keys. UNMASKED: every
+ * query sees every key, and no key has a bias. */
+template <int DEPTH, bool UNMASKED>
+DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t first, int64_t query,
+                               int stage, const matrix_buffer<DEPTH> *buffer,
+                               const float c[matrix_buffer<DEPTH>::COLUMNS / 8][4], float sum[2]) {
+    const int columns = matrix_buffer<DEPTH>::COLUMNS, row = warp_row() + lane_row();
     UNROLL
     for (int k = 0; k < columns / 4; k++) {
         const int at = k / 2 * 8 + lane_column() + k % 2;
         const int64_t token = query + at;
-        if (!PLAIN && token >= u->tokens) continue;
-        const float counts = room->weights[side][at], log = room->logs[side][at];
+        if (!UNMASKED && token >= item->tokens) continue;
+        const float decay = buffer->decays[stage][at], lse = buffer->lse[stage][at];
         UNROLL
         for (int i = 0; i < 2; i++) {
             float logit = c[k / 2][2 * i + k % 2];
-            if (!PLAIN) {
-                const float bias = room->bias[row + 8 * i];
+            if (!UNMASKED) {
+                const float bias = buffer->bias[row + 8 * i];
                 if (bias == INFINITY || (!stored && first + row + 8 * i > token)) continue;
                 logit += bias;
             }
-            sum[i] = fmaf(fast_exp(logit - log), counts, sum[i]);
+            sum[i] = fmaf(fast_exp(logit - lse), decay, sum[i]);
         }
     }
 }
 
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void add_matrix_attention(const attend_unit *u, bool stored, int64_t first, int64_t query,
-                                 int side, const matrix_room<DEPTH> *room, float sum[2]) {
-    const int columns = matrix_room<DEPTH>::COLUMNS;
-    const bool plain = !stored && first + MATRIX_ROWS <= query + 1 && query + columns <= u->tokens;
+DEVICE void add_matrix_column_sums(const attend_item *item, bool stored, int64_t first,
+                                   int64_t query, int stage, const matrix_buffer<DEPTH> *buffer,
+                                   float sum[2]) {
+    const int columns = matrix_buffer<DEPTH>::COLUMNS;
+    const bool unmasked =
+        !stored && first + MATRIX_ROWS <= query + 1 && query + columns <= item->tokens;
     float c[columns / 8][4];
-    matrix_dots<DEPTH, TYPE>(room, room->columns[side], c);
-    scale_dots<columns / 8>(c, u->p->scale, u->p->softcap);
-    if (plain) {
-        add_attention_of<DEPTH, true>(u, stored, first, query, side, room, c, sum);
+    matrix_dots<DEPTH, TYPE>(buffer, buffer->columns[stage], c);
+    dots_to_logits<columns / 8>(c, item->p->scale, item->p->softcap);
+    if (unmasked) {
+        add_column_sums_of<DEPTH, true>(item, stored, first, query, stage, buffer, c, sum);
     } else {
-        add_attention_of<DEPTH, false>(u, stored, first, query, side, room, c, sum);
+        add_column_sums_of<DEPTH, false>(item, stored, first, query, stage, buffer, c, sum);
     }
 }
 
-/* A tile of keys with the queries that see them, of all heads of the group: a tile of queries comes
- * while the one before it is being used. */
+/* The column sums of a tile of keys, over the queries that see them of all R heads. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void add_queries(const attend_unit *u, bool stored, int64_t first, matrix_room<DEPTH> *room,
-                        float sum[2]) {
-    const int columns = matrix_room<DEPTH>::COLUMNS;
-    const int64_t R = u->p->dims.R, begin = stored ? 0 : first;
-    const int64_t tiles = cuda_ceil(u->tokens - begin, columns);
-    fetch_matrix<DEPTH, MATRIX_ROWS>(room->rows, u->p->dims.D,
-                                     [&](int i) { return key_row(u, stored, first + i); });
-    fetch_queries<DEPTH>(u, u->g * R, begin, 0, room);
-    int side = 0;
+DEVICE void sum_over_queries(const attend_item *item, bool stored, int64_t first,
+                             matrix_buffer<DEPTH> *buffer, float sum[2]) {
+    const int columns = matrix_buffer<DEPTH>::COLUMNS;
+    const int64_t R = item->p->dims.R, begin = stored ? 0 : first;
+    const int64_t tiles = cuda_ceil(item->tokens - begin, columns);
+    fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, item->p->dims.D,
+                                     [&](int i) { return key_row(item, stored, first + i); });
+    fetch_queries<DEPTH>(item, item->g * R, begin, 0, buffer);
+    int stage = 0;
     for (int64_t r = 0; r < R; r++) {
         for (int64_t i = 0; i < tiles; i++) {
             const bool last = i + 1 == tiles;
             wait_copies<0>();
-            sync_block(); /* and the tile before has been used */
+            sync_block(); /* the previous tile has been used */
             if (!last || r + 1 < R) {
-                fetch_queries<DEPTH>(u, u->g * R + r + last, begin + (last ? 0 : i + 1) * columns,
-                                     1 - side, room);
+                fetch_queries<DEPTH>(item, item->g * R + r + last,
+                                     begin + (last ? 0 : i + 1) * columns, 1 - stage, buffer);
             }
-            add_matrix_attention<DEPTH, TYPE>(u, stored, first, begin + i * columns, side, room,
-                                              sum);
-            side = 1 - side;
+            add_matrix_column_sums<DEPTH, TYPE>(item, stored, first, begin + i * columns, stage,
+                                                buffer, sum);
+            stage = 1 - stage;
         }
     }
 }
@@ -90,21 +97,22 @@ DEVICE void add_queries(const attend_unit *u, bool stored, int64_t first, matrix
 /* Grid: tiles of keys, stored ones first, G, B. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void matrix_sums_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
-    matrix_room<DEPTH> *const room = (matrix_room<DEPTH> *)shared;
+    matrix_buffer<DEPTH> *const buffer = (matrix_buffer<DEPTH> *)shared;
     const int64_t g = blockIdx.y, b = blockIdx.z;
-    const attend_unit u = open_attend(p, workspace, b, g);
-    const int64_t before = gridDim.x - cuda_ceil(p->dims.Q, MATRIX_ROWS);
-    const bool stored = blockIdx.x < before;
-    const int64_t first = (stored ? blockIdx.x : blockIdx.x - before) * MATRIX_ROWS;
+    const attend_item item = open_attend(p, workspace, b, g);
+    const int64_t stored_tiles = gridDim.x - cuda_ceil(p->dims.Q, MATRIX_ROWS);
+    const bool stored = blockIdx.x < stored_tiles;
+    const int64_t first = (stored ? blockIdx.x : blockIdx.x - stored_tiles) * MATRIX_ROWS;
     if (!stored) clear_pad_scores(p, b, g, first, MATRIX_ROWS);
-    const bool any = load_bias(&u, stored, first, MATRIX_ROWS, room->bias) && u.tokens > 0;
+    const bool any = load_bias(&item, stored, first, MATRIX_ROWS, buffer->bias) && item.tokens > 0;
     float sum[2] = {};
-    if (any) add_queries<DEPTH, TYPE>(&u, stored, first, room, sum);
+    if (any) sum_over_queries<DEPTH, TYPE>(&item, stored, first, buffer, sum);
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int row = warp_row() + lane_row() + 8 * i;
-        const float all = quad_sum(sum[i]);
-        if (lane_column() == 0) write_sum(&u, stored, first + row, room->bias[row], all);
+        const float column_sum = quad_sum(sum[i]);
+        if (lane_column() == 0)
+            write_score(&item, stored, first + row, buffer->bias[row], column_sum);
     }
 }
 

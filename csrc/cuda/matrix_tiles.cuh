@@ -1,29 +1,31 @@
-/* matrix_tiles.cuh - attention by the tensor cores: tiles of 16-bit numbers in shared memory, and
- * their products over a warp.
+/* matrix_tiles.cuh - attend with tensor cores: tiles of 16-bit elements in shared memory, and their
+ * matrix products.
  *
- * A warp has 16 rows of the tile that stays. In what it gets of a product, lane i has elements
- * 2 (i % 4) and the next of rows i / 4 and 8 + i / 4, for each 8 columns. */
+ * A tile of logits has MATRIX_ROWS rows, which stay in shared memory, and COLUMNS columns, of
+ * which one tile after the other is copied in asynchronously. Each of the four warps computes 16
+ * rows of it by mma.m16n8k16: of each 16 x 8 product lane i has in c[0..1] elements 2 (i % 4) and
+ * the next of row i / 4, in c[2..3] the same of row i / 4 + 8. So four lanes share a row. */
 #ifndef H2O_CUDA_MATRIX_TILES_CUH
 #define H2O_CUDA_MATRIX_TILES_CUH
 
 #include "attend_tiles.cuh"
 
-enum { MATRIX_GAP = 8 /* elements between rows, so that a column is in different banks */ };
+enum { MATRIX_GAP = 8 /* elements between rows, so that a column's banks differ */ };
 
-template <int DEPTH> struct matrix_room {
+template <int DEPTH> struct matrix_buffer {
     enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH) };
-    uint16_t rows[MATRIX_ROWS][DEPTH + MATRIX_GAP]; /* that stay: queries, or sums' keys */
-    /* that pass by: keys and their values, or sums' queries, a tile and the one after it */
+    uint16_t rows[MATRIX_ROWS][DEPTH + MATRIX_GAP]; /* forward: queries; sums: keys */
+    /* forward: keys, and their values; sums: two stages of queries, in use and on their way */
     uint16_t columns[2][COLUMNS][DEPTH + MATRIX_GAP];
-    float bias[MATRIX_ROWS];                     /* of keys, see load_bias */
-    float weights[2][COLUMNS], logs[2][COLUMNS]; /* of sums' queries */
+    float bias[MATRIX_ROWS];                   /* of keys, see load_bias */
+    float decays[2][COLUMNS], lse[2][COLUMNS]; /* sums: of each stage's queries */
 };
 
 DEVICE int lane_row() { return threadIdx.x % 32 / 4; }
 DEVICE int lane_column() { return threadIdx.x % 4 * 2; }
 DEVICE int warp_row() { return threadIdx.x / 32 * 16; }
 
-/* Of the lanes that share rows. */
+/* Over the four lanes that share a row. */
 DEVICE float quad_max(float x) {
     x = fmaxf(x, shfl_xor(x, 1));
     return fmaxf(x, shfl_xor(x, 2));
@@ -36,7 +38,7 @@ DEVICE float quad_sum(float x) {
 
 /* ---- Tiles --------------------------------------------------------------- */
 
-/* RUN elements of 16 bits from d on, wherever they lie, 0 from D on. */
+/* Elements d..d+RUN-1 of 16 bits at any stride and alignment, 0 from D on. */
 DEVICE vec16 load_halves(element_ref row, int64_t d, int64_t D) {
     const char *const p = row.data + 2 * d * row.stride;
     vec16 x = {};
@@ -49,24 +51,24 @@ DEVICE vec16 load_halves(element_ref row, int64_t d, int64_t D) {
     return x;
 }
 
-/* A tile by row(i), whose data is NULL where there is none: what lies as it should is copied while
- * the thread goes on. */
+/* Loads the tile whose rows are row(i), data NULL where there is none: aligned runs by copies that
+ * the caller waits for, others at once. */
 template <int DEPTH, int ROWS, typename ROW>
 DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], int64_t D, ROW row) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs, each = ROWS / step;
     const int first = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
     const char *from[each];
-    bool apart = false;
+    bool strided = false;
     UNROLL
     for (int k = 0; k < each; k++) {
         const element_ref x = row(first + k * step);
         from[k] = d < D ? x.data : NULL;
         if (!from[k]) continue;
         from[k] += 2 * d;
-        apart = apart || x.stride != 1 || d + RUN > D || !is_aligned(from[k]);
+        strided = strided || x.stride != 1 || d + RUN > D || !is_aligned(from[k]);
     }
-    if (apart) {
-        ROLLED
+    if (strided) {
+        NO_UNROLL
         for (int k = 0; k < each; k++) {
             const element_ref x = row(first + k * step);
             store16(&tile[first + k * step][d], x.data ? load_halves(x, d, D) : vec16{});
@@ -85,11 +87,11 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], int64_t D, ROW ro
 }
 
 DEVICE bool is_finite(uint32_t halves, h2o_dtype type) {
-    const uint32_t most = type == H2O_BF16 ? 0x7f80 : 0x7c00;
-    return (halves & most) != most && (halves >> 16 & most) != most;
+    const uint32_t exponent = type == H2O_BF16 ? 0x7f80 : 0x7c00;
+    return (halves & exponent) != exponent && (halves >> 16 & exponent) != exponent;
 }
 
-/* Whether what this thread looks at of a tile is all finite: a row, or a part of one, each. */
+/* Whether this thread's share of a tile's elements is finite. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE bool finite_part(const uint16_t (*tile)[DEPTH + MATRIX_GAP]) {
     const int runs = DEPTH / RUN;
@@ -116,17 +118,18 @@ template <h2o_dtype TYPE> DEVICE uint32_t pack(float low, float high) {
     return TYPE == H2O_BF16 ? pack_bf16(low, high) : pack_f16(low, high);
 }
 
-/* A warp's rows with all columns of a tile. */
+/* The dot products of a warp's 16 rows with all columns of a tile. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void matrix_dots(const matrix_room<DEPTH> *room, const uint16_t (*tile)[DEPTH + MATRIX_GAP],
-                        float c[matrix_room<DEPTH>::COLUMNS / 8][4]) {
-    const int lane = threadIdx.x % 32, columns = matrix_room<DEPTH>::COLUMNS;
+DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer,
+                        const uint16_t (*tile)[DEPTH + MATRIX_GAP],
+                        float c[matrix_buffer<DEPTH>::COLUMNS / 8][4]) {
+    const int lane = threadIdx.x % 32, columns = matrix_buffer<DEPTH>::COLUMNS;
     UNROLL
     for (int i = 0; i < columns / 8 * 4; i++) c[i / 4][i % 4] = 0.0f;
     UNROLL
     for (int d = 0; d < DEPTH; d += 16) {
         uint32_t a[4], b[4];
-        load_matrices(a, &room->rows[warp_row() + lane % 16][d + lane / 16 * 8]);
+        load_matrices(a, &buffer->rows[warp_row() + lane % 16][d + lane / 16 * 8]);
         UNROLL
         for (int n = 0; n < columns; n += 16) {
             load_matrices(b, &tile[n + lane % 8 + lane / 16 * 8][d + lane / 8 % 2 * 8]);
@@ -136,14 +139,15 @@ DEVICE void matrix_dots(const matrix_room<DEPTH> *room, const uint16_t (*tile)[D
     }
 }
 
-/* Those products to logits, but for what is added to each key's; a softcap is rare. */
-template <int TILES> DEVICE void scale_dots(float c[TILES][4], float scale, float softcap) {
+/* Those products to logits, but for the keys' bias. */
+template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, float softcap) {
     UNROLL
     for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] *= scale;
     if (softcap <= 0.0f) return;
     const float inverse = fast_reciprocal(softcap);
     UNROLL
-    for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] = softcap * bend(c[i / 4][i % 4] * inverse);
+    for (int i = 0; i < TILES * 4; i++)
+        c[i / 4][i % 4] = softcap * fast_tanh(c[i / 4][i % 4] * inverse);
 }
 
 #endif

@@ -1,45 +1,52 @@
-/* merge.cuh - a key that leaves goes into the kept key that is most like it, see policy.h.
- * A block does it together. */
+/* merge.cuh - merges an evicted key into the kept key nearest to it, where a policy merges.
+ *
+ *   1. find_nearest: the kept key with the highest cosine to the evicted one, if that is above
+ *      the policy's threshold; a team of threads for each slot;
+ *   2. merge_into: key and value of that slot become weighted means, its score and bias grow;
+ *      weights and the new score are those of h2o_policy_merge (policy.h).
+ *
+ * A block works on one evicted key [D] and its value at a time, as floats in shared memory. */
 #ifndef H2O_CUDA_MERGE_CUH
 #define H2O_CUDA_MERGE_CUH
 
 #include "team.cuh"
 
-/* The kept key that is most like another so far: squared dot product over squared norm, which
- * orders keys as their cosines do. */
+/* The nearest kept key so far. Similarity is the squared dot product over the kept key's squared
+ * norm, which orders keys as positive cosines do. */
 typedef struct {
-    float likeness;
+    float similarity;
     int32_t position;
-    int64_t slot; /* -1: none is like it enough */
-} neighbour;
+    int64_t slot; /* -1: none is similar enough */
+} nearest_key;
 
-/* A key on its way out: rows of floats in shared memory, 0 from D on. */
+/* Rows of floats in shared memory, 0 from D on. */
 typedef struct {
     const float *key, *value;
     h2o_member member;
-} leaver;
+} evicted_key;
 
-/* Equal ones: the lower position. What is no number is like nothing. */
-DEVICE neighbour more_similar(neighbour a, neighbour b) {
+/* Of equal ones that with the lower position. NaN is similar to nothing. */
+DEVICE nearest_key nearer(nearest_key a, nearest_key b) {
     const bool second =
-        b.slot >= 0 && (b.likeness > a.likeness ||
-                        (b.likeness == a.likeness && a.slot >= 0 && b.position < a.position));
+        b.slot >= 0 && (b.similarity > a.similarity ||
+                        (b.similarity == a.similarity && a.slot >= 0 && b.position < a.position));
     return second ? b : a;
 }
 
-DEVICE neighbour warp_neighbour(neighbour mine) {
+DEVICE nearest_key warp_nearest(nearest_key nearest) {
     UNROLL
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-        const neighbour other = {shfl_xor(mine.likeness, lanes), shfl_xor(mine.position, lanes),
-                                 shfl_xor(mine.slot, lanes)};
-        mine = more_similar(mine, other);
+    for (int offset = 16; offset > 0; offset /= 2) {
+        const nearest_key other = {shfl_xor(nearest.similarity, offset),
+                                   shfl_xor(nearest.position, offset),
+                                   shfl_xor(nearest.slot, offset)};
+        nearest = nearer(nearest, other);
     }
-    return mine;
+    return nearest;
 }
 
-/* All elements of a stored row, by the threads of a block; a sync_block makes them visible. */
-DEVICE void read_floats(const char *row, h2o_dtype type, int64_t D, float *x) {
-    ROLLED
+/* A stored row as floats, by all threads of a block; a sync_block must follow. */
+DEVICE void load_floats(const char *row, h2o_dtype type, int64_t D, float *x) {
+    NO_UNROLL
     for (int64_t d = threadIdx.x * RUN; d < D; d += blockDim.x * RUN) {
         float run[RUN];
         load_stored(row, type, d, D, run);
@@ -48,17 +55,18 @@ DEVICE void read_floats(const char *row, h2o_dtype type, int64_t D, float *x) {
     }
 }
 
-/* Of slots 0..n-1 but `skip`, with positions from `first` on, the one whose key is most like that
- * of e, if it is like it by more than a cosine of `threshold`. found: shared, one for each warp. */
-DEVICE neighbour most_similar(const slot_store *store, const leaver *e, int64_t D, int32_t first,
-                              int64_t n, int64_t skip, float threshold, neighbour *found) {
+/* Of slots 0..n-1 but `skip`, with positions from `first` on, the one whose key has the highest
+ * cosine with e's, if that is above `threshold`. warps: shared, one for each warp. */
+DEVICE nearest_key find_nearest(const slot_store *store, const evicted_key *e, int64_t D,
+                                int32_t first, int64_t n, int64_t skip, float threshold,
+                                nearest_key *warps) {
     const float norm = norm_of(element_ref{(const char *)e->key, H2O_F32, 1}, D);
-    neighbour best = {threshold * threshold * (norm * norm), -1, -1};
+    nearest_key nearest = {threshold * threshold * (norm * norm), -1, -1};
     for (int64_t base = 0; base < n; base += teams()) {
         const int64_t slot = base + team_of_thread(), at = slot < n ? slot : n - 1;
         const char *const row = store->keys + at * store->key_stride;
         float dot = 0.0f, square = 0.0f;
-        for (int64_t d = place_in_team() * RUN; d < D; d += TEAM * RUN) {
+        for (int64_t d = index_in_team() * RUN; d < D; d += TEAM * RUN) {
             float x[RUN];
             load_stored(row, store->key_type, d, D, x);
             UNROLL
@@ -70,52 +78,40 @@ DEVICE neighbour most_similar(const slot_store *store, const leaver *e, int64_t 
         dot = team_sum(dot);
         square = team_sum(square);
         const int32_t position = store->positions[at];
-        const bool fits = slot < n && slot != skip && position >= first && dot > 0.0f;
-        const neighbour one = {dot * dot / square, position, fits ? slot : -1};
-        best = more_similar(best, one);
+        const bool eligible = slot < n && slot != skip && position >= first && dot > 0.0f;
+        const nearest_key candidate = {dot * dot / square, position, eligible ? slot : -1};
+        nearest = nearer(nearest, candidate);
     }
-    best = warp_neighbour(best);
-    if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = best;
+    nearest = warp_nearest(nearest);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = nearest;
     sync_block();
-    best = found[0];
-    for (int i = 1; i < (int)blockDim.x / 32; i++) best = more_similar(best, found[i]);
+    nearest = warps[0];
+    for (int i = 1; i < (int)blockDim.x / 32; i++) nearest = nearer(nearest, warps[i]);
     sync_block();
-    return best;
+    return nearest;
 }
 
-/* x [D] becomes the row that a slot holds; a warp's. */
-DEVICE void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D) {
-    if (stored == H2O_Q8 || stored == H2O_Q4 || stored == H2O_F32) {
-        make_row(row, stored, element_ref{(const char *)x, H2O_F32, 1}, D);
-        return;
-    }
-    ROLLED
-    for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
-        ((uint16_t *)row)[d] = stored == H2O_F16 ? float_to_f16(x[d]) : float_to_bf16(x[d]);
-    }
-}
-
-/* x = own * row + other * leaving, which then is what the row holds; a warp's. */
-DEVICE void merge_row(char *row, h2o_dtype type, const h2o_merged *both, const float *leaving,
+/* row = x = both->own * row + both->other * evicted; by a warp. */
+DEVICE void merge_row(char *row, h2o_dtype type, const h2o_merged *both, const float *evicted,
                       int64_t D, float *x) {
-    ROLLED
+    NO_UNROLL
     for (int64_t d = threadIdx.x % 32 * RUN; d < D; d += 32 * RUN) {
-        float mine[RUN];
-        load_stored(row, type, d, D, mine);
+        float kept[RUN];
+        load_stored(row, type, d, D, kept);
         UNROLL
         for (int i = 0; i < RUN; i++) {
-            x[d + i] = fmaf(both->other, leaving[d + i], both->own * mine[i]);
+            x[d + i] = fmaf(both->other, evicted[d + i], both->own * kept[i]);
         }
     }
     sync_warp();
     store_floats(row, type, x, D);
 }
 
-/* Merges a key that leaves into its neighbour; false, and nothing happens, where it has none or
- * the scores are no numbers. x: shared, room for two rows. */
-DEVICE bool merge_into(const slot_store *store, neighbour found, const leaver *e,
+/* Merges an evicted key into the nearest kept one. False, and nothing changes, where there is none
+ * or the weights are not finite. x: shared, two rows of floats. */
+DEVICE bool merge_into(const slot_store *store, nearest_key nearest, const evicted_key *e,
                        const h2o_ranking *ranking, int64_t D, float *x) {
-    const int64_t j = found.slot, depth = cuda_depth(D);
+    const int64_t j = nearest.slot, depth = cuda_depth(D);
     const int warp = threadIdx.x / 32;
     bool merged = false;
     h2o_merged both = {};
@@ -124,7 +120,7 @@ DEVICE bool merge_into(const slot_store *store, neighbour found, const leaver *e
         both = h2o_policy_merge(ranking, kept, e->member);
         merged = both.possible;
     }
-    sync_block(); /* all have read what now changes */
+    sync_block(); /* all threads have read what changes below */
     if (merged && warp == 0) {
         merge_row(store->keys + j * store->key_stride, store->key_type, &both, e->key, D, x);
     } else if (merged && warp == 1) {

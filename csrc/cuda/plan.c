@@ -1,4 +1,4 @@
-/* plan.c - see plan.h. */
+/* plan.c - which kernels an operation launches: see plan.h. */
 #include "plan.h"
 
 static void add_launch(cuda_plan *plan, const char *kernel, const void *params, size_t size,
@@ -30,7 +30,7 @@ static const char *const sums_names[KINDS][SIZES] = {
     {"h2o_cuda_sums_bf16_64", "h2o_cuda_sums_bf16_128", "h2o_cuda_sums_bf16_256"},
 };
 
-/* forward and sums, after somebody has prepared the rows. */
+/* forward and sums, after a kernel has prepared the rows. */
 static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const h2o_dims *const d = &params->dims;
     const bool matrices = fits_matrices(params);
@@ -46,14 +46,14 @@ static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
                ATTEND_THREADS, (unsigned)shared);
 }
 
-void cuda_plan_attend(const h2o_attend_params *params, cuda_plan *plan) {
+static void plan_attend(const h2o_attend_params *params, cuda_plan *plan) {
     *plan = (cuda_plan){.workspace = cuda_attend_layout(&params->dims).bytes};
     add_launch(plan, "h2o_cuda_prepare", params, sizeof *params, params->dims.B, 1, 1,
                EVICT_THREADS, cuda_prepare_shared());
     add_attention(plan, params);
 }
 
-void cuda_plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
+static void plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     const evict_layout at = cuda_evict_call(params);
     *plan = (cuda_plan){.workspace = at.bytes, .cleared = at.cleared};
@@ -61,7 +61,7 @@ void cuda_plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
                cuda_evict_shared());
 }
 
-void cuda_plan_step(const h2o_step_params *params, cuda_plan *plan) {
+static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
     const step_layout at = cuda_step_layout(params);
     *plan = (cuda_plan){.workspace = at.bytes, .cleared = at.cleared};
     add_launch(plan, "h2o_cuda_step", params, sizeof *params, at.parts, params->dims.G,
@@ -78,13 +78,13 @@ static h2o_attend_params dense_part(const h2o_simulate_params *p) {
         .out = p->out,
         .scores = p->scores,
         .scale = p->scale,
-        .decay = p->policy.decay,
         .softcap = p->softcap,
+        .policy = p->policy,
         .dims = p->dims,
     };
 }
 
-void cuda_plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
+static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes};
     plan->dense = dense_part(params);
@@ -93,4 +93,17 @@ void cuda_plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     add_attention(plan, &plan->dense);
     add_launch(plan, "h2o_cuda_simulate", params, sizeof *params, d->G, d->B, 1, STEP_THREADS,
                cuda_simulate_shared());
+}
+
+void cuda_plan_call(h2o_operation operation, const void *params, cuda_plan *plan) {
+    switch (operation) {
+#define CASE(name, NAME)                                                                           \
+    case H2O_##NAME:                                                                               \
+        plan_##name(params, plan);                                                                 \
+        return;
+        H2O_EACH_OPERATION(CASE)
+#undef CASE
+    default:
+        *plan = (cuda_plan){0};
+    }
 }

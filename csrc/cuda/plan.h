@@ -3,6 +3,7 @@
 #ifndef H2O_CUDA_PLAN_H
 #define H2O_CUDA_PLAN_H
 
+#include "../operations.h"
 #include "kernels.h"
 
 enum { CUDA_MOST_LAUNCHES = 4 };
@@ -24,9 +25,7 @@ typedef struct {
     h2o_attend_params dense; /* simulate: a part of it, which is like a call of its own */
 } cuda_plan;
 
-void cuda_plan_attend(const h2o_attend_params *params, cuda_plan *plan);
-void cuda_plan_evict(const h2o_evict_params *params, cuda_plan *plan);
-void cuda_plan_step(const h2o_step_params *params, cuda_plan *plan);
-void cuda_plan_simulate(const h2o_simulate_params *params, cuda_plan *plan);
+/* params: those of the operation. */
+void cuda_plan_call(h2o_operation operation, const void *params, cuda_plan *plan);
 
 #endif

@@ -1,5 +1,7 @@
-/* select.cuh - what a block does with lists: sums, compaction in order, and the nth highest of
- * some numbers. */
+/* select.cuh - algorithms of a block over lists: stream compaction that keeps the order, the
+ * nth highest of n integers by radix select, and sums of doubles in a fixed order.
+ *
+ * All threads of a block call these together, with a select_buffer in shared memory. */
 #ifndef H2O_CUDA_SELECT_CUH
 #define H2O_CUDA_SELECT_CUH
 
@@ -7,87 +9,87 @@
 
 enum { SELECT_BINS = 256 };
 
-/* What the threads of a block agree on, in shared memory. */
+/* Shared memory for one of these at a time. */
 typedef struct {
-    uint32_t bins[SELECT_BINS];
-    int32_t warps[32];
+    uint32_t bins[SELECT_BINS]; /* of a digit */
+    int32_t warps[32];          /* picked in each warp */
     double sums[EVICT_THREADS];
-    uint32_t known;
-    int32_t nth;
-} select_room;
+    uint32_t known; /* the digits found so far */
+    int32_t nth;    /* counted among those with these digits */
+} select_buffer;
 
-/* Calls emit(i, place) for each i < n with picks(i), where place counts these in order from `first`
- * on; returns first + how many there were. */
+/* Calls emit(i, index) for each i < n with picks(i), where index counts them in order from `first`
+ * on; returns first + their number. */
 template <typename PICKS, typename EMIT>
-DEVICE int64_t compact(int64_t n, int64_t first, select_room *room, PICKS picks, EMIT emit) {
+DEVICE int64_t compact(int64_t n, int64_t first, select_buffer *buffer, PICKS picks, EMIT emit) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    ROLLED
+    NO_UNROLL
     for (int64_t base = 0; base < n; base += blockDim.x) {
         const int64_t i = base + threadIdx.x;
         const bool picked = i < n && picks(i);
-        const uint32_t votes = warp_ballot(picked);
-        if (lane == 0) room->warps[warp] = popcount(votes);
+        const uint32_t ballot = warp_ballot(picked);
+        if (lane == 0) buffer->warps[warp] = popcount(ballot);
         sync_block();
-        int64_t before = first, all = first;
+        int64_t before = first, after = first;
         for (int w = 0; w < warps; w++) {
-            before += w < warp ? room->warps[w] : 0;
-            all += room->warps[w];
+            before += w < warp ? buffer->warps[w] : 0;
+            after += buffer->warps[w];
         }
-        if (picked) emit(i, before + popcount(votes & ((1u << lane) - 1)));
-        first = all;
+        if (picked) emit(i, before + popcount(ballot & ((1u << lane) - 1)));
+        first = after;
         sync_block();
     }
     return first;
 }
 
 /* The nth highest, counted from 1, of key(i) for those i < n with picks(i), of which there are at
- * least n; *among is how many of those equal to it belong to the nth highest. Radix select: each
+ * least nth; *among is how many of those equal to it belong to the nth highest. Radix select: each
  * pass counts those that agree with the digits known so far by their next digit. */
 template <typename PICKS, typename KEY>
-DEVICE uint32_t nth_highest(int64_t n, int64_t nth, int64_t *among, select_room *room, PICKS picks,
-                            KEY key) {
+DEVICE uint32_t nth_highest(int64_t n, int64_t nth, int64_t *among, select_buffer *buffer,
+                            PICKS picks, KEY key) {
     if (threadIdx.x == 0) {
-        room->known = 0;
-        room->nth = (int32_t)nth;
+        buffer->known = 0;
+        buffer->nth = (int32_t)nth;
     }
     uint32_t mask = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
-        ROLLED
-        for (int i = threadIdx.x; i < SELECT_BINS; i += blockDim.x) room->bins[i] = 0;
+        NO_UNROLL
+        for (int i = threadIdx.x; i < SELECT_BINS; i += blockDim.x) buffer->bins[i] = 0;
         sync_block();
-        const uint32_t known = room->known;
-        ROLLED
+        const uint32_t known = buffer->known;
+        NO_UNROLL
         for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
             if (!picks(i)) continue;
             const uint32_t k = key(i);
-            if ((k & mask) == known) count_shared(&room->bins[k >> shift & 255]);
+            if ((k & mask) == known) count_shared(&buffer->bins[k >> shift & 255]);
         }
         sync_block();
         if (threadIdx.x == 0) {
             int digit = 255;
-            while (digit > 0 && room->nth > (int32_t)room->bins[digit]) {
-                room->nth -= (int32_t)room->bins[digit--];
+            while (digit > 0 && buffer->nth > (int32_t)buffer->bins[digit]) {
+                buffer->nth -= (int32_t)buffer->bins[digit--];
             }
-            room->known = known | (uint32_t)digit << shift;
+            buffer->known = known | (uint32_t)digit << shift;
         }
         mask |= 255u << shift;
         sync_block();
     }
-    *among = room->nth;
-    const uint32_t found = room->known;
+    *among = buffer->nth;
+    const uint32_t highest = buffer->known;
     sync_block();
-    return found;
+    return highest;
 }
 
-/* The sum over all threads, in a fixed order. */
-DEVICE double block_sum(double mine, select_room *room) {
-    room->sums[threadIdx.x] = mine;
+/* The sum of x over all threads, in a fixed order. */
+DEVICE double block_sum(double x, select_buffer *buffer) {
+    buffer->sums[threadIdx.x] = x;
     for (unsigned half = blockDim.x / 2; half > 0; half /= 2) {
         sync_block();
-        if (threadIdx.x < half) room->sums[threadIdx.x] += room->sums[threadIdx.x + half];
+        if (threadIdx.x < half) buffer->sums[threadIdx.x] += buffer->sums[threadIdx.x + half];
     }
     sync_block();
-    const double sum = room->sums[0];
+    const double sum = buffer->sums[0];
     sync_block();
     return sum;
 }

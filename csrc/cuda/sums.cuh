@@ -1,30 +1,40 @@
-/* sums.cuh - for each key the attention that it got, computed again from the logarithms of the
- * queries' sums, since it takes all of a row to know one weight. A block has its keys to itself,
- * so that nothing is added by atomics and the sums have one order. */
+/* sums.cuh - the attention that each key received: column sums of the softmax, [B,G,Q] for new keys
+ * and [B,G,S] for stored ones.
+ *
+ * A softmax weight is known only after the last key of its row, so forward.cuh cannot add up
+ * columns on its way. This second pass computes the logits again, with each query's logsumexp:
+ *
+ *     sum of key j = sum over queries i of decay weight(i) * exp(logit(i, j) - logsumexp(i))
+ *
+ * A block has ATTEND_TILE keys, which stay in shared memory, and loads one tile of the queries
+ * that see them after the other, of all R heads of the group. No other block adds to these sums:
+ * there are no atomics, and the order of additions is fixed. matrix_sums.cuh does the same with
+ * tensor cores. */
 #ifndef H2O_CUDA_SUMS_CUH
 #define H2O_CUDA_SUMS_CUH
 
 #include "attend_tiles.cuh"
 
-/* What a tile of queries of one head gives PAIRS keys. */
+/* Adds what a tile of queries of one head gives to a thread's THREAD_ROWS keys. */
 template <int DEPTH>
-DEVICE void add_attention(const attend_unit *u, bool stored, int64_t first, int64_t h,
-                          int64_t query, const attend_room<DEPTH> *room, float sum[PAIRS]) {
-    const int row = threadIdx.x / LANES * PAIRS, column = threadIdx.x % LANES;
-    const h2o_attend_params *const p = u->p;
-    float dots[PAIRS][FOURS];
-    tile_dots<DEPTH>(room->rows, room->columns, row, column, dots);
+DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first, int64_t h,
+                            int64_t query, const tile_buffer<DEPTH> *buffer,
+                            float sum[THREAD_ROWS]) {
+    const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
+    const h2o_attend_params *const p = item->p;
+    float dots[THREAD_ROWS][THREAD_COLUMNS];
+    tile_dots<DEPTH>(buffer->rows, buffer->columns, row, column, dots);
     UNROLL
-    for (int j = 0; j < FOURS; j++) {
-        const int64_t token = query + column + j * LANES;
-        if (token >= u->tokens) continue;
-        const float counts = u->weights[token], log = u->logs[h * p->dims.Q + token];
+    for (int j = 0; j < THREAD_COLUMNS; j++) {
+        const int64_t token = query + column + j * ROW_THREADS;
+        if (token >= item->tokens) continue;
+        const float decay = item->decays[token], lse = item->lse[h * p->dims.Q + token];
         UNROLL
-        for (int i = 0; i < PAIRS; i++) {
-            const float bias = room->bias[row + i];
+        for (int i = 0; i < THREAD_ROWS; i++) {
+            const float bias = buffer->bias[row + i];
             if (bias == INFINITY || (!stored && first + row + i > token)) continue;
             const float logit = logit_of(dots[i][j], p->scale, p->softcap, bias);
-            sum[i] = fmaf(fast_exp(logit - log), counts, sum[i]);
+            sum[i] = fmaf(fast_exp(logit - lse), decay, sum[i]);
         }
     }
 }
@@ -32,34 +42,35 @@ DEVICE void add_attention(const attend_unit *u, bool stored, int64_t first, int6
 /* Grid: tiles of keys, stored ones first, G, B. */
 template <int DEPTH>
 DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
-    attend_room<DEPTH> *const room = (attend_room<DEPTH> *)shared;
+    tile_buffer<DEPTH> *const buffer = (tile_buffer<DEPTH> *)shared;
     const int64_t g = blockIdx.y, b = blockIdx.z;
-    const attend_unit u = open_attend(p, workspace, b, g);
-    const int64_t before = gridDim.x - cuda_ceil(p->dims.Q, ATTEND_TILE);
-    const bool stored = blockIdx.x < before;
-    const int64_t first = (stored ? blockIdx.x : blockIdx.x - before) * ATTEND_TILE;
-    const int row = threadIdx.x / LANES * PAIRS, column = threadIdx.x % LANES;
+    const attend_item item = open_attend(p, workspace, b, g);
+    const int64_t stored_tiles = gridDim.x - cuda_ceil(p->dims.Q, ATTEND_TILE);
+    const bool stored = blockIdx.x < stored_tiles;
+    const int64_t first = (stored ? blockIdx.x : blockIdx.x - stored_tiles) * ATTEND_TILE;
+    const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
     if (!stored) clear_pad_scores(p, b, g, first, ATTEND_TILE);
-    const bool any = load_bias(&u, stored, first, ATTEND_TILE, room->bias) && u.tokens > 0;
-    float sum[PAIRS] = {};
+    const bool any = load_bias(&item, stored, first, ATTEND_TILE, buffer->bias) && item.tokens > 0;
+    float sum[THREAD_ROWS] = {};
     if (any) {
-        load_tile<DEPTH>(room->rows, p->dims.D,
-                         [&](int i) { return key_row(&u, stored, first + i); });
+        load_tile<DEPTH>(buffer->rows, p->dims.D,
+                         [&](int i) { return key_row(&item, stored, first + i); });
     }
     for (int64_t r = 0; any && r < p->dims.R; r++) {
         const int64_t h = g * p->dims.R + r;
-        for (int64_t query = stored ? 0 : first; query < u.tokens; query += ATTEND_TILE) {
-            sync_block(); /* the tile before has been read */
-            load_tile<DEPTH>(room->columns, p->dims.D,
-                             [&](int i) { return token_row(&u, &p->query, h, query + i); });
+        for (int64_t query = stored ? 0 : first; query < item.tokens; query += ATTEND_TILE) {
+            sync_block(); /* the previous tile has been read */
+            load_tile<DEPTH>(buffer->columns, p->dims.D,
+                             [&](int i) { return token_row(&item, &p->query, h, query + i); });
             sync_block();
-            add_attention<DEPTH>(&u, stored, first, h, query, room, sum);
+            add_column_sums<DEPTH>(&item, stored, first, h, query, buffer, sum);
         }
     }
     UNROLL
-    for (int i = 0; i < PAIRS; i++) {
-        const float all = lanes_sum(sum[i]);
-        if (column == 0) write_sum(&u, stored, first + row + i, room->bias[row + i], all);
+    for (int i = 0; i < THREAD_ROWS; i++) {
+        const float column_sum = row_threads_sum(sum[i]);
+        if (column == 0)
+            write_score(&item, stored, first + row + i, buffer->bias[row + i], column_sum);
     }
 }
 

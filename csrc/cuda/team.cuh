@@ -1,5 +1,7 @@
-/* team.cuh - dot products of the rows of a store with vectors in shared memory. TEAM threads
- * share a row, each with every TEAM-th run of it. */
+/* team.cuh - dot products of stored rows [D] with vectors in shared memory.
+ *
+ * A team is TEAM neighbouring threads of a warp that compute dot products of one row together:
+ * each reads every TEAM-th run of the row, and shuffles add up what they have. */
 #ifndef H2O_CUDA_TEAM_CUH
 #define H2O_CUDA_TEAM_CUH
 
@@ -7,15 +9,15 @@
 
 DEVICE int teams(void) { return blockDim.x / TEAM; }
 DEVICE int team_of_thread(void) { return threadIdx.x / TEAM; }
-DEVICE int place_in_team(void) { return threadIdx.x % TEAM; }
+DEVICE int index_in_team(void) { return threadIdx.x % TEAM; }
 
 DEVICE float team_sum(float x) {
     UNROLL
-    for (int lanes = TEAM / 2; lanes > 0; lanes /= 2) x += shfl_xor(x, lanes);
+    for (int offset = TEAM / 2; offset > 0; offset /= 2) x += shfl_xor(x, offset);
     return x;
 }
 
-/* Adds x's products with `count` vectors of `pitch` floats each, from element d on. */
+/* Adds the products of run x, from element d on, with COUNT vectors, `pitch` floats apart. */
 template <int COUNT>
 DEVICE void add_products(const float x[RUN], const float *vectors, int64_t pitch, int64_t d,
                          float sum[COUNT]) {
@@ -27,14 +29,14 @@ DEVICE void add_products(const float x[RUN], const float *vectors, int64_t pitch
     }
 }
 
-/* The dot products of N rows with those vectors, the same for all threads of a team: load(d, x)
- * gives elements d..d+RUN-1 of each. All threads of a warp take part. */
+/* The dot products of N rows with COUNT vectors, the same for all threads of a team. load(d, x)
+ * reads elements d..d+RUN-1 of each row. All threads of a warp take part. */
 template <int N, int COUNT, typename LOAD>
 DEVICE void row_dots(int64_t D, const float *vectors, int64_t pitch, LOAD load,
                      float (*sum)[COUNT]) {
     UNROLL
     for (int i = 0; i < N * COUNT; i++) sum[i / COUNT][i % COUNT] = 0.0f;
-    for (int64_t d = place_in_team() * RUN; d < D; d += TEAM * RUN) {
+    for (int64_t d = index_in_team() * RUN; d < D; d += TEAM * RUN) {
         float x[N][RUN];
         load(d, x);
         UNROLL
@@ -42,8 +44,8 @@ DEVICE void row_dots(int64_t D, const float *vectors, int64_t pitch, LOAD load,
     }
     UNROLL
     for (int i = 0; i < N * COUNT; i++) {
-        float *const one = &sum[i / COUNT][i % COUNT];
-        *one = team_sum(*one);
+        float *const partial = &sum[i / COUNT][i % COUNT];
+        *partial = team_sum(*partial);
     }
 }
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from h2o.analysis.collect import Attention, attend, full_layers, sparsity, watch
-from h2o.analysis.result import THRESHOLD, Analysis, Measured
+from h2o.analysis.measured_text import THRESHOLD, Measured
+from h2o.analysis.result import Analysis
 from h2o.config import H2OConfig, one_config
 from h2o.hf import tensor_parallel
 
@@ -46,7 +47,7 @@ def analyze(
             Fractions are of the text. `heavy` also says how many keys are called heavy hitters.
         prompt_len: tokens before the first eviction; 1 evicts from the very beginning.
 
-    Errors: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
+    Raises: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
     arguments that do not fit.
     """
     parameters.pop("token_type_ids", None)  # some tokenizers make them, decoders do without

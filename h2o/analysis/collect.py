@@ -44,7 +44,7 @@ Visit = Callable[[int, Attention], Tensor]
 
 
 def full_layers(model: Any) -> list[int]:
-    """The layers with full attention. Errors: `Unsupported` for a model that h2o cannot serve."""
+    """The layers with full attention. Raises: `Unsupported` for a model that h2o cannot serve."""
     return [i for i, x in enumerate(transformers_layers(model.config)) if not x.is_sliding]
 
 

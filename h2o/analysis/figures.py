@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o.draw.extras import axes_or_new, need
+from h2o.draw import axes_or_new, need
 
 if TYPE_CHECKING:
-    from h2o.analysis.result import Analysis
+    from h2o.analysis.measured_text import MeasuredText
     from h2o.config import H2OConfig
 
 __all__ = ["FIGURES"]
 
 
-def sparsity(a: Analysis, ax: Any = None, *, threshold: float = 0.01) -> Any:
+def sparsity(a: MeasuredText, ax: Any = None, *, threshold: float = 0.01) -> Any:
     """Share of negligible entries by layer: the mean over heads, and their range."""
     ax = axes_or_new(ax)
     shares = 100 * a.sparsity(threshold)
@@ -35,7 +35,7 @@ def sparsity(a: Analysis, ax: Any = None, *, threshold: float = 0.01) -> Any:
     return ax
 
 
-def power_law(a: Analysis, ax: Any = None) -> Any:
+def power_law(a: MeasuredText, ax: Any = None) -> Any:
     """Sorted scores of each layer, both axes logarithmic: a power law is a straight line."""
     ax = axes_or_new(ax)
     colours = need("matplotlib").colormaps["viridis"]
@@ -58,7 +58,7 @@ def power_law(a: Analysis, ax: Any = None) -> Any:
     return ax
 
 
-def carriers(a: Analysis, ax: Any = None) -> Any:
+def carriers(a: MeasuredText, ax: Any = None) -> Any:
     """Which share of the keys carries 50%, 80%, ... of the attention, by layer."""
     ax = axes_or_new(ax)
     for share, counts in a.power_law().keys.items():
@@ -75,7 +75,7 @@ def carriers(a: Analysis, ax: Any = None) -> Any:
     return ax
 
 
-def overlap(a: Analysis, ax: Any = None) -> Any:
+def overlap(a: MeasuredText, ax: Any = None) -> Any:
     """Common heavy hitters of each two layers (Jaccard), as a heat map."""
     ax = axes_or_new(ax)
     image = ax.imshow(a.overlap("layer"), vmin=0, vmax=1, cmap="magma")
@@ -88,7 +88,7 @@ def overlap(a: Analysis, ax: Any = None) -> Any:
     return ax
 
 
-def halves(a: Analysis, ax: Any = None) -> Any:
+def halves(a: MeasuredText, ax: Any = None) -> Any:
     """Heavy hitters of the text's first half: does its second half agree? By layer and head."""
     ax = axes_or_new(ax)
     shares = a.overlap("half")
@@ -106,7 +106,7 @@ def halves(a: Analysis, ax: Any = None) -> Any:
     return ax
 
 
-def frequency(a: Analysis, ax: Any = None) -> Any:
+def frequency(a: MeasuredText, ax: Any = None) -> Any:
     """Rank correlation of a token's attention with its frequency in the text, by layer."""
     ax = axes_or_new(ax)
     names = {
@@ -128,7 +128,7 @@ def frequency(a: Analysis, ax: Any = None) -> Any:
     return ax
 
 
-def removal(a: Analysis, ax: Any = None, **options: Any) -> Any:
+def removal(a: MeasuredText, ax: Any = None, **options: Any) -> Any:
     """Perplexity without the heaviest, random and newest keys; options as of `a.removal`."""
     ax = axes_or_new(ax)
     table = a.removal(**options)
@@ -146,7 +146,7 @@ Configs = Mapping[str, "H2OConfig | None"]
 """Labels and configs; None is the config of the analysis."""
 
 
-def retained_mass(a: Analysis, ax: Any = None, *, configs: Configs | None = None) -> Any:
+def retained_mass(a: MeasuredText, ax: Any = None, *, configs: Configs | None = None) -> Any:
     """Share of the attention that a cache retains, by layer, for one config or several."""
     ax = axes_or_new(ax)
     for name, config in _named(configs).items():
@@ -162,7 +162,7 @@ def retained_mass(a: Analysis, ax: Any = None, *, configs: Configs | None = None
     return ax
 
 
-def retained_over_time(a: Analysis, ax: Any = None, *, configs: Configs | None = None) -> Any:
+def retained_over_time(a: MeasuredText, ax: Any = None, *, configs: Configs | None = None) -> Any:
     """The same by token, mean over layers and heads, smoothed over a fiftieth of the text."""
     ax = axes_or_new(ax)
     width = max(len(a) // 50, 1)
@@ -186,7 +186,7 @@ def _named(configs: Configs | None) -> Configs:
     return configs or {"this analysis": None}
 
 
-def scores(a: Analysis, ax: Any = None, *, layer: int | None = None, per: str = "kv") -> Any:
+def scores(a: MeasuredText, ax: Any = None, *, layer: int | None = None, per: str = "kv") -> Any:
     """Scores of a layer's keys, a row for each head; without a layer, one for each layer."""
     ax = axes_or_new(ax, figsize=(8, 3))
     from matplotlib.colors import LogNorm

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from h2o.analysis.tables import rows
-from h2o.draw.text import pieces
+from h2o.draw import pieces
 
 if TYPE_CHECKING:
-    from h2o.analysis.result import Analysis
+    from h2o.analysis.measured_text import MeasuredText
 
 __all__ = ["Picture", "observations", "render"]
 
@@ -34,7 +34,7 @@ class Picture(NamedTuple):
 
 
 def render(
-    a: Analysis,
+    a: MeasuredText,
     tokenizer: Any,
     *,
     title: str,
@@ -44,7 +44,7 @@ def render(
 ) -> str:
     """The page. Its size is about 2 (H + G) bytes and a third for each layer and token.
 
-    Errors: ValueError for a text of more than LONGEST tokens.
+    Raises: ValueError for a text of more than LONGEST tokens.
     """
     if len(a) > LONGEST:
         raise ValueError(f"a page shows at most {LONGEST} tokens, not {len(a)}")
@@ -67,7 +67,7 @@ def render(
     )
 
 
-def data(a: Analysis, tokenizer: Any) -> str:
+def data(a: MeasuredText, tokenizer: Any) -> str:
     """What the page's script reads: JSON, safe inside a <script>."""
     scores = np.stack([a.scores(layer, "query") for layer in a.layers])
     left = np.stack([a.evicted_at(layer) for layer in a.layers])
@@ -107,7 +107,7 @@ def table(columns: dict[str, np.ndarray]) -> str:
     return f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
 
 
-def budget(a: Analysis) -> str:
+def budget(a: MeasuredText) -> str:
     """A config in few words."""
     config = a.config
     parts = [
@@ -126,7 +126,7 @@ def chance(k: int, n: int) -> float:
     return k * k / n / (2 * k - k * k / n)
 
 
-def observations(a: Analysis) -> list[tuple[str, str, str]]:
+def observations(a: MeasuredText) -> list[tuple[str, str, str]]:
     """(question, what the paper says, what was measured) for each observation.
 
     Removal and caches of other configs are told as far as they have been measured.
@@ -195,7 +195,7 @@ def observations(a: Analysis) -> list[tuple[str, str, str]]:
             )
         )
     mass = np.stack([a.retained_mass(layer) for layer in a.layers]).mean(1)
-    note = "" if a.config.merge is None else "; keys that were merged count as gone"
+    note = "" if a.config.merge is None else "; keys that were merged count as evicted"
     table.append(
         (
             f"What does a cache of {budget(a)} retain of the attention?",

@@ -2,7 +2,7 @@
 
 A row loses the same number of keys whichever kind is taken: a share of the keys that were there
 when its block of rows began. Which are the heaviest is known from the rows before that, as in a
-cache, never from the future. Nobody loses its own key.
+cache, never from the future. A token never loses its own key.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: i
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     if not 0 <= share <= 1:
         raise ValueError(f"share must be from 0 to 1, not {share!r}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def visit(layer: int, seen: Attention) -> Tensor:
         G, n, _ = seen.keys.shape
-        chance = torch.rand(G, n, generator=generator).to(seen.keys.device)
+        chance = torch.rand(G, n, generator=generator, dtype=torch.float32, device="cpu")
+        chance = chance.to(seen.keys.device)
         return attend_without(seen, kind, share, chance)
 
     return perplexity(watch(model, ids, visit, logits=True), ids)
@@ -56,15 +57,15 @@ def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> 
         if kind == "recent":
             row = torch.arange(first, columns, device=out.device)[:, None]
             age = row - torch.arange(columns, device=out.device)
-            gone = ((age >= 1) & (age <= lost)).expand(G, rows, columns)
+            removed = ((age >= 1) & (age <= lost)).expand(G, rows, columns)
         else:
             rank = received if kind == "heavy" else chance
-            gone = torch.zeros(G, columns, dtype=torch.bool, device=out.device)
-            gone.scatter_(1, rank[:, :first].topk(lost, dim=1).indices, True)
-            gone = gone[:, None].expand(G, rows, columns)
+            removed = torch.zeros(G, columns, dtype=torch.bool, device=out.device)
+            removed.scatter_(1, rank[:, :first].topk(lost, dim=1).indices, True)
+            removed = removed[:, None].expand(G, rows, columns)
         if kind == "heavy":
             received[:, :columns] += logits.softmax(-1).view(G, -1, columns).sum(1)
-        logits.view(G, H // G, rows, columns).masked_fill_(gone[:, None], -torch.inf)
+        logits.view(G, H // G, rows, columns).masked_fill_(removed[:, None], -torch.inf)
         p = logits.softmax(-1)
         out[first:columns] = (p @ values[:, :columns]).transpose(0, 1).to(out.dtype)
     return out

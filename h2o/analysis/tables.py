@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from h2o.draw.extras import need
+from h2o.draw import need
 
 if TYPE_CHECKING:
-    from h2o.analysis.result import Analysis
+    from h2o.analysis.measured_text import MeasuredText
 
 __all__ = ["as_dict", "frame"]
 
 TABLES = ("layers", "heads", "keys")
 
 
-def frame(a: Analysis, table: str) -> Any:
+def frame(a: MeasuredText, table: str) -> Any:
     """A DataFrame of an analysis, one of TABLES.
 
     "layers" and "heads" (query heads) have `sparsity`, `slope`, `r2`, `exponential_r2`, the keys
@@ -44,7 +44,7 @@ def frame(a: Analysis, table: str) -> Any:
     )
 
 
-def rows(a: Analysis, table: str) -> dict[str, np.ndarray]:
+def rows(a: MeasuredText, table: str) -> dict[str, np.ndarray]:
     """The columns of "layers" or "heads"."""
     by_layer = table == "layers"
     law = a.power_law("layer" if by_layer else "query")
@@ -73,7 +73,7 @@ def rows(a: Analysis, table: str) -> dict[str, np.ndarray]:
     return numbers
 
 
-def as_dict(a: Analysis) -> dict[str, Any]:
+def as_dict(a: MeasuredText) -> dict[str, Any]:
     """See `Analysis.as_dict`."""
     retained = [
         {

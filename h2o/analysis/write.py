@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from h2o.analysis import figures
 from h2o.analysis.page import Picture, budget, observations, render
 from h2o.analysis.tables import TABLES, frame
-from h2o.draw.extras import need
+from h2o.draw import need
+from h2o.filesystem import atomic_write
 
 if TYPE_CHECKING:
     from h2o.analysis.result import Analysis
@@ -100,9 +100,8 @@ def write(
         for table in TABLES:
             name = "keys.csv.gz" if table == "keys" else f"{table}.csv"
             frame(a, table).to_csv(folder / name, index=False, float_format="%.6g")
-    draft = page.with_suffix(".tmp")
-    draft.write_text(text, "utf-8")
-    os.replace(draft, page)
+    with atomic_write(page) as draft:
+        draft.write_text(text, "utf-8")
     return [page, folder]
 
 

@@ -21,18 +21,22 @@ from h2o.backends import cuda
 __all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "serving"]
 
 VERSION: str = _core.info()["version"]
-OPERATIONS = ("attend", "evict", "step", "simulate")
+OPERATIONS: tuple[str, ...] = _core.OPERATIONS
 
 forced = os.environ.get("H2O_BACKEND", "")
 if forced not in ("", "torch"):
     raise ValueError(f'H2O_BACKEND={forced}: wanted "torch", or no such variable')
 
 
-def serving(tensor: Any) -> Any:
-    """What has `OPERATIONS`, with the arguments of those of `_core`, for tensors like this one."""
+core = SimpleNamespace(**{name: functools.partial(_core.call, name, "run") for name in OPERATIONS})
+"""The operations by the C core on the CPU."""
+
+
+def serving(tensor: Any) -> SimpleNamespace:
+    """What has `OPERATIONS`, with the operands of `_core.call`, for tensors like this one."""
     on_cpu = getattr(tensor, "is_cpu", None)  # torch's word; others' tensors have none
     if on_cpu is None or (on_cpu and not forced):
-        return _core
+        return core
     if not forced and is_cuda(tensor):
         return cuda.serving(tensor.device.index, _portable())
     return _portable()
@@ -62,11 +66,11 @@ def _portable() -> SimpleNamespace:
     from h2o.backends import portable
 
     def checked(name: str) -> Any:
-        check, run = getattr(_core, f"check_{name}"), getattr(portable, name)
+        run = getattr(portable, name)
 
-        def operation(*arguments: Any) -> None:
-            check(*arguments)
-            run(*arguments)
+        def operation(*operands: Any) -> None:
+            _core.call(name, "check", *operands)
+            run(*operands)
 
         return operation
 
@@ -87,7 +91,7 @@ def info() -> dict[str, Any]:
 def check() -> dict[str, list[str]]:
     """What the kernels of each CUDA device of torch get wrong, checked anew.
 
-    Errors: RuntimeError where there is no such device or kernels cannot be loaded.
+    Raises: RuntimeError where there is no such device or kernels cannot be loaded.
     """
     import torch
 

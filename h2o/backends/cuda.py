@@ -91,7 +91,7 @@ def _load(index: int) -> str | None:
     if obstacle is not None:
         return obstacle
     try:
-        _core.cuda_load(FATBIN.read_bytes(), index)
+        _core.load("cuda", FATBIN.read_bytes(), index)
     except (RuntimeError, MemoryError) as error:
         return str(error)
     return None
@@ -101,17 +101,16 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
     """The operations by the kernels."""
 
     def operation(name: str) -> Any:
-        measure, launch = getattr(_core, f"measure_{name}"), getattr(_core, f"launch_{name}")
         otherwise = getattr(by_torch, name)
 
-        def run(*arguments: Any) -> None:
-            leader = arguments[0]
+        def run(*operands: Any) -> None:
+            leader = operands[0]
             stream = _stream(leader)
-            wanted = measure(*arguments, stream)
+            wanted = _core.call(name, "measure", *operands, stream)
             if wanted is None:
-                otherwise(*arguments)
+                otherwise(*operands)
             else:
-                launch(*arguments, stream, _workspace(leader, wanted))
+                _core.call(name, "launch", *operands, stream, _workspace(leader, wanted))
 
         return run
 
@@ -154,7 +153,7 @@ def _workspace(tensor: Any, size: int) -> Any:
 def check(index: int, by_torch: SimpleNamespace) -> list[str]:
     """Checks the kernels of a device anew; what they got wrong.
 
-    Errors: RuntimeError where they cannot be loaded.
+    Raises: RuntimeError where they cannot be loaded.
     """
     from h2o.backends import kernel_check
 
@@ -186,7 +185,7 @@ def _remembered_check(
 
 def _facts(index: int) -> dict[str, Any]:
     """What an answer could depend on: where all of it is as it was, so are the answers."""
-    version, devices = _core.cuda_devices()
+    version, devices = _core.devices("cuda")
     module = Path("/proc/driver/nvidia/version")
     return {
         "device": devices[index],
@@ -197,9 +196,10 @@ def _facts(index: int) -> dict[str, Any]:
 
 
 def _file(facts: dict[str, Any]) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o-kv"
+    from h2o.filesystem import cache_folder
+
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return folder / f"check-{name}.json"
+    return cache_folder() / f"check-{name}.json"
 
 
 def _recall(facts: dict[str, Any]) -> list[str] | None:
@@ -211,12 +211,12 @@ def _recall(facts: dict[str, Any]) -> list[str] | None:
 
 def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
     """Where the folder cannot be written to, every process checks anew."""
-    from h2o.filesystem import whole
+    from h2o.filesystem import atomic_write
 
     try:
         path = _file(facts)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as draft:
+        with atomic_write(path) as draft:
             draft.write_text(json.dumps({**facts, "mistakes": mistakes}, indent=2), "utf-8")
     except (OSError, RuntimeError):
         return
@@ -228,7 +228,7 @@ def describe() -> str:
     if obstacle is not None:
         return f"torch ({obstacle})"
     try:
-        version, devices = _core.cuda_devices()
+        version, devices = _core.devices("cuda")
     except (RuntimeError, MemoryError) as error:
         return f"torch ({error})"
     if _obstacles:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o.policy import Policy
 from h2o.quantisation import dequantised
-from h2o.slots import Slots, new_slots
+from h2o.slots import KINDS, PER_SLOT, Slots, new_slots
 
 __all__ = ["mistakes"]
 
@@ -62,7 +63,7 @@ SINKS, HEAVY, RECENT = 2, 18, 12
 def mistakes(kernels: Any, by_torch: Any, device: Any) -> list[str]:
     """What `kernels` answer otherwise than `by_torch`, each with operation and case.
 
-    Both have the operations of `_core`, with its arguments.
+    Both have the operations of `_core.call`, with its operands.
     """
     found = []
     with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
@@ -118,7 +119,7 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
     if case.pads:
         mask[1, :7] = False
     scale, softcap, decay = D**-0.5, 0.0, 0.97
-    policy = (SINKS, "sum", decay, case.value_weighted, case.merge)
+    policy = Policy(SINKS, decay=decay, value_weighted=case.value_weighted, merge=case.merge)
     capacity = SINKS + HEAVY + RECENT + 1 + max(0, CHUNK - 1)
     slots = new_slots(
         keys, [capacity, capacity + 3] if case.own else capacity, HEAVY, RECENT,
@@ -135,17 +136,17 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         new = (keys[:, :, now].contiguous(), values[:, :, now].contiguous())
         mine = mask[:, now].contiguous() if case.pads else None
         stored = slots if first else None
-        arguments = (query[:, :, now], *new, mine, stored, out, scores, scale, decay, softcap)
+        arguments = (query[:, :, now], *new, mine, stored, out, scores, scale, softcap, policy)
         yield "attend", arguments, _attended
-        yield "evict", (*new, scores, mine, slots, *policy), lambda a, b: _slots(a[4], b[4], D)
+        yield "evict", (*new, scores, mine, slots, policy), lambda a, b: _slots(a[4], b[4], D)
     for t in range(PROMPT + CHUNK, total):
         now = slice(t, t + 1)
         out = number(B, 1, H, D, dtype=case.dtype)
         new = (query[:, :, now], keys[:, :, now], values[:, :, now])
-        arguments = (*new, None, slots, out, scale, softcap, *policy, None, None)
+        arguments = (*new, None, slots, out, scale, softcap, policy, None, None)
         yield "step", arguments, lambda a, b: [("out", a[5], b[5]), *_slots(a[4], b[4], D)]
     if case.kv_dtype is None:
-        yield from _simulation(case, (query, keys, values), mask, (scale, softcap, *policy), number)
+        yield from _simulation(case, (query, keys, values), mask, (scale, softcap, policy), number)
 
 
 def _attended(mine: Any, theirs: Any) -> list[tuple[str, Tensor, Tensor]]:
@@ -155,18 +156,18 @@ def _attended(mine: Any, theirs: Any) -> list[tuple[str, Tensor, Tensor]]:
     return pairs
 
 
-def _simulation(case: Case, text: Any, mask: Tensor, policy: Any, number: Any) -> Iterator[Any]:
+def _simulation(case: Case, text: Any, mask: Tensor, numbers: Any, number: Any) -> Iterator[Any]:
     """The whole text, of which the prompt is one token shorter in each further row."""
     query, keys, _ = text
     total = query.shape[2]
-    prompt = PROMPT - torch.arange(B, dtype=torch.int32).to(keys.device)
+    prompt = PROMPT - torch.arange(B, dtype=torch.int32, device=keys.device)
     budget = number(B, 2, dtype=torch.int32)
     budget[:, 0], budget[:, 1] = HEAVY, RECENT
     out = number(B, total, G * R, case.D, dtype=case.dtype)
     evicted = number(B, G, total, dtype=torch.int32)
     scores = number(B, G, total)
     pads = mask if case.pads else None
-    arguments = (*text, pads, prompt, budget, out, evicted, scores, *policy, None, None)
+    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, None, None)
     names = ("out", "evicted_at", "scores")
     yield "simulate", arguments, lambda a, b: list(zip(names, a[6:9], b[6:9], strict=True))
 
@@ -177,7 +178,8 @@ def _slots(mine: Slots, theirs: Slots, D: int) -> list[tuple[str, Tensor, Tensor
     pairs = [(f"slots.{field}", a[field], b[field]) for field in a]
     return pairs + [
         (f"slots.{field}", getattr(mine, field), getattr(theirs, field))
-        for field in ("lengths", "lost")
+        for field, kind in KINDS.items()
+        if kind.written and field not in (*PER_SLOT, "free")
     ]
 
 
@@ -192,7 +194,7 @@ def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
     order = by_head.argsort(-1)
     empty = positions.gather(-1, order) < 0
     found = {"free": positions.gather(-1, free if free.ndim == positions.ndim else free[..., None])}
-    for field in ("positions", "scores", "norms", "bias", "keys", "values"):
+    for field in PER_SLOT:
         x = getattr(slots, field)
         if x is None:
             continue
@@ -207,17 +209,16 @@ def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
 def _text(case: Case, tokens: int, device: torch.device, seed: int) -> tuple[Tensor, ...]:
     """Queries [B, H, tokens, D] that drift, and keys and values [B, G, tokens, D]. Each key has a
     weight of its own in the direction that all queries share, so that scores lie apart."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     D = case.D
     common, drift = normal(B, G, 1, D), normal(B, G, 1, D)
-    weights = torch.stack([torch.randperm(tokens, generator=generator) for _ in range(B * G)]).view(
-        B, G, tokens, 1
-    )
-    time = torch.arange(tokens).view(1, 1, -1, 1) / tokens
+    orders = [torch.randperm(tokens, generator=generator, device="cpu") for _ in range(B * G)]
+    weights = torch.stack(orders).view(B, G, tokens, 1).float()
+    time = torch.arange(tokens, dtype=torch.float32, device="cpu").view(1, 1, -1, 1) / tokens
     keys = 0.5 * normal(B, G, tokens, D) + common * (weights / tokens - 0.5)
     towards = common * (1 - 0.5 * time) + drift * time
     query = towards.repeat_interleave(R, 1) + 0.3 * normal(B, G * R, tokens, D)

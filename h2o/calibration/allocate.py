@@ -43,21 +43,21 @@ def allocate(budgets: Sequence[float], costs: np.ndarray, total: float) -> np.nd
         float64 [heads], whose sum is `total` (within the least and the most that heads can get).
     """
     least, most = float(budgets[0]), float(budgets[-1])
-    given = np.full(len(costs), least)
+    keys = np.full(len(costs), least)
     steps = []
     for head, row in enumerate(costs):
         corners = hull(budgets, row)
         for a, b in itertools.pairwise(corners):
             steps.append((_slope(a, b), head, b[0] - a[0]))
-    left = total - given.sum()
+    left = total - keys.sum()
     for _, head, width in sorted(steps):
         taken = max(0.0, min(width, left))
-        given[head] += taken
+        keys[head] += taken
         left -= taken
-    if left > 0:  # nobody is known to need more: all get the same on top
-        room = most - given
-        given += room * min(1.0, left / max(room.sum(), 1e-9))
-    return given
+    if left > 0:  # no head is known to need more: all get the same on top
+        room = most - keys
+        keys += room * min(1.0, left / max(room.sum(), 1e-9))
+    return keys
 
 
 def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:

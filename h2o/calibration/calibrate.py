@@ -16,15 +16,16 @@ from torch import Tensor
 
 from h2o.analysis.collect import full_layers
 from h2o.calibration.allocate import allocate
-from h2o.calibration.measure import costs, watch
+from h2o.calibration.head_costs import costs, watch
 from h2o.calibration.refine import around, moved, worth
 from h2o.config import H2OConfig
-from h2o.evaluate.processes import ALONE, Processes
-from h2o.evaluate.results import Cells, provenance
 from h2o.head_budgets import LEAST
 from h2o.hf import tensor_parallel
 from h2o.hf.support import transformers_layers
-from h2o.profile import Profile, describe, sample
+from h2o.model_identity import describe, sample
+from h2o.processes import ALONE, Processes
+from h2o.profile import Profile
+from h2o.result_cells import Cells, provenance
 
 __all__ = ["FRACTIONS", "Window", "calibrate", "grid_of", "policy", "windows_of"]
 
@@ -77,7 +78,7 @@ def calibrate(
     For each key/value head and each budget of a grid the head alone evicts from the first token
     on, ranked as by `H2OConfig.robust`. What this costs is estimated to second order, from the
     change of the head's output and the gradient of the log-likelihood of tokens that are drawn
-    from the model's own predictions (`h2o.calibration.measure`); then a total is shared out so
+    from the model's own predictions (`h2o.calibration.head_costs`); then a total is shared out so
     that one more key would save the same everywhere (`h2o.calibration.allocate`). The same
     idea, for pruning: Theis et al., "Faster gaze prediction with dense networks and Fisher
     pruning", arXiv:1801.05787.
@@ -100,7 +101,7 @@ def calibrate(
             and seed takes them from there. It is not removed.
         progress: called with (passes done, passes in all); what `resume` had is passed over.
 
-    Errors: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
+    Raises: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
     arguments that do not fit, UserError (`h2o.errors`) for a `resume` file of another kind.
     """
     full = full_layers(model)
@@ -131,13 +132,13 @@ def calibrate(
         """What is measured on a window, or was in an earlier run."""
         done = next(count)
         facts = {"window": piece.sha256, "settings": settings, "origin": origin, **more}
-        found = cells.find(facts) if cells else None
-        if found is None:
+        result = cells.find(facts) if cells else None
+        if result is None:
             progress(done, total)
-            found = measure()
+            result = measure()
             if cells:
-                found = cells.put(facts, found)
-        return found
+                result = cells.put(facts, result)
+        return result
 
     alone = [
         once(piece, lambda piece=piece: {"costs": _costs(model, piece, grid, draws, seed).tolist()})
@@ -167,11 +168,7 @@ def calibrate(
             **settings, "windows": len(chosen), "refine": refine, "steps": STEPS, "read": READ,
             "dtype": origin["dtype"],
         },
-        versions={
-            name: version
-            for name, version in origin["versions"].items()
-            if name in ("h2o-kv", "torch", "transformers")
-        },
+        versions={x: origin["versions"][x] for x in ("h2o-kv", "torch", "transformers")},
     )  # fmt: skip
 
 
@@ -190,7 +187,7 @@ def grid_of(window: int) -> list[int]:
 def windows_of(input_ids: Any, window: int, limit: int | None) -> Iterator[Window]:
     """The windows that are read, in turn from each text.
 
-    Errors: TypeError for what are no token ids, ValueError for a text shorter than a window.
+    Raises: TypeError for what are no token ids, ValueError for a text shorter than a window.
     """
     if window <= 2 * LEAST:
         raise ValueError(f"window must be more than {2 * LEAST} tokens, not {window}")
@@ -210,8 +207,8 @@ def windows_of(input_ids: Any, window: int, limit: int | None) -> Iterator[Windo
         open_ = [i for i, piece in enumerate(pieces) if numbers[i] < len(piece)]
         numbers[min(open_, key=numbers.__getitem__)] += 1
     spread = [
-        [own[i * len(own) // number] for i in range(number)]
-        for own, number in zip(pieces, numbers, strict=True)
+        [of_text[i * len(of_text) // number] for i in range(number)]
+        for of_text, number in zip(pieces, numbers, strict=True)
     ]
     for turn in itertools.zip_longest(*spread):
         yield from (piece for piece in turn if piece is not None)
@@ -245,10 +242,10 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int) -> np.ndarray:
     """[full layers, G, grid]"""
-    generator = torch.Generator().manual_seed(int(piece.sha256[:12], 16) + seed)
+    generator = torch.Generator("cpu").manual_seed(int(piece.sha256[:12], 16) + seed)
     layers = watch(model, piece.ids, generator, draws)
-    own = [costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
-    return _of_all_heads(torch.stack(own).numpy(), model)
+    by_layer = [costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
+    return _of_all_heads(torch.stack(by_layer).numpy(), model)
 
 
 def _worth(model: Any, piece: Window, budgets: np.ndarray) -> np.ndarray:
@@ -256,11 +253,11 @@ def _worth(model: Any, piece: Window, budgets: np.ndarray) -> np.ndarray:
     return _of_all_heads(worth(model, piece.ids, budgets, policy)[0], model)
 
 
-def _of_all_heads(own: np.ndarray, model: Any) -> np.ndarray:
+def _of_all_heads(local: np.ndarray, model: Any) -> np.ndarray:
     """[full layers, G, ...] from the heads that each process has, the same on all of them."""
-    if own.shape[1] == describe(model.config).get("num_key_value_heads"):
-        return own
-    return np.concatenate(_processes(model).everyone(own), axis=1)
+    if local.shape[1] == describe(model.config).get("num_key_value_heads"):
+        return local
+    return np.concatenate(_processes(model).everyone(local), axis=1)
 
 
 def _processes(model: Any) -> Processes:
@@ -290,7 +287,7 @@ def _step(
 ) -> np.ndarray:
     """Shares after a step of refinement."""
     budgets = around(spread(shares, fraction * window, window), LEAST, window)
-    found = [
+    results = [
         once(
             piece,
             lambda piece=piece: {"worth": _worth(model, piece, budgets).tolist()},
@@ -298,7 +295,7 @@ def _step(
         )
         for piece in pieces
     ]
-    worths = np.mean([x["worth"] for x in found], axis=0)
+    worths = np.mean([x["worth"] for x in results], axis=0)
     keys = moved(budgets[0], budgets[1] - budgets[2], worths)
     keys = spread(keys, fraction * window, window)
     return keys / keys.mean()

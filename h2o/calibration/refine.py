@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from h2o import ops
 from h2o.analysis.collect import forward, full_layers
-from h2o.calibration.measure import ROWS
+from h2o.calibration.head_costs import ROWS
 from h2o.config import H2OConfig
 from h2o.head_budgets import levelled
 from h2o.hf import tensor_parallel
@@ -69,14 +69,14 @@ def worth(
                 q, k, v,
                 torch.ones(3, dtype=torch.int32, device=device),
                 torch.tensor(levelled(amounts, k.shape[1], part), dtype=torch.int32, device=device),
-                scale=call.scale, softcap=call.softcap, **configs[0][0].ranking,
+                scale=call.scale, softcap=call.softcap, policy=configs[0][0].policy,
             )  # fmt: skip
             changes.append((out[2] - out[1]).reshape(len(ids), k.shape[1], -1))
-        found = _attend(query[0], key[0], value[0], evicted_at[0], call.scale, call.softcap)
-        if not found.requires_grad:  # a first layer whose parameters are frozen
-            found.requires_grad_()
-        outputs.append(found)
-        return found
+        attended = _attend(query[0], key[0], value[0], evicted_at[0], call.scale, call.softcap)
+        if not attended.requires_grad:  # a first layer whose parameters are frozen
+            attended.requires_grad_()
+        outputs.append(attended)
+        return attended
 
     with attending(model, order, attention), torch.enable_grad():
         logits = model(ids[None].to(model.device), use_cache=False).logits

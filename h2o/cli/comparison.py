@@ -1,21 +1,38 @@
-"""What `h2o generate` prints after its text."""
+"""What `h2o generate` prints of its runs: a table, texts in columns, answers to a question."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from h2o.generate import TENTH, Result
+if TYPE_CHECKING:
+    from h2o.generation import Run
 
-__all__ = ["comparison", "table"]
+__all__ = ["Result", "answers", "columns", "table"]
+
+PRESETS = ("robust", "calibrated")
+"""Of H2OConfig, which a comparison runs in a tenth of the bytes."""
 
 
-def comparison(result: Result) -> list[str]:
+@dataclass(frozen=True)
+class Result:
+    """What was done; `asdict` of it is the output of --json."""
+
+    model: str
+    dtype: str
+    prompt_tokens: int
+    budget: dict[str, Any]
+    versions: dict[str, str]
+    runs: list[Run]
+
+
+def columns(result: Result) -> list[str]:
     """The texts of the runs in columns."""
-    columns = max(60, shutil.get_terminal_size((100, 24)).columns)
-    width = (columns - 3 * (len(result.runs) - 1)) // len(result.runs)
+    terminal = max(60, shutil.get_terminal_size((100, 24)).columns)
+    width = (terminal - 3 * (len(result.runs) - 1)) // len(result.runs)
     texts = []
     for run in result.runs:
         lines = [run.mode, "-" * width]
@@ -25,6 +42,40 @@ def comparison(result: Result) -> list[str]:
     height = max(map(len, texts))
     rows = zip(*(lines + [""] * (height - len(lines)) for lines in texts), strict=True)
     return [*(" | ".join(cell.ljust(width) for cell in row).rstrip() for row in rows), ""]
+
+
+KEEPS = {
+    "full": "all",
+    "h2o": "those that received the most attention, and the newest",
+    "robust": "in a tenth of the bytes",
+    "calibrated": "in a tenth of the bytes, shared among the heads by a profile of the model",
+    "local": "the newest",
+}
+"""What a cache keeps, in few words."""
+
+
+def answers(result: Result, question: str) -> list[str]:
+    """The answers to a question about the shipped article, one under the other."""
+    width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
+    tokens = f"an article of {result.prompt_tokens} tokens"
+    lines = [f"{result.model}, {result.dtype}, has read {tokens}. {question}", ""]
+    for run in result.runs:
+        lines.append(
+            f"{run.mode:<12}{run.kv_bytes_held / 1e6:5.1f} MB held, "
+            f"read in {run.prefill_seconds:.1f} s, then {milliseconds(run)}"
+        )
+        for paragraph in run.text.strip().splitlines():
+            lines += textwrap.wrap(
+                paragraph, width, initial_indent=" " * 12, subsequent_indent=" " * 12
+            ) or [""]
+        lines.append("")
+    kept = "; ".join(f"{run.mode} {run.tokens_held}, {KEEPS[run.mode]}" for run in result.runs)
+    return [*lines, *textwrap.wrap(f"Kept, of {result.runs[0].tokens_seen} keys: {kept}.", width)]
+
+
+def milliseconds(run: Run) -> str:
+    steps = run.new_tokens - 1
+    return f"{1000 * run.decode_seconds / steps:.0f} ms a token" if steps else "no more tokens"
 
 
 def table(result: Result) -> list[str]:
@@ -45,8 +96,8 @@ def table(result: Result) -> list[str]:
     head = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens"
     lines = [f"{name:<30}" + "".join(f"{of(run):>14}" for run in result.runs) for name, of in rows]
     presets = [
-        f'{run.mode}: H2OConfig.{run.mode}({TENTH}, of="bytes"), a tenth of the bytes'
+        f'{run.mode}: H2OConfig.{run.mode}(0.1, of="bytes"), a tenth of the bytes'
         for run in result.runs
-        if run.mode in ("robust", "calibrated")
+        if run.mode in PRESETS
     ]
     return [head, *lines, *presets]

@@ -1,12 +1,21 @@
-"""Texts that a user names: files, standard input, arguments."""
+"""Texts that a command reads: files, standard input, arguments, and the shipped article."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from importlib import resources
 from pathlib import Path
 
-__all__ = ["checked", "read"]
+__all__ = ["ARTICLE", "article", "checked", "read"]
+
+ARTICLE = "lighthouse.txt"
+"""Of h2o/data: 2100 tokens about a lighthouse that there is not, so that no model knows it."""
+
+
+def article() -> str:
+    """The shipped article."""
+    return resources.files("h2o").joinpath(f"data/{ARTICLE}").read_text("utf-8")
 
 
 def read(parser: argparse.ArgumentParser, argument: str, name: str) -> str:

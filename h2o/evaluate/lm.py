@@ -8,9 +8,12 @@ for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-har
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import inspect
 import itertools
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,12 +32,11 @@ from tqdm import tqdm
 from h2o import models
 from h2o.config import H2OConfig
 from h2o.evaluate import protocols
-from h2o.evaluate.journal import Journal, Request
-from h2o.evaluate.processes import ALONE, launched
 from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
-from h2o.evaluate.setting import DEVICES, Setting, from_config, from_options
+from h2o.evaluate.setting import Setting, from_config, from_options
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
+from h2o.processes import ALONE, Processes, launched
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
@@ -44,7 +46,38 @@ a CPU ends in the machine's standstill instead of an error."""
 
 POLICY = ("variant", *(field.name for field in dataclasses.fields(H2OConfig)))
 
+Request = tuple[Any, list[int], list[int]]
+"""What lm-eval passes: (key, context, continuation), the latter two in tokens."""
+
 log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Answers of an evaluation in a file, one line each, written as they come. Without a path
+    it remembers nothing. Of several processes the first one reads and writes it."""
+
+    def __init__(self, path: Path | None, processes: Processes) -> None:
+        self.path = path if processes.first else None
+        self.answers: dict[str, tuple[float, bool]] = {}
+        lines = path.read_text("utf-8").splitlines() if self.path and path.exists() else []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # a last line that was cut short
+                key, logprob, greedy = json.loads(line)
+                self.answers[key] = (logprob, greedy)
+        self.answers = processes.of_first(self.answers)
+
+    def get(self, request: Request) -> tuple[float, bool] | None:
+        return self.answers.get(self._key(request))
+
+    def put(self, request: Request, answer: tuple[float, bool]) -> None:
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps([self._key(request), *answer]))
+
+    @staticmethod
+    def _key(request: Request) -> str:
+        return hashlib.sha256(json.dumps(request[1:]).encode()).hexdigest()
 
 
 @register_model("h2o")
@@ -53,12 +86,12 @@ class H2OLM(HFLM):
 
     Args:
         pretrained: a name or folder; without it the embedded SmolLM2-135M-Instruct.
-        device: "cpu", and where it is another that h2o has no kernels for, "cpu" too.
+        device: any that torch has; "cuda", which lm-eval says by default, is "cpu" without one.
         batch_size: "auto" is 8 on the CPU.
         protocol: "simulate" or "drop".
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
-        heavy, recent, sinks, rank_by, decay, value_weighted: as in `H2OConfig`; or, from Python,
-            `h2o_config`, one of these.
+        heavy, recent, and every other field of `H2OConfig`; or, from Python, `h2o_config`, one of
+            these.
         prompt_len: "simulate" only: tokens before the first eviction.
         ratio_of: what fractions refer to: "text" (default in simulation) or "prompt" (always
             so in "drop", where the prompt is the context).
@@ -85,10 +118,12 @@ class H2OLM(HFLM):
             pretrained = str(models.embedded_folder(log.info))
         kwargs["logits_cache"] = False  # it would lend one request's logits to another
         # lm-eval's commands say "cuda:0" unless told otherwise, whatever there is.
-        if torch.device(kwargs.get("device") or "cuda").type not in DEVICES:
-            log.info("device=%s: h2o has no kernels for it; cpu", kwargs.get("device"))
-            kwargs["device"] = "cpu"
-        # A model that is given, or cut into parts, is there for one process or for all alike.
+        device = str(kwargs.get("device") or "cuda")
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            log.info("device=%s: torch has none here; cpu", device)
+            device = "cpu"
+        kwargs["device"] = str(models.torch_device(device))
+        # A model in memory, or cut into parts, is there for one process or for all alike.
         self.processes = launched() if isinstance(pretrained, str) else ALONE
         self.workers = self.processes if kwargs.get("tp_plan") is None else ALONE
         if self.workers.world > 1 and kwargs["device"] == "cpu":
@@ -169,10 +204,10 @@ class H2OLM(HFLM):
             disable=disable_tqdm or not self.processes.first,
             desc=self.setting.name,
         ) as bar:
-            for places, found in self.workers.shared(
+            for places, scored in self.workers.shared(
                 batches, lambda places: score([requests[i] for i in places])
             ):
-                for i, answer in zip(places, found, strict=True):
+                for i, answer in zip(places, scored, strict=True):
                     request = requests[i]
                     answers[i] = answer
                     known.put(request, answer)
@@ -213,12 +248,16 @@ class H2OLM(HFLM):
             group_fn=lambda x: x[1],
         )
         batches = list(sorted_.get_batched(n=self._batch_size()))
-        own = [place for x in batches[self.workers.rank :: self.workers.world] for *_, place in x]
-        texts = super().generate_until([requests[i] for i in own], disable_tqdm) if own else []
-        found = dict(zip(own, texts, strict=True))
-        for more in self.workers.everyone(found):
-            found |= more
-        return [found[place] for place in range(len(requests))]
+        places = [
+            place for x in batches[self.workers.rank :: self.workers.world] for *_, place in x
+        ]
+        texts = (
+            super().generate_until([requests[i] for i in places], disable_tqdm) if places else []
+        )
+        by_place = dict(zip(places, texts, strict=True))
+        for more in self.workers.everyone(by_place):
+            by_place |= more
+        return [by_place[place] for place in range(len(requests))]
 
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))

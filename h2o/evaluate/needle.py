@@ -2,9 +2,9 @@
 
 A sentence with a number is hidden in a piece of a text. The piece is the prompt of a real
 `H2OCache`, which is cut to its budget before the question is known; then the question goes in, and
-the answer counts if greedy decoding writes the number, digit by digit. What nobody attends to while
-the text is read has to survive that cut: the hard case of every eviction (compare Kamradt, "Needle
-in a haystack", 2023).
+the answer counts if greedy decoding writes the number, digit by digit. What no token attends to
+while the text is read has to survive that cut: the hard case of every eviction (compare Kamradt,
+"Needle in a haystack", 2023).
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from typing import Any
 
 import torch
 
-from h2o import generate, models
+from h2o import models
 from h2o.errors import UserError
-from h2o.evaluate.processes import launched
-from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
+from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
+from h2o.filesystem import read_text
+from h2o.hf.new_cache import new_cache
+from h2o.processes import launched
+from h2o.result_cells import Cells, fingerprint, provenance
 
 __all__ = ["DEPTHS", "LENGTHS", "Trial", "compare", "trials"]
 
@@ -59,7 +62,7 @@ def trials(text: str, tokenizer: Any, lengths: Sequence[int], each: int) -> list
     Pieces of the text are taken one after the other, from its start again where it ends; a
     length counts the piece's tokens, to which those of the sentence come.
 
-    Errors: UserError for a text with fewer tokens than a length, or without sentences.
+    Raises: UserError for a text with fewer tokens than a length, or without sentences.
     """
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < max(lengths):
@@ -67,7 +70,7 @@ def trials(text: str, tokenizer: Any, lengths: Sequence[int], each: int) -> list
             f"the text has {len(ids)} tokens, a length is {max(lengths)}: lower --lengths"
         )
     draw = random.Random(0)
-    found, start = [], 0
+    chosen, start = [], 0
     for length in lengths:
         for depth in DEPTHS:
             for _ in range(each):
@@ -78,8 +81,8 @@ def trials(text: str, tokenizer: Any, lengths: Sequence[int], each: int) -> list
                 town, number = draw.choice(TOWNS), str(draw.randint(10000, 99999))
                 document = hidden(piece, FACT.format(town=town, number=number), depth)
                 question = QUESTION.format(town=town)
-                found.append(Trial(length, depth, document, question, " " + number))
-    return found
+                chosen.append(Trial(length, depth, document, question, " " + number))
+    return chosen
 
 
 def hidden(piece: str, fact: str, depth: float) -> str:
@@ -98,6 +101,7 @@ def compare(
     *,
     model_name: str | None = None,
     dtype: str = "auto",
+    device: str = "cpu",
     lengths: Sequence[int] = LENGTHS,
     limit: int | None = None,
 ) -> str:
@@ -116,12 +120,9 @@ def compare(
     for setting in settings:
         if not setting.dropping:
             raise UserError(f"{setting.name}: a mask, no cache; it cannot answer")
-    try:
-        text = file.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
+    text = read_text(file)
     cells = Cells(output / "needle.json", "h2o eval --needle", launched())
-    model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
+    model, tokenizer = models.load(model_name, dtype=dtype, device=device, say=models.say)
     rows = trials(text, tokenizer, lengths, limit or 4)
     encoded = [encode(tokenizer, model.config, row) for row in rows]
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
@@ -137,24 +138,23 @@ def compare(
         }
         work.append([(facts | x.describe(), partial(answered, model, x, *ids)) for x in settings])
     results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
-    for row, found in zip(rows, cells.complete(work, "needles"), strict=True):
-        for setting, result in zip(settings, found, strict=True):
+    for row, row_results in zip(rows, cells.complete(work, "needles"), strict=True):
+        for setting, result in zip(settings, row_results, strict=True):
             results[setting.name].append(result | {"length": row.length, "depth": row.depth})
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
-        found = results[setting.name]
-        curves.setdefault(setting.kind, []).append((share_kept(found), *found_share(found)))
+        each = results[setting.name]
+        curves.setdefault(setting.kind, []).append((share_kept(each), *found_share(each)))
     drawn = plot_curves(output / "needle.png", [(file.name, curves)], "facts found")
-    written = f"{output / 'needle.json'}" + (f", {output / 'needle.png'}" if drawn else "")
     first = (
         f"{origin['model']}, {len(rows)} facts in pieces of {file.name}, cut before the question; "
         "fractions of the piece"
     )
-    return "\n".join([first, "", as_table(results, lengths), "", f"written: {written}"])
+    return "\n".join([first, "", as_table(results, lengths), "", written(cells.path, drawn)])
 
 
 def encode(tokenizer: Any, config: Any, row: Trial) -> tuple[torch.Tensor, ...]:
-    """Token ids [1, n] of document, question and answer. Errors: UserError if they do not fit."""
+    """Token ids [1, n] of document, question and answer. Raises: UserError if they do not fit."""
     document = tokenizer(row.document, return_tensors="pt")["input_ids"]
     question, answer = (
         tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -177,17 +177,18 @@ def answered(
     """Whether greedy decoding would write the answer: as long as it does, feeding the answer is
     the same as feeding what was decoded."""
     config = None if setting.variant == "full" else setting.config
+    document, question, answer = (x.to(model.device) for x in (document, question, answer))
     n = document.shape[1]
-    cache = generate.new_cache(model, config, n)
+    cache = new_cache(model, config, n)
     start = time.perf_counter()
-    written = []
+    decoded = []
     with torch.no_grad():
         model.base_model(document, past_key_values=cache, use_cache=True)  # no logits needed
         for ids in (question, *answer[:, :-1].split(1, dim=1)):
             out = model(ids, past_key_values=cache, use_cache=True)
-            written.append(out.logits[0, -1].argmax().item())
+            decoded.append(out.logits[0, -1].argmax().item())
     return {
-        "found": written == answer[0].tolist(),
+        "found": decoded == answer[0].tolist(),
         "seen": n,
         "kept": setting.config.for_model(model).held(n),
         "seconds": time.perf_counter() - start,

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from h2o import models
 from h2o.errors import UserError
-from h2o.evaluate.processes import launched
-from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
+from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting, footnote
+from h2o.filesystem import read_text
 from h2o.hf.cache import H2OCache
 from h2o.hf.simulation import simulated
+from h2o.processes import launched
+from h2o.result_cells import Cells, fingerprint, provenance
 
 __all__ = ["by_cache", "by_simulation", "compare"]
 
@@ -36,6 +38,7 @@ def compare(
     *,
     model_name: str | None = None,
     dtype: str = "auto",
+    device: str = "cpu",
     protocol: str = "simulate",
     window: int = 1024,
     limit: int | None = None,
@@ -59,7 +62,7 @@ def compare(
         if protocol == "drop" and not setting.dropping:
             raise UserError(f"{setting.name}: a mask, no cache; use --protocol simulate")
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity", launched())
-    model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
+    model, tokenizer = models.load(model_name, dtype=dtype, device=device, say=models.say)
     windows, total = read_windows(file, tokenizer, model.config, window, limit)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     work = []
@@ -84,7 +87,6 @@ def compare(
         share, value, error = summary(results[setting])[:3]
         curves.setdefault(setting.kind + setting.star, []).append((share, value, error))
     drawn = plot_curves(output / "perplexity.png", [(file.name, curves)], "perplexity")
-    written = f"{output / 'perplexity.json'}" + (f", {output / 'perplexity.png'}" if drawn else "")
     note = "" if len(windows) == total else f", the first of {total}"
     return "\n".join(
         [
@@ -93,16 +95,16 @@ def compare(
             "",
             as_table(results, protocol),
             "",
-            f"written: {written}",
+            written(cells.path, drawn),
         ]
     )
 
 
 MASS = {"simulate": "retained_mass", "drop": "share_held"}
-"""What is told of attention, by layer. In simulation: the share of a full cache's
+"""What is measured of attention, by layer. In simulation: the share of a full cache's
 attention that falls on keys still held (`h2o.Simulation.retained_mass`), mean over heads; a merged
-key counts as gone, which the table says. By the real cache, which no longer has the others: the
-share of the attention given that went to keys held at the end (1 - `share_evicted` of
+key counts as evicted, which the table says. By the real cache, which no longer has the others: the
+share of the attention paid that went to keys held at the end (1 - `share_evicted` of
 `H2OCache.report`)."""
 
 
@@ -112,7 +114,7 @@ def measured(
     """One window, as the result file has it."""
     measure = by_simulation if protocol == "simulate" else by_cache
     start = time.perf_counter()
-    loss, attention = measure(model, torch.tensor([ids]), setting, prompt_len)
+    loss, attention = measure(model, torch.tensor([ids], device=model.device), setting, prompt_len)
     return {
         "loss": loss.double().sum().item(),
         "predicted": loss.numel(),
@@ -143,8 +145,8 @@ def by_cache(
     """(loss of tokens 1 to n-1 of ids [1, n], share held by layer), token by token."""
     cache = H2OCache(model.config, setting.config, prompt_length=ids.shape[1])
     logits = [*read(model, cache, ids[:, :prompt_len]), *read(model, cache, ids[:, prompt_len:], 1)]
-    own = [layer for layer in cache.report().layers if layer.kind == "h2o"]
-    held = {layer.layer: 1 - layer.share_evicted for layer in own}
+    evicting = [layer for layer in cache.report().layers if layer.kind == "h2o"]
+    held = {layer.layer: 1 - layer.share_evicted for layer in evicting}
     return _loss(torch.cat(logits, dim=1), ids), held
 
 
@@ -171,10 +173,7 @@ def read_windows(
     file: Path, tokenizer: Any, config: Any, window: int, limit: int | None
 ) -> tuple[list[list[int]], int]:
     """(windows of token ids, how many the whole text has)."""
-    try:
-        text = file.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
+    text = read_text(file)
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < 2:
         raise UserError(f"{file} has {len(ids)} tokens: nothing to predict")
@@ -193,7 +192,9 @@ def summary(windows: list[dict[str, Any]]) -> tuple[float, float, float, dict[st
     mean = sum(window["loss"] for window in windows) / predicted
     deviation = 0.0
     if len(windows) > 1:
-        means = torch.tensor([w["loss"] / w["predicted"] for w in windows], dtype=torch.float64)
+        means = torch.tensor(
+            [w["loss"] / w["predicted"] for w in windows], dtype=torch.float64, device="cpu"
+        )
         deviation = means.std().item() / math.sqrt(len(windows))
     share = 100 * sum(w["kept"] for w in windows) / sum(w["seen"] for w in windows)
     shares = [next(iter(w[key] for key in MASS.values() if key in w)) for w in windows]
@@ -205,11 +206,11 @@ def lost(windows: list[dict[str, Any]], full: list[dict[str, Any]]) -> tuple[flo
     """(nats a token lost to the full cache, their standard error over windows, which are the same
     ones in both)."""
     each = [
-        (own["loss"] - whole["loss"]) / own["predicted"]
-        for own, whole in zip(windows, full, strict=True)
+        (here["loss"] - there["loss"]) / here["predicted"]
+        for here, there in zip(windows, full, strict=True)
     ]
-    mean = sum(own["loss"] - whole["loss"] for own, whole in zip(windows, full, strict=True))
-    mean /= sum(own["predicted"] for own in windows)
+    mean = sum(here["loss"] - there["loss"] for here, there in zip(windows, full, strict=True))
+    mean /= sum(window["predicted"] for window in windows)
     return mean, statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else 0.0
 
 
@@ -234,5 +235,5 @@ def as_table(results: dict[Setting, list[dict[str, Any]]], protocol: str) -> str
         )
     header = ["setting", "kept", "tokens", "perplexity", "nats lost", name, "lowest layer", "time"]
     merges = protocol == "simulate" and any(setting.config.merge for setting in results)
-    notes = [f"{name}: keys that were merged count as gone"] if merges else []
+    notes = [f"{name}: keys that were merged count as evicted"] if merges else []
     return "\n".join([table(header, rows), *footnote(results), *notes])

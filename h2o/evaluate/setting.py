@@ -6,24 +6,29 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from h2o.budgets import parse_amount
 from h2o.config import VARIANTS, H2OConfig
-from h2o.evaluate.results import fingerprint
+from h2o.policy import FIELDS
 from h2o.profile import Profile
+from h2o.result_cells import fingerprint
 
 __all__ = [
-    "DEVICES",
     "GRAMMAR",
+    "OPTIONS",
     "Setting",
     "footnote",
     "from_config",
     "from_options",
-    "number",
     "parse",
     "parse_all",
     "with_profile",
 ]
 
-GRAMMAR = """\
+OPTIONS = (*FIELDS, "positions", "kv_dtype")
+"""Fields of H2OConfig that may follow after slashes. Budgets stand before these, and what is left
+of the fields (`of`, `shares`) is said by the kind."""
+
+GRAMMAR = f"""\
 full                    every key is kept
 h2o:HEAVY+RECENT        heavy hitters and recent keys; h2o:0.2+0 is heavy hitters only
 h2o:BUDGET              the same with half of the budget each
@@ -38,8 +43,9 @@ mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simul
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
-follow after slashes: h2o:0.1+0.1/sinks=4/rank_by=mean/decay=0.99/value_weighted=true, and for
-real caches positions=rolled."""
+follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true; there are
+{", ".join(OPTIONS)}.
+Only real caches can have positions=rolled."""
 
 KINDS = (
     "full",
@@ -53,11 +59,6 @@ KINDS = (
     "calibrated-bytes",
     *(f"mask-{x}" for x in VARIANTS),
 )
-
-DEVICES = ("cpu",)
-"""Those that this build has kernels for."""
-
-OPTIONS = ("sinks", "rank_by", "decay", "value_weighted", "merge", "positions", "kv_dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
     With `budgets` ("0.04,0.1,0.2"), a name without numbers (h2o, local, sink, ...) stands for
     itself at each of these.
     """
-    amounts = [number(part) for part in (budgets or "").split(",") if part.strip()]
+    amounts = [parse_amount(part) for part in (budgets or "").split(",") if part.strip()]
     settings: dict[str, Setting] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         head, *options = part.split("/")
@@ -130,15 +131,15 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
 
 def with_profile(settings: Iterable[Setting], profile: Profile) -> list[Setting]:
     """The same, with a profile where that which comes with h2o was meant."""
-    found = [
+    chosen = [
         dataclasses.replace(setting, config=dataclasses.replace(setting.config, shares=profile))
         if setting.config.shares == "shipped"
         else setting
         for setting in settings
     ]
-    if not any(setting.config.shares is profile for setting in found):
+    if not any(setting.config.shares is profile for setting in chosen):
         raise ValueError("--profile goes with calibrated or calibrated-bytes in --compare")
-    return found
+    return chosen
 
 
 def parse(text: str) -> Setting:
@@ -148,7 +149,7 @@ def parse(text: str) -> Setting:
     try:
         if kind == "full" and not colon and not options:
             return Setting(text, kind, "full", H2OConfig.full())
-        amounts = [number(part) for part in numbers.split("+")] if colon else []
+        amounts = [parse_amount(part) for part in numbers.split("+")] if colon else []
         config, variant = _build(kind, amounts)
         if options:
             if variant != "h2o":
@@ -179,8 +180,8 @@ def from_config(config: H2OConfig) -> Setting:
     """The setting of a config as it is; TypeError for another thing."""
     if not isinstance(config, H2OConfig):
         raise TypeError(f"expected an H2OConfig, not {config!r}")
-    plain, own = dataclasses.asdict(H2OConfig()), dataclasses.asdict(config)
-    options = "".join(f"/{name}={own[name]}" for name in OPTIONS if own[name] != plain[name])
+    plain, fields = dataclasses.asdict(H2OConfig()), dataclasses.asdict(config)
+    options = "".join(f"/{name}={fields[name]}" for name in OPTIONS if fields[name] != plain[name])
     return Setting(f"h2o:{config.heavy}+{config.recent}{options}", "h2o", "h2o", config)
 
 
@@ -221,22 +222,13 @@ def _at(kind: str, budget: int | float) -> str:
     return f"{kind}:{budget}"
 
 
-def number(text: str) -> int | float:
-    """A budget: "256" is a number of tokens, "0.1" a fraction."""
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
-
-
 def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name not in OPTIONS:
         raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
-    if name in ("rank_by", "positions", "kv_dtype"):
+    if name not in FIELDS:
         return name, value
-    if name == "value_weighted":
-        if value.lower() not in ("", "true", "false"):
-            raise ValueError(f"value_weighted is true or false, not {value!r}")
-        return name, value.lower() != "false"
-    return name, int(value) if name == "sinks" else float(value)
+    try:
+        return name, FIELDS[name].parse(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

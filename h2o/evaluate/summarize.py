@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 
-from h2o import generate, models
+from h2o import models
 from h2o.errors import UserError
-from h2o.evaluate.processes import launched
-from h2o.evaluate.results import Cells, fingerprint, plot_curves, provenance, table
+from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
+from h2o.filesystem import read_text
+from h2o.hf.new_cache import new_cache
+from h2o.processes import launched
+from h2o.result_cells import Cells, fingerprint, provenance
 
 __all__ = ["Row", "compare", "read_rows"]
 
@@ -49,14 +52,10 @@ def read_rows(file: Path, limit: int | None = None) -> list[Row]:
     `stop`) and articles as in CNN/DailyMail (`article`, `highlights`, perhaps `id`). An article
     without an instruction gets one, for one sentence or, with `highlights`, three.
 
-    Errors: UserError that names file, line and field.
+    Raises: UserError that names file, line and field.
     """
-    try:
-        lines = file.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(file).splitlines(), 1):
         where = f"{file}, line {number}"
         if not line.strip():
             continue
@@ -97,6 +96,7 @@ def compare(
     *,
     model_name: str | None = None,
     dtype: str = "auto",
+    device: str = "cpu",
     chat: bool = False,
     max_new_tokens: int = 64,
     limit: int | None = None,
@@ -122,8 +122,8 @@ def compare(
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
     rows = read_rows(file, limit)
     cells = Cells(output / "summaries.json", "h2o eval --summarize", launched())
-    model, tokenizer = models.load(model_name, dtype=dtype, say=models.say)
-    prompts = [generate.encode(tokenizer, row.prompt, chat) for row in rows]
+    model, tokenizer = models.load(model_name, dtype=dtype, device=device, say=models.say)
+    prompts = [models.encode(tokenizer, row.prompt, chat) for row in rows]
     check_lengths(rows, prompts, model.config, max_new_tokens)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     scorer = RougeScorer(ROUGE, use_stemmer=True)
@@ -151,13 +151,12 @@ def compare(
     results = dict(zip((setting.name for setting in settings), by_row, strict=True))
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
-        found = results[setting.name]
-        point = (share_kept(found), *mean_and_error(found, "rougeL"))
+        each = results[setting.name]
+        point = (share_kept(each), *mean_and_error(each, "rougeL"))
         curves.setdefault(setting.kind, []).append(point)
     drawn = plot_curves(output / "summaries.png", [(file.name, curves)], "ROUGE-L")
-    written = f"{output / 'summaries.json'}" + (f", {output / 'summaries.png'}" if drawn else "")
     first = f"{origin['model']}, {len(rows)} rows of {file.name}, fractions of the prompt"
-    return "\n".join([first, "", as_table(results), "", f"written: {written}"])
+    return "\n".join([first, "", as_table(results), "", written(cells.path, drawn)])
 
 
 def summarize(
@@ -170,7 +169,8 @@ def summarize(
 ) -> dict[str, Any]:
     """One summary: its text up to the first stop text, and what it took."""
     config = None if setting.variant == "full" else setting.config
-    cache = generate.new_cache(model, config, ids.shape[1])
+    ids = ids.to(model.device)
+    cache = new_cache(model, config, ids.shape[1])
     start = time.perf_counter()
     with torch.no_grad():
         out = model.generate(
@@ -184,7 +184,7 @@ def summarize(
         )
     seconds = time.perf_counter() - start
     prompt = ids.shape[1]
-    text = tokenizer.decode(out[0, prompt:], skip_special_tokens=True)
+    text = tokenizer.decode(out[0, prompt:].tolist(), skip_special_tokens=True)
     for end in stop:
         text = text.partition(end)[0]
     return {

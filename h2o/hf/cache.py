@@ -32,7 +32,7 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_types import layers_of
 from h2o.hf.report import Report, of_window
 from h2o.hf.support import transformers_layers
-from h2o.profile import describe
+from h2o.model_identity import describe
 
 __all__ = ["H2OCache", "H2OLayer", "Unsupported"]
 

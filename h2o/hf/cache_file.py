@@ -19,13 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from h2o.config import H2OConfig
-from h2o.filesystem import whole
+from h2o.filesystem import atomic_write
 from h2o.head_budgets import LayerShares
 from h2o.hf import tensor_parallel
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_state import State, restore, state_of
+from h2o.model_identity import describe, difference, sample
 from h2o.packages import version
-from h2o.profile import Profile, describe, difference, sample
+from h2o.profile import Profile
 
 __all__ = ["device_of", "fill", "read", "write"]
 
@@ -57,7 +58,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
         for name, x in state.tensors.items()
     }
     metadata = {"format": "pt", "h2o": text, "sha256": _checksum(text, tensors)}
-    with whole(path) as draft:
+    with atomic_write(path) as draft:
         draft.touch()  # OSError as everywhere, where no file can be
         try:
             save_file(tensors, draft, metadata)

@@ -82,7 +82,7 @@ class CacheRelativeLayer(H2OLayer):
             most=most,
             scale=tokens.scale,
             softcap=tokens.softcap,
-            decay=self.config.decay,
+            policy=self.policy,
         )
 
     def _hold(self, slots: ops.Slots | None, room: Room) -> None:

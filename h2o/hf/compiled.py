@@ -10,7 +10,7 @@ size would be another graph, as would another number of columns seen: so that is
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,11 +21,10 @@ from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer
 from h2o.hf.slot_layout import Room
+from h2o.policy import Policy
+from h2o.slots import KINDS
 
 __all__ = ["CompileableLayer"]
-
-_READ = ("budget", "starts")
-"""Fields of slots that a step does not write to."""
 
 
 class CompileableLayer(H2OLayer):
@@ -35,7 +34,7 @@ class CompileableLayer(H2OLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         register()
-        self._columns = torch.tensor(0)
+        self._columns = torch.tensor(0, dtype=torch.int64, device="cpu")
         super().__init__(*args, **kwargs)
 
     @property
@@ -57,10 +56,10 @@ class CompileableLayer(H2OLayer):
         out: Tensor = torch.ops.h2o.step(
             *tokens[:3],
             *self.slots,
+            *self.policy,
             mask=tokens.mask,
             scale=tokens.scale,
             softcap=tokens.softcap,
-            **self.ranking,
         )
         self._columns.add_(1)
         return out
@@ -93,21 +92,26 @@ def register() -> torch.library.Library:
 
 
 def _schema() -> str:
-    """Arguments of `h2o.ops.step`; what it writes to is marked with an exclamation mark."""
+    """Arguments of `h2o.ops.step`, with the fields of slots and policy one by one; what it writes
+    to is marked with an exclamation mark."""
     slots = []
-    for index, name in enumerate(ops.Slots._fields):
-        kind = "Tensor" if name in _READ else f"Tensor(s{index}!)"
-        slots.append(f"{kind}{'?' if name in ops.Slots._field_defaults else ''} {name}")
+    for index, (name, kind) in enumerate(KINDS.items()):
+        tensor = f"Tensor(s{index}!)" if kind.written else "Tensor"
+        slots.append(f"{tensor}{'?' if kind.optional else ''} {name}")
+    policy = [f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(Policy).items()]
     return (
-        f"step(Tensor query, Tensor key, Tensor value, {', '.join(slots)}, *, Tensor? mask, "
-        "float? scale, float softcap, int sinks, str rank_by, float decay, bool value_weighted, "
-        "float? merge"
-        ") -> Tensor"
+        f"step(Tensor query, Tensor key, Tensor value, {', '.join(slots + policy)}, *, "
+        "Tensor? mask, float? scale, float softcap) -> Tensor"
     )
 
 
-def _step(query: Tensor, key: Tensor, value: Tensor, *slots: Tensor, **more: Any) -> Tensor:
-    out: Tensor = ops.step(query, key, value, ops.Slots(*slots), **more)
+_TYPES = {int: "int", str: "str", float: "float", bool: "bool", float | None: "float?"}
+"""How torch's schemas spell the types of the policy's fields."""
+
+
+def _step(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
+    slots, policy = ops.Slots(*records[: len(KINDS)]), Policy(*records[len(KINDS) :])
+    out: Tensor = ops.step(query, key, value, slots, policy=policy, **more)
     return out
 
 

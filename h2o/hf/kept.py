@@ -93,7 +93,7 @@ class Kept(NamedTuple):
 
         Arguments and what it raises as `tokens`.
         """
-        from h2o.draw.highlight import shaded
+        from h2o.draw import shaded
 
         held = self._held(row, head)
         texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
@@ -103,7 +103,7 @@ class Kept(NamedTuple):
     def plot(self, ax: Any = None, *, row: int = 0) -> Any:
         """A heat map on matplotlib axes (new ones by default): a line for each head, a column for
         each position, blank where nothing is held. Returns the axes."""
-        from h2o.draw.extras import axes_or_new
+        from h2o.draw import axes_or_new
 
         scores = self._matrix(row)
         ax = axes_or_new(ax, figsize=(8, 2.5))
@@ -148,7 +148,7 @@ class Kept(NamedTuple):
         """float32 [G, highest position + 1] on the CPU, NaN where nothing is held."""
         positions, scores = self.positions[row].cpu(), self.scores[row].cpu()
         n = int(positions.max()) + 1 if positions.numel() else 0
-        matrix = torch.full((len(positions), n + 1), torch.nan)
+        matrix = scores.new_full((len(positions), n + 1), torch.nan)
         matrix.scatter_(1, positions % (n + 1), scores)  # what is empty goes to the last column
         return matrix[:, :n]
 
@@ -156,13 +156,13 @@ class Kept(NamedTuple):
         self, tokenizer: Any, input_ids: Any, row: int, attention_mask: Any, last: int
     ) -> list[str]:
         """The text of each token of a row."""
-        from h2o.draw.text import pieces
+        from h2o.draw import pieces
 
-        ids = torch.as_tensor(input_ids)
+        ids = torch.as_tensor(input_ids, device="cpu")
         ids = ids if ids.ndim == 1 else ids[row]
         if attention_mask is not None:
-            mask = torch.as_tensor(attention_mask)
-            mask = (mask if mask.ndim == 1 else mask[row]).bool().to(ids.device)
+            mask = torch.as_tensor(attention_mask, device="cpu")
+            mask = (mask if mask.ndim == 1 else mask[row]).bool()
             if len(mask) > len(ids):
                 raise ValueError(
                     f"attention_mask has {len(mask)} columns, more than the {len(ids)} of input_ids"
@@ -182,7 +182,7 @@ BINS = 200
 
 def _strip(scores: Tensor) -> str:
     """One line [n] of scores, NaN where nothing is held, as a row of coloured rectangles."""
-    from h2o.draw.highlight import COLOUR, shades
+    from h2o.draw import COLOUR, shades
 
     n = len(scores)
     bins = min(n, BINS)

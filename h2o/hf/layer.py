@@ -51,7 +51,7 @@ class H2OLayer(LayerContents):
         self.config = config or H2OConfig()
         self.layer_idx = layer_idx
         self.conversation = conversation or Conversation()
-        self.ranking = self.config.ranking
+        self.policy = self.config.policy
         self.traced = trace
         self.record_past = False  # transformers' name for it
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
@@ -229,7 +229,7 @@ class H2OLayer(LayerContents):
             out, scores = self._attention(tokens, seen)
             if taken_over:
                 scores = torch.cat([seen.scores, scores], dim=2)
-            ops.evict(*stored[:2], scores, slots, mask=stored[2], **self.ranking)
+            ops.evict(*stored[:2], scores, slots, mask=stored[2], policy=self.policy)
         except Exception:  # the scores are all that attend has touched
             if seen is not None:
                 seen.scores.copy_(scores_before)
@@ -246,7 +246,8 @@ class H2OLayer(LayerContents):
             kv_dtype=self.config.kv_dtype,
             merge=self.config.merge is not None,
         )
-        slots.budget.copy_(torch.tensor(by_row, dtype=torch.int32).squeeze(1))
+        budget = torch.tensor(by_row, dtype=torch.int32, device="cpu")
+        slots.budget.copy_(budget.squeeze(1))
         return slots
 
     def _capacities(self, widest: list[int], tokens: int) -> list[int]:
@@ -264,8 +265,8 @@ class H2OLayer(LayerContents):
             scale=tokens.scale,
             softcap=tokens.softcap,
             out=out,
+            policy=self.policy,
             **rotary,
-            **self.ranking,
         )
         return step
 
@@ -276,7 +277,7 @@ class H2OLayer(LayerContents):
             mask=tokens.mask,
             scale=tokens.scale,
             softcap=tokens.softcap,
-            decay=self.config.decay,
+            policy=self.policy,
         )
 
     # ---- Going back ---------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from h2o.hf.attention_call import Undifferentiable
 from h2o.hf.attention_hook import Call, attending
 from h2o.hf.patch_lock import unwrapped
 from h2o.hf.support import transformers_layers
+from h2o.policy import Policy
 
 __all__ = ["Simulation", "check", "simulated"]
 
@@ -180,7 +181,7 @@ class Simulation:
                 scale=call.scale,
                 softcap=call.softcap,
                 kv_dtype=config.kv_dtype,
-                **config.ranking,
+                policy=config.policy,
             )
             if self._scores is not None:
                 self._scores[call.layer] = scores
@@ -232,7 +233,7 @@ def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], rati
             "a simulation cannot roll positions: in one forward pass every key has one. Use "
             'positions="original", or the real cache (h2o.patched, --protocol drop)'
         )
-    plain = (config.ranking, config.shares, config.kv_dtype) == (H2OConfig().ranking, None, None)
+    plain = (config.policy, config.shares, config.kv_dtype) == (Policy(), None, None)
     if variant != "h2o" and not plain:
         raise ValueError(
             f"variant {variant!r} takes heavy and recent only, no sinks, rank_by, decay, "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.slots import PER_SLOT
 
 __all__ = [
     "Room",
@@ -33,10 +34,6 @@ __all__ = [
     "together",
     "with_capacities",
 ]
-
-
-BY_SLOT = ("keys", "values", "scores", "positions", "norms", "bias")
-"""The fields that have something for each slot."""
 
 
 @dataclasses.dataclass
@@ -87,7 +84,7 @@ def heads(tensor: Tensor, slots: ops.Slots, sizes: list[int]) -> list[Tensor]:
 
 
 def by_head(slots: ops.Slots, sizes: list[int], field: str, empty: float = 0) -> Tensor:
-    """[B, G, S, ...]: a field of `BY_SLOT` by head, whatever the store;
+    """[B, G, S, ...]: a field of `PER_SLOT` by head, whatever the store;
     `empty` where a head has fewer slots than another."""
     tensor: Tensor = getattr(slots, field)
     if slots.starts is None:
@@ -141,7 +138,7 @@ def enlarged(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots
         ends = slots.starts.new_tensor(larger).cumsum(0, dtype=torch.int32)
         shape, starts = (B, sum(larger)), torch.cat([slots.starts[:1], ends])
     grown: dict[str, Any] = {}
-    for name in BY_SLOT:
+    for name in PER_SLOT:
         old = getattr(slots, name)
         if old is None:
             continue

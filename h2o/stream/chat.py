@@ -22,7 +22,7 @@ class Chat:
         config: the cache's.
         system: what the system prompt says, if the template has room for one.
 
-    Errors: UserError without a chat template.
+    Raises: UserError without a chat template.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Chat:
         # What stood before is no longer there to be rendered: any turn will do.
         before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
         head = self._render(before, False).rstrip("\n")
-        whole = self._render([*before, user], True)
-        if not whole.startswith(head):
+        rendered = self._render([*before, user], True)
+        if not rendered.startswith(head):
             raise UserError("the chat template rewrites earlier turns: it cannot go on for ever")
-        return whole[len(head) :]
+        return rendered[len(head) :]
 
     def _render(self, turns: list[dict[str, str]], prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
@@ -77,7 +77,7 @@ class Chat:
 
     def _next(self, ids: list[int]) -> int:
         """Reads ids; the most likely next one."""
-        text = torch.tensor([ids])
+        text = torch.tensor([ids], dtype=torch.long, device=self.model.device)
         where = {"position_ids": torch.zeros_like(text)} if self.rolled else {}
         with torch.no_grad():
             out = self.model(text, past_key_values=self.cache, use_cache=True, **where)

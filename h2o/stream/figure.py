@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from h2o.draw.extras import need
+from h2o.draw import need
 
 __all__ = ["draw", "plot"]
 

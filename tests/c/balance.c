@@ -44,19 +44,21 @@ typedef struct {
     size_t workspace;
 } outcome;
 
-/* Opens a call for so many workers, plays it unless only the workspace is asked for. */
-#define PLAY(op, params, lanes_, only_workspace)                                                   \
-    do {                                                                                           \
-        h2o_error error;                                                                           \
-        h2o_call call = {.exec = {.workers = (lanes_), .run = play}};                                \
-        if (h2o_open_##op(params, &call, &error) != H2O_OK) {                                      \
-            fprintf(stderr, "%s\n", error.text);                                                   \
-            exit(1);                                                                               \
-        }                                                                                          \
-        result.workspace = call.table->op##_workspace(params, &call.exec);                         \
-        if (!(only_workspace)) CHECK(h2o_run_##op(params, &call, &error) == H2O_OK);               \
-        h2o_close(&call);                                                                          \
-    } while (0)
+/* Opens a call for so many workers, plays it unless only the workspace is asked for, and returns
+ * the bytes of that. */
+static size_t play_operation(h2o_operation operation, void *params, int workers,
+                             bool only_workspace) {
+    h2o_error error;
+    h2o_call call = {.operation = operation, .exec = {.workers = workers, .run = play}};
+    if (h2o_open(params, &call, &error) != H2O_OK) {
+        fprintf(stderr, "%s\n", error.text);
+        exit(1);
+    }
+    const size_t bytes = call.table->workspace(operation, params, &call.exec);
+    if (!only_workspace) CHECK(h2o_run(params, &call, &error) == H2O_OK);
+    h2o_close(&call);
+    return bytes;
+}
 
 typedef struct {
     enum { PREFILL, CHUNK, STEP, EVICT, SIMULATE } what;
@@ -148,12 +150,12 @@ static outcome run_case(const balance_case *c, int workers, bool only_workspace)
                                .has_slots = c->what == CHUNK,
                                .slots = slots,
                                .scale = scale,
-                               .decay = 1.0f};
-        PLAY(attend, &p, workers, only_workspace);
+                               .policy = policy};
+        result.workspace = play_operation(H2O_ATTEND, &p, workers, only_workspace);
     } else if (c->what == EVICT) {
         h2o_evict_params p = {
             .keys = keys, .values = values, .scores = scores, .slots = slots, .policy = policy};
-        PLAY(evict, &p, workers, only_workspace);
+        result.workspace = play_operation(H2O_EVICT, &p, workers, only_workspace);
     } else if (c->what == STEP) {
         h2o_step_params p = {.query = query,
                              .key = keys,
@@ -162,7 +164,7 @@ static outcome run_case(const balance_case *c, int workers, bool only_workspace)
                              .out = out,
                              .policy = policy,
                              .scale = scale};
-        PLAY(step, &p, workers, only_workspace);
+        result.workspace = play_operation(H2O_STEP, &p, workers, only_workspace);
     } else {
         h2o_simulate_params p = {.query = query,
                                  .keys = keys,
@@ -174,7 +176,7 @@ static outcome run_case(const balance_case *c, int workers, bool only_workspace)
                                  .scores = scores,
                                  .policy = policy,
                                  .scale = scale};
-        PLAY(simulate, &p, workers, only_workspace);
+        result.workspace = play_operation(H2O_SIMULATE, &p, workers, only_workspace);
     }
     result.time = h2o_balance_clock;
     const h2o_view all[] = {query, keys, values, out, slots_data[0], slots_data[1]};

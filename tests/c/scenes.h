@@ -133,11 +133,11 @@ static void take_chunk(const runner *with, const scene *s, const text *t, answer
         .out = out,
         .scores = scores,
         .scale = s->scale,
-        .decay = s->policy.decay,
         .softcap = s->softcap,
+        .policy = s->policy,
         .dims = dims,
     };
-    RUN(attend, &attend, with);
+    run_operation(H2O_ATTEND, &attend, with);
     h2o_evict_params evict = {
         .keys = attend.keys,
         .values = attend.values,
@@ -147,7 +147,7 @@ static void take_chunk(const runner *with, const scene *s, const text *t, answer
         .policy = s->policy,
         .dims = dims,
     };
-    RUN(evict, &evict, with);
+    run_operation(H2O_EVICT, &evict, with);
     free(scores.data);
 }
 
@@ -167,7 +167,7 @@ static void take_step(const runner *with, const scene *s, const text *t, answer 
     step.mask.data = h2o_at(&step.mask, 0, q, 0);
     step.out.data = (char *)step.out.data + q * step.out.stride[1] * h2o_dtype_size(s->dtype);
     step.mask.shape[1] = step.out.shape[1] = 1;
-    RUN(step, &step, with);
+    run_operation(H2O_STEP, &step, with);
 }
 
 static answer converse(const runner *with, const scene *s, const text *t) {
@@ -208,7 +208,7 @@ static answer simulate(const runner *with, const scene *s, const text *t) {
         .softcap = s->softcap,
         .dims = s->dims,
     };
-    RUN(simulate, &params, with);
+    run_operation(H2O_SIMULATE, &params, with);
     free(prompt.data);
     return a;
 }

@@ -173,24 +173,25 @@ typedef struct {
 } runner;
 
 /* Runs an operation through all that a call from Python goes through. Memory goes by what there is
- * to do, workers without a task want none; it is as if somebody had used it, full of 0.747. */
-#define RUN(op, params, with)                                                                      \
-    do {                                                                                           \
-        h2o_error run_error;                                                                       \
-        h2o_call call = {                                                                          \
-            .table = (with)->ops,                                                                  \
-            .exec = {.workers = (with)->workers, .run = run_together, .workspace_limit = (with)->workspace_limit}};          \
-        if (h2o_open_##op(params, &call, &run_error) != H2O_OK) {                                  \
-            fprintf(stderr, "%s\n", run_error.text);                                               \
-            exit(1);                                                                               \
-        }                                                                                          \
-        const size_t bytes = (with)->ops->op##_workspace(params, &call.exec);                      \
-        if (bytes > 0) memset(call.exec.workspace, 0x3f, bytes);                                   \
-        CHECK(h2o_run_##op(params, &call, &run_error) == H2O_OK);                                  \
-        const h2o_exec many = {.workers = 1 << 14}, more = {.workers = 1 << 16};                       \
-        CHECK((with)->ops->op##_workspace(params, &many) ==                                        \
-              (with)->ops->op##_workspace(params, &more));                                         \
-        h2o_close(&call);                                                                          \
-    } while (0)
+ * to do, workers without a task want none; it is as if it had been used before, full of 0.747. */
+static inline void run_operation(h2o_operation operation, void *params, const runner *with) {
+    h2o_error error;
+    h2o_call call = {.operation = operation,
+                     .table = with->ops,
+                     .exec = {.workers = with->workers,
+                              .run = run_together,
+                              .workspace_limit = with->workspace_limit}};
+    if (h2o_open(params, &call, &error) != H2O_OK) {
+        fprintf(stderr, "%s\n", error.text);
+        exit(1);
+    }
+    const size_t bytes = with->ops->workspace(operation, params, &call.exec);
+    if (bytes > 0) memset(call.exec.workspace, 0x3f, bytes);
+    CHECK(h2o_run(params, &call, &error) == H2O_OK);
+    const h2o_exec many = {.workers = 1 << 14}, more = {.workers = 1 << 16};
+    CHECK(with->ops->workspace(operation, params, &many) ==
+          with->ops->workspace(operation, params, &more));
+    h2o_close(&call);
+}
 
 #endif

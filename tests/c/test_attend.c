@@ -1,5 +1,5 @@
 /* test_attend.c - one call of attend, at every level, on shapes that reach each way
- * in which it shares out its work: several waves of heads and a last one that is
+ * in which it divides its work: several waves of heads and a last one that is
  * not full, heads of both kinds in one call, panels, long stores, few rows. Against
  * plain loops; several workers may not change a bit. */
 #define _GNU_SOURCE
@@ -40,7 +40,7 @@ static h2o_attend_params make_call(const shape *s, test_random *random) {
         .scores = make_layout(SPREAD, H2O_F32, 3, d.B, d.G, d.Q, 1, 2),
         .has_slots = s->stored > 0,
         .scale = s->scale,
-        .decay = s->decay,
+        .policy = {.decay = s->decay},
         .softcap = s->softcap,
     };
     fill_tensor(&p.query, 0.02f, random);
@@ -138,8 +138,8 @@ static void check_head(const shape *s, const h2o_attend_params *p, const h2o_vie
 }
 
 /* The answer of some workers is that of one. */
-static void check_lanes(const h2o_ops *ops, const shape *s, h2o_attend_params p,
-                        const h2o_view *scores, int workers) {
+static void check_workers(const h2o_ops *ops, const shape *s, h2o_attend_params p,
+                          const h2o_view *scores, int workers) {
     h2o_attend_params other = p;
     const runner with = {ops, workers, s->workspace_limit};
     other.out.data = test_alloc(tensor_bytes(&p.out));
@@ -148,7 +148,7 @@ static void check_lanes(const h2o_ops *ops, const shape *s, h2o_attend_params p,
     memset(other.scores.data, 0xa5, tensor_bytes(&p.scores));
     if (p.has_slots)
         copy_scores(&(h2o_attend_params){.slots = {.scores = *scores}}, &other.slots.scores);
-    RUN(attend, &other, &with);
+    run_operation(H2O_ATTEND, &other, &with);
     CHECK(memcmp(other.out.data, p.out.data, tensor_bytes(&p.out)) == 0);
     CHECK(memcmp(other.scores.data, p.scores.data, tensor_bytes(&p.scores)) == 0);
     if (p.has_slots) {
@@ -162,24 +162,26 @@ static void check_lanes(const h2o_ops *ops, const shape *s, h2o_attend_params p,
 
 /* A shape that is to be carried out in several waves must be: one needs less memory than all. */
 static void check_waves(const h2o_ops *ops, const shape *s, const h2o_attend_params *p) {
-    const h2o_exec waves = {.workers = 1, .workspace_limit = s->workspace_limit}, once = {.workers = 1};
-    CHECK(s->workspace_limit == 0 || ops->attend_workspace(p, &waves) < ops->attend_workspace(p, &once));
+    const h2o_exec waves = {.workers = 1, .workspace_limit = s->workspace_limit},
+                   once = {.workers = 1};
+    CHECK(s->workspace_limit == 0 ||
+          ops->workspace(H2O_ATTEND, p, &waves) < ops->workspace(H2O_ATTEND, p, &once));
 }
 
 static void test_shape(const h2o_ops *ops, const shape *s) {
     test_random random = {.state = 7};
     const h2o_attend_params p = make_call(s, &random);
-    h2o_attend_params given = p; /* a call settles strides that say nothing */
+    h2o_attend_params checked = p; /* a call sets strides that say nothing */
     h2o_view scores = {0};
     const runner one = {ops, 1, s->workspace_limit};
     if (p.has_slots) copy_scores(&p, &scores);
-    RUN(attend, &given, &one);
+    run_operation(H2O_ATTEND, &checked, &one);
     for (int64_t i = 0; !THREAD_SANITIZER && i < s->B * s->G; i++) {
         check_head(s, &p, &scores, i / s->G, i % s->G);
     }
-    check_waves(ops, s, &given);
-    check_lanes(ops, s, p, &scores, 2);
-    check_lanes(ops, s, p, &scores, 7);
+    check_waves(ops, s, &checked);
+    check_workers(ops, s, p, &scores, 2);
+    check_workers(ops, s, p, &scores, 7);
     free(scores.data);
     free_call(&p);
 }
@@ -197,7 +199,7 @@ int main(void) {
         {1, 3, 4, 2047, 2, 20, H2O_BF16, false, 0.5f, 0.0f, 0.2f, 0},
         {1, 2, 8, 2200, 17, 72, H2O_F32, false, 1.0f, 4.0f, 0.1f, 1},
         {1, 1, 1, 9000, 200, 8, H2O_F32, true, 0.99f, 0.0f, 0.3f, 0},
-        /* more rows and keys than a stash for each worker should hold: several panels */
+        /* more rows and keys than a tile buffer for each worker should hold: several panels */
         {1, 2, 1, 16300, 300, 8, H2O_F32, false, 1.0f, 0.0f, 0.3f, 0},
         {2, 1, 2, 16370, 170, 16, H2O_BF16, true, 0.99f, 0.0f, 0.3f, 1},
         /* so many keys that chunks are as long as they get */

@@ -220,7 +220,7 @@ static void sinks_may_overlap_the_recent(void) {
     const h2o_policy policy = {.sinks = 3, .decay = 1.0f};
     uint32_t keys[5];
     const h2o_ranking ranking = h2o_policy_ranking(&policy, 0, 4, 5);
-    for (int i = 0; i < 5; i++) CHECK(!h2o_policy_may_leave(&ranking, positions[i]));
+    for (int i = 0; i < 5; i++) CHECK(!h2o_policy_is_evictable(&ranking, positions[i]));
     CHECK(h2o_policy_candidate(&ranking, 5, scores, positions, NULL, keys).index == 4);
 }
 

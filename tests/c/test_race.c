@@ -137,15 +137,14 @@ static void *disturb(void *argument) {
 
 /* ---- Who calls --------------------------------------------------------- */
 
-#define TRY(op, params)                                                                            \
-    do {                                                                                           \
-        h2o_error error;                                                                           \
-        h2o_call call = {.exec = {.workers = 2}};                                                    \
-        if (h2o_open_##op(params, &call, &error) == H2O_OK) {                                      \
-            CHECK(h2o_run_##op(params, &call, &error) == H2O_OK);                                  \
-        }                                                                                          \
-        h2o_close(&call);                                                                          \
-    } while (0)
+static void try_operation(h2o_operation operation, void *params) {
+    h2o_error error;
+    h2o_call call = {.operation = operation, .exec = {.workers = 2}};
+    if (h2o_open(params, &call, &error) == H2O_OK) {
+        CHECK(h2o_run(params, &call, &error) == H2O_OK);
+    }
+    h2o_close(&call);
+}
 
 /* Slots that a step or an eviction can begin with, else hardly any call would get
  * past the checks; with a budget that they reach, or one that they have no room for. */
@@ -189,9 +188,9 @@ static void *call_all(void *argument) {
                                     .out = out,
                                     .scores = scores,
                                     .scale = 0.3f,
-                                    .decay = 0.9f};
+                                    .policy = {.decay = 0.9f}};
         attend.out.shape[1] = attend.scores.shape[2] = n;
-        TRY(attend, &attend);
+        try_operation(H2O_ATTEND, &attend);
         mend(st, &random);
         h2o_evict_params evict = {.keys = attend.keys,
                                   .values = attend.values,
@@ -199,7 +198,7 @@ static void *call_all(void *argument) {
                                   .mask = attend.mask,
                                   .slots = st->as_passed,
                                   .policy = policy};
-        TRY(evict, &evict);
+        try_operation(H2O_EVICT, &evict);
         h2o_step_params step = {.query = first_columns(&st->query, 1),
                                 .key = first_columns(&st->keys, 1),
                                 .value = first_columns(&st->values, 1),
@@ -212,7 +211,7 @@ static void *call_all(void *argument) {
         step.out = out;
         step.out.shape[1] = 1;
         mend(st, &random);
-        TRY(step, &step);
+        try_operation(H2O_STEP, &step);
         h2o_simulate_params simulate = {.query = st->query,
                                         .keys = st->keys,
                                         .values = st->values,
@@ -226,7 +225,7 @@ static void *call_all(void *argument) {
                                         .evicted_at = st->evicted_at,
                                         .policy = policy,
                                         .scale = 0.3f};
-        if (i % 4 == 0) TRY(simulate, &simulate);
+        if (i % 4 == 0) try_operation(H2O_SIMULATE, &simulate);
     }
     free(out.data);
     free(scores.data);

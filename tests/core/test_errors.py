@@ -251,11 +251,52 @@ def test_numbers_of_numpy_are_numbers():
     call.put("sinks", np.int64(0)).run()
 
 
-@pytest.mark.parametrize("function", [_core.attend, _core.evict, _core.step, _core.simulate])
-def test_counts_of_arguments(function):
+@pytest.mark.parametrize("name", ["attend", "evict", "step", "simulate"])
+def test_counts_of_arguments(name):
     for count in (0, 1, 8, 20):
-        with pytest.raises(TypeError, match=rf"takes \d+ arguments, got {count}"):
-            function(*[None] * count)
+        with pytest.raises(TypeError, match=rf"^{name}: takes \d+ arguments, got {count}"):
+            _core.call(name, "run", *[None] * count)
+
+
+def test_operations_modes_and_devices_have_names():
+    with pytest.raises(TypeError, match=r"^call: takes an operation, a mode and operands"):
+        _core.call("step")
+    with pytest.raises(ValueError, match=r"^operation: there is no 'steps'"):
+        _core.call("steps", "run")
+    with pytest.raises(TypeError, match=r"^operation: there is no 3"):
+        _core.call(3, "run")
+    with pytest.raises(ValueError, match=r"^mode: there is no 'walk'"):
+        _core.call("".join(["st", "ep"]), "walk")  # a name that is not interned is one too
+    with pytest.raises(ValueError, match=r"^device: there is no 'abacus'"):
+        _core.devices("abacus")
+    with pytest.raises(TypeError, match=r"^device: there is no None"):
+        _core.load(None, b"", 0)
+    with pytest.raises(TypeError, match=r"^load: takes 3 arguments, got 2"):
+        _core.load("cuda", b"")
+
+
+@pytest.mark.parametrize("wrong", [None, (), (0, "sum", 1.0, False), [0, "sum", 1.0, False, None]])
+def test_a_policy_is_a_record(wrong):
+    call = make("evict")
+    operands = [call.arguments[name] for name in ("keys", "values", "scores", "mask", "slots")]
+    with pytest.raises(TypeError, match=r"^policy: is a .*, wanted h2o.ops.Policy"):
+        _core.call("evict", "run", *operands, wrong)
+
+
+@pytest.mark.parametrize("name", ["attend", "evict", "step", "simulate"])
+def test_a_policy_comes_whole_or_by_its_fields(name):
+    fields = ("sinks", "rank_by", "decay", "value_weighted", "merge")
+    call = make(name)
+    policy = ops.Policy(**{field: call.arguments.pop(field) for field in fields if field in
+                           call.arguments})  # fmt: skip
+    whole, parts = call.put("policy", policy), make(name)
+    whole.run()
+    parts.run()
+    assert whole.snapshot() == parts.snapshot()
+    with pytest.raises(TypeError, match="a policy or its fields, not both: decay"):
+        whole.put("decay", 1.0).run()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ranked_by'"):
+        make(name).put("ranked_by", "sum").run()
 
 
 # ---- Numbers in tensors ------------------------------------------------------------------------

@@ -371,10 +371,9 @@ def test_info_loses_no_memory():
 
 
 @pytest.mark.parametrize("name", ["attend", "evict", "step", "simulate"])
-@pytest.mark.parametrize(("errand", "least"), [("measure", 1), ("launch", 2)])
-def test_errands_want_their_own_arguments_first(name, errand, least):
+@pytest.mark.parametrize(("mode", "more"), [("measure", 1), ("launch", 2)])
+def test_modes_want_their_own_arguments_too(name, mode, more):
     """They stand behind those of the operation."""
-    function = getattr(_core, f"{errand}_{name}")
-    for count in range(least):
-        with pytest.raises(TypeError, match=f"^{errand}_{name}"):
-            function(*[None] * count)
+    for count in range(more):
+        with pytest.raises(TypeError, match=rf"^{name}: takes \d+ arguments, got {count}"):
+            _core.call(name, mode, *[None] * count)

@@ -1,8 +1,8 @@
-"""The operations on arrays and tensors of the CPU, carried out by those of a device.
+"""Operations on arrays and tensors of the CPU that are computed on another device.
 
-With H2O_TEST_DEVICE=cuda in the environment the whole suite has them so: texts, stores and answers
-stay what the tests know, and torch's first CUDA device computes. "fake" stands for the device of
-tests/cuda/fake, "cpu" for copies that stay here; these two try the switch itself.
+With H2O_TEST_DEVICE=cuda in the environment the whole suite runs so: each call copies its arguments
+to torch's first CUDA device, computes there, and copies back what has changed. "fake" is the device
+of tests/cuda/fake, "cpu" copies on the CPU; these two test the switch itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mapped(arguments: Any, function: Callable[[Any], Any]) -> list[Any]:
 
 
 def tensors(arguments: Any) -> Iterator[Any]:
-    """Those of a call, one after the other."""
+    """The tensors among the arguments of a call, one after the other."""
     for x in arguments:
         if isinstance(x, Slots):
             yield from tensors(x)
@@ -42,20 +42,20 @@ def carry(
     there: Callable[[torch.Tensor], Any],
     back: Callable[[Any], torch.Tensor],
 ) -> SimpleNamespace:
-    """Operations on tensors and arrays of the CPU, by those on what `there` makes of a copy of
-    each; what came `back` is written to where it has changed. The core judges the arguments as
-    they are first: of a device nobody reads the numbers, so errors in them would not be raised."""
+    """Operations on tensors and arrays of the CPU: `there` takes a copy of each to the device,
+    `operations` run, and what `back` returns is written to the original if it has changed. The
+    core validates the originals first, since it does not read numbers that lie on a device."""
 
     def make(name: str) -> Any:
         def run(*arguments: Any) -> None:
-            getattr(_core, f"check_{name}")(*arguments)
+            _core.call(name, "check", *arguments)
             sent = mapped(arguments, _copy)
             away = mapped(sent, there)
             getattr(operations, name)(*away)
-            for mine, before, after in zip(
+            for original, before, after in zip(
                 tensors(arguments), tensors(sent), tensors(away), strict=True
             ):
-                _write(mine, before, back(after))
+                _write(original, before, back(after))
 
         return run
 
@@ -70,23 +70,22 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def _write(mine: Any, before: torch.Tensor, after: torch.Tensor) -> None:
-    if torch.equal(_bytes(before), _bytes(after)):  # also where nobody may write
+def _write(original: Any, before: torch.Tensor, after: torch.Tensor) -> None:
+    if torch.equal(_bytes(before), _bytes(after)):  # the original may be read-only
         return
-    if isinstance(mine, np.ndarray):
-        np.copyto(mine, after.numpy())
+    if isinstance(original, np.ndarray):
+        np.copyto(original, after.numpy())
     else:
-        mine.copy_(after)
+        original.copy_(after)
 
 
 # ---- The switch --------------------------------------------------------------------------------
 
 
 def switch(device: str) -> None:
-    """From now on `h2o.ops` has what is on the CPU computed on this device.
+    """Makes `h2o.ops` compute on this device what is on the CPU.
 
-    Errors: RuntimeError where it is not there, or where h2o's kernels do not serve it, as tests
-    would be of something else then.
+    Raises: RuntimeError where there is no such device, or h2o's kernels do not serve it.
     """
     if device not in DEVICES:
         raise RuntimeError(f"wanted one of {', '.join(DEVICES)}")
@@ -111,8 +110,7 @@ def _cuda() -> SimpleNamespace:
 
 
 def _cpu() -> SimpleNamespace:
-    operations = {name: getattr(_core, name) for name in backends.OPERATIONS}
-    return carry(SimpleNamespace(**operations), torch.Tensor.clone, torch.Tensor.clone)
+    return carry(backends.core, torch.Tensor.clone, torch.Tensor.clone)
 
 
 def _fake() -> SimpleNamespace:
@@ -126,4 +124,4 @@ def _fake() -> SimpleNamespace:
 
 
 DEVICES = {"cuda": _cuda, "cpu": _cpu, "fake": _fake}
-"""H2O_TEST_DEVICE -> the operations by that device."""
+"""H2O_TEST_DEVICE -> operations computed on that device."""

@@ -36,6 +36,7 @@ def built(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda, "_serving", {})
     monkeypatch.setattr(cuda, "_obstacles", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("H2O_CACHE", raising=False)
     return path
 
 

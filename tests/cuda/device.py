@@ -22,13 +22,13 @@ from tests.cuda.carry import carry, mapped
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "build/cuda/libcuda.so.1"
 IMAGE = b"\x50\xed\x55\xba" + bytes(60) + _core.KERNELS.encode()
-"""What the fake takes for compiled kernels, and the core for those of its own sources."""
+"""An image that the fake accepts as compiled kernels, with the build id that the core expects."""
 CUDA = 2  # DLPack's number
 KINDS = {torch.bfloat16: 4, torch.bool: 6, torch.uint8: 1, torch.int32: 0, torch.int64: 0}
 
 
 class Driver:
-    """The fake's functions; what fails raises."""
+    """The fake's functions; a CUDA error raises RuntimeError."""
 
     def __init__(self, path: str) -> None:
         self.library = ctypes.CDLL(path)
@@ -49,30 +49,30 @@ class Driver:
         self.library.fake_flip(kernel.encode())
 
     def current(self) -> int | None:
-        found = ctypes.c_void_p()
-        self.call("cuCtxGetCurrent", ctypes.byref(found))
-        return found.value
+        context = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        return context.value
 
     @contextlib.contextmanager
     def context(self, device: int) -> Iterator[None]:
-        """The device's primary context is the thread's."""
-        found = ctypes.c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(found), device)
-        self.call("cuCtxPushCurrent_v2", found)
+        """Makes the device's primary context current."""
+        primary = ctypes.c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(primary), device)
+        self.call("cuCtxPushCurrent_v2", primary)
         try:
             yield
         finally:
-            self.call("cuCtxPopCurrent_v2", ctypes.byref(found))
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(primary))
 
     def wait(self, device: int = 0) -> None:
         with self.context(device):
             self.call("cuCtxSynchronize")
 
     def stream(self, device: int = 0) -> ctypes.c_void_p:
-        made = ctypes.c_void_p()
+        stream = ctypes.c_void_p()
         with self.context(device):
-            self.call("cuStreamCreate", ctypes.byref(made), 0)
-        return made
+            self.call("cuStreamCreate", ctypes.byref(stream), 0)
+        return stream
 
 
 def build() -> str | None:
@@ -84,14 +84,14 @@ def build() -> str | None:
 
 
 def load(path: str) -> Driver:
-    """Once it is loaded, who opens libcuda.so.1 gets it."""
+    """Loads the fake before the core opens libcuda.so.1, which then is the fake."""
     driver = Driver(path)
-    _core.cuda_load(IMAGE, 0)
+    _core.load("cuda", IMAGE, 0)
     return driver
 
 
 class DeviceTensor(Producer):
-    """A copy of a torch tensor in a device's memory, which speaks `__dlpack__` only."""
+    """A copy of a torch tensor in a device's memory, with `__dlpack__` and nothing else."""
 
     def __init__(self, driver: Driver, x: torch.Tensor, device: int = 0, **fields: Any) -> None:
         x = x.detach().contiguous()
@@ -103,10 +103,10 @@ class DeviceTensor(Producer):
                 "cuMemcpyHtoD_v2", self.address, raw.ctypes.data_as(ctypes.c_void_p),
                 ctypes.c_size_t(raw.nbytes),
             )  # fmt: skip
-        described = np.empty(x.shape, f"V{x.element_size()}")
+        layout = np.empty(x.shape, f"V{x.element_size()}")
         kind = KINDS.get(x.dtype, 2)
         super().__init__(
-            described.view(f"u{x.element_size()}"), data=self.address, device_type=CUDA,
+            layout.view(f"u{x.element_size()}"), data=self.address, device_type=CUDA,
             device_id=device, code=kind, **fields,
         )  # fmt: skip
 
@@ -115,7 +115,7 @@ class DeviceTensor(Producer):
         return x.reshape(-1).view(torch.uint8).numpy()
 
     def read(self) -> torch.Tensor:
-        """What it holds, after waiting for all that is queued."""
+        """A copy on the CPU, after all queued work."""
         copy = torch.empty_like(self.like)
         raw = self._raw(copy)
         with self.driver.context(self.device):
@@ -135,7 +135,7 @@ def to_device(driver: Driver, arguments: Any, device: int = 0) -> list[Any]:
 
 
 def carried(driver: Driver, operations: SimpleNamespace, device: int = 0) -> SimpleNamespace:
-    """Operations on tensors of the CPU, by those on tensors of one of the fake's devices."""
+    """Operations on tensors of the CPU that are computed on one of the fake's devices."""
 
     def back(tensor: DeviceTensor) -> torch.Tensor:
         copy = tensor.read()
@@ -147,7 +147,7 @@ def carried(driver: Driver, operations: SimpleNamespace, device: int = 0) -> Sim
 
 def operations(driver: Driver, replace: Callable[[Any, str, Any], None]) -> SimpleNamespace:
     """The operations as `h2o.backends.cuda` makes them, for the fake's devices; what no kernel
-    serves raises NotImplementedError. `replace` puts what torch would do into that module."""
+    serves raises NotImplementedError. `replace` substitutes that module's calls of torch."""
 
     def workspace(tensor: DeviceTensor, size: int) -> DeviceTensor | None:
         raw = torch.zeros(size, dtype=torch.uint8)

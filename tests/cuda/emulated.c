@@ -1,6 +1,7 @@
-/* emulated.c - the kernels for GPUs on the memory of the host, in the place of the CPU's level
- * "generic": whatever is linked with this instead goes through them. Launches as a driver would,
- * but at once. */
+/* emulated.c - the kernels for GPUs, emulated (shim.h), as the CPU's kernels: it defines the level
+ * "generic" in the place of csrc/cpu, so that a core that is linked with it runs every operation
+ * on host tensors through the emulation. Each call plans its launches as csrc/cuda does, and runs
+ * them at once. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,8 +15,8 @@ int shim_launch(const char *name, const void *params, size_t size, char *workspa
 const char *shim_error(void);
 void shim_unset(void *p, size_t bytes);
 
-/* The workspace is a block of its own, of the size that was asked for and full of what is no
- * number, but for what is to be cleared. */
+/* The workspace is a heap block of the size asked for, full of 0xff except for what the plan has
+ * cleared. */
 static int launch(const cuda_plan *plan, h2o_error *error) {
     static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
     char *const workspace = malloc(plan->workspace);
@@ -37,34 +38,21 @@ static int launch(const cuda_plan *plan, h2o_error *error) {
     return status == 0 ? H2O_OK : H2O_EBACKEND;
 }
 
-#define DEFINE(op)                                                                                 \
-    static size_t op##_workspace(const h2o_##op##_params *params, const h2o_exec *exec) {          \
-        (void)params;                                                                              \
-        (void)exec;                                                                                \
-        return 0;                                                                                  \
-    }                                                                                              \
-    static int op(const h2o_##op##_params *params, const h2o_exec *exec, h2o_error *error) {       \
-        h2o_##op##_params own = *params;                                                           \
-        cuda_plan plan;                                                                            \
-        (void)exec;                                                                                \
-        memset(&own.counts, 0, sizeof own.counts); /* which the host cannot know */                \
-        cuda_plan_##op(&own, &plan);                                                               \
-        return launch(&plan, error);                                                               \
-    }
+static size_t workspace(h2o_operation operation, const void *params, const h2o_exec *exec) {
+    (void)operation, (void)params, (void)exec;
+    return 0;
+}
 
-DEFINE(attend)
-DEFINE(evict)
-DEFINE(step)
-DEFINE(simulate)
+static int run(h2o_operation operation, const void *params, const h2o_exec *exec,
+               h2o_error *error) {
+    const h2o_operation_row *const row = &h2o_operations[operation];
+    h2o_params copy;
+    cuda_plan plan;
+    (void)exec;
+    memcpy(&copy, params, row->size);
+    memset((char *)&copy + row->counts, 0, sizeof(h2o_counts)); /* which the host cannot know */
+    cuda_plan_call(operation, &copy, &plan);
+    return launch(&plan, error);
+}
 
-const h2o_ops h2o_ops_generic = {
-    .name = "generic",
-    .attend_workspace = attend_workspace,
-    .attend = attend,
-    .evict_workspace = evict_workspace,
-    .evict = evict,
-    .step_workspace = step_workspace,
-    .step = step,
-    .simulate_workspace = simulate_workspace,
-    .simulate = simulate,
-};
+const h2o_ops h2o_ops_generic = {.name = "generic", .workspace = workspace, .run = run};

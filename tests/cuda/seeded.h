@@ -1,5 +1,8 @@
-/* seeded.h - small kernels in the manner of those of csrc/cuda, each of which can have a bug that
- * is typical of its kind, and what they have to compute. test_shim.cpp says who must catch what. */
+/* seeded.h - small kernels in the manner of those of csrc/cuda, each with bugs that can be switched
+ * on and are typical of its kind, and reference results on the host.
+ *
+ * A kernel gets the bug as a parameter (sample_params.with). The table `bugs` at the end says what
+ * has to detect each: a wrong result, the emulated GPU, or a sanitizer. test_shim.cpp runs them. */
 #ifndef H2O_SEEDED_H
 #define H2O_SEEDED_H
 
@@ -26,13 +29,13 @@ enum bug {
     RELAXED_COUNTER,
     COUNTED_TOO_EARLY,
     COUNTER_NOT_CLEARED,
-    SAME_PLACE,
+    SAME_ADDRESS,
     CAUSAL_MASK,
     SLOT_PAST_END,
     ROW_PAST_END,
     UNWRITTEN_LSE,
     BARRIER_IN_BRANCH,
-    GONE_BEFORE_BALLOT,
+    RETURNED_BEFORE_BALLOT,
     STACK_OVERFLOW,
     NO_WAIT,
     WAIT_FOR_ALL_BUT_ONE,
@@ -63,14 +66,14 @@ KERNEL(sample_softmax, sample_params) {
     const int past = params.with == SHARED_PAST_END ? 1 : 0;
     if (i < WIDTH + past) row[i] = i < WIDTH ? params.in[blockIdx.x * WIDTH + i] : 0.0f;
     if (params.with != NO_BARRIER) sync_block();
-    float top = row[0], total = 0.0f;
-    for (int j = 1; j < WIDTH; j++) top = fmaxf(top, row[j]);
+    float row_max = row[0], row_sum = 0.0f;
+    for (int j = 1; j < WIDTH; j++) row_max = fmaxf(row_max, row[j]);
     if (params.with != NO_BARRIER_BEFORE_REUSE) sync_block();
-    if (i < WIDTH) row[i] = expf(params.in[blockIdx.x * WIDTH + i] - top);
+    if (i < WIDTH) row[i] = expf(params.in[blockIdx.x * WIDTH + i] - row_max);
     sync_block();
-    for (int j = 0; j < WIDTH; j++) total += row[j];
+    for (int j = 0; j < WIDTH; j++) row_sum += row[j];
     if (params.with != NO_BARRIER_LATER) sync_block();
-    if (i < WIDTH) row[i] /= total; /* of which each thread reads its neighbour's */
+    if (i < WIDTH) row[i] /= row_sum; /* each thread reads another's below */
     sync_block();
     if (i < WIDTH) params.out[blockIdx.x * WIDTH + i] = row[WIDTH - 1 - i];
 }
@@ -79,11 +82,11 @@ EXPORT_KERNEL(sample_softmax, sample_params)
 static void expect_softmax(const sample_params *p, float *out, float *) {
     for (int r = 0; r < ROWS; r++) {
         const float *const row = p->in + r * WIDTH;
-        double top = row[0], total = 0;
-        for (int i = 0; i < WIDTH; i++) top = fmax(top, row[i]);
-        for (int i = 0; i < WIDTH; i++) total += exp(row[i] - top);
+        double row_max = row[0], row_sum = 0;
+        for (int i = 0; i < WIDTH; i++) row_max = fmax(row_max, row[i]);
+        for (int i = 0; i < WIDTH; i++) row_sum += exp(row[i] - row_max);
         for (int i = 0; i < WIDTH; i++) {
-            out[r * WIDTH + WIDTH - 1 - i] = (float)(exp(row[i] - top) / total);
+            out[r * WIDTH + WIDTH - 1 - i] = (float)(exp(row[i] - row_max) / row_sum);
         }
     }
 }
@@ -93,14 +96,14 @@ static void expect_softmax(const sample_params *p, float *out, float *) {
 KERNEL(sample_reverse, sample_params) {
     DYN_SHARED(shared);
     const int i = threadIdx.x, first = i / 32 * 32;
-    float *const room = (float *)shared;
-    room[i] = params.in[i];
+    float *const elements = (float *)shared;
+    elements[i] = params.in[i];
     if (params.with == NO_WARP_BARRIER) {
-        shfl_xor(0, 1); /* all are here now, but it orders no memory */
+        shfl_xor(0, 1); /* waits for all, but orders no memory */
     } else {
         sync_warp();
     }
-    params.out[i] = room[first + 31 - i % 32];
+    params.out[i] = elements[first + 31 - i % 32];
 }
 EXPORT_KERNEL(sample_reverse, sample_params)
 
@@ -133,9 +136,9 @@ static void expect_histogram(const sample_params *p, float *out, float *) {
     for (int i = 0; i < THREADS; i++) out[bin_of(p->in[i])] += 1.0f;
 }
 
-/* ---- A sum over blocks, by the one that comes last ----------------------- */
+/* ---- A sum over blocks, by the last one to finish ------------------------ */
 
-/* The block that comes last, where memory is ordered too late or not at all. */
+/* arrive_last, but memory is ordered too late or not at all. */
 DEVICE bool arrive_wrongly(uint32_t *counter, uint32_t blocks, bug with) {
     if (with == COUNTED_TOO_EARLY) {
         return block_any(threadIdx.x == 0 && count_release(counter) == blocks - 1);
@@ -152,7 +155,7 @@ KERNEL(sample_total, sample_params) {
     const bool wrong = params.with == RELAXED_COUNTER || params.with == COUNTED_TOO_EARLY;
     const bool last = wrong ? arrive_wrongly(params.counter, gridDim.x, params.with)
                             : arrive_last(params.counter, gridDim.x);
-    if (params.with == SAME_PLACE && i == 0) params.out[1] = 1.0f; /* by every block */
+    if (params.with == SAME_ADDRESS && i == 0) params.out[1] = 1.0f; /* by every block */
     if (!last) return;
     float sum = 0.0f;
     for (unsigned b = 0; b < gridDim.x; b++) {
@@ -180,41 +183,44 @@ DEVICE float dot(const float *a, const float *b) {
     return sum;
 }
 
-/* Adds a key, which is its own value, to what a query has seen. */
-DEVICE void see(const float *query, const float *key, float *top, float *total, float *sum) {
-    const float logit = dot(query, key), highest = fmaxf(*top, logit);
-    const float factor = expf(*top - highest), weight = expf(logit - highest);
-    *total = *total * factor + weight;
-    for (int d = 0; d < DEPTH; d++) sum[d] = sum[d] * factor + weight * key[d];
-    *top = highest;
+/* Adds a key, which is also its value, to a query's running softmax. */
+DEVICE void add_key(const float *query, const float *key, float *row_max, float *row_sum,
+                    float *sum) {
+    const float logit = dot(query, key), highest = fmaxf(*row_max, logit);
+    const float rescale = expf(*row_max - highest), weight = expf(logit - highest);
+    *row_sum = *row_sum * rescale + weight;
+    for (int d = 0; d < DEPTH; d++) sum[d] = sum[d] * rescale + weight * key[d];
+    *row_max = highest;
 }
 
-/* A query of each thread: to SLOTS stored keys, and to new ones up to its own. Its logarithm of the
- * sum of exponentials goes into the workspace, which has room for whole blocks. */
+/* Each thread attends with one query to SLOTS stored keys and to the new ones up to its own. The
+ * logsumexp goes into the workspace, which has an element for every thread of a block. */
 KERNEL(sample_attention, sample_params) {
     const int q = threadIdx.x;
     const int slots = SLOTS + (params.with == SLOT_PAST_END ? 1 : 0);
     const int rows = WIDTH + (params.with == ROW_PAST_END ? 1 : 0);
-    const int own = q < WIDTH ? q : WIDTH - 1;
-    const int seen = own + (params.with == CAUSAL_MASK && own + 1 < WIDTH ? 2 : 1);
-    float top = -INFINITY, total = 0.0f, sum[DEPTH] = {};
-    const float *const query = params.in + own * DEPTH;
-    for (int s = 0; s < slots; s++) see(query, params.slots + s * DEPTH, &top, &total, sum);
-    for (int k = 0; k < seen; k++) see(query, params.in + k * DEPTH, &top, &total, sum);
-    for (int d = 0; q < rows && d < DEPTH; d++) params.out[q * DEPTH + d] = sum[d] / total;
-    if (q < WIDTH) ((float *)workspace)[q] = top + logf(total);
+    const int row = q < WIDTH ? q : WIDTH - 1;
+    const int visible = row + (params.with == CAUSAL_MASK && row + 1 < WIDTH ? 2 : 1);
+    float row_max = -INFINITY, row_sum = 0.0f, sum[DEPTH] = {};
+    const float *const query = params.in + row * DEPTH;
+    for (int s = 0; s < slots; s++)
+        add_key(query, params.slots + s * DEPTH, &row_max, &row_sum, sum);
+    for (int k = 0; k < visible; k++)
+        add_key(query, params.in + k * DEPTH, &row_max, &row_sum, sum);
+    for (int d = 0; q < rows && d < DEPTH; d++) params.out[q * DEPTH + d] = sum[d] / row_sum;
+    if (q < WIDTH) ((float *)workspace)[q] = row_max + logf(row_sum);
 }
 EXPORT_KERNEL(sample_attention, sample_params)
 
-/* A new key of each thread: what all queries that see it give it. */
+/* Each thread computes the column sum of one new key, over the queries that see it. */
 KERNEL(sample_columns, sample_params) {
     const int k = threadIdx.x;
     const int queries = params.with == UNWRITTEN_LSE ? THREADS : WIDTH;
-    const float *const logs = (const float *)workspace;
+    const float *const lse = (const float *)workspace;
     float sum = 0.0f;
     for (int q = k; q < queries; q++) {
         const float *const query = params.in + (q < WIDTH ? q : 0) * DEPTH;
-        sum += expf(dot(query, params.in + (k < WIDTH ? k : 0) * DEPTH) - logs[q]);
+        sum += expf(dot(query, params.in + (k < WIDTH ? k : 0) * DEPTH) - lse[q]);
     }
     if (k < WIDTH) params.sums[k] = sum;
 }
@@ -239,14 +245,14 @@ static void expect_attention(const sample_params *p, float *out, float *sums) {
     }
 }
 
-/* ---- Tiles that come while the one before is being used ------------------- */
+/* ---- Tiles that are copied while the previous one is being used ---------- */
 
 enum { TILES = THREADS * DEPTH / THREADS };
 
-DEVICE void fetch_tile(const sample_params *p, int tile, float (*room)[THREADS]) {
+DEVICE void fetch_tile(const sample_params *p, int tile, float (*stages)[THREADS]) {
     const int i = threadIdx.x;
     if (tile < TILES && i < THREADS / 4) {
-        copy_async<16>(&room[tile % 2][4 * i], p->in + tile * THREADS + 4 * i);
+        copy_async<16>(&stages[tile % 2][4 * i], p->in + tile * THREADS + 4 * i);
     }
     if (p->with != BATCH_LEFT_OPEN) close_copies();
 }
@@ -255,19 +261,19 @@ DEVICE void fetch_tile(const sample_params *p, int tile, float (*room)[THREADS])
 KERNEL(sample_stream, sample_params) {
     DYN_SHARED(shared);
     const int i = threadIdx.x;
-    float (*const room)[THREADS] = (float (*)[THREADS])shared;
+    float (*const stages)[THREADS] = (float (*)[THREADS])shared;
     float sum = 0.0f;
-    fetch_tile(&params, 0, room);
+    fetch_tile(&params, 0, stages);
     for (int tile = 0; tile < TILES; tile++) {
-        if (params.with == COPY_BEFORE_BARRIER) fetch_tile(&params, tile + 1, room);
+        if (params.with == COPY_BEFORE_BARRIER) fetch_tile(&params, tile + 1, stages);
         if (params.with == WAIT_FOR_ALL_BUT_ONE || params.with == COPY_BEFORE_BARRIER) {
             wait_copies<1>();
         } else if (params.with != NO_WAIT) {
             wait_copies<0>();
         }
         if (params.with != NO_BARRIER_AFTER_WAIT) sync_block();
-        if (params.with != COPY_BEFORE_BARRIER) fetch_tile(&params, tile + 1, room);
-        sum = fmaf((float)(tile + 1), room[tile % 2][THREADS - 1 - i], sum);
+        if (params.with != COPY_BEFORE_BARRIER) fetch_tile(&params, tile + 1, stages);
+        sum = fmaf((float)(tile + 1), stages[tile % 2][THREADS - 1 - i], sum);
     }
     params.out[i] = sum;
 }
@@ -283,16 +289,16 @@ static void expect_stream(const sample_params *p, float *out, float *) {
 
 /* ---- What no thread may do ----------------------------------------------- */
 
-/* Takes more of the stack than there is. */
+/* Uses more stack than a fiber has. */
 __attribute__((noinline)) static int deep(int levels) {
-    volatile char room[1024];
-    room[levels % 1024] = (char)levels;
-    return levels == 0 ? 0 : deep(levels - 1) + room[levels % 1024];
+    volatile char frame[1024];
+    frame[levels % 1024] = (char)levels;
+    return levels == 0 ? 0 : deep(levels - 1) + frame[levels % 1024];
 }
 
 KERNEL(sample_lost, sample_params) {
     const int i = threadIdx.x;
-    if (params.with == GONE_BEFORE_BALLOT && i % 32 > 20) return;
+    if (params.with == RETURNED_BEFORE_BALLOT && i % 32 > 20) return;
     if (params.with == BARRIER_IN_BRANCH && i < 40) sync_block();
     if (params.with == STACK_OVERFLOW) params.out[i] = (float)deep(2000);
     params.out[i] = (float)popcount(warp_ballot(i % 2 == 0));
@@ -322,13 +328,13 @@ static const sample samples[] = {
     {"sample_lost", nullptr, 1, 0, THREADS, expect_lost},
 };
 
-/* By whom each must be caught where there is no sanitizer, and by AddressSanitizer, ThreadSanitizer
- * and MemorySanitizer: F, a wrong result; E, an error of the shim; D, death; S, the sanitizer's
- * report; -, by nothing that can be relied on. */
+/* How each must show without a sanitizer, and with AddressSanitizer, ThreadSanitizer and
+ * MemorySanitizer: F, a wrong result; E, an error of the shim; D, death; S, the sanitizer's report;
+ * -, not reliably at all. */
 struct seeded {
     const char *name;
     bug with;
-    const char *kernel, *caught;
+    const char *kernel, *detected;
 };
 
 static const seeded bugs[] = {
@@ -342,7 +348,7 @@ static const seeded bugs[] = {
     {"relaxed_counter", RELAXED_COUNTER, "sample_total", "--S-"},
     {"counted_too_early", COUNTED_TOO_EARLY, "sample_total", "--S-"},
     {"counter_not_cleared", COUNTER_NOT_CLEARED, "sample_total", "FFFS"},
-    {"same_place", SAME_PLACE, "sample_total", "--S-"},
+    {"same_address", SAME_ADDRESS, "sample_total", "--S-"},
     {"causal_mask", CAUSAL_MASK, "sample_attention", "FFFF"},
     {"slot_past_end", SLOT_PAST_END, "sample_attention", "-S--"},
     {"row_past_end", ROW_PAST_END, "sample_attention", "-S--"},
@@ -353,7 +359,7 @@ static const seeded bugs[] = {
     {"no_barrier_after_wait", NO_BARRIER_AFTER_WAIT, "sample_stream", "FFSS"},
     {"copy_before_barrier", COPY_BEFORE_BARRIER, "sample_stream", "--S-"},
     {"barrier_in_branch", BARRIER_IN_BRANCH, "sample_lost", "EEEE"},
-    {"gone_before_ballot", GONE_BEFORE_BALLOT, "sample_lost", "EEEE"},
+    {"returned_before_ballot", RETURNED_BEFORE_BALLOT, "sample_lost", "EEEE"},
     {"stack_overflow", STACK_OVERFLOW, "sample_lost", "DSSS"},
 };
 

@@ -1,5 +1,6 @@
-/* test_cuda.c - the scenes through the kernels for GPUs, emulated: in several orders of their
- * threads, which may not change a bit. */
+/* test_cuda.c - the scenes of tests/c (prompts, chunks and decode steps, checked against a plain
+ * implementation) through the kernels for GPUs, emulated. Each runs with several seeds, which order
+ * threads and blocks differently: results must agree bit for bit. */
 #define _GNU_SOURCE
 #include "../c/scenes.h"
 
@@ -72,8 +73,8 @@ int main(void) {
     };
     h2o_error error;
     CHECK(h2o_init(&error) == H2O_OK);
-    /* ThreadSanitizer takes a hundred times as long: it gets another type in each
-     * scene, and one of the tensor cores where numbers are weird. */
+    /* ThreadSanitizer takes a hundred times as long: each scene runs in one dtype, that with NaN
+     * and infinity in one of the tensor cores'. */
     for (size_t i = THREAD_SANITIZER ? 1 : 0; i < sizeof scenes / sizeof *scenes; i++) {
         for (size_t type = 0; type < 3; type++) {
             if (THREAD_SANITIZER && type != (i + 1) % 3) continue;

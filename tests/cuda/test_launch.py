@@ -1,5 +1,5 @@
-"""How the core hands its operations to a driver: on which device, context and stream, with what
-memory, and what it says when the driver refuses. The driver is the fake of tests/cuda/fake."""
+"""How the core launches its operations: device, context, stream and workspace of each launch, and
+errors where the driver refuses one. The driver is the fake of tests/cuda/fake."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from h2o import _core, backends
 from h2o.backends import kernel_check
+from h2o.policy import Policy
 from h2o.slots import new_slots
 from tests.core.producers import DLTensor, ExchangeAPI, capsule_new
 from tests.cuda.carry import tensors
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def step_arguments(D: int = 32, seed: int = 0, held: int = 6) -> list:
-    """Of a step on the CPU, into slots that hold some keys and have no more room."""
+    """Arguments of a step on the CPU, into slots whose budget is full."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -32,21 +33,20 @@ def step_arguments(D: int = 32, seed: int = 0, held: int = 6) -> list:
     keys = normal(1, 2, held, D)
     slots = new_slots(keys, held + 1, held // 2, held - held // 2)
     text = (keys, normal(1, 2, held, D), normal(1, 2, held).abs())
-    _core.evict(*text, None, slots, 0, "sum", 1.0, False, None)
+    _core.call("evict", "run", *text, None, slots, Policy())
     query, key, value = normal(1, 4, 1, D), normal(1, 2, 1, D), normal(1, 2, 1, D)
     out = torch.zeros(1, 1, 4, D)
-    policy = (0, "sum", 1.0, False, None)
-    return [query, key, value, None, slots, out, D**-0.5, 0.0, *policy, None, None]
+    return [query, key, value, None, slots, out, D**-0.5, 0.0, Policy(), None, None]
 
 
-def room(driver, arguments, stream=1, device: int = 0) -> DeviceTensor:
-    size = _core.measure_step(*arguments, stream)
+def workspace_of(driver, arguments, stream=1, device: int = 0) -> DeviceTensor:
+    size = _core.call("step", "measure", *arguments, stream)
     return DeviceTensor(driver, torch.zeros(size, dtype=torch.uint8), device)
 
 
 def same(carried_arguments, arguments) -> None:
-    for theirs, mine in zip(tensors(carried_arguments), tensors(arguments), strict=True):
-        torch.testing.assert_close(theirs.read(), mine, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(tensors(carried_arguments), tensors(arguments), strict=True):
+        torch.testing.assert_close(actual.read(), expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- What there is -----------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-LOAD = f"from h2o import _core\n_core.cuda_load({IMAGE!r}, 0)"
+LOAD = f"from h2o import _core\n_core.load('cuda', {IMAGE!r}, 0)"
 
 
 def test_a_machine_without_a_driver_says_so(tmp_path):
@@ -90,7 +90,7 @@ def test_the_import_opens_no_driver(library):
 
 
 def test_devices_are_described(driver):
-    version, devices = _core.cuda_devices()
+    version, devices = _core.devices("cuda")
     assert version == 13000
     assert devices == [("Fake GPU 0", 9, 0), ("Fake GPU 1", 9, 0)]
 
@@ -123,12 +123,12 @@ ALLOCATING = ("cuMemAlloc_v2", "cuMemFree_v2", "cuModuleLoadData")
 def test_a_call_queues_its_work_and_waits_for_nothing(driver):
     arguments = step_arguments()
     there = to_device(driver, arguments)
-    workspace = room(driver, there)
+    workspace = workspace_of(driver, there)
     before = [driver.calls(entry) for entry in WAITING + ALLOCATING]
-    _core.launch_step(*there, 1, workspace)
+    _core.call("step", "launch", *there, 1, workspace)
     assert driver.library.fake_waiting() == 2  # the workspace is cleared, the kernel runs
     assert [driver.calls(entry) for entry in WAITING + ALLOCATING] == before
-    _core.step(*arguments)
+    _core.call("step", "run", *arguments)
     same(there, arguments)
 
 
@@ -137,25 +137,25 @@ def test_kernels_are_loaded_once_for_each_context(driver):
         return driver.calls("cuModuleLoadData")
 
     arguments = [to_device(driver, step_arguments(), device) for device in (0, 1)]
-    rooms = [room(driver, arguments[device], device=device) for device in (0, 1)]
+    workspaces = [workspace_of(driver, arguments[device], device=device) for device in (0, 1)]
     for _ in range(2):
         for device in (0, 1):
-            _core.launch_step(*arguments[device], 1, rooms[device])
+            _core.call("step", "launch", *arguments[device], 1, workspaces[device])
     before = calls()
-    own = ctypes.c_void_p()
-    driver.call("cuCtxCreate_v2", ctypes.byref(own), 0, 0)  # the thread's own, and current
+    context = ctypes.c_void_p()
+    driver.call("cuCtxCreate_v2", ctypes.byref(context), 0, 0)  # current, and no primary one
     try:
         pushes = driver.calls("cuCtxPushCurrent_v2")
         for _ in range(2):
-            _core.launch_step(*arguments[0], 1, rooms[0])
+            _core.call("step", "launch", *arguments[0], 1, workspaces[0])
         assert driver.calls("cuCtxPushCurrent_v2") == pushes
-        assert driver.current() == own.value
+        assert driver.current() == context.value
         assert calls() == before + 1
-        _core.launch_step(*arguments[1], 1, rooms[1])  # of another device
+        _core.call("step", "launch", *arguments[1], 1, workspaces[1])  # of another device
         assert driver.calls("cuCtxPushCurrent_v2") == pushes + 1
-        assert driver.current() == own.value
+        assert driver.current() == context.value
     finally:
-        driver.call("cuCtxPopCurrent_v2", ctypes.byref(own))
+        driver.call("cuCtxPopCurrent_v2", ctypes.byref(context))
     assert driver.current() is None
     assert calls() == before + 1
 
@@ -164,39 +164,39 @@ def test_kernels_are_loaded_once_for_each_context(driver):
 def test_a_graph_captures_a_step_and_replays_it(driver, first):
     arguments = step_arguments()
     there = to_device(driver, arguments)
-    workspace = room(driver, there)
-    stream, graph, own = driver.stream(), ctypes.c_void_p(), ctypes.c_void_p()
+    workspace = workspace_of(driver, there)
+    stream, graph, context = driver.stream(), ctypes.c_void_p(), ctypes.c_void_p()
     if first:  # a context that has no kernels yet
-        driver.call("cuCtxCreate_v2", ctypes.byref(own), 0, 0)
+        driver.call("cuCtxCreate_v2", ctypes.byref(context), 0, 0)
         driver.call("cuStreamCreate", ctypes.byref(stream), 0)
     driver.call("cuStreamBeginCapture_v2", stream, 0)
-    _core.launch_step(*there, stream.value, workspace)
+    _core.call("step", "launch", *there, stream.value, workspace)
     driver.call("cuStreamEndCapture", stream, ctypes.byref(graph))
     if first:
-        driver.call("cuCtxPopCurrent_v2", ctypes.byref(own))
+        driver.call("cuCtxPopCurrent_v2", ctypes.byref(context))
     assert driver.library.fake_waiting() == 0
     for _ in range(3):
         with driver.context(0):
             driver.call("cuGraphLaunch", graph, None)
-        _core.step(*arguments)
+        _core.call("step", "run", *arguments)
     same(there, arguments)
 
 
 def test_the_stream_is_what_the_caller_says(driver):
     there = to_device(driver, step_arguments())
-    workspace = room(driver, there)
+    workspace = workspace_of(driver, there)
     stream = driver.stream()
-    _core.launch_step(*there, stream.value, workspace)
+    _core.call("step", "launch", *there, stream.value, workspace)
     assert all(tensor.calls[-1]["stream"] == stream.value for tensor in tensors(there))
     with pytest.raises(RuntimeError, match=r"cuMemsetD8Async: CUDA error 400"):
-        _core.launch_step(*there, stream.value + 8, workspace)
+        _core.call("step", "launch", *there, stream.value + 8, workspace)
     with pytest.raises(RuntimeError, match="query: a DeviceTensor does not tell its stream"):
-        _core.launch_step(*there, None, workspace)
+        _core.call("step", "launch", *there, None, workspace)
 
 
 def with_table(tensor: DeviceTensor, stream: ctypes.c_void_p):
     """The same tensor by DLPack's exchange table, which knows the stream."""
-    asked = []
+    requests = []
 
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DLTensor))
     def tensor_from(_object, to):
@@ -205,7 +205,7 @@ def with_table(tensor: DeviceTensor, stream: ctypes.c_void_p):
 
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
     def current_stream(kind, device, to):
-        asked.append((kind, device))
+        requests.append((kind, device))
         to[0] = stream.value
         return 0
 
@@ -217,33 +217,33 @@ def with_table(tensor: DeviceTensor, stream: ctypes.c_void_p):
         "__dlpack_c_exchange_api__": capsule,
         "alive": (api, tensor_from, current_stream, tensor),
     }
-    return type("Tensor", (), members)(), asked
+    return type("Tensor", (), members)(), requests
 
 
 def test_the_exchange_table_tells_the_stream(driver):
     arguments = step_arguments()
     there = to_device(driver, arguments)
-    workspace = room(driver, there)
-    leader, asked = with_table(there[0], driver.stream())
+    workspace = workspace_of(driver, there)
+    leader, requests = with_table(there[0], driver.stream())
     calls = driver.calls("cuLaunchKernel")
-    _core.launch_step(leader, *there[1:], None, workspace)
-    assert asked == [(CUDA, 0)]
+    _core.call("step", "launch", leader, *there[1:], None, workspace)
+    assert requests == [(CUDA, 0)]
     assert driver.calls("cuLaunchKernel") == calls + 1
-    _core.step(*arguments)
+    _core.call("step", "run", *arguments)
     same(there, arguments)
 
 
 def test_threads_share_devices(driver):
     wanted = step_arguments()
-    _core.step(*wanted)
+    _core.call("step", "run", *wanted)
     failed = []
 
     def work(device: int) -> None:
         try:
             for _ in range(5):
                 there = to_device(driver, step_arguments(), device)
-                workspace = room(driver, there, device=device)
-                _core.launch_step(*there, 1, workspace)
+                workspace = workspace_of(driver, there, device=device)
+                _core.call("step", "launch", *there, 1, workspace)
                 same(there, wanted)
         except BaseException as error:
             failed.append(error)
@@ -268,18 +268,18 @@ ENTRIES = (
 def test_what_the_driver_refuses_is_an_error_with_its_name(driver, entry):
     arguments = step_arguments()
     there = to_device(driver, arguments)
-    workspace = room(driver, there)
+    workspace = workspace_of(driver, there)
     driver.fault(entry, 719)
     text = rf"{entry}.*: CUDA error 719 \(CUDA_ERROR_LAUNCH_FAILED\): unspecified launch failure"
     with pytest.raises(RuntimeError, match=text):
-        _core.launch_step(*there, 1, workspace)
+        _core.call("step", "launch", *there, 1, workspace)
     driver.fault(entry, 2)
     with pytest.raises(MemoryError, match=f"{entry}.*out of memory"):
-        _core.launch_step(*there, 1, workspace)
+        _core.call("step", "launch", *there, 1, workspace)
     assert driver.current() is None
     driver.library.fake_forgive()
-    _core.launch_step(*there, 1, workspace)
-    _core.step(*arguments)
+    _core.call("step", "launch", *there, 1, workspace)
+    _core.call("step", "run", *arguments)
     same(there, arguments)
 
 
@@ -291,77 +291,77 @@ LOADING = (
 
 @pytest.mark.parametrize("entry", LOADING)
 def test_kernels_that_cannot_be_loaded_are_asked_for_again(driver, entry):
-    own = ctypes.c_void_p()
-    driver.call("cuCtxCreate_v2", ctypes.byref(own), 0, 0)
+    context = ctypes.c_void_p()
+    driver.call("cuCtxCreate_v2", ctypes.byref(context), 0, 0)
     try:
         nth = 3 if entry.startswith("cuFunc") else 1
         driver.fault(entry, 200, nth)
         with pytest.raises(RuntimeError, match=f"{entry}.*CUDA error 200"):
-            _core.cuda_load(IMAGE, 0)
+            _core.load("cuda", IMAGE, 0)
         unloaded = driver.calls("cuModuleUnload")
-        _core.cuda_load(IMAGE, 0)
+        _core.load("cuda", IMAGE, 0)
         assert driver.calls("cuModuleUnload") == unloaded
     finally:
-        driver.call("cuCtxPopCurrent_v2", ctypes.byref(own))
+        driver.call("cuCtxPopCurrent_v2", ctypes.byref(context))
 
 
-def test_a_kernel_that_fails_shows_when_somebody_waits(driver):
+def test_a_kernel_that_fails_shows_when_the_host_waits(driver):
     there = to_device(driver, step_arguments())
-    workspace = room(driver, there)
+    workspace = workspace_of(driver, there)
     driver.fault("kernel", 719)
-    _core.launch_step(*there, 1, workspace)
+    _core.call("step", "launch", *there, 1, workspace)
     with driver.context(0):
         assert driver.library.cuCtxSynchronize() == 719
     with pytest.raises(RuntimeError, match=r"CUDA error 719"):  # as for all that comes after
-        _core.launch_step(*there, 1, workspace)
+        _core.call("step", "launch", *there, 1, workspace)
     assert driver.current() is None
 
 
-def test_workspace_is_judged(driver):
+def test_workspace_is_checked(driver):
     there = to_device(driver, step_arguments())
-    workspace = room(driver, there)
+    workspace = workspace_of(driver, there)
     size = workspace.like.numel()
     calls = driver.calls("cuLaunchKernel")
     small = DeviceTensor(driver, torch.zeros(size - 1, dtype=torch.uint8))
     with pytest.raises(ValueError, match=f"workspace: has {size - 1} bytes, step wants {size}"):
-        _core.launch_step(*there, 1, small)
+        _core.call("step", "launch", *there, 1, small)
     with pytest.raises(ValueError, match=f"workspace: has 0 bytes, step wants {size}"):
-        _core.launch_step(*there, 1, None)
+        _core.call("step", "launch", *there, 1, None)
     floats = DeviceTensor(driver, torch.zeros(size))
     askew = DeviceTensor(driver, torch.zeros(size + 16, dtype=torch.uint8), byte_offset=16)
     for wrong in (floats, askew):
         with pytest.raises(ValueError, match="workspace: wanted bytes in a row"):
-            _core.launch_step(*there, 1, wrong)
+            _core.call("step", "launch", *there, 1, wrong)
     elsewhere = DeviceTensor(driver, torch.zeros(size, dtype=torch.uint8), 1)
     with pytest.raises(ValueError, match="workspace: is on another device than query"):
-        _core.launch_step(*there, 1, elsewhere)
+        _core.call("step", "launch", *there, 1, elsewhere)
     assert driver.calls("cuLaunchKernel") == calls
 
 
 def test_other_devices_tensors_are_refused(driver):
     arguments = step_arguments()
     with pytest.raises(RuntimeError, match="query: is on CPU device 0"):
-        _core.measure_step(*arguments, 1)
+        _core.call("step", "measure", *arguments, 1)
     there = to_device(driver, arguments)
     with pytest.raises(RuntimeError, match=r"query: is on CUDA device 0.*no kernels"):
-        _core.step(*there)  # without a stream, nobody serves them
+        _core.call("step", "run", *there)  # without a stream, no kernels serve them
     mixed = [*there[:5], DeviceTensor(driver, arguments[5], 1), *there[6:]]
     with pytest.raises(ValueError, match="out: is on CUDA device 1"):
-        _core.measure_step(*mixed, 1)
-    _core.check_step(*there)
+        _core.call("step", "measure", *mixed, 1)
+    _core.call("step", "check", *there)
 
 
 def test_what_no_kernel_serves_goes_elsewhere(driver, kernels):
     there = to_device(driver, step_arguments(D=264))
-    assert _core.measure_step(*there, 1) is None
+    assert _core.call("step", "measure", *there, 1) is None
     with pytest.raises(NotImplementedError):
         kernels.step(*there)
     with pytest.raises(RuntimeError, match="step: no kernel"):
-        _core.launch_step(*there, 1, None)
+        _core.call("step", "launch", *there, 1, None)
     narrow = to_device(driver, step_arguments())
     lost = DeviceTensor(driver, narrow[4].lost.like.float())
     narrow[4] = narrow[4]._replace(lost=lost)
-    assert _core.measure_step(*narrow, 1) is None
-    imagined = to_device(driver, step_arguments())
-    imagined[0]._managed.tensor.data = None
-    assert _core.measure_step(*imagined, 1) is None
+    assert _core.call("step", "measure", *narrow, 1) is None
+    fake = to_device(driver, step_arguments())
+    fake[0]._managed.tensor.data = None
+    assert _core.call("step", "measure", *fake, 1) is None

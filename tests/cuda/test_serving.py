@@ -1,4 +1,5 @@
-"""Who serves a CUDA device: the kernels where they are built, can be loaded and answer rightly."""
+"""Which backend serves a CUDA device: the kernels where they are built, can be loaded and compute
+what the torch backend does; else the torch backend."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ def device(driver, kernels, built, monkeypatch):
 
 
 def serving():
-    """Who serves device 0, told by the torch backend."""
+    """Which backend serves device 0: "C" or "torch"."""
     by_torch = backends._portable()
-    found = cuda.serving(0, by_torch)
-    return "torch" if found is by_torch else "C"
+    operations = cuda.serving(0, by_torch)
+    return "torch" if operations is by_torch else "C"
 
 
 def forget() -> None:
@@ -53,7 +54,7 @@ def test_kernels_that_answer_rightly_serve_and_are_checked_once(device, built):
     forget()
     assert serving() == "C"
     assert launches(device) == checked
-    (file,) = (built.parent / "cache" / "h2o-kv").iterdir()
+    (file,) = (built.parent / "cache" / "h2o").iterdir()
     facts = json.loads(file.read_text())
     assert facts["mistakes"] == []
     assert facts["device"] == ["Fake GPU 0", 9, 0]
@@ -89,7 +90,7 @@ def test_a_wrong_kernel_is_named_and_does_not_serve(device, kernel):
     with pytest.warns(RuntimeWarning, match=WRONG[kernel]):
         assert serving() == "torch"  # ... in each process, ...
     assert launches(device) == checked
-    assert cuda.check(0, backends._portable()) == []  # ... until somebody has it checked anew
+    assert cuda.check(0, backends._portable()) == []  # ... until the next check
     forget()
     assert serving() == "C"
 
@@ -110,7 +111,7 @@ def test_a_cache_folder_is_not_needed(device, tmp_path, monkeypatch, folder):
 
 def test_a_spoilt_cache_is_checked_anew(device, built):
     assert serving() == "C"
-    (file,) = (built.parent / "cache" / "h2o-kv").iterdir()
+    (file,) = (built.parent / "cache" / "h2o").iterdir()
     checked = launches(device)
     for text in ("", '{"mistakes": 3}'):
         file.write_text(text)
@@ -142,10 +143,10 @@ def test_a_build_without_kernels_says_so_and_warns_nobody(built, monkeypatch):
 
 @pytest.mark.parametrize("image", [IMAGE[:64], IMAGE[:-1] + b"?", b"", b"short"])
 def test_kernels_of_other_sources_than_the_core_do_not_serve(device, built, image, monkeypatch):
-    """They would take parameters for what they are not. No driver is asked before that is known."""
+    """They would misread their parameters. This is found out before any call of the driver."""
     built.write_bytes(image)
-    monkeypatch.setattr(_core, "cuda_load", None)
-    monkeypatch.setattr(_core, "cuda_devices", None)
+    monkeypatch.setattr(_core, "load", None)
+    monkeypatch.setattr(_core, "devices", None)
     with pytest.warns(RuntimeWarning, match="torch backend serves cuda:0.*of different sources"):
         assert serving() == "torch"
     assert "run `make cuda` again" in ops.info()["backends"]["cuda"]
@@ -199,7 +200,7 @@ def test_info_checks_on_demand(device, monkeypatch, capsys):
 
 
 def test_the_cpus_kernels_pass_the_check():
-    assert kernel_check.mistakes(_core, backends._portable(), "cpu") == []
+    assert kernel_check.mistakes(backends.core, backends._portable(), "cpu") == []
 
 
 @pytest.mark.parametrize("case", kernel_check.CASES, ids=lambda case: case.name)
@@ -211,7 +212,7 @@ def test_rounding_changes_no_choice(case, monkeypatch):
             query = arguments[0]
             if name != "evict":
                 query = (query.float().view(torch.int32) & -8192).view(torch.float32)
-            getattr(_core, name)(query.to(arguments[0].dtype), *arguments[1:])
+            getattr(backends.core, name)(query.to(arguments[0].dtype), *arguments[1:])
 
         return run
 
@@ -221,25 +222,25 @@ def test_rounding_changes_no_choice(case, monkeypatch):
 
 
 FORGOTTEN = {
-    "decay": ("attend", 8, 1.0),
-    "scale": ("step", 6, 0.5),
-    "sinks": ("evict", 5, 0),
-    "mask": ("attend", 3, None),
+    "decay": ("attend", 9, lambda policy: policy._replace(decay=1.0)),
+    "scale": ("step", 6, lambda scale: 0.5),
+    "sinks": ("evict", 5, lambda policy: policy._replace(sinks=0)),
+    "mask": ("attend", 3, lambda mask: None),
 }
 
 
 @pytest.mark.parametrize("what", FORGOTTEN)
 def test_what_kernels_forget_shows(what):
-    operation, place, value = FORGOTTEN[what]
+    operation, place, without = FORGOTTEN[what]
 
     def forgetful(*arguments):
-        arguments = [*arguments[:place], value, *arguments[place + 1 :]]
-        getattr(_core, operation)(*arguments)
+        arguments = [*arguments[:place], without(arguments[place]), *arguments[place + 1 :]]
+        getattr(backends.core, operation)(*arguments)
 
-    kernels = SimpleNamespace(**{name: getattr(_core, name) for name in backends.OPERATIONS})
+    kernels = SimpleNamespace(**vars(backends.core))
     setattr(kernels, operation, forgetful)
-    found = kernel_check.mistakes(kernels, backends._portable(), "cpu")
-    assert any(text.startswith(f"{operation} gets") for text in found)
+    mistakes = kernel_check.mistakes(kernels, backends._portable(), "cpu")
+    assert any(text.startswith(f"{operation} gets") for text in mistakes)
 
 
 def test_cases_cover_what_there_is():

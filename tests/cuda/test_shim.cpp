@@ -1,8 +1,8 @@
-/* test_shim.cpp - whether the emulated GPU does what a GPU does, and whether it catches what would
- * go wrong on one.
+/* test_shim.cpp - tests of the emulated GPU (shim.h): that its operations compute what a GPU's do,
+ * that it rejects what a GPU does not allow, and that it exposes bugs of kernels.
  *
- * Kernels with a bug run in a process of their own, since a sanitizer that catches one ends it:
- * this program again, with the bug's name. */
+ * Each kernel with a bug (seeded.h) runs in another process, since a sanitizer that detects it ends
+ * the process: this program again, with the bug's name as its argument. */
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -25,16 +25,16 @@
 #endif
 
 enum { PLAIN, ADDRESS, THREAD, MEMORY };
-static const char *const nets[] = {"nothing", "AddressSanitizer", "ThreadSanitizer",
-                                   "MemorySanitizer"};
+static const char *const sanitizers[] = {"nothing", "AddressSanitizer", "ThreadSanitizer",
+                                         "MemorySanitizer"};
 #if defined(__SANITIZE_ADDRESS__)
-static const int net = ADDRESS;
+static const int sanitizer = ADDRESS;
 #elif defined(__SANITIZE_THREAD__)
-static const int net = THREAD;
+static const int sanitizer = THREAD;
 #elif defined(MEMORY_SANITIZER)
-static const int net = MEMORY;
+static const int sanitizer = MEMORY;
 #else
-static const int net = PLAIN;
+static const int sanitizer = PLAIN;
 #endif
 
 static void check(bool holds, const char *what = "", int line = __builtin_LINE()) {
@@ -66,16 +66,16 @@ template <typename T> DEVICE bool same(T a, T b) { return memcmp(&a, &b, sizeof 
 
 template <typename T> DEVICE bool exchanges(void) {
     const unsigned i = threadIdx.x, first = i / 32 * 32;
-    const T mine = value_of<T>(i);
+    const T word = value_of<T>(i);
     bool right = true;
-    for (int lanes = 1; lanes < 32; lanes++) {
-        right &= same(shfl_xor(mine, lanes), value_of<T>(i ^ (unsigned)lanes));
+    for (int mask = 1; mask < 32; mask++) {
+        right &= same(shfl_xor(word, mask), value_of<T>(i ^ (unsigned)mask));
     }
     for (int lane = 0; lane < 32; lane++) {
-        right &= same(shfl(mine, lane), value_of<T>(first + (unsigned)lane));
+        right &= same(shfl(word, lane), value_of<T>(first + (unsigned)lane));
     }
-    right &= same(shfl(mine, (int)(i * 7 % 32)), value_of<T>(first + i * 7 % 32));
-    right &= same(shfl(mine, 32 + 5), value_of<T>(first + 5)); /* modulo 32 */
+    right &= same(shfl(word, (int)(i * 7 % 32)), value_of<T>(first + i * 7 % 32));
+    right &= same(shfl(word, 32 + 5), value_of<T>(first + 5)); /* modulo 32 */
     return right;
 }
 
@@ -94,12 +94,12 @@ KERNEL(probe_warp, probe_params) {
         warp_ballot(lane % 3 == 0) == 0x49249249u && warp_ballot(i < 32) == (i < 32 ? ~0u : 0u);
     right &= warp_all(true) && !warp_all(lane != 17) && warp_all(i < 32) == (i < 32);
     right &= popcount(0) == 0 && popcount(0x80000001u) == 2 && popcount(~0u) == 32;
-    for (unsigned warp = 0; warp <= i / 32; warp++) sync_warp(); /* in each its own number */
+    for (unsigned warp = 0; warp <= i / 32; warp++) sync_warp(); /* a different number in each */
     params.out[i] = right;
 }
 EXPORT_KERNEL(probe_warp, probe_params)
 
-/* Shared: 33 bytes of 0xff; barriers that tell. */
+/* Shared: 33 bytes of 0xff; barriers with a predicate. */
 KERNEL(probe_block, probe_params) {
     DYN_SHARED(shared);
     const unsigned i = threadIdx.x, threads = blockDim.x;
@@ -108,7 +108,7 @@ KERNEL(probe_block, probe_params) {
     sync_block();
     if (i == 0) shared[0] = (unsigned char)blockIdx.x;
     right &= !block_any(false) && block_any(true);
-    for (unsigned who = 0; who < threads; who++) right &= block_any(i == who);
+    for (unsigned t = 0; t < threads; t++) right &= block_any(i == t);
     right &= !block_any(false) && shared[0] == (unsigned char)blockIdx.x;
     const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     params.out[block * threads + i] += right;
@@ -125,7 +125,7 @@ KERNEL(probe_vectors, probe_params) {
 }
 EXPORT_KERNEL(probe_vectors, probe_params)
 
-/* Shared: two matrices of 16 x 16, of which both formats have every number, and every product. */
+/* Shared: two matrices of 16 x 16, whose elements and products are exact in both formats. */
 template <typename WIDEN, typename MULTIPLY>
 DEVICE bool multiplies(uint16_t *a, uint16_t *b, uint16_t (*narrow)(float), WIDEN widen,
                        MULTIPLY multiply) {
@@ -176,8 +176,8 @@ KERNEL(probe_matrices, probe_params) {
 }
 EXPORT_KERNEL(probe_matrices, probe_params)
 
-/* Shared: room for a copy of 4 and one of 16 bytes by each thread, which others then see; the last
- * batch need not have come. What lands when the seed says. */
+/* Shared: for each thread the targets of a copy of 16 and of one of 4 bytes, which other threads
+ * read after a barrier. The last batch need not have arrived; the seed determines which has. */
 KERNEL(probe_copies, probe_params) {
     DYN_SHARED(shared);
     const unsigned i = threadIdx.x, threads = blockDim.x, other = threads - 1 - i;
@@ -198,7 +198,7 @@ KERNEL(probe_copies, probe_params) {
 }
 EXPORT_KERNEL(probe_copies, probe_params)
 
-/* Which block comes last, and whether its threads see what all have written. */
+/* Which block finishes last, and whether its threads see what all have written. */
 KERNEL(probe_last, probe_params) {
     const unsigned i = threadIdx.x, threads = blockDim.x, blocks = gridDim.x;
     uint32_t *const written = (uint32_t *)workspace;
@@ -211,20 +211,20 @@ KERNEL(probe_last, probe_params) {
 }
 EXPORT_KERNEL(probe_last, probe_params)
 
-/* In which order threads, and blocks, come by. */
+/* In which order threads, and blocks, run. */
 KERNEL(probe_order, probe_params) {
     sync_block();
     params.out[count_release(params.counter)] = blockIdx.x * blockDim.x + threadIdx.x;
 }
 EXPORT_KERNEL(probe_order, probe_params)
 
-/* Stacks are deep, and each thread's own. */
+/* Stacks are deep, and each thread has one. */
 KERNEL(probe_stack, probe_params) {
-    volatile uint32_t room[4096];
-    for (unsigned i = 0; i < 4096; i++) room[i] = i ^ threadIdx.x;
+    volatile uint32_t frame[4096];
+    for (unsigned i = 0; i < 4096; i++) frame[i] = i ^ threadIdx.x;
     sync_block();
     bool right = true;
-    for (unsigned i = 0; i < 4096; i++) right &= room[i] == (i ^ threadIdx.x);
+    for (unsigned i = 0; i < 4096; i++) right &= frame[i] == (i ^ threadIdx.x);
     params.out[threadIdx.x] = right;
 }
 EXPORT_KERNEL(probe_stack, probe_params)
@@ -240,8 +240,8 @@ static void test_operations(void) {
         std::vector<uint32_t> out(96), blocks(2 * 3 * 2 * 64), vectors(4 * 32), last(64);
         check(launch("probe_warp", probe_params{0, out.data()}, {{1, 1, 1}, 96, 0}, nullptr) == 0);
         check(all_are(out, 1), "an operation of a warp");
-        check(launch("probe_block", probe_params{net == MEMORY, blocks.data()}, {{2, 3, 2}, 64, 33},
-                     nullptr) == 0);
+        check(launch("probe_block", probe_params{sanitizer == MEMORY, blocks.data()},
+                     {{2, 3, 2}, 64, 33}, nullptr) == 0);
         check(all_are(blocks, 1), "every thread of every block once");
         alignas(16) char bytes[16 * 32];
         for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = (char)(i * 37);
@@ -251,19 +251,19 @@ static void test_operations(void) {
             check(memcmp(&vectors[(size_t)i * 4], bytes + 16 * (31 - i), 16) == 0);
         }
         std::vector<uint32_t> copies(2 * 32);
-        if (net != MEMORY) { /* which would blame the look at what has not landed */
+        if (sanitizer != MEMORY) { /* which would report the read of what has not arrived */
             check(launch("probe_copies", probe_params{0, copies.data(), nullptr, bytes},
                          {{1, 1, 1}, 32, 20 * 32}, nullptr) == 0);
             const auto half = copies.begin() + 32;
             check(std::count(copies.begin(), half, 1u) == 32, "copies");
             const auto late = std::count(half, copies.end(), 1u);
-            check(seed == 0 ? late == 32 : late > 4 && late < 28, "some land late");
+            check(seed == 0 ? late == 32 : late > 4 && late < 28, "some arrive late");
         }
         std::vector<uint32_t> written(5 * 64);
         uint32_t counter = 0;
         check(launch("probe_last", probe_params{0, last.data(), &counter}, {{5, 1, 1}, 64, 0},
                      (char *)written.data()) == 0);
-        check(all_are(last, 5) && counter == 5, "one block comes last, and sees all");
+        check(all_are(last, 5) && counter == 5, "one block is last, and sees all");
         std::vector<uint32_t> deep(64), products(32);
         check(launch("probe_stack", probe_params{0, deep.data()}, {{1, 1, 1}, 64, 0}, nullptr) ==
               0);
@@ -282,7 +282,7 @@ static std::vector<uint32_t> order_of(uint64_t seed) {
                  nullptr) == 0);
     std::vector<uint32_t> sorted = out;
     std::sort(sorted.begin(), sorted.end());
-    for (uint32_t i = 0; i < 3 * 64; i++) check(sorted[i] == i, "each comes by once");
+    for (uint32_t i = 0; i < 3 * 64; i++) check(sorted[i] == i, "each runs once");
     return out;
 }
 
@@ -360,9 +360,9 @@ static void test_numbers(void) {
 
 /* ---- Errors -------------------------------------------------------------- */
 
-/* Waits where others do not, or asks for what no GPU does. */
+/* Waits where other threads do not, or requests what no GPU does. */
 DEVICE void go_wrong(const probe_params *p, unsigned i) {
-    char room[64] = {(char)i};
+    char frame[64] = {(char)i};
     uint32_t rows[4] = {};
     float sums[4] = {};
     switch (p->what) {
@@ -418,7 +418,7 @@ DEVICE void go_wrong(const probe_params *p, unsigned i) {
         for (int k = 0; i == 9 && k < 100; k++) copy_async<4>(rows, p->bytes);
         break;
     }
-    p->out[blockIdx.y * blockDim.x + i] += (uint32_t)room[0];
+    p->out[blockIdx.y * blockDim.x + i] += (uint32_t)frame[0];
 }
 
 KERNEL(probe_error, probe_params) { go_wrong(&params, threadIdx.x); }
@@ -428,17 +428,17 @@ static bool error_has(const char *text) { return strstr(shim_error(), text) != n
 
 static void test_errors(void) {
     static const char *const words[][3] = {
-        {"24 of 64 threads are gone", "thread 0 waits for its block at line", ""},
+        {"24 of 64 threads have returned", "thread 0 waits for its block at line", ""},
         {"thread 1 waits for its block at line", "others at line", ""},
         {"thread 16 waits for its warp at line", "others at line", ""},
         {"thread 1 waits for its warp", "another operation", ""},
-        {"24 of 64 threads are gone", "thread 0 waits for its warp at line", ""},
-        {"0 of 64 threads are gone", "thread 0 waits for its warp at line",
+        {"24 of 64 threads have returned", "thread 0 waits for its warp at line", ""},
+        {"0 of 64 threads have returned", "thread 0 waits for its warp at line",
          "thread 16 waits for its block at line"},
         {"thread 9", "no multiple of 16", ""},
         {"thread 9", "no multiple of 16", ""},
         {"thread 9", "no multiple of 16", ""},
-        {"2 of 64 threads are gone", "thread 0 waits for its warp at line", ""},
+        {"2 of 64 threads have returned", "thread 0 waits for its warp at line", ""},
         {"block 0,1,0:", "thread 0 waits for its warp", ""},
         {"thread 9", "4 bytes", "no multiple of 4"},
         {"thread 9", "more than 64 copies", ""},
@@ -450,7 +450,7 @@ static void test_errors(void) {
         const probe_params params = {what, out.data(), nullptr, bytes};
         check(launch("probe_error", params, {{1, 3, 1}, 64, 0}, nullptr) == 719, "fails");
         for (const char *word : words[what]) check(error_has(word), word);
-        /* and nothing of it stays behind */
+        /* and later launches are not affected */
         check(launch("probe_stack", probe_params{0, deep.data()}, {{1, 1, 1}, 64, 0}, nullptr) ==
               0);
         check(all_are(deep, 1));
@@ -484,7 +484,7 @@ static bool near(const std::vector<float> &a, const std::vector<float> &b) {
     return true;
 }
 
-/* How it came out, as a word. */
+/* The outcome as a word: error, right or wrong. */
 static const char *run_sample(const sample &s, bug with) {
     const shape of = {{s.blocks, 1, 1}, THREADS, s.shared};
     std::vector<float> in(THREADS * DEPTH), slots(SLOTS * DEPTH);
@@ -494,12 +494,12 @@ static const char *run_sample(const sample &s, bug with) {
     std::vector<float> workspace((ROWS + 1) * THREADS);
     uint32_t counter = 0;
     const sample_params params = {with, in.data(), slots.data(), out.data(), sums.data(), &counter};
-    char *const room = (char *)workspace.data();
+    char *const memory = (char *)workspace.data();
     s.expect(&params, expected.data(), totals.data());
-    shim_unset(room, workspace.size() * sizeof workspace[0]);
+    shim_unset(memory, workspace.size() * sizeof workspace[0]);
     if (with == COUNTER_NOT_CLEARED) shim_unset(&counter, sizeof counter);
-    if (launch(s.kernel, params, of, room) != 0) return "error";
-    if (s.then && launch(s.then, params, of, room) != 0) return "error";
+    if (launch(s.kernel, params, of, memory) != 0) return "error";
+    if (s.then && launch(s.then, params, of, memory) != 0) return "error";
     return near(out, expected) && near(sums, totals) ? "right" : "wrong";
 }
 
@@ -512,7 +512,7 @@ static const sample &sample_named(const char *kernel) {
 
 enum { SEEDS = 4 };
 
-/* What the process for a bug does. */
+/* The process for one bug: a line for each seed. */
 static int run_bug(const char *name) {
     for (const seeded &b : bugs) {
         for (uint64_t seed = 0; strcmp(b.name, name) == 0 && seed < SEEDS; seed++) {
@@ -525,19 +525,19 @@ static int run_bug(const char *name) {
     return 0;
 }
 
-/* What a process says, or the beginning of that; returns how it ends. */
-static int hear(const char *program, const char *name, char *said, size_t size) {
+/* Runs this program for a bug; the beginning of its output goes to `output`. Returns its status. */
+static int run_process(const char *program, const char *name, char *output, size_t size) {
     char command[512];
     snprintf(command, sizeof command, "'%s' %s 2>&1", program, name);
     FILE *const pipe = popen(command, "r");
     check(pipe != nullptr);
-    said[fread(said, 1, size - 1, pipe)] = 0;
+    output[fread(output, 1, size - 1, pipe)] = 0;
     while (fgetc(pipe) != EOF) continue;
     return pclose(pipe);
 }
 
 static void test_bugs(const char *program) {
-    /* without them nobody says anything, which a sanitizer would by ending this process */
+    /* without a bug all are right, and no sanitizer ends this process */
     for (uint64_t seed = 0; seed < SEEDS; seed++) {
         shim_seed(seed);
         for (const sample &s : samples) {
@@ -545,17 +545,17 @@ static void test_bugs(const char *program) {
         }
     }
     for (const seeded &b : bugs) {
-        static char said[64 << 10];
-        const int status = hear(program, b.name, said, sizeof said);
-        const char wanted = b.caught[net];
-        const auto has = [](const char *word) { return strstr(said, word) != nullptr; };
-        const bool caught = wanted == 'F'   ? has("wrong")
-                            : wanted == 'E' ? has("error; block")
-                            : wanted == 'D' ? WEXITSTATUS(status) > 128
-                            : wanted == 'S' ? status != 0 && has(nets[net])
-                                            : true;
-        if (!caught) fputs(said, stderr);
-        check(caught, b.name);
+        static char output[64 << 10];
+        const int status = run_process(program, b.name, output, sizeof output);
+        const char wanted = b.detected[sanitizer];
+        const auto has = [](const char *word) { return strstr(output, word) != nullptr; };
+        const bool detected = wanted == 'F'   ? has("wrong")
+                              : wanted == 'E' ? has("error; block")
+                              : wanted == 'D' ? WEXITSTATUS(status) > 128
+                              : wanted == 'S' ? status != 0 && has(sanitizers[sanitizer])
+                                              : true;
+        if (!detected) fputs(output, stderr);
+        check(detected, b.name);
     }
 }
 

@@ -56,7 +56,7 @@ def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
     (row, *_) = needle.trials(TEXT, tokenizer, (60,), 1)
     document, question, _ = needle.encode(tokenizer, model.config, row)
     config = None if setting.variant == "full" else setting.config
-    cache = needle.generate.new_cache(model, config, document.shape[1])
+    cache = needle.new_cache(model, config, document.shape[1])
     with torch.no_grad():
         model(document, past_key_values=cache, use_cache=True)
         ids, written = question, []

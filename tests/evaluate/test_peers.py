@@ -1,8 +1,7 @@
-"""The example that holds h2o beside other packages, with a peer that answers at once."""
+"""The benchmark of h2o beside other packages at equal bytes, with a peer that answers at once."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -12,19 +11,16 @@ import torch
 from h2o.evaluate import perplexity
 from tests.evaluate.conftest import build
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "peers_at_equal_bytes.py"
+pytest.importorskip("benchmarks.equal_bytes", reason="the benchmarks are not here")
 
-if not SCRIPT.exists():
-    pytest.skip("the examples are not here", allow_module_level=True)
+from benchmarks import equal_bytes
+
+PEER = Path(equal_bytes.__file__).with_name("peers") / "quality_peer.py"
 
 
 @pytest.fixture
 def script():
-    spec = importlib.util.spec_from_file_location("peers_at_equal_bytes", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return equal_bytes
 
 
 def test_a_press_gets_the_budget_at_the_cut_or_at_the_end(script):
@@ -34,7 +30,7 @@ def test_a_press_gets_the_budget_at_the_cut_or_at_the_end(script):
         assert kept[f"{method}:0.1 end"] == 50
         assert f"{method}:0.04 end" not in kept
     assert kept["ObservedAttention, 4 bits:0.1 cut"] == int(100 * 16 / 4.5)
-    source = (ROOT / "h2o" / "bench" / "peers" / "quality_peer.py").read_text("utf-8")
+    source = PEER.read_text("utf-8")
     assert all(f'"{method}": ' in source for method in script.PRESSES)
 
 
@@ -68,7 +64,7 @@ def test_the_table(script, tokenizer, tmp_path, monkeypatch, capsys):
     text.write_text("".join(f"{i * i} fish, " for i in range(80)))
     arguments = ["--window", "100", "--rest", "20", "--skip", "1", "--limit", "2"]
     where = [str(text), "--output-path", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["peers_at_equal_bytes.py", *where, *arguments])
+    monkeypatch.setattr(sys, "argv", ["equal_bytes.py", *where, *arguments])
     script.main()
     lines = capsys.readouterr().out.splitlines()[2:]
     rows = {line.split("  ")[0]: line.split() for line in lines}

@@ -57,6 +57,27 @@ def test_both_ways_agree(tokenizer, model_type, prompt_len):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_inputs_go_where_the_model_is(monkeypatch):
+    devices = []
+
+    def by_simulation(model, ids, *_):
+        devices.append(ids.device.type)
+        return torch.zeros(2), {}
+
+    monkeypatch.setattr(perplexity, "by_simulation", by_simulation)
+    perplexity.measured(conftest.build().to("meta"), [1, 2, 3], parse("full"), "simulate", 1)
+    assert devices == ["meta"]
+
+
+def test_a_device_of_the_same_kind_has_the_same_results(folder, text, tmp_path, capsys):
+    for device in ("cpu", "cpu:0"):
+        options = ["--compare", "full", "--window", "300", "--device", device]
+        assert run(folder, text, tmp_path, *options) == 0
+    measured = cells(tmp_path)
+    tokens = {cell["facts"]["tokens"] for cell in measured}
+    assert len(measured) == len(tokens), "the second run takes what the first has measured"
+
+
 def test_it_is_the_models_own_loss(tokenizer):
     model = conftest.build()
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :60]
@@ -108,7 +129,7 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
 
 
 def test_merged_keys_are_said_to_count_as_gone(folder, text, tmp_path, capsys):
-    note = "retained mass: keys that were merged count as gone"
+    note = "retained mass: keys that were merged count as evicted"
     sizes = ["--window", 100, "--limit", 1]
     for settings, said in (("h2o:0.1+0.1", False), ("h2o:0.1+0.1/merge=0.3", True)):
         assert run(folder, text, tmp_path, "--compare", f"full,{settings}", *sizes) == 0

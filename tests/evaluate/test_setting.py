@@ -8,7 +8,16 @@ import json
 import pytest
 
 from h2o import H2OConfig
-from h2o.evaluate.setting import footnote, parse, parse_all, with_profile
+from h2o.evaluate.setting import (
+    OPTIONS,
+    footnote,
+    from_config,
+    from_options,
+    parse,
+    parse_all,
+    with_profile,
+)
+from h2o.policy import Policy
 from h2o.profile import _all_shipped
 
 
@@ -83,6 +92,20 @@ def test_what_sees_the_future_is_marked():
 def test_refused(text):
     with pytest.raises(ValueError, match=r"^(setting|no settings)[^\n]{,250}$"):
         parse_all(text) if not text else parse(text)
+
+
+def test_every_field_of_a_config_can_be_written():
+    """Before the slashes, after them, or by the kind of a setting."""
+    fields = [field.name for field in dataclasses.fields(H2OConfig)]
+    before, by_kind = {"heavy", "recent"}, {"of", "shares", "slot"}
+    assert {*OPTIONS} == {*fields} - before - by_kind
+    assert OPTIONS[: len(Policy._fields)] == Policy._fields
+    written = "h2o:4+5/decay=0.5/merge=0.8/kv_dtype=int8"
+    config = H2OConfig(4, 5, decay=0.5, merge=0.8, kv_dtype="int8")
+    assert parse(written).config == config
+    assert from_config(config).name == written
+    assert from_options(heavy=4, recent=5, decay=0.5, merge=0.8, kv_dtype="int8").name == written
+    assert parse("h2o:4+5/positions=rolled").config.positions == "rolled"
 
 
 def test_budgets():

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from h2o import cli, models
-from h2o.evaluate import command, identity
-from h2o.evaluate import tasks as lm_eval_tasks
+from h2o import cli, model_identity, models
+from h2o.cli import eval_command
+from h2o.evaluate import lm_eval_tasks
 from h2o.evaluate.lm import H2OLM
-from h2o.evaluate.results import Cells
+from h2o.result_cells import Cells
 from tests.evaluate import conftest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(command, "OUTPUT", tmp_path / "unasked")
+    monkeypatch.setattr(eval_command, "OUTPUT", tmp_path / "unasked")
     # lm-eval logs, once set up, to what standard error was in the first of these tests.
     monkeypatch.setattr("lm_eval.utils._LOGGING_CONFIGURED", True)
     # Ten seconds for the tasks that it could download, two for a list of the environment.
@@ -411,19 +411,19 @@ def test_fingerprints_of_models():
     """Adapters and quantised weights count; the name and how the weights are stored do not."""
     peft = pytest.importorskip("peft")
     model = conftest.build()
-    plain = identity.of_model(model)
+    plain = model_identity.of_model(model)
     twin = conftest.build()
     twin.config._name_or_path = "elsewhere"
-    assert identity.of_model(twin) == plain == identity.of_model(model)
+    assert model_identity.of_model(twin) == plain == model_identity.of_model(model)
     with torch.no_grad():
         twin.model.layers[1].mlp.up_proj.weight[3] += 1
-    found = {plain, identity.of_model(twin), identity.of_model(conftest.build("opt"))}
-    found.add(identity.of_model(conftest.build().to(torch.bfloat16)))
+    found = {plain, model_identity.of_model(twin), model_identity.of_model(conftest.build("opt"))}
+    found.add(model_identity.of_model(conftest.build().to(torch.bfloat16)))
     for seed in (0, 1):
         base = conftest.build()
         torch.manual_seed(seed)
         lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-        found.add(identity.of_model(peft.get_peft_model(base, lora)))
+        found.add(model_identity.of_model(peft.get_peft_model(base, lora)))
     assert len(found) == 6
 
 
@@ -440,7 +440,7 @@ def test_two_runs_into_one_folder_lose_nothing(tmp_path):
 def test_many_processes_write_at_once(tmp_path):
     """Whoever reads, adds a cell and writes holds the lock for all of that."""
     program = (
-        "import sys; from pathlib import Path; from h2o.evaluate.results import Cells\n"
+        "import sys; from pathlib import Path; from h2o.result_cells import Cells\n"
         "cells = Cells(Path(sys.argv[1]), 'test')\n"
         "for i in range(20): cells.put({'by': sys.argv[2], 'i': i}, {'value': i})"
     )
@@ -471,4 +471,4 @@ def test_results_are_written_without_being_asked(folder, tmp_path, monkeypatch):
     assert run(folder, "--limit", 1) == 0
     assert len(list((tmp_path / "unasked").rglob("results_*.json"))) == 1
     monkeypatch.undo()
-    assert str(command.OUTPUT) == "h2o-eval"
+    assert str(eval_command.OUTPUT) == "h2o-eval"

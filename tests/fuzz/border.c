@@ -1,4 +1,4 @@
-/* border.c - fuzz target: h2o._core.attend as Python calls it, with arguments of any kind
+/* border.c - fuzz target: h2o._core's attend as Python calls it, with arguments of any kind
  * and tensors that come by each of the routes of exchange.c, told wrongly in every way
  * that a reader can notice. Each call returns None or raises; each managed tensor is
  * given back once. Built by `make fuzz`. */
@@ -9,7 +9,7 @@
 
 PyMODINIT_FUNC PyInit__core(void);
 
-static PyObject *attend, *make_array, *one_tuple;
+static PyObject *call, *make_array, *one_tuple, *operation, *mode;
 static input in;
 
 /* Tensors that were handed over, and those that came back. */
@@ -207,6 +207,20 @@ static PyObject *choose_object(void) {
     }
 }
 
+/* The default, with a field of any kind now and then. */
+static PyObject *choose_policy(void) {
+    PyObject *const policy = Py_BuildValue("isdOO", 0, "sum", 1.0, Py_False, Py_None);
+    if (policy == NULL || !rarely(&in)) return policy;
+    PyObject *const changed = PyTuple_New(5);
+    const int64_t other = choose(&in, 5);
+    for (int i = 0; i < 5; i++) {
+        PyObject *const field = PyTuple_GetItem(policy, i);
+        PyTuple_SetItem(changed, i, i == other ? choose_object() : Py_NewRef(field));
+    }
+    Py_DECREF(policy);
+    return changed;
+}
+
 /* ---- The call ---------------------------------------------------------- */
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
@@ -227,33 +241,37 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     if (core == NULL) PyErr_Print();
     CHECK(core && PyRun_String(source, Py_file_input, PyEval_GetBuiltins(), names));
     make_array = PyDict_GetItemString(names, "make_array");
-    attend = PyObject_GetAttrString(core, "attend");
+    call = PyObject_GetAttrString(core, "call");
+    operation = PyUnicode_FromString("attend");
+    mode = PyUnicode_FromString("run");
     one_tuple = PyTuple_Pack(1, Py_None);
-    CHECK(make_array && attend && one_tuple && make_types() == 0);
+    CHECK(make_array && call && operation && mode && one_tuple && make_types() == 0);
     return 0;
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    enum { ARGUMENTS = 10 };
-    PyObject *args[ARGUMENTS + 1];
+    enum { ARGUMENTS = 10, SLOTS = 4, SCALE = 7, SOFTCAP, POLICY };
+    PyObject *all[2 + ARGUMENTS + 1] = {operation, mode}, **const args = all + 2;
     in = (input){data, size};
     lent = returned = 0;
     const int count = ARGUMENTS - (rarely(&in) ? (int)choose(&in, 3) - 1 : 0);
     for (int i = 0; i < count; i++) {
         const bool usual = !rarely(&in);
-        if (usual && i >= 7) {
-            args[i] = PyFloat_FromDouble(i == 9 ? 0.0 : 0.5);
-        } else if (usual && i == 4 && choose(&in, 2)) {
-            args[i] = PyTuple_New(9);
-            for (int j = 0; j < 9; j++) PyTuple_SET_ITEM(args[i], j, choose_object());
-        } else if (usual && (i == 3 || i == 4)) {
+        if (usual && i == POLICY) {
+            args[i] = choose_policy();
+        } else if (usual && i >= SCALE) {
+            args[i] = PyFloat_FromDouble(i == SOFTCAP ? 0.0 : 0.5);
+        } else if (usual && i == SLOTS && choose(&in, 2)) {
+            args[i] = PyTuple_New(11);
+            for (int j = 0; j < 11; j++) PyTuple_SET_ITEM(args[i], j, choose_object());
+        } else if (usual && (i == SLOTS - 1 || i == SLOTS)) {
             args[i] = Py_NewRef(Py_None);
         } else {
             args[i] = choose_object();
         }
         CHECK(args[i] != NULL);
     }
-    PyObject *const answer = PyObject_Vectorcall(attend, args, (size_t)count, NULL);
+    PyObject *const answer = PyObject_Vectorcall(call, all, (size_t)count + 2, NULL);
     CHECK((answer == Py_None) == !PyErr_Occurred());
     PyErr_Clear();
     Py_XDECREF(answer);

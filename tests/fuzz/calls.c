@@ -244,47 +244,48 @@ static h2o_policy choose_policy(input *in) {
 
 /* ---- Calls ------------------------------------------------------------- */
 
-#define CALL(op, params)                                                                           \
-    do {                                                                                           \
-        h2o_error error;                                                                           \
-        if (h2o_open_##op(params, &call, &error) == H2O_OK) {                                      \
-            CHECK(h2o_run_##op(params, &call, &error) == H2O_OK);                                  \
-        } else {                                                                                   \
-            CHECK(strlen(error.text) > 0);                                                         \
-        }                                                                                          \
-        h2o_close(&call);                                                                          \
-    } while (0)
+static void call_with(h2o_operation operation, void *params, h2o_call call) {
+    h2o_error error;
+    call.operation = operation;
+    if (h2o_open(params, &call, &error) == H2O_OK) {
+        CHECK(h2o_run(params, &call, &error) == H2O_OK);
+    } else {
+        CHECK(strlen(error.text) > 0);
+    }
+    h2o_close(&call);
+}
 
 static void call_operation(bench *w) {
     input *const in = &w->in;
-    const int64_t operation = choose(in, 4);
+    const h2o_operation operation = (h2o_operation)choose(in, H2O_OPERATIONS);
     const h2o_ops *const table = levels[choose(in, LEVELS)];
-    h2o_call call = {
-        .table = has_level(table->name) ? table : NULL,
-        .exec = {.workers = 1 + (int)choose(in, 4), .run = in_turns, .workspace_limit = choose(in, 2)}};
+    const h2o_call call = {.table = has_level(table->name) ? table : NULL,
+                           .exec = {.workers = 1 + (int)choose(in, 4),
+                                    .run = in_turns,
+                                    .workspace_limit = choose(in, 2)}};
     static const h2o_dtype dtypes[] = {H2O_F32, H2O_BF16, H2O_F16};
     w->dtype = dtypes[choose(in, 3)];
     w->dims = (h2o_dims){.B = 1 + choose(in, 3),
                          .G = 1 + choose(in, 3),
                          .R = 1 + choose(in, 3),
-                         .Q = operation == 2 ? 1 : 1 + choose(in, 200),
+                         .Q = operation == H2O_STEP ? 1 : 1 + choose(in, 200),
                          .S = 1 + choose(in, 150),
                          .D = 1 + choose(in, 40)};
     w->dims.H = w->dims.G * w->dims.R;
     const h2o_policy policy = choose_policy(in);
     const float scale = choose_float(in), softcap = choose(in, 2) ? choose_float(in) : 0.0f;
-    const h2o_view mask = choose_mask(w, operation == 2 ? "B1" : "BQ");
-    const char *const fresh = operation == 2 ? "BG1D" : "BGQD";
+    const h2o_view mask = choose_mask(w, operation == H2O_STEP ? "B1" : "BQ");
+    const char *const fresh = operation == H2O_STEP ? "BG1D" : "BGQD";
     const h2o_view keys = choose_tensor(w, "keys", fresh, w->dtype);
     const h2o_view values = choose_tensor(w, "values", fresh, w->dtype);
     h2o_view query = {0}, out = {0}, scores = {0};
-    if (operation != 1) {
-        query = choose_tensor(w, "query", operation == 2 ? "BH1D" : "BHQD", w->dtype);
-        out = choose_tensor(w, "out", operation == 2 ? "B1HD" : "BQHD", w->dtype);
+    if (operation != H2O_EVICT) {
+        query = choose_tensor(w, "query", operation == H2O_STEP ? "BH1D" : "BHQD", w->dtype);
+        out = choose_tensor(w, "out", operation == H2O_STEP ? "B1HD" : "BQHD", w->dtype);
     }
-    if (operation != 2) scores = choose_tensor(w, "scores", "BGQ", H2O_F32);
+    if (operation != H2O_STEP) scores = choose_tensor(w, "scores", "BGQ", H2O_F32);
     switch (operation) {
-    case 0: {
+    case H2O_ATTEND: {
         h2o_attend_params p = {.query = query,
                                .keys = keys,
                                .values = values,
@@ -292,24 +293,24 @@ static void call_operation(bench *w) {
                                .out = out,
                                .scores = scores,
                                .scale = scale,
-                               .decay = policy.decay,
-                               .softcap = softcap};
+                               .softcap = softcap,
+                               .policy = policy};
         p.has_slots = choose(in, 2);
         if (p.has_slots) p.slots = choose_slots(w, false, choose(in, 4) == 3);
-        CALL(attend, &p);
+        call_with(H2O_ATTEND, &p, call);
         break;
     }
-    case 1: {
+    case H2O_EVICT: {
         h2o_evict_params p = {.keys = keys,
                               .values = values,
                               .scores = scores,
                               .mask = mask,
                               .policy = policy,
                               .slots = choose_slots(w, policy.value_weighted, h2o_merges(&policy))};
-        CALL(evict, &p);
+        call_with(H2O_EVICT, &p, call);
         break;
     }
-    case 2: {
+    case H2O_STEP: {
         h2o_step_params p = {.query = query,
                              .key = keys,
                              .value = values,
@@ -320,7 +321,7 @@ static void call_operation(bench *w) {
                              .softcap = softcap,
                              .slots = choose_slots(w, policy.value_weighted, h2o_merges(&policy)),
                              .rotary = choose_rotary(w)};
-        CALL(step, &p);
+        call_with(H2O_STEP, &p, call);
         break;
     }
     default: {
@@ -341,7 +342,7 @@ static void call_operation(bench *w) {
             p.stored_values = choose_tensor(w, "stored_values", "BGQV", H2O_U8);
         }
         choose_numbers(w, &p.prompt, p.dims.Q);
-        CALL(simulate, &p);
+        call_with(H2O_SIMULATE, &p, call);
     }
     }
 }

@@ -70,12 +70,12 @@ static inline void fill_bytes(uint8_t *memory, int64_t bytes, h2o_dtype dtype, i
 
 /* ---- Running ----------------------------------------------------------- */
 
-/* All lanes on one thread, in turns: every one gets tasks, and the run repeats. */
-static inline void in_turns(int lanes, h2o_lane_fn function, void *context) {
+/* All workers on one thread, in turns: every one gets tasks, and the run repeats. */
+static inline void in_turns(int workers, h2o_worker_fn function, void *context) {
     task_list *const list = context;
     (void)function;
     for (int64_t index = 0; index < list->count; index++) {
-        list->task(list->context, index, (int)(index % lanes));
+        list->task(list->context, index, (int)(index % workers));
     }
 }
 

@@ -1,7 +1,7 @@
-"""The table of families and modes that the README shows, from the tests themselves.
+"""The table of families and modes in docs/models.md, from the tests themselves.
 
-    python -m tests.hf.table            prints it
-    python -m tests.hf.table README.md  puts it between the two marks in that file
+    python -m tests.hf.table                 prints it
+    python -m tests.hf.table docs/models.md  puts it between the two marks in that file
 
 Every cell runs the test of its name; it takes about two minutes.
 """
@@ -36,8 +36,9 @@ def cell(results: dict[str, bool]) -> str:
 
 
 def lines():
-    yield "| family | layers by h2o | modes as the full cache | policies, each row as alone |"
+    yield "| families | layers by h2o | modes as the full cache | policies, each row as alone |"
     yield "| --- | --- | --- | --- |"
+    alike: dict[str, list[str]] = {}  # results -> families
     for name, family in FAMILIES.items():
         modes = {
             mode: passes(test_families.test_full_budget_is_the_full_cache, name, mode)
@@ -54,7 +55,9 @@ def lines():
         of = "all" if own == len(family.layers) else f"{own} of {len(family.layers)}, windows kept"
         rows = cell(policies) if policies else "nothing to evict"
         print(f"{name}: {cell(modes)}; {rows}", file=sys.stderr)
-        yield f"| {name} | {of} | {cell(modes)} | {rows} |"
+        alike.setdefault(f"{of} | {cell(modes)} | {rows}", []).append(name)
+    for results, names in alike.items():
+        yield f"| {'; '.join(names)} | {results} |"
     yield ""
     yield f"Modes: {', '.join(MODES)}. Policies: {', '.join(POLICIES)}."
 

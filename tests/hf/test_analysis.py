@@ -10,7 +10,7 @@ import torch
 
 import h2o
 from h2o.analysis import measures, page
-from h2o.draw.text import pieces
+from h2o.draw import pieces
 from tests.hf import tiny
 from tests.hf.test_simulation import text
 
@@ -113,7 +113,7 @@ def test_merged_keys_count_as_gone():
     np.testing.assert_allclose(a.retained_mass(0, per_token=True), want, atol=1e-4)
     assert want.mean() < 0.99
     said = [answer for *_, answer in page.observations(a)]
-    assert said[-1].endswith("; keys that were merged count as gone")
+    assert said[-1].endswith("; keys that were merged count as evicted")
     plain = h2o.analyze(model, ids, heavy=6, recent=6)
     assert "merged" not in str(page.observations(plain))
     assert not np.array_equal(a.evicted_at(1), plain.evicted_at(1))  # some keys were merged

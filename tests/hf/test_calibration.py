@@ -14,10 +14,10 @@ import transformers
 import h2o
 from h2o.calibration import calibrate as module
 from h2o.calibration.allocate import allocate, hull
-from h2o.calibration.measure import costs, watch
+from h2o.calibration.head_costs import costs, watch
 from h2o.calibration.refine import around, moved, worth
 from h2o.errors import UserError
-from h2o.profile import describe, sample
+from h2o.model_identity import describe, sample
 from tests.hf import tiny
 from tests.hf.test_simulation import text
 

@@ -11,18 +11,15 @@ import pytest
 
 from h2o import H2OConfig
 from h2o.config import UNLIMITED
+from h2o.policy import Policy
 
 
 def test_defaults_are_the_authors():
     config = H2OConfig()
     assert (config.heavy, config.recent) == (0.1, 0.1)
-    assert config.ranking == {
-        "sinks": 0,
-        "rank_by": "sum",
-        "decay": 1.0,
-        "value_weighted": False,
-        "merge": None,
-    }
+    assert config.policy == Policy(
+        sinks=0, rank_by="sum", decay=1.0, value_weighted=False, merge=None
+    )
 
 
 def test_fractions_are_of_the_prompt_and_truncated():
@@ -124,7 +121,7 @@ def test_imports_nothing_heavy():
 
 
 def test_merge_is_a_cosine():
-    assert H2OConfig(merge=0.85).ranking["merge"] == 0.85
+    assert H2OConfig(merge=0.85).policy.merge == 0.85
     for wrong in (0, 1, -0.5, 1.5, float("nan")):
         with pytest.raises(ValueError, match="merge must be a cosine between 0 and 1"):
             H2OConfig(merge=wrong)

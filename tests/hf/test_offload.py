@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from h2o import H2OCache, patched, simulated
-from h2o.evaluate import identity
+from h2o import H2OCache, model_identity, patched, simulated
 from h2o.models import embedded_folder
 from tests.hf.drive import feed, new_cache
 from tests.hf.tiny import batch, greedy, model, prompts
@@ -56,7 +55,7 @@ def test_parts_on_the_disk(tmp_path, name):
     (tokens, logits), (expected, wanted) = everything(ours), everything(plain)
     assert tokens == expected
     assert torch.equal(logits, wanted)
-    assert identity.of_model(ours) == identity.of_model(plain)
+    assert model_identity.of_model(ours) == model_identity.of_model(plain)
     (ids,) = prompts(30)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
@@ -81,7 +80,7 @@ def test_another_model_on_the_disk_is_another_one(tmp_path):
             device_map=spread(*ALL),
             offload_folder=tmp_path / f"offloaded-{factor}",
         )
-        found.add(identity.of_model(offloaded))
+        found.add(model_identity.of_model(offloaded))
     assert len(found) == 2
 
 

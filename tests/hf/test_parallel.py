@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from h2o import H2OCache, Profile
 from h2o.head_budgets import levelled
 from h2o.hf import tensor_parallel
-from h2o.profile import describe, sample
+from h2o.model_identity import describe, sample
 from tests.hf import cut, gathered
 from tests.hf.tiny import Family, prompts
 from tests.hf.tiny import model as tiny_model

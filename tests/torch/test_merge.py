@@ -232,6 +232,26 @@ def test_simulation_is_the_cache(name, kv_dtype, prompt, engine):
         )
 
 
+@every_module
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 400.0])
+def test_a_step_compares_keys_of_16_bits_in_float32(module, dtype, size):
+    """A norm above 256 squares beyond float16, and bfloat16 cannot tell near cosines apart."""
+    angles = torch.tensor([0.3, 0.0, 0.29, 0.32, 1.5])  # the first is evicted
+    keys = size * torch.stack([angles.cos(), angles.sin()], -1)
+    keys = keys.to(dtype)[None, None]
+    unit = torch.nn.functional.normalize(keys[0, 0].double(), dim=-1)
+    nearest = 1 + int((unit[1:4] @ unit[0]).argmax())
+    slots = ops.new_slots(keys, 5, heavy=4, merge=True)
+    scores = torch.tensor([[[0.0, 1.0, 1.0, 1.0]]])
+    module.evict(keys[:, :, :4], keys[:, :, :4], scores, slots, merge=0.9)
+    query = torch.zeros_like(keys[:, :, :1])
+    slots.scores.copy_(torch.where(slots.positions == 0, -1.0, slots.scores))
+    module.step(query, keys[:, :, 4:], keys[:, :, 4:], slots, merge=0.9)
+    counts = slots.bias[0, 0].exp().round()
+    assert slots.positions[0, 0][counts > 1].tolist() == [nearest]
+
+
 @pytest.mark.parametrize("strange", [0.0, np.inf, np.nan])
 @pytest.mark.parametrize(("G", "R"), [(1, 3), (8, 1)], ids=["shared by lanes", "a lane each"])
 def test_a_long_text_is_the_cache(G, R, strange):

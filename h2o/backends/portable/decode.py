@@ -1,4 +1,4 @@
-"""One decode step: store, attend, score, choose who leaves."""
+"""One decode step: store, attend, score, choose the key to evict."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from torch import Tensor
 
 from h2o.backends.portable.merging import merge_one
 from h2o.backends.portable.prefill import capped
-from h2o.backends.portable.ranking import Policy, budget_of, lowest
+from h2o.backends.portable.ranking import budget_of, lowest, queries_of, rank_keys
 from h2o.backends.portable.slot_rows import Store, as_stored, products
+from h2o.policy import Policy
 from h2o.rotary_embedding import rotated
 
-__all__ = ["Departure", "step"]
+__all__ = ["Eviction", "step"]
 
 
-class Departure(NamedTuple):
-    """Who left each head in a step; what `h2o.backends.portable.simulated_text` goes by."""
+class Eviction(NamedTuple):
+    """The key that each head evicts in a step, which `simulated_text` records."""
 
-    leaves: Tensor
-    """[B, 1 or G, 1] bool: somebody does"""
+    is_any: Tensor
+    """[B, 1 or G, 1] bool: whether there is one"""
     position: Tensor
     """[B, G, 1] int32"""
     score: Tensor
@@ -36,14 +37,10 @@ def step(
     out: Tensor,
     scale: float,
     softcap: float,
-    sinks: int,
-    rank_by: str,
-    decay: float,
-    value_weighted: bool,
-    merge: float | None,
+    policy: Policy,
     table: Tensor | None,
     ranks: Tensor | None,
-) -> Departure:
+) -> Eviction:
     """See `h2o.ops.step`. All shapes are fixed by those of the slots."""
     B, H, _, D = query.shape
     G = key.shape[1]
@@ -51,63 +48,66 @@ def step(
     real = None if mask is None else mask.bool()[..., None]  # [B, 1, 1]
     lengths = slots.lengths.view(B, 1, 1)  # the position of the new token
     seen = lengths + 1
-    budget = budget_of(slots.budget, sinks)
-    place = store.place(slots.free)
+    budget = budget_of(slots.budget, policy.sinks)
+    index = store.index_of(slots.free)
     for rows, new in zip((slots.keys, slots.values), as_stored(key, value, slots), strict=True):
-        store.write_rows(rows, place, new, real)
-    store.write(slots.positions, place, lengths, real)
-    store.write(slots.scores, place, 0.0, real)
-    if merge is not None:
-        store.write(slots.bias, place, 0.0, real)
+        store.write_rows(rows, index, new, real)
+    store.write(slots.positions, index, lengths, real)
+    store.write(slots.scores, index, 0.0, real)
+    if policy.merge is not None:
+        store.write(slots.bias, index, 0.0, real)
     norms = None
-    if value_weighted:
-        store.write(slots.norms, place, torch.linalg.vector_norm(value.float(), dim=-1), real)
+    if policy.value_weighted:
+        store.write(slots.norms, index, torch.linalg.vector_norm(value.float(), dim=-1), real)
         norms = store.by_head(slots.norms, 0)
 
     keys = store.rows("keys", D)
     asked = query.reshape(B, G, H // G, D).float()
     if table is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
-        store.write(ranks, place, before, real)
+        store.write(ranks, index, before, real)
         keys = rotated(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
         asked = rotated(asked, table[before])
     positions = store.by_head(slots.positions, -1)
     # Scores are to be float32, and so must logits [B, G, R, S] be.
     logits = capped(products(asked * scale, keys.mT, exact=True), softcap)
-    if merge is not None:
+    if policy.merge is not None:
         logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     p = logits.masked_fill_((positions < 0)[:, :, None], -torch.inf).softmax(-1)
     answer = store.answers_stored(p, D).view(B, 1, H, D)
-    given = p.sum(2)
+    received = p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)
-        given = given.masked_fill(~real, 0)
+        received = received.masked_fill(~real, 0)
     out.copy_(answer)
-    if decay != 1.0:
-        aged = slots.scores * decay
+    if policy.decay != 1.0:
+        aged = slots.scores * policy.decay
         if real is not None:
             aged = torch.where(real.view(B, *[1] * (aged.ndim - 1)), aged, slots.scores)
         slots.scores.copy_(aged)
-    scores = store.add(slots.scores, given)
+    scores = store.add(slots.scores, received)
 
-    policy = Policy(sinks, rank_by, decay, value_weighted)
-    position, last = lowest(policy.keys(scores, positions, norms, seen, budget), positions)
-    leaves = seen > budget.k  # [B, 1 or G, 1]
+    ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)
+    position, last = lowest(ranks_now, positions)
+    evicts = seen > budget.k  # [B, 1 or G, 1]
     if real is not None:
-        leaves = leaves & real
+        evicts = evicts & real
     score = scores.gather(-1, last)
-    gone = leaves
-    if merge is not None:
-        queries = policy.queries(positions, seen)
-        gone = leaves & ~merge_one(store, last, leaves, positions, queries, keys, sinks, merge)
-    slots.lost.add_(torch.where(gone, score, 0)[..., 0])
-    store.write(slots.positions, last, position.masked_fill(leaves, -1))
+    dropped = evicts
+    if policy.merge is not None:
+        queries = queries_of(policy, positions, seen)
+        merged = merge_one(
+            store, last, evicts, positions, queries, keys.float(), policy.sinks, policy.merge
+        )
+        dropped = evicts & ~merged
+    slots.lost.add_(torch.where(dropped, score, 0)[..., 0])
+    store.write(slots.positions, last, position.masked_fill(evicts, -1))
     if ranks is not None:
         rank = store.read(ranks, last)
         after = store.by_head(ranks, -1)
-        store.take_back(ranks, after - ((after > rank) & leaves).int())
-        store.write(ranks, last, rank.masked_fill(leaves, -1))
-    free = torch.where(leaves, store.counted(last), seen)[..., 0]
+        store.write_by_head(ranks, after - ((after > rank) & evicts).int())
+        store.write(ranks, last, rank.masked_fill(evicts, -1))
+    free = torch.where(evicts, store.counted(last), seen)[..., 0]
     slots.free.copy_(free if real is None else torch.where(real[..., 0], free, slots.free))
     slots.lengths.add_(1 if real is None else real[:, 0, 0])
-    return Departure(leaves, position, score)
+    return Eviction(evicts, position, score)

@@ -1,4 +1,4 @@
-"""New keys into the slots, and out with what the budget has no room for."""
+"""New keys go into the slots; what the budget has no room for is evicted."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.merging import Leavers, Receivers, merge_all
-from h2o.backends.portable.ranking import Policy, budget_of, staying
+from h2o.backends.portable.merging import EvictedKeys, MergeTargets, merge_all
+from h2o.backends.portable.ranking import budget_of, highest, queries_of, rank_keys
 from h2o.backends.portable.slot_rows import Store
+from h2o.policy import Policy
 from h2o.quantisation import dequantised, stored_like
 
 __all__ = ["evict"]
@@ -21,13 +22,9 @@ def evict(
     scores: Tensor,
     mask: Tensor | None,
     slots: Any,
-    sinks: int,
-    rank_by: str,
-    decay: float,
-    value_weighted: bool,
-    merge: float | None,
+    policy: Policy,
 ) -> None:
-    """See `h2o.ops.evict`. Survivors lie in the lowest slots, stored ones before new ones."""
+    """See `h2o.ops.evict`. The kept keys lie in the lowest slots, stored ones before new ones."""
     B, G, Q, _ = keys.shape
     store = Store(slots)
     before = slots.lengths[:, None, None]
@@ -40,116 +37,121 @@ def evict(
     positions = torch.cat([store.by_head(slots.positions, -1), new.expand(B, G, Q)], -1)
     held_scores = store.by_head(slots.scores, 0)
     norms = bias = None
-    if value_weighted:
+    if policy.value_weighted:
         new_norms = torch.linalg.vector_norm(values.float(), dim=-1)
         norms = torch.cat([store.by_head(slots.norms, 0), new_norms], -1)
-    if merge is not None:
+    if policy.merge is not None:
         bias = torch.cat([store.by_head(slots.bias, 0), torch.zeros_like(scores)], -1)
     all_scores = torch.cat([held_scores, scores], -1) + 0.0  # -0 becomes 0
     seen = before + tokens[..., None]
-    budget = budget_of(slots.budget, sinks)
-    policy = Policy(sinks, rank_by, decay, value_weighted)
-    ranks = policy.keys(all_scores, positions, norms, seen, budget)
-    stay = staying(ranks, positions, budget.k)
-    gone = (positions >= 0) & ~stay
-    if merge is None:
-        leaving = all_scores.masked_fill(~gone, 0)
-        _place(keys, values, slots, store, stay, positions, all_scores, norms, bias)
+    budget = budget_of(slots.budget, policy.sinks)
+    ranks = rank_keys(policy, all_scores, positions, norms, seen, budget)
+    is_kept = highest(ranks, positions, budget.k)
+    is_evicted = (positions >= 0) & ~is_kept
+    if policy.merge is None:
+        lost = all_scores.masked_fill(~is_evicted, 0)
+        _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms, bias)
     else:
-        queries = policy.queries(positions, seen)
-        left = _leavers(keys, values, store, gone, positions, all_scores, bias, queries)
-        _place(keys, values, slots, store, stay, positions, all_scores, norms, bias)
+        queries = queries_of(policy, positions, seen)
+        evicted = _evicted_keys(
+            keys, values, store, is_evicted, positions, all_scores, bias, queries
+        )
+        _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms, bias)
         kept = store.by_head(slots.positions, -1)
-        receivers = Receivers.of(store, kept, sinks, policy.queries(kept, seen))
-        taken = merge_all(store, left, receivers, merge)
-        leaving = left.scores.masked_fill(taken | ~left.leave, 0)
-    slots.lost.add_(leaving.sum(-1, dtype=slots.lost.dtype))
-    slots.free.copy_(stay.sum(-1))
+        targets = MergeTargets.of(store, kept, policy.sinks, queries_of(policy, kept, seen))
+        merged = merge_all(store, evicted, targets, policy.merge)
+        lost = evicted.scores.masked_fill(merged | ~evicted.is_key, 0)
+    slots.lost.add_(lost.sum(-1, dtype=slots.lost.dtype))
+    slots.free.copy_(is_kept.sum(-1))
     slots.lengths.add_(tokens[:, 0])
 
 
-def _leavers(
+def _evicted_keys(
     keys: Tensor,
     values: Tensor,
     store: Store,
-    gone: Tensor,
+    is_evicted: Tensor,
     positions: Tensor,
     scores: Tensor,
     bias: Tensor,
     queries: Tensor,
-) -> Leavers:
-    """Of the candidates [B, G, S + Q] those that are `gone`, as long as they are in the store: no
-    more than come, since a store holds no more than its budget."""
+) -> EvictedKeys:
+    """Of the candidates [B, G, S + Q] those that `is_evicted` names, read before their slots are
+    written: Q at most, since a store holds no more than its budget."""
     Q, D = keys.shape[2:]
-    S = gone.shape[-1] - Q
+    S = is_evicted.shape[-1] - Q
     last = torch.iinfo(torch.int32).max
-    which = torch.where(gone, positions, last).argsort(-1)[..., :Q]  # [B, G, Q]
+    which = torch.where(is_evicted, positions, last).argsort(-1)[..., :Q]  # [B, G, Q]
     index = (which - S).clamp(min=0)[..., None].expand(-1, -1, -1, D)
 
-    def rows(stored: Tensor, given: Tensor) -> Tensor:
-        fresh = stored_like(given.gather(2, index), stored)
+    def rows(stored: Tensor, incoming: Tensor) -> Tensor:
+        fresh = stored_like(incoming.gather(2, index), stored)
         held = store.read_rows(stored, which.clamp(max=S - 1))
         return dequantised(torch.where((which >= S)[..., None], fresh, held), D).float()
 
-    numbers = (x.gather(-1, which) for x in (scores, bias, queries, gone))
+    numbers = (x.gather(-1, which) for x in (scores, bias, queries, is_evicted))
     slots = store.slots
-    return Leavers(rows(slots.keys, keys), rows(slots.values, values), *numbers)
+    return EvictedKeys(rows(slots.keys, keys), rows(slots.values, values), *numbers)
 
 
-def _place(
+def _write_kept(
     keys: Tensor,
     values: Tensor,
     slots: Any,
     store: Store,
-    stay: Tensor,
+    is_kept: Tensor,
     positions: Tensor,
     scores: Tensor,
     norms: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    """Writes the candidates [B, G, S + Q] that stay into the lowest slots of their heads; what
-    is left of these becomes empty."""
+    """Writes the candidates [B, G, S + Q] that are kept into the lowest slots of their heads; the
+    rest of these becomes empty."""
     B, G, Q, _ = keys.shape
     C = positions.shape[-1]
     S = C - Q
     # Of each slot of a head, counted from its first, the candidate that goes there; S: nowhere.
-    slot = torch.where(stay, stay.cumsum(-1) - 1, S).clamp(max=S)
-    candidates = torch.arange(C, device=keys.device).expand_as(stay)
-    come = slot.new_zeros(B, G, S + 1).scatter_(-1, slot, candidates)[..., :S]
-    filled = torch.arange(S, device=keys.device) < stay.sum(-1, keepdim=True)
-    if store.first is not None:  # by place on axis T instead
+    slot = torch.where(is_kept, is_kept.cumsum(-1) - 1, S).clamp(max=S)
+    candidates = torch.arange(C, device=keys.device).expand_as(is_kept)
+    source = slot.new_zeros(B, G, S + 1).scatter_(-1, slot, candidates)[..., :S]
+    filled = torch.arange(S, device=keys.device) < is_kept.sum(-1, keepdim=True)
+    if store.first is not None:  # by index on axis T instead
         local = (torch.arange(S, device=keys.device) - store.first[:, None]).clamp(min=0)
-        local = local.expand_as(come)
-        come, filled = come.gather(-1, local), filled.gather(-1, local)
-    for numbers, found, empty in (
+        local = local.expand_as(source)
+        source, filled = source.gather(-1, local), filled.gather(-1, local)
+    for numbers, values_by_key, empty in (
         (slots.positions, positions, -1),
         (slots.scores, scores, 0),
         (slots.norms, norms, 0),
         (slots.bias, bias, 0),
     ):
-        if found is not None:
-            store.take_back(numbers, torch.where(filled, found.gather(-1, come), empty))
-    for rows, given in ((slots.keys, keys), (slots.values, values)):
-        _place_rows(rows, given, store, come, filled)
+        if values_by_key is not None:
+            store.write_by_head(
+                numbers, torch.where(filled, values_by_key.gather(-1, source), empty)
+            )
+    for rows, incoming in ((slots.keys, keys), (slots.values, values)):
+        _write_kept_rows(rows, incoming, store, source, filled)
 
 
-def _place_rows(rows: Tensor, given: Tensor, store: Store, come: Tensor, filled: Tensor) -> None:
-    """Keys or values of the candidates `come` [B, G, S] to the slots that are `filled`."""
-    B, G, Q, D = given.shape
-    S = come.shape[-1]
-    index = (come - S).clamp(min=0)
+def _write_kept_rows(
+    rows: Tensor, incoming: Tensor, store: Store, source: Tensor, filled: Tensor
+) -> None:
+    """Keys or values of the candidates `source` [B, G, S] to the slots that are `filled`."""
+    B, G, Q, D = incoming.shape
+    S = source.shape[-1]
+    index = (source - S).clamp(min=0)
     if store.first is None:
-        taken = given.gather(2, index[..., None].expand(-1, -1, -1, D))
+        new = incoming.gather(2, index[..., None].expand(-1, -1, -1, D))
     else:
-        own = store.head.expand(B, 1, S)
-        come, filled = come.gather(1, own)[:, 0], filled.gather(1, own)[:, 0]  # [B, T]
-        index = index.gather(1, own)[:, 0] + store.head * Q
-        taken = given.reshape(B, G * Q, D).gather(1, index[..., None].expand(-1, -1, D))
-    stayed = come.clamp(max=S - 1)[..., None].expand_as(rows)
-    moved = rows.gather(-2, stayed)
-    fresh = stored_like(taken, rows)
-    found = torch.where((come >= S)[..., None], fresh, moved)
-    found = found.masked_fill(~filled[..., None], 0)
+        head = store.head.expand(B, 1, S)
+        source, filled = source.gather(1, head)[:, 0], filled.gather(1, head)[:, 0]  # [B, T]
+        index = index.gather(1, head)[:, 0] + store.head * Q
+        new = incoming.reshape(B, G * Q, D).gather(1, index[..., None].expand(-1, -1, D))
+    stored = source.clamp(max=S - 1)[..., None].expand_as(rows)
+    moved = rows.gather(-2, stored)
+    fresh = stored_like(new, rows)
+    result = torch.where((source >= S)[..., None], fresh, moved)
+    result = result.masked_fill(~filled[..., None], 0)
     if store.first is not None:
-        found = torch.where(store.own.any(0)[:, None], found, rows)
-    rows.copy_(found)
+        result = torch.where(store.of_head.any(0)[:, None], result, rows)
+    rows.copy_(result)

@@ -1,10 +1,10 @@
-"""Keys that leave go into kept ones like them, for all rows and heads at once.
+"""Evicted keys are merged into the kept keys most like them, for all rows and heads at once.
 
 A cosine is compared as `csrc/cpu/merge.inc` does it, by the squared product over the squared norm
-of the kept key. Whom each key finds depends on what those before it have changed, so several that
-leave a head follow one another; the rows and heads of a batch go together.
+of the kept key. Which key is the nearest depends on the merges before, so several evicted keys of a
+head follow one another; the rows and heads of a batch go together.
 
-Shape letters: N keys that leave a head, at most; n of these in a block.
+Shape letters: N evicted keys of a head, at most; n of these in a block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from h2o.backends.portable.slot_rows import Store, as_stored, products
 from h2o.quantisation import dequantised
 
-__all__ = ["Leavers", "Receivers", "merge_all", "merge_one"]
+__all__ = ["EvictedKeys", "MergeTargets", "merge_all", "merge_one"]
 
 BLOCK = 32
 """Keys that are compared with all kept ones by one product."""
@@ -25,11 +25,12 @@ BLOCK = 32
 _FLOOR = 1e-9
 """Of `csrc/policy.h`: keys without attention have weights as well."""
 
-_NOBODY = 2**31 - 1
+_LAST = 2**31 - 1
+"""Comes after every position."""
 
 
-class Leavers(NamedTuple):
-    """Keys on their way out, by ascending position."""
+class EvictedKeys(NamedTuple):
+    """Keys that the policy evicts, by ascending position."""
 
     keys: Tensor
     """[B, G, N, D] float32, as they were stored"""
@@ -41,137 +42,143 @@ class Leavers(NamedTuple):
     """[B, G, N] float32"""
     queries: Tensor
     """[B, G, N] float32: how many have seen the key, decayed as scores are"""
-    leave: Tensor
-    """[B, G or 1, N] bool: False is no key, and finds nobody"""
+    is_key: Tensor
+    """[B, G or 1, N] bool: what is False is merged into none"""
 
-    def part(self, start: int, stop: int) -> Leavers:
-        return Leavers(*(x[:, :, start:stop] for x in self))
+    def part(self, start: int, stop: int) -> EvictedKeys:
+        return EvictedKeys(*(x[:, :, start:stop] for x in self))
 
     def least(self, threshold: float) -> Tensor:
         """[B, G, N]: only likenesses above it are like enough."""
         squares = self.keys.square().sum(-1) * threshold**2
-        return squares.masked_fill(~self.leave, torch.inf)
+        return squares.masked_fill(~self.is_key, torch.inf)
 
 
-class Receivers(NamedTuple):
+class MergeTargets(NamedTuple):
     """The kept keys of each head, S as in `Store`."""
 
-    open: Tensor
-    """[B, G, S] bool: may take another in"""
+    mergeable: Tensor
+    """[B, G, S] bool: another key may be merged into it"""
     order: Tensor
     """[B, G, S] int32: their positions. Other slots of the head come after all of them, and slots
     of other heads last."""
     queries: Tensor
-    """[B, G, S] float32: as in `Leavers`"""
+    """[B, G, S] float32: as in `EvictedKeys`"""
 
     @classmethod
-    def of(cls, store: Store, positions: Tensor, sinks: int, queries: Tensor) -> Receivers:
-        """From positions [B, G, S], -1 where there is no kept key; sinks take nobody in."""
-        may = positions >= sinks
-        order = positions.masked_fill(~may, _NOBODY - 1)
+    def of(cls, store: Store, positions: Tensor, sinks: int, queries: Tensor) -> MergeTargets:
+        """From positions [B, G, S], -1 where there is no kept key; nothing is merged into sinks."""
+        mergeable = positions >= sinks
+        order = positions.masked_fill(~mergeable, _LAST - 1)
         if store.first is not None:
-            order = torch.where(store.own, order, _NOBODY)
-        return cls(may, order, queries)
+            order = torch.where(store.of_head, order, _LAST)
+        return cls(mergeable, order, queries)
 
 
 def merge_one(
     store: Store,
     last: Tensor,
-    leaves: Tensor,
+    evicts: Tensor,
     positions: Tensor,
     queries: Tensor,
     keys: Tensor,
     sinks: int,
     threshold: float,
 ) -> Tensor:
-    """The key at index `last` [B, G, 1] is to leave its head where `leaves` [B, 1 or G, 1]:
-    [B, G, 1] bool, whether it lives on in another. The bias of its slot is reset.
+    """Merges the key at index `last` [B, G, 1] of each head where `evicts` [B, 1 or G, 1] says so.
+    The bias of its slot is reset. Returns [B, G, 1] bool: whether it was merged.
 
     Args:
-        positions, queries: [B, G, S], of all that the head holds; see `Receivers`.
+        positions, queries: [B, G, S], of all that the head holds; see `MergeTargets`.
         keys: float32 [B, G or 1, S, D], what the store holds.
     """
     slots = store.slots
     rows = (store.read_rows(x, last) for x in (slots.keys, slots.values))
-    left = Leavers(
+    evicted = EvictedKeys(
         *(dequantised(x, keys.shape[-1]).float() for x in rows),
         *(store.read(x, last) for x in (slots.scores, slots.bias)),
         queries.gather(-1, last),
-        leaves,
+        evicts,
     )
-    store.write(slots.bias, last, 0.0, leaves)
-    receivers = Receivers.of(store, positions.scatter(-1, last, -1), sinks, queries)
-    dots = products(left.keys, keys.mT)[:, :, 0]
+    store.write(slots.bias, last, 0.0, evicts)
+    targets = MergeTargets.of(store, positions.scatter(-1, last, -1), sinks, queries)
+    dots = products(evicted.keys, keys.mT)[:, :, 0]
     squares = keys.square().sum(-1)
-    index, found = _most_similar(dots, squares, left.least(threshold), receivers)
-    return _take_in(store, left, receivers, index, found)
+    index, is_near = _most_similar(dots, squares, evicted.least(threshold), targets)
+    return _merge_into(store, evicted, targets, index, is_near)
 
 
-def merge_all(store: Store, left: Leavers, receivers: Receivers, threshold: float) -> Tensor:
-    """One after the other: [B, G, N] bool, which of them live on in others."""
-    B, G, N, D = left.keys.shape
-    least = left.least(threshold)
-    taken = []
+def merge_all(
+    store: Store, evicted: EvictedKeys, targets: MergeTargets, threshold: float
+) -> Tensor:
+    """One after the other: [B, G, N] bool, which of them were merged."""
+    B, G, N, D = evicted.keys.shape
+    least = evicted.least(threshold)
+    merged = []
     for start in range(0, N, BLOCK):
-        block = left.part(start, min(start + BLOCK, N))
+        block = evicted.part(start, min(start + BLOCK, N))
         keys = store.rows("keys", D).float()
         dots = products(block.keys, keys.mT)  # [B, G, n, S]
         squares = keys.square().sum(-1).expand(B, G, -1).clone()
         for i in range(dots.shape[2]):
             bar = least[:, :, start + i : start + i + 1]
-            index, found = _most_similar(dots[:, :, i], squares, bar, receivers)
-            taken.append(_take_in(store, block.part(i, i + 1), receivers, index, found))
+            index, is_near = _most_similar(dots[:, :, i], squares, bar, targets)
+            merged.append(_merge_into(store, block.part(i, i + 1), targets, index, is_near))
             # What has changed is compared with the others of the block anew.
             key = dequantised(store.read_rows(store.slots.keys, index), D).float()
             dots.scatter_(3, index[:, :, None].expand(*dots.shape[:3], 1), block.keys @ key.mT)
             squares.scatter_(2, index, key.square().sum(-1))
-    return torch.cat(taken, -1)
+    return torch.cat(merged, -1)
 
 
 def _most_similar(
-    dots: Tensor, squares: Tensor, least: Tensor, receivers: Receivers
+    dots: Tensor, squares: Tensor, least: Tensor, targets: MergeTargets
 ) -> tuple[Tensor, Tensor]:
-    """The kept key most like each that leaves, of equal ones the lowest position: index on axis S
+    """The kept key most like each evicted one, of equal ones the lowest position: index on axis S
     [B, G, 1] and whether there is one [B, G, 1]; without one the index is any slot of the head.
 
     Args:
-        dots: [B, G, S], products with the key that leaves.
+        dots: [B, G, S], products with the evicted key.
         squares: [B, G or 1, S], squared norms.
-        least: [B, G, 1], see `Leavers.least`.
+        least: [B, G, 1], see `EvictedKeys.least`.
     """
     likeness = dots * dots.abs() / squares
     # Where one of the two is 0 or no number so is this, and not above anything.
-    likeness = torch.where((likeness > least) & receivers.open, likeness, -1.0)
+    likeness = torch.where((likeness > least) & targets.mergeable, likeness, -1.0)
     best = likeness.amax(-1, keepdim=True)
-    order = torch.where(likeness == best, receivers.order, _NOBODY)
+    order = torch.where(likeness == best, targets.order, _LAST)
     return order.min(-1, keepdim=True).indices, best > 0
 
 
-def _take_in(
-    store: Store, left: Leavers, receivers: Receivers, index: Tensor, found: Tensor
+def _merge_into(
+    store: Store, evicted: EvictedKeys, targets: MergeTargets, index: Tensor, is_near: Tensor
 ) -> Tensor:
-    """Merges one key of each head into the slot at `index` [B, G, 1] where it is `found`: [B, G, 1]
+    """Merges one key of each head into the slot at `index` [B, G, 1] where it `is_near`: [B, G, 1]
     bool, whether it was, which takes scores that are numbers."""
     slots = store.slots
-    D = left.keys.shape[-1]
+    D = evicted.keys.shape[-1]
     score, bias = store.read(slots.scores, index), store.read(slots.bias, index)
-    queries = receivers.queries.gather(-1, index)
-    mine, other = score / queries + _FLOOR, left.scores / left.queries + _FLOOR
-    whole = mine + other
-    mine, other = mine / whole, other / whole
-    taken = found & (mine + other).isfinite()
+    queries = targets.queries.gather(-1, index)
+    kept_weight, evicted_weight = (
+        score / queries + _FLOOR,
+        evicted.scores / evicted.queries + _FLOOR,
+    )
+    total = kept_weight + evicted_weight
+    kept_weight, evicted_weight = kept_weight / total, evicted_weight / total
+    merged = is_near & (kept_weight + evicted_weight).isfinite()
 
     both = slots.keys, slots.values
-    own = [store.read_rows(rows, index) for rows in both]
+    kept_rows = [store.read_rows(rows, index) for rows in both]
     key, value = (
-        mine[..., None] * dequantised(row, D).float() + other[..., None] * leaving
-        for row, leaving in zip(own, (left.keys, left.values), strict=True)
+        kept_weight[..., None] * dequantised(row, D).float()
+        + evicted_weight[..., None] * evicted_row
+        for row, evicted_row in zip(kept_rows, (evicted.keys, evicted.values), strict=True)
     )
-    for rows, new, old in zip(both, as_stored(key, value, slots), own, strict=True):
-        store.write_rows(rows, index, torch.where(taken[..., None], new, old))
+    for rows, new, old in zip(both, as_stored(key, value, slots), kept_rows, strict=True):
+        store.write_rows(rows, index, torch.where(merged[..., None], new, old))
     if slots.norms is not None:
-        store.write(slots.norms, index, torch.linalg.vector_norm(value, dim=-1), taken)
-    grown = score + left.scores * (queries / left.queries)
-    store.write(slots.scores, index, torch.where(taken, grown, score))
-    store.write(slots.bias, index, torch.where(taken, torch.logaddexp(bias, left.bias), bias))
-    return taken
+        store.write(slots.norms, index, torch.linalg.vector_norm(value, dim=-1), merged)
+    grown = score + evicted.scores * (queries / evicted.queries)
+    store.write(slots.scores, index, torch.where(merged, grown, score))
+    store.write(slots.bias, index, torch.where(merged, torch.logaddexp(bias, evicted.bias), bias))
+    return merged

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o.backends.portable.slot_rows import Store, products
+from h2o.policy import Policy
 
 __all__ = ["attend", "capped", "dense", "rows_of"]
 
@@ -41,12 +42,13 @@ def attend(
     out: Tensor,
     scores: Tensor,
     scale: float,
-    decay: float,
     softcap: float,
+    policy: Policy,
 ) -> None:
     """See `h2o.ops.attend`."""
     real = None if mask is None else mask.bool()
     weights = total = None
+    decay = policy.decay
     if decay != 1.0:
         order = torch.arange(query.shape[2], device=query.device)[None]
         if real is not None:
@@ -70,7 +72,7 @@ def attend(
         before = store.by_head(slots.scores, 0)
         if total is not None:
             before = before * total[..., None]
-        store.take_back(slots.scores, before + old)
+        store.write_by_head(slots.scores, before + old)
 
 
 def rows_of(query: Tensor, columns: int) -> int:
@@ -131,7 +133,7 @@ def dense(
         n = stop - start
 
         def hide(x: Tensor, value: float, start: int = start, stop: int = stop) -> None:
-            """Puts a value in place of what nobody sees of a block [B, G, R * n, S + stop]."""
+            """Puts a value in place of what no query of a block sees, [B, G, R * n, S + stop]."""
             x = x.unflatten(2, (R, stop - start))
             x[..., S + start :].masked_fill_(future[: stop - start, : stop - start], value)
             if real is not None:

@@ -1,7 +1,7 @@
-"""Which keys stay: `csrc/policy.h` in torch, for all rows and heads at once.
+"""Which keys are kept: `csrc/policy.h` in torch, for all rows and heads at once.
 
 Ranks are compared as order-preserving integers, never as floats, so that the order is total: NaN
-is below every number, -0 equals +0, and what may not leave is above all.
+is below every number, -0 equals +0, and what may not be evicted is above all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Budget", "Policy", "budget_of", "lowest", "staying"]
+from h2o.policy import Policy
+
+__all__ = ["Budget", "budget_of", "highest", "lowest", "queries_of", "rank_keys"]
 
 _SPARED = 2**31 - 1
 _NAN = -(2**31)
@@ -35,64 +37,57 @@ def budget_of(budget: Tensor, sinks: int) -> Budget:
     return Budget(budget[..., 1:], k + sinks if sinks else k)
 
 
-class Policy(NamedTuple):
-    """How keys are ranked, as `h2o.ops.evict` says."""
+def rank_keys(
+    policy: Policy,
+    scores: Tensor,
+    positions: Tensor,
+    norms: Tensor | None,
+    lengths: Tensor,
+    budget: Budget,
+) -> Tensor:
+    """int32 [B, G, C] in the order of ranks; the highest for what is kept by its position, and
+    for what is no key (position -1).
 
-    sinks: int
-    rank_by: str
-    decay: float
-    value_weighted: bool
+    Args:
+        scores, positions, norms: [B, G, C]; no score is -0.
+        lengths: [B, 1, 1] int64, tokens that the rows have seen, the newest included.
+    """
+    rank = scores
+    if policy.rank_by == "mean":
+        rank = rank / queries_of(policy, positions, lengths)
+    if policy.value_weighted:
+        rank = rank * norms
+    if rank is not scores:
+        rank = rank + 0.0  # -0 is 0
+    bits = rank.view(torch.int32)
+    keys = ((bits >> 31) & _SPARED).bitwise_xor_(bits)
+    keys.masked_fill_(rank.isnan(), _NAN)
+    spared = (positions < policy.sinks) | (positions >= lengths - budget.recent)
+    return keys.masked_fill_(spared, _SPARED)
 
-    def keys(
-        self,
-        scores: Tensor,
-        positions: Tensor,
-        norms: Tensor | None,
-        lengths: Tensor,
-        budget: Budget,
-    ) -> Tensor:
-        """int32 [B, G, C] in the order of ranks; the highest for what stays by its position, and
-        for what is no key (position -1).
 
-        Args:
-            scores, positions, norms: [B, G, C]; no score is -0.
-            lengths: [B, 1, 1] int64, tokens that the rows have seen, the newest included.
-        """
-        rank = scores
-        if self.rank_by == "mean":
-            rank = rank / self.queries(positions, lengths)
-        if self.value_weighted:
-            rank = rank * norms
-        if rank is not scores:
-            rank = rank + 0.0  # -0 is 0
-        bits = rank.view(torch.int32)
-        keys = ((bits >> 31) & _SPARED).bitwise_xor_(bits)
-        keys.masked_fill_(rank.isnan(), _NAN)
-        spared = (positions < self.sinks) | (positions >= lengths - budget.recent)
-        return keys.masked_fill_(spared, _SPARED)
-
-    def queries(self, positions: Tensor, lengths: Tensor) -> Tensor:
-        """How many queries have seen each key, float32: decay^0 + ... + decay^(age - 1)."""
-        age = (lengths - positions).clamp(min=1).float()
-        if self.decay == 1.0:
-            return age
-        if self.decay == 0.0:
-            return torch.ones_like(age)
-        return torch.expm1(age * math.log(self.decay)) / (self.decay - 1.0)
+def queries_of(policy: Policy, positions: Tensor, lengths: Tensor) -> Tensor:
+    """How many queries have seen each key, float32: decay^0 + ... + decay^(age - 1)."""
+    age = (lengths - positions).clamp(min=1).float()
+    if policy.decay == 1.0:
+        return age
+    if policy.decay == 0.0:
+        return torch.ones_like(age)
+    return torch.expm1(age * math.log(policy.decay)) / (policy.decay - 1.0)
 
 
 def lowest(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The key that leaves first, of the lowest rank, of equal ones at the highest position: that
+    """The key to evict first, of the lowest rank, of equal ones at the highest position: that
     position and its index on the last axis, [B, G, 1] each."""
     others = keys != keys.amin(-1, keepdim=True)
     position, index = positions.masked_fill(others, -1).max(-1, keepdim=True)
     return position, index
 
 
-def staying(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
+def highest(ranks: Tensor, positions: Tensor, k: Tensor) -> Tensor:
     """[B, G, C] bool: the k [B, 1 or G, 1] of highest rank, of equal ones the lowest positions.
 
-    `ranks` as `Policy.keys` makes them. What has position -1 is no key.
+    `ranks` as `rank_keys` makes them. What has position -1 is no key.
     """
     best = (ranks.long() << 32) + (_SPARED - positions)
     best = best.masked_fill(positions < 0, torch.iinfo(torch.int64).min)

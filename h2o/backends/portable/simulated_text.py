@@ -10,7 +10,8 @@ from torch import Tensor
 from h2o.backends.portable.decode import step
 from h2o.backends.portable.eviction import evict
 from h2o.backends.portable.prefill import capped, dense, rows_of
-from h2o.backends.portable.ranking import Budget, Policy, budget_of, lowest, staying
+from h2o.backends.portable.ranking import Budget, budget_of, highest, lowest, rank_keys
+from h2o.policy import Policy
 from h2o.quantisation import dequantised
 from h2o.slots import new_slots
 
@@ -29,20 +30,17 @@ def simulate(
     scores: Tensor,
     scale: float,
     softcap: float,
-    sinks: int,
-    rank_by: str,
-    decay: float,
-    value_weighted: bool,
-    merge: float | None,
+    policy: Policy,
     stored_keys: Tensor | None,
     stored_values: Tensor | None,
 ) -> None:
-    """See `h2o.ops.simulate`. The prompts are attended at once and cut; the columns after that, of
-    which each needs to know what the one before evicted, one by one, all rows and heads together.
+    """See `h2o.ops.simulate`. The prompts are attended at once and pruned. The columns after that
+    follow one by one, since each needs to know what the one before evicted; all rows and heads
+    together.
 
-    As nothing may wait for the device, nobody knows here where a prompt ends: the loop goes over
-    all columns, and those within a row's prompt change nothing in it. Merged keys are none of the
-    text's: for them slots are kept as a cache keeps them.
+    As nothing may wait for the device, the host does not know where a prompt ends: the loop goes
+    over all columns, and those within a row's prompt change nothing in it. Merged keys are none of
+    the text's: for them slots are kept as a cache keeps them.
     """
     B, _, Q, D = query.shape
     G = keys.shape[1]
@@ -51,32 +49,31 @@ def simulate(
     position = (count - 1).masked_fill(~real, -1)  # [B, Q]
     first = torch.minimum(prompt, count[:, -1])[:, None]  # [B, 1] tokens attended at once
     early = real & (position < first)
-    weights = early * decay ** (first - 1 - position).clamp(min=0).float()
-    given, _ = dense(query, keys, values, real, None, weights, scale, softcap, out)
-    scores.copy_(given)
+    weights = early * policy.decay ** (first - 1 - position).clamp(min=0).float()
+    received, _ = dense(query, keys, values, real, None, weights, scale, softcap, out)
+    scores.copy_(received)
     evicted_at.copy_((real * Q)[:, None].expand(B, G, Q))
 
-    policy = Policy(sinks, rank_by, decay, value_weighted)
-    norms = torch.linalg.vector_norm(values.float(), dim=-1) if value_weighted else None
-    limits = budget_of(budget, sinks)
+    norms = torch.linalg.vector_norm(values.float(), dim=-1) if policy.value_weighted else None
+    limits = budget_of(budget, policy.sinks)
     places = position[:, None].expand(B, G, Q).int()
     in_prompt = places.masked_fill(~early[:, None], -1)
-    ranks = policy.keys(scores, in_prompt, norms, first[..., None], limits)
-    stay = staying(ranks, in_prompt, limits.k)
-    cut = (in_prompt >= 0) & ~stay
+    ranks = rank_keys(policy, scores, in_prompt, norms, first[..., None], limits)
+    is_kept = highest(ranks, in_prompt, limits.k)
+    pruned = (in_prompt >= 0) & ~is_kept
     end = (early * torch.arange(1, Q + 1, device=query.device)).amax(1)[:, None, None]
-    evicted_at.copy_(torch.where(cut, end, evicted_at))
+    evicted_at.copy_(torch.where(pruned, end, evicted_at))
     later = real & ~early
-    if merge is not None:
+    if policy.merge is not None:
         S = Q + 1  # a step looks at a free slot, also in a row that is all prompt and keeps it
-        slots = new_slots(keys, S, value_weighted=value_weighted, merge=True)
+        slots = new_slots(keys, S, value_weighted=policy.value_weighted, merge=True)
         slots = slots._replace(budget=budget)
         if stored_keys is not None:
             stored = [x.new_zeros(B, G, S, x.shape[-1]) for x in (stored_keys, stored_values)]
             slots = slots._replace(keys=stored[0], values=stored[1])
-        evict(keys, values, scores, early, slots, *policy, merge)
+        evict(keys, values, scores, early, slots, policy)
         _through_slots(
-            query, keys, values, later, position, slots, policy, merge, scale, softcap,
+            query, keys, values, later, position, slots, policy, scale, softcap,
             out, evicted_at, scores,
         )  # fmt: skip
         return
@@ -84,7 +81,7 @@ def simulate(
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
         keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
     _one_by_one(
-        query, keys, values, norms, later, places, stay, policy, limits, scale, softcap,
+        query, keys, values, norms, later, places, is_kept, policy, limits, scale, softcap,
         out, evicted_at, scores,
     )  # fmt: skip
 
@@ -107,7 +104,7 @@ def _one_by_one(
 ) -> None:
     """The columns that are `later` [B, Q] than their rows' prompts, as decode steps.
 
-    places: int32 [B, G, Q], positions. held: [B, G, Q] bool, who survived the prompt.
+    places: int32 [B, G, Q], positions. held: [B, G, Q] bool, which keys the prompt has kept.
     Logits and outputs are made for blocks of columns at a time.
     """
     _, H, Q, _ = query.shape
@@ -116,8 +113,8 @@ def _one_by_one(
     rows = rows_of(query, Q)
     query = query.unflatten(1, (G, R))
     keys, values = keys.float(), values.float()
-    given = values.masked_fill((places < 0)[..., None], 0)
-    values = given.masked_fill(~given.isfinite(), 0)
+    unpadded = values.masked_fill((places < 0)[..., None], 0)
+    values = unpadded.masked_fill(~unpadded.isfinite(), 0)
     for start in range(0, Q, rows):
         stop = min(start + rows, Q)
         asked = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)
@@ -138,31 +135,32 @@ def _one_by_one(
             alive = places[..., :stop].masked_fill(~near, -1)
             length = places[:, :1, i : i + 1] + 1
             norm = None if norms is None else norms[..., :stop]
-            order = policy.keys(score, alive, norm, length, limits)
+            order = rank_keys(policy, score, alive, norm, length, limits)
             _, last = lowest(order, alive)
-            leaves = now & (length > limits.k)
-            near.scatter_(-1, last, near.gather(-1, last) & ~leaves)
+            evicts = now & (length > limits.k)
+            near.scatter_(-1, last, near.gather(-1, last) & ~evicts)
             when = evicted_at.gather(-1, last)
-            evicted_at.scatter_(-1, last, torch.where(leaves, i + 1, when))
+            evicted_at.scatter_(-1, last, torch.where(evicts, i + 1, when))
         p = torch.stack(block, 3).flatten(2, 3)  # [B, G, R * n, stop]
         answer = (p @ values[:, :, :stop]).unflatten(2, (R, stop - start))
         answer = answer.permute(0, 3, 1, 2, 4).flatten(2, 3)
         part = out[:, start:stop]
         part.copy_(torch.where(later[:, start:stop, None, None], answer.to(out.dtype), part))
-    beyond = _beyond(given, evicted_at).masked_fill(~later[:, None, :, None], 0)
+    beyond = _beyond(unpadded, evicted_at).masked_fill(~later[:, None, :, None], 0)
     out.unflatten(2, (G, R)).add_(beyond.transpose(1, 2)[:, :, :, None])
 
 
 def _beyond(values: Tensor, evicted_at: Tensor) -> Tensor:
-    """What values [B, G, Q, D] that are not finite make of the sums of those who see them: float32
-    [B, G, Q, D], 0 without. A key is seen from its own column on, up to the one that evicts it."""
-    gone = evicted_at.long()[..., None].expand(values.shape)
-    found = torch.zeros_like(values)
+    """What values [B, G, Q, D] that are not finite make of the sums of queries that see them,
+    float32 [B, G, Q, D], 0 without. A key is seen from its own column on, up to the one that evicts
+    it."""
+    end = evicted_at.long()[..., None].expand(values.shape)
+    total = torch.zeros_like(values)
     for infinity in (torch.inf, -torch.inf):  # a value that is no number is both
-        comes = ((values == infinity) | values.isnan()).float()
-        change = torch.nn.functional.pad(comes, (0, 0, 0, 1)).scatter_add_(2, gone, -comes)
-        found += torch.where(change.cumsum(2)[:, :, :-1] > 0, infinity, 0.0)
-    return found
+        begins = ((values == infinity) | values.isnan()).float()
+        change = torch.nn.functional.pad(begins, (0, 0, 0, 1)).scatter_add_(2, end, -begins)
+        total += torch.where(change.cumsum(2)[:, :, :-1] > 0, infinity, 0.0)
+    return total
 
 
 def _through_slots(
@@ -173,7 +171,6 @@ def _through_slots(
     position: Tensor,
     slots: Any,
     policy: Policy,
-    merge: float,
     scale: float,
     softcap: float,
     out: Tensor,
@@ -182,7 +179,7 @@ def _through_slots(
 ) -> None:
     """As `_one_by_one`, by `step` over slots: a merged key is none of the text's.
 
-    position: int64 [B, Q], -1 at a pad. slots: what is left of the prompts, with room for all.
+    position: int64 [B, Q], -1 at a pad. slots: what is kept of the prompts, with room for all.
     """
     B, G, Q = scores.shape
     columns = torch.arange(Q, device=position.device).expand(B, Q)
@@ -194,13 +191,13 @@ def _through_slots(
     for i in range(Q):
         new = (x[:, :, i : i + 1] for x in (query, keys, values))
         now = later[:, i : i + 1]
-        left = step(*new, now, slots, answer, scale, softcap, *policy, merge, None, None)
+        eviction = step(*new, now, slots, answer, scale, softcap, policy, None, None)
         part = out[:, i : i + 1]
         part.copy_(torch.where(now[..., None, None], answer, part))
-        place = column.gather(-1, left.position.clamp(min=0).long())
-        for found, departed in ((evicted_at, i + 1), (scores, left.score)):
-            stays = found.gather(-1, place)
-            found.scatter_(-1, place, torch.where(left.leaves, departed, stays))
+        place = column.gather(-1, eviction.position.clamp(min=0).long())
+        for record, value in ((evicted_at, i + 1), (scores, eviction.score)):
+            before = record.gather(-1, place)
+            record.scatter_(-1, place, torch.where(eviction.is_any, value, before))
     held = slots.positions.long()
     place = column.gather(-1, held.where(held >= 0, Q))
     padded = torch.cat([scores, scores[..., :1]], -1)

@@ -33,32 +33,32 @@ class Store:
         if slots.starts is None:
             return
         starts = slots.starts.long()
-        place = torch.arange(slots.scores.shape[-1], device=starts.device)
+        index = torch.arange(slots.scores.shape[-1], device=starts.device)
         self.first = starts[:-1]
         """[G]"""
-        self.own = (place >= starts[:-1, None]) & (place < starts[1:, None])
+        self.of_head = (index >= starts[:-1, None]) & (index < starts[1:, None])
         """[G, T] bool: a head's slots"""
-        self.head = self.own.int().argmax(0)
-        """[T] int64: whose each slot is; 0 for what is nobody's"""
+        self.head = self.of_head.int().argmax(0)
+        """[T] int64: the head of each slot; 0 for slots of none"""
 
     def by_head(self, numbers: Tensor, empty: float) -> Tensor:
         """[B, G, S] of scores, positions or norms."""
         if self.first is None:
             return numbers
-        return torch.where(self.own, numbers[:, None], empty)
+        return torch.where(self.of_head, numbers[:, None], empty)
 
-    def take_back(self, numbers: Tensor, found: Tensor) -> None:
-        """Writes `by_head` numbers [B, G, S] found into the store's."""
+    def write_by_head(self, numbers: Tensor, new: Tensor) -> None:
+        """Writes `by_head` numbers [B, G, S] into the store's."""
         if self.first is not None:
-            index = self.head.expand(len(found), 1, -1)
-            found = torch.where(self.own.any(0), found.gather(1, index)[:, 0], numbers)
-        numbers.copy_(found)
+            index = self.head.expand(len(new), 1, -1)
+            new = torch.where(self.of_head.any(0), new.gather(1, index)[:, 0], numbers)
+        numbers.copy_(new)
 
-    def add(self, numbers: Tensor, given: Tensor) -> Tensor:
+    def add(self, numbers: Tensor, new: Tensor) -> Tensor:
         """Adds `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's; the sums."""
         if self.first is not None:
-            given = given.gather(1, self.head.expand(len(given), 1, -1))[:, 0]
-        return self.by_head(numbers.add_(given), 0)
+            new = new.gather(1, self.head.expand(len(new), 1, -1))[:, 0]
+        return self.by_head(numbers.add_(new), 0)
 
     def rows(self, name: str, D: int) -> Tensor:
         """Keys or values [B, G or 1, S, D], floats."""
@@ -93,11 +93,13 @@ class Store:
         q, scale, least = codes(self.slots.values, D)
         lost = scale.isnan().any(-2)[:, None, :, 0]  # [B, 1, T]
         values = floats(q, scale.nan_to_num(0.0), least)
-        return products(p.masked_fill((lost & self.own)[:, :, None], torch.nan), values[:, None])
+        return products(
+            p.masked_fill((lost & self.of_head)[:, :, None], torch.nan), values[:, None]
+        )
 
     # ---- One slot of each head: index [B, G, 1] on axis S ------------------------------------
 
-    def place(self, free: Tensor) -> Tensor:
+    def index_of(self, free: Tensor) -> Tensor:
         """Index of slots [B, G] counted in their heads."""
         return (free.long() if self.first is None else free + self.first)[..., None]
 
@@ -112,37 +114,37 @@ class Store:
         return numbers.gather(-1, index[..., 0])[..., None]
 
     def write(
-        self, numbers: Tensor, index: Tensor, given: Tensor | float, where: Tensor | None = None
+        self, numbers: Tensor, index: Tensor, new: Tensor | float, where: Tensor | None = None
     ) -> None:
         """Scores, positions or norms [B, 1 or G, 1], or one for all; `where` [B, 1 or G, 1] bool:
         of these rows and heads, None: of all."""
         if where is not None:
-            given = torch.where(where, given, self.read(numbers, index))
-        if isinstance(given, Tensor):
-            given = given.to(numbers.dtype).expand(index.shape)
+            new = torch.where(where, new, self.read(numbers, index))
+        if isinstance(new, Tensor):
+            new = new.to(numbers.dtype).expand(index.shape)
         if self.first is not None:
             index = index[..., 0]
-            given = given[..., 0] if isinstance(given, Tensor) else given
-        numbers.scatter_(-1, index, given)
+            new = new[..., 0] if isinstance(new, Tensor) else new
+        numbers.scatter_(-1, index, new)
 
     def read_rows(self, rows: Tensor, index: Tensor) -> Tensor:
         """Keys or values [B, G, n, D or bytes], as stored; index [B, G, n]."""
-        place = index if self.first is None else index.flatten(1)
-        found = rows.gather(-2, place[..., None].expand(*place.shape, rows.shape[-1]))
-        return found if self.first is None else found.view(*index.shape, -1)
+        flat = index if self.first is None else index.flatten(1)
+        picked = rows.gather(-2, flat[..., None].expand(*flat.shape, rows.shape[-1]))
+        return picked if self.first is None else picked.view(*index.shape, -1)
 
     def write_rows(
-        self, rows: Tensor, index: Tensor, given: Tensor, where: Tensor | None = None
+        self, rows: Tensor, index: Tensor, new: Tensor, where: Tensor | None = None
     ) -> None:
         """Keys or values [B, G, 1, D or bytes], as stored; `where` as in `write`."""
         if where is not None:
-            given = torch.where(where[..., None], given, self.read_rows(rows, index))
+            new = torch.where(where[..., None], new, self.read_rows(rows, index))
         if rows.element_size() == 2:  # of 16-bit floats torch's CPU build copies all to write one
-            rows, given = rows.view(torch.int16), given.view(torch.int16)
-        index = index[..., None].expand(given.shape)
+            rows, new = rows.view(torch.int16), new.view(torch.int16)
+        index = index[..., None].expand(new.shape)
         if self.first is not None:
-            index, given = index[:, :, 0], given[:, :, 0]
-        rows.scatter_(-2, index, given)
+            index, new = index[:, :, 0], new[:, :, 0]
+        rows.scatter_(-2, index, new)
 
 
 def as_stored(key: Tensor, value: Tensor, slots: Any) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,13 @@
-/* fake_cuda.cpp - a libcuda.so.1 without a GPU: kernels run in the shim, and mistakes show.
+/* fake_cuda.cpp - a libcuda.so.1 for machines without a GPU: kernels run in the emulation (shim.h),
+ * and misuse of the driver's interface fails as it would with NVIDIA's.
  *
- * Device memory cannot be touched but while a kernel or a copy runs, ends at a page that nobody may
- * touch, and is full of 0xff at first. What is queued runs when somebody waits for it. What a real
- * driver refuses is refused: calls before cuInit or without a context, another context's handles,
- * unknown kernels, sizes beyond the limits, whatever breaks the capture of a graph.
+ * Device memory is inaccessible except while a kernel or a copy runs, is followed by an
+ * inaccessible page, and is full of 0xff at first. Queued work runs at the next synchronisation. Refused are:
+ * calls before cuInit or without a context, handles of another context, unknown kernels, sizes
+ * beyond the limits, and whatever invalidates the capture of a graph.
  *
- * FAKE_CUDA_DEVICES (2), FAKE_CUDA_VERSION (13000) and FAKE_CUDA_CAPABILITY (90) say what is there.
- * What else tests want is at the end. */
+ * FAKE_CUDA_DEVICES (2), FAKE_CUDA_VERSION (13000) and FAKE_CUDA_CAPABILITY (90) describe the
+ * emulated devices. Functions for tests, such as injected faults, are at the end. */
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -68,12 +69,12 @@ struct module {
 struct function {
     context *home;
     std::string name;
-    unsigned shared; /* bytes that it may have */
+    unsigned shared; /* most bytes of shared memory */
 };
 struct stream {
     context *home; /* NULL: of any, the default one */
     bool capturing, broken;
-    work *into; /* what is captured goes there */
+    work *into; /* captured work */
 };
 struct allocation {
     size_t bytes, mapped;
@@ -88,13 +89,13 @@ static struct {
     int nth, code;
 } fault;
 static bool initialised;
-static int sticky; /* what failed while it ran, for all that comes after */
+static int sticky; /* error of a kernel, which all later calls return */
 static std::string flipped;
 static std::map<char *, allocation> memory;
 static std::vector<context *> primary;
 static std::vector<stream *> streams;
 static stream default_stream;
-static work waiting; /* of all streams, in the order that it came in */
+static work waiting; /* of all streams, in the order in which it was queued */
 static unsigned long long next_id = 1;
 static thread_local std::vector<context *> current;
 static thread_local int capture_mode; /* 0: global, 2: relaxed */
@@ -105,7 +106,7 @@ static int setting(const char *name, int otherwise) {
 }
 static int devices(void) { return setting("FAKE_CUDA_DEVICES", 2); }
 
-/* Counts a call; nonzero if it is the one that is to fail. */
+/* Counts a call; its code if it is the one that is to fail. */
 static int begin(const char *entry, bool needs_init = true) {
     const int nth = ++calls[entry];
     if (fault.entry == entry && nth == fault.nth) return fault.code;
@@ -127,7 +128,7 @@ static bool any_capture(void) {
     return default_stream.capturing;
 }
 
-/* What may not be called while a graph is captured breaks it. */
+/* A call that is not permitted during a capture invalidates it. */
 static int forbidden_in_capture(void) {
     if (capture_mode == 2 || !any_capture()) return OK;
     for (stream *s : streams) s->broken |= s->capturing;
@@ -172,7 +173,7 @@ static stream *find_stream(void *handle) {
     return nullptr;
 }
 
-/* The allocation that has all these bytes and is of the current context's device. */
+/* The allocation on the current context's device that holds all these bytes. */
 static const allocation *find_memory(const void *address, size_t bytes) {
     for (const auto &[start, a] : memory) {
         if (address >= start && (char *)address + bytes <= start + a.bytes) {
@@ -202,11 +203,11 @@ int cuDriverGetVersion(int *version) {
     return OK;
 }
 
-static int find_error(int code, const char **found, const char *(*part)(size_t)) {
+static int find_error(int code, const char **text, const char *(*part)(size_t)) {
     for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
-        if (errors[i].code == code) return *found = part(i), OK;
+        if (errors[i].code == code) return *text = part(i), OK;
     }
-    *found = nullptr;
+    *text = nullptr;
     return INVALID_VALUE;
 }
 int cuGetErrorName(int code, const char **text) {
@@ -351,7 +352,7 @@ int cuMemsetD8Async(char *to, unsigned char byte, size_t bytes, void *handle) {
     return queue_job(s, [=] { return memset(to, byte, bytes), OK; });
 }
 
-/* Where a kernel of this name leaves a result. */
+/* A result of the kernel with this name. */
 static const h2o_view *result_of(const std::string &name, const char *params) {
     if (name.find("forward") != name.npos) return &((h2o_attend_params *)params)->out;
     if (name.find("sums") != name.npos) return &((h2o_attend_params *)params)->scores;
@@ -408,24 +409,25 @@ int cuMemAlloc_v2(char **address, size_t bytes) {
     BEGIN("cuMemAlloc_v2");
     NEEDS_CONTEXT;
     if (const int code = forbidden_in_capture()) return code;
-    const size_t page = (size_t)getpagesize(), room = (bytes + page - 1) / page * page;
-    char *const base = (char *)mmap(nullptr, room + page, PROT_READ | PROT_WRITE,
+    const size_t page = (size_t)getpagesize(), mapped = (bytes + page - 1) / page * page;
+    char *const base = (char *)mmap(nullptr, mapped + page, PROT_READ | PROT_WRITE,
                                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base == MAP_FAILED) return OUT_OF_MEMORY;
-    memset(base, 0xff, room);
-    mprotect(base, room + page, PROT_NONE);
-    *address = base + (room - bytes) / 256 * 256; /* as near to the end as its alignment allows */
-    memory[*address] = {bytes, room, base, current.back()->device};
+    memset(base, 0xff, mapped);
+    mprotect(base, mapped + page, PROT_NONE);
+    *address = base + (mapped - bytes) / 256 *
+                          256; /* as close to the inaccessible page as alignment allows */
+    memory[*address] = {bytes, mapped, base, current.back()->device};
     return OK;
 }
 
 int cuMemFree_v2(char *address) {
     BEGIN("cuMemFree_v2");
-    const auto found = memory.find(address);
-    if (found == memory.end()) return INVALID_VALUE;
+    const auto block = memory.find(address);
+    if (block == memory.end()) return INVALID_VALUE;
     run_all();
-    munmap(found->second.base, found->second.mapped + (size_t)getpagesize());
-    memory.erase(found);
+    munmap(block->second.base, block->second.mapped + (size_t)getpagesize());
+    memory.erase(block);
     return OK;
 }
 
@@ -474,7 +476,7 @@ int cuStreamEndCapture(stream *s, work **graph) {
     return s->broken ? (s->broken = false, CAPTURE_INVALIDATED) : OK;
 }
 
-int cuGraphLaunch(work *graph, void *) { /* takes the graph for an executable one */
+int cuGraphLaunch(work *graph, void *) { /* the graph itself is the executable one */
     BEGIN("cuGraphLaunch");
     NEEDS_CONTEXT;
     waiting.insert(waiting.end(), graph->begin(), graph->end());
@@ -495,19 +497,19 @@ void fake_fault(const char *entry, int nth, int code) {
     fault = {entry, calls[entry] + nth, code};
 }
 
-/* A kernel that gets the first of its results wrong; "": none does. */
+/* Flips a bit in the first result of this kernel; "": of none. */
 void fake_flip(const char *kernel) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
     flipped = kernel;
 }
 
-/* Kernels that wait to be run. */
+/* The number of queued jobs. */
 int fake_waiting(void) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
     return (int)waiting.size();
 }
 
-/* As if the process had begun anew, but for its memory and contexts. */
+/* Resets everything but memory and contexts. */
 void fake_forgive(void) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
     sticky = 0;

@@ -1,8 +1,8 @@
-/* fiber.cpp - see fiber.h. x86-64 switches in a dozen instructions (System V ABI: what a callee
- * saves); others by ucontext, as it does with SHIM_UCONTEXT.
+/* fiber.cpp - see fiber.h. On x86-64 a switch saves and restores the registers that a callee saves
+ * (System V ABI), a dozen instructions; elsewhere, and with SHIM_UCONTEXT, it is swapcontext.
  *
- * This file and shim.cpp are never instrumented by ThreadSanitizer: what the scheduler does is none
- * of its business. With SHIM_TSAN they tell it what matters. */
+ * ThreadSanitizer never instruments this file and shim.cpp, since accesses of the scheduler are no
+ * accesses of the kernels. With SHIM_TSAN they announce fibers and orderings to it. */
 #include "fiber.h"
 #include "guard.h"
 
@@ -28,19 +28,21 @@ void __tsan_acquire(void *address);
 void __tsan_release(void *address);
 }
 enum { SWITCH_WITHOUT_ORDER = 1 };
-void order_release(void *place) { __tsan_release(place); }
-void order_acquire(void *place) { __tsan_acquire(place); }
-static void *know_new(void) { return __tsan_create_fiber(0); }
-static void *know_here(void) { return __tsan_get_current_fiber(); }
-static void forget(void *known) { __tsan_destroy_fiber(known); }
-static void tell(const fiber *to) { __tsan_switch_to_fiber(to->known, SWITCH_WITHOUT_ORDER); }
+void order_release(void *address) { __tsan_release(address); }
+void order_acquire(void *address) { __tsan_acquire(address); }
+static void *tsan_create(void) { return __tsan_create_fiber(0); }
+static void *tsan_current(void) { return __tsan_get_current_fiber(); }
+static void tsan_destroy(void *tsan_fiber) { __tsan_destroy_fiber(tsan_fiber); }
+static void tsan_switch(const fiber *to) {
+    __tsan_switch_to_fiber(to->tsan_fiber, SWITCH_WITHOUT_ORDER);
+}
 #else
 void order_release(void *) {}
 void order_acquire(void *) {}
-static void *know_new(void) { return nullptr; }
-static void *know_here(void) { return nullptr; }
-static void forget(void *) {}
-static void tell(const fiber *) {}
+static void *tsan_create(void) { return nullptr; }
+static void *tsan_current(void) { return nullptr; }
+static void tsan_destroy(void *) {}
+static void tsan_switch(const fiber *) {}
 #endif
 
 #ifdef SHIM_TSAN
@@ -49,12 +51,12 @@ static const size_t STACK = 96 << 10; /* whose shadow takes time to clear */
 static const size_t STACK = 256 << 10;
 #endif
 
-/* AddressSanitizer remembers what was on a stack that nobody came back to. */
+/* AddressSanitizer keeps marks of frames that never returned. */
 static void clear_stack(void *stack) { guard_open(stack, STACK); }
 
 static std::vector<void *> spare;
 
-/* A stack ends at a page that nobody may touch. */
+/* The lowest page of a stack is inaccessible, so that an overflow faults. */
 static void *get_stack(void) {
     if (!spare.empty()) {
         void *const stack = spare.back();
@@ -71,7 +73,7 @@ static void *get_stack(void) {
 }
 
 void fiber_here(fiber *f) {
-    *f = {nullptr, nullptr, know_here()};
+    *f = {nullptr, nullptr, tsan_current()};
 #ifdef UCONTEXT
     f->pointer = new ucontext_t;
 #endif
@@ -96,11 +98,11 @@ void fiber_open(fiber *f, void (*function)(void)) {
     *--top = nullptr; /* as if called: the stack is aligned after a return address */
     *--top = (void *)function;
     for (int i = 0; i < 6; i++) *--top = nullptr;
-    *f = {stack, top, know_new()};
+    *f = {stack, top, tsan_create()};
 }
 
 __attribute__((noinline)) void fiber_switch(fiber *from, const fiber *to) {
-    tell(to);
+    tsan_switch(to);
     shim_switch(&from->pointer, to->pointer);
 }
 
@@ -113,17 +115,17 @@ void fiber_open(fiber *f, void (*function)(void)) {
     context->uc_stack.ss_size = STACK;
     context->uc_link = nullptr;
     makecontext(context, function, 0);
-    *f = {context->uc_stack.ss_sp, context, know_new()};
+    *f = {context->uc_stack.ss_sp, context, tsan_create()};
 }
 
 void fiber_switch(fiber *from, const fiber *to) {
-    tell(to);
+    tsan_switch(to);
     swapcontext((ucontext_t *)from->pointer, (const ucontext_t *)to->pointer);
 }
 
 #endif
 
-void fiber_forget(fiber *f) { forget(f->known); }
+void fiber_forget(fiber *f) { tsan_destroy(f->tsan_fiber); }
 
 void fiber_free(fiber *f) {
 #ifdef UCONTEXT
@@ -132,7 +134,7 @@ void fiber_free(fiber *f) {
     if (!f->stack) return;
     clear_stack(f->stack);
 #ifdef SHIM_TSAN
-    munmap(f->stack, STACK); /* else what another did there before would look like a race */
+    munmap(f->stack, STACK); /* reuse by another fiber would look like a race */
 #else
     spare.push_back(f->stack);
 #endif

@@ -1,25 +1,26 @@
-/* fiber.h - stacks that one thread of the operating system switches between. */
+/* fiber.h - fibers: functions with a stack each, between which one thread of the operating system
+ * switches. They run until they switch to another by themselves. */
 #ifndef H2O_FIBER_H
 #define H2O_FIBER_H
 
 #include <cstddef>
 
 struct fiber {
-    void *stack;   /* its lowest address; NULL: the thread that began */
-    void *pointer; /* where it stopped */
-    void *known;   /* as ThreadSanitizer knows it */
+    void *stack;      /* its lowest address; NULL: that of the thread itself */
+    void *pointer;    /* saved stack pointer or context */
+    void *tsan_fiber; /* ThreadSanitizer's handle */
 };
 
-/* One that begins in function(), which never returns. Its stack may be given back long before
- * ThreadSanitizer is told that it is over. */
+/* Opens a fiber that starts in function(), which never returns. fiber_free releases the stack;
+ * fiber_forget, which may follow much later, ThreadSanitizer's handle. */
 void fiber_open(fiber *f, void (*function)(void));
 void fiber_free(fiber *f);
 void fiber_forget(fiber *f);
 void fiber_here(fiber *f); /* the running thread as one */
 void fiber_switch(fiber *from, const fiber *to);
 
-/* What happened before a release happened before an acquire of the same place. */
-void order_release(void *place);
-void order_acquire(void *place);
+/* For ThreadSanitizer: what precedes a release is ordered before a later acquire of the address. */
+void order_release(void *address);
+void order_acquire(void *address);
 
 #endif

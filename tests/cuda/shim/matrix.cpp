@@ -1,5 +1,8 @@
-/* matrix.cpp - what the lanes of a warp do to matrices together (PTX ISA, "Matrix fragments for
- * mma.m16n8k16" and "ldmatrix"). */
+/* matrix.cpp - matrix operations of a warp, emulated: ldmatrix of four 8 x 8 matrices of 16 bits,
+ * also transposed, and mma.m16n8k16 (PTX ISA, "ldmatrix" and "Matrix fragments for mma.m16n8k16").
+ *
+ * words[lane] points to the operands of a lane (shim.h). Results are written to each lane's
+ * registers, in the distribution of elements over lanes that PTX defines. */
 #include "shim.h"
 
 enum { WARP = 32 };
@@ -24,7 +27,8 @@ void shim_load_matrices(const uint64_t words[WARP], bool transposed) {
     }
 }
 
-/* Of a's registers the second and fourth are 8 rows, the last two 8 columns further on. */
+/* c += a b. Of a's four registers the second and fourth hold rows 8 further on, the last two
+ * columns 8 further on. */
 void shim_multiply(const uint64_t words[WARP]) {
     float a[16][16], b[16][8];
     for (int lane = 0; lane < WARP; lane++) {

@@ -1,4 +1,13 @@
-/* shim.cpp - runs a kernel's blocks one after the other, and their threads as fibers. */
+/* shim.cpp - the emulated GPU: runs a kernel's blocks one after the other, and their threads as
+ * fibers of one thread of the operating system.
+ *
+ *   1. shim_launch copies the parameters and runs each block, in an order that the seed determines.
+ *   2. run_block opens a fiber for each thread, with uninitialised shared memory, and switches to
+ *      one that is ready after the other until all have returned.
+ *   3. A fiber that reaches a barrier or a warp operation registers at a rendezvous and switches
+ *      back to the scheduler; the last one to arrive computes the answers of all.
+ *   4. A block in which fibers wait that cannot go on, a misaligned access and the like end the
+ *      launch with a text, see shim_error. */
 #include "shim.h"
 
 #include <cstdarg>
@@ -11,9 +20,9 @@
 extern "C" void __msan_poison(const volatile void *address, size_t size);
 #endif
 
-enum { WARP = 32, NO_LINE = -1, MOST_COPIES = 64 /* under way, of a thread */ };
+enum { WARP = 32, NO_LINE = -1, MOST_COPIES = 64 /* pending, of a thread */ };
 #ifdef SHIM_TSAN
-/* Its 255 slots are for all threads: with more of them taking turns it sees no race. */
+/* ThreadSanitizer has 255 slots for all threads, and misses races where more of them alternate. */
 static const unsigned MOST_THREADS = 128;
 #else
 static const unsigned MOST_THREADS = 1024;
@@ -21,7 +30,7 @@ static const unsigned MOST_THREADS = 1024;
 
 static const shim_registration *kernels;
 
-/* The libraries of C++ have no place here: MemorySanitizer does not know what they write. */
+/* No containers of C++ here: their library is not built for MemorySanitizer. */
 shim_registration::shim_registration(const char *name, size_t size, shim_entry entry)
     : name(name), size(size), entry(entry), next(kernels) {
     kernels = this;
@@ -33,11 +42,12 @@ static const shim_registration *find_kernel(const char *name) {
     return k;
 }
 
-/* Those who wait for each other. Two places take turns to order what they do: who leaves a meeting
- * late must not be ordered after what others have done since, before the next. */
-struct meeting {
+/* Threads of a block or a warp that wait for each other. The addresses by which ThreadSanitizer is
+ * told of their order alternate between two: a thread that resumes late must not be ordered after
+ * what others have done since, before the next rendezvous. */
+struct rendezvous {
     unsigned arrived, turn;
-    uint64_t *places;
+    uint64_t *sync; /* [2] */
     int line;
     shim_operation operation;
     bool any;
@@ -46,15 +56,15 @@ struct meeting {
 };
 
 struct thread {
-    fiber own;
+    fiber context;
     unsigned index;
-    bool gone;
+    bool finished;
     const char *waits_for;
     int line;
-    bool any;                      /* what it was told by the block, ... */
-    uint64_t answer;               /* ... and by its warp */
+    bool any;                      /* answers of its block's rendezvous, ... */
+    uint64_t answer;               /* ... and of its warp's */
     shim_copy copies[MOST_COPIES]; /* in a ring */
-    unsigned asked, landed, batch;
+    unsigned issued, completed, batch;
 };
 
 /* The launch that is going on. */
@@ -65,8 +75,8 @@ static struct {
     char *workspace;
     unsigned char *shared;
     thread threads[MOST_THREADS];
-    unsigned gone;
-    meeting all, warps[MOST_THREADS / WARP];
+    unsigned finished;
+    rendezvous all, warps[MOST_THREADS / WARP];
     unsigned ready[MOST_THREADS]; /* a queue, in a ring */
     unsigned first, waiting;
     unsigned running;
@@ -91,13 +101,13 @@ static void fail(const char *format, ...) {
     now.failed = true;
 }
 
-/* Never comes back: whoever fails, or is done, is not switched to again. */
-static void leave(void) {
-    order_release(&now.gone);
-    fiber_switch(&now.threads[now.running].own, &now.scheduler);
+/* Does not return: a fiber that has failed or finished is not switched to again. */
+static void end_fiber(void) {
+    order_release(&now.finished);
+    fiber_switch(&now.threads[now.running].context, &now.scheduler);
 }
 
-/* ---- Who runs ------------------------------------------------------------ */
+/* ---- Scheduling ---------------------------------------------------------- */
 
 static void make_ready(unsigned thread) {
     now.ready[(now.first + now.waiting++) % MOST_THREADS] = thread;
@@ -122,11 +132,11 @@ static unsigned next_ready(void) {
     return thread;
 }
 
-static void wait_for_others(const char *whom, int line) {
+static void wait_for_others(const char *group, int line) {
     thread *const self = &now.threads[now.running];
-    self->waits_for = whom;
+    self->waits_for = group;
     self->line = line;
-    fiber_switch(&self->own, &now.scheduler);
+    fiber_switch(&self->context, &now.scheduler);
 }
 
 /* ---- What kernels call --------------------------------------------------- */
@@ -139,17 +149,17 @@ unsigned char *shim_shared(void) { return now.shared; }
 
 void shim_misaligned(const void *p, int bytes) {
     fail("thread %u: %d bytes at %p, which is no multiple of %d", now.running, bytes, p, bytes);
-    leave();
+    end_fiber();
 }
 
 bool shim_postpone(void *to, const void *from, int bytes) {
     thread *const self = &now.threads[now.running];
     if (seed != 0 && random_below(2) != 0) return false;
-    if (self->asked - self->landed == MOST_COPIES) {
+    if (self->issued - self->completed == MOST_COPIES) {
         fail("thread %u: more than %d copies under way", now.running, MOST_COPIES);
-        leave();
+        end_fiber();
     }
-    self->copies[self->asked++ % MOST_COPIES] = {to, from, bytes, self->batch};
+    self->copies[self->issued++ % MOST_COPIES] = {to, from, bytes, self->batch};
     return true;
 }
 
@@ -158,47 +168,47 @@ void shim_close_batch(void) { now.threads[now.running].batch++; }
 /* Batches before the last `open` that are closed. */
 shim_copy shim_due(unsigned open) {
     thread *const self = &now.threads[now.running];
-    const shim_copy copy = self->copies[self->landed % MOST_COPIES];
-    if (self->landed == self->asked || copy.batch + open >= self->batch) return {};
-    self->landed++;
+    const shim_copy copy = self->copies[self->completed % MOST_COPIES];
+    if (self->completed == self->issued || copy.batch + open >= self->batch) return {};
+    self->completed++;
     return copy;
 }
 
-static void check_same(const meeting *m, const char *who, shim_operation operation, int line) {
+static void check_same(const rendezvous *m, const char *group, shim_operation operation, int line) {
     if (m->line == NO_LINE || (m->line == line && m->operation == operation)) return;
-    fail("thread %u waits for its %s at line %d, others at line %d%s", now.running, who, line,
+    fail("thread %u waits for its %s at line %d, others at line %d%s", now.running, group, line,
          m->line, m->operation == operation ? "" : " in another operation");
-    leave();
+    end_fiber();
 }
 
-bool shim_block(bool mine, int line) {
-    meeting *const m = &now.all;
+bool shim_block(bool predicate, int line) {
+    rendezvous *const m = &now.all;
     const unsigned self = now.running;
     check_same(m, "block", SHIM_SYNC, line);
-    uint64_t *const place = &m->places[m->turn];
+    uint64_t *const sync = &m->sync[m->turn];
     m->line = line;
-    m->any |= mine;
-    order_release(place);
+    m->any |= predicate;
+    order_release(sync);
     if (++m->arrived == now.block.x) {
         for (unsigned i = 0; i < now.block.x; i++) {
             now.threads[i].any = m->any;
             if (i != self) make_ready(i);
         }
-        m->arrived = 0; /* no memset, which a sanitizer would see */
+        m->arrived = 0; /* not by memset, which sanitizers intercept */
         m->turn ^= 1;
         m->any = false;
         m->line = NO_LINE;
     } else {
         wait_for_others("block", line);
     }
-    order_acquire(place);
+    order_acquire(sync);
     return now.threads[self].any;
 }
 
 void shim_load_matrices(const uint64_t words[WARP], bool transposed);
 void shim_multiply(const uint64_t words[WARP]);
 
-static void answer_warp(const meeting *m, unsigned first) {
+static void answer_warp(const rendezvous *m, unsigned first) {
     uint64_t votes = 0;
     if (m->operation == SHIM_MULTIPLY) return shim_multiply(m->words);
     if (m->operation >= SHIM_MATRICES) {
@@ -213,14 +223,14 @@ static void answer_warp(const meeting *m, unsigned first) {
 
 uint64_t shim_warp(shim_operation operation, uint64_t word, int lane, int line) {
     const unsigned self = now.running, first = self / WARP * WARP;
-    meeting *const m = &now.warps[self / WARP];
+    rendezvous *const m = &now.warps[self / WARP];
     check_same(m, "warp", operation, line);
-    uint64_t *const place = &m->places[m->turn];
+    uint64_t *const sync = &m->sync[m->turn];
     m->line = line;
     m->operation = operation;
     m->words[self - first] = word;
     m->lanes[self - first] = lane;
-    if (operation == SHIM_SYNC) order_release(place);
+    if (operation == SHIM_SYNC) order_release(sync);
     if (++m->arrived == WARP) {
         answer_warp(m, first);
         for (unsigned i = first; i < first + WARP; i++) {
@@ -232,32 +242,32 @@ uint64_t shim_warp(shim_operation operation, uint64_t word, int lane, int line) 
     } else {
         wait_for_others("warp", line);
     }
-    if (operation == SHIM_SYNC) order_acquire(place);
+    if (operation == SHIM_SYNC) order_acquire(sync);
     return now.threads[self].answer;
 }
 
 /* ---- Blocks -------------------------------------------------------------- */
 
-static void thread_is_gone(void) {
-    now.threads[now.running].gone = true;
-    now.gone++;
+static void finish_thread(void) {
+    now.threads[now.running].finished = true;
+    now.finished++;
 }
 
-/* What was before the block, and before the launch, is ordered; what other blocks do is not. */
+/* What happened before the launch is ordered before the block; what other blocks do is not. */
 static void thread_main(void) {
     order_acquire(&now.at);
     now.entry(now.params, now.workspace);
-    thread_is_gone();
-    leave();
+    finish_thread();
+    end_fiber();
 }
 
-static void blame_waiting(void) {
+static void report_waiting(void) {
     unsigned first = 0, other;
-    while (now.threads[first].gone) first++;
+    while (now.threads[first].finished) first++;
     const thread *const a = &now.threads[first];
     for (other = first; other < now.block.x; other++) {
         const thread *const b = &now.threads[other];
-        if (!b->gone && (b->line != a->line || b->waits_for != a->waits_for)) break;
+        if (!b->finished && (b->line != a->line || b->waits_for != a->waits_for)) break;
     }
     char more[80] = "";
     if (other < now.block.x) {
@@ -265,27 +275,28 @@ static void blame_waiting(void) {
         snprintf(more, sizeof more, ", thread %u waits for its %s at line %d", other, b->waits_for,
                  b->line);
     }
-    fail("%u of %u threads are gone, but thread %u waits for its %s at line %d%s", now.gone,
-         now.block.x, first, a->waits_for, a->line, more);
+    fail("%u of %u threads have returned, but thread %u waits for its %s at line %d%s",
+         now.finished, now.block.x, first, a->waits_for, a->line, more);
 }
 
-/* What is not to be used again before the launch is over, since it would look ordered. */
-struct leavings {
+/* Fibers and memory that are not to be reused before the launch is over: to ThreadSanitizer, reuse
+ * would order what is not ordered. */
+struct retired {
     std::vector<fiber> fibers;
     std::vector<void *> memory;
 };
 
-static void *get_memory(size_t bytes, leavings *used) {
+static void *get_memory(size_t bytes, retired *used) {
     void *memory;
     if (posix_memalign(&memory, 16, bytes) != 0) abort();
     used->memory.push_back(memory);
     return memory;
 }
 
-static void open_meeting(meeting *m, leavings *used) {
+static void open_rendezvous(rendezvous *m, retired *used) {
     *m = {};
     m->line = NO_LINE;
-    m->places = (uint64_t *)get_memory(2 * sizeof *m->places, used);
+    m->sync = (uint64_t *)get_memory(2 * sizeof *m->sync, used);
 }
 
 void shim_unset(void *p, size_t bytes) {
@@ -295,27 +306,27 @@ void shim_unset(void *p, size_t bytes) {
 #endif
 }
 
-static void run_block(unsigned shared, leavings *used) {
+static void run_block(unsigned shared, retired *used) {
     now.shared = (unsigned char *)get_memory(shared, used);
     shim_unset(now.shared, shared);
-    open_meeting(&now.all, used);
-    now.gone = now.first = now.waiting = 0;
+    open_rendezvous(&now.all, used);
+    now.finished = now.first = now.waiting = 0;
     for (unsigned i = 0; i < now.block.x; i++) {
-        if (i % WARP == 0) open_meeting(&now.warps[i / WARP], used);
+        if (i % WARP == 0) open_rendezvous(&now.warps[i / WARP], used);
         now.threads[i] = {};
         now.threads[i].index = i;
-        fiber_open(&now.threads[i].own, thread_main);
+        fiber_open(&now.threads[i].context, thread_main);
         make_ready(i);
     }
     order_release(&now.at);
     while (now.waiting > 0 && !now.failed) {
         now.running = next_ready();
-        fiber_switch(&now.scheduler, &now.threads[now.running].own);
+        fiber_switch(&now.scheduler, &now.threads[now.running].context);
     }
-    if (!now.failed && now.gone < now.block.x) blame_waiting();
+    if (!now.failed && now.finished < now.block.x) report_waiting();
     for (unsigned i = 0; i < now.block.x; i++) {
-        fiber_free(&now.threads[i].own);
-        used->fibers.push_back(now.threads[i].own);
+        fiber_free(&now.threads[i].context);
+        used->fibers.push_back(now.threads[i].context);
     }
 }
 
@@ -347,7 +358,7 @@ int shim_launch(const char *name, const void *params, size_t size, char *workspa
              name, size, k->size, grid[0], grid[1], grid[2], block, MOST_THREADS, shared);
         return 1;
     }
-    leavings used;
+    retired used;
     void *const copy = get_memory(size, &used);
     memcpy(copy, params, size);
     now.grid = {grid[0], grid[1], grid[2]};
@@ -363,7 +374,7 @@ int shim_launch(const char *name, const void *params, size_t size, char *workspa
                   (unsigned)(at / grid[0] / grid[1])};
         run_block(shared, &used);
     }
-    order_acquire(&now.gone);
+    order_acquire(&now.finished);
     for (fiber &f : used.fibers) fiber_forget(&f);
     fiber_free(&now.scheduler);
     for (void *room : used.memory) free(room);

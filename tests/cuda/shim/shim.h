@@ -1,10 +1,11 @@
-/* shim.h - the names of common.cuh where there is no GPU: each thread of a block is a fiber.
+/* shim.h - emulates a GPU on the CPU: the names of common.cuh, with one fiber for each thread of a
+ * block.
  *
- * A fiber runs until it waits, at a barrier or for its warp. In which order they run the seed
- * says, so that a result that depends on it differs from seed to seed. Under ThreadSanitizer
- * fibers are threads to it, and only barriers order what they do: a missing one is a race,
- * also where the result came out right. Shared memory is a heap block of the size asked for,
- * full of 0xff: NaN, or -1. */
+ * A fiber runs until it waits at a barrier of its block or for the other lanes of its warp. The
+ * seed determines the order in which fibers run, so that a result that depends on that order
+ * differs between seeds. Under ThreadSanitizer each fiber counts as a thread, and barriers alone
+ * order memory accesses: a missing barrier is reported as a race even where the result is right.
+ * Shared memory is a heap block of the size asked for, full of 0xff: NaN, or -1. */
 #ifndef H2O_SHIM_H
 #define H2O_SHIM_H
 
@@ -24,7 +25,7 @@
 
 #define DEVICE static inline
 #define UNROLL
-#define ROLLED
+#define NO_UNROLL
 #define DEVICE_METHOD inline
 
 /* ---- For tests ----------------------------------------------------------- */
@@ -32,7 +33,7 @@
 typedef void (*shim_entry)(const void *params, char *workspace);
 
 /* Runs a kernel by its name; its parameters are copied first, as a driver does. Returns 0, or
- * what CUDA would (98: no such kernel, 1: bad launch, 719: it failed); then shim_error tells. */
+ * CUDA's error code (98: no such kernel, 1: bad launch, 719: it failed); shim_error has a text. */
 extern "C" int shim_launch(const char *name, const void *params, size_t size, char *workspace,
                            const unsigned grid[3], unsigned block, unsigned shared);
 extern "C" const char *shim_error(void);
@@ -40,7 +41,7 @@ extern "C" void shim_seed(uint64_t seed);           /* 0: in order */
 extern "C" long shim_params_size(const char *name); /* -1: no such kernel */
 extern "C" const char *shim_kernel(size_t i);       /* the name of one of all, NULL: no more */
 
-/* Fills memory with 0xff, and tells MemorySanitizer that nobody has written to it. */
+/* Fills memory with 0xff, which MemorySanitizer then takes for uninitialised. */
 extern "C" void shim_unset(void *p, size_t bytes);
 
 /* A kernel; all are in a list. */
@@ -66,7 +67,7 @@ struct shim_dim3 {
     unsigned x, y, z;
 };
 
-/* Where the running fiber is; not for a sanitizer's eyes, as the scheduler writes it. */
+/* Indices of the running fiber. Functions, since the scheduler writes them uninstrumented. */
 extern "C" shim_dim3 shim_thread_index(void), shim_block_index(void), shim_block_size(void),
     shim_grid_size(void);
 extern "C" unsigned char *shim_shared(void);
@@ -80,18 +81,20 @@ enum shim_operation {
     SHIM_SYNC,
     SHIM_SHUFFLE,
     SHIM_BALLOT,
-    SHIM_MATRICES, /* matrix.cpp, from here on: a word is a pointer to what a lane gives */
+    SHIM_MATRICES, /* matrix.cpp, from here on: a word points to a lane's operands */
     SHIM_TRANSPOSED,
     SHIM_MULTIPLY
 };
 
-/* The wait for all threads of a block, and for the lanes of a warp, each with a word. All have to
- * come from the same line. */
-extern "C" bool shim_block(bool mine, int line);
+/* Wait for all threads of a block, with a predicate, and for the lanes of a warp, each with a word.
+ * All have to call from the same line. */
+extern "C" bool shim_block(bool predicate, int line);
 extern "C" uint64_t shim_warp(shim_operation operation, uint64_t word, int lane, int line);
 
 DEVICE void sync_block(int line = __builtin_LINE()) { shim_block(false, line); }
-DEVICE bool block_any(bool mine, int line = __builtin_LINE()) { return shim_block(mine, line); }
+DEVICE bool block_any(bool predicate, int line = __builtin_LINE()) {
+    return shim_block(predicate, line);
+}
 DEVICE void sync_warp(int line = __builtin_LINE()) { shim_warp(SHIM_SYNC, 0, 0, line); }
 
 template <typename T> DEVICE T shfl(T x, int lane, int line = __builtin_LINE()) {
@@ -103,16 +106,16 @@ template <typename T> DEVICE T shfl(T x, int lane, int line = __builtin_LINE()) 
     return x;
 }
 
-template <typename T> DEVICE T shfl_xor(T x, int lanes, int line = __builtin_LINE()) {
-    return shfl(x, (int)(threadIdx.x % 32) ^ lanes, line);
+template <typename T> DEVICE T shfl_xor(T x, int mask, int line = __builtin_LINE()) {
+    return shfl(x, (int)(threadIdx.x % 32) ^ mask, line);
 }
 
-DEVICE uint32_t warp_ballot(bool mine, int line = __builtin_LINE()) {
-    return (uint32_t)shim_warp(SHIM_BALLOT, mine, 0, line);
+DEVICE uint32_t warp_ballot(bool predicate, int line = __builtin_LINE()) {
+    return (uint32_t)shim_warp(SHIM_BALLOT, predicate, 0, line);
 }
 
-DEVICE bool warp_all(bool mine, int line = __builtin_LINE()) {
-    return warp_ballot(mine, line) == 0xffffffffu;
+DEVICE bool warp_all(bool predicate, int line = __builtin_LINE()) {
+    return warp_ballot(predicate, line) == 0xffffffffu;
 }
 
 DEVICE int popcount(uint32_t x) { return __builtin_popcount(x); }
@@ -144,10 +147,10 @@ DEVICE void check_alignment(const void *p, int bytes = 16) {
     if ((uintptr_t)p % (unsigned)bytes) shim_misaligned(p, bytes);
 }
 
-/* ---- Copies that go on by themselves ------------------------------------- */
+/* ---- Asynchronous copies ------------------------------------------------- */
 
-/* One lands when it is asked for or when its thread waits for it, which the seed says. Its thread
- * makes it, so that a sanitizer blames the right one. */
+/* The bytes arrive at once or when the thread waits for them, as the seed determines. The thread
+ * copies them itself, so that sanitizers attribute the access to it. */
 struct shim_copy {
     void *to;
     const void *from;
@@ -155,9 +158,9 @@ struct shim_copy {
     unsigned batch;
 };
 
-extern "C" bool shim_postpone(void *to, const void *from, int bytes); /* false: it lands now */
+extern "C" bool shim_postpone(void *to, const void *from, int bytes); /* false: copy now */
 extern "C" void shim_close_batch(void);
-extern "C" shim_copy shim_due(unsigned open); /* the next one to wait for; to NULL: none */
+extern "C" shim_copy shim_due(unsigned open); /* the next one to complete; to NULL: none */
 
 template <int BYTES> DEVICE void copy_async(void *to, const void *from) {
     static_assert(BYTES == 4 || BYTES == 16);
@@ -187,12 +190,12 @@ struct shim_product {
     float (*widen)(uint16_t);
 };
 
-/* Each lane reads its own row, so that a sanitizer blames the right one. */
+/* Each lane reads its row itself, so that sanitizers attribute the access to it. */
 DEVICE void shim_load(shim_operation operation, uint32_t r[4], const void *row, int line) {
-    shim_rows mine = {{}, r};
+    shim_rows operands = {{}, r};
     check_alignment(row);
-    memcpy(mine.row, row, sizeof mine.row);
-    shim_warp(operation, (uintptr_t)&mine, 0, line);
+    memcpy(operands.row, row, sizeof operands.row);
+    shim_warp(operation, (uintptr_t)&operands, 0, line);
 }
 
 DEVICE void load_matrices(uint32_t r[4], const void *row, int line = __builtin_LINE()) {
@@ -205,14 +208,14 @@ DEVICE void load_transposed(uint32_t r[4], const void *row, int line = __builtin
 
 DEVICE void multiply_bf16(float c[4], const uint32_t a[4], const uint32_t b[2],
                           int line = __builtin_LINE()) {
-    const shim_product mine = {c, a, b, float_from_bf16};
-    shim_warp(SHIM_MULTIPLY, (uintptr_t)&mine, 0, line);
+    const shim_product operands = {c, a, b, float_from_bf16};
+    shim_warp(SHIM_MULTIPLY, (uintptr_t)&operands, 0, line);
 }
 
 DEVICE void multiply_f16(float c[4], const uint32_t a[4], const uint32_t b[2],
                          int line = __builtin_LINE()) {
-    const shim_product mine = {c, a, b, float_from_f16};
-    shim_warp(SHIM_MULTIPLY, (uintptr_t)&mine, 0, line);
+    const shim_product operands = {c, a, b, float_from_f16};
+    shim_warp(SHIM_MULTIPLY, (uintptr_t)&operands, 0, line);
 }
 
 DEVICE uint32_t pack_bf16(float low, float high) {

@@ -1,5 +1,5 @@
-/* driver.c - a libcuda.so.1 for test_driver.c: it has devices and kernels that do nothing, counts
- * what it is asked for, and uses no lock, which would order threads that h2o leaves unordered. */
+/* driver.c - a libcuda.so.1 for test_driver.c: devices and kernels that do nothing, and counters of
+ * calls. It takes no lock, which would order threads that h2o leaves unordered. */
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -20,7 +20,7 @@ static void launch_once(int device) {
     h2o_error error = {0};
     cuda_stay stay;
     int status = cuda_enter(device, &stay, &error);
-    if (status != H2O_OK) { /* once on the last device; who comes next tries again */
+    if (status != H2O_OK) { /* once on the last device; the next call tries again */
         CHECK(device == DEVICES - 1 && status == H2O_EMEMORY);
         CHECK(strstr(error.text, "cuModuleLoadData: CUDA error 2") != NULL);
         atomic_fetch_add(&refused, 1);
@@ -36,18 +36,18 @@ static void *work(void *argument) {
     const int number = (int)(intptr_t)argument;
     static const char image[] = "any";
     h2o_error error = {0};
-    cuda_device found;
+    h2o_device_facts facts;
     int version, devices;
     pthread_barrier_wait(&start);
     CHECK(cuda_open(&version, &devices, &error) == H2O_OK && devices == DEVICES);
-    CHECK(cuda_describe(number % DEVICES, &found, &error) == H2O_OK);
+    CHECK(cuda_describe(number % DEVICES, &facts, &error) == H2O_OK);
     CHECK(cuda_take_image(image, sizeof image, &error) == H2O_OK);
     for (int i = 0; i < TURNS; i++) launch_once((number + i) % DEVICES);
     atomic_fetch_add_explicit(&finished, 1, memory_order_relaxed);
     return NULL;
 }
 
-/* Finds all loaded, and has waited for nobody's lock. */
+/* All is loaded, and no lock was waited for. */
 static void *work_late(void *argument) {
     const int number = (int)(intptr_t)argument;
     const struct timespec moment = {0, 1000000};

@@ -1,0 +1,138 @@
+"""The tables that there are, and on which devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from . import (
+    attention_tables,
+    decode_tables,
+    engine_tables,
+    eviction_tables,
+    memory_table,
+    model_tables,
+    random_model_tables,
+    store_tables,
+    thread_table,
+    torch_backend_tables,
+)
+from .options import Options
+from .targets import DEVICES
+from .timing import Row
+
+
+class Table(NamedTuple):
+    """What is measured under one name.
+
+    Attributes:
+        run: yields the rows, on the device of the options.
+        cpu, cuda: what it measures on such a device; None: it has no rows there.
+    """
+
+    name: str
+    run: Callable[[Options], Iterator[Row]]
+    cpu: str | None = None
+    cuda: str | None = None
+
+
+KVPRESS = "P11: prefill against kvpress, in an environment of its own"
+
+TABLES = (
+    Table(
+        "prefill", attention_tables.prefill,
+        cpu="P1, P2: a prompt's attention with scores, against SDPA without and eager with",
+        cuda="G1: a prompt's attention with scores, against SDPA, FlexAttention and eager",
+    ),
+    Table(
+        "memory", memory_table.memory,
+        cpu="P2: the memory that it takes, against eager",
+    ),
+    Table(
+        "decode", decode_tables.decode,
+        cpu="P3, P4, P5: a decode step of one layer, against SDPA and a plain read loop",
+        cuda="G2, G3: a decode step with its eviction, against SDPA and FlashInfer",
+    ),
+    Table(
+        "strides", decode_tables.strides,
+        cpu="P13: the decode step over strided views, against contiguous ones",
+    ),
+    Table(
+        "lengths", attention_tables.lengths,
+        cpu="P19: the rate of a prefill with scores on long prompts, against 4096 tokens",
+    ),
+    Table(
+        "long", attention_tables.long,
+        cuda="G4: 131072 tokens with scores, against SDPA without",
+    ),
+    Table(
+        "evict", eviction_tables.evict,
+        cpu="P6: the cut of a prompt to its budget, against topk + sort + gather",
+    ),
+    Table(
+        "simulate", eviction_tables.simulate,
+        cpu="P7: eviction simulated over a whole text, against a Python loop and dense SDPA",
+    ),
+    Table(
+        "bits", store_tables.bits,
+        cpu="P14: a decode step over keys and values in eight and four bits, against bfloat16",
+    ),
+    Table(
+        "merging", store_tables.merging,
+        cpu="P15: what merging adds to a decode step, the cut of a prompt and a simulation",
+    ),
+    Table(
+        "uneven", store_tables.uneven,
+        cpu="P16: a decode step over heads of uneven size, against even ones",
+    ),
+    Table("overhead", decode_tables.overhead, cpu="P9: one call on tiny tensors"),
+    Table(
+        "portable", torch_backend_tables.portable,
+        cpu="P20: the torch backend on the CPU, against eager with scores and the core's step",
+    ),
+    Table(
+        "threads", thread_table.threads,
+        cpu="whether torch's operators get slower beside h2o",
+    ),
+    Table(
+        "model", model_tables.generate,
+        cpu="P8: SmolLM2 from prompt to text, H2OCache against DynamicCache and QuantizedCache",
+    ),
+    Table(
+        "openvino", engine_tables.openvino,
+        cpu="P10: the same against OpenVINO GenAI, in an environment of its own",
+    ),
+    Table(
+        "compiled", engine_tables.compiled,
+        cpu="P21: a decoded token compiled, by weights, against eager, OpenVINO GenAI and vLLM",
+    ),
+    Table(
+        "batch", engine_tables.batch,
+        cpu="P22: sixteen prompts at a time against DynamicCache, OpenVINO GenAI and vLLM",
+    ),
+    Table(
+        "graph", random_model_tables.graph,
+        cuda="G5: one CUDA graph for a whole generation, against the same called anew",
+    ),
+    Table(
+        "flexgen", random_model_tables.flexgen,
+        cuda="G6: the authors' row for OPT-6.7B, 24 texts of 2048 + 2048 tokens",
+    ),
+    Table("kvpress", model_tables.kvpress, cpu=KVPRESS, cuda=KVPRESS),
+)  # fmt: skip
+
+
+def tables(device: str) -> dict[str, Table]:
+    """Those that a choice of --device has, by name."""
+    kind = DEVICES[device].tables
+    return {table.name: table for table in TABLES if getattr(table, kind)}
+
+
+def described() -> str:
+    """What each table measures, for --help."""
+
+    def listed(device: str) -> str:
+        texts = {name: getattr(table, device) for name, table in tables(device).items()}
+        return "; ".join(f"{name}: {text}" for name, text in texts.items())
+
+    return f"{listed('cpu')}. With --device cuda: {listed('cuda')}"

@@ -1,0 +1,225 @@
+"""P10, P21, P22: SmolLM2 against engines that compile, OpenVINO GenAI and vLLM's CPU build, each in
+an environment of its own; and its own compiled steps.
+
+Weights: float32 and bfloat16 as transformers loads them; int8 and int4 are bfloat16 with linear
+layers that torchao has quantised (pip install torchao). vLLM has bfloat16 weights, OpenVINO the
+4-bit ones of the model's file; both keep every key, but where OpenVINO's own eviction is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import h2o
+from h2o import models
+
+from .model_tables import BUDGET, Decoding, Generation, load, prompt
+from .options import Options
+from .peers.environments import Peer, PeerMissing
+from .timing import Contender, Row, Times, race
+
+WEIGHTS = ("float32", "bfloat16", "int8", "int4")
+BATCH, LENGTH, NEW = 16, 500, 64
+"""Prompts of the batch, their tokens, and how many each is continued by."""
+
+
+class Engine:
+    """Generation in a peer's process, by its own clock."""
+
+    def __init__(self, name: str, peer: Peer, **request: Any) -> None:
+        self.name, self.peer, self.request = name, peer, request
+        self.decode: list[float] = []
+        self.prompt = 0
+
+    def __call__(self) -> float:
+        """Seconds to the first token; the seconds of each later one go to `decode`."""
+        answer = self.peer.ask(**self.request)
+        self.decode.append(answer["token_s"])
+        self.prompt = answer["prompt"]
+        return answer["prefill_s"]
+
+    def whole(self) -> float:
+        """Seconds from prompts to the last token of all."""
+        return self.peer.ask(**self.request)["seconds"]
+
+    def decode_times(self, rounds: int) -> Times:
+        """Of the timed rounds: those before were warm-up."""
+        return Times(self.name, self.decode[-rounds:])
+
+
+def openvino_peer() -> Peer:
+    return Peer("openvino", str(models.find_weights()), str(torch.get_num_threads()))
+
+
+def vllm_peer() -> Peer:
+    return Peer("vllm", str(models.embedded_folder()), str(torch.get_num_threads()))
+
+
+@contextlib.contextmanager
+def both() -> Iterator[dict[str, Peer]]:
+    """OpenVINO and vLLM; one that cannot be had is named and left out."""
+    with contextlib.ExitStack() as stack:
+        peers = {}
+        for name, start in (("OpenVINO", openvino_peer), ("vLLM", vllm_peer)):
+            try:
+                peers[name] = stack.enter_context(start())
+            except PeerMissing as problem:
+                print(f"{name}: left out: {problem}", file=sys.stderr)
+        yield peers
+
+
+def continued(peers: dict[str, Peer], tokenizer: Any, ids: Tensor, tokens: int) -> list[Engine]:
+    """Each of `both` at the same prompts [B, n]."""
+    requests: dict[str, dict[str, Any]] = {
+        "OpenVINO": {"texts": [tokenizer.decode(x) for x in ids], "dtype": "bf16", "kept": 0},
+        "vLLM": {"ids": ids.tolist()},
+    }
+    return [Engine(name, peer, tokens=tokens, **requests[name]) for name, peer in peers.items()]
+
+
+def openvino(options: Options) -> Iterator[Row]:
+    """P10: prompt and tokens against OpenVINO, with its whole cache and with its cache eviction.
+
+    OpenVINO runs a compiled graph; transformers runs eagerly with weights in the dtype of the row.
+    """
+    length = options.prompts[-1]
+    with openvino_peer() as peer:
+        for dtype, _ in options.wanted("float32", "bfloat16"):
+            model, tokenizer = load(dtype)
+            ids = prompt(tokenizer, length)
+            ours = Generation("H2OCache", model, ids, options.tokens)
+            request = {
+                "texts": [tokenizer.decode(ids[0])],
+                "dtype": {"float32": "f32", "bfloat16": "bf16"}[dtype],
+                "tokens": options.tokens + 1,
+            }
+            others = [
+                Engine("OpenVINO, full cache", peer, **request, kept=0),
+                Engine("OpenVINO, cache eviction", peer, **request, kept=int(length * BUDGET)),
+            ]
+            contenders = [Contender(way.name, way, own_clock=True) for way in (ours, *others)]
+            prefill = race(contenders, options.rounds)
+            for other in others:
+                case = f"{dtype}, {length} tokens, keys kept {BUDGET:.0%}"
+                facts = {"prompt tokens of the peer": other.prompt}
+                yield Row(
+                    "P10", f"SmolLM2, prefill / {other.name}", case,
+                    ours=prefill["H2OCache"], peer=prefill[other.name], facts=facts,
+                )  # fmt: skip
+                yield Row(
+                    "P10", f"SmolLM2, a decoded token / {other.name}", case,
+                    ours=ours.decode_times(options.rounds),
+                    peer=other.decode_times(options.rounds), facts=facts,
+                )  # fmt: skip
+
+
+# ---- Compiled steps ----
+
+
+def load_with(weights: str) -> tuple[Any, Any]:
+    """The model with these weights, and its tokenizer."""
+    if not weights.startswith("int"):
+        return load(weights)
+    try:
+        from torchao import quantization
+        from torchao.prototype.quantization.int4.inference_workflow import (
+            PrototypeInt4WeightOnlyConfig,  # which has a layout for the CPU
+        )
+    except ImportError:
+        raise PeerMissing("int8 and int4 weights need: pip install torchao") from None
+    model, tokenizer = load("bfloat16")
+    eight = weights == "int8"
+    kind = quantization.Int8WeightOnlyConfig if eight else PrototypeInt4WeightOnlyConfig
+    quantization.quantize_(model, kind() if eight else kind(group_size=32))
+    return model, tokenizer
+
+
+class Steps:
+    """Decode steps that go on from round to round after a prompt."""
+
+    def __init__(self, name: str, model: Any, ids: Tensor, compiled: bool, steps: int) -> None:
+        self.name, self.steps = name, steps
+        model.set_attn_implementation("h2o")
+        half = max(1, int(ids.shape[1] * BUDGET / 2))
+        cache = h2o.H2OCache(model.config, heavy=half, recent=half, compileable=compiled)
+        self.decoding = Decoding(model, ids, cache, compiled)
+
+    def __call__(self) -> float:
+        """Seconds a token."""
+        start = time.perf_counter()
+        for _ in range(self.steps):
+            self.decoding.step()
+        return (time.perf_counter() - start) / self.steps
+
+
+def compiled(options: Options) -> Iterator[Row]:
+    """P21: a decoded token by weights, compiled against eager, and both engines beside it."""
+    loaded = {weights: load_with(weights) for weights in WEIGHTS}
+    tokenizer = loaded["bfloat16"][1]
+    with both() as peers:
+        for length in options.prompts:
+            torch._dynamo.reset()  # graphs of another length
+            ids = prompt(tokenizer, length)
+            engines = continued(peers, tokenizer, ids, options.tokens + 1)
+            ways = {
+                (weights, way): Steps(
+                    f"{weights}, {way}", model, ids, way == "compiled", options.tokens
+                )
+                for weights, (model, _) in loaded.items()
+                for way in ("eager", "compiled")
+            }
+            contenders = [
+                Contender(way.name, way, own_clock=True) for way in [*ways.values(), *engines]
+            ]
+            times = race(contenders, options.rounds)
+            for weights in WEIGHTS:
+                ours = times[ways[weights, "compiled"].name]
+                eager = times[ways[weights, "eager"].name]
+                others = {engine.name: engine.decode_times(options.rounds) for engine in engines}
+                for name, peer in {"eager": eager, **others}.items():
+                    yield Row(
+                        "P21", f"SmolLM2, a decoded token, compiled / {name}",
+                        f"{weights} weights, {length} tokens, keys kept {BUDGET:.0%}",
+                        ours=ours, peer=peer,
+                    )  # fmt: skip
+
+
+# ---- A batch ----
+
+
+def batch(options: Options) -> Iterator[Row]:
+    """P22: sixteen prompts at a time, in bfloat16, from reading them to the last token."""
+    rows, length, new = (2, 40, 4) if options.quick else (BATCH, LENGTH, NEW)
+    model, tokenizer = load("bfloat16")
+    text = prompt(tokenizer, length + 97 * rows)
+    ids = torch.cat([text[:, 97 * i : 97 * i + length] for i in range(rows)])
+    ways = {
+        "H2OCache": Generation("H2OCache", model, ids, new - 1),
+        "H2OCache, compiled": Generation("H2OCache", model, ids, new - 1, compiled=True),
+        "DynamicCache": Generation("DynamicCache", model, ids, new - 1),
+    }
+    with both() as peers:
+        contenders = [Contender(name, way) for name, way in ways.items()]
+        contenders += [
+            Contender(engine.name, engine.whole, own_clock=True)
+            for engine in continued(peers, tokenizer, ids, new)
+        ]
+        times = race(contenders, options.rounds)
+    ours = times.pop("H2OCache")
+    for peer in times.values():
+        yield Row(
+            "P22", f"SmolLM2, a batch, prompts to text / {peer.name}",
+            f"bfloat16, {rows} prompts of {length} tokens and {new} more, keys kept {BUDGET:.0%}",
+            ours=ours, peer=peer,
+            facts={
+                "tokens a second": rows * new / ours.median,
+                "of the peer": rows * new / peer.median,
+            },
+        )  # fmt: skip

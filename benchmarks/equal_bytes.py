@@ -1,0 +1,142 @@
+"""Perplexity after a prompt that was cut, h2o beside kvpress and transformers' QuantizedCache.
+
+    python -m benchmarks.equal_bytes wikitext2_test.txt --skip 4 --limit 16
+
+Each window's first tokens are the prompt, which every method compresses in its own way once it has
+been read; the tokens after it are what is scored, all but the first of them, whose prediction
+comes before the cut. Budgets are parts of what a full cache holds of the whole window; the bytes in
+the table are those that each method then holds, all tensors of h2o's slots counted, so `authors`,
+whose fractions are of keys, has a little more than its name says. h2o keeps to its budget from the
+cut on. A press of kvpress only cuts the prompt, and then grows with every token; what it leaves may
+be quantised too. "cut" lets it have the budget when the prompt is cut, and more at the end; "end"
+gives it so much less that it has the budget at the end. The peers run in an environment of their
+own, which is made under h2o's cache folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from h2o import H2OCache, models
+from h2o.evaluate import perplexity
+from h2o.evaluate.presentation import table
+from h2o.evaluate.setting import Setting, parse_all
+from h2o.result_cells import Cells, fingerprint, provenance
+
+from .peers.environments import Peer
+
+PRESSES = ("ObservedAttention", "SnapKV", "KeyDiff", "ExpectedAttention", "AdaKV")
+BUDGETS = (0.04, 0.1, 0.2)
+PACKED = 4.5 / 16
+"""Of bfloat16 what a number takes in 4 bits, with 16 each of scale and shift for 64 numbers."""
+
+
+def rows(window: int, rest: int) -> list[tuple[str, dict]]:
+    """(name, what is asked for): of h2o a setting, of a peer a request."""
+    listed = [("full", {"setting": "full"})]
+    for kind in ("authors", "robust-bytes", "calibrated-bytes"):
+        listed += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in BUDGETS]
+    for method, bits in [*((press, 16) for press in PRESSES), ("ObservedAttention", 4)]:
+        for count in ("cut", "end"):
+            for part in BUDGETS:
+                kept = int(part * window) - (rest if count == "end" else 0)
+                if kept > 0:
+                    request = {"method": method, "kept": kept}
+                    name = f"{method}:{part} {count}"
+                    if bits == 4:
+                        request |= {"kept": int(kept / PACKED), "bits": bits}
+                        name = f"{method}, {bits} bits:{part} {count}"
+                    listed.append((name, request))
+    for bits in (2, 4):
+        listed.append((f"QuantizedCache, {bits} bits", {"method": "QuantizedCache", "bits": bits}))
+    for kind in ("robust-bytes", "calibrated-bytes"):  # as much as these two hold at the end
+        listed += [(f"{kind}:{part}", {"setting": f"{kind}:{part}"}) for part in (0.21, 0.33)]
+    return listed
+
+
+def bytes_held(model: Any, ids: list[int], setting: Setting, prompt: int) -> tuple[int, int]:
+    """Bytes of a real cache after the prompt and at the end, scores, positions and all."""
+    cache = H2OCache(model.config, setting.config, prompt_length=len(ids))
+    sizes = []
+    for part, tokens in ((ids[:prompt], None), (ids[prompt:], 1)):
+        perplexity.read(model, cache, torch.tensor([part]), tokens)
+        total = cache.report().total
+        sizes.append(total.bytes_held + total.bytes_bookkeeping)
+    return sizes[0], sizes[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("text", type=Path, help="a long plain text")
+    parser.add_argument("--skip", type=int, default=0, help="windows from the start")
+    parser.add_argument("--limit", type=int, default=16, help="windows after these (16)")
+    parser.add_argument("--window", type=int, default=1024, help="tokens (1024)")
+    parser.add_argument("--rest", type=int, default=64, help="of them after the prompt (64)")
+    parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
+    options = parser.parse_args()
+    prompt = options.window - options.rest
+
+    model, tokenizer = models.load(None, dtype="bfloat16", say=models.say)
+    limit = options.skip + options.limit
+    windows, _ = perplexity.read_windows(
+        options.text, tokenizer, model.config, options.window, limit
+    )
+    origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
+    config = model.config
+    full = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    cells = Cells(options.output_path / "peers.json", "peers at equal bytes")
+    wanted = rows(options.window, options.rest)
+    losses: dict[str, list[float]] = {name: [] for name, _ in wanted}
+    sizes: dict[str, list[str]] = {}
+    folder, threads = str(models.embedded_folder()), str(torch.get_num_threads())
+    with Peer("quality", folder, threads) as peer, tqdm(total=len(wanted) * options.limit) as bar:
+        for ids in windows[options.skip :]:
+            for name, request in wanted:
+                facts = origin | {"ids": fingerprint({"ids": ids}), "prompt": prompt, **request}
+                result = cells.find(facts)
+                if result is None:
+                    if "setting" in request:
+                        (setting,) = parse_all(request["setting"])
+                        loss, _ = perplexity.by_simulation(
+                            model, torch.tensor([ids]), setting, prompt
+                        )
+                        result = {"loss": loss[prompt:].tolist()}
+                    else:
+                        result = peer.ask(ids=ids, prompt=prompt, **request)
+                    result = cells.put(facts, result)
+                losses[name].append(sum(result["loss"]) / len(result["loss"]))
+                if name not in sizes:  # all windows are of a size
+                    if name == "full":
+                        measured = full * prompt, full * options.window
+                    elif "setting" in request:
+                        (setting,) = parse_all(request["setting"])
+                        measured = bytes_held(model, ids, setting, prompt)
+                    else:
+                        measured = result["bytes"].values()
+                    sizes[name] = [f"{x / (full * options.window):.1%}" for x in measured]
+                bar.update()
+    base = torch.tensor(losses["full"], dtype=torch.float64)
+    lines = []
+    for name, _ in wanted:
+        loss = torch.tensor(losses[name], dtype=torch.float64)
+        lost = loss - base
+        error = lost.std().item() / math.sqrt(len(lost)) if len(lost) > 1 else 0.0
+        lines.append(
+            [
+                name,
+                *sizes[name],
+                f"{loss.mean().exp().item():.2f}",
+                f"{lost.mean():.3f} ±{error:.3f}",
+            ]
+        )
+    print(table(["setting", "bytes at the cut", "at the end", "perplexity", "loss"], lines))
+
+
+if __name__ == "__main__":
+    main()

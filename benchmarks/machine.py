@@ -1,0 +1,164 @@
+"""The machine under test: what it is, and what it could do at best.
+
+A kernel's time means little without the roofline above it (Williams, Waterman,
+Patterson, "Roofline: an insightful visual performance model", CACM 2009): the
+rate of multiply-adds and the bandwidth of reads that plain loops reach on the
+same threads in the same run. The loops are C (roofline.c), built on first use
+with the system's compiler; without a compiler there are no roofline figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import h2o.ops
+from h2o import packages
+from h2o.models import cache_folder
+
+PACKAGES = ("torch", "transformers", "numpy")
+SOURCE = Path(__file__).with_name("roofline.c")
+
+
+def cache_dir() -> Path:
+    """Where the benchmarks keep what they build."""
+    path = cache_folder() / "bench"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def describe() -> dict[str, Any]:
+    """The head of every result file."""
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "caches": cache_sizes(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: packages.version(name) for name in PACKAGES},
+        "torch_threads": torch.get_num_threads(),
+        "h2o": h2o.ops.info(),
+    }
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cache_sizes() -> dict[str, str]:
+    """Level -> size of the first processor's data caches, as Linux reports them."""
+    sizes = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        kind, level, size = (
+            (index / name).read_text().strip() for name in ("type", "level", "size")
+        )
+        if kind != "Instruction":
+            sizes[f"L{level}"] = size
+    return sizes
+
+
+@cache
+def roofline() -> Roofline | None:
+    """The loops, built if need be; None where there is no C compiler."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return None
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    flags = ["-O3", "-march=native", "-shared", "-fPIC"]
+    if "amx_bf16" not in h2o.ops.info()["features"]:
+        flags.append("-U__AMX_BF16__")  # the processor has it, and the system does not give it
+    key = SOURCE.read_text() + version + cpu_name() + " ".join(flags)
+    library = cache_dir() / f"roofline-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / "roofline.so"
+            subprocess.run([compiler, *flags, "-o", made, SOURCE], check=True)
+            made.rename(library)
+    return Roofline(ctypes.CDLL(str(library)))
+
+
+class Roofline:
+    """The loops of roofline.c, as functions that do a known amount of work."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self.threads = torch.get_num_threads()
+        self.run = _parallel_for()
+
+    def multiply_adds(self, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
+        """(function, floating-point operations that it does): takes about 10 to 50 ms."""
+        name = "fma_bf16" if dtype == torch.bfloat16 else "fma_f32"
+        turns = ctypes.c_int64(10_000_000)
+        flops = ctypes.c_int64.in_dll(self.library, name + "_flops").value
+        function = getattr(self.library, name)
+
+        def call() -> None:
+            self.run(self.threads, function, ctypes.byref(turns))
+
+        return call, float(flops * turns.value * self.threads)
+
+    def reads(self, tensors: list[torch.Tensor]) -> tuple[Callable[[], None], float]:
+        """(function, bytes that it reads): every one of these equally large tensors once."""
+        blocks = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+        size = tensors[0].nbytes
+        work = _ReadWork(ctypes.cast(blocks, ctypes.c_void_p), len(tensors), size, self.threads)
+
+        def call() -> None:
+            self.run(self.threads, self.library.read_blocks, ctypes.byref(work))
+
+        call.keeps = (tensors, blocks)  # type: ignore[attr-defined]
+        return call, float(size // self.threads // 256 * 256 * self.threads * len(tensors))
+
+
+class _ReadWork(ctypes.Structure):
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+    )
+
+
+def _parallel_for() -> Callable[[int, Any, Any], None]:
+    """run(threads, function, context) on torch's own threads where it lends them.
+
+    A second pool would fight with torch's, whose threads spin for a while after each of its
+    operators.
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        lend = ctypes.CDLL(str(path)).torch_parallel_for
+    except (OSError, AttributeError):
+        return _python_threads
+
+    def run(threads: int, function: Any, context: Any) -> None:
+        one = ctypes.c_int64(1)
+        lend(ctypes.c_int64(0), ctypes.c_int64(threads), one, function, context)
+
+    return run
+
+
+def _python_threads(threads: int, function: Any, context: Any) -> None:
+    def work(t: int) -> None:
+        function(ctypes.c_int64(t), ctypes.c_int64(t + 1), context)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))

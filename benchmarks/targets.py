@@ -1,0 +1,144 @@
+"""Where benchmarks run, and whose clock takes the time there."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import machine
+from .timing import Clock, Contender
+
+
+class Cpu(Clock):
+    """The CPU, where work is done when its call returns.
+
+    Attributes:
+        type: torch's name of the device.
+        tables: which rows a table has here: "cpu" or "cuda".
+        compute: what the rate of `compute_peak` is called in a row.
+    """
+
+    type = "cpu"
+    tables = "cpu"
+    compute = "FMA"
+
+    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """The same work as one CUDA graph, in which the host's time no longer shows."""
+        return run
+
+    def peak_bytes(self, run: Callable[[], Any]) -> float:
+        """Bytes of the device that a call takes at once, beyond those taken already; 0: unknown."""
+        run()
+        return 0.0
+
+    def facts(self, run: Callable[[], Any]) -> dict[str, Any]:
+        """Figures of a call beside its time, name -> number."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """For the head of a result file."""
+        return {"type": self.type}
+
+    def compute_peak(self, dtype: torch.dtype, small: bool) -> Contender | None:
+        """What bounds a computation: a plain loop of multiply-adds; None without a C compiler."""
+        loops = machine.roofline()
+        if loops is None:
+            return None
+        run, flops = loops.multiply_adds(dtype)
+        return Contender("FMA", run, work=flops)
+
+
+class DryRun(Cpu):
+    """The CPU in the place of a GPU: its tables in tiny shapes, to see that they run."""
+
+    tables = "cuda"
+    compute = "matmul"
+
+    def facts(self, run: Callable[[], Any]) -> dict[str, Any]:
+        kernels = {f"seconds of {name}": s for name, s in self.kernels(run).items()}
+        return kernels | {"bytes beyond inputs and outputs": self.peak_bytes(run)}
+
+    def kernels(self, run: Callable[[], Any]) -> dict[str, float]:
+        """Seconds of each of h2o's kernels in one call."""
+        run()
+        return {}
+
+    def compute_peak(self, dtype: torch.dtype, small: bool) -> Contender | None:
+        """A matrix product by torch."""
+        n = 64 if small else 8192
+        x = torch.randn(n, n, device=self.type).to(dtype)
+        y = torch.empty_like(x)
+        return Contender("matmul", lambda: torch.mm(x, x, out=y), work=2.0 * n**3)
+
+    def copy_peak(self, small: bool) -> Contender:
+        """What bounds a movement of bytes: a copy by torch, which reads and writes them."""
+        x = torch.zeros((1 << (16 if small else 28)), dtype=torch.uint8, device=self.type)
+        y = torch.empty_like(x)
+        return Contender("copy", lambda: y.copy_(x), work=2.0 * x.nbytes)
+
+
+class Cuda(DryRun):
+    """torch's current CUDA device."""
+
+    type = "cuda"
+
+    def seconds(self, run: Callable[[], Any], calls: int) -> tuple[float, Any]:
+        """Between two events of the current stream."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            answer = run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3, answer
+
+    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        run()  # libraries make themselves ready in it
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
+
+    def peak_bytes(self, run: Callable[[], Any]) -> float:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return float(torch.cuda.max_memory_allocated() - before)
+
+    def kernels(self, run: Callable[[], Any]) -> dict[str, float]:
+        """By torch's profiler, the median of five calls."""
+        samples: dict[str, list[float]] = {}
+        for _ in range(5):
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as profile:
+                run()
+                torch.cuda.synchronize()
+            for event in profile.key_averages():
+                if event.key.startswith("h2o_cuda"):
+                    samples.setdefault(event.key, []).append(event.self_device_time_total / 1e6)
+        return {name: statistics.median(seconds) for name, seconds in samples.items()}
+
+    def describe(self) -> dict[str, Any]:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        module = Path("/proc/driver/nvidia/version")
+        return {
+            "type": self.type,
+            "name": properties.name,
+            "compute capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "bytes": properties.total_memory,
+            "driver": module.read_text().splitlines()[0] if module.is_file() else None,
+            "CUDA of torch": torch.version.cuda,
+            "cuDNN of torch": torch.backends.cudnn.version(),
+        }
+
+
+DEVICES: dict[str, type[Cpu]] = {"cpu": Cpu, "cuda": Cuda, "dry-run": DryRun}
+"""--device -> where that is."""

@@ -1,0 +1,114 @@
+/* elements.cuh - elements of a row [D] of a tensor or a store, f32, f16 or bf16 at any stride, as
+ * floats, and loads of several of them by one instruction where alignment allows.
+ *
+ * Sums and maxima over the lanes of a warp are here too. */
+#ifndef H2O_CUDA_ELEMENTS_CUH
+#define H2O_CUDA_ELEMENTS_CUH
+
+#include "common.cuh"
+#include "kernels.h"
+
+/* A row of floats at any stride: of a tensor, or of a store. */
+typedef struct {
+    const char *data;
+    h2o_dtype type;
+    int64_t stride;
+} element_ref;
+
+DEVICE element_ref row_of(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
+    return element_ref{(const char *)h2o_at(view, a, b, c), view->dtype, view->stride[3]};
+}
+
+/* A float at an address that is a multiple of its size, as scales in quantised rows are not. */
+DEVICE float load_float(const char *p, h2o_dtype type) {
+    if (type == H2O_F32) return *(const float *)p;
+    const uint16_t h = *(const uint16_t *)p;
+    return type == H2O_F16 ? f16_to_float(h) : bf16_to_float(h);
+}
+
+DEVICE float element_of(element_ref row, int64_t d) {
+    return load_float(row.data + d * row.stride * h2o_dtype_size(row.type), row.type);
+}
+
+/* Writes x as element d of a row. */
+DEVICE void set_element(element_ref row, int64_t d, float x) {
+    char *const p = (char *)row.data + d * row.stride * h2o_dtype_size(row.type);
+    if (row.type == H2O_F32) {
+        *(float *)p = x;
+    } else {
+        *(uint16_t *)p = row.type == H2O_F16 ? float_to_f16(x) : float_to_bf16(x);
+    }
+}
+
+/* ---- Aligned loads ------------------------------------------------------- */
+
+/* Whether an address is a multiple of a power of two. */
+DEVICE bool is_aligned_to(const void *p, unsigned bytes) {
+    return ((uintptr_t)p & (bytes - 1)) == 0;
+}
+DEVICE bool is_aligned(const void *p) { return is_aligned_to(p, 16); }
+
+/* The two 16-bit floats of a word. */
+DEVICE void unpack(uint32_t word, h2o_dtype type, float *x) {
+    if (type == H2O_BF16) {
+        x[0] = bf16_to_float((uint16_t)word);
+        x[1] = bf16_to_float((uint16_t)(word >> 16));
+    } else {
+        x[0] = f16_to_float((uint16_t)word);
+        x[1] = f16_to_float((uint16_t)(word >> 16));
+    }
+}
+
+/* RUN float elements of each of N rows, from addresses that are multiples of 16. */
+template <int N> DEVICE void load_vectors(const char *const p[N], h2o_dtype type, float x[N][RUN]) {
+    vec16 first[N], second[N];
+    UNROLL
+    for (int i = 0; i < N; i++) first[i] = load16(p[i]);
+    if (type != H2O_F32) {
+        UNROLL
+        for (int i = 0; i < N * 4; i++) unpack(first[i / 4].w[i % 4], type, &x[i / 4][i % 4 * 2]);
+        return;
+    }
+    UNROLL
+    for (int i = 0; i < N; i++) second[i] = load16(p[i] + 16);
+    UNROLL
+    for (int i = 0; i < N * 4; i++) {
+        x[i / 4][i % 4] = bits_float(first[i / 4].w[i % 4]);
+        x[i / 4][4 + i % 4] = bits_float(second[i / 4].w[i % 4]);
+    }
+}
+
+/* RUN bytes by the widest loads that their alignment allows: quantised rows have odd addresses. */
+DEVICE void load_bytes(const char *p, uint8_t x[RUN]) {
+    if (is_aligned_to(p, 4)) {
+        const uint32_t word[2] = {*(const uint32_t *)p, *(const uint32_t *)(p + 4)};
+        UNROLL
+        for (int i = 0; i < RUN; i++) x[i] = (uint8_t)(word[i / 4] >> i % 4 * 8);
+    } else if (is_aligned_to(p, 2)) {
+        UNROLL
+        for (int i = 0; i < RUN; i += 2) {
+            const uint16_t half = *(const uint16_t *)(p + i);
+            x[i] = (uint8_t)half;
+            x[i + 1] = (uint8_t)(half >> 8);
+        }
+    } else {
+        UNROLL
+        for (int i = 0; i < RUN; i++) x[i] = (uint8_t)p[i];
+    }
+}
+
+/* ---- Over a warp --------------------------------------------------------- */
+
+DEVICE float warp_sum(float x) {
+    UNROLL
+    for (int offset = 16; offset > 0; offset /= 2) x += shfl_xor(x, offset);
+    return x;
+}
+
+DEVICE float warp_max(float x) {
+    UNROLL
+    for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, shfl_xor(x, offset));
+    return x;
+}
+
+#endif

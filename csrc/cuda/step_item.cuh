@@ -1,0 +1,92 @@
+/* step_item.cuh - the work item of a decode step: one key/value head of one row and its new token.
+ *
+ * open_step collects its pointers and sizes from the call's parameters, with all that is read
+ * from tensors clamped (counts.cuh); store_token writes the token's key and value [D] to the free
+ * slot, as the store's dtype has them. */
+#ifndef H2O_CUDA_STEP_ITEM_CUH
+#define H2O_CUDA_STEP_ITEM_CUH
+
+#include "merge.cuh"
+
+/* One key/value head of one row at a step. */
+typedef struct {
+    const h2o_policy *policy;
+    const h2o_rotary *rotary; /* NULL: keys are stored with their rotary embedding */
+    int64_t R, D;
+    float scale, softcap;
+    element_ref query, key, value, out; /* query, out: of the group's first head, ... */
+    int64_t query_stride, out_stride;   /* ... and bytes from head to head */
+    int32_t *ranks;
+    h2o_head head;
+    slot_store store;
+    int64_t length, slots; /* tokens before this one; slots in use with it */
+    int64_t parts;
+    float *weights, *row_max, *row_sum, *outputs; /* see step_layout */
+    double *lost;
+    int32_t *free_slot;
+} step_item;
+
+DEVICE int64_t part_slots(const step_item *item) { return cuda_ceil(item->slots, item->parts); }
+
+/* ---- Opening ------------------------------------------------------------- */
+
+DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b, int64_t g) {
+    const step_layout at = cuda_step_layout(p);
+    const int64_t R = p->dims.R, D = p->dims.D, head_index = b * p->dims.G + g;
+    step_item item = {};
+    item.policy = &p->policy;
+    item.R = R;
+    item.D = D;
+    item.scale = p->scale;
+    item.softcap = p->softcap;
+    item.query = row_of(&p->query, b, g * R, 0);
+    item.key = row_of(&p->key, b, g, 0);
+    item.value = row_of(&p->value, b, g, 0);
+    item.out = row_of(&p->out, b, 0, g * R);
+    item.query_stride = p->query.stride[1] * h2o_dtype_size(p->query.dtype);
+    item.out_stride = p->out.stride[2] * h2o_dtype_size(p->out.dtype);
+    item.length = read_length(&p->slots.lengths, b, 1);
+    item.head = read_head(&p->slots, b, g, &p->policy, item.length);
+    item.head.held = lower(item.head.held, item.head.slots - 1);
+    if (h2o_given(&p->rotary.table)) {
+        item.rotary = &p->rotary;
+        item.ranks = (int32_t *)h2o_at(&p->rotary.ranks, b, item.head.offset, 0);
+        item.head.held = lower(item.head.held, p->dims.P - 1);
+    }
+    item.free_slot = (int32_t *)h2o_at(&p->slots.free, b, g, 0);
+    item.head.free = clamp(*item.free_slot, 0, item.head.held);
+    item.slots = item.head.held + 1;
+    item.store = open_store(&p->slots, b, &item.head, D);
+    item.lost = (double *)h2o_at(&p->slots.lost, b, g, 0);
+    item.parts = at.parts;
+    const int64_t first =
+        b * at.slots + (h2o_given(&p->slots.starts) ? item.head.offset : g * cuda_slots(&p->slots));
+    item.weights = (float *)(workspace + at.weights) + first * R;
+    item.row_max = (float *)(workspace + at.row_max) + head_index * at.parts * R;
+    item.row_sum = (float *)(workspace + at.row_sum) + head_index * at.parts * R;
+    item.outputs = (float *)(workspace + at.outputs) + head_index * at.parts * R * D;
+    return item;
+}
+
+/* Stores the new token in the free slot, with a score of 0; a warp for each part of it. */
+DEVICE void store_token(const step_item *item) {
+    const int64_t slot = item->head.free;
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+        store_row(item->store.keys + slot * item->store.key_stride, item->store.key_type, item->key,
+                  item->D);
+    } else if (warp == 1) {
+        store_row(item->store.values + slot * item->store.value_stride, item->store.value_type,
+                  item->value, item->D);
+    } else if (warp == 2) {
+        const float norm = norm_of(item->value, item->D);
+        if (item->store.norms && threadIdx.x % 32 == 0) item->store.norms[slot] = norm;
+    } else if (threadIdx.x == 96) {
+        item->store.scores[slot] = 0.0f;
+        item->store.positions[slot] = (int32_t)item->length;
+        if (item->store.bias) item->store.bias[slot] = 0.0f;
+        if (item->ranks) item->ranks[slot] = (int32_t)item->head.held;
+    }
+}
+
+#endif

@@ -1,0 +1,133 @@
+/* step_logits.cuh - logits of a decode step: q.k of R query heads with the slots of one part.
+ *
+ * STEP_HEADS queries at a time lie in shared memory as floats [STEP_HEADS, D]; each team of
+ * threads reads a slot's key once for all of them (STEP_AHEAD slots at a time, to hide latency)
+ * and writes the logits to weights [slots, R] in the workspace.
+ *
+ * With cache-relative positions, keys are stored without their rotary embedding: query and keys
+ * are rotated as they are read, by their rank among the keys held. */
+#ifndef H2O_CUDA_STEP_LOGITS_CUH
+#define H2O_CUDA_STEP_LOGITS_CUH
+
+#include "logits.cuh"
+#include "step_item.cuh"
+
+/* ---- Rotary embedding ---------------------------------------------------- */
+
+/* Elements d..d+RUN-1 of a row with the rotary embedding of a rank, where row(i) is element i of it
+ * without. Elements i < F and F + i are a pair that rotates by angle i. */
+template <typename ROW>
+DEVICE void load_rotated(const ROW &row, const h2o_rotary *rotary, int64_t rank, int64_t d,
+                         int64_t D, float x[RUN]) {
+    const int64_t F = rotary->table.shape[2];
+    const float *const cosines = (const float *)h2o_at(&rotary->table, rank, 0, 0);
+    const float *const sines = (const float *)h2o_at(&rotary->table, rank, 1, 0);
+    UNROLL
+    for (int j = 0; j < RUN; j++) {
+        const int64_t i = d + j, pair = i < F ? i : i - F;
+        const float value = i < D ? row(i) : 0.0f;
+        x[j] = value;
+        if (i < F) x[j] = value * cosines[pair] - row(i + F) * sines[pair];
+        if (i >= F && i < 2 * F) x[j] = value * cosines[pair] + row(i - F) * sines[pair];
+    }
+}
+
+struct stored_elements {
+    const char *data;
+    h2o_dtype type;
+    int64_t D;
+    DEVICE_METHOD float operator()(int64_t d) const { return stored_element(data, type, d, D); }
+};
+
+struct strided_elements {
+    element_ref row;
+    DEVICE_METHOD float operator()(int64_t d) const { return element_of(row, d); }
+};
+
+/* ---- Queries and logits -------------------------------------------------- */
+
+/* STEP_HEADS query heads from r of the group on as floats, 0 beyond the last. */
+DEVICE void load_queries(const step_item *item, int64_t r, float *query) {
+    const int64_t depth = cuda_depth(item->D), runs = depth / RUN;
+    NO_UNROLL
+    for (int64_t i = threadIdx.x; i < STEP_HEADS * runs; i += blockDim.x) {
+        const int64_t head = r + i / runs, d = i % runs * RUN;
+        element_ref row = item->query;
+        row.data += (head < item->R ? head : r) * item->query_stride;
+        float x[RUN];
+        if (item->rotary) {
+            load_rotated(strided_elements{row}, item->rotary, item->head.held, d, item->D, x);
+        } else {
+            load_strided(row, d, item->D, x);
+        }
+        UNROLL
+        for (int j = 0; j < RUN; j++)
+            query[i / runs * depth + d + j] = head < item->R ? x[j] : 0.0f;
+    }
+}
+
+/* The logits of a slot for heads r.. of the group: thread i of a team writes that of head r + i. No
+ * variable index into sum, which would put it into local memory. */
+DEVICE void write_logit(const step_item *item, int64_t r, int64_t slot,
+                        const float sum[STEP_HEADS]) {
+    const int head = index_in_team();
+    const float bias = item->store.bias ? item->store.bias[slot] : 0.0f;
+    float dot = sum[0];
+    UNROLL
+    for (int i = 1; i < STEP_HEADS; i++) dot = head == i ? sum[i] : dot;
+    if (head < STEP_HEADS && r + head < item->R) {
+        item->weights[slot * item->R + r + head] = logit_of(dot, item->scale, item->softcap, bias);
+    }
+}
+
+/* Logits of slots begin..end-1 for heads r.. of the group; a team computes N slots at a time by
+ * dots(slots, sums). Since all threads of a warp take part, the last slot stands in for those past
+ * the end. */
+template <int N, typename DOTS>
+DEVICE void logits_by(const step_item *item, int64_t r, int64_t begin, int64_t end, DOTS dots) {
+    for (int64_t base = begin + team_of_thread(); base - team_of_thread() < end;
+         base += N * teams()) {
+        int64_t slot[N];
+        float sum[N][STEP_HEADS];
+        UNROLL
+        for (int i = 0; i < N; i++) slot[i] = lower(base + i * teams(), end - 1);
+        dots(slot, sum);
+        UNROLL
+        for (int i = 0; i < N; i++) {
+            if (base + i * teams() < end) write_logit(item, r, slot[i], sum[i]);
+        }
+    }
+}
+
+/* Logits of slots begin..end-1 for heads r.. of the group, whose queries are in shared memory. */
+DEVICE void part_logits(const step_item *item, int64_t r, int64_t begin, int64_t end,
+                        const float *query) {
+    const slot_store *const store = &item->store;
+    const int64_t depth = cuda_depth(item->D);
+    if (!item->rotary) {
+        logits_by<STEP_AHEAD>(
+            item, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
+                const char *row[STEP_AHEAD];
+                UNROLL
+                for (int i = 0; i < STEP_AHEAD; i++)
+                    row[i] = store->keys + slot[i] * store->key_stride;
+                const auto load = [&](int64_t d, float (*x)[RUN]) {
+                    load_rows<STEP_AHEAD>(row, store->key_type, d, item->D, x);
+                };
+                row_dots<STEP_AHEAD, STEP_HEADS>(item->D, query, depth, load, sum);
+            });
+        return;
+    }
+    const int64_t P = item->rotary->table.shape[0];
+    logits_by<1>(item, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
+        const stored_elements key = {store->keys + *slot * store->key_stride, store->key_type,
+                                     item->D};
+        const int64_t stored = item->ranks[*slot], rank = stored >= 0 && stored < P ? stored : 0;
+        const auto load = [&](int64_t d, float (*x)[RUN]) {
+            load_rotated(key, item->rotary, rank, d, item->D, *x);
+        };
+        row_dots<1, STEP_HEADS>(item->D, query, depth, load, sum);
+    });
+}
+
+#endif

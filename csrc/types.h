@@ -1,0 +1,107 @@
+/* types.h - the element types of tensors and the row types of stores, one row of traits each.
+ *
+ * Two lists, from which everything else here follows, and elsewhere whatever has to be there
+ * once for each type: the kernels' instances, and the tables by which they are chosen. They are
+ * macros, X in them what is to be made of each line, since the same lines are compiled for
+ * devices, which cannot read the host's tables. (ggml's type_traits, with blck_size and
+ * type_size, are the same idea.)
+ *
+ * A new row type is a line in each list, here; what host and devices have to agree on in
+ * quantise.h; and how its rows are written and read, in cpu/stored.h and for devices. */
+#ifndef H2O_TYPES_H
+#define H2O_TYPES_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "target.h"
+
+/* X(name, as messages call it, bytes of an element) */
+#define H2O_DTYPES(X)                                                                              \
+    X(NONE, "none", 0) /* the optional argument was not given */                                   \
+    X(F32, "float32", 4)                                                                           \
+    X(F16, "float16", 2)                                                                           \
+    X(BF16, "bfloat16", 2)                                                                         \
+    X(F64, "float64", 8)                                                                           \
+    X(I32, "int32", 4)                                                                             \
+    X(I64, "int64", 8)                                                                             \
+    X(U8, "bool or uint8", 1) /* masks, 0 is a pad; rows of a quantised store */                   \
+    X(Q8, "int8", 1)          /* no tensor's: a row of D elements in a store of bytes, ... */      \
+    X(Q4, "int4", 1)          /* ... see quantise.h */
+
+/* X(name, elements of a group, bytes of a group, bytes of the row's scale, whether it rotates)
+ *
+ * A row has whole groups. A group's bytes count its own scale and minimum, if any, also where
+ * these lie behind all elements of the row. The scale of a whole row is a f16 at its end, 2 bytes:
+ * dot products may be multiplied by it when they are done. Keys can be kept with cache-relative
+ * positions (h2o_rotary) where rows of their type rotate. */
+#define H2O_FLOAT_ROWS(X) X(F32, 1, 4, 0, true) X(F16, 1, 2, 0, true) X(BF16, 1, 2, 0, true)
+#define H2O_QUANTISED_ROWS(X) X(Q8, 1, 1, 2, true) X(Q4, H2O_GROUP, H2O_GROUP / 2 + 4, 0, false)
+#define H2O_ROWS(X) H2O_FLOAT_ROWS(X) H2O_QUANTISED_ROWS(X)
+
+enum { H2O_GROUP = 32 }; /* elements of a row of Q4 that share scale and minimum */
+
+/* H2O_NONE, H2O_F32, ... */
+#define H2O_NAME(name, text, size) H2O_##name,
+typedef enum { H2O_DTYPES(H2O_NAME) } h2o_dtype;
+#undef H2O_NAME
+
+/* Bytes of an element: a hexadecimal digit each, in one number that any device can hold. */
+H2O_INLINE int64_t h2o_dtype_size(h2o_dtype dtype) {
+#define H2O_DIGIT(name, text, size) | (uint64_t)(size) << 4 * H2O_##name
+    const uint64_t sizes = 0 H2O_DTYPES(H2O_DIGIT);
+#undef H2O_DIGIT
+    return (int64_t)(sizes >> 4 * dtype & 15);
+}
+
+H2O_INLINE const char *h2o_dtype_name(h2o_dtype dtype) {
+#define H2O_TEXT(name, text, size)                                                                 \
+    case H2O_##name:                                                                               \
+        return text;
+    switch (dtype) { H2O_DTYPES(H2O_TEXT) }
+#undef H2O_TEXT
+    return "unknown";
+}
+
+/* Bytes of a stored row of D elements; 0 if there is no such row. */
+H2O_INLINE int64_t h2o_row_bytes(h2o_dtype stored, int64_t D) {
+#define H2O_BYTES(name, group, bytes, scale, rotates)                                              \
+    case H2O_##name:                                                                               \
+        return D % (group) ? 0 : D / (group) * (bytes) + (scale);
+    switch (stored) {
+        H2O_ROWS(H2O_BYTES)
+    default:
+        return D * h2o_dtype_size(stored);
+    }
+#undef H2O_BYTES
+}
+
+/* Whether a row ends with a scale that all of its elements share. */
+H2O_INLINE bool h2o_row_has_scale(h2o_dtype stored) {
+#define H2O_SCALE(name, group, bytes, scale, rotates) || ((scale) > 0 && stored == H2O_##name)
+    return false H2O_ROWS(H2O_SCALE);
+#undef H2O_SCALE
+}
+
+H2O_INLINE bool h2o_row_is_quantised(h2o_dtype stored) {
+#define H2O_IS(name, group, bytes, scale, rotates) || stored == H2O_##name
+    return false H2O_QUANTISED_ROWS(H2O_IS);
+#undef H2O_IS
+}
+
+H2O_INLINE bool h2o_row_rotates(h2o_dtype stored) {
+#define H2O_ROTATES(name, group, bytes, scale, rotates) || ((rotates) && stored == H2O_##name)
+    return false H2O_ROWS(H2O_ROTATES);
+#undef H2O_ROTATES
+}
+
+/* The quantised type whose rows of D elements have so many bytes; H2O_NONE if none has. */
+H2O_INLINE h2o_dtype h2o_row_type(int64_t bytes, int64_t D) {
+#define H2O_HAS(name, group, bytes_, scale, rotates)                                               \
+    if (bytes == h2o_row_bytes(H2O_##name, D)) return H2O_##name;
+    H2O_QUANTISED_ROWS(H2O_HAS)
+#undef H2O_HAS
+    return H2O_NONE;
+}
+
+#endif

@@ -1,0 +1,350 @@
+"""What was measured of one text, and the questions that it answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from h2o.analysis import measures, removal
+from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
+from h2o.config import H2OConfig, one_config
+from h2o.draw import pieces
+from h2o.hf.simulation import simulated
+
+__all__ = ["THRESHOLD", "Cached", "Measured", "MeasuredText", "Token"]
+
+THRESHOLD = 0.01
+"""The paper's: an entry below this share of its row's maximum is called negligible."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One layer, nothing evicted."""
+
+    groups: int
+    """G"""
+    scores: np.ndarray
+    """[H, n] float32"""
+    early: np.ndarray
+    """[H, n // 2] float32: scores from the first n // 2 queries alone"""
+    small: np.ndarray
+    """[H]: share of entries below THRESHOLD"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cached:
+    """One layer with a cache of some config."""
+
+    evicted_at: np.ndarray
+    """[G, n] int32: the first token that no longer sees the key, n if none"""
+    retained: np.ndarray
+    """[H, n] float32: of each token the share of a full cache's attention that it keeps"""
+
+
+class Token(NamedTuple):
+    """One key of a layer."""
+
+    position: int
+    text: str
+    score: float
+    """Attention that it has received, with nothing evicted"""
+    held: float
+    """Whether a cache still holds it: 1 or 0, or the share of the heads whose caches do"""
+
+
+class MeasuredText:
+    """What `h2o.analyze` measures of a text; how it is shown is the matter of `Analysis`.
+
+    Letters: L analysed layers, H query heads, G key/value heads, n tokens. `layer` is the model's
+    number. `per` says whose scores: "kv" (a key/value head, whose query heads are added up, as a
+    cache does), "query" (a query head) or "layer" (all of a layer); `head` is a number of these.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ids: Tensor,
+        config: H2OConfig,
+        prompt_len: int,
+        measured: dict[int, Measured],
+    ) -> None:
+        self.model, self.config, self.prompt_len = model, config, prompt_len
+        self.layers = sorted(measured)
+        """Numbers of the layers with full attention"""
+        self.ids: np.ndarray = ids.cpu().numpy()
+        """int64 [n]: the text without pads"""
+        self.groups = measured[self.layers[0]].groups
+        """G"""
+        self.heads = len(measured[self.layers[0]].scores)
+        """H"""
+        self._tensor, self._measured = ids, measured
+        last = len(ids) - 1
+        self._scores_at = {last: {layer: x.scores for layer, x in measured.items()}}
+        self._small = {THRESHOLD: {layer: x.small for layer, x in measured.items()}}
+        self.caches: dict[H2OConfig, dict[int, Cached]] = {}
+        """By config and layer: what was asked of `cached` so far"""
+        self.removals: dict[tuple[str, float, int, int], float] = {}
+        """Perplexity by (kind, share, tokens, seed): what was asked of `removal` so far"""
+
+    def __len__(self) -> int:
+        """n"""
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        shape = f"{len(self.layers)} layers, {self.heads} query and {self.groups} key/value heads"
+        return f"<Analysis of {len(self)} tokens: {shape}>"
+
+    # ---- scores, and the keys with the highest ---------------------------------------------------
+
+    def scores(self, layer: int, per: str = "kv", *, at: int | None = None) -> np.ndarray:
+        """float32 [G, n], [H, n] or [n]: attention that each key has received, nothing evicted.
+
+        Also what a cache would have dropped has its score here. `at`: from the tokens up to this
+        one, [..., at + 1]; all of them by default. The sum is the number of queries times
+        that of query heads.
+        """
+        return self._per(self._at(at)[self._known(layer)], per)
+
+    def heavy(self, layer: int) -> int:
+        """How many keys of a layer are called heavy hitters: `heavy` of the config, in tokens."""
+        number = self._budget(layer)[0]
+        if not number:
+            raise ValueError("this config has no heavy hitters: give heavy more than 0")
+        return min(number, len(self))
+
+    def evicted_at(self, layer: int) -> np.ndarray:
+        """int32 [G, n]: the first token that would no longer see the key, n if none."""
+        return self.cached()[self._known(layer)].evicted_at
+
+    def tokens(
+        self,
+        tokenizer: Any,
+        layer: int,
+        head: int | None = None,
+        *,
+        per: str = "kv",
+        at: int | None = None,
+    ) -> list[Token]:
+        """All keys of a layer, evicted ones included, by falling score.
+
+        Args:
+            head: of `per`; all of the layer by default.
+            at: as token `at` saw them: scores of the tokens up to it, and `held` if a cache would
+                have had the key (or it is this token's own). The last token by default.
+        """
+        at = self._step(at)
+        if head is None:
+            scores = self.scores(layer, "layer", at=at)
+        else:
+            scores = self.scores(layer, per, at=at)
+            if per == "layer" or not 0 <= head < len(scores):
+                raise ValueError(
+                    f"no head {head} per {per}: kv has {self.groups}, query {self.heads}"
+                )
+            scores = scores[head]
+        held = (self.evicted_at(layer)[:, : at + 1] > at).astype(float)
+        if head is None:
+            held = held.mean(0)
+        else:
+            held = held[head if per == "kv" else head * self.groups // self.heads]
+        texts = pieces(tokenizer, self.ids[: at + 1])
+        return [
+            Token(int(j), texts[j], float(scores[j]), float(held[j]))
+            for j in np.argsort(-scores, kind="stable")
+        ]
+
+    # ---- the paper's observations --------------------------------------------------------------
+
+    def sparsity(self, threshold: float = THRESHOLD) -> np.ndarray:
+        """float64 [L, H]: share of attention entries below a share of their row's maximum.
+
+        Of the causal entries, n (n + 1) / 2 a head. Paper: figure 2a. A threshold other than 0.01
+        takes another forward pass.
+        """
+        if not 0 < threshold <= 1:
+            raise ValueError(f"threshold must be above 0 and at most 1, not {threshold!r}")
+        if threshold not in self._small:
+            by_layer: dict[int, np.ndarray] = {}
+
+            def visit(layer: int, seen: Attention) -> Tensor:
+                by_layer[layer] = sparsity(seen, threshold).cpu().numpy()
+                return attend(seen, early=False)[0]
+
+            watch(self.model, self._tensor, visit)
+            self._small[threshold] = by_layer
+        return np.stack([self._small[threshold][layer] for layer in self.layers])
+
+    def power_law(
+        self, per: str = "layer", shares: Sequence[float] = measures.SHARES
+    ) -> measures.PowerLaw:
+        """How scores fall with rank, and how many keys carry most of the attention.
+
+        Arrays [L], or [L, G], [L, H] `per` head. Paper: figure 2b.
+        """
+        return measures.power_law(self._all(per), shares)
+
+    def overlap(self, by: str = "layer", per: str = "kv") -> np.ndarray:
+        """Common heavy hitters over all heavy hitters of two (Jaccard).
+
+        Args:
+            by: "layer": of each two layers, heads added up, [L, L]. "head": of each two heads of
+                a layer, [L, G, G] or [L, H, H]. "half": among the text's first half, what its own
+                queries make heavy and what those of the second half do, [L, G] or [L, H].
+        """
+        if by not in ("layer", "head", "half"):
+            raise ValueError(f"by must be layer, head or half, not {by!r}")
+        if by == "head" and per == "layer":
+            raise ValueError('overlap(by="head") is between heads: per is "kv" or "query"')
+        if by == "half":
+            return np.stack([self._overlap_of_halves(layer, per) for layer in self.layers])
+        per = "layer" if by == "layer" else per
+        sets = [measures.top(self.scores(x, per), self.heavy(x)) for x in self.layers]
+        if by == "head":
+            return np.stack([measures.jaccard(x, x) for x in sets])
+        return measures.jaccard(np.stack(sets), np.stack(sets))
+
+    def _overlap_of_halves(self, layer: int, per: str) -> np.ndarray:
+        half = len(self) // 2
+        early = self._per(self._measured[layer].early, per)
+        late = self.scores(layer, per)[..., :half] - early
+        k = min(self.heavy(layer), max(half // 2, 1))
+        first, second = np.atleast_2d(measures.top(early, k), measures.top(late, k))
+        both = np.diagonal(measures.jaccard(first, second))
+        return both[0] if per == "layer" else both
+
+    def frequency(self, window: int = 8) -> dict[str, np.ndarray]:
+        """Do frequent tokens become heavy hitters? Spearman's rank correlation by layer, each [L].
+
+        Over kinds of token: their attention, in all ("sum") or for each occurrence ("mean"),
+        against how often they occur ("count") and with how many other kinds they occur at most
+        `window` tokens apart ("neighbours"). Paper: figure 2c, which shows sums; of two kinds
+        that receive the same at each occurrence the frequent one has the higher sum.
+        """
+        near = measures.neighbours(self.ids, window)
+        _, counts, sums = measures.per_type(self.ids, self._all("layer"))
+        return {
+            f"{which}_{name}": np.array([measures.spearman(row, other) for row in scores])
+            for which, scores in (("sum", sums), ("mean", sums / counts))
+            for name, other in (("count", counts), ("neighbours", near))
+        }
+
+    def removal(
+        self,
+        shares: Sequence[float] = (0.05, 0.1, 0.2),
+        *,
+        limit: int | None = None,
+        seed: int = 0,
+    ) -> dict[str, dict[float, float]]:
+        """Perplexity without the heaviest keys, without random and without the newest ones.
+
+        `h2o.analysis.removal` says how they are taken. Three forward passes a share, by blocks of
+        rows. Paper: figure 2d.
+
+        Args:
+            shares: of the keys before each token.
+            limit: use only the first so many tokens.
+            seed: of the random ones.
+
+        Returns:
+            {"full": {0.0: perplexity}, "heavy": {share: perplexity}, "random": ..., "recent": ...}
+        """
+        ids = self._tensor[:limit]
+
+        def cell(kind: str, share: float) -> float:
+            key = kind, share, len(ids), seed if kind == "random" else 0
+            if key not in self.removals:
+                self.removals[key] = (
+                    removal.perplexity(forward(self.model, ids, logits=True), ids)
+                    if kind == "full"
+                    else removal.perplexity_without(self.model, ids, kind, share, seed)
+                )
+            return self.removals[key]
+
+        table = {kind: {share: cell(kind, share) for share in shares} for kind in removal.KINDS}
+        return {"full": {0.0: cell("full", 0.0)}, **table}
+
+    # ---- what a cache would do -----------------------------------------------------------------
+
+    def retained_mass(
+        self,
+        layer: int,
+        *,
+        per_token: bool = False,
+        h2o_config: H2OConfig | None = None,
+        **parameters: Any,
+    ) -> np.ndarray:
+        """float32 [H] or, with `per_token`, [H, n]: share of a full cache's attention that is kept.
+
+        Of each token the softmax over all keys before, summed over those that a cache of this
+        config would hold when the token comes; merged keys count as evicted. Another config, as for
+        `analyze`, takes another forward pass.
+        """
+        chosen = one_config(h2o_config, parameters) if h2o_config or parameters else None
+        mass = self.cached(chosen)[self._known(layer)].retained
+        return mass if per_token else mass.mean(-1)
+
+    def cached(self, config: H2OConfig | None = None) -> dict[int, Cached]:
+        """Each layer's evictions and retained mass with a cache of this or another config."""
+        config = config or self.config
+        if config not in self.caches:
+            with simulated(
+                self.model, config, prompt_len=self.prompt_len, trace=True, mass=True
+            ) as simulation:
+                forward(self.model, self._tensor)
+            self.caches[config] = {
+                layer: Cached(
+                    simulation.evicted_at(layer)[0].cpu().numpy(),
+                    simulation.retained_mass(layer, per_token=True)[0].cpu().numpy(),
+                )
+                for layer in self.layers
+            }
+        return self.caches[config]
+
+    def _known(self, layer: int) -> int:
+        if layer not in self._measured:
+            raise ValueError(f"layer {layer} was not analysed; there are {self.layers}")
+        return layer
+
+    def _budget(self, layer: int) -> tuple[int, int]:
+        """(heavy, recent) in tokens."""
+        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        return self.config.for_layer(self._known(layer), layers).tokens(len(self))
+
+    def _step(self, at: int | None) -> int:
+        at = len(self) - 1 if at is None else at
+        if not 0 <= at < len(self):
+            raise ValueError(f"at must be a token's position, 0 to {len(self) - 1}, not {at}")
+        return at
+
+    def _at(self, at: int | None) -> dict[int, np.ndarray]:
+        """Scores [H, at + 1] by layer."""
+        at = self._step(at)
+        if at not in self._scores_at:
+            by_layer: dict[int, np.ndarray] = {}
+
+            def visit(layer: int, seen: Attention) -> Tensor:
+                out, scores, _ = attend(seen, early=False)
+                by_layer[layer] = scores.cpu().numpy()
+                return out
+
+            watch(self.model, self._tensor[: at + 1], visit)
+            last = len(self) - 1
+            self._scores_at = {last: self._scores_at[last], at: by_layer}
+        return self._scores_at[at]
+
+    def _all(self, per: str) -> np.ndarray:
+        return np.stack([self.scores(layer, per) for layer in self.layers])
+
+    def _per(self, scores: np.ndarray, per: str) -> np.ndarray:
+        """Scores [H, m] of query heads added up."""
+        if per == "query":
+            return scores
+        if per == "kv":
+            return scores.reshape(self.groups, -1, scores.shape[-1]).sum(1)
+        if per == "layer":
+            return scores.sum(0)
+        raise ValueError(f"per must be kv, query or layer, not {per!r}")

@@ -1,0 +1,121 @@
+"""What it costs a model that one head evicts, to second order, from one forward and one backward.
+
+The text's own tokens are no labels. Continuations that are drawn from what the model itself
+predicts give the Fisher information, whose quadratic form is the Kullback-Leibler divergence of
+the evicting model's predictions from the full one's, for small changes (Martens, "New Insights
+and Perspectives on the Natural Gradient Method", JMLR 2020, section 5). The changes are those of a
+head's attention output, and the form is taken token by token and head by head: what tokens and
+heads do to each other is left out.
+
+Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.analysis.collect import full_layers
+from h2o.config import H2OConfig
+from h2o.hf.attention_hook import Call, attending
+
+__all__ = ["Watched", "costs", "watch"]
+
+
+@dataclasses.dataclass
+class Watched:
+    """One layer's attention on one text, and how much the predictions hang on its output.
+
+    All in float32, since differences between outputs are what is asked for.
+    """
+
+    query: Tensor
+    """[1, H, n, D]"""
+    keys: Tensor
+    """[1, G, n, D]"""
+    values: Tensor
+    """[1, G, n, D]"""
+    scale: float | None
+    softcap: float
+    gradients: list[Tensor]
+    """Of each drawn continuation [n, H, D] float32: of its log-likelihood by the output"""
+
+
+def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> dict[int, Watched]:
+    """Each full layer of a model on one text [n], nothing evicted."""
+    layers: dict[int, Watched] = {}
+    outputs: list[Tensor] = []
+
+    def attention(call: Call) -> Tensor:
+        out = call.full()
+        if not out.requires_grad:  # a first layer whose parameters are frozen
+            out.requires_grad_()
+        outputs.append(out)
+        q, k, v = (x.detach().float() for x in (call.query, call.key, call.value))
+        layers[call.layer] = Watched(q, k, v, call.scale, call.softcap, [])
+        return out
+
+    with attending(model, full_layers(model), attention), torch.enable_grad():
+        logits = model(ids[None].to(model.device), use_cache=False).logits
+        for draw in range(draws):
+            said = _likelihood_gradient(logits[0].detach(), generator)
+            gradients = torch.autograd.grad(
+                logits, outputs, said[None], retain_graph=draw + 1 < draws
+            )
+            for watched, gradient in zip(layers.values(), gradients, strict=True):
+                watched.gradients.append(gradient[0].float())
+    return layers
+
+
+def costs(watched: Watched, budgets: Sequence[int], policy: Callable[[int], H2OConfig]) -> Tensor:
+    """What each key/value head alone costs with each budget, nats per token.
+
+    Args:
+        budgets: tokens that a head may hold.
+        policy: the cache's config for a budget.
+
+    Returns:
+        float64 [G, budgets]: mean over the draws of sum_t (g_t . do_t)^2 / 2n, with do_t the change
+        of the output of all of the head's queries at token t, evicting from the first token on.
+    """
+    G, n = watched.keys.shape[1:3]
+    configs = [policy(min(budget, n)) for budget in budgets]
+    amounts = [config.tokens(n) for config in configs] + [(n, 0)]
+    rows = len(amounts)
+    q, k, v = (x.expand(rows, *x.shape[1:]) for x in (watched.query, watched.keys, watched.values))
+    device = q.device
+    with torch.no_grad():
+        out, _, _ = ops.simulate(
+            q, k, v,
+            torch.ones(rows, dtype=torch.int32, device=device),
+            torch.tensor(amounts, dtype=torch.int32, device=device),
+            scale=watched.scale, softcap=watched.softcap, policy=configs[0].policy,
+        )  # fmt: skip
+        change = (out[:-1] - out[-1]).reshape(rows - 1, n, G, -1)
+        total = torch.zeros(rows - 1, G, dtype=torch.float64, device=device)
+        for gradient in watched.gradients:
+            by_token = (change * gradient.reshape(n, G, -1)).sum(-1)
+            total += by_token.double().square().sum(1)
+        return (total.T / (2 * n * len(watched.gradients))).cpu()
+
+
+ROWS = 128  # of logits that are looked at together
+
+
+def _likelihood_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """By the logits [n, vocabulary], of the log-likelihood of tokens that are drawn from them."""
+    gradient = torch.empty_like(logits)
+    for first in range(0, len(logits), ROWS):
+        rows = logits[first : first + ROWS].float().softmax(-1)
+        total = rows.cumsum(-1)
+        point = torch.rand(len(rows), 1, generator=generator, dtype=torch.float32, device="cpu")
+        point = point.to(rows.device) * total[:, -1:]
+        drawn = torch.searchsorted(total, point).clamp_(max=rows.shape[1] - 1)
+        rows.neg_().scatter_add_(1, drawn, torch.ones_like(point))
+        gradient[first : first + ROWS] = rows
+    return gradient

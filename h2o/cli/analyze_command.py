@@ -1,0 +1,123 @@
+"""The command line `h2o analyze`: a page, pictures and numbers of one text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from h2o.cli import texts
+from h2o.cli.cache_options import OPTIONS, add_cache_options, config_from
+
+DESCRIPTION = """\
+What a model attends to in a text, and what an H2O cache would keep of it: the H2O paper's
+observations as a page for a browser, with the text shaded by score.
+
+  h2o analyze
+  h2o analyze --model Qwen/Qwen3-0.6B --text chapter.txt --output chapter.html
+"""
+EPILOG = """\
+Beside PAGE.html a folder PAGE gets the pictures as PNG, numbers.json and, where pandas is
+installed, layers.csv, heads.csv and keys.csv.gz.
+"""
+CACHE_FIELDS = tuple(name for name in OPTIONS if name not in ("positions", "shares"))
+"""What is measured is one forward pass over the text, in which keys stay where they came."""
+
+COMPARE = "h2o:0.05,h2o:0.1,h2o:0.2,h2o:0.4,robust:0.2,sink:4+0.2,local:0.2"
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    p.description, p.epilog = DESCRIPTION, EPILOG
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = p.add_argument
+    add("--model", metavar="NAME", help="hub name, folder or .gguf file; default: the embedded "
+        "SmolLM2-135M-Instruct")  # fmt: skip
+    add("--text", metavar="FILE", help="plain text, - for stdin; default: the shipped article")
+    add("--output", type=Path, default=Path("h2o-analysis.html"), metavar="PAGE.html",
+        help="(%(default)s)")  # fmt: skip
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="auto: as the model was saved")  # fmt: skip
+    add("--tokens", type=int, metavar="N", help="only the first so many of the text; default: as "
+        "many as the model has positions")  # fmt: skip
+    add_cache_options(p, CACHE_FIELDS)
+    add("--prompt-len", type=int, default=1, metavar="N",
+        help="tokens before the first eviction (%(default)s)")  # fmt: skip
+    add("--compare", default=COMPARE, metavar="SETTINGS", help="caches whose retained attention "
+        "is compared, written as for h2o eval; none for no others (%(default)s)")  # fmt: skip
+    add("--removal-tokens", type=int, default=1024, metavar="N", help="take keys away from the "
+        "first so many tokens; 0 for no such measurement (%(default)s)")  # fmt: skip
+    add("--json", action="store_true", help="print the numbers as well")
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code. Raises: UserError."""
+    from h2o.errors import UserError
+    from h2o.filesystem import make_writable
+    from h2o.processes import refuse_several
+
+    refuse_several("h2o analyze")
+    for name in ("tokens", "prompt_len"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"argument --{name.replace('_', '-')}: must be at least 1, not {value}")
+    if options.removal_tokens < 0 or options.removal_tokens in (1, 2):
+        parser.error("argument --removal-tokens: must be 0 or at least 3")
+    text = None if options.text is None else texts.read(parser, "--text", options.text)
+    try:
+        from h2o.draw import need
+
+        need("matplotlib")
+        if not options.output.suffix:
+            raise ValueError(f"--output {options.output}: wanted a name such as page.html")
+        make_writable(options.output.with_suffix(""))
+        measure(options, text)
+    except (ImportError, TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    return 0
+
+
+def measure(options: argparse.Namespace, text: str | None) -> None:
+    """Loads, measures and writes; says on stderr what takes long."""
+    from h2o import models
+    from h2o.analysis.analyze import analyze
+    from h2o.analysis.write import write
+    from h2o.evaluate.setting import parse_all
+    from h2o.progress import stopwatch
+
+    say = stopwatch()
+    config = config_from(options)
+    settings = parse_all(options.compare) if options.compare != "none" else []
+    for setting in settings:
+        if setting.variant != "h2o":
+            raise ValueError(f"--compare {setting.name}: no cache; {COMPARE} are")
+    model, tokenizer = models.load(options.model, dtype=options.dtype, say=say)
+    if text is None:
+        text = texts.article()
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    total = ids.shape[1]
+    ids = ids[:, : min(filter(None, (options.tokens, positions, total)))]
+    say(f"reading {ids.shape[1]} of {total} tokens, in full and with the cache")
+    a = analyze(model, ids, h2o_config=config, prompt_len=options.prompt_len)
+    for setting in settings:
+        say(f"cache {setting.name}")
+        a.cached(setting.config)
+    removal: dict[str, Any] | None = None
+    if options.removal_tokens:
+        say(f"taking keys away from the first {min(len(a), options.removal_tokens)} tokens")
+        removal = {"limit": options.removal_tokens}
+        a.removal(**removal)
+    say("drawing")
+    files = write(
+        a,
+        tokenizer,
+        options.output,
+        model=options.model or models.DEFAULT_MODEL,
+        source=options.text or texts.ARTICLE,
+        configs={setting.name: setting.config for setting in settings},
+        removal=removal,
+    )
+    say(f"written: {', '.join(map(str, files))}")
+    if options.json:
+        print(json.dumps(a.as_dict(), indent=1))

@@ -1,0 +1,136 @@
+"""The command line `h2o bench`: a model on this machine, with the full cache and with h2o's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from h2o.evaluate.speed import Result
+
+__all__ = ["add_arguments", "check", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Times are medians over rounds in which the caches take turns. The project's own tables, "
+        "of kernels and models beside other packages, are run from a checkout: "
+        "python -m benchmarks."
+    )
+    add = parser.add_argument_group("what to time").add_argument
+    add("--model", metavar="NAME", help="hub name, folder or .gguf file (SmolLM2-135M-Instruct)")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="auto: as the model was saved")  # fmt: skip
+    add("--device", default="cpu", metavar="NAME", help="where the model runs: cpu, cuda, cuda:1, "
+        "mps, ... (%(default)s)")  # fmt: skip
+    add("--prompts", nargs="+", type=int, default=[512, 2048, 4096], metavar="N",
+        help="prompt lengths in tokens (512 2048 4096)")  # fmt: skip
+    add = parser.add_argument_group("beside the full cache").add_argument
+    add("--budgets", nargs="+", default=["0.1", "0.2"], metavar="B", help="what h2o keeps: a "
+        "number with a point is a fraction of the prompt, one without counts tokens "
+        "(0.1 0.2)")  # fmt: skip
+    add("--compare", default="authors", metavar="LIST", help="how: settings as h2o eval has them, "
+        "with commas between; a name without a budget has each of --budgets (%(default)s; "
+        "robust-bytes or calibrated-bytes for fractions of the bytes)")  # fmt: skip
+    add = parser.add_argument_group("how").add_argument
+    add("--tokens", type=int, default=16, metavar="N", help="decoded in each round (%(default)s)")
+    add("--rounds", type=int, default=5, metavar="N", help="(%(default)s)")
+    add("--threads", type=int, metavar="N", help="torch's number of threads")
+    add("--json", action="store_true", help="for machines: one object, nothing else")
+    add("--output", type=Path, metavar="FILE", help="write that object to a file too")
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code. Raises: UserError (`h2o.errors`)."""
+    from h2o import models
+    from h2o.evaluate import speed
+    from h2o.filesystem import atomic_write, make_writable
+
+    if options.output:
+        make_writable(options.output.parent)
+    models.need_transformers()
+    if options.threads:
+        import torch
+
+        torch.set_num_threads(options.threads)
+    result = speed.measure(options.request, (lambda text: None) if options.json else models.say)
+    text = json.dumps(asdict(result), indent=2)
+    if options.output:
+        with atomic_write(options.output) as draft:
+            draft.write_text(text + "\n", "utf-8")
+    print(text if options.json else "\n".join(table(result)))
+    return 0
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends with an error message where what is asked for makes no sense; else it is `request`."""
+    from h2o.evaluate import setting
+    from h2o.evaluate.speed import Request
+
+    counts = [("tokens", options.tokens), ("rounds", options.rounds)]
+    counts += [("prompts", length) for length in options.prompts]
+    if options.threads is not None:
+        counts.append(("threads", options.threads))
+    for name, number in counts:
+        if number < 1:
+            parser.error(f"argument --{name}: must be at least 1, not {number}")
+    if options.output and options.output.is_dir():
+        parser.error(f"argument --output: {options.output} is a folder")
+    try:
+        settings = setting.parse_all(options.compare, ",".join(options.budgets))
+    except ValueError as error:
+        parser.error(str(error))
+    for one in settings:
+        if not one.dropping:
+            parser.error(f"argument --compare: {one.name} is a simulation, no cache")
+    full = setting.parse("full")
+    options.request = Request(
+        settings=[full, *(one for one in settings if one.variant != "full")],
+        prompts=options.prompts,
+        model=options.model,
+        dtype=options.dtype,
+        device=options.device,
+        tokens=options.tokens,
+        rounds=options.rounds,
+    )
+
+
+def table(result: Result) -> list[str]:
+    """The figures for a reader: each cache's, and how they compare with the full one's."""
+    where = result.machine
+    on = where["name"]
+    if where["device"] == "cpu":
+        on += f", {where['threads']} thread{'s' if where['threads'] > 1 else ''}"
+    header = (
+        "prompt", "cache", "prefill s", "", "ms a token", "tokens/s", "", "cache MB", "",
+    )  # fmt: skip
+    rows = [header]
+    for one in result.measurements:
+        full = one.setting == "full"
+        rows.append(
+            (
+                str(one.prompt_tokens),
+                one.setting,
+                f"{one.prefill_seconds:.3f}",
+                "" if full else f"{one.prefill_speedup:.2f}x",
+                f"{1e3 * one.token_seconds:.1f}",
+                f"{one.tokens_per_second:.1f}",
+                "" if full else f"{one.token_speedup:.2f}x",
+                f"{one.bytes_held / 1e6:.1f}",
+                "" if full else f"{one.bytes_ratio:.0%}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{result.model}, {result.dtype}, on {on}; medians of {result.rounds} rounds", ""]
+    for i, row in enumerate(rows):
+        cells = [
+            cell.ljust(width) if column == 1 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        if i > 1 and row[1] == "full":
+            lines.append("")
+        lines.append("  ".join(cells).rstrip())
+    return [*lines, "", "x: times as fast as the full cache; %: of its bytes"]

@@ -1,0 +1,103 @@
+"""The command line `h2o calibrate`: a profile of a model from texts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from h2o.cli import texts
+
+DESCRIPTION = """\
+Measures which heads of a model need more of a cache than others, on texts of your choice, and
+writes a profile for H2OConfig(shares=...): a small JSON file.
+
+  h2o calibrate --text news.txt code.py --output profile.json
+  h2o calibrate --model Qwen/Qwen3-0.6B --text chapter.txt --output profile.json
+"""
+EPILOG = """\
+30000 tokens of text as the model will read them are enough, several kinds better than one. What an
+interrupted run has measured lies beside the profile, in a file that the next run goes on from.
+"""
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    p.description, p.epilog = DESCRIPTION, EPILOG
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = p.add_argument
+    add("--model", metavar="NAME", help="hub name, folder or .gguf file; default: the embedded "
+        "SmolLM2-135M-Instruct")  # fmt: skip
+    add("--text", required=True, nargs="+", metavar="FILE", help="plain texts, - for stdin")
+    add("--output", required=True, type=Path, metavar="PROFILE.json")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="auto: as the model was saved; bfloat16 is faster on new processors")  # fmt: skip
+    add("--window", type=int, default=1024, metavar="N",
+        help="texts are read in windows of so many tokens (%(default)s)")  # fmt: skip
+    add("--windows", type=int, metavar="N", help="only so many, spread over the texts")
+    add("--seed", type=int, default=0, metavar="N", help="of what is drawn (%(default)s)")
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code. Raises: UserError."""
+    from h2o.errors import UserError
+    from h2o.filesystem import make_writable
+    from h2o.processes import refuse_several
+
+    refuse_several("h2o calibrate")
+    if options.output.suffix != ".json":
+        parser.error(f"argument --output: wanted a name such as profile.json, not {options.output}")
+    names = [name if name == "-" else Path(name).name for name in options.text]
+    if len(set(names)) < len(names):
+        parser.error("argument --text: two files of the same name")
+    contents = [texts.read(parser, "--text", name) for name in options.text]
+    try:
+        make_writable(options.output.parent)
+        measure(options, dict(zip(names, contents, strict=True)))
+    except (ImportError, TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    return 0
+
+
+def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
+    """Loads, measures and writes; says on stderr what takes long."""
+    from h2o import models
+    from h2o.calibration.calibrate import calibrate
+    from h2o.hf.support import supports
+    from h2o.progress import stopwatch
+
+    say = stopwatch()
+    model, tokenizer = models.load(options.model, dtype=options.dtype, say=say)
+    ids = {
+        name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+        for name, text in contents.items()
+    }
+    unfinished = options.output.with_suffix(".unfinished.json")
+    profile = calibrate(
+        model,
+        ids,
+        window=options.window,
+        windows=options.windows,
+        seed=options.seed,
+        resume=unfinished,
+        progress=lambda done, total: say(f"{done} of {total} passes over a window"),
+    )
+    profile.save(options.output)
+    for leftover in (unfinished, unfinished.with_name(f".{unfinished.name}.lock")):
+        leftover.unlink(missing_ok=True)
+    say(f"written: {options.output}")
+    print(profile)
+    for line in extremes(profile.shares_for(0.1), supports(model.config).layers):
+        print(line)
+
+
+def extremes(table: Sequence[Sequence[float]], layers: Sequence[str]) -> Iterator[str]:
+    """The heads with the largest and the smallest shares, of layers that h2o serves."""
+    heads = sorted(
+        (share, layer, head)
+        for layer, row in enumerate(table)
+        for head, share in enumerate(row)
+        if layers[layer] == "h2o"
+    )
+    for title, some in (("most", heads[:-6:-1]), ("least", heads[:5])):
+        listed = ", ".join(f"{share:.2f} (layer {i}, head {j})" for share, i, j in some)
+        yield f"{title} at a tenth of the keys: {listed}"

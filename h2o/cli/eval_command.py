@@ -1,0 +1,242 @@
+"""The command line `h2o eval`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from h2o import model_identity
+from h2o.cli.cache_options import OPTIONS, add_cache_options, asked, spelled
+from h2o.errors import UserError
+from h2o.evaluate.setting import (
+    GRAMMAR,
+    Setting,
+    from_options,
+    parse_all,
+    with_profile,
+)
+from h2o.filesystem import make_writable
+from h2o.models import need_transformers, torch_device
+from h2o.processes import launched, leave
+from h2o.profile import Profile
+from h2o.result_cells import fingerprint
+
+__all__ = ["add_arguments", "run"]
+
+OUTPUT = Path("h2o-eval")
+
+CACHE_FIELDS = tuple(name for name in OPTIONS if name != "shares")
+CACHE = ("variant", *CACHE_FIELDS)
+"""Options that describe one setting. --profile is for those of --compare."""
+
+DESCRIPTION = """\
+What eviction costs: accuracy on lm-eval's tasks, ROUGE of summaries, perplexity, or facts that are
+no longer found.
+
+  h2o eval --tasks copa,openbookqa --num_fewshot 5 --heavy 0.1 --recent 0.1
+  h2o eval --tasks copa --num_fewshot 5 --compare full,h2o,local --budgets 0.04,0.1,0.2,0.4,0.6
+  h2o eval --summarize articles.jsonl --compare full,h2o:0.1+0.1,local:0.2
+  h2o eval --perplexity book.txt --compare full,h2o:0.1+0.1,sink:4+0.2
+  h2o eval --needle book.txt --compare full,authors,robust-bytes --budgets 0.1,0.2
+
+With --tasks this is lm-eval's own `run` command: every option of it that is not named here
+(--num_fewshot, --limit, --include_path, --batch_size, --log_samples, ...) goes there unchanged.
+"""
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """What is h2o's own; lm-eval's options are left over."""
+    p.description = DESCRIPTION
+    p.epilog = "settings of --compare, separated by commas:\n" + GRAMMAR
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.allow_abbrev = False  # what looks like one of ours may be one of lm-eval's
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--tasks", "-t", nargs="+", metavar="TASK", help="lm-eval tasks")
+    what.add_argument("--summarize", type=Path, metavar="FILE", help="JSON lines of articles")
+    what.add_argument("--perplexity", type=Path, metavar="FILE", help="a long plain text")
+    what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
+    p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
+    p.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default)")
+    p.add_argument("--device", default="cpu", help="any that torch has here (%(default)s)")
+    p.add_argument(
+        "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
+        help="for result files, from which an interrupted run goes on; default: h2o-eval",
+    )  # fmt: skip
+    p.add_argument(
+        "--use_cache", "-c", metavar="PATH",
+        help="lm-eval's memory of answers, with which an interrupted --tasks run goes on; a file "
+        "for each model and setting",
+    )  # fmt: skip
+    p.add_argument("--limit", "-L", type=float, help="only the first so many rows or "
+                   "windows; facts of each length and depth (default 4)")  # fmt: skip
+
+    one = p.add_argument_group("the cache")
+    one.add_argument("--protocol", choices=["simulate", "drop"],
+                     help="one forward with masks (default), or a real cache, token by token; "
+                     "summaries and needles always use a real cache")  # fmt: skip
+    one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
+    add_cache_options(one, CACHE_FIELDS, optional=True)
+    one.add_argument("--prompt-len", type=int, help="simulation: tokens before the first eviction")
+    one.add_argument("--ratio-of", choices=["text", "prompt"], help="what fractions refer to")
+
+    many = p.add_argument_group("several settings in one table")
+    many.add_argument("--compare", metavar="SETTINGS", help="see below")
+    many.add_argument(
+        "--budgets", metavar="AMOUNTS", help="for settings without one, e.g. 0.04,0.2"
+    )
+    many.add_argument(
+        "--profile", metavar="FILE", help="of h2o calibrate, for calibrated and calibrated-bytes"
+    )
+
+    text = p.add_argument_group("summaries, perplexity and needles")
+    text.add_argument("--chat", action="store_true", help="summaries: use the chat template")
+    text.add_argument("--max-new-tokens", type=int, default=64, help="of a summary (default 64)")
+    text.add_argument("--window", type=int, default=1024, help="of perplexity (default 1024)")
+    text.add_argument("--lengths", default="256,512,1024", metavar="TOKENS",
+                      help="of texts in which facts are hidden (default %(default)s)")  # fmt: skip
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Runs the command; `args.rest` is for lm-eval. Raises: UserError."""
+    rest = args.rest
+    if rest and not args.tasks:
+        raise UserError(f"unknown option {rest[0]}; lm-eval's options go with --tasks")
+    if args.limit is not None and not (0 < args.limit < 1 or args.limit % 1 == 0 < args.limit):
+        raise UserError(
+            f"--limit {args.limit:g}: a number of rows or windows, at least 1, or of a task a share"
+        )
+    if args.prompt_len is not None and args.prompt_len < 1:
+        raise UserError(f"--prompt-len {args.prompt_len}: a number of tokens, at least 1")
+    try:
+        settings = [] if args.compare is None else parse_all(args.compare, args.budgets)
+        if args.budgets is not None and args.compare is None:
+            raise ValueError("--budgets goes with --compare")
+        if args.profile is not None:
+            settings = with_profile(settings, Profile.load(args.profile))
+        if settings and single(args):
+            raise ValueError(f"{single(args)[0]} is for one setting; write it into --compare")
+        one = from_options(**asked(args, CACHE))
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    need_transformers()
+    torch_device(args.device)
+    try:
+        if args.tasks:
+            tasks(args, settings, rest)
+        else:
+            say(texts(args, settings or [one]))
+        leave()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return 0
+
+
+def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
+    """Summaries, perplexity or needles."""
+    if args.limit is not None and (args.limit < 1 or args.limit % 1):
+        raise ValueError(f"--limit {args.limit:g}: a number of rows or windows, at least 1")
+    common = {
+        "model_name": args.model,
+        "dtype": args.dtype,
+        "device": args.device,
+        "limit": None if args.limit is None else int(args.limit),
+    }
+    output = args.output_path or OUTPUT
+    if args.perplexity:
+        from h2o.evaluate import perplexity
+
+        refuse(args, "perplexity", "ratio_of", ratio_of="text")
+        how = {"protocol": args.protocol or "simulate", "prompt_len": args.prompt_len or 1}
+        return perplexity.compare(
+            args.perplexity, settings, output, window=args.window, **how, **common
+        )
+    what = "needles" if args.needle else "summaries"
+    refuse(args, what, "protocol", "prompt_len", "ratio_of", protocol="drop")
+    if args.needle:
+        from h2o.evaluate import needle
+
+        lengths = whole_numbers("--lengths", args.lengths)
+        return needle.compare(args.needle, settings, output, lengths=lengths, **common)
+    from h2o.evaluate import summarize
+
+    how = {"chat": args.chat, "max_new_tokens": args.max_new_tokens}
+    return summarize.compare(args.summarize, settings, output, **how, **common)
+
+
+def say(text: str) -> None:
+    """A result, which each of several processes has."""
+    if launched().first:
+        print(text)
+
+
+def single(args: argparse.Namespace) -> list[str]:
+    return [spelled(name) for name in asked(args, CACHE)]
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Of a comma-separated list; ValueError for anything but numbers from 1 on."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} {text}: numbers of tokens, such as 256,512")
+    return [int(part) for part in parts]
+
+
+def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) -> None:
+    """ValueError for options that `what` does not have, unless they say what holds anyway."""
+    for name, value in asked(args, names).items():
+        if harmless.get(name) != value:
+            hint = f" but {harmless[name]}" if name in harmless else ""
+            raise ValueError(f"{spelled(name)} {value}: {what} have no such choice{hint}")
+
+
+def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) -> None:
+    """lm-eval with its own command line."""
+    try:
+        from h2o.evaluate import lm_eval_tasks
+    except ImportError as error:
+        raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
+    arguments = ["--tasks", *args.tasks, "--device", args.device, *rest]
+    if args.limit is not None:
+        arguments += ["--limit", f"{args.limit:g}"]
+    how = asked(args, ("protocol", "prompt_len", "ratio_of"))
+    model_args = {"pretrained": args.model} if args.model else {}
+    if args.dtype != "auto":
+        model_args["dtype"] = args.dtype
+    if settings:
+        if args.use_cache:
+            raise ValueError("--compare remembers answers by itself: drop --use_cache")
+        if {"--log_samples", "-s"} & set(rest):
+            raise ValueError("--log_samples is for one setting; --compare keeps the numbers only")
+        output = args.output_path or OUTPUT
+        arguments += as_model_args(model_args)
+        say(lm_eval_tasks.compare(arguments, settings, output, **how))
+        return
+    cache = asked(args, CACHE)
+    model_type = "h2o"
+    if args.model and lm_eval_tasks.is_model_type(args.model):
+        model_type = model_args.pop("pretrained")
+        if model_type != "h2o" and (cache or how):
+            raise ValueError(f"--model {model_type} is lm-eval's own and has no cache of h2o")
+    model_args |= how | cache
+    arguments += ["--model", model_type, *as_model_args(model_args)]
+    output = args.output_path or OUTPUT
+    make_writable(output)
+    ours = model_type == "h2o"
+    if args.use_cache and ours and launched().world > 1:
+        raise ValueError(
+            "--use_cache gives each process a file of its own, which would come to differ: use "
+            "--compare, which remembers what all of them have measured"
+        )
+    if args.use_cache:
+        # lm-eval files answers under the question alone. Those of another budget or model must
+        # not be taken for this one's, nor those of another model that lay at the same place.
+        lying = model_identity.of_files([*map(str, model_args.values()), *rest])
+        name = fingerprint({"model": model_type, **model_args, "arguments": rest, "files": lying})
+        arguments += ["--use_cache", f"{args.use_cache}-{name}"]
+    lm_eval_tasks.run(arguments, output, ours=ours)
+
+
+def as_model_args(values: dict[str, Any]) -> list[str]:
+    return ["--model_args", json.dumps(values)] if values else []

@@ -1,0 +1,152 @@
+"""The command line `h2o generate`: one prompt, one model, one cache or four."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from h2o.cli import texts
+from h2o.cli.cache_options import add_cache_options, config_from
+from h2o.cli.comparison import Result
+from h2o.config import H2OConfig
+from h2o.errors import UserError
+from h2o.profile import Profile
+
+if TYPE_CHECKING:
+    from h2o.generation import Run
+
+__all__ = ["add_arguments", "caches", "check", "run"]
+
+QUESTION = "What is Marrow Point?"
+"""Follows the shipped article, when the user gives no prompt: its first sentence has the answer."""
+
+TENTH = 0.1
+"""Of a full cache's bytes: what the preset of a comparison may take."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what to generate from").add_argument
+    add("--model", metavar="NAME", help="hub name, folder or .gguf file (SmolLM2-135M-Instruct)")
+    add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
+    add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
+        "option a shipped article of 2100 tokens with a question about it")  # fmt: skip
+    add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    add_cache_options(parser.add_argument_group("what the cache keeps"))
+    add = parser.add_argument_group("how").add_argument
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="auto: as the model was saved")  # fmt: skip
+    add("--max-new-tokens", type=int, default=120, metavar="N", help="(%(default)s)")
+    add("--compare", action="store_true", help="show it beside the full cache, a preset in a "
+        "tenth of its bytes, and `local`, the same budget without heavy hitters")  # fmt: skip
+    add("--compile", action="store_true", help="compile the decode step first (not the full "
+        "cache's), which takes a minute or two and a C++ compiler")  # fmt: skip
+    add("--json", action="store_true", help="for machines: one object, nothing else")
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Adds to the options the `config` and the `document`, the text of --prompt-file."""
+    if options.max_new_tokens < 1:
+        parser.error("argument --max-new-tokens: must be at least 1")
+    try:
+        options.config = config_from(options)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    options.document = None
+    if options.prompt_file is not None:
+        options.document = texts.read(parser, "--prompt-file", options.prompt_file)
+    texts.checked(parser, "--prompt", options.prompt)
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code. Raises: UserError."""
+    from h2o.cli import comparison
+
+    result = generate(options)
+    if options.json:
+        print(json.dumps(asdict(result), indent=2))
+    elif options.compare and is_shipped(options):
+        print("\n".join(comparison.answers(result, QUESTION)))
+    else:
+        print("\n".join(comparison.columns(result)) if options.compare else "\n")
+        print("\n".join(comparison.table(result)))
+    return 0
+
+
+def generate(options: argparse.Namespace) -> Result:
+    """Generates greedily with an H2OCache, or with each of `caches`."""
+    from h2o import generation, models
+    from h2o.progress import Progress
+
+    shipped, progress = is_shipped(options), Progress(quiet=options.json)
+    parts = (texts.article(), QUESTION) if shipped else (options.prompt, options.document)
+    text = "\n\n".join(part.strip() for part in parts if part and part.strip())
+    if not text:
+        raise UserError("the prompt is empty")
+    model, tokenizer = models.load(options.model, dtype=options.dtype, say=progress.say)
+    chat = options.chat or (shipped and tokenizer.chat_template is not None)
+    ids = models.encode(tokenizer, text, chat)
+    tokens = ids.shape[1]
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit and tokens + options.max_new_tokens > limit:
+        raise UserError(
+            f"the prompt's {tokens} tokens and {options.max_new_tokens} new ones are more than the "
+            f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
+        )
+    progress.say(f"reading a prompt of {tokens} tokens")
+    generation.warm_up(model, ids)
+    config = options.config
+    runs: list[Run] = []
+    full: list[int] | None = None
+    compared = caches(config, model, tokens) if options.compare else {"h2o": config}
+    for mode, cache in compared.items():
+        one, new = generation.generate(
+            mode, cache, model, tokenizer, ids,
+            max_new_tokens=options.max_new_tokens,
+            progress=progress,
+            compile=options.compile,
+            stream=None if options.json or options.compare else write,
+        )  # fmt: skip
+        if cache is None:
+            full = new
+        if full is not None:
+            one = replace(one, tokens_agree=generation.leading_agreement(new, full))
+        runs.append(one)
+    return Result(
+        model=options.model or models.DEFAULT_MODEL,
+        dtype=str(model.dtype).removeprefix("torch."),
+        prompt_tokens=tokens,
+        budget=asdict(config),
+        versions=generation.versions(),
+        runs=runs,
+    )
+
+
+def is_shipped(options: argparse.Namespace) -> bool:
+    """Whether the user gives no text, and the shipped article is read."""
+    return options.prompt is None and options.document is None
+
+
+def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OConfig | None]:
+    """What a comparison runs, by the names that it shows; None is transformers' own cache.
+
+    "full" comes first, as the others are held against it; then "h2o", which is `config`; the best
+    preset for the model in a tenth of the bytes, "calibrated" where there is a profile and "robust"
+    where there is none; and "local", as many keys as h2o, but the newest.
+    """
+    heavy, recent = config.for_model(model).tokens(prompt_tokens)
+    local = replace(
+        config, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None, merge=None
+    )
+    profile = config.shares if isinstance(config.shares, Profile) else Profile.shipped(model)
+    if profile is None:
+        name, preset = "robust", H2OConfig.robust(TENTH, of="bytes")
+    else:
+        name, preset = "calibrated", H2OConfig.calibrated(TENTH, profile, of="bytes")
+    preset = replace(preset, positions=config.positions)
+    return {"full": None, "h2o": config, name: preset, "local": local}
+
+
+def write(text: str) -> None:
+    print(text, end="", flush=True)

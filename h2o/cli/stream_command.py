@@ -1,0 +1,214 @@
+"""The command line `h2o stream`: endless text, or a chat, through caches of fixed size."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from h2o.cli import texts
+from h2o.cli.cache_options import add_cache_options
+
+if TYPE_CHECKING:
+    from h2o.stream.reader import Reader
+
+DESCRIPTION = """\
+Text without end through caches of fixed size: perplexity over time, memory, time a token.
+
+  h2o stream --tokens 20000
+  h2o stream --text book.txt --caches h2o:256+256,sink:4+508,local:512
+  tail -f log.txt | h2o stream --text - --caches h2o:128+128
+  h2o stream --chat --caches h2o:256+256/sinks=4
+"""
+CACHES = "h2o:256+256,sink:4+508,local:512"
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    p.description = DESCRIPTION
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = p.add_argument
+    add("--text", metavar="FILE", help="plain text, - for stdin; default: the shipped article")
+    add("--repeat", action="store_true", help="begin the file anew whenever it ends; as is done "
+        "with the shipped article")  # fmt: skip
+    add("--tokens", type=int, metavar="N", help="stop after so many; default: at the text's end, "
+        "20000 of the shipped article")  # fmt: skip
+    add("--caches", default=CACHES, metavar="SETTINGS", help="written as for h2o eval, budgets in "
+        "tokens; full is the full cache, until it runs out of positions (%(default)s)")  # fmt: skip
+    add_cache_options(p, ("positions",))
+    p.set_defaults(positions="rolled")  # the others end where the model's positions do
+    add("--chunk", type=int, default=1, metavar="N", help="tokens of a forward pass: more are "
+        "faster, and evicted together (%(default)s)")  # fmt: skip
+    add("--every", type=int, default=500, metavar="N", help="a point for so many (%(default)s)")
+    add("--model", metavar="NAME", help="hub name, folder or .gguf file; default: the embedded "
+        "SmolLM2-135M-Instruct")  # fmt: skip
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        help="auto: as the model was saved")  # fmt: skip
+    add("--output", type=Path, default=Path("h2o-stream.json"), metavar="FILE.json",
+        help="the numbers, and FILE.png beside it (%(default)s)")  # fmt: skip
+    add("--json", action="store_true", help="print the numbers as well")
+    add("--chat", action="store_true", help="talk with the model instead, a line a turn; the first "
+        "of the caches is its memory")  # fmt: skip
+    add("--max-new-tokens", type=int, default=200, metavar="N", help="of a reply (%(default)s)")
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code. Raises: UserError."""
+    from h2o.errors import UserError
+
+    for name in ("tokens", "chunk", "every", "max_new_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"argument --{name.replace('_', '-')}: must be at least 1, not {value}")
+    if options.output.suffix != ".json":
+        parser.error(f"argument --output: wanted a name such as stream.json, not {options.output}")
+    try:
+        (chat if options.chat else stream)(options)
+    except (OSError, UnicodeDecodeError, TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    return 0
+
+
+def chat(options: argparse.Namespace) -> None:
+    from h2o.evaluate.setting import parse_all
+    from h2o.stream.chat import Chat
+
+    config = dataclasses.replace(parse_all(options.caches)[0].config, positions=options.positions)
+    model, tokenizer = load(options)
+    talk = Chat(model, tokenizer, config)
+    try:
+        while True:
+            print("> ", end="", flush=True)
+            line = sys.stdin.readline()
+            if not line:
+                break
+            if line.strip():
+                for text in talk.reply(line.strip(), options.max_new_tokens):
+                    print(text, end="", flush=True)
+                print()
+    finally:
+        seen, total = talk.cache.get_seq_length(), talk.cache.report().total
+        print(
+            f"\n{seen} tokens said, KV cache {total.bytes_held / 1e6:.1f} MB; a full cache would "
+            f"hold {total.bytes_full / 1e6:.1f} MB",
+            file=sys.stderr,
+        )
+
+
+def load(options: argparse.Namespace) -> tuple[Any, Any]:
+    from h2o import models
+
+    model, tokenizer = models.load(options.model, dtype=options.dtype, say=models.say)
+    model.set_attn_implementation("h2o")
+    return model, tokenizer
+
+
+def stream(options: argparse.Namespace) -> None:
+    from h2o import models
+    from h2o.evaluate.setting import parse_all
+    from h2o.generation import versions
+    from h2o.progress import Progress
+    from h2o.stream import token_stream
+    from h2o.stream.reader import Reader, read
+
+    settings = parse_all(options.caches)
+    shipped = options.text is None
+    limit = options.tokens or (20000 if shipped else None)
+    with opened(options.text) as file:
+        model, tokenizer = load(options)
+        readers = [Reader(model, setting, options.positions) for setting in settings]
+        words = token_stream.pieces(file, repeat=shipped or options.repeat)
+        chunks = token_stream.chunks(token_stream.tokens(words, tokenizer, limit), options.chunk)
+        progress = Progress()
+        try:
+            for _ in read(chunks, readers, every=options.every, tell=lambda x: tell(progress, x)):
+                progress.say(line(readers))
+        except KeyboardInterrupt:  # the text has no end of its own: what was read is the result
+            progress.say("interrupted")
+    result = {
+        "model": options.model or models.DEFAULT_MODEL,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "text": f"{texts.ARTICLE}, repeated" if shipped else Path(options.text).name,
+        "positions": options.positions,
+        "chunk": options.chunk,
+        "every": options.every,
+        "versions": versions(),
+        "caches": {
+            reader.name: {
+                "config": None if reader.config is None else dataclasses.asdict(reader.config),
+                "ended": reader.ended,
+                "points": [dataclasses.asdict(point) for point in reader.points],
+            }
+            for reader in readers
+        },
+    }
+    write(result, options)
+    print("\n".join(table(readers)))
+
+
+def opened(name: str | None) -> TextIO:
+    if name is None:
+        return io.StringIO(texts.article())
+    if name == "-":
+        return open(sys.stdin.fileno(), encoding="utf-8-sig", closefd=False)
+    return open(name, encoding="utf-8-sig")
+
+
+def tell(progress: Any, readers: list[Reader]) -> None:
+    """The line that a terminal shows while a stretch is read."""
+    progress.update(f"{readers[0].seen} tokens  {line(readers)}" if readers[0].points else "")
+
+
+def line(readers: list[Reader]) -> str:
+    parts = [f"{max(reader.seen for reader in readers):>8}"]
+    for reader in readers:
+        if reader.points:
+            last = reader.points[-1]
+            ended = " (out of positions)" if reader.ended else ""
+            parts.append(f"{reader.name} {last.perplexity:.2f}{ended}")
+    return "  ".join(parts)
+
+
+def table(readers: list[Reader]) -> list[str]:
+    """A line for each cache."""
+    rows = [("cache", "tokens", "perplexity", "last", "KV MB", "highest position", "ms/token")]
+    for reader in readers:
+        points = reader.points
+        if points:
+            last = points[-1]
+            ppl = mean([point.perplexity for point in points])
+            ms = sorted(point.ms_per_token for point in points)[len(points) // 2]
+            rows.append(
+                (reader.name + ("*" if reader.ended else ""), str(last.tokens), f"{ppl:.2f}",
+                 f"{last.perplexity:.2f}", f"{last.kv_bytes / 1e6:.2f}",
+                 str(max(point.highest_position for point in points)), f"{ms:.1f}")
+            )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
+    return [*lines, *(["* until it ran out of positions"] if any(r.ended for r in readers) else [])]
+
+
+def mean(perplexities: list[float]) -> float:
+    """Of stretches of the same length, as one text."""
+    import math
+
+    return math.exp(sum(map(math.log, perplexities)) / len(perplexities))
+
+
+def write(result: dict[str, Any], options: argparse.Namespace) -> None:
+    from h2o.stream.figure import draw
+
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    files = [options.output]
+    try:
+        draw(result, options.output.with_suffix(".png"))
+        files.append(options.output.with_suffix(".png"))
+    except ImportError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+    print(f"written: {', '.join(map(str, files))}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(result))

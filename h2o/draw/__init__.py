@@ -1,1 +1,0 @@
-"""Text and axes to draw on: what notebooks and pictures of caches and of analyses share."""

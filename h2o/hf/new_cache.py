@@ -1,0 +1,30 @@
+"""An empty cache for a model: h2o's, or transformers' own, which keeps every key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache
+
+from h2o.config import H2OConfig
+from h2o.hf.cache import H2OCache
+
+__all__ = ["new_cache"]
+
+
+def new_cache(
+    model: Any, config: H2OConfig | None, prompt_tokens: int, compileable: bool = False
+) -> DynamicCache | H2OCache:
+    """An empty cache, of all keys without a config, after telling the model which attention goes
+    with it.
+
+    Args:
+        prompt_tokens: length of the prompt, which fractions in the config refer to.
+        compileable: whether the decode step is to be compiled.
+
+    Raises: `Unsupported` for a model that h2o cannot serve, or whose step cannot be compiled.
+    """
+    model.set_attn_implementation("sdpa" if config is None else "h2o")
+    if config is None:
+        return DynamicCache(config=model.config)
+    return H2OCache(model.config, config, prompt_length=prompt_tokens, compileable=compileable)

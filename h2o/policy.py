@@ -1,0 +1,130 @@
+"""Which keys are kept: the policy, one record that travels whole from the caller to the kernels.
+
+A field of it is written here and in `csrc/operations.c` (`h2o_policy_fields`), in the same order,
+and nowhere else: what takes options of the policy, or shows them, reads `FIELDS`. Imports neither
+torch nor NumPy.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from h2o.budgets import tokens_of
+
+__all__ = ["FIELDS", "PAPER", "Field", "Policy", "PolicyFields", "checked", "one_policy"]
+
+
+class Policy(NamedTuple):
+    """How the keys that a budget has room for are chosen, and what becomes of the others."""
+
+    sinks: int = 0
+    """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
+    Language Models with Attention Sinks", ICLR 2024)."""
+    rank_by: str = "sum"
+    """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
+    age is no advantage."""
+    decay: float = 1.0
+    """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
+    query alone."""
+    value_weighted: bool = False
+    """Multiply the rank by the L2 norm of the key's value."""
+    merge: float | None = None
+    """A cosine between 0 and 1. An evicted key goes into the kept key whose cosine with
+    it is the highest and higher than this, instead of being dropped; a slot then stands for several
+    keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/evaluation.md, "At
+    equal bytes". None: all are dropped."""
+
+
+class PolicyFields(TypedDict, total=False):
+    """The fields of a `Policy` as keyword arguments of a function."""
+
+    sinks: int
+    rank_by: Literal["sum", "mean"]
+    decay: float
+    value_weighted: bool
+    merge: float | None
+
+
+class Field(NamedTuple):
+    """A field of the policy as an option of a command, or in a text as name=value."""
+
+    parse: Callable[[str], Any]
+    """Raises: ValueError for a text that says no such value."""
+    choices: tuple[str, ...] | None
+    metavar: str | None
+    help: str
+    """a line, in which %(default)s is the default"""
+    flag: bool = False
+    """Whether the option stands for True by itself."""
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("", "true", "false"):
+        raise ValueError(f"is true or false, not {text!r}")
+    return text.lower() != "false"
+
+
+FIELDS: dict[str, Field] = {
+    "sinks": Field(int, None, "N", "first tokens (%(default)s)"),
+    "rank_by": Field(
+        str, ("sum", "mean"), None,
+        "accumulated attention, or the same per query that has seen the key (%(default)s)",
+    ),
+    "decay": Field(
+        float, None, "D", "what remains of a score after one more token, 0 to 1 (%(default)s)"
+    ),
+    "value_weighted": Field(_truth, None, None, "rank times the norm of the value", flag=True),
+    "merge": Field(
+        float, None, "C",
+        "an evicted key goes into a kept one whose cosine with it is above C (0.85 is a good "
+        "start) instead of being dropped",
+    ),
+}  # fmt: skip
+"""By the names, and in the order, of the fields of `Policy`."""
+
+
+def checked(policy: Policy) -> Policy:
+    """The same in plain Python numbers.
+
+    Raises: TypeError for a thing that is no number (a bool is none), ValueError for a number out
+    of range.
+    """
+    _, rank_by, decay, value_weighted, merge = policy
+    sinks = tokens_of("sinks", policy.sinks)
+    choices = FIELDS["rank_by"].choices or ()
+    if rank_by not in choices:
+        names = " or ".join(f'"{name}"' for name in choices)
+        raise ValueError(f"rank_by must be {names}, not {rank_by!r}")
+    if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
+        raise TypeError(f"decay must be a number in [0, 1], not {decay!r}")
+    if not 0 <= decay <= 1:  # refuses NaN as well
+        raise ValueError(f"decay must be in [0, 1], not {decay!r}")
+    if not isinstance(value_weighted, bool):
+        raise TypeError(f"value_weighted must be True or False, not {value_weighted!r}")
+    if merge is not None:
+        merge = _cosine(merge)
+    return Policy(sinks, rank_by, float(decay), value_weighted, merge)
+
+
+def _cosine(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"merge must be a cosine between 0 and 1, or None, not {value!r}")
+    if not 0 < value < 1:  # refuses NaN as well
+        raise ValueError(f"merge must be a cosine between 0 and 1, or None, not {value!r}")
+    return float(value)
+
+
+PAPER = Policy()
+"""Zhang et al.'s: accumulated attention, and no more."""
+
+
+def one_policy(policy: Policy, fields: PolicyFields) -> Policy:
+    """The policy that a function was given by its fields.
+
+    Raises: TypeError where it was given whole too, and for a keyword that is no field.
+    """
+    if policy is not PAPER:
+        raise TypeError(f"give a policy or its fields, not both: {', '.join(fields)}")
+    return Policy(**fields)

@@ -1,0 +1,42 @@
+"""What a command that takes long says on standard error, since results go to standard output."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+
+__all__ = ["Progress", "stopwatch"]
+
+
+class Progress:
+    """Lines about what is going on, for standard error: on a terminal each replaces the last."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.terminal = sys.stderr.isatty()
+        self.shown = False  # an update stands on the terminal's last line
+
+    def say(self, text: str) -> None:
+        """Something that begins and may take long."""
+        if not self.quiet:
+            self.update("")
+            print(text, file=sys.stderr, flush=True)
+
+    def update(self, text: str) -> None:
+        """How far it is: on a terminal only. An empty text takes the last update away."""
+        if self.terminal and not self.quiet and (text or self.shown):
+            columns = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{text[:columns]}", end="", file=sys.stderr, flush=True)
+            self.shown = bool(text)
+
+
+def stopwatch() -> Callable[[str], None]:
+    """A function that says a line with the seconds since this call before it."""
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - start:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    return say

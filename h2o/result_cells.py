@@ -1,0 +1,123 @@
+"""Results on disk, for all that measures a model: what they depend on, and files of them that a run
+which was interrupted goes on with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from h2o import model_identity, ops
+from h2o.errors import UserError
+from h2o.filesystem import atomic_write, locked, make_writable
+from h2o.packages import versions
+from h2o.processes import ALONE, Processes
+
+__all__ = ["Cells", "fingerprint", "provenance"]
+
+Work = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
+"""The facts of a result, and what measures it."""
+
+PACKAGES = ("h2o-kv", "torch", "transformers", "lm-eval", "rouge-score", "numpy")
+
+
+def provenance(
+    model: Any, tokenizer: Any, name: str, seeds: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a result depends on beside its setting: model, versions, machine, seeds."""
+    device = model.device.type
+    return {
+        "model": name,
+        "weights": model_identity.of_model(model, tokenizer),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "versions": versions(*PACKAGES),
+        "python": platform.python_version(),
+        "core": ops.info()["level"],
+        "seeds": seeds or {},
+        **({"device": device} if device not in ("cpu", "meta") else {}),  # meta: all is offloaded
+    }
+
+
+class Cells:
+    """A JSON file of results, one cell per thing measured, that a second run completes.
+
+    Every cell is filed under all that its numbers depend on. A run that finds a cell under the
+    same facts takes it instead of measuring again; cells under other facts stay in the file
+    untouched. The file is replaced at once, never written in part, and what other processes
+    have put into it meanwhile is kept.
+
+    Of several processes the first one reads and writes it, and the others know what it knows.
+
+    Raises: UserError for a file of another kind, and for a folder that cannot be written to.
+    """
+
+    def __init__(self, path: Path, kind: str, processes: Processes = ALONE) -> None:
+        self.path, self.kind, self.processes = path, kind, processes
+        self.cells: dict[str, dict[str, Any]] = {}
+        if processes.first:
+            make_writable(path.parent)
+            self.cells = self._read()
+        self.cells = processes.of_first(self.cells)
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            content = json.loads(self.path.read_text("utf-8"))
+            if content["kind"] != self.kind:
+                raise ValueError(f"it is of {content['kind']!r}")
+            return {fingerprint(cell["facts"]): cell for cell in content["cells"]}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.path} is no result file of {self.kind!r} ({error}): "
+                "move it, or write elsewhere"
+            ) from error
+
+    def find(self, facts: dict[str, Any]) -> dict[str, Any] | None:
+        cell = self.cells.get(fingerprint(facts))
+        return cell and cell["result"]
+
+    def put(self, facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+        """Returns the result as the file has it. Called by every process with the same."""
+        cell = _plain({"facts": facts, "result": result})
+        if self.processes.first:
+            with locked(self.path), atomic_write(self.path) as draft:
+                self.cells = self.cells | self._read() | {fingerprint(facts): cell}
+                content = {"kind": self.kind, "cells": list(self.cells.values())}
+                draft.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        self.cells = self.processes.of_first(self.cells)
+        return cell["result"]
+
+    def complete(self, rows: Sequence[Sequence[Work]], name: str) -> list[list[dict[str, Any]]]:
+        """The result of each piece of work; what the file does not have is measured.
+
+        Processes share it: each measures the same column of another row. `name`: of the bar.
+        """
+        from tqdm import tqdm  # --help does without
+
+        self.processes.agree([facts for row in rows for facts, _ in row])
+        world, columns = self.processes.world, len(rows[0])
+        with tqdm(total=len(rows) * columns, desc=name, disable=not self.processes.first) as bar:
+            for start in range(0, len(rows), world):
+                for column in zip(*rows[start : start + world], strict=True):
+                    missing = [work for work in column if self.find(work[0]) is None]
+                    measured = self.processes.shared(missing, lambda work: work[1]())
+                    for (facts, _), result in measured:
+                        self.put(facts, result)
+                    bar.update(len(column))
+        return [[self.cells[fingerprint(facts)]["result"] for facts, _ in row] for row in rows]
+
+
+def fingerprint(facts: dict[str, Any]) -> str:
+    """A short name for facts, for files that belong to them."""
+    text = json.dumps(_plain(facts), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """As it will be read back from JSON."""
+    return json.loads(json.dumps(value, default=str))
