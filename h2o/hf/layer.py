@@ -228,11 +228,13 @@ class H2OLayer(LayerContents):
         both in `slots`, which are the same or empty. When it raises, `seen` is as it was."""
         scores_before = None if seen is None else seen.scores.clone()
         try:
-            out, scores = self._attention(tokens, seen)
-            stored = tokens.key, tokens.value, scores, tokens.mask
-            if seen is not None and seen is not slots:
+            stored = tokens.key, tokens.value, tokens.mask
+            if taken_over := seen is not None and seen is not slots:
                 stored = slot_layout.together(seen, *stored)
-            ops.evict(*stored[:3], slots, mask=stored[3], policy=self.policy)
+            out, scores = self._attention(tokens, seen)
+            if taken_over:
+                scores = torch.cat([seen.scores, scores], dim=2)
+            ops.evict(*stored[:2], scores, slots, mask=stored[2], policy=self.policy)
         except Exception:  # the scores are all that attend has touched
             if seen is not None:
                 seen.scores.copy_(scores_before)

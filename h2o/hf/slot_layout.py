@@ -166,17 +166,16 @@ def filled(keys: Tensor, values: Tensor, mask: Tensor | None, *, value_weighted:
 
 
 def together(
-    slots: ops.Slots, key: Tensor, value: Tensor, scores: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    slots: ops.Slots, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `filled` made, and new tokens after it, as if all of them were new.
 
     Args:
         key, value: [B, G, Q, D].
-        scores: [B, G, Q].
         mask: [B, Q] bool, False at a pad, or None.
 
     Returns:
-        keys, values [B, G, S + Q, D], scores [B, G, S + Q], mask [B, S + Q] bool.
+        keys, values [B, G, S + Q, D], mask [B, S + Q] bool.
     """
     real = mask
     if real is None:
@@ -184,6 +183,5 @@ def together(
     return (
         torch.cat([slots.keys, key], dim=2),
         torch.cat([slots.values, value], dim=2),
-        torch.cat([slots.scores, scores], dim=2),
         torch.cat([slots.positions[:, 0] >= 0, real.bool()], dim=1),
     )
