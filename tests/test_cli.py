@@ -476,8 +476,9 @@ def test_reader_that_goes_away(tiny):
 
 @pytest.mark.slow
 def test_shipped_document_with_the_default_model(capsys):
-    """What `make demo` shows: a fifth of the cache keeps the subject, a tenth of the bytes with what
-    h2o knows of the model answers as the full cache does, and a window of that fifth neither."""
+    """What `make demo` shows: a fifth of the cache keeps the subject, a tenth of the bytes with
+    what h2o knows of the model answers as the full cache does, and a window of that fifth
+    neither."""
     from h2o import models
 
     try:

@@ -47,7 +47,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
     from h2o.evaluate import speed
-    from h2o.filesystem import make_writable, whole
+    from h2o.filesystem import atomic_write, make_writable
 
     if options.output:
         make_writable(options.output.parent)
@@ -59,7 +59,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     result = speed.measure(options.request, (lambda text: None) if options.json else models.say)
     text = json.dumps(asdict(result), indent=2)
     if options.output:
-        with whole(options.output) as draft:
+        with atomic_write(options.output) as draft:
             draft.write_text(text + "\n", "utf-8")
     print(text if options.json else "\n".join(table(result)))
     return 0
