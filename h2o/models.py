@@ -78,7 +78,10 @@ def load(
 
 
 def torch_device(name: str) -> Any:
-    """The torch.device of this name. Raises: UserError for one that torch does not have here."""
+    """The torch.device of this name.
+
+    Raises: UserError for one that torch does not know, or has none of here.
+    """
     import torch
 
     try:
@@ -86,7 +89,7 @@ def torch_device(name: str) -> Any:
         torch.zeros(1, device=device).cpu()  # fails as well on meta, which holds no numbers
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 100, placeholder=" ...")
-        raise UserError(f"--device {name}: torch has no such device here ({reason})") from error
+        raise UserError(f"--device {name}: torch finds no such device here ({reason})") from error
     return device
 
 

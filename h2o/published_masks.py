@@ -262,7 +262,7 @@ def _global(
 ) -> Choose:
     """A fixed set for all rows, from the column sums of the whole text. It knows the future."""
     H, n = evicted_at.shape
-    received = torch.zeros(H, n)
+    received = torch.zeros(H, n, dtype=torch.float32, device="cpu")
     for _, logits in blocks():
         received[:, : logits.shape[-1]] += logits.softmax(-1).sum(-2).cpu()
     best = received.argsort(dim=-1, descending=True, stable=True)[:, :heavy].numpy()
@@ -288,11 +288,11 @@ def _flexgen(
 
     def choose(first: int, logits: Tensor) -> None:
         rows, seen = logits.shape[1:]
-        logits = logits.flip(-1).cpu().numpy().reshape(G, H // G, rows, seen)
+        grouped = logits.flip(-1).cpu().numpy().reshape(G, H // G, rows, seen)
         for i in range(first, first + rows):
             score[:, n - 1 - i] = 0.0
             held = np.isfinite(score[:, n - seen :]) | np.isnan(score[:, n - seen :])
-            p = np.where(held[:, None], logits[:, :, i - first], -np.inf)
+            p = np.where(held[:, None], grouped[:, :, i - first], -np.inf)
             p = np.exp(p - p.max(-1, keepdims=True))
             score[:, n - seen :] += (p / p.sum(-1, keepdims=True)).sum(1)
             count = i + 1

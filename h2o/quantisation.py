@@ -93,7 +93,7 @@ def _float16(x: Tensor, *, up: bool, finite: Tensor | None) -> Tensor:
     away = torch.where(near.float() > 0, 1, -1) if up else torch.where(near.float() > 0, -1, 1)
     tiny = (near == 0) & off  # to the first subnormal on that side
     bits = torch.where(off, bits + away.to(torch.int16), bits)
-    bits = torch.where(tiny, torch.tensor(1 if up else -32767, dtype=torch.int16), bits)
+    bits = bits.masked_fill(tiny, 1 if up else -32767)
     found = bits.view(torch.float16).clamp(-most, most)
     return found if finite is None else found.masked_fill(~finite, torch.nan)
 

@@ -138,7 +138,7 @@ COMMANDS = commands()
 def test_commands_are_found():
     assert len(COMMANDS) > 20
     assert {command.split()[0] for command in COMMANDS} >= {
-        "generate", "info", "eval", "analyze", "calibrate", "stream",
+        "generate", "info", "eval", "analyze", "calibrate", "stream", "bench",
     }  # fmt: skip
 
 
@@ -159,7 +159,9 @@ def test_command(command, monkeypatch):
     if getattr(options, "compare", None) and hasattr(options, "budgets"):
         from h2o.evaluate.setting import parse_all
 
-        assert parse_all(options.compare, options.budgets)
+        budgets = options.budgets
+        budgets = ",".join(budgets) if isinstance(budgets, list) else budgets  # of h2o bench
+        assert parse_all(options.compare, budgets)
 
 
 # ---- Pages -------------------------------------------------------------------------------------
@@ -267,6 +269,23 @@ def test_paths_and_names_are_there(page):
             assert is_there(name), name
 
 
+def test_files_that_contributing_names_are_there():
+    """By the end of their path: the page speaks of rooms without repeating where they lie."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    elsewhere = {"Python.h", "setup.py"}
+    files = [
+        f"/{path.relative_to(ROOT)}"
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file()
+    ]
+    named = set(re.findall(r"(?<![\w>/])[\w/]+\.(?:pyi?|c|h|inc|cuh?|cpp)\b", text))
+    assert len(named) > 20
+    assert {
+        name for name in named - elsewhere if not any(file.endswith(f"/{name}") for file in files)
+    } == set()
+
+
 def is_there(name: str) -> bool:
     """Whether a dotted name is a module, or an attribute of one."""
     parts = name.split(".")
@@ -314,6 +333,10 @@ def test_settings_of_compare_are_listed(capsys):
     settings = set(re.findall(r"^([a-z][a-z-]*)(?::| )", shown, re.MULTILINE))
     named = set(re.findall(r"`([a-z][a-z-]*)", first_columns("docs/evaluation.md")))
     assert len(settings) > 9
+    options = re.search(r"there are\s+([\w, ]+)\.", shown)
+    assert set(re.findall(r"\w+", options[1])) <= set(
+        re.findall(r"`(\w+)`", (ROOT / "docs/evaluation.md").read_text("utf-8"))
+    )
     assert settings - {"settings", "follow", "real"} <= named
 
 

@@ -346,6 +346,13 @@ def test_calibration_needs_nothing_of_evaluation():
     assert not below & {"evaluate", "stream", "cli"}
 
 
+def test_no_two_files_have_one_name():
+    """Or a stranger would have to know the folder as well."""
+    names = [Path(name).stem for name in [*PYTHON, *sources("benchmarks", ".py")]]
+    repeated = {name for name in names if names.count(name) > 1} - {"__init__", "__main__"}
+    assert not repeated
+
+
 def test_config_needs_neither_torch_nor_transformers():
     assert not {"h2o/config.py", "h2o/profile.py"} & (
         importers("torch") | importers("transformers")

@@ -112,7 +112,7 @@ def test_the_device_is_the_one_asked_for(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     assert models.load(str(path), device="cpu:0")[0].device.type == "cpu"
     for name in ("nope", "cpu:x", "meta"):  # the last holds no numbers
-        with pytest.raises(models.UserError, match=f"--device {name}: torch has no such device"):
+        with pytest.raises(models.UserError, match=f"--device {name}: torch finds no such device"):
             models.load(str(path), device=name)
 
 

@@ -33,11 +33,12 @@ def perplexity_without(model: Any, ids: Tensor, kind: str, share: float, seed: i
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     if not 0 <= share <= 1:
         raise ValueError(f"share must be from 0 to 1, not {share!r}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def visit(layer: int, seen: Attention) -> Tensor:
         G, n, _ = seen.keys.shape
-        chance = torch.rand(G, n, generator=generator).to(seen.keys.device)
+        chance = torch.rand(G, n, generator=generator, dtype=torch.float32, device="cpu")
+        chance = chance.to(seen.keys.device)
         return attend_without(seen, kind, share, chance)
 
     return perplexity(watch(model, ids, visit, logits=True), ids)

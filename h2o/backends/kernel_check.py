@@ -160,7 +160,7 @@ def _simulation(case: Case, text: Any, mask: Tensor, numbers: Any, number: Any) 
     """The whole text, of which the prompt is one token shorter in each further row."""
     query, keys, _ = text
     total = query.shape[2]
-    prompt = PROMPT - torch.arange(B, dtype=torch.int32).to(keys.device)
+    prompt = PROMPT - torch.arange(B, dtype=torch.int32, device=keys.device)
     budget = number(B, 2, dtype=torch.int32)
     budget[:, 0], budget[:, 1] = HEAVY, RECENT
     out = number(B, total, G * R, case.D, dtype=case.dtype)
@@ -209,17 +209,16 @@ def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
 def _text(case: Case, tokens: int, device: torch.device, seed: int) -> tuple[Tensor, ...]:
     """Queries [B, H, tokens, D] that drift, and keys and values [B, G, tokens, D]. Each key has a
     weight of its own in the direction that all queries share, so that scores lie apart."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     D = case.D
     common, drift = normal(B, G, 1, D), normal(B, G, 1, D)
-    weights = torch.stack([torch.randperm(tokens, generator=generator) for _ in range(B * G)]).view(
-        B, G, tokens, 1
-    )
-    time = torch.arange(tokens).view(1, 1, -1, 1) / tokens
+    orders = [torch.randperm(tokens, generator=generator, device="cpu") for _ in range(B * G)]
+    weights = torch.stack(orders).view(B, G, tokens, 1).float()
+    time = torch.arange(tokens, dtype=torch.float32, device="cpu").view(1, 1, -1, 1) / tokens
     keys = 0.5 * normal(B, G, tokens, D) + common * (weights / tokens - 0.5)
     towards = common * (1 - 0.5 * time) + drift * time
     query = towards.repeat_interleave(R, 1) + 0.3 * normal(B, G * R, tokens, D)

@@ -242,7 +242,7 @@ def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _costs(model: Any, piece: Window, grid: Sequence[int], draws: int, seed: int) -> np.ndarray:
     """[full layers, G, grid]"""
-    generator = torch.Generator().manual_seed(int(piece.sha256[:12], 16) + seed)
+    generator = torch.Generator("cpu").manual_seed(int(piece.sha256[:12], 16) + seed)
     layers = watch(model, piece.ids, generator, draws)
     by_layer = [costs(layers.pop(layer), grid, policy) for layer in sorted(layers)]
     return _of_all_heads(torch.stack(by_layer).numpy(), model)

@@ -113,7 +113,8 @@ def _likelihood_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
     for first in range(0, len(logits), ROWS):
         rows = logits[first : first + ROWS].float().softmax(-1)
         total = rows.cumsum(-1)
-        point = torch.rand(len(rows), 1, generator=generator).to(rows.device) * total[:, -1:]
+        point = torch.rand(len(rows), 1, generator=generator, dtype=torch.float32, device="cpu")
+        point = point.to(rows.device) * total[:, -1:]
         drawn = torch.searchsorted(total, point).clamp_(max=rows.shape[1] - 1)
         rows.neg_().scatter_add_(1, drawn, torch.ones_like(point))
         gradient[first : first + ROWS] = rows

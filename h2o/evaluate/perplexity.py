@@ -192,7 +192,9 @@ def summary(windows: list[dict[str, Any]]) -> tuple[float, float, float, dict[st
     mean = sum(window["loss"] for window in windows) / predicted
     deviation = 0.0
     if len(windows) > 1:
-        means = torch.tensor([w["loss"] / w["predicted"] for w in windows], dtype=torch.float64)
+        means = torch.tensor(
+            [w["loss"] / w["predicted"] for w in windows], dtype=torch.float64, device="cpu"
+        )
         deviation = means.std().item() / math.sqrt(len(windows))
     share = 100 * sum(w["kept"] for w in windows) / sum(w["seen"] for w in windows)
     shares = [next(iter(w[key] for key in MASS.values() if key in w)) for w in windows]

@@ -84,10 +84,10 @@ def simulate(
         Of each text the logits [tail, vocabulary].
     """
     longest = max(map(len, texts)) - 1
-    ids = torch.zeros(len(texts), longest, dtype=torch.long)
+    ids = torch.zeros(len(texts), longest, dtype=torch.long, device="cpu")
     mask = torch.zeros_like(ids)
     for row, text in enumerate(texts):
-        ids[row, : len(text) - 1] = torch.tensor(text[:-1])
+        ids[row, : len(text) - 1] = ids.new_tensor(text[:-1])
         mask[row, : len(text) - 1] = 1
     starts = [len(text) - 1 - tail for text, tail in zip(texts, tails, strict=True)]
     first = min(starts)
@@ -112,11 +112,11 @@ def drop(
         Of each continuation the logits [its tokens, vocabulary].
     """
     longest, steps = max(map(len, prompts)), max(map(len, continuations))
-    ids = torch.zeros(len(prompts), longest + steps - 1, dtype=torch.long)
+    ids = torch.zeros(len(prompts), longest + steps - 1, dtype=torch.long, device="cpu")
     mask = torch.zeros_like(ids)
     for row, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
         stop = longest + len(continuation) - 1
-        ids[row, longest - len(prompt) : stop] = torch.tensor(prompt + continuation[:-1])
+        ids[row, longest - len(prompt) : stop] = ids.new_tensor(prompt + continuation[:-1])
         mask[row, longest - len(prompt) : stop] = 1
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     lengths = list(map(len, prompts))

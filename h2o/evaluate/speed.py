@@ -115,6 +115,8 @@ class Contender:
         import torch
         from transformers import GenerationConfig
 
+        from h2o.hf.new_cache import new_cache
+
         device = self.model.device
         count = self.tokens + 1
         config = GenerationConfig(
@@ -123,7 +125,8 @@ class Contender:
         streamer = TokenTimes(torch.get_device_module(device).synchronize)
         gc.collect()
         try:
-            cache = self.new_cache()
+            policy = None if self.setting.variant == "full" else self.setting.config
+            cache = new_cache(self.model, policy, self.ids.shape[1])
             self.model.generate(
                 self.ids,
                 attention_mask=torch.ones_like(self.ids),
@@ -142,18 +145,6 @@ class Contender:
         self.prefill.append(first - start)
         self.token.append((last - first) / self.tokens)
         self.bytes_held = bytes_held(cache)
-
-    def new_cache(self) -> Any:
-        """An empty one, after telling the model which attention goes with it."""
-        from transformers import DynamicCache
-
-        from h2o.hf.cache import H2OCache
-
-        full = self.setting.variant == "full"
-        self.model.set_attn_implementation("sdpa" if full else "h2o")
-        if full:
-            return DynamicCache(config=self.model.config)
-        return H2OCache(self.model.config, self.setting.config)
 
     def measured(self, full: Contender) -> Measurement:
         """Its figures, beside those of the full cache."""
@@ -180,7 +171,8 @@ def measure(request: Request, say: Callable[[str], None]) -> Result:
     """
     import torch
 
-    device = usable_device(request.device)
+    models.need_transformers()
+    device = models.torch_device(request.device)
     model, tokenizer = models.load(request.model, dtype=request.dtype, say=say)
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(request.prompts) + request.tokens + 1
@@ -224,28 +216,14 @@ def take_turns(contenders: list[Contender], rounds: int, say: Callable[[str], No
             contender.run()
 
 
-def usable_device(name: str) -> Any:
-    """torch.device of a name. Raises: UserError where torch does not know it or has none here."""
-    models.need_transformers()
-    import torch
-
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device).add_(1)
-        torch.get_device_module(device).synchronize()
-    except (RuntimeError, AssertionError, AttributeError, NotImplementedError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--device {name}: torch finds no such device here ({reason})") from error
-    return device
-
-
 def prompt_ids(tokenizer: Any, tokens: int) -> Any:
     """[1, tokens]: the document that h2o ships, repeated as often as needed."""
     import torch
 
     document = importlib.resources.files("h2o").joinpath("data/lighthouse.txt")
     ids = tokenizer(document.read_text("utf-8")).input_ids
-    return torch.tensor([(ids * (tokens // len(ids) + 1))[:tokens]])
+    repeated = (ids * (tokens // len(ids) + 1))[:tokens]
+    return torch.tensor([repeated], dtype=torch.long, device="cpu")
 
 
 def bytes_held(cache: Any) -> int:

@@ -34,7 +34,7 @@ class CompileableLayer(H2OLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         register()
-        self._columns = torch.tensor(0)
+        self._columns = torch.tensor(0, dtype=torch.int64, device="cpu")
         super().__init__(*args, **kwargs)
 
     @property

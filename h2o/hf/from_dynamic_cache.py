@@ -103,7 +103,9 @@ def _mask(attention_mask: Any, B: int, n: int) -> Tensor | None:
     """[B, n] bool, or None."""
     if attention_mask is None:
         return None
-    mask = torch.as_tensor(attention_mask)
+    mask = attention_mask
+    if not isinstance(mask, Tensor):
+        mask = torch.as_tensor(mask, device="cpu")
     if mask.shape != (B, n):
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}, wanted [{B}, {n}]: a row for each of "

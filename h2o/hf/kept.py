@@ -148,7 +148,7 @@ class Kept(NamedTuple):
         """float32 [G, highest position + 1] on the CPU, NaN where nothing is held."""
         positions, scores = self.positions[row].cpu(), self.scores[row].cpu()
         n = int(positions.max()) + 1 if positions.numel() else 0
-        matrix = torch.full((len(positions), n + 1), torch.nan)
+        matrix = scores.new_full((len(positions), n + 1), torch.nan)
         matrix.scatter_(1, positions % (n + 1), scores)  # what is empty goes to the last column
         return matrix[:, :n]
 
@@ -158,11 +158,11 @@ class Kept(NamedTuple):
         """The text of each token of a row."""
         from h2o.draw import pieces
 
-        ids = torch.as_tensor(input_ids)
+        ids = torch.as_tensor(input_ids, device="cpu")
         ids = ids if ids.ndim == 1 else ids[row]
         if attention_mask is not None:
-            mask = torch.as_tensor(attention_mask)
-            mask = (mask if mask.ndim == 1 else mask[row]).bool().to(ids.device)
+            mask = torch.as_tensor(attention_mask, device="cpu")
+            mask = (mask if mask.ndim == 1 else mask[row]).bool()
             if len(mask) > len(ids):
                 raise ValueError(
                     f"attention_mask has {len(mask)} columns, more than the {len(ids)} of input_ids"

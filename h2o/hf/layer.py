@@ -244,7 +244,8 @@ class H2OLayer(LayerContents):
             kv_dtype=self.config.kv_dtype,
             merge=self.config.merge is not None,
         )
-        slots.budget.copy_(torch.tensor(by_row, dtype=torch.int32).squeeze(1))
+        budget = torch.tensor(by_row, dtype=torch.int32, device="cpu")
+        slots.budget.copy_(budget.squeeze(1))
         return slots
 
     def _capacities(self, widest: list[int], tokens: int) -> list[int]:

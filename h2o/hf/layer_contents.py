@@ -152,13 +152,13 @@ class LayerContents(CacheLayerMixin):
     def kept(self) -> Kept:
         """What is held: see `H2OCache.kept`."""
         if self.slots is None:
-            return Kept(torch.zeros(0, 0, 0, dtype=torch.int64), torch.zeros(0, 0, 0))
+            return Kept(_empty(3, torch.int64), _empty(3))
         return Kept(*slot_layout.held(self.slots, self.room.sizes, positions=-1, scores=0))
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
         if self.slots is None:
-            return torch.zeros(0, 0, 0, 0), torch.zeros(0, 0, 0, 0)
+            return _empty(4), _empty(4)
         keys, values = slot_layout.held(self.slots, self.room.sizes, keys=0, values=0)
         return dequantised(keys, self.row_size[0]), dequantised(values, self.row_size[0])
 
@@ -174,3 +174,8 @@ class LayerContents(CacheLayerMixin):
             unscored=self.unscored,
             **slot_layout.figures(self.slots, self.room.sizes, self.config.sinks),
         )
+
+
+def _empty(axes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of a layer that holds nothing yet."""
+    return torch.zeros([0] * axes, dtype=dtype, device="cpu")

@@ -93,7 +93,8 @@ class Rotary:
         ]
         if len(kinds) != 1:
             raise self._unknown(config, f"{len(kinds)} rotary embeddings")
-        self.module = kinds[0](text)
+        with torch.device("cpu"):
+            self.module = kinds[0](text)
         self.by_length = getattr(self.module, "rope_type", "default") in _BY_LENGTH
         self.most = text.max_position_embeddings
         self.adjacent = False  # whether pairs are elements side by side
@@ -106,15 +107,16 @@ class Rotary:
 
     def _find_pairs(self, config: Any) -> None:
         """Which elements turn together: adjacent ones, or each with the one half a row away."""
-        one = torch.ones(1, 1, dtype=torch.long)
+        one = torch.ones(1, 1, dtype=torch.long, device="cpu")
         self.width = D = self._cos_sin(one, torch.float32)[0].shape[-1]
-        row = torch.eye(1, D)[None, None]
+        row = torch.eye(1, D, dtype=torch.float32, device="cpu")[None, None]
         partners = self._applied(row, one).flatten()[1:].nonzero()[:, 0] + 1
         if partners.tolist() not in ([1], [D // 2]) or D % 2:
             raise self._unknown(config, f"element 0 turning with {partners.tolist()} of {D}")
         self.adjacent = partners.tolist() == [1] and D > 2
-        ids = torch.tensor([[0, 1, 7]])
-        row = torch.linspace(-1, 1, 3 * D).reshape(1, 1, 3, D).sin() + 1
+        ids = torch.tensor([[0, 1, 7]], dtype=torch.long, device="cpu")
+        row = torch.linspace(-1, 1, 3 * D, dtype=torch.float32, device="cpu")
+        row = row.reshape(1, 1, 3, D).sin() + 1
         expected = self.halves(self._applied(row, ids))
         if not torch.allclose(turned(self.halves(row), self._angles(ids, row.dtype)), expected):
             raise self._unknown(config, "no plain rotation")
@@ -140,7 +142,8 @@ class Rotary:
         held = 0 if self._table is None else len(self._table)
         if held < ranks or (self.by_length and held != ranks):
             P = ranks if self.by_length else max(ranks, held + held // 2, 64)
-            self._table = self._angles(torch.arange(P)[None], torch.float32)[0, 0].contiguous()
+            positions = torch.arange(P, dtype=torch.long, device="cpu")[None]
+            self._table = self._angles(positions, torch.float32)[0, 0].contiguous()
         if device is not None and self._table.device != device:
             self._table = self._table.to(device)
         return self._table

@@ -52,7 +52,7 @@ class Trace:
     def evicted_at(self) -> Tensor:
         """int32 [B, G, N]: see `h2o.H2OCache.evicted_at`."""
         if self.real is None or self.left is None:
-            return torch.zeros(0, 0, 0, dtype=torch.int32)
+            return torch.zeros(0, 0, 0, dtype=torch.int32, device="cpu")
         N = self.real.shape[1]
         position = (self.real.cumsum(1) - 1).clamp(min=0)[:, None].expand_as(self.left)
         left = self.left.gather(2, position)

@@ -77,7 +77,7 @@ class Chat:
 
     def _next(self, ids: list[int]) -> int:
         """Reads ids; the most likely next one."""
-        text = torch.tensor([ids])
+        text = torch.tensor([ids], dtype=torch.long, device=self.model.device)
         where = {"position_ids": torch.zeros_like(text)} if self.rolled else {}
         with torch.no_grad():
             out = self.model(text, past_key_values=self.cache, use_cache=True, **where)

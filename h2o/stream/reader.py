@@ -83,7 +83,7 @@ class Reader:
         if self.ended:
             return
         start = time.perf_counter()
-        text = torch.tensor([ids])
+        text = torch.tensor([ids], dtype=torch.long, device=self.model.device)
         # Ranks say where keys are, so the model may count as it likes: from 0, always.
         where = {"position_ids": torch.zeros_like(text)} if self.rolled else {}
         with torch.no_grad():
