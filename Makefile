@@ -19,7 +19,7 @@ help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 14
 
 demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of its bytes, and a sliding window
-	$(BIN)/h2o generate --compare
+	$(BIN)/h2o generate --compare --max-new-tokens 40
 
 bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks

@@ -474,19 +474,27 @@ def test_reader_that_goes_away(tiny):
     assert b"BrokenPipe" not in errors
 
 
-@pytest.mark.slow
-def test_shipped_document_with_the_default_model(capsys):
-    """What `make demo` shows: a fifth of the cache keeps the subject, a tenth of the bytes with the
-    model's profile answers as the full cache does, and a window of that fifth neither."""
+@pytest.fixture
+def default_model():
     from h2o import models
 
     try:
         models.find_weights()
     except models.UserError as error:
         pytest.skip(str(error))
-    result = generated(capsys, "--compare")
+
+
+@pytest.mark.slow
+def test_shipped_document_with_the_default_model(default_model, capsys):
+    """A fifth of the cache keeps the subject, so does a tenth of the bytes with what h2o knows of
+    the model, and a window of that fifth does not."""
+    from h2o.cli.texts import ARTICLE
+
+    file = str(ROOT.parent / "data" / ARTICLE)
+    prompt = ["--prompt", "Briefly summarize the following article.", "--prompt-file", file]
+    result = generated(capsys, *prompt, "--chat", "--compare")
     assert result["prompt_tokens"] > 2000
-    full, ours, calibrated, local = result["runs"]
+    _, ours, calibrated, local = result["runs"]
     assert calibrated["mode"] == "calibrated"
     assert calibrated["kv_bytes_held"] < 0.1 * calibrated["kv_bytes_full"]
     for run in (ours, local):
@@ -496,8 +504,18 @@ def test_shipped_document_with_the_default_model(capsys):
     for run in result["runs"]:
         subject = run is not local
         assert ("Marrow Point" in run["text"]) is subject, run["text"]
+
+
+@pytest.mark.slow
+def test_what_the_demonstration_shows(default_model, capsys):
+    """A tenth of the bytes with what h2o knows of the model answers as the full cache does, a fifth
+    of the keys still knows what this is, and the newest fifth has not seen it."""
+    result = generated(capsys, "--compare", "--max-new-tokens", "40")
+    full, _, calibrated, local = result["runs"]
     for run in (full, calibrated):
         assert "headland of dark slate on the eastern shore of Tessaly Bay" in run["text"]
+    for run in result["runs"]:
+        assert ("is a lighthouse" in run["text"]) is (run is not local), run["text"]
 
 
 # ---- Streams, texts and numbers that are not what they should be --------------------------------
