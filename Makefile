@@ -205,7 +205,8 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 
 # In 16 bits a prompt by the tensor cores and the same by steps differ in the last one.
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py \
-	tests/torch/test_merge.py tests/torch/test_rolled.py tests/torch/test_heads.py
+	tests/torch/test_merge.py tests/torch/test_rolled.py tests/torch/test_heads.py \
+	tests/torch/test_precision.py
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 	@$(TOGETHER) build/cuda-ucontext/test_shim CUDA=build/cuda-ucontext CFLAGS="-O1 -DSHIM_UCONTEXT"
 	@$(TOGETHER) $(CUDA)/test_shim $(CUDA)/test_cuda $(CUDA)/lib

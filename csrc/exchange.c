@@ -21,7 +21,15 @@
 
 #include "exchange.h"
 
-int h2o_exchange_init(void) { return PyArray_ImportNumPyAPI(); }
+int h2o_exchange_init(h2o_exchange *exchange) {
+    if (PyArray_ImportNumPyAPI() < 0) return -1;
+    exchange->names.table = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
+    exchange->names.dlpack = PyUnicode_InternFromString("__dlpack__");
+    exchange->names.max_version = PyUnicode_InternFromString("max_version");
+    exchange->names.stream = PyUnicode_InternFromString("stream");
+    exchange->names.version = Py_BuildValue("(ii)", DL_MAJOR, DL_MINOR);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
 
 int h2o_exchange_traverse(h2o_exchange *exchange, visitproc visit, void *arg) {
     for (int i = 0; i < H2O_PRODUCERS; i++) {
@@ -34,6 +42,11 @@ void h2o_exchange_clear(h2o_exchange *exchange) {
     for (int i = 0; i < H2O_PRODUCERS; i++) {
         Py_CLEAR(exchange->producers[i].type);
     }
+    Py_CLEAR(exchange->names.table);
+    Py_CLEAR(exchange->names.dlpack);
+    Py_CLEAR(exchange->names.max_version);
+    Py_CLEAR(exchange->names.stream);
+    Py_CLEAR(exchange->names.version);
 }
 
 #ifdef Py_GIL_DISABLED
@@ -273,17 +286,18 @@ static void explain_refusal(const h2o_borrowed_view *entry) {
 }
 
 /* Producers from before DLPack 1.0 do not know max_version. */
-static PyObject *call_dunder(PyObject *method, PyObject *stream) {
+static PyObject *call_dunder(const h2o_exchange *exchange, PyObject *method, PyObject *stream) {
     PyObject *arguments = PyTuple_New(0);
-    PyObject *keywords = Py_BuildValue("{s(ii)}", "max_version", DL_MAJOR, DL_MINOR);
+    PyObject *keywords = PyDict_New();
     PyObject *capsule = NULL;
     const bool named = stream != NULL && stream != Py_None;
     if (arguments != NULL && keywords != NULL &&
-        (!named || PyDict_SetItemString(keywords, "stream", stream) == 0)) {
+        PyDict_SetItem(keywords, exchange->names.max_version, exchange->names.version) == 0 &&
+        (!named || PyDict_SetItem(keywords, exchange->names.stream, stream) == 0)) {
         capsule = PyObject_Call(method, arguments, keywords);
         if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
-            PyDict_DelItemString(keywords, "max_version");
+            PyDict_DelItem(keywords, exchange->names.max_version);
             capsule = PyObject_Call(method, arguments, keywords);
         }
     }
@@ -292,8 +306,8 @@ static PyObject *call_dunder(PyObject *method, PyObject *stream) {
     return capsule;
 }
 
-static int borrow_dunder(h2o_borrowed_view *entry, PyObject *stream) {
-    PyObject *method = PyObject_GetAttrString(entry->object, "__dlpack__");
+static int borrow_dunder(const h2o_exchange *exchange, h2o_borrowed_view *entry, PyObject *stream) {
+    PyObject *method = PyObject_GetAttr(entry->object, exchange->names.dlpack);
     if (method == NULL) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();
@@ -304,7 +318,7 @@ static int borrow_dunder(h2o_borrowed_view *entry, PyObject *stream) {
         }
         return -1;
     }
-    PyObject *capsule = call_dunder(method, stream);
+    PyObject *capsule = call_dunder(exchange, method, stream);
     Py_DECREF(method);
     if (capsule == NULL) {
         explain_refusal(entry);
@@ -326,8 +340,9 @@ static int borrow_from_table(h2o_borrowed_view *entry) {
 
 /* Finds the newest table of the major version that we know; NULL where the type
  * has none. Returns -1 where asking for it failed. */
-static int usable_table(PyTypeObject *type, const dl_exchange_api **api) {
-    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+static int usable_table(const h2o_exchange *exchange, PyTypeObject *type,
+                        const dl_exchange_api **api) {
+    PyObject *capsule = PyObject_GetAttr((PyObject *)type, exchange->names.table);
     const dl_exchange_header *header = NULL;
     *api = NULL;
     if (capsule == NULL) {
@@ -376,7 +391,7 @@ static void remember(h2o_exchange *exchange, PyTypeObject *type, const dl_exchan
 static int find_table(h2o_exchange *exchange, PyTypeObject *type, const dl_exchange_api **api) {
     *api = recall(exchange, type);
     if (*api != NULL) return 0;
-    if (usable_table(type, api) < 0) return -1;
+    if (usable_table(exchange, type, api) < 0) return -1;
     if (*api != NULL) {
         remember(exchange, type, *api);
     }
@@ -395,7 +410,7 @@ int h2o_borrow(h2o_exchange *exchange, h2o_borrowed *borrowed) {
         if (find_table(exchange, Py_TYPE(entry->object), &entry->api) < 0) return -1;
         if (entry->api != NULL) {
             entry->route = H2O_VIA_TABLE;
-        } else if (borrow_dunder(entry, borrowed->stream) < 0) {
+        } else if (borrow_dunder(exchange, entry, borrowed->stream) < 0) {
             return -1;
         }
     }

@@ -31,6 +31,10 @@ typedef struct {
         const dl_exchange_api *api;
     } producers[H2O_PRODUCERS];
     int next; /* which to forget when a new one comes */
+    struct {  /* what producers are asked for and given, made once; strings are interned */
+        PyObject *table, *dlpack, *max_version, *stream;
+        PyObject *version; /* (major, minor) */
+    } names;
 } h2o_exchange;
 
 /* The name of an object's type, for messages: the limited API does not show tp_name. */
@@ -39,8 +43,8 @@ typedef struct {
 } h2o_name;
 h2o_name h2o_type_name(PyObject *object) __attribute__((cold));
 
-/* Loads NumPy's C API; 0, or -1 and a Python exception. */
-int h2o_exchange_init(void);
+/* Loads NumPy's C API and makes the names; 0, or -1 and a Python exception. */
+int h2o_exchange_init(h2o_exchange *exchange);
 int h2o_exchange_traverse(h2o_exchange *exchange, visitproc visit, void *arg);
 void h2o_exchange_clear(h2o_exchange *exchange);
 

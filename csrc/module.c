@@ -311,7 +311,8 @@ static int add_operations(PyObject *module) {
 
 static int execute_module(PyObject *module) {
     h2o_error error;
-    if (h2o_exchange_init() < 0 || intern_names(PyModule_GetState(module)) < 0) return -1;
+    module_state *const state = PyModule_GetState(module);
+    if (h2o_exchange_init(&state->exchange) < 0 || intern_names(state) < 0) return -1;
     if (h2o_init(&error) != H2O_OK) return raise_error(&error);
     return add_operations(module);
 }

@@ -1,4 +1,4 @@
-/* target.h - lets the headers that the host's compiler and a device's share be compiled for both. */
+/* target.h - lets headers be compiled for the host and for a device. */
 #ifndef H2O_TARGET_H
 #define H2O_TARGET_H
 

@@ -106,7 +106,9 @@ def attend(
         and over the R query heads of its group of decay^(n-1-i) * p(i, j).
 
     Memory is O(Q + S) beyond the outputs; no Q x S matrix is made. A value that is not
-    finite shows in the outputs of the tokens that see it, and in no other.
+    finite shows in the outputs of the tokens that see it, and in no other: an infinite one
+    is infinite there, but may be NaN where its weight is too small for a float32 (a logit
+    some 87 below the row's highest), since 0 times infinity is NaN.
     """
     sizes, key_sizes = four_sizes(query), four_sizes(keys)
     if sizes is not None and key_sizes is not None:

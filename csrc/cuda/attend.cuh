@@ -4,7 +4,8 @@
  * Three kernels in this order, each instantiated for head dimensions up to 64, 128 and 256:
  *
  *   prepare   columns of each row's tokens, and the decay weights of the queries
- *   forward   outputs [B,Q,H,D] and logsumexps: forward.cuh, or matrix_forward.cuh
+ *   forward   outputs [B,Q,H,D], row max and factor of each query: forward.cuh, or
+ *             matrix_forward.cuh
  *   sums      scores of keys from column sums: sums.cuh, or matrix_sums.cuh
  *
  * The matrix_ variants use tensor cores, which want all of queries, keys and values in the same

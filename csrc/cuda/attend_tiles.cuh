@@ -27,8 +27,9 @@ typedef struct {
     int64_t b, g, slots; /* slots: 0 where nothing is stored */
     slot_store store;
     int64_t tokens;
-    const int32_t *columns;    /* [tokens] */
-    const float *decays, *lse; /* [tokens], [H][Q]; see attend_layout */
+    const int32_t *columns;   /* [tokens] */
+    const float *decays;      /* [tokens] */
+    float *row_max, *factors; /* [H][Q]: forward writes them, sums reads them; see attend_layout */
 } attend_item;
 
 DEVICE attend_item open_attend(const h2o_attend_params *p, char *workspace, int64_t b, int64_t g) {
@@ -40,7 +41,8 @@ DEVICE attend_item open_attend(const h2o_attend_params *p, char *workspace, int6
     item.tokens = ((const int32_t *)(workspace + at.tokens))[b];
     item.columns = (const int32_t *)(workspace + at.columns) + b * p->dims.Q;
     item.decays = (const float *)(workspace + at.decays) + b * p->dims.Q;
-    item.lse = (const float *)(workspace + at.lse) + b * p->dims.H * p->dims.Q;
+    item.row_max = (float *)(workspace + at.row_max) + b * p->dims.H * p->dims.Q;
+    item.factors = (float *)(workspace + at.factors) + b * p->dims.H * p->dims.Q;
     if (p->has_slots) {
         const h2o_head head = read_extent(&p->slots, g);
         item.slots = head.slots;
@@ -66,6 +68,15 @@ DEVICE bool load_bias(const attend_item *item, bool stored, int64_t first, int c
         biases[threadIdx.x] = bias;
     }
     return block_any(any);
+}
+
+/* Of a query's softmax, what the sums need: they take exp(logit - row max) * factor. Row max and
+ * row sum stay apart, since large logits would swallow the logarithm of the sum. */
+DEVICE void write_softmax(const attend_item *item, int64_t h, int64_t token, float row_max,
+                          float row_sum) {
+    const int64_t at = h * item->p->dims.Q + token;
+    item->row_max[at] = row_max;
+    item->factors[at] = item->decays[token] / row_sum;
 }
 
 /* ---- Outputs and scores ----------------------------------------------------- */

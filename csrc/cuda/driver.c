@@ -1,5 +1,8 @@
-/* driver.c - NVIDIA's driver, opened at run time: see driver.h. Types and entries as cuda.h of CUDA 13 declares them; the names behind
- * which the library keeps later versions of an entry end in _v2. */
+/* driver.c - calls of NVIDIA's driver API through dlopen: opens the library, keeps primary
+ * contexts, loads the kernels once for each context, queues memsets and launches.
+ *
+ * Types and entries are as cuda.h of CUDA 13 declares them; the names behind which the library
+ * keeps later versions of an entry end in _v2. */
 #include "driver.h"
 
 #include <dlfcn.h>
@@ -168,9 +171,9 @@ int cuda_take_image(const void *bytes, size_t size, h2o_error *error) {
 /* ---- Contexts ------------------------------------------------------------ */
 
 static cuda_loaded *find_loaded(unsigned long long context) {
-    cuda_loaded *found = atomic_load_explicit(&all_loaded, memory_order_acquire);
-    while (found != NULL && found->context != context) found = found->next;
-    return found;
+    cuda_loaded *loaded = atomic_load_explicit(&all_loaded, memory_order_acquire);
+    while (loaded != NULL && loaded->context != context) loaded = loaded->next;
+    return loaded;
 }
 
 /* Each kernel may use all the shared memory that a block of the device can have, and is there
@@ -234,21 +237,21 @@ static int load_kernels(unsigned long long context, h2o_error *error) {
     return H2O_OK;
 }
 
-static int require_kernels(cuda_stay *stay, h2o_error *error) {
+static int require_kernels(cuda_scope *scope, h2o_error *error) {
     unsigned long long id;
     int status = H2O_OK;
     TRY(cuCtxGetId, "", NULL, &id);
-    stay->kernels = find_loaded(id);
-    if (stay->kernels != NULL) return H2O_OK;
+    scope->kernels = find_loaded(id);
+    if (scope->kernels != NULL) return H2O_OK;
     pthread_mutex_lock(&lock);
     if (find_loaded(id) == NULL) status = load_kernels(id, error);
     pthread_mutex_unlock(&lock);
-    stay->kernels = find_loaded(id);
+    scope->kernels = find_loaded(id);
     return status;
 }
 
 /* The device's primary context, which torch and the CUDA runtime use, current from here on. */
-static int push_primary(int ordinal, CUdevice device, cuda_stay *stay, h2o_error *error) {
+static int push_primary(int ordinal, CUdevice device, cuda_scope *scope, h2o_error *error) {
     CUcontext context = NULL;
     if (ordinal >= MOST_DEVICES) {
         return h2o_fail(error, H2O_EBACKEND, "CUDA device %d: h2o serves the first %d", ordinal,
@@ -260,28 +263,28 @@ static int push_primary(int ordinal, CUdevice device, cuda_stay *stay, h2o_error
         atomic_store_explicit(&primary[ordinal], context, memory_order_release);
     }
     TRY(cuCtxPushCurrent_v2, "", context);
-    stay->pushed = true;
+    scope->pushed = true;
     return H2O_OK;
 }
 
-int cuda_enter(int ordinal, cuda_stay *stay, h2o_error *error) {
+int cuda_enter(int ordinal, cuda_scope *scope, h2o_error *error) {
     CUcontext context = NULL;
     CUdevice device, current = -1;
-    *stay = (cuda_stay){0};
+    *scope = (cuda_scope){0};
     int status = require_library(error);
     if (status != H2O_OK) return status;
     TRY(cuDeviceGet, "", &device, ordinal);
     TRY(cuCtxGetCurrent, "", &context);
     if (context != NULL) TRY(cuCtxGetDevice, "", &current);
-    if (context == NULL || current != device) status = push_primary(ordinal, device, stay, error);
-    if (status == H2O_OK) status = require_kernels(stay, error);
-    if (status != H2O_OK) cuda_leave(stay);
+    if (context == NULL || current != device) status = push_primary(ordinal, device, scope, error);
+    if (status == H2O_OK) status = require_kernels(scope, error);
+    if (status != H2O_OK) cuda_leave(scope);
     return status;
 }
 
-void cuda_leave(const cuda_stay *stay) {
+void cuda_leave(const cuda_scope *scope) {
     CUcontext context;
-    if (stay->pushed) cuCtxPopCurrent_v2(&context);
+    if (scope->pushed) cuCtxPopCurrent_v2(&context);
 }
 
 /* ---- Work ---------------------------------------------------------------- */
@@ -291,9 +294,9 @@ int cuda_clear(void *memory, size_t bytes, void *stream, h2o_error *error) {
     return H2O_OK;
 }
 
-int cuda_start(const cuda_stay *stay, const cuda_launch *launch, void *workspace, void *stream,
+int cuda_start(const cuda_scope *scope, const cuda_launch *launch, void *workspace, void *stream,
                h2o_error *error) {
-    const cuda_loaded *const from = stay->kernels;
+    const cuda_loaded *const from = scope->kernels;
     void *params[] = {(void *)(uintptr_t)launch->params, &workspace};
     unsigned i = 0;
     while (i < from->count && strcmp(from->names[i], launch->kernel) != 0) i++;

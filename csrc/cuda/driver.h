@@ -2,7 +2,7 @@
  * opened when a call first needs it.
  *
  * What outlives a call: the library, the image of the kernels, for each device the primary context
- * if it was ever needed, and for each context the kernels that were found in it. All are made once
+ * if it was ever needed, and for each context the kernels loaded into it. All are made once
  * and never given back. */
 #ifndef H2O_CUDA_DRIVER_H
 #define H2O_CUDA_DRIVER_H
@@ -22,19 +22,19 @@ int cuda_describe(int device, h2o_device_facts *facts, h2o_error *error); /* com
 /* Copies the file of kernels, unless there is one already. */
 int cuda_take_image(const void *image, size_t size, h2o_error *error);
 
-/* A stay in a context of a device, where the kernels are loaded. It is the thread's current context
- * if that is of this device, else the primary one until cuda_leave. */
+/* A device's context made current, with its kernels: the thread's current context if that is of
+ * this device, else the primary one until cuda_leave. */
 typedef struct {
     const struct cuda_loaded *kernels;
     bool pushed;
-} cuda_stay;
+} cuda_scope;
 
-int cuda_enter(int device, cuda_stay *stay, h2o_error *error);
-void cuda_leave(const cuda_stay *stay);
+int cuda_enter(int device, cuda_scope *scope, h2o_error *error);
+void cuda_leave(const cuda_scope *scope);
 
 /* Both are queued on the stream and wait for nothing. */
 int cuda_clear(void *memory, size_t bytes, void *stream, h2o_error *error);
-int cuda_start(const cuda_stay *stay, const cuda_launch *launch, void *workspace, void *stream,
+int cuda_start(const cuda_scope *scope, const cuda_launch *launch, void *workspace, void *stream,
                h2o_error *error);
 
 #endif

@@ -1,4 +1,4 @@
-/* forward.cuh - outputs [B,Q,H,D] of attend, and the logsumexp of each query's logits [B,H,Q].
+/* forward.cuh - outputs [B,Q,H,D] of attend, and row max and factor of each query [B,H,Q].
  *
  * FlashAttention with an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). A block
  * has ATTEND_TILE queries of one head and goes through the keys they see, a tile at a time:
@@ -8,8 +8,8 @@
  *      exp(old m - m);
  *   3. O += P V, with P in shared memory.
  *
- * At the end the outputs are O / l and the logsumexp m + log l, from which sums.cuh computes
- * column softmax. matrix_forward.cuh does the same with tensor cores. */
+ * At the end the outputs are O / l; from m and the factor decay weight / l sums.cuh computes the
+ * column sums. matrix_forward.cuh does the same with tensor cores. */
 #ifndef H2O_CUDA_FORWARD_CUH
 #define H2O_CUDA_FORWARD_CUH
 
@@ -98,9 +98,9 @@ DEVICE void forward_tile(const attend_item *item, bool stored, int64_t first, in
     sync_block();
 }
 
-/* O / l and m + log l. */
+/* O / l, m and the factor. */
 template <int DEPTH>
-DEVICE void write_outputs(const attend_item *item, int64_t h, int64_t query, float *lse,
+DEVICE void write_outputs(const attend_item *item, int64_t h, int64_t query,
                           const running_softmax<DEPTH> *softmax) {
     const h2o_attend_params *const p = item->p;
     const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
@@ -116,7 +116,7 @@ DEVICE void write_outputs(const attend_item *item, int64_t h, int64_t query, flo
             const float x = softmax->output[i][k] * inverse;
             if (d < p->dims.D) set_element(out, d, x);
         }
-        if (column == 0) lse[token] = softmax->row_max[i] + logf(row_sum);
+        if (column == 0) write_softmax(item, h, token, softmax->row_max[i], row_sum);
     }
 }
 
@@ -141,8 +141,7 @@ DEVICE void forward_block(const h2o_attend_params *p, char *workspace, unsigned 
     for (int64_t i = 0; i < lower(query + ATTEND_TILE, item.tokens); i += ATTEND_TILE) {
         forward_tile<DEPTH>(&item, false, i, query, buffer, &softmax);
     }
-    float *const lse = (float *)item.lse + h * p->dims.Q;
-    write_outputs<DEPTH>(&item, h, query, lse, &softmax);
+    write_outputs<DEPTH>(&item, h, query, &softmax);
 }
 
 #endif

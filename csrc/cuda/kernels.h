@@ -96,7 +96,8 @@ typedef struct {
     size_t tokens;     /* [B] i32: ... of which the first so many are attended to in this call */
     size_t columns;    /* [B][Q] i32: where each token of a row stands on axis Q */
     size_t decays;     /* [B][Q] f32: decay weight of a query, decay^(number of later queries) */
-    size_t lse;        /* [B][H][Q] f32: logsumexp of a query's logits */
+    size_t row_max;    /* [B][H][Q] f32: of a query's logits */
+    size_t factors;    /* [B][H][Q] f32: decay weight / sum of exp(logit - row max) */
     size_t bytes;
 } attend_layout;
 
@@ -106,7 +107,8 @@ H2O_INLINE attend_layout cuda_attend_layout(const h2o_dims *d) {
     at.tokens = cuda_take(&at.bytes, d->B, sizeof(int32_t));
     at.columns = cuda_take(&at.bytes, d->B * d->Q, sizeof(int32_t));
     at.decays = cuda_take(&at.bytes, d->B * d->Q, sizeof(float));
-    at.lse = cuda_take(&at.bytes, d->B * d->H * d->Q, sizeof(float));
+    at.row_max = cuda_take(&at.bytes, d->B * d->H * d->Q, sizeof(float));
+    at.factors = cuda_take(&at.bytes, d->B * d->H * d->Q, sizeof(float));
     return at;
 }
 

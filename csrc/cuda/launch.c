@@ -11,10 +11,10 @@
 
 /* Opens the driver and loads all kernels for a device; else its first call would do so. */
 static int load(const void *image, size_t size, int32_t device, h2o_error *error) {
-    cuda_stay stay;
+    cuda_scope scope;
     int status = cuda_take_image(image, size, error);
-    if (status == H2O_OK) status = cuda_enter(device, &stay, error);
-    if (status == H2O_OK) cuda_leave(&stay);
+    if (status == H2O_OK) status = cuda_enter(device, &scope, error);
+    if (status == H2O_OK) cuda_leave(&scope);
     return status;
 }
 
@@ -49,14 +49,14 @@ static size_t workspace(h2o_operation operation, const void *params, const h2o_e
 }
 
 static int launch(const cuda_plan *plan, int32_t device, const h2o_exec *exec, h2o_error *error) {
-    cuda_stay stay;
-    int status = cuda_enter(device, &stay, error);
+    cuda_scope scope;
+    int status = cuda_enter(device, &scope, error);
     if (status != H2O_OK) return status;
     status = cuda_clear(exec->workspace, plan->cleared, exec->stream, error);
     for (int i = 0; i < plan->count && status == H2O_OK; i++) {
-        status = cuda_start(&stay, &plan->launch[i], exec->workspace, exec->stream, error);
+        status = cuda_start(&scope, &plan->launch[i], exec->workspace, exec->stream, error);
     }
-    cuda_leave(&stay);
+    cuda_leave(&scope);
     return status;
 }
 

@@ -1,4 +1,4 @@
-/* matrix_forward.cuh - forward.cuh with tensor cores: outputs [B,Q,H,D] of attend, and logsumexps.
+/* matrix_forward.cuh - forward.cuh with tensor cores.
  *
  * A block has MATRIX_ROWS queries of one head, a warp 16 of them, and goes through the tiles of
  * keys that they see:
@@ -7,8 +7,9 @@
  *   2. running row max m, P = exp(S - m) in place, row sum l, and the rescaling of O;
  *   3. O += P V, with P as 16-bit matrices, while the next tile's keys are being copied.
  *
- * A tile that the causal mask cuts, and whose values are not all finite, takes a slow way for
- * step 3, since the matrix product would turn 0 * infinity of a masked key into NaN. */
+ * The matrix product would turn 0 * infinity into NaN, where a key is masked, or has a weight that
+ * is 0 in 16 bits but not in 32. So a block whose outputs are not all numbers starts anew, and
+ * takes a slow way for step 3 of the tiles whose values are not all finite. */
 #ifndef H2O_CUDA_MATRIX_FORWARD_CUH
 #define H2O_CUDA_MATRIX_FORWARD_CUH
 
@@ -158,12 +159,15 @@ DEVICE void fetch_values(const attend_item *item, const key_tile *at,
 }
 
 /* Steps 1 to 3 for all tiles. Copies overlap with products: values with those of their keys, the
- * next tile's keys with those of the values. */
+ * next tile's keys with those of the values. nonfinite: values that are not finite take the slow
+ * way. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<DEPTH> *buffer,
-                         matrix_softmax<DEPTH> *softmax) {
+DEVICE void forward_keys(const attend_item *item, int64_t query, bool nonfinite,
+                         matrix_buffer<DEPTH> *buffer, matrix_softmax<DEPTH> *softmax) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     key_tile at = {true, 0, lower(query + MATRIX_ROWS, item->tokens)};
+    *softmax = matrix_softmax<DEPTH>{};
+    softmax->row_max[0] = softmax->row_max[1] = -INFINITY;
     bool more = fetch_keys<DEPTH>(item, &at, buffer);
     while (more) {
         float c[columns / 8][4];
@@ -180,21 +184,32 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<D
         }
         wait_copies<0>();
         sync_block(); /* the keys have been used */
-        const bool nonfinite =
-            !precedes && block_any(!finite_part<DEPTH, TYPE, columns>(buffer->columns[1]));
-        if (nonfinite) {
+        const bool slow =
+            nonfinite && block_any(!finite_part<DEPTH, TYPE, columns>(buffer->columns[1]));
+        if (slow) {
             accumulate_nonfinite<DEPTH, TYPE>(buffer, c, softmax);
             sync_block();
         }
         at.first += columns;
         more = fetch_keys<DEPTH>(item, &at, buffer);
-        if (!nonfinite) accumulate_matrix_values<DEPTH, TYPE>(buffer, c, softmax);
+        if (!slow) accumulate_matrix_values<DEPTH, TYPE>(buffer, c, softmax);
     }
 }
 
-/* O / l and m + log l. */
+/* Whether no output of a lane is NaN. */
+template <int DEPTH> DEVICE bool are_numbers(const matrix_softmax<DEPTH> *softmax) {
+    bool numbers = true;
+    UNROLL
+    for (int k = 0; k < DEPTH / 2; k++) {
+        const float x = softmax->output[k / 4][k % 4];
+        numbers = numbers && x == x;
+    }
+    return numbers;
+}
+
+/* O / l, m and the factor. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t query, float *lse,
+DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t query,
                                  const matrix_softmax<DEPTH> *softmax) {
     const h2o_attend_params *const p = item->p;
     UNROLL
@@ -210,7 +225,7 @@ DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t que
             const float x = softmax->output[k / 2][2 * i + k % 2] * inverse;
             if (d < p->dims.D) set_element(out, d, x);
         }
-        if (lane_column() == 0) lse[token] = softmax->row_max[i] + logf(row_sum);
+        if (lane_column() == 0) write_softmax(item, h, token, softmax->row_max[i], row_sum);
     }
 }
 
@@ -224,12 +239,16 @@ DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned
     const attend_item item = open_attend(p, workspace, b, h / p->dims.R);
     if (h2o_given(&p->mask)) clear_pads(p, b, h, query, MATRIX_ROWS);
     if (query >= item.tokens) return;
-    matrix_softmax<DEPTH> softmax = {};
-    softmax.row_max[0] = softmax.row_max[1] = -INFINITY;
+    matrix_softmax<DEPTH> softmax;
     fetch_matrix<DEPTH, MATRIX_ROWS>(
         buffer->rows, p->dims.D, [&](int i) { return token_row(&item, &p->query, h, query + i); });
-    forward_keys<DEPTH, TYPE>(&item, query, buffer, &softmax);
-    write_matrix_outputs<DEPTH, TYPE>(&item, h, query, (float *)item.lse + h * p->dims.Q, &softmax);
+    bool nonfinite = false;
+    do { /* a loop, so that the code is there once */
+        const bool again = nonfinite;
+        forward_keys<DEPTH, TYPE>(&item, query, again, buffer, &softmax);
+        nonfinite = !again && block_any(!are_numbers<DEPTH>(&softmax));
+    } while (nonfinite);
+    write_matrix_outputs<DEPTH, TYPE>(&item, h, query, &softmax);
 }
 
 #endif

@@ -2,13 +2,13 @@
  *
  * A block has MATRIX_ROWS keys, which stay in shared memory, a warp 16 of them, and a lane sums
  * for two. Queries come in tiles through two stages of shared memory: while one tile's logits and
- * exp(logit - logsumexp) are computed, the next one is being copied. */
+ * exponentials are computed, the next one is being copied. */
 #ifndef H2O_CUDA_MATRIX_SUMS_CUH
 #define H2O_CUDA_MATRIX_SUMS_CUH
 
 #include "matrix_tiles.cuh"
 
-/* Starts the copy of a tile of queries of one head with their decay weights and logsumexps. */
+/* Starts the copy of a tile of queries of one head with their row max and factors. */
 template <int DEPTH>
 DEVICE void fetch_queries(const attend_item *item, int64_t h, int64_t query, int stage,
                           matrix_buffer<DEPTH> *buffer) {
@@ -18,8 +18,9 @@ DEVICE void fetch_queries(const attend_item *item, int64_t h, int64_t query, int
         return token_row(item, &item->p->query, h, query + i);
     });
     if (threadIdx.x < (unsigned)columns && token < item->tokens) {
-        copy_async<4>(&buffer->decays[stage][threadIdx.x], item->decays + token);
-        copy_async<4>(&buffer->lse[stage][threadIdx.x], item->lse + h * item->p->dims.Q + token);
+        const int64_t from = h * item->p->dims.Q + token;
+        copy_async<4>(&buffer->row_max[stage][threadIdx.x], item->row_max + from);
+        copy_async<4>(&buffer->factors[stage][threadIdx.x], item->factors + from);
     }
     close_copies();
 }
@@ -36,7 +37,7 @@ DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t fir
         const int at = k / 2 * 8 + lane_column() + k % 2;
         const int64_t token = query + at;
         if (!UNMASKED && token >= item->tokens) continue;
-        const float decay = buffer->decays[stage][at], lse = buffer->lse[stage][at];
+        const float row_max = buffer->row_max[stage][at], factor = buffer->factors[stage][at];
         UNROLL
         for (int i = 0; i < 2; i++) {
             float logit = c[k / 2][2 * i + k % 2];
@@ -45,7 +46,7 @@ DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t fir
                 if (bias == INFINITY || (!stored && first + row + 8 * i > token)) continue;
                 logit += bias;
             }
-            sum[i] = fmaf(fast_exp(logit - lse), decay, sum[i]);
+            sum[i] = fmaf(fast_exp(logit - row_max), factor, sum[i]);
         }
     }
 }

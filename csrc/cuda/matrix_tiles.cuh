@@ -17,8 +17,8 @@ template <int DEPTH> struct matrix_buffer {
     uint16_t rows[MATRIX_ROWS][DEPTH + MATRIX_GAP]; /* forward: queries; sums: keys */
     /* forward: keys, and their values; sums: two stages of queries, in use and on their way */
     uint16_t columns[2][COLUMNS][DEPTH + MATRIX_GAP];
-    float bias[MATRIX_ROWS];                   /* of keys, see load_bias */
-    float decays[2][COLUMNS], lse[2][COLUMNS]; /* sums: of each stage's queries */
+    float bias[MATRIX_ROWS];                        /* of keys, see load_bias */
+    float row_max[2][COLUMNS], factors[2][COLUMNS]; /* sums: of each stage's queries */
 };
 
 DEVICE int lane_row() { return threadIdx.x % 32 / 4; }
@@ -144,10 +144,9 @@ template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, 
     UNROLL
     for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] *= scale;
     if (softcap <= 0.0f) return;
-    const float inverse = fast_reciprocal(softcap);
+    const float inverse = inverse_cap(softcap);
     UNROLL
-    for (int i = 0; i < TILES * 4; i++)
-        c[i / 4][i % 4] = softcap * fast_tanh(c[i / 4][i % 4] * inverse);
+    for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] = capped(c[i / 4][i % 4], softcap, inverse);
 }
 
 #endif

@@ -1,5 +1,9 @@
 /* plan.h - what to launch for an operation: kernels, sizes of grids and of memory. From the
- * shapes of a checked call alone; no tensor is read. */
+ * shapes of a checked call alone; no tensor is read.
+ *
+ *     attend        prepare, forward, sums
+ *     evict, step   one kernel
+ *     simulate      prepare, forward, sums, simulate */
 #ifndef H2O_CUDA_PLAN_H
 #define H2O_CUDA_PLAN_H
 

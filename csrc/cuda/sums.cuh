@@ -2,9 +2,10 @@
  * and [B,G,S] for stored ones.
  *
  * A softmax weight is known only after the last key of its row, so forward.cuh cannot add up
- * columns on its way. This second pass computes the logits again, with each query's logsumexp:
+ * columns on its way. This second pass computes the logits again:
  *
- *     sum of key j = sum over queries i of decay weight(i) * exp(logit(i, j) - logsumexp(i))
+ *     sum of key j = sum over queries i of exp(logit(i, j) - row max(i)) * factor(i)
+ *     factor(i) = decay weight(i) / row sum(i)
  *
  * A block has ATTEND_TILE keys, which stay in shared memory, and loads one tile of the queries
  * that see them after the other, of all R heads of the group. No other block adds to these sums:
@@ -28,13 +29,14 @@ DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first,
     for (int j = 0; j < THREAD_COLUMNS; j++) {
         const int64_t token = query + column + j * ROW_THREADS;
         if (token >= item->tokens) continue;
-        const float decay = item->decays[token], lse = item->lse[h * p->dims.Q + token];
+        const int64_t at = h * p->dims.Q + token;
+        const float row_max = item->row_max[at], factor = item->factors[at];
         UNROLL
         for (int i = 0; i < THREAD_ROWS; i++) {
             const float bias = buffer->bias[row + i];
             if (bias == INFINITY || (!stored && first + row + i > token)) continue;
             const float logit = logit_of(dots[i][j], p->scale, p->softcap, bias);
-            sum[i] = fmaf(fast_exp(logit - lse), decay, sum[i]);
+            sum[i] = fmaf(fast_exp(logit - row_max), factor, sum[i]);
         }
     }
 }

@@ -39,11 +39,13 @@ class Case:
     own: bool = False
     """heads with numbers of slots of their own"""
     pads: bool = False
+    softcap: float = 0.0
 
     @property
     def name(self) -> str:
         facts = [str(self.dtype).removeprefix("torch."), f"D = {self.D}"]
         facts += [self.kv_dtype] if self.kv_dtype else []
+        facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
         flags = ("value_weighted", "merge", "own", "pads")
         return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
 
@@ -54,6 +56,8 @@ CASES = (
     Case(128, torch.bfloat16, value_weighted=True, own=True),
     Case(256, torch.bfloat16, kv_dtype="int8-int4"),
     Case(64, torch.bfloat16, merge=0.3),
+    Case(64, torch.bfloat16, softcap=2.0),
+    Case(64, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
 )
 
 B, G, R, PROMPT, CHUNK, STEPS = 2, 2, 2, 40, 9, 3
@@ -118,7 +122,7 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
     mask = torch.ones(B, total, dtype=torch.bool, device=device)
     if case.pads:
         mask[1, :7] = False
-    scale, softcap, decay = D**-0.5, 0.0, 0.97
+    scale, softcap, decay = D**-0.5, case.softcap, 0.97
     policy = Policy(SINKS, decay=decay, value_weighted=case.value_weighted, merge=case.merge)
     capacity = SINKS + HEAVY + RECENT + 1 + max(0, CHUNK - 1)
     slots = new_slots(

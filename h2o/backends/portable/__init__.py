@@ -9,6 +9,10 @@ Which keys are kept is decided in the order of `csrc/policy.h` (`ranking`), and 
 merged into them (`merging`). Scores and logits are float32, memory is O(n): no matrix of queries
 and keys is ever whole.
 
+A value that is infinite is so in the answers of `attend` and `simulate` whatever its weight; in
+those of `step` it is NaN instead where the weight is 0 in the numbers that are multiplied, which
+are 16-bit floats on a GPU whose slots hold them.
+
 Empty slots must hold finite values (as `new_slots` and all operations here leave them): they are
 multiplied by 0.
 

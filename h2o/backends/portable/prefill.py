@@ -23,10 +23,12 @@ FEWEST = 8
 class Stored(NamedTuple):
     """What the slots hold, as queries see it."""
 
-    store: Store
     keys: Tensor
     """[B, G or 1, S, D]"""
     values: Tensor
+    """[B, G or 1, S, D], 0 for what is not finite"""
+    beyond: Tensor
+    """[B, G, 1, D], the sums of what is not"""
     held: Tensor
     """[B, G, S] bool"""
     bias: Tensor | None
@@ -63,9 +65,9 @@ def attend(
         D = query.shape[-1]
         stored_values = store.rows("values", D)
         empty = ~(held if store.first is None else held.any(1, keepdim=True))
-        stored_values = stored_values.masked_fill(empty[..., None], 0)
+        finite, beyond = store.split(stored_values.masked_fill(empty[..., None], 0))
         bias = None if slots.bias is None else store.by_head(slots.bias, 0)
-        stored = Stored(store, store.rows("keys", D).float(), stored_values, held, bias)
+        stored = Stored(store.rows("keys", D).float(), finite, beyond, held, bias)
     new, old = dense(query, keys, values, real, stored, weights, scale, softcap, out)
     scores.copy_(new)
     if store is not None:
@@ -155,7 +157,7 @@ def dense(
             p.unflatten(2, (R, n)).masked_fill_(~real[:, None, None, start:stop, None], 0)
         answer = products(p[..., S:], values[:, :, :stop])
         if stored is not None:
-            answer += stored.store.answers(p[..., :S], stored.values)
+            answer += products(p[..., :S], stored.values) + stored.beyond
         answer = answer.unflatten(2, (R, n)) + beyond[:, :, :, start:stop]
         if real is not None:
             answer = answer.masked_fill(~real[:, None, None, start:stop, None], 0)

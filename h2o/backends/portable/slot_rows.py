@@ -77,10 +77,18 @@ class Store:
         """
         if self.first is None:
             return products(p, values)
+        finite, beyond = self.split(values)
+        return products(p, finite) + beyond
+
+    def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values [B, G or 1, S, D] with 0 for what is not finite, and its sums by head
+        [B, G, 1, D]."""
         finite = values.nan_to_num(0.0, 0.0, 0.0)
-        beyond = (values - finite)[:, 0]  # [B, T, D]: 0 where it is finite
-        own = beyond.new_zeros(*p.shape[:2], values.shape[-1]).index_add_(1, self.head, beyond)
-        return products(p, finite) + own[:, :, None]
+        beyond = values - finite  # 0 where it is finite
+        if self.first is None:
+            return finite, beyond.sum(2, keepdim=True)
+        own = beyond.new_zeros(len(values), len(self.first), values.shape[-1])
+        return finite, own.index_add_(1, self.head, beyond[:, 0])[:, :, None]
 
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
         """As `answers`, of the values that the slots hold.

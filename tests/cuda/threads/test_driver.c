@@ -18,18 +18,18 @@ static void launch_once(int device) {
     static const int params = 0;
     const cuda_launch launch = {"h2o_cuda_second", &params, sizeof params, {1, 1, 1}, 32, 0};
     h2o_error error = {0};
-    cuda_stay stay;
-    int status = cuda_enter(device, &stay, &error);
+    cuda_scope scope;
+    int status = cuda_enter(device, &scope, &error);
     if (status != H2O_OK) { /* once on the last device; the next call tries again */
         CHECK(device == DEVICES - 1 && status == H2O_EMEMORY);
         CHECK(strstr(error.text, "cuModuleLoadData: CUDA error 2") != NULL);
         atomic_fetch_add(&refused, 1);
-        status = cuda_enter(device, &stay, &error);
+        status = cuda_enter(device, &scope, &error);
     }
-    CHECK(status == H2O_OK && stay.kernels != NULL);
+    CHECK(status == H2O_OK && scope.kernels != NULL);
     CHECK(cuda_clear((void *)&params, 16, NULL, &error) == H2O_OK);
-    CHECK(cuda_start(&stay, &launch, NULL, NULL, &error) == H2O_OK);
-    cuda_leave(&stay);
+    CHECK(cuda_start(&scope, &launch, NULL, NULL, &error) == H2O_OK);
+    cuda_leave(&scope);
 }
 
 static void *work(void *argument) {
