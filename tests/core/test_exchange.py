@@ -341,6 +341,31 @@ def test_a_capsule_is_no_tensor(refused):
     refused(call.put("query", capsule), TypeError, "^query: a PyCapsule is no tensor")
 
 
+def test_producers_are_asked_for_interned_names():
+    """Made once: of a library without a table each tensor of each call is asked for both."""
+    asked = []
+
+    class Asked(type):
+        def __getattribute__(cls, name):
+            asked.append(name)
+            return super().__getattribute__(name)
+
+    class Recording(Producer, metaclass=Asked):
+        def __getattribute__(self, name):
+            asked.append(name)
+            return super().__getattribute__(name)
+
+    call, producers = behind(make("attend"), Recording)
+    asked.clear()
+    call.run()
+    names = [name for name in asked if name.startswith("__dlpack")]
+    assert names.count("__dlpack__") == names.count("__dlpack_c_exchange_api__") >= 3
+    assert all(name is sys.intern(name) for name in names)
+    keywords = [key for producer in producers.values() for call in producer.calls for key in call]
+    assert keywords.count("max_version") >= 3
+    assert all(key is sys.intern(key) for key in keywords)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("way", ["numpy", "dunder", "table"])
 def test_no_reference_is_kept_or_lost(name, way):

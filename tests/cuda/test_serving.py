@@ -226,6 +226,7 @@ FORGOTTEN = {
     "scale": ("step", 6, lambda scale: 0.5),
     "sinks": ("evict", 5, lambda policy: policy._replace(sinks=0)),
     "mask": ("attend", 3, lambda mask: None),
+    "softcap": ("attend", 7, lambda softcap: 0.0),
 }
 
 
