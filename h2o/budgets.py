@@ -1,4 +1,5 @@
-"""Amounts of keys as users give them: checked, and spread over layers and heads.
+"""Budgets as users give them (tokens, or fractions of the prompt): checked, and spread over layers
+and heads.
 
 Plain numbers, no torch.
 """

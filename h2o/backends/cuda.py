@@ -1,8 +1,9 @@
 """CUDA devices: the C core's kernels for them, where this build has them and a driver is there.
 
-A call is measured (checked, and asked what workspace it wants), gets its workspace from torch, and
-is queued on torch's current stream: nothing waits for the device. What no kernel serves (a head
-dimension above 256) goes on to the torch backend, and so does everything where
+The core checks a call and computes the size of its workspace ("measure"), torch allocates that, and
+the core queues the kernels on torch's current stream ("launch"): nothing waits for the device. What
+no kernel serves (a head dimension above 256) goes on to the torch backend, and so does everything
+where
 
 - the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's nvcc);
 - those kernels are of other sources than the core, whose parameters they would misread;
@@ -31,9 +32,9 @@ FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 
 _lock = threading.Lock()
 _serving: dict[int, SimpleNamespace] = {}
-"""Who serves a device, once that is known."""
+"""By device index the operations that serve it, once that is decided."""
 _obstacles: dict[int, str] = {}
-"""Why the torch backend serves it, where it does."""
+"""By device index why the torch backend serves it, where it does."""
 
 
 def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
@@ -71,7 +72,7 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
 
 
 def _file_obstacle() -> str | None:
-    """Why the file of kernels is of no use, if it is not. No driver is asked."""
+    """The reason why the file of kernels cannot be used, or None. Calls no driver."""
     if not FATBIN.is_file():
         return "kernels not built"
     with FATBIN.open("rb") as file:
@@ -86,7 +87,7 @@ def _file_obstacle() -> str | None:
 
 
 def _load(index: int) -> str | None:
-    """Makes the kernels ready on a device; what stands in the way, if anything."""
+    """Loads the kernels on a device; returns the reason why they cannot be used, or None."""
     obstacle = _file_obstacle()
     if obstacle is not None:
         return obstacle
@@ -117,11 +118,11 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**{name: operation(name) for name in vars(by_torch)})
 
 
-# ---- What torch says ---------------------------------------------------------------------------
+# ---- State of torch ----------------------------------------------------------------------------
 
 
 def _no_time() -> bool:
-    """Whether a device cannot be checked now: a graph is captured, or tensors are imagined ones."""
+    """Whether kernels cannot be checked now: a graph is being captured, or tensors are fake."""
     import torch
 
     imagined = type(torch.empty(0)) is not torch.Tensor
@@ -129,7 +130,7 @@ def _no_time() -> bool:
 
 
 def _stream(tensor: Any) -> int | None:
-    """torch's current stream on a tensor's device: None where its DLPack table tells the core.
+    """torch's current stream on a tensor's device; None if the core gets it from the DLPack table.
 
     1 is DLPack's name of the default stream, and one that the driver knows too.
     """
@@ -141,7 +142,7 @@ def _stream(tensor: Any) -> int | None:
 
 
 def _workspace(tensor: Any, size: int) -> Any:
-    """Memory for one call. torch gives it to others on this stream only once the call is over."""
+    """Memory for one call: torch's allocator reuses it on this stream only after the call."""
     import torch
 
     return torch.empty(size, dtype=torch.uint8, device=tensor.device) if size else None
@@ -172,7 +173,7 @@ def _device(index: int) -> str:
 def _remembered_check(
     index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace
 ) -> str | None:
-    """What the kernels of a device got wrong; from the cache folder, if it says."""
+    """The mistakes of a device's kernels as a text, or None; from the cache folder if there."""
     from h2o.backends import kernel_check
 
     facts = _facts(index)
@@ -184,7 +185,7 @@ def _remembered_check(
 
 
 def _facts(index: int) -> dict[str, Any]:
-    """What an answer could depend on: where all of it is as it was, so are the answers."""
+    """All that the result of the check can depend on: the key of a remembered result."""
     version, devices = _core.devices("cuda")
     module = Path("/proc/driver/nvidia/version")
     return {
@@ -223,7 +224,7 @@ def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
 
 
 def describe() -> str:
-    """Who serves CUDA devices and why, in a line."""
+    """Which backend serves CUDA devices and why, in a line."""
     obstacle = _file_obstacle()
     if obstacle is not None:
         return f"torch ({obstacle})"

@@ -64,7 +64,7 @@ def refusal(config: Any, *, windows: bool) -> str | None:
 
 
 _READERS = frozenset({"llava"})
-"""Models that read more than text, and give their language model plain positions."""
+"""Multimodal models whose language model gets plain positions 0, 1, 2, ..."""
 
 
 def has_rotary(config: Any, layer: int) -> bool:

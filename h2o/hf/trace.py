@@ -1,4 +1,4 @@
-"""When each key of a layer was evicted, so that what every token saw can be rebuilt.
+"""When each key of a layer was evicted, from which it follows what every token attended to.
 
 A cache made with `trace=True` keeps a `Trace` in each layer; `H2OCache.evicted_at` reads it.
 """

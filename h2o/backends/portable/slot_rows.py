@@ -1,4 +1,4 @@
-"""Where the slots of each head are, in stores of both layouts; what is stored, read as floats.
+"""`Store`: reads and writes slots by head, in both layouts, and dequantises keys and values.
 
 In a store with `starts` the slots of all heads lie on one axis T. Numbers of slots (scores,
 positions) are small, so they are spread there to [B, G, T], with slots of other heads empty, and a
