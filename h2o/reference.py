@@ -129,7 +129,7 @@ def _probabilities(
 
 
 def ranks(slots: Any) -> Tensor:
-    """How many keys of a lower position lie beside each, int32 like positions; -1: empty slot."""
+    """Rank of each key by position among the keys of its head, int32 [B, G, S]; -1: empty slot."""
     ranks = torch.full_like(slots.positions, -1)
     for b, g in itertools.product(*map(range, slots.free.shape)):
         held = _held_slots(_store(slots, b, g))
