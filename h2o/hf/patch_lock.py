@@ -23,8 +23,8 @@ _held: list[PatchLock] = []
 
 
 class PatchLock:
-    """The lock of one block of `patched` or `simulated`. A copy, in a copied model, has no thread
-    and excludes none."""
+    """That of one block of `patched` or `simulated`; a copy of it, in a copied model, has no
+    thread."""
 
     def __init__(self, kind: str, model: Any) -> None:
         self.kind = kind
@@ -34,10 +34,10 @@ class PatchLock:
 
     @contextlib.contextmanager
     def acquired(self) -> Iterator[None]:
-        """Acquires the lock when the block ends without an error; `configs_lock` is held meanwhile.
+        """Acquires the lock, if what is done within does not fail.
 
         Raises:
-            RuntimeError: another running thread holds a patch lock of this model that excludes it.
+            RuntimeError: a thread that still runs holds one that does not go with it.
         """
         with configs_lock:
             if any(map(self._excludes, _held)):
@@ -50,14 +50,14 @@ class PatchLock:
             _held.append(self)
 
     def release(self) -> None:
-        """Releases the lock, from any thread."""
+        """Any thread may release it."""
         with configs_lock, contextlib.suppress(ValueError):
             _held.remove(self)
 
     def _excludes(self, other: PatchLock) -> bool:
         if other.thread is self.thread or other.thread is None or not other.thread.is_alive():
             return False
-        if self.kind == other.kind == "patched":  # both set "h2o": only one per model
+        if self.kind == other.kind == "patched":  # both say "h2o", whichever ends first
             return other.model == self.model
         return other.config is self.config
 

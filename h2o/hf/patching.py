@@ -44,8 +44,8 @@ class Patch:
         self.config = config
         self.traced = trace
         self.cache: H2OCache | None = None
-        self.asked: H2OCache | None = None  # latest cache made for a direct forward pass
-        self.scored = 0  # such caches that saw a single forward pass
+        self.asked: H2OCache | None = None  # the latest that a direct forward pass was given
+        self.scored = 0  # how many of these were never asked for a second token
 
     def make_cache(self, prompt_length: Any = None) -> H2OCache:
         """A fresh cache for the model."""
@@ -114,7 +114,7 @@ class Patch:
             )
         length = _prompt_length(generation_config, model_kwargs)
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
-        # A prompt fed in one pass, without a draft: the cache sees its length itself.
+        # In one piece, with no draft after it: a cache can tell the length by itself.
         in_one = generation_config.prefill_chunk_size is None and not assisted
         if in_one and any(n != 1 for n in (length if isinstance(length, list) else [length])):
             length = None
@@ -125,7 +125,7 @@ class Patch:
         return None
 
     def _before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Passes an `H2OCache` to a forward pass that would make a cache itself."""
+        """Gives a forward pass that would make a cache of its own one of ours."""
         with_cache = self._with_cache(model, args, kwargs)
         if self.config.positions == "original":
             return with_cache
@@ -147,7 +147,7 @@ class Patch:
         return args, {**kwargs, "past_key_values": self.asked, "use_cache": True}
 
     def _warn_of_scoring(self) -> None:
-        """Warns when the direct forward passes look like scoring of whole texts, one pass each."""
+        """Whole texts in single passes, one after the other, are being scored."""
         if self.asked is None or not self.asked.is_prompt_only():
             return
         self.scored += 1
@@ -241,8 +241,8 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     """Tokens of the whole prompt of each row, before it is cut into chunks."""
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.ndim == 2:
-        return [max(1, n) for n in mask.sum(1).tolist()]  # a row may be all pads
-    # transformers drops a mask of ones and keeps its length
+        return [max(1, n) for n in mask.sum(1).tolist()]  # nothing but pads may be a row, too
+    # transformers drops a mask of ones and notes its length
     return getattr(generation_config, "_mask_length", None)
 
 
@@ -250,14 +250,14 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
 #
 # It lives in the config, which models made from one config share. Each switched config is
 # therefore counted, and put back when the last of its models is: in whatever order that happens.
-# Configs of a copied model are not counted; their patches carry the name from before.
+# The configs of a copied model were never switched here; they have what they said before with them.
 
 _switched: dict[int, tuple[Any, Any, int]] = {}
-"""id of a config: the config (so that the id stays valid), the name it had before, a count."""
+"""id of a config: the config (so that the id stays its own), what it said before, a count."""
 
 
 def _switch(model: Any) -> list[tuple[Any, str]]:
-    """Switches a model to "h2o"; returns its configs and their names before, for `_switch_back`."""
+    """Switches a model to "h2o"; returns its configs with what they said, for `_switch_back`."""
     before = [(config, config._attn_implementation) for config in configs_of(model)]
     switch(model, "h2o")
     for config, name in before:

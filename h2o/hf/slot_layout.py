@@ -51,8 +51,8 @@ class Room:
         """Up to this many tokens in a row the next one still fits."""
 
     def larger(self, tokens: int) -> Room:
-        """Room for rows of so many tokens and the next one, a sixteenth larger at least: to copy the
-        slots so rarely costs next to nothing beside reading them in each step."""
+        """Room for rows of so many tokens and the next one, a sixteenth larger at least: copying
+        the slots so rarely costs next to nothing beside reading them in each step."""
         needed = capacities(self.widest, tokens)
         pairs = zip(self.widest, self.sizes, strict=True)
         grown = [min(k + 1, size + max(32, size // 16)) for k, size in pairs]
