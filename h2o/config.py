@@ -66,8 +66,8 @@ class H2OConfig:
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
     merge: float | None = None
-    """A cosine between 0 and 1. An evicted key is merged into the kept key whose cosine with it
-    is the highest and higher than this, instead of being dropped; a slot then stands for several
+    """A cosine between 0 and 1. A key that leaves goes into the key that stays whose cosine with
+    it is the highest and higher than this, instead of being dropped; a slot then stands for several
     keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/results.md,
     "Merging". None: all are dropped."""
     kv_dtype: str | None = None

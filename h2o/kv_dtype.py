@@ -8,7 +8,7 @@ from __future__ import annotations
 __all__ = ["FIXED", "QUANTISED", "fewest_bits", "per_token", "stored_bytes"]
 
 FIXED = 32
-"""Bytes of a head that do not depend on its slots: free, budget, lost, a part of lengths."""
+"""Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
 
 
 QUANTISED = ("int8", "int8-int4")

@@ -1,5 +1,5 @@
-/* driver.c - NVIDIA's driver (libcuda), opened at run time: see driver.h. Types and functions are
- * declared as in cuda.h of CUDA 13; the library's names for later versions of one end in _v2. */
+/* driver.c - NVIDIA's driver, opened at run time: see driver.h. Types and entries as cuda.h of CUDA 13 declares them; the names behind
+ * which the library keeps later versions of an entry end in _v2. */
 #include "driver.h"
 
 #include <dlfcn.h>

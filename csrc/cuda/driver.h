@@ -1,9 +1,9 @@
-/* driver.h - the functions of NVIDIA's driver (libcuda) that launch.c needs: load kernels, clear
- * memory, launch. The build does not link the library: the first call that needs it opens it.
+/* driver.h - NVIDIA's driver, as far as h2o calls it. It is no part of the build: its library is
+ * opened when a call first needs it.
  *
  * What outlives a call: the library, the image of the kernels, for each device the primary context
- * if it was ever needed, and for each context the kernels that were found in it. All are created
- * once and never released. */
+ * if it was ever needed, and for each context the kernels that were found in it. All are made once
+ * and never given back. */
 #ifndef H2O_CUDA_DRIVER_H
 #define H2O_CUDA_DRIVER_H
 
@@ -22,8 +22,8 @@ int cuda_describe(int device, h2o_device_facts *facts, h2o_error *error); /* com
 /* Copies the file of kernels, unless there is one already. */
 int cuda_take_image(const void *image, size_t size, h2o_error *error);
 
-/* The context that is current from cuda_enter to cuda_leave, with its kernels: the thread's current
- * context if that is one of this device, else the device's primary context. */
+/* A stay in a context of a device, where the kernels are loaded. It is the thread's current context
+ * if that is of this device, else the primary one until cuda_leave. */
 typedef struct {
     const struct cuda_loaded *kernels;
     bool pushed;

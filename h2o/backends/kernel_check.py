@@ -37,7 +37,7 @@ class Case:
     value_weighted: bool = False
     merge: float | None = None
     own: bool = False
-    """whether heads have different numbers of slots"""
+    """heads with numbers of slots of their own"""
     pads: bool = False
 
     @property
@@ -91,7 +91,7 @@ def _first_mistake(
             ]
             if wrong:
                 return f"{name} gets {', '.join(wrong)} wrong"
-    except RuntimeError as error:  # a device reports a failure at the next synchronisation
+    except RuntimeError as error:  # a device tells of a failure when somebody waits for it
         return f"{name} fails: {str(error).splitlines()[0]}"
     return None
 
@@ -173,7 +173,7 @@ def _simulation(case: Case, text: Any, mask: Tensor, numbers: Any, number: Any) 
 
 
 def _slots(mine: Slots, theirs: Slots, D: int) -> list[tuple[str, Tensor, Tensor]]:
-    """Slots as both have written them, sorted by position: which slot a key gets may differ."""
+    """What an operation has written. Which slot a key got is left to each; so they are sorted."""
     a, b = _sorted(mine, D), _sorted(theirs, D)
     pairs = [(f"slots.{field}", a[field], b[field]) for field in a]
     return pairs + [
