@@ -33,7 +33,7 @@ FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 _lock = threading.Lock()
 _serving: dict[int, SimpleNamespace] = {}
 """By device index the operations that serve it, once that is decided."""
-_obstacles: dict[int, str] = {}
+_reasons: dict[int, str] = {}
 """By device index why the torch backend serves it, where it does."""
 
 
@@ -50,20 +50,20 @@ def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
 
 
 def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
-    if _no_time():
+    if _cannot_check():
         return by_torch
     chosen = by_torch
-    obstacle = _load(index)
-    if obstacle is None:
+    reason = _load(index)
+    if reason is None:
         kernels = _kernels(by_torch)
-        obstacle = _remembered_check(index, kernels, by_torch)
-        if obstacle is None:
+        reason = _remembered_check(index, kernels, by_torch)
+        if reason is None:
             chosen = kernels
-    if obstacle is not None:
-        _obstacles[index] = obstacle
+    if reason is not None:
+        _reasons[index] = reason
         if FATBIN.is_file():
             warnings.warn(
-                f"the torch backend serves cuda:{index}, not h2o's kernels: {obstacle}",
+                f"the torch backend serves cuda:{index}, not h2o's kernels: {reason}",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -71,7 +71,7 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     return chosen
 
 
-def _file_obstacle() -> str | None:
+def _file_reason() -> str | None:
     """The reason why the file of kernels cannot be used, or None. Calls no driver."""
     if not FATBIN.is_file():
         return "kernels not built"
@@ -88,9 +88,9 @@ def _file_obstacle() -> str | None:
 
 def _load(index: int) -> str | None:
     """Loads the kernels on a device; returns the reason why they cannot be used, or None."""
-    obstacle = _file_obstacle()
-    if obstacle is not None:
-        return obstacle
+    reason = _file_reason()
+    if reason is not None:
+        return reason
     try:
         _core.load("cuda", FATBIN.read_bytes(), index)
     except (RuntimeError, MemoryError) as error:
@@ -121,12 +121,12 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
 # ---- State of torch ----------------------------------------------------------------------------
 
 
-def _no_time() -> bool:
+def _cannot_check() -> bool:
     """Whether kernels cannot be checked now: a graph is being captured, or tensors are fake."""
     import torch
 
-    imagined = type(torch.empty(0)) is not torch.Tensor
-    return imagined or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    fake = type(torch.empty(0)) is not torch.Tensor
+    return fake or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _stream(tensor: Any) -> int | None:
@@ -158,9 +158,9 @@ def check(index: int, by_torch: SimpleNamespace) -> list[str]:
     """
     from h2o.backends import kernel_check
 
-    obstacle = _load(index)
-    if obstacle is not None:
-        raise RuntimeError(obstacle)
+    reason = _load(index)
+    if reason is not None:
+        raise RuntimeError(reason)
     mistakes = kernel_check.mistakes(_kernels(by_torch), by_torch, _device(index))
     _remember(_facts(index), mistakes)
     return mistakes
@@ -225,14 +225,14 @@ def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
 
 def describe() -> str:
     """Which backend serves CUDA devices and why, in a line."""
-    obstacle = _file_obstacle()
-    if obstacle is not None:
-        return f"torch ({obstacle})"
+    reason = _file_reason()
+    if reason is not None:
+        return f"torch ({reason})"
     try:
         version, devices = _core.devices("cuda")
     except (RuntimeError, MemoryError) as error:
         return f"torch ({error})"
-    if _obstacles:
-        return "torch (" + "; ".join(f"{i}: {why}" for i, why in sorted(_obstacles.items())) + ")"
+    if _reasons:
+        return "torch (" + "; ".join(f"{i}: {why}" for i, why in sorted(_reasons.items())) + ")"
     names = ", ".join(f"{name}, compute capability {a}.{b}" for name, a, b in devices)
     return f"C ({names or 'no device'}; driver for CUDA {version // 1000}.{version % 1000 // 10})"
