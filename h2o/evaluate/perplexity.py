@@ -20,7 +20,9 @@ from torch import Tensor
 
 from h2o import models
 from h2o.errors import UserError
+from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
+from h2o.evaluate.protocols import check
 from h2o.evaluate.setting import Setting, footnote
 from h2o.filesystem import read_text
 from h2o.hf.cache import H2OCache
@@ -61,8 +63,13 @@ def compare(
     for setting in settings:
         if protocol == "drop" and not setting.dropping:
             raise UserError(f"{setting.name}: a mask, no cache; use --protocol simulate")
+        if protocol == "simulate":
+            check(setting, protocol, prompt_len, None)
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity", launched())
-    model, tokenizer = models.load(model_name, dtype=dtype, device=device, say=models.say)
+    fit = check_fit(settings, full_cache=protocol == "drop")
+    model, tokenizer = models.load(
+        model_name, dtype=dtype, device=device, say=models.say, check=fit
+    )
     windows, total = read_windows(file, tokenizer, model.config, window, limit)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     work = []
