@@ -87,9 +87,7 @@ def generate(options: argparse.Namespace) -> Result:
     if not text:
         raise UserError("the prompt is empty")
     fit = check_fit([from_config(options.config)])
-    model, tokenizer = models.load(
-        options.model, dtype=options.dtype, say=progress.say, check=fit
-    )
+    model, tokenizer = models.load(options.model, dtype=options.dtype, say=progress.say, check=fit)
     chat = options.chat or (shipped and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, text, chat)
     tokens = ids.shape[1]
