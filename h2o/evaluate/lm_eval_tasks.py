@@ -22,6 +22,7 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
 
 from h2o.errors import UserError
+from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.lm import H2OLM, POLICY
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.protocols import check, one_token_note
@@ -92,6 +93,7 @@ def compare(
     cells = Cells(output / "compare.json", "h2o eval --compare on lm-eval tasks", launched())
     with readable_errors():
         lm = H2OLM(**config.model_args, **{k: v for k, v in common.items() if v is not None})
+    check_fit(settings, full_cache=protocol == "drop")(lm.model)
     lm.use(settings[0], protocol, prompt_len=prompt_len, ratio_of=ratio_of)
     seeds = dict(zip(("random", "numpy", "torch", "fewshot"), config.seed or (), strict=False))
     name = config.model_args.get("pretrained") or DEFAULT_MODEL

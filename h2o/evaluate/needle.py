@@ -23,6 +23,7 @@ import torch
 
 from h2o import models
 from h2o.errors import UserError
+from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
@@ -122,7 +123,9 @@ def compare(
             raise UserError(f"{setting.name}: a mask, no cache; it cannot answer")
     text = read_text(file)
     cells = Cells(output / "needle.json", "h2o eval --needle", launched())
-    model, tokenizer = models.load(model_name, dtype=dtype, device=device, say=models.say)
+    model, tokenizer = models.load(
+        model_name, dtype=dtype, device=device, say=models.say, check=check_fit(settings)
+    )
     rows = trials(text, tokenizer, lengths, limit or 4)
     encoded = [encode(tokenizer, model.config, row) for row in rows]
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)

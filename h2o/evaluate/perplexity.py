@@ -20,6 +20,7 @@ from torch import Tensor
 
 from h2o import models
 from h2o.errors import UserError
+from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting, footnote
 from h2o.filesystem import read_text
@@ -62,7 +63,10 @@ def compare(
         if protocol == "drop" and not setting.dropping:
             raise UserError(f"{setting.name}: a mask, no cache; use --protocol simulate")
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity", launched())
-    model, tokenizer = models.load(model_name, dtype=dtype, device=device, say=models.say)
+    fit = check_fit(settings, full_cache=protocol == "drop")
+    model, tokenizer = models.load(
+        model_name, dtype=dtype, device=device, say=models.say, check=fit
+    )
     windows, total = read_windows(file, tokenizer, model.config, window, limit)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     work = []

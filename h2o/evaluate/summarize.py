@@ -21,6 +21,7 @@ import torch
 
 from h2o import models
 from h2o.errors import UserError
+from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
@@ -55,7 +56,8 @@ def read_rows(file: Path, limit: int | None = None) -> list[Row]:
     Raises: UserError that names file, line and field.
     """
     rows = []
-    for number, line in enumerate(read_text(file).splitlines(), 1):
+    # Not splitlines, which divides at what may stand within JSON, such as U+2028.
+    for number, line in enumerate(read_text(file).split("\n"), 1):
         where = f"{file}, line {number}"
         if not line.strip():
             continue
@@ -122,7 +124,9 @@ def compare(
         raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
     rows = read_rows(file, limit)
     cells = Cells(output / "summaries.json", "h2o eval --summarize", launched())
-    model, tokenizer = models.load(model_name, dtype=dtype, device=device, say=models.say)
+    model, tokenizer = models.load(
+        model_name, dtype=dtype, device=device, say=models.say, check=check_fit(settings)
+    )
     prompts = [models.encode(tokenizer, row.prompt, chat) for row in rows]
     check_lengths(rows, prompts, model.config, max_new_tokens)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
