@@ -111,11 +111,8 @@ def _current_task() -> weakref.ref[asyncio.Task[Any]] | None:
 
 def _said_at_first(config: Any) -> str:
     """The attention implementation of a config before any lock that is held."""
-    for lock in _held:
-        for own, name in lock.first:
-            if own is config:
-                return name
-    name: str = config._attn_implementation
+    said = [name for lock in _held for own, name in lock.first if own is config]
+    name: str = said[0] if said else config._attn_implementation
     return name
 
 

@@ -143,7 +143,7 @@ class PatchStack:
         processors = self._original(_PROCESSORS)(*args, **kwargs)
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-                context = processor.unconditional_context
+                context: dict[str, Any] = processor.unconditional_context
                 ours = unwrapped(processor.model) is self.model
                 if ours and context["use_cache"] and context["past_key_values"] is None:
                     context["past_key_values"] = DynamicCache(config=self.model.config)
