@@ -1,4 +1,4 @@
-"""What notebooks and pictures share: text in pieces or shaded by numbers, and axes to draw on.
+"""Helpers for pictures of text: tokens as pieces of text, HTML shaded by score, matplotlib axes.
 
 The HTML needs no script, no style sheet and no network.
 """

@@ -1,4 +1,4 @@
-"""The command line `h2o eval`."""
+"""The command line `h2o eval`: tasks, perplexity, summaries, facts to find, with several caches."""
 
 from __future__ import annotations
 
