@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from h2o.hf import attention
 from h2o.hf.attention_call import as_autocast
-from h2o.hf.patch_lock import PatchLock, configs_lock, configs_of, unwrapped
+from h2o.hf.patch_lock import PatchLock, unwrapped
 
 __all__ = ["Call", "attending"]
 
@@ -58,7 +58,7 @@ def attending(
     Raises:
         Unsupported: a model with attention code of its own; in the model's forward, attention that
             is not plain and causal.
-        RuntimeError: another thread has the model in such a block.
+        RuntimeError: another thread or task has the model in such a block.
     """
 
     def function(
@@ -97,18 +97,13 @@ def attending(
 
     model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
     name = f"h2o_simulated:{next(_numbers)}"
-    lock = PatchLock("simulated", model)
+    lock = PatchLock("simulated", model, name)
     attention.register(name, function)
     try:
-        with lock.acquired():
-            before = [(part, part._attn_implementation) for part in configs_of(model)]
-            attention.switch(model, name)
+        lock.acquire(model)
         try:
             yield
         finally:
-            with configs_lock:
-                for part, name_before in before:
-                    part._attn_implementation_internal = name_before
             lock.release()
     finally:
         attention.unregister(name)

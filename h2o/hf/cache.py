@@ -160,6 +160,9 @@ class H2OCache(Cache):
         fork = copy.deepcopy(self)
         if rows != 1:
             fork.batch_repeat_interleave(rows)
+            lengths = fork.conversation.prompt_length
+            if isinstance(lengths, Sequence):  # of what no pass has read yet
+                fork.conversation.prompt_length = [n for n in lengths for _ in range(rows)]
         return fork
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:

@@ -127,11 +127,13 @@ class H2OLayer(LayerContents):
                 "cannot be used where forward passes are repeated (gradient checkpointing)"
             )
         last = LastPass(self, tokens) if self.record_past else None
+        seen = None if self.trace is None else self.seen
         try:
             out = self.forward(tokens)
         except Exception:
-            self.forget_update()
-            raise
+            if self.trace is None or seen == self.seen:
+                self.forget_update()
+            raise  # what is stored and not in the trace counts as an interrupt
         self.last = last
         self.conversation.attended(self.layer_idx)
         return out if out.dtype == dtype else out.to(dtype)

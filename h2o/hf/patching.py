@@ -1,150 +1,88 @@
 """`h2o.patched(model)`: H2O for code that only calls model.generate(), model(...) or a pipeline.
 
-Three things of the one model instance are changed, and all of them put back: the
-name of its attention implementation, the method with which `generate()` makes
-its cache, and a hook that gives direct forward passes one.
+Each patch of a model switches the name of its attention implementation and joins its `PatchStack`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Iterator
-from types import MethodType
 from typing import Any
 
-from transformers.generation import GenerationMode
-
 from h2o.config import H2OConfig, one_config
-from h2o.errors import Unsupported
-from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
-from h2o.hf.cache_relative import at_zero
-from h2o.hf.patch_lock import PatchLock, configs_lock, configs_of, unwrapped
+from h2o.hf.patch_lock import PatchLock, unwrapped
+from h2o.hf.patch_stack import PREPARE, PatchStack
 
 __all__ = ["Patch", "disable", "enable", "patched"]
 
-_PREPARE = "_prepare_cache_for_generation"  # the method of GenerationMixin, 5.4 to 5.23
 SCORED = 8  # texts in single forward passes before patched() warns that they feel no budget
-
-_STACK = "_h2o_patches"  # attribute of a patched model: its patches, the latest last
 
 
 class Patch:
-    """One `enable` of one model.
+    """One `enable` of one model, or one block of `patched`.
 
     `cache` is the latest cache that was made, for `print(patch.cache.report())`; it is kept
     until the next one is made or the patch is dropped. A copy of an enabled model (deepcopy,
     pickle, torch.save) is enabled as well, with patches of its own and without that cache.
     """
 
-    def __init__(self, model: Any, config: H2OConfig, *, trace: bool = False) -> None:
+    def __init__(
+        self, model: Any, config: H2OConfig, *, trace: bool = False, is_block: bool = False
+    ) -> None:
         self.model = model
         self.config = config
         self.traced = trace
+        self.is_block = is_block
         self.cache: H2OCache | None = None
         self.asked: H2OCache | None = None  # the latest that a direct forward pass was given
         self.scored = 0  # how many of these were never asked for a second token
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it was applied and not undone."""
+        stack = PatchStack.of(self.model)
+        return stack is not None and self in stack.patches
+
     def make_cache(self, prompt_length: Any = None) -> H2OCache:
         """A fresh cache for the model."""
-        self.cache = H2OCache(
+        cache = H2OCache(
             self.model.config, self.config, prompt_length=prompt_length, trace=self.traced
         )
-        return self.cache
+        self.cache = cache
+        return cache
+
+    def cache_for_pass(self) -> H2OCache:
+        """A fresh cache for a direct forward pass."""
+        self._warn_of_scoring()
+        self.asked = self.make_cache()
+        return self.asked
 
     def apply(self) -> None:
         """Raises `Unsupported`, with the model as it was."""
         model = self.model
         H2OCache(model.config, self.config)  # refuses what cannot be served
         _warn_of_no_cache(model)
-        self.place = list(inspect.signature(model.forward).parameters).index("past_key_values")
-        self.lock = PatchLock("patched", model)
-        with self.lock.acquired():
-            self.configs = _switch(model)
-        model.__dict__.setdefault(_STACK, []).append(self)
-        self.before = model.__dict__.get(_PREPARE)
-        model.__dict__[_PREPARE] = self
-        # Before the hooks of outer patches: the innermost one gives the cache.
-        self.hook = model.register_forward_pre_hook(
-            self._before_forward, prepend=True, with_kwargs=True
-        )
+        self.lock = PatchLock("patched", model, "h2o")
+        self.lock.acquire(model)
+        try:
+            PatchStack.add(self)
+        except BaseException:
+            self.lock.release()
+            raise
 
     def undo(self) -> None:
-        """Raises RuntimeError when a later patch of the same model is still in place."""
-        stack = self.model.__dict__.get(_STACK, [])
-        if not stack or stack[-1] is not self:
-            raise RuntimeError("patches of a model must be undone in reverse order, each once")
-        self.hook.remove()
-        if self.before is None:
-            del self.model.__dict__[_PREPARE]
-        else:
-            self.model.__dict__[_PREPARE] = self.before
-        stack.pop()
-        if not stack:
-            del self.model.__dict__[_STACK]
-        _switch_back(self.configs)
-        self.lock.release()
+        """Whichever patches of the same model are in place. Raises RuntimeError a second time."""
+        stack = PatchStack.of(self.model)
+        if stack is None or self not in stack.patches:
+            raise RuntimeError("this patch is undone already")
+        stack.remove(self)
+        if not stack.patches or not self.lock.copied:  # in a copy the last one is for all
+            self.lock.release()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "cache": None, "asked": None}
-
-    def __call__(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Instead of `GenerationMixin._prepare_cache_for_generation`."""
-        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
-            original = self.before or MethodType(getattr(type(self.model), _PREPARE), self.model)
-            return original(generation_config, model_kwargs, *args, **kwargs)
-        if getattr(generation_config, "is_assistant", False):
-            raise Unsupported(
-                "the draft model of assisted decoding goes back over several of its forward "
-                "passes, which an H2OCache cannot: leave the draft model outside of h2o.patched()"
-            )
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
-            raise Unsupported(
-                f"cache_implementation={implementation!r} inside h2o.patched(): a model has one "
-                "cache, and this one would keep everything; drop the argument, or leave patched()"
-            )
-        length = _prompt_length(generation_config, model_kwargs)
-        assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
-        # In one piece, with no draft after it: a cache can tell the length by itself.
-        in_one = generation_config.prefill_chunk_size is None and not assisted
-        if in_one and any(n != 1 for n in (length if isinstance(length, list) else [length])):
-            length = None
-        cache = self.make_cache(length)
-        if assisted:
-            cache.activate_past_recording()  # before 5.16 transformers does not ask
-        model_kwargs["past_key_values"] = cache
-        return None
-
-    def _before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gives a forward pass that would make a cache of its own one of ours."""
-        with_cache = self._with_cache(model, args, kwargs)
-        if self.config.positions == "original":
-            return with_cache
-        args, kwargs = with_cache or (args, kwargs)
-        return args, at_zero(args, kwargs)
-
-    def _with_cache(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("past_key_values") is not None or model.training:
-            return None
-        if len(args) > self.place:  # given by position
-            return None
-        use_cache = kwargs.get("use_cache")
-        if use_cache is None:
-            use_cache = getattr(model.config.get_text_config(decoder=True), "use_cache", True)
-        if not use_cache:
-            return None
-        self._warn_of_scoring()
-        self.asked = self.make_cache()
-        return args, {**kwargs, "past_key_values": self.asked, "use_cache": True}
 
     def _warn_of_scoring(self) -> None:
         """Whole texts in single passes, one after the other, are being scored."""
@@ -168,7 +106,8 @@ def enable(
 
     Where the caller gives a cache of their own, or `use_cache=False`, that is used. Undone by
     `disable(model)`; `patched` does both. Nested calls stack: the latest one counts. Every
-    thread that calls the model is served, each call with a cache of its own.
+    thread that calls the model is served, each call with a cache of its own. Of `guidance_scale`
+    the text without the prompt keeps a full cache, as it does beside an `H2OCache` given by hand.
 
     Args:
         model: a causal language model of transformers, or a PEFT model around one.
@@ -178,21 +117,23 @@ def enable(
     Raises:
         Unsupported: (a ValueError) a model that h2o cannot serve, naming the reason. generate()
             raises it for `cache_implementation="static"` and other caches that are not H2O.
-        RuntimeError: another thread has this model enabled or simulated.
+        RuntimeError: another thread has this model enabled or simulated, or another task has it
+            simulated.
     """
-    patch = Patch(
-        _base(model), one_config(h2o_config, parameters).for_model(_base(model)), trace=trace
-    )
-    patch.apply()
-    return patch
+    return _applied(model, one_config(h2o_config, parameters), trace=trace)
 
 
 def disable(model: Any) -> None:
-    """Undoes the latest `enable` of this model. Raises RuntimeError without one."""
-    stack = _base(model).__dict__.get(_STACK)
-    if not stack:
+    """Undoes the latest `enable` of this model; a block of `patched` ends by itself.
+
+    Raises:
+        RuntimeError: none is in place.
+    """
+    stack = PatchStack.of(_base(model))
+    enabled = [] if stack is None else [patch for patch in stack.patches if not patch.is_block]
+    if not enabled:
         raise RuntimeError("h2o is not enabled for this model")
-    stack[-1].undo()
+    enabled[-1].undo()
 
 
 @contextlib.contextmanager
@@ -206,18 +147,31 @@ def patched(
         pipe("...")
         print(patch.cache.report())
     ```
+
+    Blocks of one model may overlap and end in any order; the model is as before after the last.
+    Tasks of asyncio each have their own: a call is served by the latest block that its task has
+    entered, and one of a task that has entered none by the latest of all. Two generators that take
+    turns in one task have the latest in common.
     """
-    patch = enable(model, h2o_config, trace=trace, **parameters)
+    patch = _applied(model, one_config(h2o_config, parameters), trace=trace, is_block=True)
     try:
         yield patch
     finally:
-        patch.undo()
+        if patch.is_active:
+            patch.undo()
+
+
+def _applied(model: Any, config: H2OConfig, **how: bool) -> Patch:
+    base = _base(model)
+    patch = Patch(base, config.for_model(base), **how)
+    patch.apply()
+    return patch
 
 
 def _base(model: Any) -> Any:
     """The model whose generate() makes the cache: inside PEFT or torch.compile, the wrapped one."""
     base = unwrapped(model)
-    if not hasattr(base, _PREPARE):
+    if not hasattr(base, PREPARE):
         raise TypeError(
             f"expected a model of transformers with generate(), not {type(model).__name__}"
             + ("; a pipeline has it as .model" if hasattr(base, "model") else "")
@@ -233,44 +187,5 @@ def _warn_of_no_cache(model: Any) -> None:
             "this model's config says use_cache=False: its calls ask for no cache, so h2o evicts "
             "nothing. Set model.config.use_cache = model.generation_config.use_cache = True, or "
             "give use_cache=True in each call",
-            stacklevel=4,
+            stacklevel=5,
         )
-
-
-def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
-    """Tokens of the whole prompt of each row, before it is cut into chunks."""
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and mask.ndim == 2:
-        return [max(1, n) for n in mask.sum(1).tolist()]  # nothing but pads may be a row, too
-    # transformers drops a mask of ones and notes its length
-    return getattr(generation_config, "_mask_length", None)
-
-
-# ---- The name of the attention implementation --------------------------------------------------
-#
-# It lives in the config, which models made from one config share. Each switched config is
-# therefore counted, and put back when the last of its models is: in whatever order that happens.
-# The configs of a copied model were never switched here; they have what they said before with them.
-
-_switched: dict[int, tuple[Any, Any, int]] = {}
-"""id of a config: the config (so that the id stays its own), what it said before, a count."""
-
-
-def _switch(model: Any) -> list[tuple[Any, str]]:
-    """Switches a model to "h2o"; returns its configs with what they said, for `_switch_back`."""
-    before = [(config, config._attn_implementation) for config in configs_of(model)]
-    switch(model, "h2o")
-    for config, name in before:
-        _, first, count = _switched.get(id(config), (None, name, 0))
-        _switched[id(config)] = (config, first, count + 1)
-    return before
-
-
-def _switch_back(configs: list[tuple[Any, str]]) -> None:
-    with configs_lock:
-        for config, name in configs:
-            _, first, count = _switched.pop(id(config), (config, name, 1))
-            if count > 1:
-                _switched[id(config)] = (config, first, count - 1)
-            else:
-                config._attn_implementation_internal = first

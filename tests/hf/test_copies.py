@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig
 from tests.hf.tiny import greedy, model, prompts
@@ -76,3 +77,43 @@ def test_a_pass_that_broke_off_between_layers_is_told():
     cache.reset()
     with torch.no_grad():
         ours(prompts(20)[0], past_key_values=cache)
+
+
+def test_lengths_of_prompts_are_repeated_with_their_rows():
+    """Of keys that wait for the pass that scores them, or of a prompt that is still to come."""
+    ours = model("llama")
+    ids = torch.cat(prompts(30, 30))
+    full = DynamicCache(config=ours.config)
+    with torch.no_grad():
+        ours(ids, past_key_values=full)
+        config = {"heavy": 0.2, "recent": 0.2, "prompt_length": [30, 20]}
+        forks = [
+            H2OCache.from_dynamic_cache(full, ours.config, **config).fork(rows=2),
+            H2OCache(ours.config, **config).fork(rows=2),
+        ]
+        for fork in forks:
+            ours(prompts(6)[0].repeat(4, 1), past_key_values=fork)
+            assert fork.report().layers[0].budget == [12, 12, 8, 8]
+
+
+def test_a_trace_that_lacks_a_pass(monkeypatch):
+    """The keys are stored by then, so going on would say that others were evicted."""
+    ours = model("llama")
+    cache = H2OCache(ours.config, heavy=6, recent=6, trace=True)
+    with torch.no_grad():
+        ours(prompts(40)[0], past_key_values=cache)
+    wanted = cache.evicted_at(1).tolist()
+
+    def no_memory(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(cache.layers[1].trace, "record", no_memory, raising=True)
+        with pytest.raises(MemoryError):
+            ours(prompts(1)[0], past_key_values=cache)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"interrupted: call cache\.reset"):
+        ours(prompts(1)[0], past_key_values=cache)
+    cache.reset()
+    with torch.no_grad():
+        ours(prompts(40)[0], past_key_values=cache)
+    assert cache.evicted_at(1).tolist() == wanted

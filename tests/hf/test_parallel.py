@@ -138,7 +138,11 @@ def test_files_of_other_heads(last_of_four, tmp_path):
     cache.save(path, whole)
     with pytest.raises(ValueError, match=r"heads of a whole model, and this is .* rank 1 of 2: lo"):
         H2OCache.load(path, ours)
-    H2OCache.load(path, whole.config)
+    with pytest.raises(
+        ValueError, match=r"of a whole model, and a config .* give load\(\) the mod"
+    ):
+        H2OCache.load(path, ours.config)  # of which model it is the config is not known
+    assert H2OCache.load(path, whole).get_seq_length() == 30
 
 
 def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):

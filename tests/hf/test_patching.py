@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, disable, enable, patched
@@ -71,9 +72,9 @@ def test_generate_has_a_fresh_cache_each_time(plain):
 
 
 @pytest.mark.parametrize("chosen", POLICIES)
-@pytest.mark.parametrize("mode", [x for x in MODES if x not in ("chat turns", "guidance")])
+@pytest.mark.parametrize("mode", [x for x in MODES if x != "chat turns"])
 def test_every_mode_as_with_a_cache_by_hand(mode, chosen):
-    """Chat turns aside, since a fresh cache for each call has no second turn; guidance follows."""
+    """Chat turns aside, since a fresh cache for each call has no second turn."""
     plain = model("llama", "sdpa")
     inputs = batch(prompts(17, 23))
     twin = model("llama")
@@ -88,21 +89,31 @@ def test_every_mode_as_with_a_cache_by_hand(mode, chosen):
     assert got.tolist() == expected.tolist()
 
 
-def test_guidance_has_a_cache_for_each_of_its_two_texts(llama):
-    """The unguided text begins with the prompt's last token: a fraction of that is nothing."""
-    inputs = batch(prompts(17, 23))
-    made = []
-    with patched(llama, heavy=4, recent=4) as patch:
-        make = patch.make_cache
-        patch.make_cache = lambda *args: made.append(make(*args)) or made[-1]
-        greedy(llama, inputs, 12, guidance_scale=1.5)
-    assert [cache.report().layers[0].seen for cache in made] == [[28, 34], [12, 12]]
-    assert [cache.report().layers[0].kept for cache in made] == [[8, 8], [8, 8]]
-    with (
-        patched(llama, heavy=0.3, recent=0.3),
-        pytest.raises(ValueError, match="a fraction of a prompt of 1 token"),
-    ):
-        greedy(llama, inputs, 12, guidance_scale=1.5)
+@pytest.mark.parametrize("given", ["scale", "negative prompt", "processor"])
+@pytest.mark.parametrize("budget", [4, 0.3])
+def test_guidance_keeps_all_of_its_second_text(llama, given, budget):
+    """As beside a cache that is given by hand, which the second text knows nothing of."""
+    inputs, (negative,) = batch(prompts(17, 23)), prompts(30, seed=5)
+    config = {"heavy": budget, "recent": budget}
+
+    def how(ours):
+        if given == "processor":
+            return {"logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(3, ours)]}
+        negatives = {"negative_prompt_ids": negative.repeat(2, 1)}
+        return {"guidance_scale": 3.0} | (negatives if given == "negative prompt" else {})
+
+    twin = copy.deepcopy(llama)
+    twin.set_attn_implementation("h2o")
+    by_hand = H2OCache(twin.config, **config)
+    expected = greedy(twin, inputs, past_key_values=by_hand, **how(twin))
+    with patched(llama, **config) as patch:
+        assert greedy(llama, inputs, **how(llama)).tolist() == expected.tolist()
+        assert str(patch.cache.report()) == str(by_hand.report())
+        assert patch.asked is None
+        own = H2OCache(llama.config, **config)
+        got = greedy(llama, inputs, past_key_values=own, **how(llama))
+        assert got.tolist() == expected.tolist()
+        assert greedy(llama, inputs, use_cache=False, **how(llama)).shape == expected.shape
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -239,12 +250,15 @@ def test_enable_and_disable(llama):
     got = greedy(llama, inputs, 12).tolist()
     assert patch.cache.evicted_at(0).shape == (1, 2, 31)
     inner = enable(llama, heavy=2)
-    with pytest.raises(RuntimeError, match="reverse order"):
-        patch.undo()
     disable(llama)
-    with pytest.raises(RuntimeError, match="reverse order"):
+    with pytest.raises(RuntimeError, match="undone already"):
         inner.undo()
-    disable(llama)
+    with patched(llama, heavy=2), patched(llama, heavy=3):
+        disable(llama)  # which is not for blocks
+        with pytest.raises(RuntimeError, match="not enabled"):
+            disable(llama)
+    with pytest.raises(RuntimeError, match="undone already"):
+        patch.undo()
     assert got == expected_tokens(llama, inputs, **SMALL)
     with pytest.raises(RuntimeError, match="not enabled"):
         disable(llama)

@@ -289,6 +289,46 @@ def test_files_that_do_not_tell_their_heads(written):
     assert_same(H2OCache.load(path, ours), expected)
 
 
+def broken_off(ours, cache):
+    """A pass of one more token that ends between the two layers."""
+    hook = ours.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        ours(prompts(1)[0], past_key_values=cache)
+    hook.remove()
+
+
+@pytest.mark.parametrize("again", ["other layers", "keys that wait"])
+def test_a_good_file_outlives_a_pass_that_broke_off(written, again):
+    path, ours = written
+    cache = H2OCache.load(path, ours)
+    before, wanted = path.read_bytes(), str(cache.report())
+    if again == "other layers":
+        broken_off(ours, cache)
+    else:  # as after Ctrl-C amid the first layer's attention
+        cache.update(*torch.zeros(2, 1, 2, 1, 8), 0)
+    for refused in (lambda: cache.save(path, ours), cache.fork):
+        with pytest.raises(RuntimeError, match=r"broke off|never reached"):
+            refused()
+    assert path.read_bytes() == before
+    assert [x.name for x in path.parent.iterdir()] == [path.name]
+    assert str(H2OCache.load(path, ours).report()) == wanted
+
+
+def test_a_file_of_a_pass_that_broke_off(written):
+    """As earlier versions wrote them."""
+    path, ours = written
+    cache = H2OCache.load(path, ours)
+    broken_off(ours, cache)
+    cache_file.write(path, cache, ours)
+    with pytest.raises(ValueError, match=r"document.safetensors: the last forward pass broke off"):
+        H2OCache.load(path, ours)
+    cache.reset()
+    broken_off(ours, cache)  # amid its first pass
+    cache_file.write(path, cache, ours)
+    with pytest.raises(ValueError, match=r"1 layers of this cache have seen 1 tokens, the other 1"):
+        H2OCache.load(path, ours)
+
+
 def test_another_model(written):
     path, ours = written
     with pytest.raises(ValueError, match="another model: model_type is llama there and qwen2 here"):

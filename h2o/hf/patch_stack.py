@@ -1,0 +1,188 @@
+"""What a patched model has in place of its own methods: its patches, of which one serves a call.
+
+Three things of the one model instance are changed, and put back when its last patch is gone: the
+method with which `generate()` makes its cache, the one with which it makes its logits processors,
+and a hook that gives direct forward passes a cache. The patches come and go in any order.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from contextvars import ContextVar
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from transformers import DynamicCache
+from transformers.generation import GenerationMode
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from h2o.errors import Unsupported
+from h2o.hf.cache_relative import at_zero
+from h2o.hf.patch_lock import unwrapped
+
+if TYPE_CHECKING:
+    from h2o.hf.patching import Patch
+
+__all__ = ["PREPARE", "PatchStack"]
+
+PREPARE = "_prepare_cache_for_generation"  # methods of GenerationMixin, 5.4 to 5.23
+_PROCESSORS = "_get_logits_processor"
+_ATTRIBUTE = "_h2o_patches"
+
+_entered: ContextVar[tuple[weakref.ref[Patch], ...]] = ContextVar("h2o_patched", default=())
+"""The blocks of `patched`, of any model, that this context has entered, the latest last. A task of
+asyncio has a context of its own, a copy of that in which it was made; a thread begins with none.
+One that ended in another context may still be among them."""
+
+
+class PatchStack:
+    """All patches of one model, the latest last."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.patches: list[Patch] = []
+        self.place = list(inspect.signature(model.forward).parameters).index("past_key_values")
+        replaced = {PREPARE: self.prepare_cache, _PROCESSORS: self.logits_processors}
+        self.before = {name: model.__dict__.get(name) for name in replaced}
+        model.__dict__.update(replaced, **{_ATTRIBUTE: self})
+        self.hook = model.register_forward_pre_hook(
+            self.before_forward, prepend=True, with_kwargs=True
+        )
+
+    @staticmethod
+    def of(model: Any) -> PatchStack | None:
+        """The one of a model that is patched."""
+        stack: PatchStack | None = model.__dict__.get(_ATTRIBUTE)
+        return stack
+
+    @classmethod
+    def add(cls, patch: Patch) -> None:
+        """The first patch changes its model, each one counts from now on."""
+        stack = cls.of(patch.model) or cls(patch.model)
+        stack.patches.append(patch)
+        if patch.is_block:
+            _entered.set((*_open_blocks(), weakref.ref(patch)))
+
+    def remove(self, patch: Patch) -> None:
+        """Wherever it stands; with the last patch the model has its own methods again."""
+        self.patches.remove(patch)
+        if patch.is_block:
+            _entered.set(_open_blocks())
+        if self.patches:
+            return
+        self.hook.remove()
+        own = self.model.__dict__
+        del own[_ATTRIBUTE]
+        for name, before in self.before.items():
+            if before is None:
+                own.pop(name, None)
+            else:
+                own[name] = before
+
+    def serving(self) -> Patch | None:
+        """The patch that serves a call of this context: the latest, but no block of another context
+        where this one has entered a block itself.
+
+        Raises:
+            RuntimeError: this context has entered none, and tasks have entered different ones.
+        """
+        patches = list(self.patches)  # another thread may end one
+        own = {block() for block in _entered.get()}
+        if not own.isdisjoint(patches):
+            return [patch for patch in patches if patch in own or not patch.is_block][-1]
+        if not patches:
+            return None
+        latest = patches[-1]
+        for patch in patches[:-1]:
+            if patch.config != latest.config and patch.lock.beside(latest.lock):
+                raise RuntimeError(
+                    "several tasks have this model in h2o.patched() with different settings, and "
+                    "this call is in none of their contexts, so it cannot be told which of them "
+                    "it is for: call the model in the task itself or by asyncio.to_thread, not in "
+                    "a thread that the task starts otherwise"
+                )
+        return latest
+
+    # ---- What stands in place of the model's own -----------------------------------------------
+
+    def prepare_cache(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Instead of `GenerationMixin._prepare_cache_for_generation`."""
+        given = model_kwargs.get("past_key_values") is not None
+        patch = None if given or generation_config.use_cache is False else self.serving()
+        if patch is None:
+            return self._original(PREPARE)(generation_config, model_kwargs, *args, **kwargs)
+        if getattr(generation_config, "is_assistant", False):
+            raise Unsupported(
+                "the draft model of assisted decoding goes back over several of its forward "
+                "passes, which an H2OCache cannot: leave the draft model outside of h2o.patched()"
+            )
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise Unsupported(
+                f"cache_implementation={implementation!r} inside h2o.patched(): a model has one "
+                "cache, and this one would keep everything; drop the argument, or leave patched()"
+            )
+        length = _prompt_length(generation_config, model_kwargs)
+        assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
+        # In one piece, with no draft after it: a cache can tell the length by itself.
+        in_one = generation_config.prefill_chunk_size is None and not assisted
+        if in_one and any(n != 1 for n in (length if isinstance(length, list) else [length])):
+            length = None
+        cache = patch.make_cache(length)
+        if assisted:
+            cache.activate_past_recording()  # before 5.16 transformers does not ask
+        model_kwargs["past_key_values"] = cache
+        return None
+
+    def logits_processors(self, *args: Any, **kwargs: Any) -> Any:
+        """Instead of `GenerationMixin._get_logits_processor`: the text without a prompt that
+        `guidance_scale` reads beside ours has the full cache that it has outside of a patch too."""
+        processors = self._original(_PROCESSORS)(*args, **kwargs)
+        for processor in processors:
+            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                context: dict[str, Any] = processor.unconditional_context
+                ours = unwrapped(processor.model) is self.model
+                if ours and context["use_cache"] and context["past_key_values"] is None:
+                    context["past_key_values"] = DynamicCache(config=self.model.config)
+        return processors
+
+    def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gives a forward pass that would make a cache of its own one of ours."""
+        with_cache = self._with_cache(model, args, kwargs)
+        if all(patch.config.positions == "original" for patch in list(self.patches)):
+            return with_cache
+        args, kwargs = with_cache or (args, kwargs)
+        return args, at_zero(args, kwargs)
+
+    def _with_cache(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("past_key_values") is not None or model.training:
+            return None
+        if len(args) > self.place:  # given by position
+            return None
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(model.config.get_text_config(decoder=True), "use_cache", True)
+        if not use_cache or (patch := self.serving()) is None:
+            return None
+        return args, {**kwargs, "past_key_values": patch.cache_for_pass(), "use_cache": True}
+
+    def _original(self, name: str) -> Any:
+        return self.before[name] or MethodType(getattr(type(self.model), name), self.model)
+
+
+def _open_blocks() -> tuple[weakref.ref[Patch], ...]:
+    """What this context has entered and has not ended."""
+    alive = ((block, block()) for block in _entered.get())
+    return tuple(block for block, patch in alive if patch is not None and patch.is_active)
+
+
+def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """Tokens of the whole prompt of each row, before it is cut into chunks."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.ndim == 2:
+        return [max(1, n) for n in mask.sum(1).tolist()]  # nothing but pads may be a row, too
+    # transformers drops a mask of ones and notes its length
+    return getattr(generation_config, "_mask_length", None)

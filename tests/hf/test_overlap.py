@@ -1,0 +1,309 @@
+"""Blocks of one model that overlap: tasks, generators and threads that end in any order.
+
+Each is served by its own block, or refused when it enters; nothing of any is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import copy
+import gc
+import itertools
+
+import pytest
+import torch
+
+from h2o import H2OCache, H2OConfig, disable, enable, patched, simulated
+from tests.hf.test_patching import expected_tokens, traces
+from tests.hf.test_threads import elsewhere
+from tests.hf.tiny import greedy, model, prompts
+
+SMALL, TINY, MIDDLE = ({"heavy": n, "recent": n} for n in (6, 2, 4))
+
+
+@pytest.fixture
+def llama():
+    llama = model("llama", "sdpa")
+    before = traces(llama)
+    yield llama
+    assert traces(llama) == before
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def kept(cache):
+    return cache.report().layers[0].kept
+
+
+def answer(llama, ids):
+    return greedy(llama, {"input_ids": ids}, 12).tolist()
+
+
+def test_tasks_are_each_served_by_their_own_block(llama):
+    """In every order of two ends; calls in the task, and in a thread that has its context."""
+    texts = prompts(20, 24)
+    want = [
+        expected_tokens(llama, {"input_ids": ids}, **config)
+        for ids, config in zip(texts, (SMALL, TINY), strict=True)
+    ]
+
+    async def handler(i, config, entered, leave):
+        with patched(llama, **config) as patch:
+            entered.set()
+            await leave.wait()
+            got = answer(llama, texts[i])
+            assert await asyncio.to_thread(answer, llama, texts[i]) == got
+            assert await asyncio.create_task(asyncio.to_thread(answer, llama, texts[i])) == got
+            made = patch.cache
+            assert kept(made) == [sum(config.values())]
+            assert llama(texts[i]).past_key_values is patch.cache is not made
+        return got
+
+    async def serve(order):
+        entered, leave = ([asyncio.Event() for _ in range(2)] for _ in range(2))
+        handlers = []
+        for i, config in enumerate((SMALL, TINY)):
+            handlers.append(asyncio.create_task(handler(i, config, entered[i], leave[i])))
+            await entered[i].wait()
+        for i in order:
+            leave[i].set()
+            await handlers[i]
+        return [one.result() for one in handlers]
+
+    for order in itertools.permutations(range(2)):
+        assert asyncio.run(serve(order)) == want
+
+
+def test_many_tasks_take_turns(llama):
+    texts = prompts(14, 17, 20, 23)
+    sizes = [2, 3, 5, 7]
+    want = [
+        expected_tokens(llama, {"input_ids": ids}, heavy=n)
+        for ids, n in zip(texts, sizes, strict=True)
+    ]
+
+    async def handler(i):
+        for turn in range(4):
+            with patched(llama, heavy=sizes[i]):
+                for _ in range((i + turn) % 3):
+                    await asyncio.sleep(0)
+                if (i + turn) % 4 == 3:
+                    continue
+                assert answer(llama, texts[i]) == want[i]
+                await asyncio.sleep(0)
+
+    async def serve():
+        await asyncio.gather(*map(handler, range(4)))
+
+    asyncio.run(serve())
+
+
+def test_a_task_that_fails_or_is_cancelled_leaves_nothing(llama):
+    async def handler(end):
+        with patched(llama, **SMALL):
+            await end
+
+    async def serve():
+        loop = asyncio.get_running_loop()
+        ends = [loop.create_future() for _ in range(3)]
+        tasks = [asyncio.create_task(handler(end)) for end in ends]
+        await asyncio.sleep(0)
+        ends[0].set_exception(ZeroDivisionError())
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        ends[2].set_result(None)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    failed, cancelled, done = asyncio.run(serve())
+    assert isinstance(failed, ZeroDivisionError)
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert done is None
+
+
+def test_generators_end_in_any_order(llama):
+    """Also where one is dropped, which may be in another context."""
+    (ids,) = prompts(20)
+    want = expected_tokens(llama, {"input_ids": ids}, **SMALL)
+    full = answer(llama, ids)
+
+    def stream():
+        with patched(llama, **SMALL):
+            yield "begins"
+            yield answer(llama, ids)
+
+    for first, second in itertools.permutations(range(2)):
+        both = [stream(), stream()]
+        assert [next(one) for one in both] == ["begins"] * 2
+        assert next(both[first]) == want
+        assert next(both[first], "ended") == "ended"
+        assert next(both[second]) == want
+        contextvars.copy_context().run(both[second].close)
+        assert answer(llama, ids) == full
+    dropped, other = stream(), stream()
+    next(dropped), next(other)
+    del dropped
+    gc.collect()
+    assert next(other) == want
+    other.close()
+
+
+def test_an_async_generator_that_another_task_ends(llama):
+    async def stream():
+        with patched(llama, **SMALL):
+            yield 1
+
+    async def serve():
+        one, other = stream(), stream()
+        await asyncio.create_task(anext(one))
+        await asyncio.create_task(anext(other))
+        await asyncio.create_task(one.aclose())
+        await other.aclose()
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_nested_blocks_that_end_out_of_order(llama, order):
+    """The latest of those that are left counts."""
+    (ids,) = prompts(20)
+    configs = [SMALL, TINY, MIDDLE]
+    stacks = [contextlib.ExitStack() for _ in configs]
+    patches = [
+        stack.enter_context(patched(llama, **c)) for stack, c in zip(stacks, configs, strict=True)
+    ]
+    left = set(range(3))
+    for ended in order:
+        answer(llama, ids)
+        assert kept(patches[max(left)].cache) == [sum(configs[max(left)].values())]
+        stacks[ended].close()
+        left.remove(ended)
+
+
+def test_patches_that_are_undone_out_of_order(llama):
+    (ids,) = prompts(20)
+    outer, inner = enable(llama, **SMALL), enable(llama, **TINY)
+    outer.undo()
+    assert answer(llama, ids) == expected_tokens(llama, {"input_ids": ids}, **TINY)
+    assert outer.cache is None
+    twin = copy.deepcopy(llama)
+    outer = enable(twin, **SMALL)
+    disable(twin)
+    assert kept(twin(ids).past_key_values) == [4]
+    disable(twin)
+    assert twin.config._attn_implementation == "sdpa"
+    assert inner.is_active
+    inner.undo()
+
+
+def test_a_copy_of_a_model_with_two_patches(llama):
+    with patched(llama, **SMALL), patched(llama, **TINY):
+        twin = copy.deepcopy(llama)
+    (ids,) = prompts(20)
+    patches = twin._h2o_patches.patches
+    assert answer(twin, ids) == expected_tokens(llama, {"input_ids": ids}, **TINY)
+    patches[0].undo()
+    assert answer(twin, ids) == expected_tokens(llama, {"input_ids": ids}, **TINY)
+    patches[0].undo()
+    assert answer(twin, ids) == answer(llama, ids)
+    assert set(vars(twin)) == set(vars(llama))
+
+
+def test_enable_is_for_all_contexts(llama):
+    """Of a task with a block of its own, too, where it is the later one."""
+    (ids,) = prompts(20)
+    contextvars.copy_context().run(enable, llama, **SMALL)
+    assert answer(llama, ids) == expected_tokens(llama, {"input_ids": ids}, **SMALL)
+    with patched(llama, **MIDDLE):
+        contextvars.copy_context().run(enable, llama, **TINY)
+        assert answer(llama, ids) == expected_tokens(llama, {"input_ids": ids}, **TINY)
+        disable(llama)
+        assert answer(llama, ids) == expected_tokens(llama, {"input_ids": ids}, **MIDDLE)
+    disable(llama)
+
+
+def test_a_call_that_could_be_for_two_tasks_is_refused(llama):
+    """In a thread without a context; of tasks with the same settings it is served."""
+    (ids,) = prompts(20)
+    want = expected_tokens(llama, {"input_ids": ids}, **SMALL)
+
+    async def handler(config, calls):
+        with patched(llama, **config):
+            await calls
+
+    async def serve(*configs):
+        calls = asyncio.get_running_loop().create_future()
+        tasks = [asyncio.create_task(handler(config, calls)) for config in configs]
+        await asyncio.sleep(0)
+        answers = elsewhere(lambda: answer(llama, ids))
+        calls.set_result(None)
+        await asyncio.gather(*tasks)
+        return answers
+
+    assert asyncio.run(serve(SMALL, SMALL)) == want
+    error = asyncio.run(serve(SMALL, TINY))
+    assert isinstance(error, RuntimeError)
+    assert "in none of their contexts" in str(error)
+
+
+@pytest.mark.parametrize("inner", [patched, simulated])
+@pytest.mark.parametrize("outer", [patched, simulated])
+def test_a_simulation_is_one_tasks(llama, outer, inner):
+    """What attention is lies in the model, so a second task is refused when it enters."""
+
+    async def handler(block, entered, leave):
+        with block(llama, **SMALL):
+            entered.set()
+            await leave.wait()
+
+    async def serve():
+        entered, leave = asyncio.Event(), asyncio.Event()
+        first = asyncio.create_task(handler(outer, entered, leave))
+        await entered.wait()
+        second = asyncio.create_task(handler(inner, asyncio.Event(), leave))
+        await asyncio.sleep(0)
+        leave.set()
+        await first
+        return (await asyncio.gather(second, return_exceptions=True))[0]
+
+    error = asyncio.run(serve())
+    if outer is inner is patched:
+        assert error is None
+    else:
+        assert isinstance(error, RuntimeError)
+        assert "by another task" in str(error)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("kinds", list(itertools.product([patched, simulated], repeat=3)))
+def test_attention_is_that_of_the_latest_that_is_left(llama, kinds, order):
+    stacks = [contextlib.ExitStack() for _ in kinds]
+    names = []
+    for stack, kind in zip(stacks, kinds, strict=True):
+        stack.enter_context(kind(llama, **SMALL))
+        names.append(llama.config._attn_implementation)
+    left = dict(enumerate(names))
+    for ended in order:
+        assert llama.config._attn_implementation == left[max(left)]
+        stacks[ended].close()
+        del left[ended]
+
+
+def test_a_cache_goes_on_after_its_block(llama):
+    """Cache-relative positions, in a block of another kind: the cache decides."""
+    (ids,) = prompts(20)
+    config = H2OConfig(**SMALL, positions="rolled")
+    twin = copy.deepcopy(llama)
+    twin.set_attn_implementation("h2o")
+    cache = H2OCache(twin.config, config)
+    want = [twin(x, past_key_values=cache).logits for x in (ids, ids[:, :1])][-1]
+    with patched(llama, config):
+        cache = llama(ids).past_key_values
+        with patched(llama, **SMALL):
+            got = llama(ids[:, :1], past_key_values=cache).logits
+    assert (got - want).abs().max() < 1e-3
