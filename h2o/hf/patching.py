@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.generation import GenerationMode
 
@@ -22,6 +22,11 @@ from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
 from h2o.hf.cache_relative import at_zero
 from h2o.hf.patch_lock import PatchLock, configs_lock, configs_of, unwrapped
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import ConfigFields
 
 __all__ = ["Patch", "disable", "enable", "patched"]
 
@@ -162,7 +167,11 @@ class Patch:
 
 
 def enable(
-    model: Any, h2o_config: H2OConfig | None = None, *, trace: bool = False, **parameters: Any
+    model: Any,
+    h2o_config: H2OConfig | None = None,
+    *,
+    trace: bool = False,
+    **parameters: Unpack[ConfigFields],
 ) -> Patch:
     """From now on every generate() and forward pass of this model has a fresh `H2OCache`.
 
@@ -197,7 +206,11 @@ def disable(model: Any) -> None:
 
 @contextlib.contextmanager
 def patched(
-    model: Any, h2o_config: H2OConfig | None = None, *, trace: bool = False, **parameters: Any
+    model: Any,
+    h2o_config: H2OConfig | None = None,
+    *,
+    trace: bool = False,
+    **parameters: Unpack[ConfigFields],
 ) -> Iterator[Patch]:
     """`enable` for the length of a with block, undone on exit, also after an error.
 
