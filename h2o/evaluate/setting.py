@@ -24,9 +24,9 @@ __all__ = [
     "with_profile",
 ]
 
-OPTIONS = (*FIELDS, "positions", "kv_dtype")
+OPTIONS = (*FIELDS, "positions", "kv_dtype", "of")
 """Fields of H2OConfig that may follow after slashes. Budgets stand before these, and what is left
-of the fields (`of`, `shares`) is said by the kind."""
+of the fields (`shares`) is said by the kind."""
 
 GRAMMAR = f"""\
 full                    every key is kept
@@ -35,6 +35,7 @@ h2o:BUDGET              the same with half of the budget each
 local:RECENT            the recent keys only, a sliding window
 sink:SINKS+RECENT       the first keys and the recent ones (StreamingLLM)
 authors:BUDGET          H2OConfig.authors(BUDGET)
+authors-bytes:BUDGET    H2OConfig.authors(BUDGET, of="bytes")
 robust:BUDGET           H2OConfig.robust(BUDGET)
 robust-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes")
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
@@ -53,6 +54,7 @@ KINDS = (
     "local",
     "sink",
     "authors",
+    "authors-bytes",
     "robust",
     "robust-bytes",
     "calibrated",
@@ -191,6 +193,8 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig(heavy, recent), "h2o"
         case "h2o" | "authors", [budget]:
             return H2OConfig.authors(budget), "h2o"
+        case "authors-bytes", [budget]:
+            return H2OConfig.authors(budget, of="bytes"), "h2o"
         case "robust", [budget]:
             return H2OConfig.robust(budget), "h2o"
         case "robust-bytes", [budget]:

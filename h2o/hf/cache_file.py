@@ -257,6 +257,8 @@ def brief(config: H2OConfig) -> str:
     shown = []
     for field in dataclasses.fields(H2OConfig):
         value = getattr(config, field.name)
+        if isinstance(value, float):
+            value = round(value, 6)
         if field.name in ("heavy", "recent") or value != getattr(default, field.name):
             shown.append((field.name, "..." if field.name == "shares" else repr(value)))
     return ", ".join(f"{name}={value}" for name, value in shown if name != "slot")
