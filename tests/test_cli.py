@@ -586,11 +586,11 @@ def shell(line, **kwargs):
         ("h2o bench --prompts 512 0", 2, "--prompts: must be at least 1"),
         ("h2o bench --threads 0", 2, "--threads: must be at least 1"),
         ("h2o eval --tasks copa --device nope", 1, "--device nope"),
-        ("h2o eval --tasks copa --limit 0", 1, "--limit 0"),
-        ("h2o eval --tasks copa --limit=-3", 1, "--limit -3"),
-        ("h2o eval --tasks copa --limit nan", 1, "--limit nan"),
-        ("h2o eval --tasks copa --compare ''", 1, "no settings to compare"),
-        ("h2o eval --tasks copa --compare full,foo", 1, "setting 'foo': unknown; there are full"),
+        ("h2o eval --tasks copa --limit 0", 2, "--limit 0"),
+        ("h2o eval --tasks copa --limit=-3", 2, "--limit -3"),
+        ("h2o eval --tasks copa --limit nan", 2, "--limit nan"),
+        ("h2o eval --tasks copa --compare ''", 2, "no settings to compare"),
+        ("h2o eval --tasks copa --compare full,foo", 2, "setting 'foo': unknown; there are full"),
     ],
 )
 def test_one_line_says_what_is_wrong(line, code, words):

@@ -6,6 +6,10 @@ import argparse
 import io
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -40,6 +44,48 @@ def test_pieces_are_the_text():
         list(token_stream.pieces(io.StringIO("\n \n"), repeat=False))
     with pytest.raises(ValueError, match="empty"):
         list(token_stream.pieces(io.StringIO(""), repeat=True))
+
+
+def waiting(text, then=""):
+    """A pipe that has the text, and then an end or, with None, Ctrl-C."""
+
+    class Pipe(io.StringIO):
+        def seekable(self):
+            return False
+
+        def readline(self, size=-1):
+            line = super().readline(size)
+            if not line and then is None:
+                raise KeyboardInterrupt
+            return line
+
+    return Pipe(text)
+
+
+def test_lines_of_a_pipe_are_read_as_they_come():
+    """White space comes with the next line, so that it is encoded as in a file."""
+    log = "one two \n\nthree\n  four\nfi"
+    for then in ("", None):
+        found = list(token_stream.pieces(waiting(log, then)))
+        assert found == ["one two", " \n\nthree", "\n  four", "\nfi"]
+    with pytest.raises(ValueError, match="empty"):
+        list(token_stream.pieces(waiting("", None)))
+
+
+def test_what_was_read_before_ctrl_c_counts():
+    ours = model("llama")
+    for then, stretches in ((1, [40, 80, 103]), (0, [40, 80])):
+        readers = [Reader(ours, parse(name)) for name in ("h2o:6+6", "full")]
+
+        def text(until=80 + 23 * then):
+            yield from token_stream.chunks(ids(until), 1)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            for _ in read(text(), readers, every=40):
+                pass
+        for reader in readers:
+            assert [point.tokens for point in reader.points] == stretches
 
 
 def test_chunks():
@@ -116,6 +162,7 @@ def test_command(tiny, tmp_path, capsys):  # noqa: F811
 def test_command_says_what_is_wrong(tiny, tmp_path, capsys):  # noqa: F811
     empty = tmp_path / "empty.txt"
     empty.write_text("")
+    (tmp_path / "folder.json").mkdir()
     start = ["stream", "--model", str(tiny), "--output", str(tmp_path / "x.json")]
     for arguments, error in {
         ("--text", str(tmp_path / "none.txt")): "No such file",
@@ -123,12 +170,65 @@ def test_command_says_what_is_wrong(tiny, tmp_path, capsys):  # noqa: F811
         ("--caches", "h2o:0.2"): "numbers of tokens",
         ("--caches", "nonsense"): "unknown",
         ("--chat",): "no chat template",
+        ("--chat", "--caches", "h2o:0.2"): "numbers of tokens",
+        ("--chat", "--caches", "mask-local:4+4"): "a mask, no cache",
+        ("--caches", "h2o:4+4/kv_dtype=int8-int4"): "multiple of 32",
+        ("--output", str(tmp_path / "empty.txt" / "x.json")): "cannot write to",
+        ("--output", str(tmp_path / "folder.json")): "is a folder",
+        ("--output", str(tmp_path / "new" / "x.json"), "--text", str(empty)): "text is empty",
     }.items():
         assert cli.main([*start, *arguments]) == 1
-        assert error in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert error in said
+        assert "loading" not in said or error in ("text is empty", "no chat template") or (
+            "multiple of 32" in error
+        )
+    assert not (tmp_path / "new").exists()
     for arguments in (["--chunk", "0"], ["--output", "x.png"]):
         with pytest.raises(SystemExit):
             cli.main([*start, *arguments])
+
+
+def test_an_earlier_result_stays_until_there_is_another(tiny, tmp_path, monkeypatch):  # noqa: F811
+    output = tmp_path / "stream.json"
+    output.write_text("earlier")
+    arguments = ["stream", "--model", str(tiny), "--caches", "h2o:8+8", "--output", str(output)]
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("h2o.stream.token_stream.tokens", interrupted)
+    assert cli.main(arguments) == 130
+    assert output.read_text() == "earlier"
+
+
+def test_a_log_that_grows(tiny, tmp_path):  # noqa: F811
+    """As `tail -f log | h2o stream --text -`, ended by Ctrl-C."""
+    output = tmp_path / "stream.json"
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{heed}; from h2o.cli import main; raise SystemExit(main())",
+         "stream", "--model", str(tiny), "--text", "-", "--caches", "h2o:8+8", "--every", "40",
+         "--output", str(output)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        for _ in range(3):
+            process.stdin.write("a line that the log gets, no more\n")
+            process.stdin.flush()
+        for line in process.stderr:  # a stretch has been read, though the pipe stays open
+            if "h2o:8+8" in line:
+                break
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    points = json.loads(output.read_text())["caches"]["h2o:8+8"]["points"]
+    assert [point["tokens"] for point in points] == [40, 80, 102]
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ Each command is a module that is imported when the command is asked for. It has
     add_arguments(parser)           its options, of which none but the standard library is needed
     check(parser, options)          if there is one: ends by `parser.error` for options that do not
                                     go together, before a library is imported
-    run(parser, options) -> int     the command, and its exit code; UserError (`h2o.errors`) for
-                                    what the user can put right
+    run(parser, options) -> int     the command, and its exit code; UserError or Unsupported
+                                    (`h2o.errors`) for what the user can put right
 
 Only the standard library is imported until a command runs, so that --help and
 mistakes in the arguments are answered at once.
@@ -115,14 +115,14 @@ def run(options: argparse.Namespace) -> int:
     """Carries a parsed command out; its exit code."""
     if check := getattr(options.module, "check", None):
         check(options.parser, options)
-    from h2o.errors import UserError
+    from h2o.errors import Unsupported, UserError
     from h2o.models import quiet_libraries
 
     try:
         if options.entry.loads_model:
             quiet_libraries()
         return options.module.run(options.parser, options)
-    except UserError as error:
+    except (UserError, Unsupported) as error:
         return failed(options.parser, error)
 
 

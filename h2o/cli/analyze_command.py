@@ -82,7 +82,8 @@ def measure(options: argparse.Namespace, text: str | None) -> None:
     from h2o import models
     from h2o.analysis.analyze import analyze
     from h2o.analysis.write import write
-    from h2o.evaluate.setting import parse_all
+    from h2o.evaluate.fitting import check_fit
+    from h2o.evaluate.setting import from_config, parse_all
     from h2o.progress import stopwatch
 
     say = stopwatch()
@@ -91,7 +92,8 @@ def measure(options: argparse.Namespace, text: str | None) -> None:
     for setting in settings:
         if setting.variant != "h2o":
             raise ValueError(f"--compare {setting.name}: no cache; {COMPARE} are")
-    model, tokenizer = models.load(options.model, dtype=options.dtype, say=say)
+    fit = check_fit([from_config(config), *settings])
+    model, tokenizer = models.load(options.model, dtype=options.dtype, say=say, check=fit)
     if text is None:
         text = texts.article()
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]

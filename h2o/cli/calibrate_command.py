@@ -62,11 +62,15 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     """Loads, measures and writes; says on stderr what takes long."""
     from h2o import models
     from h2o.calibration.calibrate import calibrate
+    from h2o.config import H2OConfig
+    from h2o.evaluate.fitting import check_fit
+    from h2o.evaluate.setting import from_config
     from h2o.hf.support import supports
     from h2o.progress import stopwatch
 
     say = stopwatch()
-    model, tokenizer = models.load(options.model, dtype=options.dtype, say=say)
+    fit = check_fit([from_config(H2OConfig())])
+    model, tokenizer = models.load(options.model, dtype=options.dtype, say=say, check=fit)
     ids = {
         name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
         for name, text in contents.items()

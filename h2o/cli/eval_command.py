@@ -18,7 +18,7 @@ from h2o.evaluate.setting import (
     with_profile,
 )
 from h2o.filesystem import make_writable
-from h2o.models import need_transformers, torch_device
+from h2o.models import DTYPES, need_transformers, torch_device
 from h2o.processes import launched, leave
 from h2o.profile import Profile
 from h2o.result_cells import fingerprint
@@ -58,7 +58,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what.add_argument("--perplexity", type=Path, metavar="FILE", help="a long plain text")
     what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
     p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
-    p.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default)")
+    p.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as the model was saved")
     p.add_argument("--device", default="cpu", help="any that torch has here (%(default)s)")
     p.add_argument(
         "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
@@ -101,15 +101,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Runs the command; `args.rest` is for lm-eval. Raises: UserError."""
     rest = args.rest
-    if rest and not args.tasks:
-        raise UserError(f"unknown option {rest[0]}; lm-eval's options go with --tasks")
-    if args.limit is not None and not (0 < args.limit < 1 or args.limit % 1 == 0 < args.limit):
-        raise UserError(
-            f"--limit {args.limit:g}: a number of rows or windows, at least 1, or of a task a share"
-        )
-    if args.prompt_len is not None and args.prompt_len < 1:
-        raise UserError(f"--prompt-len {args.prompt_len}: a number of tokens, at least 1")
     try:
+        check_numbers(args)
         settings = compared(args)
         if args.budgets is not None and args.compare is None:
             raise ValueError("--budgets goes with --compare")
@@ -119,7 +112,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             raise ValueError(f"{single(args)[0]} is for one setting; write it into --compare")
         one = from_options(**asked(args, CACHE))
     except (OSError, TypeError, ValueError) as error:
-        raise UserError(str(error)) from error
+        parser.error(str(error))
     need_transformers()
     torch_device(args.device)
     try:
@@ -140,6 +133,18 @@ def compared(args: argparse.Namespace) -> list[Setting]:
         args.of = None  # is said
     listed = [x for x in (args.compare, preset) if x is not None]
     return parse_all(",".join(listed), args.budgets) if listed else []
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """ValueError for options that no kind of evaluation takes."""
+    if args.rest and not args.tasks:
+        raise ValueError(f"unknown option {args.rest[0]}; lm-eval's options go with --tasks")
+    if args.limit is not None and not (0 < args.limit < 1 or args.limit % 1 == 0 < args.limit):
+        raise ValueError(
+            f"--limit {args.limit:g}: a number of rows or windows, at least 1, or of a task a share"
+        )
+    if args.prompt_len is not None and args.prompt_len < 1:
+        raise ValueError(f"--prompt-len {args.prompt_len}: a number of tokens, at least 1")
 
 
 def texts(args: argparse.Namespace, settings: list[Setting]) -> str:

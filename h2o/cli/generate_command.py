@@ -51,7 +51,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("argument --max-new-tokens: must be at least 1")
     try:
         options.config = config_from(options)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     options.document = None
     if options.prompt_file is not None:
@@ -77,6 +77,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def generate(options: argparse.Namespace) -> Result:
     """Generates greedily with an H2OCache, or with each of `caches`."""
     from h2o import generation, models
+    from h2o.evaluate.fitting import check_fit
+    from h2o.evaluate.setting import from_config
     from h2o.progress import Progress
 
     shipped, progress = is_shipped(options), Progress(quiet=options.json)
@@ -84,7 +86,8 @@ def generate(options: argparse.Namespace) -> Result:
     text = "\n\n".join(part.strip() for part in parts if part and part.strip())
     if not text:
         raise UserError("the prompt is empty")
-    model, tokenizer = models.load(options.model, dtype=options.dtype, say=progress.say)
+    fit = check_fit([from_config(options.config)])
+    model, tokenizer = models.load(options.model, dtype=options.dtype, say=progress.say, check=fit)
     chat = options.chat or (shipped and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, text, chat)
     tokens = ids.shape[1]

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from h2o.cli import texts
 from h2o.cli.cache_options import add_cache_options, preset_setting
+from h2o.filesystem import atomic_write, writable
 
 if TYPE_CHECKING:
+    from h2o.evaluate.setting import Setting
     from h2o.stream.reader import Reader
 
 DESCRIPTION = """\
@@ -79,19 +81,38 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             parser.error(f"argument --{name.replace('_', '-')}: must be at least 1, not {value}")
     if options.output.suffix != ".json":
         parser.error(f"argument --output: wanted a name such as stream.json, not {options.output}")
+    if options.text == "-" or options.chat:
+        if sys.stdin is None:
+            parser.error("standard input is closed")
+        if options.repeat and not options.chat and not sys.stdin.seekable():
+            parser.error("argument --repeat: standard input cannot be begun anew")
     try:
-        (chat if options.chat else stream)(options)
+        if options.chat:
+            chat(options)
+        else:
+            check_output(options.output)
+            with writable(options.output.parent):
+                stream(options)
     except (OSError, UnicodeDecodeError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     return 0
 
 
+def check_output(file: Path) -> None:
+    """OSError for a file that cannot be replaced, or a picture beside it."""
+    for each in (file, file.with_suffix(".png")):
+        if each.is_dir():
+            raise OSError(f"--output {file}: {each} is a folder")
+
+
 def chat(options: argparse.Namespace) -> None:
     from h2o.evaluate.setting import parse_all
     from h2o.stream.chat import Chat
+    from h2o.stream.reader import endless
 
-    config = dataclasses.replace(parse_all(options.caches)[0].config, positions=options.positions)
-    model, tokenizer = load(options)
+    setting = parse_all(options.caches)[0]
+    config = endless(setting, options.positions)
+    model, tokenizer = load(options, [dataclasses.replace(setting, config=config)])
     talk = Chat(model, tokenizer, config)
     try:
         while True:
@@ -112,10 +133,14 @@ def chat(options: argparse.Namespace) -> None:
         )
 
 
-def load(options: argparse.Namespace) -> tuple[Any, Any]:
+def load(options: argparse.Namespace, settings: list[Setting]) -> tuple[Any, Any]:
+    """(model, tokenizer) that go with all the settings. Raises: UserError."""
     from h2o import models
+    from h2o.evaluate.fitting import check_fit
 
-    model, tokenizer = models.load(options.model, dtype=options.dtype, say=models.say)
+    model, tokenizer = models.load(
+        options.model, dtype=options.dtype, say=models.say, check=check_fit(settings)
+    )
     model.set_attn_implementation("h2o")
     return model, tokenizer
 
@@ -126,13 +151,15 @@ def stream(options: argparse.Namespace) -> None:
     from h2o.generation import versions
     from h2o.progress import Progress
     from h2o.stream import token_stream
-    from h2o.stream.reader import Reader, read
+    from h2o.stream.reader import Reader, endless, read
 
     settings = parse_all(options.caches)
+    configs = [endless(setting, options.positions) for setting in settings]
+    served = [dataclasses.replace(x, config=y) for x, y in zip(settings, configs, strict=True)]
     shipped = options.text is None
     limit = options.tokens or (20000 if shipped else None)
     with opened(options.text) as file:
-        model, tokenizer = load(options)
+        model, tokenizer = load(options, served)
         readers = [Reader(model, setting, options.positions) for setting in settings]
         words = token_stream.pieces(file, repeat=shipped or options.repeat)
         chunks = token_stream.chunks(token_stream.tokens(words, tokenizer, limit), options.chunk)
@@ -142,6 +169,8 @@ def stream(options: argparse.Namespace) -> None:
                 progress.say(line(readers))
         except KeyboardInterrupt:  # the text has no end of its own: what was read is the result
             progress.say("interrupted")
+            if not any(reader.points for reader in readers):
+                raise  # an earlier result is worth more
     result = {
         "model": options.model or models.DEFAULT_MODEL,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -215,12 +244,13 @@ def mean(perplexities: list[float]) -> float:
 def write(result: dict[str, Any], options: argparse.Namespace) -> None:
     from h2o.stream.figure import draw
 
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    files = [options.output]
+    with atomic_write(options.output) as draft:
+        draft.write_text(json.dumps(result, indent=1) + "\n")
+    files, picture = [options.output], options.output.with_suffix(".png")
     try:
-        draw(result, options.output.with_suffix(".png"))
-        files.append(options.output.with_suffix(".png"))
+        with atomic_write(picture) as draft:
+            draw(result, draft)
+        files.append(picture)
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)
     print(f"written: {', '.join(map(str, files))}", file=sys.stderr)

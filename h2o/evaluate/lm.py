@@ -32,6 +32,7 @@ from tqdm import tqdm
 from h2o import models
 from h2o.config import H2OConfig
 from h2o.evaluate import protocols
+from h2o.evaluate.fitting import try_on
 from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluate.setting import Setting, from_config, from_options
 from h2o.hf.attention import switch
@@ -59,7 +60,7 @@ class Journal:
     def __init__(self, path: Path | None, processes: Processes) -> None:
         self.path = path if processes.first else None
         self.answers: dict[str, tuple[float, bool]] = {}
-        lines = path.read_text("utf-8").splitlines() if self.path and path.exists() else []
+        lines = path.read_text("utf-8").split("\n") if self.path and path.exists() else []
         for line in lines:
             with contextlib.suppress(ValueError):  # a last line that was cut short
                 key, logprob, greedy = json.loads(line)
@@ -152,8 +153,12 @@ class H2OLM(HFLM):
 
         `journal` is a file that remembers answers, so that an interrupted run can be completed.
         It must belong to this model and setting alone.
+
+        Raises: ValueError for a setting that does not go with the protocol or the model.
         """
         self.ratio_of = check(setting, protocol, prompt_len, ratio_of)
+        if protocol == "drop" or setting.variant != "full":
+            try_on(self.model, setting.config)
         self.journal = journal
         self.setting, self.protocol, self.prompt_len = setting, protocol, prompt_len
         self.tally = Tally()

@@ -92,6 +92,21 @@ class Setting:
         """What follows its name in tables and plots; `footnote` says why."""
         return " *" if self.sees_future else ""
 
+    @property
+    def curve(self) -> str:
+        """Settings that differ in nothing but their budget have it in common: a line of a plot."""
+        head, *options = self.name.split("/")
+        parts = ["/".join([self.kind, *sorted(options)])]
+        heavy, recent = self.config.heavy, self.config.recent
+        if self.kind == "sink" and self.config.sinks != 4:
+            parts.append(f"from {self.config.sinks}")
+        numbers = isinstance(heavy, int | float) and isinstance(recent, int | float)
+        if self.kind.startswith(("h2o", "mask-")) and "+" in head and numbers:
+            total = heavy + recent
+            if abs(heavy - recent) > (1 if isinstance(heavy, int) else 1e-6 * total):
+                parts.append(f"{heavy / total:.0%} heavy")
+        return " ".join(parts) + self.star
+
     def describe(self) -> dict[str, Any]:
         """For result files: plain values only."""
         budget = {} if self.variant == "full" else dataclasses.asdict(self.config)

@@ -22,6 +22,7 @@ from typing import Any
 
 from h2o import models, packages
 from h2o.errors import Unsupported, UserError
+from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.setting import Setting
 
 __all__ = ["Measurement", "Request", "Result", "measure"]
@@ -173,7 +174,8 @@ def measure(request: Request, say: Callable[[str], None]) -> Result:
 
     models.need_transformers()
     device = models.torch_device(request.device)
-    model, tokenizer = models.load(request.model, dtype=request.dtype, say=say)
+    fit = check_fit(request.settings)
+    model, tokenizer = models.load(request.model, dtype=request.dtype, say=say, check=fit)
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(request.prompts) + request.tokens + 1
     if limit and longest > limit:

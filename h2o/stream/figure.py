@@ -45,4 +45,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
         plot(result, figure.add_subplot(place), field, label, scale)
     chunk = f", {result['chunk']} at a time" if result["chunk"] > 1 else ""
     figure.suptitle(f"{result['model']}: {result['text']}{chunk}, {result['positions']} positions")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")

@@ -22,7 +22,7 @@ from h2o.errors import UserError
 from h2o.evaluate.setting import Setting
 from h2o.hf.cache import H2OCache
 
-__all__ = ["Point", "Reader", "read"]
+__all__ = ["Point", "Reader", "endless", "read"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,19 @@ class Point:
     """that any key or query was given in the stretch"""
 
 
+def endless(setting: Setting, positions: str = "rolled") -> H2OConfig:
+    """The config of a setting for a text, or a chat, that has no end.
+
+    Raises: UserError for what is no cache, and for fractions: there is no length to take them of.
+    """
+    if not setting.dropping:
+        raise UserError(f"{setting.name}: a mask, no cache")
+    config = dataclasses.replace(setting.config, positions=positions)
+    if config.needs_prompt_length:
+        raise UserError(f"{setting.name}: give numbers of tokens; a stream has no length")
+    return config
+
+
 class Reader:
     """A model that reads with one cache.
 
@@ -53,16 +66,13 @@ class Reader:
     """
 
     def __init__(self, model: Any, setting: Setting, positions: str = "rolled") -> None:
-        if not setting.dropping:
-            raise UserError(f"{setting.name}: a mask, no cache")
+        config = endless(setting, positions)
         self.name, self.model = setting.name, model
         self.config: H2OConfig | None = None
         self.cache: Any = DynamicCache(config=model.config)
         if setting.variant != "full":
-            self.config = dataclasses.replace(setting.config, positions=positions)
-            if self.config.needs_prompt_length:
-                raise UserError(f"{setting.name}: give numbers of tokens; a stream has no length")
-            self.cache = H2OCache(model.config, self.config)
+            self.config = config
+            self.cache = H2OCache(model.config, config)
         text = model.config.get_text_config(decoder=True)
         self.limit = text.max_position_embeddings if self.config is None else math.inf
         self.ended = False
@@ -141,21 +151,28 @@ def read(
 ) -> Iterator[list[Reader]]:
     """Feeds chunks of a text to all readers; yields them at the end of every stretch.
 
-    `tell` is called after each chunk. A last stretch that is shorter counts from half its length.
+    `tell` is called after each chunk. A last stretch that is shorter counts from half its length,
+    and so it does when KeyboardInterrupt breaks off the reading, which is then raised again.
     """
     stretch, size = 0, 1
-    for chunk in chunks:
-        size = max(size, len(chunk))
-        for reader in readers:
-            reader.feed(chunk)
-        stretch += len(chunk)
-        tell(readers)
-        if stretch >= every:
-            stretch = 0
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        for chunk in chunks:
+            size = max(size, len(chunk))
             for reader in readers:
-                reader.close_stretch(size)
-            yield readers
+                reader.feed(chunk)
+            stretch += len(chunk)
+            tell(readers)
+            if stretch >= every:
+                stretch = 0
+                for reader in readers:
+                    reader.close_stretch(size)
+                yield readers
+    except KeyboardInterrupt as error:
+        interrupt = error
     if stretch >= every / 2 or not any(reader.points for reader in readers):
         for reader in readers:
             reader.close_stretch(size)
         yield readers
+    if interrupt is not None:
+        raise interrupt

@@ -12,13 +12,21 @@ BLOCK = 1 << 14
 
 
 def pieces(file: TextIO, *, repeat: bool = False, block: int = BLOCK) -> Iterator[str]:
-    """A text in pieces that end between words; a line of standard input as soon as it is there.
+    """A text in pieces that end between words; a line of a pipe or a terminal as soon as it is
+    there, the white space at its end with the next one, as tokenizers would have it.
 
-    With `repeat` it begins anew whenever it ends. Raises: ValueError for an empty text.
+    With `repeat` it begins anew whenever it ends. Ctrl-C, while a pipe has nothing, is its end.
+    Raises: ValueError for an empty text.
     """
     rest, some = "", False
+    live = not file.seekable()
     while True:
-        new = file.readline(block)
+        try:
+            new = file.readline(block)
+        except KeyboardInterrupt:
+            if not live:
+                raise
+            new = ""
         if not new:
             if rest:
                 yield rest
@@ -31,7 +39,10 @@ def pieces(file: TextIO, *, repeat: bool = False, block: int = BLOCK) -> Iterato
             continue
         some = some or bool(new.strip())
         rest += new
-        if len(rest) >= block or (file.isatty() and new.endswith("\n")):
+        if live and rest.endswith("\n") and (line := rest.rstrip()):
+            yield line
+            rest = rest[len(line) :]
+        elif len(rest) >= block:
             end = max(rest.rfind(" "), rest.rfind("\n"))
             end = len(rest) if end <= 0 or rest.endswith("\n") else end
             yield rest[:end]

@@ -1,0 +1,147 @@
+"""Models and settings that do not go together: one line says so, before anything is measured."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from h2o import cli  # noqa: E402
+from h2o.errors import UserError  # noqa: E402
+from h2o.evaluate.fitting import check_fit  # noqa: E402
+from h2o.evaluate.setting import parse_all  # noqa: E402
+from tests.test_cli import PROMPT, ROOT, shell, tiny  # noqa: E402, F401
+
+PROFILE = str(ROOT.parent / "data" / "SmolLM2-135M-Instruct.profile.json")
+
+OF_OTHERS = "it has attention code of its own"
+
+
+@pytest.fixture(scope="module")
+def folders(tiny, tmp_path_factory):  # noqa: F811
+    """Folders of random models by name, all with the tokenizer of `tiny`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "vocab_size": 256}
+    heads = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+    wide = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    made = {"llama": tiny}
+    for name, kind, shape in (
+        ("gptj", "gptj", {**heads, "rotary_dim": 4}),
+        ("falcon", "falcon", wide),
+        ("bloom", "bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        ("gpt2", "gpt2", heads),
+        ("head_dim 24", "llama", {**wide, "intermediate_size": 48}),
+    ):
+        made[name] = str(tmp_path_factory.mktemp("models") / name.replace(" ", "-"))
+        config = AutoConfig.for_model(kind, **shape, **ends)
+        AutoModelForCausalLM.from_config(config).save_pretrained(made[name])
+        tokenizer.save_pretrained(made[name])
+    return made
+
+
+GENERATE = "generate --max-new-tokens 2 --prompt TEXT"
+EVAL = "eval --perplexity FILE --output-path OUT --window 60 --limit 1"
+NEEDLE = "eval --needle FILE --output-path OUT --lengths 50 --limit 1"
+STREAM = "stream --text FILE --output OUT/stream.json --tokens 60"
+BENCH = "bench --prompts 20 --tokens 2 --rounds 1 --output OUT/bench.json"
+
+
+@pytest.mark.parametrize(
+    ("command", "model", "words"),
+    [
+        (GENERATE, "gptj", OF_OTHERS),
+        (GENERATE, "falcon", OF_OTHERS),
+        (GENERATE, "bloom", OF_OTHERS),
+        (f"{GENERATE} --positions rolled", "gpt2", "no rotary position embedding"),
+        (f"{GENERATE} --kv-dtype int8-int4", "head_dim 24", "multiple of 32, not 24"),
+        (f"{GENERATE} --profile {PROFILE}", "llama", "this profile is of another model"),
+        (f"{GENERATE} --profile shipped", "llama", "no profile for this model"),
+        (f"{EVAL} --compare full,h2o:8+8", "gptj", OF_OTHERS),
+        (f"{EVAL} --compare full,h2o:8+8 --protocol drop", "gptj", OF_OTHERS),
+        (f"{EVAL} --compare full,calibrated:0.2", "llama", "calibrated:0.2: no profile"),
+        (f"{EVAL} --compare full,calibrated:0.2 --profile {PROFILE}", "llama", "another model"),
+        (f"{EVAL} --compare full,h2o:8+8/kv_dtype=int8-int4", "head_dim 24", "multiple of 32"),
+        (f"{EVAL} --compare full,h2o:8+8/positions=rolled", "llama", "cannot roll positions"),
+        (f"{EVAL} --compare full,h2o:8+8 --dtype float64", "llama", "not in float64"),
+        (f"{EVAL} --compare full,h2o:8+8 --device nope", "llama", "--device nope"),
+        (f"{NEEDLE} --compare full,h2o:8+8/positions=rolled", "gpt2", "no rotary"),
+        (STREAM, "gpt2", "no rotary position embedding"),
+        (f"{STREAM} --positions original", "bloom", OF_OTHERS),
+        (f"{BENCH} --compare h2o:8+8", "falcon", OF_OTHERS),
+        ("analyze --text FILE --output OUT/page.html", "gptj", OF_OTHERS),
+        ("calibrate --text FILE --output OUT/profile.json", "gptj", "gptj"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_model_is_one_line(
+    command, model, words, folders, tmp_path, capsys, monkeypatch
+):
+    """And no cache has read anything by then."""
+    (tmp_path / "text").write_text("A sentence of the text. " * 12)
+    places = {"TEXT": PROMPT, "FILE": str(tmp_path / "text")}
+    arguments = [
+        places.get(x, x.replace("OUT", str(tmp_path / "out"))) for x in command.split()
+    ] + ["--model", folders[model]]  # fmt: skip
+    run = pytest.fail  # a model's embedding of tokens comes first of all
+    monkeypatch.setattr(torch.nn.Embedding, "forward", lambda *_: run("a model was run"))
+    assert cli.main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert words in lines[-1]
+    assert lines[-1].startswith(f"h2o {arguments[0]}: error: ")
+    assert all("loading" in line for line in lines[:-1])
+    assert not list(tmp_path.glob("out/*.json"))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (f"{EVAL} --compare full,h2o:8+many", "h2o:8+many"),
+        (f"{EVAL} --heavy 0 --recent 0", "budget"),
+        (f"{EVAL} --decay 2", "decay"),
+        (f"{EVAL} --dtype float31", "choose from 'auto', 'float32'"),
+        (f"{EVAL} --profile no/such/file --compare full,calibrated:0.2", "no/such/file"),
+        (f"{EVAL} --num_fewshot 2", "go with --tasks"),
+        (f"{GENERATE} --profile no/such/file", "no/such/file"),
+        (f"{GENERATE} --decay 2", "decay"),
+        (f"{STREAM} --dtype float31", "--dtype"),
+    ],
+)
+def test_wrong_settings_exit_alike(command, words, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(command.split())
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert words in captured.err
+
+
+def test_full_needs_no_cache_of_ours(folders, tmp_path, capsys):
+    (tmp_path / "text").write_text("A sentence of the text. " * 12)
+    arguments = ["eval", "--perplexity", str(tmp_path / "text"), "--window", "60", "--compare"]
+    where = ["--output-path", str(tmp_path / "out"), "--model", folders["gptj"]]
+    assert cli.main([*arguments, "full", *where]) == 0
+    assert "full" in capsys.readouterr().out
+
+
+def test_a_model_is_tried_as_its_config_is(folders):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folders["gpt2"])
+    check = check_fit(parse_all("full,h2o:8+8"))
+    check(config)
+    model = AutoModelForCausalLM.from_pretrained(folders["gpt2"])
+    check(model)
+    with pytest.raises(UserError, match=r"h2o:8\+8: .*float64"):
+        check(model.double())
+
+
+def test_a_closed_standard_input():
+    for command in ("stream --text -", "stream --chat"):
+        done = shell(f"h2o {command} <&-")
+        assert done.returncode == 2
+        assert done.stderr.splitlines() == [
+            "h2o stream: error: standard input is closed (see h2o stream --help)"
+        ]
