@@ -5,7 +5,7 @@
 
 /* ---- Numbers ----------------------------------------------------------- */
 
-/* Replaces the complaint of a failed conversion by one that names the argument. */
+/* Replaces the exception of a failed conversion by one that names the argument. */
 static int refuse_scalar(const char *name, const char *wanted, PyObject *object) {
     const bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
     if (overflow || PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -62,7 +62,7 @@ int h2o_parse_choice(const char *name, PyObject *object, const char *const *choi
 
 /* ---- Records ----------------------------------------------------------- */
 
-/* A number that is given is above 0, which says that there is none. */
+/* A float or None: None becomes 0, so a number has to be above 0. */
 static int parse_option(const h2o_policy_field *field, PyObject *object, float *number) {
     *number = 0.0f;
     if (object == Py_None) return 0;

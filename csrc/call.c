@@ -1,4 +1,6 @@
-/* call.c - one call of an operation, from its checks to its end. */
+/* call.c - the stages of one call of an operation (run.h): h2o_validate checks it, h2o_measure asks
+ * its kernel for the size of the workspace, h2o_open acquires that, h2o_run runs the kernel and
+ * h2o_close releases the memory. */
 #include "devices.h"
 #include "run.h"
 

@@ -1,8 +1,8 @@
-/* counts.c - what the small tensors of a call say, read once.
+/* counts.c - copies the small tensors of a call into h2o_counts, and checks their values.
  *
- * Lengths, budgets, free slots, prompts and masks decide how much a kernel reads
- * and where it writes. Another thread may change them while it does, so they are
- * copied here, one load for each number, and checked; kernels see the copies only.
+ * lengths [B], budget [B,2] or [B,G,2], free [B,G], starts [G+1], prompt [B] and mask [B,Q] decide
+ * how much a kernel reads and where it writes. Another thread may change them meanwhile, so each
+ * number is loaded once, here; kernels use the copies only.
  */
 #include "operations.h"
 #include "policy.h"
@@ -28,7 +28,7 @@ static bool is_token(const h2o_view *mask, int64_t b, int64_t q) {
 
 /* ---- Memory ------------------------------------------------------------ */
 
-/* Rows first, since they are aligned most strictly, then heads, then columns. */
+/* The memory of h2o_counts: rows first, which have the strictest alignment, heads, columns. */
 typedef struct {
     h2o_row *rows;    /* [B], then [B] of the dense part */
     h2o_head *heads;  /* [B][G] */

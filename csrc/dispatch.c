@@ -1,4 +1,5 @@
-/* dispatch.c - which table of operations a tensor's device gets.
+/* dispatch.c - asks the processor for its features and chooses the highest instruction set level of
+ * the CPU kernels that it can run, or the one that H2O_CPU names.
  *
  * The processor is asked once, at import. A feature counts as present when the
  * processor has the instructions and the operating system saves the registers
@@ -102,7 +103,7 @@ enum { FEATURES = sizeof features / sizeof features[0] };
 
 /* ---- Levels ------------------------------------------------------------ */
 
-/* From the lowest. Each needs what stands here and what the lower ones need. */
+/* From the lowest. Each needs the features named here and those of all lower levels. */
 static const struct {
     const h2o_ops *ops;
     const char *needs[4];
@@ -147,7 +148,7 @@ static int count_levels(uint32_t present) {
     return LEVELS;
 }
 
-/* Appends to a text of that size, " " between names. */
+/* Appends a name to text [size], after a blank if it is not the first. */
 static void append_name(char *text, size_t size, const char *name) {
     const size_t length = strlen(text);
     snprintf(text + length, size - length, "%s%s", length ? " " : "", name);

@@ -1,4 +1,4 @@
-/* error.c - errors as text. */
+/* error.c - h2o_fail: writes status and message of an error to its record. */
 #include "h2o.h"
 
 #include <stdarg.h>

@@ -1,4 +1,5 @@
-/* operations.c - the tables of operations.h. */
+/* operations.c - the tables of operations.h: for each operation its operands in order, with shape
+ * letters, dtype and flags, and likewise the fields of the policy and of the slots. */
 #include "operations.h"
 
 #define TENSOR(op, field, letters_, dtype_, flags_)                                                \

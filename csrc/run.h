@@ -1,5 +1,5 @@
-/* run.h - what carries an operation out: workers, workspace, the kernels that every
- * instruction set level and every device has, and the stages of a call. */
+/* run.h - execution of operations: workers, workspace, the table of kernels of each instruction set
+ * level and device (h2o_ops), and the stages of a call (h2o_open, h2o_run, h2o_close). */
 #ifndef H2O_RUN_H
 #define H2O_RUN_H
 
@@ -21,7 +21,7 @@ typedef struct {
     void *stream;            /* a device's: what is launched waits for what is queued there */
 } h2o_exec;
 
-/* What a device's kernels want of workspace where none serves such a call. */
+/* The size of workspace by which a device's kernels say that none of them serves a call. */
 #define H2O_UNSERVED SIZE_MAX
 
 /* One backend at one instruction set level: the scratch that an operation wants for

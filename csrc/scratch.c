@@ -38,8 +38,8 @@ static void unlock_list(void) { pthread_mutex_unlock(&lock); }
  * would wait for that thread forever. */
 static void survive_fork(void) { pthread_atfork(lock_list, unlock_list, unlock_list); }
 
-/* Removes and returns the smallest block of at least that size, or NULL. One
- * that is far too large is left for those who need it. */
+/* Removes and returns the smallest block of at least that size, or NULL. Blocks of more than eight
+ * times the size are not taken: they are kept for larger requests. */
 static block *take(size_t bytes) {
     block **best = NULL;
     for (block **at = &released; *at; at = &(*at)->next) {

@@ -1,5 +1,5 @@
-/* store.h - where a layer's slots keep what belongs to row b of the batch and a key/value head:
- * addresses, strides and types of its S rows of keys and values, and of their scores. */
+/* store.h - the slots of one key/value head of one row: addresses, strides and types of its S rows
+ * of keys and values [D], and of its scores, norms, biases and positions [S]. */
 #ifndef H2O_STORE_H
 #define H2O_STORE_H
 

@@ -1,10 +1,9 @@
 /* types.h - the element types of tensors and the row types of stores, one row of traits each.
  *
- * Two lists, from which everything else here follows, and elsewhere whatever has to be there
- * once for each type: the kernels' instances, and the tables by which they are chosen. They are
- * macros, X in them what is to be made of each line, since the same lines are compiled for
- * devices, which cannot read the host's tables. (ggml's type_traits, with blck_size and
- * type_size, are the same idea.)
+ * Two lists as X macros. All else here is generated from them, and elsewhere what exists once for
+ * each type: instances of kernels, and the tables from which they are chosen. They are macros and
+ * not tables, since device code cannot read tables of the host. (ggml's type_traits, with blck_size
+ * and type_size, are the same idea.)
  *
  * A new row type is a line in each list, here; what host and devices have to agree on in
  * quantise.h; and how its rows are written and read, in cpu/stored.h and for devices. */
@@ -26,7 +25,7 @@
     X(I32, "int32", 4)                                                                             \
     X(I64, "int64", 8)                                                                             \
     X(U8, "bool or uint8", 1) /* masks, 0 is a pad; rows of a quantised store */                   \
-    X(Q8, "int8", 1)          /* no tensor's: a row of D elements in a store of bytes, ... */      \
+    X(Q8, "int8", 1)          /* not of tensors: rows of D elements in bytes, ... */               \
     X(Q4, "int4", 1)          /* ... see quantise.h */
 
 /* X(name, elements of a group, bytes of a group, bytes of the row's scale, whether it rotates)
@@ -46,7 +45,7 @@ enum { H2O_GROUP = 32 }; /* elements of a row of Q4 that share scale and minimum
 typedef enum { H2O_DTYPES(H2O_NAME) } h2o_dtype;
 #undef H2O_NAME
 
-/* Bytes of an element: a hexadecimal digit each, in one number that any device can hold. */
+/* Bytes of an element, from a constant with one hexadecimal digit per type, not a host's table. */
 H2O_INLINE int64_t h2o_dtype_size(h2o_dtype dtype) {
 #define H2O_DIGIT(name, text, size) | (uint64_t)(size) << 4 * H2O_##name
     const uint64_t sizes = 0 H2O_DTYPES(H2O_DIGIT);

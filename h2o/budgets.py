@@ -1,4 +1,5 @@
-"""Amounts of keys as users give them: checked, and spread over layers and heads.
+"""Budgets as users give them (tokens, or fractions of the prompt): checked, and spread over layers
+and heads.
 
 Plain numbers, no torch.
 """
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 UNLIMITED = 2**31 - 1
-"""A `heavy` or `recent` budget that never bites."""
+"""A `heavy` or `recent` budget that is never exceeded."""
 
 Amount = int | float
 """An int counts tokens; a float in [0, 1] is a fraction of the row's prompt length."""

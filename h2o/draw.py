@@ -1,4 +1,4 @@
-"""What notebooks and pictures share: text in pieces or shaded by numbers, and axes to draw on.
+"""Helpers for pictures of text: tokens as pieces of text, HTML shaded by score, matplotlib axes.
 
 The HTML needs no script, no style sheet and no network.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COLOUR", "Html", "axes_or_new", "need", "pieces", "shaded", "shades"]
+__all__ = ["COLOUR", "Html", "axes_or_new", "labels", "need", "pieces", "shaded", "shades"]
 
 COLOUR = "255 140 0"
 """Of the highest score; black and struck text stay readable on it."""
@@ -80,6 +80,19 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
             text, stop = _decode(tokenizer, ids[start : start + 1]), start + 1
         texts += [text, *[""] * (stop - start - 1)]
     return texts
+
+
+def labels(texts: Sequence[str]) -> list[str]:
+    """What `pieces` gives, for lists: a token that is a part of a character says of which one."""
+    named: list[str] = []
+    while len(named) < len(texts):
+        start = stop = len(named)
+        while stop + 1 < len(texts) and not texts[stop + 1]:
+            stop += 1
+        count = stop - start + 1
+        parts = [f"{texts[start]} ({i} of {count})" for i in range(2, count + 1)]
+        named += [texts[start], *parts]
+    return named
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:

@@ -1,5 +1,5 @@
-"""Files and folders that results go into: complete or not there at all, and known to work
-beforehand.
+"""Writing results: files that appear complete or not at all, locks between processes, and a check
+that a folder can be written to before a long run starts.
 """
 
 from __future__ import annotations

@@ -144,15 +144,15 @@ class LayerShares:
     layer: int
 
     def check_attention(self, attention: Any) -> None:
-        """Raises ValueError for the attention module of another model than the shares are of,
-        where they know (`h2o.Profile`)."""
+        """Raises ValueError where the shares are a profile of another model than the attention
+        module's."""
         if isinstance(self.shares, HasShares):
             self.shares.check_attention(attention, self.layer)
 
     def apportioned(
         self, heavy: int, recent: int, sinks: int, fraction: float | None
     ) -> list[tuple[int, int]]:
-        """(heavy, recent) of each head, where all heads of the model would have these.
+        """(heavy, recent) of each head; the arguments are those of equal budgets for all heads.
 
         Every head keeps the sinks; the rest of its part is divided as heavy to recent are.
         `fraction`: the budget as a fraction of the text; None for one in tokens, which is taken

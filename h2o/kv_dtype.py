@@ -1,4 +1,4 @@
-"""Bytes: of a stored key or value, and of a slot with everything that belongs to it.
+"""How many bytes a stored key or value takes by `kv_dtype`, and a slot with its score and position.
 
 Plain numbers, no torch.
 """

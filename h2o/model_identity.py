@@ -136,7 +136,7 @@ def _weights_apart(
 
 
 def _parameters(model: Any) -> dict[str, Any]:
-    """Those of which all is here, or that tell that it is not (`_values`)."""
+    """Parameters by name, without those of which this process has a part only and cannot tell."""
     while hasattr(model, "_orig_mod"):  # torch.compile
         model = model._orig_mod
     cut: set[int] = set()

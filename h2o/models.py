@@ -16,6 +16,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,8 @@ def quiet_libraries() -> None:
     """Stop other libraries from writing between our lines; call it before anything imports them.
 
     What remains are the bars of conversions and downloads, which take long, on a terminal.
+    transformers imports torchao where it is installed, which tells of kernels that it cannot load
+    and, through torch, of what torch will not take any more: nothing that is used here.
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -255,6 +258,8 @@ def quiet_libraries() -> None:
         from transformers.utils import logging
     except ImportError:  # load() says so, and how to put it right
         return
+    for chatty in ("torchao", "torch.utils._pytree"):
+        getLogger(chatty).setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()  # the hub's as well, which is too much
     enable_progress_bars()

@@ -307,7 +307,7 @@ def info() -> dict[str, Any]:
     """What the core runs on.
 
     level (instruction set), operations (the level that each runs at), levels (those that this
-    machine has), features, threads, thread_source, version; backends: by device, who serves it.
+    machine has), features, threads, thread_source, version; backends: by device, what serves it.
     """
     return backends.info()
 

@@ -26,7 +26,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Processes:
-    """This process is number `rank` of `world`. Methods are called by all of them, or none goes on.
+    """This process, number `rank` of `world`. All processes must call the collective methods.
 
     Values travel pickled through `group`, a process group of torch.distributed on the CPU.
     """
@@ -114,7 +114,7 @@ def _several() -> int:
 
 
 def leave() -> None:
-    """The end, where they have met: none closes a connection that another one still uses."""
+    """Ends the process group after a barrier, so that no connection closes while in use."""
     if launched.cache_info().currsize and launched().world > 1:
         from torch import distributed
 

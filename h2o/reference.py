@@ -12,9 +12,9 @@ accumulated scores and a part of the budget reserved for recent tokens:
 2. Score. A key's score is the attention that it has received, summed over
    queries and over the query heads of its group.
 3. Evict. Beyond the budget of k = sinks + heavy + recent keys, the first `sinks`
-   positions stay, the `recent` highest positions, and of the others the `heavy`
-   highest scores. The rest is dropped for good, or where `merge` is given merged into
-   keys like it (`h2o.reference_merging`).
+   positions are kept, the `recent` highest positions, and of the others the `heavy`
+   highest scores. The rest is evicted: dropped for good, or with `merge` merged into
+   similar keys (`h2o.reference_merging`).
 
 With rolled positions, for texts without end (Xiao et al., "Efficient Streaming Language Models with
 Attention Sinks", ICLR 2024, section 3.2), keys are stored before their rotary embedding, and each
@@ -129,7 +129,7 @@ def _probabilities(
 
 
 def ranks(slots: Any) -> Tensor:
-    """How many keys of a lower position lie beside each, int32 like positions; -1: empty slot."""
+    """Rank of each key by position among the keys of its head, int32 [B, G, S]; -1: empty slot."""
     ranks = torch.full_like(slots.positions, -1)
     for b, g in itertools.product(*map(range, slots.free.shape)):
         held = _held_slots(_store(slots, b, g))
@@ -147,7 +147,7 @@ def evict(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> None:
-    """Step 3. Arguments and effect as in `h2o.ops.evict`; survivors lie in order of position."""
+    """Step 3. Arguments and effect as in `h2o.ops.evict`; kept keys lie in order of position."""
     sinks, rank_by, decay, value_weighted, merge = _policy(policy, fields)
     B, G, Q, D = keys.shape
     for b in range(B):
@@ -212,7 +212,7 @@ def _read_back(x: Tensor, store: Tensor) -> Tensor:
 def _choose(
     position: list[int], rank: list[float], sinks: int, heavy: int, recent: int
 ) -> tuple[list[int], list[int]]:
-    """Indices that stay and that leave, both ascending, of keys in ascending position."""
+    """Indices of the kept and of the evicted keys, both ascending; keys in ascending position."""
     count = len(position)
     if count <= sinks + heavy + recent:
         return list(range(count)), []

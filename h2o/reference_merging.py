@@ -1,10 +1,10 @@
-"""Merge instead of drop: the part of `h2o.reference` about keys that leave.
+"""Merging of evicted keys: the part of `h2o.reference` for policies with `merge`.
 
-A key that the policy names goes into the kept key that is most like it, if that is like it enough.
-The slot then stands for several keys, and its logits grow by the logarithm of their number.
-(Compare Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Generative Inference of
-Large Language Models", 2024, and Zhang et al., "CaM: Cache Merging for Memory-efficient LLMs
-Inference", ICML 2024.)
+An evicted key is merged into the kept key with the highest cosine to it, if that is above the
+threshold. The slot then stands for several keys, and its logits grow by the logarithm of their
+number. (Compare Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Generative
+Inference of Large Language Models", 2024, and Zhang et al., "CaM: Cache Merging for
+Memory-efficient LLMs Inference", ICML 2024.)
 
 Shape letters: K keys kept, D head dimension.
 """
@@ -37,7 +37,7 @@ def most_similar(keys: Tensor, candidates: Tensor, key: Tensor, threshold: float
 
 
 def take_in(kept: Any, left: Any, *, threshold: float, sinks: int, D: int) -> bool:
-    """Merges one key, `left`, into one of those `kept`; False where none is like it enough.
+    """Merges an evicted key, `left`, into one of those `kept`; False where none is near enough.
 
     Both have keys and values as stored, scores, positions, bias, norms (or None) and `queries`, how
     many have seen each key: [K, ...] by ascending position, and the same of one key.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ __all__ = ["Cells", "fingerprint", "provenance"]
 
 Work = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 """The facts of a result, and what measures it."""
+
+PATIENCE = 20
+"""Times that a file took to be written which pass before `Cells.complete` writes it again."""
 
 PACKAGES = ("h2o-kv", "torch", "transformers", "lm-eval", "rouge-score", "numpy")
 
@@ -48,7 +52,9 @@ class Cells:
     Every cell is filed under all that its numbers depend on. A run that finds a cell under the
     same facts takes it instead of measuring again; cells under other facts stay in the file
     untouched. The file is replaced at once, never written in part, and what other processes
-    have put into it meanwhile is kept.
+    have put into it meanwhile is kept. Since that takes the longer, the more it holds, `complete`
+    spends at most a twentieth of its time on it: a process that is killed loses what it measured
+    in less than `PATIENCE` times one writing, one that is interrupted loses nothing.
 
     Of several processes the first one reads and writes it, and the others know what it knows.
 
@@ -61,7 +67,22 @@ class Cells:
         if processes.first:
             make_writable(path.parent)
             self.cells = self._read()
+        self.in_file = dict(self.cells)
+        """Of the first process: also what other runs have put there."""
         self.cells = processes.of_first(self.cells)
+        self.written = self._stamp()
+        self.noted = False
+        """Whether there are cells that the file does not have."""
+        self.next_write = 0.0
+        """Of `time.monotonic`, for `complete`."""
+
+    def _stamp(self) -> tuple[int, ...] | None:
+        """What changes when another process replaces the file; None without one."""
+        try:
+            stat = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
@@ -83,23 +104,55 @@ class Cells:
 
     def put(self, facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
         """Returns the result as the file has it. Called by every process with the same."""
-        cell = _plain({"facts": facts, "result": result})
-        if self.processes.first:
-            with locked(self.path), atomic_write(self.path) as draft:
-                self.cells = self.cells | self._read() | {fingerprint(facts): cell}
-                content = {"kind": self.kind, "cells": list(self.cells.values())}
-                draft.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-        self.cells = self.processes.of_first(self.cells)
+        cell = self._note(facts, result)
+        self._write()
+        self.cells = self.processes.of_first(dict(self.in_file))
         return cell["result"]
+
+    def _note(self, facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+        """The cell, which is not in the file yet."""
+        cell = _plain({"facts": facts, "result": result})
+        self.cells[fingerprint(facts)] = cell
+        self.noted = True
+        return cell
+
+    def _write(self) -> None:
+        """The file as the first process knows it, with what others have put there."""
+        if not self.processes.first:
+            return
+        start = time.monotonic()
+        with locked(self.path):
+            if self._stamp() != self.written:
+                self.in_file = self._read()
+            self.in_file |= self.cells
+            content = {"kind": self.kind, "cells": list(self.in_file.values())}
+            with atomic_write(self.path) as draft:
+                draft.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+            self.written = self._stamp()
+        if self.processes.world == 1:  # several would come to know different ones
+            self.cells |= self.in_file
+        self.noted = False
+        end = time.monotonic()
+        self.next_write = end + PATIENCE * (end - start)
 
     def complete(self, rows: Sequence[Sequence[Work]], name: str) -> list[list[dict[str, Any]]]:
         """The result of each piece of work; what the file does not have is measured.
 
         Processes share it: each measures the same column of another row. `name`: of the bar.
         """
+        self.processes.agree([facts for row in rows for facts, _ in row])
+        try:
+            self._measure(rows, name)
+        finally:
+            if self.noted:
+                self._write()
+        self.cells = self.processes.of_first(self.in_file | self.cells)
+        return [[self.cells[fingerprint(facts)]["result"] for facts, _ in row] for row in rows]
+
+    def _measure(self, rows: Sequence[Sequence[Work]], name: str) -> None:
+        """What is not known of `complete`'s rows, noted by all processes."""
         from tqdm import tqdm  # --help does without
 
-        self.processes.agree([facts for row in rows for facts, _ in row])
         world, columns = self.processes.world, len(rows[0])
         with tqdm(total=len(rows) * columns, desc=name, disable=not self.processes.first) as bar:
             for start in range(0, len(rows), world):
@@ -107,9 +160,10 @@ class Cells:
                     missing = [work for work in column if self.find(work[0]) is None]
                     measured = self.processes.shared(missing, lambda work: work[1]())
                     for (facts, _), result in measured:
-                        self.put(facts, result)
+                        self._note(facts, result)
+                        if time.monotonic() >= self.next_write:
+                            self._write()
                     bar.update(len(column))
-        return [[self.cells[fingerprint(facts)]["result"] for facts, _ in row] for row in rows]
 
 
 def fingerprint(facts: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""What one layer holds of a text: a record of tensors of any library, and how to make one.
+"""`Slots`: the tensors of one layer's cache (keys, values, scores, positions, ...), of any library,
+and `new_slots`, which makes empty ones.
 
 Shape letters: B batch rows, G key/value heads, S slots, T slots of all heads of a row, D head
 dimension.

@@ -1,4 +1,4 @@
-"""Tensors that the operations make for their callers, like those that they are given."""
+"""New tensors like a given one: of its library (NumPy, torch, ...), on its device, of its dtype."""
 
 from __future__ import annotations
 

@@ -119,6 +119,60 @@ def test_mistakes(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
     assert "pip install 'h2o-kv[analysis]'" in error("--model", tiny, code=1)
 
 
+def test_failed_runs_leave_no_folders(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
+    (tmp_path / "text").write_text("x" * 300)
+    out = tmp_path / "new" / "folder"
+    arguments = ["analyze", "--model", tiny, "--text", str(tmp_path / "text"), "--output",
+                 str(out / "page.html")]  # fmt: skip
+    monkeypatch.setattr("h2o.analysis.page.LONGEST", 299)
+    monkeypatch.setattr("h2o.analysis.analyze.analyze", lambda *_: pytest.fail("measured"))
+    assert cli.main(arguments) == 1
+    assert "at most 299 tokens, not 300: give --tokens 299" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    out.mkdir(parents=True)  # what was there before stays
+    assert cli.main(arguments) == 1
+    assert list(tmp_path.glob("new/**/*")) == [out]
+
+
+def test_a_text_without_repetitions(tiny, tmp_path):  # noqa: F811
+    """No kind of token is more frequent than another: there is no correlation to be told."""
+    (tmp_path / "text").write_text("".join(map(chr, range(48, 98))))
+    page = tmp_path / "page.html"
+    assert cli.main(["analyze", "--model", tiny, "--text", str(tmp_path / "text"), "--output",
+                     str(page), "--compare", "local:0.2"]) == 0  # fmt: skip
+    text = page.read_text("utf-8")
+    assert "in all with count none, with neighbours" in text
+    assert "nan" not in re.sub(r"data:[^\"]*|<script.*?</script>|<style.*?</style>", "", text,
+                               flags=re.DOTALL)  # fmt: skip
+    assert "NaN" not in (tmp_path / "page" / "numbers.json").read_text()
+
+
+def test_parts_of_characters_say_of_which(content):
+    from h2o.draw import labels
+
+    assert labels(["a", "北", "", "", "", "b", " "]) == [
+        "a", "北", "北 (2 of 4)", "北 (3 of 4)", "北 (4 of 4)", "b", " ",
+    ]  # fmt: skip
+    assert labels([""]) == [""]
+    start = content["tokens"].index("北")
+    assert content["labels"][str(start + 1)] == "北 (2 of 3)"
+    assert all(text or str(j) in content["labels"] for j, text in enumerate(content["tokens"]))
+
+
+def test_axes_of_layers_have_whole_numbers():
+    from matplotlib.figure import Figure
+
+    from h2o.analysis.figures import whole_numbers
+
+    for last in (1, 2, 5, 29):
+        axes = Figure().add_subplot()
+        axes.plot(range(last + 1), range(last + 1))
+        whole_numbers(axes.xaxis)
+        ticks = axes.get_xticks()
+        assert all(tick == int(tick) for tick in ticks)
+        assert 2 <= len(ticks) <= 12
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here")
 @pytest.mark.timeout(DEADLINE)

@@ -180,8 +180,10 @@ def test_command_says_what_is_wrong(tiny, tmp_path, capsys):  # noqa: F811
         assert cli.main([*start, *arguments]) == 1
         said = capsys.readouterr().err
         assert error in said
-        assert "loading" not in said or error in ("text is empty", "no chat template") or (
-            "multiple of 32" in error
+        assert (
+            "loading" not in said
+            or error in ("text is empty", "no chat template")
+            or ("multiple of 32" in error)
         )
     assert not (tmp_path / "new").exists()
     for arguments in (["--chunk", "0"], ["--output", "x.png"]):

@@ -1,4 +1,5 @@
-/* level_avx2.c - AVX2, FMA and F16C: Haswell, Zen and later. */
+/* level_avx2.c - the CPU kernels (table.inc) compiled for AVX2, FMA and F16C: Haswell, Zen and
+ * later. */
 #if defined(__x86_64__)
 #include "../run.h"
 

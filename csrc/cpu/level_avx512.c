@@ -1,4 +1,5 @@
-/* level_avx512.c - AVX-512 F, BW, VL, DQ: Skylake-SP and later. */
+/* level_avx512.c - the CPU kernels (table.inc) compiled for AVX-512 F, BW, VL, DQ: Skylake-SP and
+ * later. */
 #if defined(__x86_64__)
 #include "../run.h"
 

@@ -1,5 +1,5 @@
-/* level_avx512amx.c - AVX-512 with a unit for products of bf16 matrices: Sapphire Rapids
- * and later. */
+/* level_avx512amx.c - the CPU kernels (table.inc) compiled for AVX-512 with AMX, a matrix unit for
+ * bf16: Sapphire Rapids and later. The decode step is that of level_avx512bf16.c. */
 #include "../run.h"
 
 #if defined(H2O_LEVEL_AMX)

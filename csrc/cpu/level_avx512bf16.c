@@ -1,4 +1,5 @@
-/* level_avx512bf16.c - AVX-512 with products of bf16 pairs: Cooper Lake, Zen 4 and later. */
+/* level_avx512bf16.c - the CPU kernels (table.inc) compiled for AVX-512 with dot products of bf16
+ * pairs: Cooper Lake, Zen 4 and later. */
 #if defined(__x86_64__)
 #include "../run.h"
 

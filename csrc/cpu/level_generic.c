@@ -1,4 +1,4 @@
-/* level_generic.c - what any processor runs: four floats at a time, with the
+/* level_generic.c - the CPU kernels (table.inc) for any processor: vectors of four floats, with the
  * instructions that the compiler uses by default. */
 #include "../run.h"
 

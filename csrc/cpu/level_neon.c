@@ -1,4 +1,4 @@
-/* level_neon.c - Advanced SIMD, which every aarch64 processor has. */
+/* level_neon.c - the CPU kernels (table.inc) for aarch64: Advanced SIMD, which all of them have. */
 #if defined(__aarch64__)
 #include "../run.h"
 

@@ -22,7 +22,7 @@ static inline row_ref tensor_row(const h2o_view *view, int64_t a, int64_t b, int
 
 static inline row_ref float_row(const float *x) { return (row_ref){(const char *)x, H2O_F32, 1}; }
 
-/* To contiguous elements of the same type. */
+/* Copies a row to contiguous elements of the same type. */
 static inline void row_copy(char *to, row_ref from, int64_t D) {
     if (from.stride == 1) {
         memcpy(to, from.data, (size_t)h2o_row_bytes(from.type, D));

@@ -1,5 +1,5 @@
-/* slots.h - what every operation writes to a layer's slots: the rows of a new token, and the
- * small tensors that say how far a row of the batch is. */
+/* slots.h - writes to a layer's slots that several operations share: key and value [D] of a new
+ * token, the next free slot (free [B,G]) and the tokens that each row has seen (lengths [B]). */
 #ifndef H2O_SLOTS_H
 #define H2O_SLOTS_H
 
@@ -7,7 +7,7 @@
 #include "../store.h"
 #include "stored.h"
 
-/* Puts the new token in a column into a slot. */
+/* Writes key and value of the new token at axis Q index `column` to a slot. */
 static inline void store_token(const slot_store *store, int64_t slot, const h2o_view *keys,
                                const h2o_view *values, int64_t b, int64_t g, int64_t column,
                                int64_t D) {
@@ -17,12 +17,12 @@ static inline void store_token(const slot_store *store, int64_t slot, const h2o_
               tensor_row(values, b, g, column), D);
 }
 
-/* Another thread may be reading these two for a call of its own. */
+/* Atomic, as is advance_lengths: a call in another thread may be reading free and lengths. */
 static inline void set_free(const h2o_slots *slots, int64_t b, int64_t g, int64_t slot) {
     __atomic_store_n((int32_t *)h2o_at(&slots->free, b, g, 0), (int32_t)slot, __ATOMIC_RELAXED);
 }
 
-/* When all heads are done: they count from the same length. */
+/* To be called once all heads of a row are done, since all of them read its old length. */
 static inline void advance_lengths(const h2o_slots *slots, const h2o_row *rows, int64_t B) {
     for (int64_t b = 0; b < B; b++) {
         int64_t *const length = h2o_at(&slots->lengths, b, 0, 0);

@@ -78,7 +78,7 @@ static inline void write_Q4(char *row, row_ref from, int64_t D) {
     }
 }
 
-/* What a slot is to hold of a token's key or value, as a store of that type has it. */
+/* Writes a token's key or value [D] to the row of a slot, converted to the store's row type. */
 static inline void store_row(char *row, h2o_dtype stored, row_ref from, int64_t D) {
 #define WRITE(name, ...)                                                                           \
     case H2O_##name:                                                                               \
@@ -92,7 +92,7 @@ static inline void store_row(char *row, h2o_dtype stored, row_ref from, int64_t 
 #undef WRITE
 }
 
-/* The same of floats, x [D]. */
+/* The same from floats, x [D]. */
 static inline void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D) {
     if (h2o_row_is_quantised(stored)) {
         store_row(row, stored, float_row(x), D);
@@ -132,7 +132,7 @@ VEC vf load_Q4(const char *row, int64_t d, int n, int64_t D) {
     return vf_fma(q, vf_set1_f16(scale), vf_set1_f16(scale + 2));
 }
 
-/* n <= VL elements of a row from d on, see load_T. */
+/* n <= VL elements of a row from d on, without the row's scale: load_T. */
 VEC vf load_unscaled(const char *row, h2o_dtype type, int64_t d, int n, int64_t D) {
 #define LOAD(name, ...)                                                                            \
     if (type == H2O_##name) return load_##name(row, d, n, D);
@@ -152,7 +152,7 @@ VEC float row_scale(const char *row, h2o_dtype type, int64_t D) {
     return h2o_row_has_scale(type) ? load_scalar(scale_at(row, type, D), H2O_F16) : 1.0f;
 }
 
-/* n <= VL elements of a row from d on. */
+/* The same with the scale applied. */
 VEC vf load_scaled(const char *row, h2o_dtype type, int64_t d, int n, int64_t D) {
     const vf x = load_unscaled(row, type, d, n, D);
     return h2o_row_has_scale(type) ? vf_mul(x, vf_set1_f16(scale_at(row, type, D))) : x;

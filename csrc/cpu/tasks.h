@@ -1,4 +1,4 @@
-/* tasks.h - work for workers: many small tasks in order, each worker takes the next one.
+/* tasks.h - scheduling of a kernel's work: tasks are numbered, and each worker takes the next one.
  *
  * Which worker runs a task is up to chance, so a task's result may depend on its number alone;
  * `worker` is only for scratch that a worker has to itself.
@@ -6,9 +6,9 @@
  *   run_tasks   a list of independent tasks
  *   run_stages  work items (heads, say) that go through stages of some tasks each
  *
- * A task may wait at a gate for tasks of lower numbers: these have been taken by workers that
- * are at work, if need be by its own, and so will end. Nothing else may be waited for: it is
- * unknown how many workers really run side by side.
+ * A task may wait at a gate for tasks with lower numbers only: these have already been taken by
+ * running workers, so they will end. Waiting for anything else could deadlock, since fewer workers
+ * than asked for may run at the same time.
  *
  * The kernels count what they do in multiply-adds (COUNT_WORK), which costs nothing: only a build
  * with H2O_BALANCE looks at the counts, to tell without many processors how well the work spreads
@@ -22,7 +22,7 @@
 #include <threads.h>
 
 #ifdef H2O_BALANCE
-extern double h2o_balance_clock; /* what the worker at work has done so far */
+extern double h2o_balance_clock; /* multiply-adds that the running worker has counted */
 #define COUNT_WORK(n) (h2o_balance_clock += (double)(n))
 #else
 #define COUNT_WORK(n) ((void)sizeof(n))
@@ -62,7 +62,7 @@ static inline void run_tasks(const h2o_exec *exec, int workers, int64_t count,
 
 /* ---- Gates ------------------------------------------------------------- */
 
-/* Counts arrivals, and opens for what is waiting. */
+/* A barrier: counts the tasks that have arrived, and releases those that wait. */
 typedef struct {
     _Atomic int64_t arrived, open;
 #ifdef H2O_BALANCE
@@ -72,8 +72,8 @@ typedef struct {
 
 static inline void gate_init(gate *g) { *g = (gate){0}; }
 
-/* Whether this is arrival number n, and so the last: all that was written before
- * the others is then there to be read, and counting starts anew. */
+/* Counts an arrival; true for the n-th, which is the last and resets the count. What the others
+ * wrote before they arrived is visible to it. */
 static inline bool gate_arrive(gate *g, int64_t n) {
     const bool last = atomic_fetch_add(&g->arrived, 1) + 1 == n;
     if (last) {

@@ -1,4 +1,4 @@
-/* vec_avx2.h - eight floats: AVX2, FMA, F16C. See vec.h. */
+/* vec_avx2.h - the vector layer (vec.h) with vectors of eight floats: AVX2, FMA, F16C. */
 #ifndef H2O_VEC_AVX2_H
 #define H2O_VEC_AVX2_H
 

@@ -1,5 +1,5 @@
-/* vec_avx512.h - sixteen floats: AVX-512 F, BW, VL, DQ, and with H2O_DOT_BF16
- * the pairwise products of bf16. See vec.h. */
+/* vec_avx512.h - the vector layer (vec.h) with vectors of sixteen floats: AVX-512 F, BW, VL, DQ,
+ * and with H2O_DOT_BF16 dot products of bf16 pairs. */
 #ifndef H2O_VEC_AVX512_H
 #define H2O_VEC_AVX512_H
 

@@ -1,4 +1,5 @@
-/* vec_four.h - what the levels whose vectors have four lanes share. */
+/* vec_four.h - functions of the vector layer (vec.h) that levels with vectors of four floats
+ * (generic, NEON) share: conversions of f16, int8 and packed 4-bit elements. */
 #ifndef H2O_VEC_FOUR_H
 #define H2O_VEC_FOUR_H
 

@@ -1,5 +1,5 @@
-/* vec_generic.h - four floats by the compilers' vector extension: SSE2 on
- * x86-64, and whatever a compiler makes of it elsewhere. See vec.h. */
+/* vec_generic.h - the vector layer (vec.h) with vectors of four floats, by the compilers' vector
+ * extension: SSE2 on x86-64, elsewhere whatever a compiler makes of it. */
 #ifndef H2O_VEC_GENERIC_H
 #define H2O_VEC_GENERIC_H
 

@@ -1,4 +1,4 @@
-/* vec_neon.h - four floats: aarch64 Advanced SIMD. See vec.h. */
+/* vec_neon.h - the vector layer (vec.h) with vectors of four floats: aarch64 Advanced SIMD. */
 #ifndef H2O_VEC_NEON_H
 #define H2O_VEC_NEON_H
 

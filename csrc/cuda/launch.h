@@ -1,4 +1,4 @@
-/* launch.h - CUDA devices, as devices.h wants them. */
+/* launch.h - the entry of CUDA devices for the list of devices (devices.c). */
 #ifndef H2O_CUDA_LAUNCH_H
 #define H2O_CUDA_LAUNCH_H
 

@@ -1,4 +1,4 @@
-"""One forward pass with an onlooker: what each layer's attention is given, and what it does.
+"""One forward pass of a model, in which queries, keys and scores of each layer are measured.
 
 Everything that grows with the text is one number per key or per query: column sums come from
 `h2o.ops.attend`, which makes no matrix, and what needs single entries goes by blocks of rows.

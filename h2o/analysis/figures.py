@@ -31,6 +31,7 @@ def sparsity(a: MeasuredText, ax: Any = None, *, threshold: float = 0.01) -> Any
         ylabel="% of entries",
         ylim=(0, 101),
     )
+    whole_numbers(ax.xaxis)
     ax.legend(fontsize="small")
     return ax
 
@@ -69,6 +70,7 @@ def carriers(a: MeasuredText, ax: Any = None) -> Any:
         ylabel="% of keys",
         ylim=(0, 101),
     )
+    whole_numbers(ax.xaxis)
     ax.legend(
         title="of it", fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), reverse=True
     )
@@ -102,6 +104,7 @@ def halves(a: MeasuredText, ax: Any = None) -> Any:
         ylabel="Jaccard",
         ylim=(0, 1.02),
     )
+    whole_numbers(ax.xaxis)
     ax.legend(fontsize="small")
     return ax
 
@@ -124,6 +127,7 @@ def frequency(a: MeasuredText, ax: Any = None) -> Any:
         ylabel="Spearman's rank correlation",
         ylim=(-1, 1),
     )
+    whole_numbers(ax.xaxis)
     ax.legend(fontsize="small")
     return ax
 
@@ -158,6 +162,7 @@ def retained_mass(a: MeasuredText, ax: Any = None, *, configs: Configs | None = 
         ylabel="% of a full cache's attention",
         ylim=(0, 101),
     )
+    whole_numbers(ax.xaxis)
     ax.legend(fontsize="small")
     return ax
 
@@ -201,8 +206,14 @@ def scores(a: MeasuredText, ax: Any = None, *, layer: int | None = None, per: st
     norm = LogNorm(max(low, high * 1e-6), high)
     image = ax.imshow(rows, aspect="auto", norm=norm, cmap="inferno", interpolation="nearest")
     ax.set(title=title, xlabel="position", ylabel=ylabel)
+    whole_numbers(ax.yaxis)
     ax.figure.colorbar(image, ax=ax)
     return ax
+
+
+def whole_numbers(axis: Any) -> None:
+    """Ticks of layers or heads, of which there are no parts."""
+    axis.set_major_locator(need("matplotlib.ticker").MaxNLocator(integer=True, min_n_ticks=1))
 
 
 FIGURES: dict[str, Callable[..., Any]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import math
 from collections.abc import Sequence
 from importlib import resources
 from string import Template
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from h2o.analysis.tables import rows
-from h2o.draw import pieces
+from h2o.draw import labels, pieces
 
 if TYPE_CHECKING:
     from h2o.analysis.measured_text import MeasuredText
@@ -71,11 +72,17 @@ def data(a: MeasuredText, tokenizer: Any) -> str:
     """What the page's script reads: JSON, safe inside a <script>."""
     scores = np.stack([a.scores(layer, "query") for layer in a.layers])
     left = np.stack([a.evicted_at(layer) for layer in a.layers])
+    texts = pieces(tokenizer, a.ids)
     content = {
         "layers": a.layers,
         "heads": a.heads,
         "groups": a.groups,
-        "tokens": pieces(tokenizer, a.ids),
+        "tokens": texts,
+        "labels": {
+            j: label
+            for j, (text, label) in enumerate(zip(texts, labels(texts), strict=True))
+            if text != label
+        },
         "scores": _base64(scores.clip(0, np.finfo(np.float16).max).astype("<f2")),
         "evicted_at": _base64(left.astype("<u2")),
     }
@@ -103,8 +110,16 @@ def figure(picture: Picture) -> str:
 def table(columns: dict[str, np.ndarray]) -> str:
     """The rows of a table of numbers."""
     head = "".join(f'<th scope="col">{name.replace("_", " ")}</th>' for name in columns)
-    body = [_row([f"{value:.4g}" for value in row]) for row in zip(*columns.values(), strict=True)]
+    body = [
+        _row([_number(value, ".4g") for value in row])
+        for row in zip(*columns.values(), strict=True)
+    ]
     return f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
+
+
+def _number(value: float, form: str) -> str:
+    """A number, or that there is none: a text may be too short to have it."""
+    return format(value, form) if math.isfinite(value) else "none"
 
 
 def budget(a: MeasuredText) -> str:
@@ -171,14 +186,17 @@ def observations(a: MeasuredText) -> list[tuple[str, str, str]]:
             "; ".join(common),
         )
     )
-    frequency = {name: np.nanmean(x) for name, x in a.frequency().items()}
+    known = {name: x[np.isfinite(x)] for name, x in a.frequency().items()}
+    frequency = {
+        name: _number(x.mean() if len(x) else math.nan, "+.2f") for name, x in known.items()
+    }
     table.append(
         (
             "Are they frequent words? Rank correlation over kinds of token",
             "scores go with the co-occurrence of words",
-            f"attention in all with count {frequency['sum_count']:+.2f}, with neighbours "
-            f"{frequency['sum_neighbours']:+.2f}; for each occurrence "
-            f"{frequency['mean_count']:+.2f} and {frequency['mean_neighbours']:+.2f}",
+            f"attention in all with count {frequency['sum_count']}, with neighbours "
+            f"{frequency['sum_neighbours']}; for each occurrence "
+            f"{frequency['mean_count']} and {frequency['mean_neighbours']}",
         )
     )
     losses = [(kind, x, loss) for (kind, x, *_), loss in a.removals.items()]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from h2o.analysis import figures
 from h2o.analysis.page import Picture, budget, observations, render
 from h2o.analysis.tables import TABLES, frame
-from h2o.draw import need
+from h2o.draw import labels, need, pieces
 from h2o.filesystem import atomic_write
 
 if TYPE_CHECKING:
@@ -107,10 +107,16 @@ def write(
 
 def heavy_hitters(a: Analysis, tokenizer: Any, count: int = 20) -> dict[str, Any]:
     """The highest scores of each layer and of each of its key/value heads, with their texts."""
+    texts = labels(pieces(tokenizer, a.ids))
 
     def best(layer: int, head: int | None) -> list[dict[str, Any]]:
         return [
-            {"position": x.position, "text": x.text, "score": round(x.score, 4), "held": x.held}
+            {
+                "position": x.position,
+                "text": texts[x.position],
+                "score": round(x.score, 4),
+                "held": x.held,
+            }
             for x in a.tokens(tokenizer, layer, head)[:count]
         ]
 

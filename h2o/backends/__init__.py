@@ -1,4 +1,4 @@
-"""Who carries an operation out: the C core, or plain torch where the core has no kernels.
+"""Dispatch of operations by device: to the C core, or to plain torch where it has no kernels.
 
 The C core serves tensors of any library on the CPU, and those of torch on a CUDA device where it
 has kernels (`h2o.backends.cuda`). Torch tensors on any other device are served by
@@ -33,7 +33,7 @@ core = SimpleNamespace(**{name: functools.partial(_core.call, name, "run") for n
 
 
 def serving(tensor: Any) -> SimpleNamespace:
-    """What has `OPERATIONS`, with the operands of `_core.call`, for tensors like this one."""
+    """The backend for such a tensor: `OPERATIONS` by name, with the operands of `_core.call`."""
     on_cpu = getattr(tensor, "is_cpu", None)  # torch's word; others' tensors have none
     if on_cpu is None or (on_cpu and not forced):
         return core

@@ -1,8 +1,9 @@
 """CUDA devices: the C core's kernels for them, where this build has them and a driver is there.
 
-A call is measured (checked, and asked what workspace it wants), gets its workspace from torch, and
-is queued on torch's current stream: nothing waits for the device. What no kernel serves (a head
-dimension above 256) goes on to the torch backend, and so does everything where
+The core checks a call and computes the size of its workspace ("measure"), torch allocates that, and
+the core queues the kernels on torch's current stream ("launch"): nothing waits for the device. What
+no kernel serves (a head dimension above 256) goes on to the torch backend, and so does everything
+where
 
 - the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's nvcc);
 - those kernels are of other sources than the core, whose parameters they would misread;
@@ -31,9 +32,9 @@ FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 
 _lock = threading.Lock()
 _serving: dict[int, SimpleNamespace] = {}
-"""Who serves a device, once that is known."""
-_obstacles: dict[int, str] = {}
-"""Why the torch backend serves it, where it does."""
+"""By device index the operations that serve it, once that is decided."""
+_reasons: dict[int, str] = {}
+"""By device index why the torch backend serves it, where it does."""
 
 
 def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
@@ -49,20 +50,20 @@ def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
 
 
 def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
-    if _no_time():
+    if _cannot_check():
         return by_torch
     chosen = by_torch
-    obstacle = _load(index)
-    if obstacle is None:
+    reason = _load(index)
+    if reason is None:
         kernels = _kernels(by_torch)
-        obstacle = _remembered_check(index, kernels, by_torch)
-        if obstacle is None:
+        reason = _remembered_check(index, kernels, by_torch)
+        if reason is None:
             chosen = kernels
-    if obstacle is not None:
-        _obstacles[index] = obstacle
+    if reason is not None:
+        _reasons[index] = reason
         if FATBIN.is_file():
             warnings.warn(
-                f"the torch backend serves cuda:{index}, not h2o's kernels: {obstacle}",
+                f"the torch backend serves cuda:{index}, not h2o's kernels: {reason}",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -70,8 +71,8 @@ def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     return chosen
 
 
-def _file_obstacle() -> str | None:
-    """Why the file of kernels is of no use, if it is not. No driver is asked."""
+def _file_reason() -> str | None:
+    """The reason why the file of kernels cannot be used, or None. Calls no driver."""
     if not FATBIN.is_file():
         return "kernels not built"
     with FATBIN.open("rb") as file:
@@ -86,10 +87,10 @@ def _file_obstacle() -> str | None:
 
 
 def _load(index: int) -> str | None:
-    """Makes the kernels ready on a device; what stands in the way, if anything."""
-    obstacle = _file_obstacle()
-    if obstacle is not None:
-        return obstacle
+    """Loads the kernels on a device; returns the reason why they cannot be used, or None."""
+    reason = _file_reason()
+    if reason is not None:
+        return reason
     try:
         _core.load("cuda", FATBIN.read_bytes(), index)
     except (RuntimeError, MemoryError) as error:
@@ -117,19 +118,19 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**{name: operation(name) for name in vars(by_torch)})
 
 
-# ---- What torch says ---------------------------------------------------------------------------
+# ---- State of torch ----------------------------------------------------------------------------
 
 
-def _no_time() -> bool:
-    """Whether a device cannot be checked now: a graph is captured, or tensors are imagined ones."""
+def _cannot_check() -> bool:
+    """Whether kernels cannot be checked now: a graph is being captured, or tensors are fake."""
     import torch
 
-    imagined = type(torch.empty(0)) is not torch.Tensor
-    return imagined or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    fake = type(torch.empty(0)) is not torch.Tensor
+    return fake or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _stream(tensor: Any) -> int | None:
-    """torch's current stream on a tensor's device: None where its DLPack table tells the core.
+    """torch's current stream on a tensor's device; None if the core gets it from the DLPack table.
 
     1 is DLPack's name of the default stream, and one that the driver knows too.
     """
@@ -141,7 +142,7 @@ def _stream(tensor: Any) -> int | None:
 
 
 def _workspace(tensor: Any, size: int) -> Any:
-    """Memory for one call. torch gives it to others on this stream only once the call is over."""
+    """Memory for one call: torch's allocator reuses it on this stream only after the call."""
     import torch
 
     return torch.empty(size, dtype=torch.uint8, device=tensor.device) if size else None
@@ -157,9 +158,9 @@ def check(index: int, by_torch: SimpleNamespace) -> list[str]:
     """
     from h2o.backends import kernel_check
 
-    obstacle = _load(index)
-    if obstacle is not None:
-        raise RuntimeError(obstacle)
+    reason = _load(index)
+    if reason is not None:
+        raise RuntimeError(reason)
     mistakes = kernel_check.mistakes(_kernels(by_torch), by_torch, _device(index))
     _remember(_facts(index), mistakes)
     return mistakes
@@ -172,7 +173,7 @@ def _device(index: int) -> str:
 def _remembered_check(
     index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace
 ) -> str | None:
-    """What the kernels of a device got wrong; from the cache folder, if it says."""
+    """The mistakes of a device's kernels as a text, or None; from the cache folder if there."""
     from h2o.backends import kernel_check
 
     facts = _facts(index)
@@ -184,7 +185,7 @@ def _remembered_check(
 
 
 def _facts(index: int) -> dict[str, Any]:
-    """What an answer could depend on: where all of it is as it was, so are the answers."""
+    """All that the result of the check can depend on: the key of a remembered result."""
     version, devices = _core.devices("cuda")
     module = Path("/proc/driver/nvidia/version")
     return {
@@ -223,15 +224,15 @@ def _remember(facts: dict[str, Any], mistakes: list[str]) -> None:
 
 
 def describe() -> str:
-    """Who serves CUDA devices and why, in a line."""
-    obstacle = _file_obstacle()
-    if obstacle is not None:
-        return f"torch ({obstacle})"
+    """Which backend serves CUDA devices and why, in a line."""
+    reason = _file_reason()
+    if reason is not None:
+        return f"torch ({reason})"
     try:
         version, devices = _core.devices("cuda")
     except (RuntimeError, MemoryError) as error:
         return f"torch ({error})"
-    if _obstacles:
-        return "torch (" + "; ".join(f"{i}: {why}" for i, why in sorted(_obstacles.items())) + ")"
+    if _reasons:
+        return "torch (" + "; ".join(f"{i}: {why}" for i, why in sorted(_reasons.items())) + ")"
     names = ", ".join(f"{name}, compute capability {a}.{b}" for name, a, b in devices)
     return f"C ({names or 'no device'}; driver for CUDA {version // 1000}.{version % 1000 // 10})"

@@ -53,7 +53,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The exit code. Raises: UserError."""
     from h2o.errors import UserError
-    from h2o.filesystem import make_writable
+    from h2o.filesystem import writable
     from h2o.processes import refuse_several
 
     refuse_several("h2o analyze")
@@ -70,8 +70,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         need("matplotlib")
         if not options.output.suffix:
             raise ValueError(f"--output {options.output}: wanted a name such as page.html")
-        make_writable(options.output.with_suffix(""))
-        measure(options, text)
+        with writable(options.output.with_suffix("")):
+            measure(options, text)
     except (ImportError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     return 0
@@ -81,6 +81,7 @@ def measure(options: argparse.Namespace, text: str | None) -> None:
     """Loads, measures and writes; says on stderr what takes long."""
     from h2o import models
     from h2o.analysis.analyze import analyze
+    from h2o.analysis.page import LONGEST
     from h2o.analysis.write import write
     from h2o.evaluate.fitting import check_fit
     from h2o.evaluate.setting import from_config, parse_all
@@ -100,6 +101,10 @@ def measure(options: argparse.Namespace, text: str | None) -> None:
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     total = ids.shape[1]
     ids = ids[:, : min(filter(None, (options.tokens, positions, total)))]
+    if ids.shape[1] > LONGEST:
+        raise ValueError(
+            f"a page shows at most {LONGEST} tokens, not {ids.shape[1]}: give --tokens {LONGEST}"
+        )
     say(f"reading {ids.shape[1]} of {total} tokens, in full and with the cache")
     a = analyze(model, ids, h2o_config=config, prompt_len=options.prompt_len)
     for setting in settings:

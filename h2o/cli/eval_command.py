@@ -1,4 +1,4 @@
-"""The command line `h2o eval`."""
+"""The command line `h2o eval`: tasks, perplexity, summaries, facts to find, with several caches."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ no longer found.
 With --tasks this is lm-eval's own `run` command: every option of it that is not named here
 (--num_fewshot, --limit, --include_path, --batch_size, --log_samples, ...) goes there unchanged.
 """
+
+
+class Misused(ValueError):
+    """Options that do not go together, or have no such value."""
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -105,11 +109,11 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         check_numbers(args)
         settings = compared(args)
         if args.budgets is not None and args.compare is None:
-            raise ValueError("--budgets goes with --compare")
+            raise Misused("--budgets goes with --compare")
         if args.profile is not None:
             settings = with_profile(settings, Profile.load(args.profile))
         if settings and single(args):
-            raise ValueError(f"{single(args)[0]} is for one setting; write it into --compare")
+            raise Misused(f"{single(args)[0]} is for one setting; write it into --compare")
         one = from_options(**asked(args, CACHE))
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
@@ -117,10 +121,14 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     torch_device(args.device)
     try:
         if args.tasks:
+            # What --model_args says of a single setting is checked where these are read.
+            check_protocol(args, settings or [one] * (args.protocol == "drop"))
             tasks(args, settings, rest)
         else:
             say(texts(args, settings or [one]))
         leave()
+    except Misused as error:
+        parser.error(str(error))
     except ValueError as error:
         raise UserError(str(error)) from error
     return 0
@@ -136,21 +144,21 @@ def compared(args: argparse.Namespace) -> list[Setting]:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """ValueError for options that no kind of evaluation takes."""
+    """Misused for options that no kind of evaluation takes."""
     if args.rest and not args.tasks:
-        raise ValueError(f"unknown option {args.rest[0]}; lm-eval's options go with --tasks")
+        raise Misused(f"unknown option {args.rest[0]}; lm-eval's options go with --tasks")
     if args.limit is not None and not (0 < args.limit < 1 or args.limit % 1 == 0 < args.limit):
-        raise ValueError(
+        raise Misused(
             f"--limit {args.limit:g}: a number of rows or windows, at least 1, or of a task a share"
         )
     if args.prompt_len is not None and args.prompt_len < 1:
-        raise ValueError(f"--prompt-len {args.prompt_len}: a number of tokens, at least 1")
+        raise Misused(f"--prompt-len {args.prompt_len}: a number of tokens, at least 1")
 
 
 def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
     """Summaries, perplexity or needles."""
     if args.limit is not None and (args.limit < 1 or args.limit % 1):
-        raise ValueError(f"--limit {args.limit:g}: a number of rows or windows, at least 1")
+        raise Misused(f"--limit {args.limit:g}: a number of rows or windows, at least 1")
     common = {
         "model_name": args.model,
         "dtype": args.dtype,
@@ -162,12 +170,17 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         from h2o.evaluate import perplexity
 
         refuse(args, "perplexity", "ratio_of", ratio_of="text")
+        if args.protocol == "drop":
+            need_caches(settings, "use --protocol simulate")
+        else:
+            check_protocol(args, settings)
         how = {"protocol": args.protocol or "simulate", "prompt_len": args.prompt_len or 1}
         return perplexity.compare(
             args.perplexity, settings, output, window=args.window, **how, **common
         )
     what = "needles" if args.needle else "summaries"
     refuse(args, what, "protocol", "prompt_len", "ratio_of", protocol="drop")
+    need_caches(settings, f"{what} need one")
     if args.needle:
         from h2o.evaluate import needle
 
@@ -177,6 +190,24 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
 
     how = {"chat": args.chat, "max_new_tokens": args.max_new_tokens}
     return summarize.compare(args.summarize, settings, output, **how, **common)
+
+
+def need_caches(settings: list[Setting], hint: str) -> None:
+    """Misused for settings that no real cache can do."""
+    for setting in settings:
+        if not setting.dropping:
+            raise Misused(f"{setting.name}: a mask, no cache; {hint}")
+
+
+def check_protocol(args: argparse.Namespace, settings: list[Setting]) -> None:
+    """Misused for settings that do not go with the protocol."""
+    from h2o.evaluate.protocols import check
+
+    for setting in settings:
+        try:
+            check(setting, args.protocol or "simulate", args.prompt_len or 1, args.ratio_of)
+        except ValueError as error:
+            raise Misused(f"{setting.name}: {error}") from error
 
 
 def say(text: str) -> None:
@@ -190,19 +221,19 @@ def single(args: argparse.Namespace) -> list[str]:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Of a comma-separated list; ValueError for anything but numbers from 1 on."""
+    """Of a comma-separated list; Misused for anything but numbers from 1 on."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{option} {text}: numbers of tokens, such as 256,512")
+        raise Misused(f"{option} {text}: numbers of tokens, such as 256,512")
     return [int(part) for part in parts]
 
 
 def refuse(args: argparse.Namespace, what: str, *names: str, **harmless: Any) -> None:
-    """ValueError for options that `what` does not have, unless they say what holds anyway."""
+    """Misused for options that `what` does not have, unless they say what holds anyway."""
     for name, value in asked(args, names).items():
         if harmless.get(name) != value:
             hint = f" but {harmless[name]}" if name in harmless else ""
-            raise ValueError(f"{spelled(name)} {value}: {what} have no such choice{hint}")
+            raise Misused(f"{spelled(name)} {value}: {what} have no such choice{hint}")
 
 
 def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) -> None:
@@ -220,9 +251,9 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
         model_args["dtype"] = args.dtype
     if settings:
         if args.use_cache:
-            raise ValueError("--compare remembers answers by itself: drop --use_cache")
+            raise Misused("--compare remembers answers by itself: drop --use_cache")
         if {"--log_samples", "-s"} & set(rest):
-            raise ValueError("--log_samples is for one setting; --compare keeps the numbers only")
+            raise Misused("--log_samples is for one setting; --compare keeps the numbers only")
         output = args.output_path or OUTPUT
         arguments += as_model_args(model_args)
         say(lm_eval_tasks.compare(arguments, settings, output, **how))
@@ -232,14 +263,14 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
     if args.model and lm_eval_tasks.is_model_type(args.model):
         model_type = model_args.pop("pretrained")
         if model_type != "h2o" and (cache or how):
-            raise ValueError(f"--model {model_type} is lm-eval's own and has no cache of h2o")
+            raise Misused(f"--model {model_type} is lm-eval's own and has no cache of h2o")
     model_args |= how | cache
     arguments += ["--model", model_type, *as_model_args(model_args)]
     output = args.output_path or OUTPUT
     make_writable(output)
     ours = model_type == "h2o"
     if args.use_cache and ours and launched().world > 1:
-        raise ValueError(
+        raise Misused(
             "--use_cache gives each process a file of its own, which would come to differ: use "
             "--compare, which remembers what all of them have measured"
         )

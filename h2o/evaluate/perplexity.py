@@ -23,7 +23,6 @@ from h2o.errors import UserError
 from h2o.evaluate import kept_bytes
 from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
-from h2o.evaluate.protocols import check
 from h2o.evaluate.setting import Setting, footnote
 from h2o.filesystem import read_text
 from h2o.hf.cache import H2OCache
@@ -64,8 +63,6 @@ def compare(
     for setting in settings:
         if protocol == "drop" and not setting.dropping:
             raise UserError(f"{setting.name}: a mask, no cache; use --protocol simulate")
-        if protocol == "simulate":
-            check(setting, protocol, prompt_len, None)
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity", launched())
     fit = check_fit(settings, full_cache=protocol == "drop")
     model, tokenizer = models.load(

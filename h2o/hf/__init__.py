@@ -1,8 +1,9 @@
-"""What serves Hugging Face transformers: kept apart, so that everything outside needs no model.
+"""The cache and the attention function for Hugging Face transformers; `h2o.ops` works without.
 
-`attention` is what a model runs under the name "h2o"; it hands each call (`attention_call`) to a
-`layer` of the `cache`, which attends, evicts and stores. `patching` switches it on for code that
-never names a cache, `simulation` answers for a whole text at once as the cache would, by way of
-`attention_hook`. `support` says which models are served, `kept`, `trace` and `report` what became
-of their keys, `cache_file` saves them. Users find all of it under `h2o` itself.
+`attention` is the attention function registered as "h2o"; it makes each call a record
+(`attention_call`) and passes it to a `layer` of the `cache`, which attends, evicts and stores.
+`patching` switches all of it on for code that never names a cache. `simulation` computes from one
+forward pass what a cache would give token by token, by way of `attention_hook`. `support` says
+which models are served; `kept`, `trace` and `report` show what was kept and evicted; `cache_file`
+saves a cache. Users find all of it under `h2o` itself.
 """

@@ -132,7 +132,7 @@ def unsupported(
 
 
 def _foreign(kwargs: dict[str, Any]) -> str:
-    """What a keyword argument of an attention function asks for that h2o has not; "" if none."""
+    """Which unsupported feature a keyword argument of an attention function asks for, or ""."""
     for name, argument in kwargs.items():
         if name in _FOREIGN and argument is not None and argument is not False:
             return _FOREIGN[name]

@@ -1,8 +1,8 @@
-"""What one layer's attention is asked to do: the call as transformers makes it, as one record.
+"""One attention call of one layer as a record: tensors, mask, scale and what the model asks for.
 
-`h2o.hf.attention` fills an `AttentionCall` and hands it to the layer; the layer checks it, brings
-it to the form of its store (`NewTokens`) and attends. Beside the two records stands what has to be
-done to any such call: one dtype under autocast, and an output that has no gradient.
+`h2o.hf.attention` fills an `AttentionCall` and passes it to the layer, which checks it, converts it
+to the dtype of its store (`NewTokens`) and attends. Also here: casting under autocast
+(`as_autocast`), and an output whose backward raises (`Undifferentiable`).
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens, D head dimension.
 """
@@ -36,15 +36,14 @@ class AttentionCall(NamedTuple):
     """c > 0 turns logits x into c * tanh(x / c)"""
     dropout: float = 0.0
     position_ids: Tensor | None = None
-    """[B or 1, Q]: where the model rotated queries and keys; None where it does not tell"""
+    """[B or 1, Q] positions at which queries and keys were rotated; None where not passed on"""
     use_cache: bool | None = None
-    """What the model was told; None where it does not tell its layers"""
+    """The model's argument of that name; None where it is not passed on to the layers"""
     unsupported: Exception | None = None
-    """Why the layer has to refuse the call, as far as transformers' arguments show it"""
+    """Error to raise for what transformers' arguments ask for beyond plain causal attention"""
 
     def refuse(self) -> None:
-        """Raises what stands in the way, whatever the layer holds: `Unsupported`, TypeError for
-        float64."""
+        """Raises `unsupported` if it is set, and TypeError for float64."""
         if self.unsupported is not None:
             raise self.unsupported
         if self.query.dtype == torch.float64:
@@ -94,12 +93,12 @@ class NewTokens(NamedTuple):
 
 
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast projections come in its dtype, rotated queries and keys in float32."""
+    """All three in autocast's dtype, if it is on: rotary embedding makes two of them float32."""
     if query.dtype == key.dtype == value.dtype:
         return query, key, value
     device = query.device.type
     if not torch.is_autocast_enabled(device):
-        return query, key, value  # the operations will name a dtype that does not fit
+        return query, key, value  # the operations raise for dtypes that differ
     dtype = torch.get_autocast_dtype(device)
     return query.to(dtype), key.to(dtype), value.to(dtype)
 

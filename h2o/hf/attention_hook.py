@@ -1,8 +1,8 @@
-"""A hook on a model's attention: within a block, layers attend by a function that is given.
+"""`attending`: a context manager that replaces the attention of a model's layers by a function.
 
-Simulation, analysis and calibration look in this way at one forward pass over a whole text, without
-having to know how transformers calls an attention function, and what such a call may ask for that
-h2o does not do.
+Simulation, analysis and calibration use it to see queries, keys and values of a forward pass over a
+whole text. It hides how transformers calls attention functions, and refuses calls that ask for more
+than plain causal attention.
 
 Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head dimension.
 """
@@ -24,7 +24,7 @@ __all__ = ["Call", "attending"]
 
 
 class Call(NamedTuple):
-    """What one layer's attention is given."""
+    """The arguments of one layer's attention, as `visit` gets them."""
 
     module: nn.Module
     layer: int
@@ -51,10 +51,9 @@ class Call(NamedTuple):
 def attending(
     model: Any, layers: Collection[int], visit: Callable[[Call], Tensor]
 ) -> Iterator[None]:
-    """Within the block the attention of these layers is what `visit` makes of a call.
+    """Within the block the attention output of these layers is `visit(call)`, [B, n, H, D].
 
-    `visit` returns the output [B, n, H, D]. The other layers attend as they do. The model is as
-    before after the block, also after an error.
+    Other layers attend as before. After the block, also after an error, the model is unchanged.
 
     Raises:
         Unsupported: a model with attention code of its own; in the model's forward, attention that

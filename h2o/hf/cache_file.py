@@ -104,16 +104,16 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def device_of(model: Any) -> Any:
-    """Where tensors for a model go at first: not where nothing is, as of one that is offloaded."""
+    """The device to load tensors to: the model's, or the CPU for an offloaded model ("meta")."""
     device = torch.device(getattr(model, "device", "cpu"))  # a config has none
     return "cpu" if device.type == "meta" else device
 
 
 def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Gives new layers what `read` returned; the tensors become theirs.
+    """Restores new layers from what `read` returned, without copying the tensors.
 
     Raises:
-        ValueError: something is missing, or is there that no layer has.
+        ValueError: a tensor or number is missing, or belongs to no layer.
     """
     if len(layers) != len(content["layers"]):
         raise ValueError(f"the file has {len(content['layers'])} layers, the model {len(layers)}")
@@ -129,11 +129,11 @@ def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor])
 
 
 def _with_part(state: State, cache: Any, model: Any) -> State:
-    """The state of a layer with the heads that it holds. One that was filled from a DynamicCache
-    learns them in its first forward pass, and of the model until then.
+    """The state of a layer with `part`, which of the model's heads it holds keys of. A layer filled
+    from a DynamicCache knows this from its first forward pass on; before that the model does.
 
     Raises:
-        ValueError: it holds a part, and nothing tells which.
+        ValueError: the layer holds a part of the heads, and no model was given.
     """
     if not state.numbers.get("unscored"):
         return state
@@ -149,7 +149,7 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
 
 
 def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
-    """How many key/value heads a layer holds keys of; None of one that holds none, or a window."""
+    """Number of key/value heads in a layer's slots; None for an empty or sliding-window layer."""
     free = tensors.get(f"{prefix}slots.free")
     return None if free is None else free.shape[1]
 
@@ -157,8 +157,8 @@ def _heads(tensors: dict[str, Tensor], prefix: str) -> int | None:
 def _refuse_other_part(
     layers: list[dict[str, Any]], tensors: dict[str, Tensor], model: Any
 ) -> None:
-    """Raises ValueError for heads that this process of a tensor parallel model has not, or not
-    alone."""
+    """Raises ValueError where the file holds other heads than this process of a tensor parallel
+    model has."""
     parts = set()
     for index, numbers in enumerate(layers):
         held = _heads(tensors, f"{index}.")
@@ -166,7 +166,7 @@ def _refuse_other_part(
             continue
         if "part" in numbers:
             parts.add(tuple(numbers["part"]))
-        elif held == describe(model).get("num_key_value_heads"):  # the first files did not tell
+        elif held == describe(model).get("num_key_value_heads"):  # early files have no part
             parts.add(tensor_parallel.WHOLE)
     for part in parts:
         reason = f"holds the heads of {tensor_parallel.named(part)}"
@@ -206,13 +206,13 @@ def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _settings(layers: list[Any]) -> dict[str, Any]:
-    """What a cache with these layers is made with: fields of `H2OConfig` for JSON, and the rest."""
+    """Arguments that make a cache with these layers: fields of `H2OConfig` for JSON, and flags."""
     h2o_layers = [layer if isinstance(layer, H2OLayer) else None for layer in layers]
     first = next(filter(None, h2o_layers), None)
-    if first is None:  # all have windows
+    if first is None:  # only sliding-window layers
         return {"config": None, "trace": False, "compileable": False}
     fields = {x.name: getattr(first.config, x.name) for x in dataclasses.fields(H2OConfig)}
-    for name in ("heavy", "recent"):  # what a function gave for a layer has become its number
+    for name in ("heavy", "recent"):  # saved by layer if they differ
         amounts = [_amounts(getattr((layer or first).config, name)) for layer in h2o_layers]
         alike = len(set(map(repr, amounts))) == 1 and not isinstance(amounts[0], list)
         fields[name] = amounts[0] if alike else amounts
@@ -224,12 +224,12 @@ def _settings(layers: list[Any]) -> dict[str, Any]:
 
 
 def _amounts(budget: Any) -> Any:
-    """Of one layer's config: an amount, or a list with one for each head."""
+    """`heavy` or `recent` of one layer's config: an amount, or a list with one for each head."""
     return list(budget[0]) if isinstance(budget, tuple) else budget
 
 
 def _config(fields: dict[str, Any] | None) -> H2OConfig:
-    """What `_settings` took apart."""
+    """The `H2OConfig` that `_settings` gave the fields of."""
     if fields is None:
         return H2OConfig()
     fields = dict(fields)

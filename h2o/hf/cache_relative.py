@@ -69,7 +69,7 @@ class CacheRelativeLayer(H2OLayer):
         return super()._step(tokens, slots, out, rotary=ops.Rotary(table, self._ranks))
 
     def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
-        self._ranks = None  # what follows is an eviction
+        self._ranks = None  # invalid after the eviction that follows
         most = None
         if tokens.mask is None:
             most = min(self.longest, max(self.room.widest)) + tokens.query.shape[2]
@@ -87,7 +87,7 @@ class CacheRelativeLayer(H2OLayer):
 
     def _hold(self, slots: ops.Slots | None, room: Room) -> None:
         super()._hold(slots, room)
-        self._ranks: Tensor | None = None  # [B, G, S] int32, where known
+        self._ranks: Tensor | None = None  # [B, G, S] int32; None: to be computed
 
 
 def at_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def attend(
 
 
 def ranks(slots: ops.Slots, sizes: list[int]) -> Tensor:
-    """How many keys of a lower position lie beside each, int32 like positions; -1: empty slot."""
+    """Rank of each key by position among the keys of its head, int32 [B, G, S]; -1: empty slot."""
     out = torch.empty_like(slots.positions)
     empty_last = slots.positions.masked_fill(slots.positions < 0, torch.iinfo(torch.int32).max)
     by_head = (slot_layout.heads(x, slots, sizes) for x in (out, empty_last))

@@ -1,10 +1,10 @@
-"""A layer whose decode step torch.compile takes whole: one graph for all steps.
+"""A layer whose decode step torch.compile captures in one graph, which serves all steps.
 
-The core reads memory through DLPack, and a compiler's fake tensors have none. So the step is an
-operation of torch's own library, `torch.ops.h2o.step`: torch is told what it makes (an output like
-the query) and what it writes to (the slots), and calls it as it stands. Then the slots stay where
-they are, and nothing of them is copied. They have their full size from the prompt on, since another
-size would be another graph, as would another number of columns seen: so that is a tensor.
+The core reads memory through DLPack, and a compiler's fake tensors have none. So the step is
+registered as a custom operator, `torch.ops.h2o.step`, with a schema that says which tensors it
+writes to (the slots) and a fake output (like the query). It updates the slots in place, without a
+copy. Any change of a shape or a Python number would compile another graph: so slots have their full
+size from the prompt on, and the number of columns seen is a tensor.
 """
 
 from __future__ import annotations

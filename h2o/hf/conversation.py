@@ -1,8 +1,8 @@
-"""What the layers of one `H2OCache` share: the order in which a forward pass goes through them.
+"""State that the layers of one `H2OCache` share: how far a forward pass has come, and whose it is.
 
-A `Conversation` knows which layer's new keys have not reached attention yet, which thread's pass is
-under way, and how long the prompt is. By it a cache notices passes that broke off, keys that never
-reached h2o's attention, and a second thread in between.
+A `Conversation` records which layer's new keys have not reached attention yet, which thread runs
+the forward pass, and how long the prompt is. With it a cache detects a pass that broke off, keys
+that never reached h2o's attention, and a second thread in between.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicCache.crop).parameter
 
 
 _lock = threading.Lock()
-"""Of all conversations, for the time of a comparison: locks cannot be copied."""
+"""Guards `_thread` of all conversations; one lock for all, since locks cannot be copied."""
 
 
 class Conversation:
-    """The state of a cache beside its layers.
+    """The state of a cache outside its layers.
 
     A forward pass goes through the layers in order, so a second thread that comes in between
     would mix its tokens into some of them. The first layer of a pass therefore takes the cache for
@@ -49,16 +49,16 @@ class Conversation:
         """Tokens of the whole prompt, where it is known to come in chunks."""
         self.layers = layers
         self.copied = False
-        """Whether this is a copy: what it held then was a whole prompt, a prefix for example."""
+        """Whether this is a copy: then all tokens seen before count as a whole prompt."""
         self._thread: int | None = None  # the one with a forward pass under way
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, copied=True)
 
     def enter(self) -> None:
-        """Before a layer is given new keys. Raises RuntimeError during another thread's pass."""
+        """To be called before a layer gets new keys. RuntimeError during another thread's pass."""
         if torch.compiler.is_compiling():
-            return  # a graph knows no threads
+            return  # a captured graph cannot ask for the thread
         with _lock:
             self.refuse_other_thread()
             self._thread = threading.get_ident()
@@ -81,7 +81,7 @@ class Conversation:
             raise RuntimeError(_never_attended(self.waiting))
 
     def leave(self) -> None:
-        """Nothing of a pass is under way."""
+        """Ends the pass that is under way, if any."""
         self._thread = None
 
     @property
@@ -117,7 +117,7 @@ def columns_left(tokens: int, seen: int) -> int:
 
 
 def _never_attended(layer: int) -> str:
-    """Why nothing came of an update."""
+    """The error text for keys that `update` returned and `attend` never got."""
     return (
         f"layer {layer} updated its H2OCache, but its keys never reached h2o's attention. Either "
         'the model runs another one: load it with attn_implementation="h2o", or call '

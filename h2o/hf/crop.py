@@ -1,8 +1,8 @@
 """Cropping a cache: a layer's last forward pass is undone, and done again with fewer tokens.
 
-Evicted keys cannot come back, so a layer that records passes keeps a copy of what it held before
-the last one, and the tokens of that pass. To take some of them back it puts the copy in place and
-attends to the remaining ones again: as if the others had never come. Assisted decoding needs it.
+Evicted keys cannot come back, so a layer that records passes keeps a copy of its state before the
+last one, and the tokens of that pass. To remove some of these it restores the copy and runs the
+pass again with the remaining ones. Assisted decoding needs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_RECORD = (
 
 
 class LastPass:
-    """What it takes to do the last forward pass of a layer again."""
+    """State and tokens with which the last forward pass of a layer can be run again."""
 
     def __init__(self, layer: Any, tokens: NewTokens) -> None:
         """Before the pass over these tokens."""
@@ -40,9 +40,9 @@ class LastPass:
             )
 
     def again(self, layer: Any, left: int) -> None:
-        """The layer as if so many columns had been all it has seen. It takes the copy: only once.
+        """Restores the copy, then runs the pass again with `left` columns in all: possible once.
 
-        What the layer held is in other tensors, and remains as it is.
+        The tensors that the layer held before are not written to.
         """
         restore(layer, self.before)
         if columns := left - layer.seen:

@@ -137,7 +137,7 @@ class H2OLayer(LayerContents):
         return out if out.dtype == dtype else out.to(dtype)
 
     def forward(self, tokens: NewTokens) -> Tensor:
-        """As `attend`, of tokens in the form of the store, whichever layer's keys are awaited."""
+        """As `attend`, for tokens in the dtype of the store; does not check the order of calls."""
         if self.slots is None or self.unscored:
             return self._attend_prompt(tokens)
         if tokens.query.shape[2] != 1:
@@ -188,7 +188,7 @@ class H2OLayer(LayerContents):
         return out
 
     def _attend_prompt(self, tokens: NewTokens) -> Tensor:
-        """The first forward pass, also over keys that were taken over: budgets are set."""
+        """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
         B, G, Q, _ = tokens.key.shape
         unscored = self.slots
         counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.conversation)

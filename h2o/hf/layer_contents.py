@@ -1,8 +1,8 @@
-"""What one layer of an `H2OCache` holds between forward passes, and what is asked of it then.
+"""The contents of one layer of an `H2OCache` between forward passes: slots and token counts.
 
-The forward pass itself is `h2o.hf.layer`, which stores by what stands here: slots, how far they
-reach, and the counts that go with them. transformers asks for lengths and mask sizes, and selects
-rows for beam search; users ask what is kept, and for a report.
+`h2o.hf.layer` adds the forward pass. Here is the rest of the interface of a cache layer: for
+transformers lengths, mask sizes and the selection of rows for beam search; for users the kept keys
+and the report.
 
 Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
 dimension, K keys held. A column is a place in the padded batch; a position is a token's index in
@@ -79,16 +79,16 @@ class LayerContents(CacheLayerMixin):
         return self.slots
 
     def _hold(self, slots: ops.Slots | None, room: Room) -> None:
-        """Takes these as the layer's slots. keys and values are named for transformers' tools."""
+        """Sets the layer's slots. transformers' tools look for the attributes keys and values."""
         self.slots = slots
         self.room = room
         self.keys = None if slots is None else slots.keys
         self.values = None if slots is None else slots.values
         self.is_initialized = slots is not None
         self.batch_size = 0 if slots is None else slots.scores.shape[0]
-        self._out: Tensor | None = None  # what a decode step's output looks like
+        self._out: Tensor | None = None  # the last decode step's output
 
-    # ---- What transformers asks --------------------------------------------------------------
+    # ---- For transformers --------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: slots are made when the prompt's length is known."""
@@ -108,14 +108,14 @@ class LayerContents(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.16
 
     def reset(self) -> None:
-        """As new. Keeps no memory."""
+        """Empties the layer and frees its memory."""
         self._hold(None, Room([0], []))
         self.seen = 0
-        self.longest = 0  # at least the tokens of the longest row
+        self.longest = 0  # upper bound of the tokens of the longest row
         self.prompt_columns = 0
         self.row_size = (0, 0)  # D, and bytes of an element as the model gives it
-        self.unscored = False  # whether all came from another cache, and waits to be scored
-        self.raised = False  # whether a fraction of the prompt, less than one token, was made one
+        self.unscored = False  # whether all keys are a DynamicCache's, whose scores are still 0
+        self.raised = False  # whether a budget below one token was rounded up to one
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # where passes are recorded: a LastPass, see H2OLayer.crop
         self.conversation.waiting = None
@@ -147,7 +147,7 @@ class LayerContents(CacheLayerMixin):
 
     prefetch = offload
 
-    # ---- What users ask ----------------------------------------------------------------------
+    # ---- For users ---------------------------------------------------------------------------
 
     def kept(self) -> Kept:
         """What is held: see `H2OCache.kept`."""

@@ -1,7 +1,7 @@
 """The state of a cache's layer between forward passes as a record: read out, and restored.
 
-The one list of what belongs to it. Whatever copies, saves or crops a cache goes by it, so that a
-new tensor of a layer comes along everywhere.
+The only list of what belongs to that state: copying, saving and cropping a cache all use it, so
+that a new tensor of a layer needs to be added here alone.
 """
 
 from __future__ import annotations

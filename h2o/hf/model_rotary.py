@@ -64,7 +64,7 @@ def refusal(config: Any, *, windows: bool) -> str | None:
 
 
 _READERS = frozenset({"llava"})
-"""Models that read more than text, and give their language model plain positions."""
+"""Multimodal models whose language model gets plain positions 0, 1, 2, ..."""
 
 
 def has_rotary(config: Any, layer: int) -> bool:
@@ -97,8 +97,8 @@ class Rotary:
             self.module = kinds[0](text)
         self.by_length = getattr(self.module, "rope_type", "default") in _BY_LENGTH
         self.most = text.max_position_embeddings
-        self.adjacent = False  # whether pairs are elements side by side
-        self.width = 0  # elements that turn
+        self.adjacent = False  # whether pairs are adjacent elements
+        self.width = 0  # elements that are rotated, 2 F
         self._table: Tensor | None = None
         self._layer = -1
         self._ids: Tensor | None = None
@@ -106,7 +106,7 @@ class Rotary:
         self._find_pairs(config)
 
     def _find_pairs(self, config: Any) -> None:
-        """Which elements turn together: adjacent ones, or each with the one half a row away."""
+        """Finds which elements are pairs: adjacent ones, or i and i + D / 2."""
         one = torch.ones(1, 1, dtype=torch.long, device="cpu")
         self.width = D = self._cos_sin(one, torch.float32)[0].shape[-1]
         row = torch.eye(1, D, dtype=torch.float32, device="cpu")[None, None]
@@ -152,7 +152,7 @@ class Rotary:
         """Angles [B or 1, 1, Q, 2, F] that undo the model's rotation at position_ids [B or 1, Q],
         of what is in `halves`; None where there is nothing to undo.
 
-        They are computed for the first layer of a forward pass that asks, others share them.
+        Computed for the first layer of a forward pass, and shared by the others.
 
         Raises:
             Unsupported: the model's angles depend on more than its config and ids.
@@ -168,7 +168,7 @@ class Rotary:
                 f'positions="rolled" needs position_ids [B, Q], not of shape {list(ids.shape)}'
             )
         if self.module.attention_scaling == 1 and ids.is_cpu and not ids.any():
-            return None  # on another device it would take longer to ask than to turn by 0
+            return None  # elsewhere reading ids would wait for the device
         if self.by_length and int(ids.max()) >= self.most:
             raise Unsupported(
                 f'positions="rolled": beyond {self.most} tokens the angles of this model '
@@ -196,6 +196,6 @@ class Rotary:
         return apply(x, x, *self._cos_sin(ids, x.dtype))[0]
 
     def _cos_sin(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # A copy where calls would leave a trace: angles that depend on the length.
+        # Modules whose angles depend on the length change with each call: so a copy.
         module = copy.deepcopy(self.module) if self.by_length else self.module
         return module.to(ids.device)(torch.zeros(1, dtype=dtype, device=ids.device), ids)

@@ -1,7 +1,7 @@
-"""What each row and head of a layer may keep of a prompt, in tokens.
+"""The budgets (heavy, recent) of each row and head of a layer in tokens, once a prompt is known.
 
-Budgets may be fractions, which are of the prompt: of the length that the user gave, or of what the
-first forward pass brings. Plain numbers; the only tensor read is the mask.
+Budgets may be fractions of the prompt: of the length that the user gave, or else of the tokens of
+the first forward pass. Plain numbers; the only tensor read is the mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["PromptBudget", "budget_of", "counted", "refuse_chunk"]
 
 
 class PromptBudget(NamedTuple):
-    """Of the rows of a batch, when their prompt has been read."""
+    """The budgets of a layer for the rows of a batch."""
 
     by_row: list[list[tuple[int, int]]]
     """(heavy, recent) of each row and each head, or one for all heads"""

@@ -1,10 +1,9 @@
-"""`h2o.simulated(model)`: what a model would say with an H2O cache, in one pass over a whole text.
+"""`h2o.simulated(model)`: a model's outputs with an H2O cache, from one pass over a whole text.
 
 Log-likelihoods and perplexities need the output at every token. A real cache gives them token
-by token; `simulated` gives the same from a single forward, because a key that is dropped never
-returns: every row attends to what the cache would have held when it came to that row
-(`h2o.ops.simulate`), and with `merge` to what keys had become by then. Nothing is dropped and
-nothing is saved; it is for measuring.
+by token; `simulated` gives the same from a single forward pass, because an evicted key never
+returns: every row attends to the keys that the cache would have held at that row
+(`h2o.ops.simulate`), and with `merge` to the merged keys. No memory is saved; it is for measuring.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the padded batch.
 """

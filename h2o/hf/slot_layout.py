@@ -1,9 +1,8 @@
-"""Where a layer's slots lie, by head: how many there are, making more, reading them in order.
+"""The slots of a layer by head: how many each head has, enlarging them, reading them in order.
 
-`h2o.slots` says what slots are, and the operations fill them. Heads with budgets of their own have
-different numbers of slots, one head after the other on one axis. Those numbers are a plain list,
-`sizes`, that the layer keeps in its `Room`: a decode step must not wait for another device to tell
-them.
+`h2o.slots` defines slots, and the operations fill them. With per-head budgets heads have different
+numbers of slots, which lie one head after the other on one axis. The layer keeps those numbers as a
+plain list, `Room.sizes`: to read them from a device would make a decode step wait for it.
 
 Shape letters: B batch rows, G key/value heads, S slots, Q new tokens, D head
 dimension, n columns of another cache, K keys held.
@@ -38,7 +37,7 @@ __all__ = [
 
 @dataclasses.dataclass
 class Room:
-    """How far slots reach. Lists have an entry for each head, or one for all."""
+    """The capacity of a layer's slots. Lists have an entry for each head, or one for all."""
 
     widest: list[int]
     """The largest budget k of any row."""
@@ -49,11 +48,11 @@ class Room:
         pairs = zip(self.sizes, self.widest, strict=False)
         short = (size - 1 for size, k in pairs if size <= k)
         self.tokens: float = min(short, default=math.inf)
-        """Rows may have so many tokens, and the next one still fits."""
+        """Up to this many tokens in a row the next one still fits."""
 
     def larger(self, tokens: int) -> Room:
-        """For rows of so many tokens and the next one, and some more: to copy the slots every
-        sixteenth of their number costs next to nothing beside reading them in each step."""
+        """Room for rows of so many tokens and the next one, a sixteenth larger at least: copying
+        the slots so rarely costs next to nothing beside reading them in each step."""
         needed = capacities(self.widest, tokens)
         pairs = zip(self.widest, self.sizes, strict=True)
         grown = [min(k + 1, size + max(32, size // 16)) for k, size in pairs]
@@ -115,7 +114,7 @@ def held(slots: ops.Slots, sizes: list[int], **fields: float) -> list[Tensor]:
 
 
 def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
-    """What a report says of the slots: fields of `LayerReport`."""
+    """Numbers of the slots for a report: fields of `LayerReport`."""
     B, G = slots.free.shape
     filled = slots.positions >= 0
     budget = slots.budget if slots.budget.ndim == 3 else slots.budget[:, None].expand(B, G, 2)

@@ -42,7 +42,7 @@ _ALTERED = {
     "xlstm": "it has a state instead of keys",
     "gpt_oss": _SINKS,
 }
-"""Models whose configs do not tell what stands in the way."""
+"""Model types that are not served for a reason that their configs do not show."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Support:
     layers: tuple[str, ...]
     """Of each layer "h2o" or "sliding"; empty if not supported."""
     not_rolled: str = ""
-    """Why not with positions="rolled", if it is supported otherwise; empty if so too."""
+    """Why not with positions="rolled"; empty if supported with that too, or not at all."""
 
     def __bool__(self) -> bool:
         return self.supported
@@ -180,7 +180,7 @@ def refusal(config: Any) -> str | None:
 
 
 def _attribute(config: Any, name: str) -> Any:
-    """An attribute of a config, None if it has none, its name where it is one of single layers."""
+    """An attribute of a config; None if it has none, the name if its layers have different ones."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers: layers differ in it, so some have it

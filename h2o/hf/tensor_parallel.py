@@ -1,7 +1,7 @@
-"""Tensor parallel models, whose layers are cut over several processes: which heads are here.
+"""Tensor parallelism: which of a model's attention heads this process has.
 
 transformers gives each process of a mesh an equal part of every layer's heads, in order. A cache's
-layer therefore sees keys of these heads alone, while budgets are of all heads of the model.
+layer therefore sees keys of these heads alone, while budgets are defined over all heads.
 """
 
 from __future__ import annotations

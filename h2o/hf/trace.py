@@ -1,4 +1,4 @@
-"""When each key of a layer was evicted, so that what every token saw can be rebuilt.
+"""When each key of a layer was evicted, from which it follows what every token attended to.
 
 A cache made with `trace=True` keeps a `Trace` in each layer; `H2OCache.evicted_at` reads it.
 """
@@ -31,12 +31,12 @@ class Trace:
         """[B, G, N] int32, by position: columns seen when the key was evicted, or -1"""
 
     def record(self, slots: ops.Slots, sizes: list[int], Q: int, mask: Tensor | None) -> None:
-        """After a forward pass of Q columns: what is no longer in the slots was evicted by it."""
+        """After a forward pass of Q columns: records the keys that are no longer in the slots."""
         positions = by_head(slots, sizes, "positions", -1)
         B, G, _ = positions.shape
         real = slots.lengths.new_ones((B, Q), dtype=torch.bool)
         if mask is not None:
-            real.copy_(mask)  # which is the caller's, and of all layers
+            real.copy_(mask)  # a copy: the mask is the caller's
         left = slots.positions.new_full((B, G, Q), -1)
         if self.real is not None:
             real = torch.cat([self.real, real], dim=1)

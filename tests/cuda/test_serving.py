@@ -22,7 +22,7 @@ def device(driver, kernels, built, monkeypatch):
     make = cuda._kernels
     monkeypatch.setattr(cuda, "_kernels", lambda by_torch: carried(driver, make(by_torch)))
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
-    monkeypatch.setattr(cuda, "_no_time", lambda: False)
+    monkeypatch.setattr(cuda, "_cannot_check", lambda: False)
     # test_launch.py has them all, as they are
     monkeypatch.setattr(kernel_check, "CASES", (kernel_check.Case(16, torch.float32),))
     for name, size in {"PROMPT": 10, "CHUNK": 3, "STEPS": 1, "HEAVY": 4, "RECENT": 2}.items():
@@ -40,7 +40,7 @@ def serving():
 def forget() -> None:
     """As in a new process."""
     cuda._serving.clear()
-    cuda._obstacles.clear()
+    cuda._reasons.clear()
 
 
 def launches(driver) -> int:
@@ -132,7 +132,7 @@ def test_what_cannot_be_loaded_is_explained_once(device):
 
 def test_a_build_without_kernels_says_so_and_warns_nobody(built, monkeypatch):
     built.unlink()
-    monkeypatch.setattr(cuda, "_no_time", lambda: False)
+    monkeypatch.setattr(cuda, "_cannot_check", lambda: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert serving() == "torch"
@@ -155,11 +155,11 @@ def test_kernels_of_other_sources_than_the_core_do_not_serve(device, built, imag
 
 
 def test_a_graph_that_is_captured_first_is_the_torch_backends(device, monkeypatch):
-    monkeypatch.setattr(cuda, "_no_time", lambda: True)
+    monkeypatch.setattr(cuda, "_cannot_check", lambda: True)
     calls = launches(device)
     assert serving() == "torch"
     assert launches(device) == calls
-    monkeypatch.setattr(cuda, "_no_time", lambda: False)
+    monkeypatch.setattr(cuda, "_cannot_check", lambda: False)
     assert serving() == "C"
 
 
@@ -168,8 +168,8 @@ def test_imagined_tensors_are_the_torch_backends(device, monkeypatch):
 
     monkeypatch.undo()
     with FakeTensorMode():
-        assert cuda._no_time()
-    assert not cuda._no_time()
+        assert cuda._cannot_check()
+    assert not cuda._cannot_check()
 
 
 def test_tensors_go_by_their_device(device, monkeypatch):

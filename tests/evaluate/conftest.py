@@ -11,6 +11,14 @@ POSITIONS = 320
 ENDED, PADDED = 256, 257
 
 
+def exit_code(run, *arguments):
+    """Of a command, whose wrong arguments end it by SystemExit."""
+    try:
+        return run(*arguments)
+    except SystemExit as exit_:
+        return exit_.code
+
+
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -11,7 +11,7 @@ from h2o import cli
 from h2o.errors import UserError
 from h2o.evaluate import needle
 from h2o.evaluate.setting import parse
-from tests.evaluate.conftest import build
+from tests.evaluate.conftest import build, exit_code
 
 TEXT = "".join(f"Boat {i} came home at {i % 12} with {i * i % 89} fish. " for i in range(40))
 LENGTHS = (60, 110)
@@ -97,16 +97,16 @@ def test_shares_and_errors():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code", "words"),
     [
-        (["--compare", "mask-local:4+4"], "a mask, no cache"),
-        (["--protocol", "simulate"], "no such choice but drop"),
-        (["--lengths", "9000"], "lower --lengths"),
-        (["--lengths", "310"], "model's 320 positions"),
-        (["--lengths", "many"], "--lengths many"),
-        (["--lengths", "0"], "--lengths 0"),
+        (["--compare", "mask-local:4+4"], 2, "a mask, no cache"),
+        (["--protocol", "simulate"], 2, "no such choice but drop"),
+        (["--lengths", "9000"], 1, "lower --lengths"),
+        (["--lengths", "310"], 1, "model's 320 positions"),
+        (["--lengths", "many"], 2, "--lengths many"),
+        (["--lengths", "0"], 2, "--lengths 0"),
     ],
 )
-def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, words):
-    assert run(folder, tmp_path, *arguments) == 1
+def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, code, words):
+    assert exit_code(run, folder, tmp_path, *arguments) == code
     assert words in capsys.readouterr().err

@@ -172,21 +172,21 @@ def test_one_setting_by_options(folder, text, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code", "words"),
     [
-        (["--window", "1"], "--window 1: from 2 to"),
-        (["--window", "9999"], "the model's 320 positions"),
-        (["--limit", "0"], "--limit 0"),
-        (["--prompt-len", "0"], "--prompt-len 0: a number of tokens, at least 1"),
-        (["--limit", "0.5"], "--limit 0.5"),
-        (["--ratio-of", "prompt"], "no such choice but text"),
-        (["--heavy", "0", "--recent", "0", "--window", "50"], "budget of 0"),
-        (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, no cache"),
-        (["--num_fewshot", "5"], "lm-eval's options go with --tasks"),
+        (["--window", "1"], 1, "--window 1: from 2 to"),
+        (["--window", "9999"], 1, "the model's 320 positions"),
+        (["--limit", "0"], 2, "--limit 0"),
+        (["--prompt-len", "0"], 2, "--prompt-len 0: a number of tokens, at least 1"),
+        (["--limit", "0.5"], 2, "--limit 0.5"),
+        (["--ratio-of", "prompt"], 2, "no such choice but text"),
+        (["--heavy", "0", "--recent", "0", "--window", "50"], 2, "budget of 0"),
+        (["--compare", "mask-local:4+4", "--protocol", "drop"], 2, "a mask, no cache"),
+        (["--num_fewshot", "5"], 2, "lm-eval's options go with --tasks"),
     ],
 )
-def test_arguments_that_do_not_fit(folder, text, tmp_path, capsys, arguments, words):
-    assert run(folder, text, tmp_path, *arguments) == 1
+def test_arguments_that_do_not_fit(folder, text, tmp_path, capsys, arguments, code, words):
+    assert conftest.exit_code(run, folder, text, tmp_path, *arguments) == code
     assert words in capsys.readouterr().err
 
 

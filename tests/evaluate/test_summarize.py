@@ -9,6 +9,7 @@ import pytest
 from h2o import cli
 from h2o.errors import UserError
 from h2o.evaluate import summarize
+from tests.evaluate.conftest import exit_code
 
 ARTICLES = [
     "The bridge over the river was closed on Monday after a crack was found in a pillar.",
@@ -184,16 +185,27 @@ def test_the_chat_template_is_used(folder, file, tmp_path, capsys, tokenizer):
     assert lengths[1] - lengths[0] == len("<user><bot>")
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_lines_end_at_line_ends_alone(tmp_path, mark):
+    """What Python's splitlines divides at may stand in a text, or between a row's parts."""
+    texts = [f"One{mark}two.", "Three."]
+    lines = [json.dumps({"article": x, "summary": x}, ensure_ascii=mark < " ") for x in texts]
+    (tmp_path / "rows.jsonl").write_text("\r\n".join([lines[0], "", lines[1]]) + "\n", newline="")
+    rows = summarize.read_rows(tmp_path / "rows.jsonl")
+    assert [row.reference for row in rows] == texts
+    assert [row.name for row in rows] == ["1", "3"]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code", "words"),
     [
-        (["--compare", "mask-local:4+4"], "a mask, no cache"),
-        (["--protocol", "simulate"], "no such choice but drop"),
-        (["--prompt-len", "5"], "no such choice"),
-        (["--max-new-tokens", "300"], "row a0: "),
-        (["--limit", "1.5"], "--limit 1.5"),
+        (["--compare", "mask-local:4+4"], 2, "a mask, no cache"),
+        (["--protocol", "simulate"], 2, "no such choice but drop"),
+        (["--prompt-len", "5"], 2, "no such choice"),
+        (["--max-new-tokens", "300"], 1, "row a0: "),
+        (["--limit", "1.5"], 2, "--limit 1.5"),
     ],
 )
-def test_arguments_that_do_not_fit(folder, file, tmp_path, capsys, arguments, words):
-    assert run(folder, file, tmp_path, *arguments) == 1
+def test_arguments_that_do_not_fit(folder, file, tmp_path, capsys, arguments, code, words):
+    assert exit_code(run, folder, file, tmp_path, *arguments) == code
     assert words in capsys.readouterr().err

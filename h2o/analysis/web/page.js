@@ -55,6 +55,7 @@
   let now = null, left = null, total = 1;
   const short = (x) => Number(x.toPrecision(4)).toString();
   const visible = (text) => text.trim() ? text.trim() : JSON.stringify(text).slice(1, -1);
+  const label = (j) => data.labels[j] ?? visible(tokens[j]);
   const until = (j) => left[j] >= n ? "the end" : `token ${left[j] - 1}`;
 
   const shade = () => {
@@ -70,12 +71,12 @@
     const order = Array.from(now.keys()).sort((a, b) => now[b] - now[a] || a - b).slice(0, 20);
     const rows = order.map((j) => {
       const row = document.createElement("tr");
-      for (const text of [j, visible(tokens[j]), short(now[j]), `${(100 * now[j] / total).toFixed(1)}%`, until(j)]) {
+      for (const text of [j, label(j), short(now[j]), `${(100 * now[j] / total).toFixed(1)}%`, until(j)]) {
         const cell = document.createElement("td");
         cell.textContent = text;
         row.append(cell);
       }
-      if (!tokens[j].trim()) row.children[1].className = "blank";
+      if (!tokens[j].trim() && !(j in data.labels)) row.children[1].className = "blank";
       return row;
     });
     document.querySelector("#best tbody").replaceChildren(...rows);
@@ -93,7 +94,7 @@
     byId("status").textContent =
       `Layer ${layers[state.layer]}, ${view}: token ${state.at} sees ${held} of ${state.at + 1} keys` +
       (state.head === "all" ? " in some head" : "") +
-      `. Token ${j}, “${visible(tokens[j])}”, has received ${short(now[j])} (${(100 * now[j] / total).toFixed(2)}% of all attention) and is held until ${until(j)}.`;
+      `. Token ${j}, “${label(j)}”, has received ${short(now[j])} (${(100 * now[j] / total).toFixed(2)}% of all attention) and is held until ${until(j)}.`;
   };
   const all = () => {
     now = scoresNow();

@@ -1,4 +1,8 @@
-"""One decode step: store, attend, score, choose the key to evict."""
+"""One decode step (`h2o.ops.step`) in plain torch: stores key and value [B, G, 1, D] of a new
+token, attends, adds to the scores and evicts one key where the budget is exceeded.
+
+Shape letters as in `h2o.ops`, R = H / G.
+"""
 
 from __future__ import annotations
 

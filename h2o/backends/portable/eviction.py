@@ -1,4 +1,8 @@
-"""New keys go into the slots; what the budget has no room for is evicted."""
+"""`h2o.ops.evict` in plain torch: of the stored and the new keys of each head, S + Q candidates,
+the policy keeps k, which are written to the lowest slots; the others are evicted, or merged.
+
+Shape letters as in `h2o.ops`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Attention of many queries with column sums, in blocks of queries."""
+"""`h2o.ops.attend` in plain torch: causal attention of Q new queries, and the column sums of its
+probabilities, by which each key is scored.
+
+Queries are processed in blocks, so that memory is linear in the number of keys. A block's
+probabilities [B, G, R * n, S + Q] give its output and its part of the column sums.
+
+Shape letters as in `h2o.ops`, R = H / G, n queries of a block.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A whole text through a cache, token by token."""
+"""`h2o.ops.simulate` in plain torch: the outputs of a whole text through a cache that evicts after
+every token. The prompts are attended to at once and pruned; the other columns follow one by one.
+
+Shape letters as in `h2o.ops`: B rows, Q columns of the text.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,8 @@ def simulate(
     together.
 
     As nothing may wait for the device, the host does not know where a prompt ends: the loop goes
-    over all columns, and those within a row's prompt change nothing in it. Merged keys are none of
-    the text's: for them slots are kept as a cache keeps them.
+    over all columns, and those within a row's prompt change nothing in it. A merged key is not
+    among the given keys: where keys are merged, slots hold them as in a cache.
     """
     B, _, Q, D = query.shape
     G = keys.shape[1]
@@ -177,7 +181,7 @@ def _through_slots(
     evicted_at: Tensor,
     scores: Tensor,
 ) -> None:
-    """As `_one_by_one`, by `step` over slots: a merged key is none of the text's.
+    """As `_one_by_one`, by `step` over slots, which can hold merged keys.
 
     position: int64 [B, Q], -1 at a pad. slots: what is kept of the prompts, with room for all.
     """

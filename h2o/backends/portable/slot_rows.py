@@ -1,4 +1,4 @@
-"""Where the slots of each head are, in stores of both layouts; what is stored, read as floats.
+"""`Store`: reads and writes slots by head, in both layouts, and dequantises keys and values.
 
 In a store with `starts` the slots of all heads lie on one axis T. Numbers of slots (scores,
 positions) are small, so they are spread there to [B, G, T], with slots of other heads empty, and a
@@ -18,10 +18,10 @@ from h2o.quantisation import codes, dequantised, floats, stored_like
 __all__ = ["Store", "as_stored", "products"]
 
 FEW = 64
-"""Rows that meet a matrix of 16-bit floats on a CPU as float32 do."""
+"""On a CPU products of up to so many rows with a 16-bit matrix are computed in float32."""
 
 BLOCK = 1 << 17
-"""Numbers that such a product makes float32 at a time, so that they stay in a core's caches."""
+"""Elements that such a product converts to float32 at a time, so that they stay in cache."""
 
 
 class Store:
@@ -69,11 +69,11 @@ class Store:
         return x if self.first is None else x[:, None]
 
     def answers(self, p: Tensor, values: Tensor) -> Tensor:
-        """What slots give to queries by probabilities p [B, G, M, S], 0 in slots of other heads:
-        [B, G, M, D] float32, of values [B, G or 1, S, D].
+        """p @ values: [B, G, M, D] float32 from probabilities p [B, G, M, S], 0 in slots of other
+        heads, and values [B, G or 1, S, D].
 
-        On axis T the product meets the values of all heads. One that is not finite, times 0, would
-        be NaN there, so its own head is given it apart.
+        On axis T the product covers the values of all heads, and 0 times one that is not finite
+        would be NaN. So these are left out of it, and added for the head that they belong to.
         """
         if self.first is None:
             return products(p, values)
@@ -85,8 +85,8 @@ class Store:
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
         """As `answers`, of the values that the slots hold.
 
-        A quantised store tells what was not finite by a scale that is NaN, so that nothing of the
-        size of the values has to be looked through.
+        In a quantised store a scale of NaN marks a row that was not finite, so that only the
+        scales have to be searched.
         """
         if self.first is None or self.slots.values.dtype != torch.uint8:
             return self.answers(p, self.rows("values", D))
@@ -159,9 +159,8 @@ def as_stored(key: Tensor, value: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
 def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:
     """left [B, G, M, X] @ right [B, G or 1, X, Y]: [B, G, M, Y], float32.
 
-    left float32 takes the dtype of right for it, unless that is to be `exact` or few rows are
-    multiplied on a CPU. Many of these have no 16-bit products, and those that have gain little
-    from them in a step, which moves more than it multiplies.
+    left float32 is converted to the dtype of right, unless `exact`, or for few rows on a CPU: many
+    CPUs have no 16-bit products, and a decode step is bound by memory anyway.
     """
     right, rows = right.flatten(0, 1), left.shape[:-1]
     left = left.reshape(len(right), rows.numel() // len(right), -1)
@@ -172,7 +171,7 @@ def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:
 
 
 def _widened(left: Tensor, right: Tensor) -> Tensor:
-    """left float32 [N, M, X] @ right [N, X, Y], of which a few are float32 at a time."""
+    """left float32 [N, M, X] @ right [N, X, Y] in float32, converting part of right at a time."""
     N, X, Y = right.shape
     n = max(1, BLOCK // (X * Y))
     if n >= N:
