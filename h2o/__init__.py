@@ -80,7 +80,8 @@ if not TYPE_CHECKING:  # to which every name would then be known
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    """What is public, and not what is imported here for h2o's own use."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 _INTERFACE = "transformers.modeling_utils"  # where transformers keeps its attention functions

@@ -20,13 +20,17 @@ from h2o.budgets import (
     parted,
     spread,
 )
+from h2o.config_fields import ConfigFields, Of, Positions
 from h2o.head_budgets import LayerShares, check_shares, table
-from h2o.kv_dtype import FIXED, QUANTISED, fewest_bits, per_token
+from h2o.kv_dtype import FIXED, QUANTISED, KvDtype, fewest_bits, per_token
 from h2o.model_identity import describe, key_size
-from h2o.policy import Policy, checked
+from h2o.policy import Policy, RankBy, checked
 from h2o.profile import Profile
 
-__all__ = ["UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
+__all__ = ["PRESETS", "UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
+
+PRESETS = ("authors", "robust", "calibrated")
+"""Configs by name, which take a budget of keys or of bytes; see `H2OConfig.preset`."""
 
 VARIANTS = ("local", "global", "flexgen")
 """Published forms of H2O beside the cache of this package; see `h2o.simulation_mask`."""
@@ -57,7 +61,7 @@ class H2OConfig:
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", ICLR 2024)."""
-    rank_by: str = "sum"
+    rank_by: RankBy = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
     age is no advantage."""
     decay: float = 1.0
@@ -70,7 +74,7 @@ class H2OConfig:
     it is the highest and higher than this, instead of being dropped; a slot then stands for several
     keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/results.md,
     "Merging". None: all are dropped."""
-    kv_dtype: str | None = None
+    kv_dtype: KvDtype | None = None
     """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
     (compare Liu et al., "KIVI", ICML 2024); "auto", "int8-int4" where the model's head dimension
@@ -81,13 +85,13 @@ class H2OConfig:
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
     h2o for this model. None: all the same."""
-    of: str = "keys"
+    of: Of = "keys"
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
     that a slot needs counted, sinks included; as many keys are kept as fit."""
     slot: tuple[int, int] | None = None
     """Bytes of a token in a full cache and in a slot; `for_model` finds it where it is needed."""
-    positions: str = "original"
+    positions: Positions = "original"
     """"original": a key stays at the position that it came at, as in the paper. "rolled": a key's
     rotary position is its rank among the keys held, the query's the number of keys held before it,
     so that no position exceeds the budget however long the text. Rotary models only."""
@@ -122,12 +126,28 @@ class H2OConfig:
         self._check_total()
 
     @classmethod
-    def authors(cls, budget: Amount) -> H2OConfig:
-        """The published algorithm at this budget: half heavy hitters, half recent tokens."""
-        return cls(*parted(amount_of("budget", budget), 0.5))
+    def preset(
+        cls, name: str, budget: Amount, of: Of = "keys", profile: Profile | None = None
+    ) -> H2OConfig:
+        """`authors`, `robust` or `calibrated` by name; `profile` is for the last.
+
+        Raises: ValueError for another name, and for a profile without "calibrated".
+        """
+        if name not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {name!r}")
+        if name == "calibrated":
+            return cls.calibrated(budget, profile, of)
+        if profile is not None:
+            raise ValueError(f"a profile goes with the preset calibrated, not with {name}")
+        return cls.authors(budget, of) if name == "authors" else cls.robust(budget, of)
 
     @classmethod
-    def robust(cls, budget: Amount, of: str = "keys") -> H2OConfig:
+    def authors(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
+        """The published algorithm at this budget: half heavy hitters, half recent tokens."""
+        return cls(*parted(amount_of("budget", budget), 0.5), of=of)
+
+    @classmethod
+    def robust(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
         """What lost least in our own measurements (docs/results.md), small budgets above all.
 
         Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
@@ -149,7 +169,7 @@ class H2OConfig:
 
     @classmethod
     def calibrated(
-        cls, budget: Amount, profile: Profile | None = None, of: str = "keys"
+        cls, budget: Amount, profile: Profile | None = None, of: Of = "keys"
     ) -> H2OConfig:
         """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`).
 
@@ -339,7 +359,7 @@ def _check_of(of: Any) -> None:
         raise ValueError(f'of must be "keys" or "bytes", not {of!r}')
 
 
-def one_config(h2o_config: H2OConfig | None, parameters: dict[str, Any]) -> H2OConfig:
+def one_config(h2o_config: H2OConfig | None, parameters: ConfigFields) -> H2OConfig:
     """The config that was given whole, or as keywords."""
     if h2o_config is None:
         known = [field.name for field in dataclasses.fields(H2OConfig)]

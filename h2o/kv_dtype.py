@@ -5,7 +5,9 @@ Plain numbers, no torch.
 
 from __future__ import annotations
 
-__all__ = ["FIXED", "QUANTISED", "fewest_bits", "per_token", "stored_bytes"]
+from typing import Literal
+
+__all__ = ["FIXED", "QUANTISED", "KvDtype", "fewest_bits", "per_token", "stored_bytes"]
 
 FIXED = 32
 """Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
@@ -13,6 +15,9 @@ FIXED = 32
 
 QUANTISED = ("int8", "int8-int4")
 """How keys and values may be stored in bytes; a `kv_dtype` of None: as they are."""
+
+KvDtype = Literal["auto", "int8", "int8-int4"]
+"""These, and "auto", which `fewest_bits` resolves."""
 
 
 def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:

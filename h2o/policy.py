@@ -13,7 +13,9 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from h2o.budgets import tokens_of
 
-__all__ = ["FIELDS", "PAPER", "Field", "Policy", "PolicyFields", "checked", "one_policy"]
+__all__ = ["FIELDS", "PAPER", "Field", "Policy", "PolicyFields", "RankBy", "checked", "one_policy"]
+
+RankBy = Literal["sum", "mean"]
 
 
 class Policy(NamedTuple):
@@ -22,7 +24,7 @@ class Policy(NamedTuple):
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", ICLR 2024)."""
-    rank_by: str = "sum"
+    rank_by: RankBy = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
     age is no advantage."""
     decay: float = 1.0
@@ -41,7 +43,7 @@ class PolicyFields(TypedDict, total=False):
     """The fields of a `Policy` as keyword arguments of a function."""
 
     sinks: int
-    rank_by: Literal["sum", "mean"]
+    rank_by: RankBy
     decay: float
     value_weighted: bool
     merge: float | None

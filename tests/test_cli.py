@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from h2o import H2OConfig, cli
+from h2o import H2OConfig, Profile, cli
 from h2o.cli import cache_options
+from h2o.config import PRESETS
+from h2o.evaluate import setting
 from h2o.policy import FIELDS
 
 ROOT = Path(cli.__file__).parent
@@ -296,6 +298,19 @@ def test_policy_options_reach_the_cache(tiny, capsys):
         assert any(other[name] != plain[name] for name in names), options
 
 
+@pytest.mark.parametrize("name", ["authors", "robust"])
+def test_presets_reach_the_cache(tiny, capsys, name):
+    text = ["--model", tiny, "--max-new-tokens", "4", "--prompt", PROMPT]
+    budget = generated(capsys, *text, "--preset", name, "--budget", "0.5", "--of", "bytes")
+    wanted = H2OConfig.preset(name, 0.5, of="bytes")
+    assert budget["budget"] == dataclasses.asdict(wanted)
+    (run,) = budget["runs"]
+    assert run["kv_bytes_held"] <= 0.5 * run["kv_bytes_full"]
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["generate", *text, "--preset", name, "--budget", "0.5", "--heavy", "2"])
+    assert exit_.value.code == 2
+
+
 def options_of(command, capsys):
     """Names of a command's options, as its help lists them."""
     with pytest.raises(SystemExit) as exit_:
@@ -306,11 +321,11 @@ def options_of(command, capsys):
 
 @pytest.mark.parametrize(
     ("command", "missing"),
-    [("generate", set()), ("eval", set()), ("analyze", {"--positions", "--profile"})],
+    [("generate", set()), ("eval", set()), ("analyze", {"--positions"})],
 )
 def test_every_field_of_a_cache_has_its_option(command, missing, capsys):
-    """What is left out: how budgets are counted, and what `for_model` finds by itself."""
-    fields = {field.name for field in dataclasses.fields(H2OConfig)} - {"of", "slot"}
+    """What is left out: what `for_model` finds by itself."""
+    fields = {field.name for field in dataclasses.fields(H2OConfig)} - {"slot"}
     assert fields == set(cache_options.OPTIONS)
     wanted = {cache_options.spelled(name) for name in fields} - missing
     assert wanted <= options_of(command, capsys)
@@ -330,9 +345,36 @@ def test_a_config_is_what_the_options_say():
         assert cache_options.config_from(options) == H2OConfig(**{name: value})
     options = parser.parse_args(["--value-weighted"])
     assert cache_options.config_from(options) == H2OConfig(value_weighted=True)
-    optional = argparse.ArgumentParser()
-    cache_options.add_cache_options(optional, optional=True)
-    assert cache_options.asked(optional.parse_args(["--sinks", "0"])) == {"sinks": 0}
+    assert cache_options.asked(parser.parse_args(["--sinks", "0"])) == {"sinks": 0}
+
+
+def test_a_preset_is_what_the_options_say(tmp_path):
+    parser = argparse.ArgumentParser()
+    cache_options.add_cache_options(parser)
+
+    def said(text):
+        return cache_options.config_from(parser.parse_args(text.split()))
+
+    for name in PRESETS:
+        assert said(f"--preset {name}") == H2OConfig.preset(name, 0.2)
+        assert said(f"--preset {name} --budget 64") == H2OConfig.preset(name, 64)
+        in_bytes = H2OConfig.preset(name, 0.1, of="bytes")
+        assert said(f"--preset {name} --budget 0.1 --of bytes") == in_bytes
+        options = parser.parse_args(f"--preset {name} --budget 0.1 --of bytes".split())
+        assert setting.parse(cache_options.preset_setting(options)).config == in_bytes
+        rolled = dataclasses.replace(in_bytes, positions="rolled")
+        assert said(f"--preset {name} --budget 0.1 --of bytes --positions rolled") == rolled
+    for name in sorted((ROOT.parent / "data").glob("*.profile.json")):
+        profile = Profile.load(name)
+        own = said(f"--preset calibrated --profile {name}")
+        assert own == H2OConfig.calibrated(0.2, profile)
+    assert said("--heavy 0.05 --recent 0.05 --of bytes") == H2OConfig.authors(0.1, of="bytes")
+    for wrong in (
+        "--budget 0.1", "--preset robust --heavy 0.1", "--preset authors --profile shipped",
+        "--preset robust --budget 64 --of bytes", "--preset robust --budget 2.0",
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^[^\n]+$"):
+            said(wrong)
 
 
 def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):

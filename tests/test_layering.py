@@ -271,9 +271,9 @@ FLOORS = 9
 """Rooms, which are the folders and the files at the top of the package, stand on one another."""
 
 SERVING = {
-    "attention_blocks", "backends", "budgets", "config", "draw", "errors", "filesystem",
-    "head_budgets", "hf", "kv_dtype", "model_identity", "models", "ops", "packages", "policy",
-    "profile", "published_masks", "quantisation", "rotary_embedding", "slots", "tensors",
+    "attention_blocks", "backends", "budgets", "config", "config_fields", "draw", "errors",
+    "filesystem", "head_budgets", "hf", "kv_dtype", "model_identity", "models", "ops", "packages",
+    "policy", "profile", "published_masks", "quantisation", "rotary_embedding", "slots", "tensors",
 }  # fmt: skip
 """The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
 measure one, or are commands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
@@ -246,3 +247,24 @@ def test_a_chat_goes_on_beyond_its_budget():
         assert "".join(talk.reply(said, 30)).strip()
     assert talk.cache.get_seq_length() > 100
     assert talk.cache.report().total.kept[0] / len(talk.cache.layers) == 68
+
+
+def test_a_preset_is_one_of_the_caches(capsys):
+    from h2o.cli import stream_command
+
+    def caches(*arguments):
+        parser = argparse.ArgumentParser()
+        stream_command.add_arguments(parser)
+        options = parser.parse_args(arguments)
+        stream_command.check(parser, options)
+        assert options.positions == "rolled"
+        return options.caches
+
+    assert caches() == stream_command.CACHES
+    assert caches("--preset", "robust") == "robust:512"
+    assert caches("--preset", "robust", "--caches", "full", "--budget", "64") == "full,robust:64"
+    assert caches("--preset", "authors", "--of", "bytes", "--budget", "0.1") == "authors-bytes:0.1"
+    for wrong in (["--budget", "64"], ["--of", "bytes"]):
+        with pytest.raises(SystemExit):
+            caches(*wrong)
+        assert "goes with --preset" in capsys.readouterr().err

@@ -25,6 +25,21 @@ h2o.enable(model).undo()
 {mistake}
 """
 
+MISTAKES = """
+h2o.H2OCash
+h2o.H2OCache(model.config, heavey=1)
+h2o.H2OCache(model.config, rank_by="maks")
+h2o.enable(model, of="bites")
+h2o.simulated(model, merge="0.8")
+h2o.analyze(model, kv_dtype="int9")
+h2o.H2OConfig(positions="roled")
+h2o.H2OConfig.robust(0.1, of="bites")
+"""
+SAID = (
+    'has no attribute "H2OCash"', '"heavey"', '"rank_by"', '"of"', '"merge"', '"kv_dtype"',
+    '"positions"', '"of"',
+)  # fmt: skip
+
 # Their own types take a minute, and are not ours to test.
 CONFIG = """
 [mypy]
@@ -57,6 +72,9 @@ def test_strict_types(tmp_path):
         "list[int]",
         "h2o.hf.support.Support",
     ]
-    code, out = check(tmp_path, "h2o.H2OCash")
+    code, out = check(tmp_path, MISTAKES)
     assert code == 1
-    assert 'has no attribute "H2OCash"' in out
+    wrong = [line for line in out.splitlines() if ": error: " in line]
+    assert len(wrong) == len(MISTAKES.strip().splitlines()), out
+    for line, said in zip(wrong, SAID, strict=True):
+        assert said in line, out

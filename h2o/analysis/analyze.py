@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,6 +11,11 @@ from h2o.analysis.measured_text import THRESHOLD, Measured
 from h2o.analysis.result import Analysis
 from h2o.config import H2OConfig, one_config
 from h2o.hf import tensor_parallel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import ConfigFields
 
 __all__ = ["analyze"]
 
@@ -22,7 +27,7 @@ def analyze(
     *,
     h2o_config: H2OConfig | None = None,
     prompt_len: int = 1,
-    **parameters: Any,
+    **parameters: Unpack[ConfigFields],
 ) -> Analysis:
     """Measures what a model attends to in one text, and what an H2O cache would keep of it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +14,11 @@ from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
 from h2o.config import H2OConfig, one_config
 from h2o.draw import pieces
 from h2o.hf.simulation import simulated
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import ConfigFields
 
 __all__ = ["THRESHOLD", "Cached", "Measured", "MeasuredText", "Token"]
 
@@ -275,7 +280,7 @@ class MeasuredText:
         *,
         per_token: bool = False,
         h2o_config: H2OConfig | None = None,
-        **parameters: Any,
+        **parameters: Unpack[ConfigFields],
     ) -> np.ndarray:
         """float32 [H] or, with `per_token`, [H, n]: share of a full cache's attention that is kept.
 

@@ -21,7 +21,7 @@ EPILOG = """\
 Beside PAGE.html a folder PAGE gets the pictures as PNG, numbers.json and, where pandas is
 installed, layers.csv, heads.csv and keys.csv.gz.
 """
-CACHE_FIELDS = tuple(name for name in OPTIONS if name not in ("positions", "shares"))
+CACHE_FIELDS = tuple(name for name in OPTIONS if name != "positions")
 """What is measured is one forward pass over the text, in which keys stay where they came."""
 
 COMPARE = "h2o:0.05,h2o:0.1,h2o:0.2,h2o:0.4,robust:0.2,sink:4+0.2,local:0.2"

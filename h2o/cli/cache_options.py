@@ -1,4 +1,5 @@
-"""The options that say what a cache keeps: fields of H2OConfig, declared once for all commands.
+"""The options that say what a cache keeps: fields of H2OConfig and presets, declared once for all
+commands.
 
 Those of the policy come from `h2o.policy.FIELDS`, so that a new field has its option without more.
 """
@@ -10,13 +11,20 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from h2o.budgets import parse_amount
-from h2o.config import H2OConfig
+from h2o.budgets import Amount, parse_amount
+from h2o.config import PRESETS, H2OConfig
 from h2o.kv_dtype import QUANTISED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
 
-__all__ = ["OPTIONS", "add_cache_options", "asked", "config_from", "spelled"]
+__all__ = [
+    "OPTIONS",
+    "add_cache_options",
+    "asked",
+    "config_from",
+    "preset_setting",
+    "spelled",
+]
 
 OPTIONS: dict[str, Field] = {
     "heavy": Field(
@@ -25,6 +33,10 @@ OPTIONS: dict[str, Field] = {
         "prompt or text (%(default)s)",
     ),
     "recent": Field(parse_amount, None, "K", "newest tokens (%(default)s)"),
+    "of": Field(
+        str, ("keys", "bytes"), None,
+        "what fractions are of: the text's keys, or the bytes of a full cache (%(default)s)",
+    ),
     **FIELDS,
     "positions": Field(
         str, ("original", "rolled"), None,
@@ -49,40 +61,88 @@ SPELLED = {"shares": "profile"}
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(H2OConfig)}
 
 
+FIFTH = 0.2
+"""The budget of a preset that is given none."""
+
+
 def spelled(name: str) -> str:
     """The option of a field: --rank-by of rank_by."""
     return f"--{SPELLED.get(name, name).replace('_', '-')}"
 
 
 def add_cache_options(
-    group: Any, names: Sequence[str] = tuple(OPTIONS), *, optional: bool = False
+    group: Any, names: Sequence[str] = tuple(OPTIONS), budget: Amount = FIFTH, **defaults: Any
 ) -> None:
-    """Adds the options of these fields to a parser or a group of one.
+    """Adds presets and the options of these fields to a parser or a group of one.
 
-    What an option leaves out has H2OConfig's default, or is None where all are `optional`, so that
-    it can be told what was asked for.
+    An option that is left out is None, so that it can be told what was asked for, and its help has
+    H2OConfig's default. But for `defaults`, and `budget`, that of a preset that is given none.
     """
+    add_preset_options(group, budget)
     for name in names:
-        field, default = OPTIONS[name], DEFAULTS[name]
-        text = field.help.replace("%(default)s", f"{default}") if optional else field.help
-        kind: dict[str, Any] = {"action": "store_true"}
-        if not field.flag:
-            kind = {"type": field.parse, "choices": field.choices, "metavar": field.metavar}
-        group.add_argument(
-            spelled(name), dest=name, default=None if optional else default, help=text, **kind
-        )
+        add_option(group, name, defaults.get(name))
+
+
+def add_option(group: Any, name: str, default: Any = None) -> None:
+    field = OPTIONS[name]
+    kind: dict[str, Any] = {"action": "store_true"}
+    if not field.flag:
+        kind = {"type": field.parse, "choices": field.choices, "metavar": field.metavar}
+    shown = DEFAULTS[name] if default is None else default
+    text = field.help.replace("%(default)s", f"{shown}")
+    group.add_argument(spelled(name), dest=name, default=default, help=text, **kind)
+
+
+def add_preset_options(group: Any, default: Amount) -> None:
+    """--preset and --budget, whose help has this default."""
+    group.add_argument(
+        "--preset", choices=PRESETS, help="a config by name, instead of --heavy and --recent"
+    )
+    group.add_argument(
+        "--budget", type=parse_amount, metavar="B",
+        help="of the preset: tokens, or a fraction of the keys, or with --of bytes of the bytes "
+        f"({default})",
+    )  # fmt: skip
 
 
 def config_from(options: argparse.Namespace) -> H2OConfig:
     """The config that the options of a command describe, those that it has.
 
-    Raises: TypeError and ValueError for what H2OConfig does not take, OSError for a profile that
-    cannot be read.
+    Raises: TypeError and ValueError for what H2OConfig does not take, and for options that do not
+    go together, OSError for a profile that cannot be read.
     """
     fields = asked(options)
     if fields.get("shares", "shipped") != "shipped":
         fields["shares"] = Profile.load(fields["shares"])
-    return H2OConfig(**fields)
+    if not has_preset(options):
+        return H2OConfig(**fields)
+    for name in ("heavy", "recent"):
+        if name in fields:
+            raise ValueError(f"--preset has a --budget, and no {spelled(name)}")
+    budget = FIFTH if options.budget is None else options.budget
+    shares = fields.pop("shares", None)
+    if shares is not None and options.preset != "calibrated":
+        raise ValueError(f"--profile goes with --preset calibrated, not with {options.preset}")
+    profile = None if shares == "shipped" else shares
+    config = H2OConfig.preset(options.preset, budget, fields.pop("of", "keys"), profile)
+    return dataclasses.replace(config, **fields)
+
+
+def preset_setting(options: argparse.Namespace, default: Amount = FIFTH) -> str | None:
+    """The preset as `h2o.evaluate.setting` writes it, None where none was asked for.
+
+    Raises: ValueError for a budget without a preset.
+    """
+    if not has_preset(options):
+        return None
+    in_bytes = "-bytes" if options.of == "bytes" else ""
+    return f"{options.preset}{in_bytes}:{default if options.budget is None else options.budget}"
+
+
+def has_preset(options: argparse.Namespace) -> bool:
+    if options.preset is None and options.budget is not None:
+        raise ValueError("--budget goes with --preset; without one give --heavy and --recent")
+    return options.preset is not None
 
 
 def asked(options: argparse.Namespace, names: Sequence[str] = tuple(OPTIONS)) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o import model_identity
-from h2o.cli.cache_options import OPTIONS, add_cache_options, asked, spelled
+from h2o.cli.cache_options import OPTIONS, add_cache_options, asked, preset_setting, spelled
 from h2o.errors import UserError
 from h2o.evaluate.setting import (
     GRAMMAR,
@@ -81,7 +81,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      help="one forward with masks (default), or a real cache, token by token; "
                      "summaries and needles always use a real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
-    add_cache_options(one, CACHE_FIELDS, optional=True)
+    add_cache_options(one, CACHE_FIELDS)
     one.add_argument("--prompt-len", type=int, help="simulation: tokens before the first eviction")
     one.add_argument("--ratio-of", choices=["text", "prompt"], help="what fractions refer to")
 
@@ -107,7 +107,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     rest = args.rest
     try:
         check_numbers(args)
-        settings = [] if args.compare is None else parse_all(args.compare, args.budgets)
+        settings = compared(args)
         if args.budgets is not None and args.compare is None:
             raise Misused("--budgets goes with --compare")
         if args.profile is not None:
@@ -132,6 +132,15 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UserError(str(error)) from error
     return 0
+
+
+def compared(args: argparse.Namespace) -> list[Setting]:
+    """Those of --compare, and after them the preset; none where one setting is meant."""
+    preset = preset_setting(args)
+    if preset is not None:
+        args.of = None  # is said
+    listed = [x for x in (args.compare, preset) if x is not None]
+    return parse_all(",".join(listed), args.budgets) if listed else []
 
 
 def check_numbers(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from h2o.cli import texts
-from h2o.cli.cache_options import add_cache_options
+from h2o.cli.cache_options import add_cache_options, preset_setting
 from h2o.filesystem import atomic_write, writable
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ Text without end through caches of fixed size: perplexity over time, memory, tim
   h2o stream --chat --caches h2o:256+256/sinks=4
 """
 CACHES = "h2o:256+256,sink:4+508,local:512"
+PRESET_TOKENS = 512
+"""Of a preset without a budget: as many as these have."""
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -40,8 +42,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "20000 of the shipped article")  # fmt: skip
     add("--caches", default=CACHES, metavar="SETTINGS", help="written as for h2o eval, budgets in "
         "tokens; full is the full cache, until it runs out of positions (%(default)s)")  # fmt: skip
-    add_cache_options(p, ("positions",))
-    p.set_defaults(positions="rolled")  # the others end where the model's positions do
+    # the other positions end where the model's do
+    add_cache_options(p, ("of", "positions"), PRESET_TOKENS, positions="rolled")
     add("--chunk", type=int, default=1, metavar="N", help="tokens of a forward pass: more are "
         "faster, and evicted together (%(default)s)")  # fmt: skip
     add("--every", type=int, default=500, metavar="N", help="a point for so many (%(default)s)")
@@ -55,6 +57,18 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help="talk with the model instead, a line a turn; the first "
         "of the caches is its memory")  # fmt: skip
     add("--max-new-tokens", type=int, default=200, metavar="N", help="of a reply (%(default)s)")
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Adds the preset to the --caches, or takes it instead of the usual ones."""
+    try:
+        preset = preset_setting(options, PRESET_TOKENS)
+    except ValueError as error:
+        parser.error(str(error))
+    if preset is None and options.of is not None:
+        parser.error("argument --of: goes with --preset")
+    if preset is not None:
+        options.caches = preset if options.caches == CACHES else f"{options.caches},{preset}"
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

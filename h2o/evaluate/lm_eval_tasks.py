@@ -22,6 +22,7 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
 
 from h2o.errors import UserError
+from h2o.evaluate import kept_bytes
 from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.lm import H2OLM, POLICY
 from h2o.evaluate.presentation import plot_curves, table, written
@@ -138,9 +139,22 @@ def compare(
                     f"{name}: " + one_token_note(result["one_token_answers"], result["requests"])
                 )
             results.setdefault(setting, {})[name] = result
-    drawn = plot_curves(output / "compare.png", panels(results), "accuracy")
+    sizes = {
+        setting: {name: size_kept(setting, lm.model, [result]) for name, result in tasks.items()}
+        | {"": size_kept(setting, lm.model, list(tasks.values()))}
+        for setting, tasks in results.items()
+    }
+    in_bytes = kept_bytes.by_bytes(settings)
+    drawn = plot_curves(
+        output / "compare.png",
+        panels(results, sizes if in_bytes else None),
+        "accuracy",
+        kept_bytes.axis(in_bytes),
+    )
     first = f"{origin['model']}, protocol {protocol}, fractions of the {lm.ratio_of}"
-    return "\n".join([first, "", as_table(results), "", *sorted(notes), written(cells.path, drawn)])
+    return "\n".join(
+        [first, "", as_table(results, sizes), "", *sorted(notes), written(cells.path, drawn)]
+    )
 
 
 def own_tasks(config: EvaluatorConfig) -> TaskManager | None:
@@ -248,20 +262,40 @@ def share_kept(results: Sequence[dict[str, Any]]) -> float:
     return 100 * sum(result["tokens_kept"] for result in results) / seen if seen else 100.0
 
 
-def as_table(results: dict[Setting, dict[str, dict[str, Any]]]) -> str:
+def size_kept(setting: Setting, model: Any, results: Sequence[dict[str, Any]]) -> float | None:
+    kept, seen, texts = (
+        sum(result[name] for result in results)
+        for name in ("tokens_kept", "tokens_seen", "requests")
+    )
+    return kept_bytes.bytes_share(setting, model, kept, seen, texts)
+
+
+Sizes = dict[Setting, dict[str, float | None]]
+"""Bytes kept by each task, in per cent of a full cache's, and under "" by all."""
+
+
+def shown_metrics(metrics: dict[str, float]) -> list[tuple[str, float, float]]:
+    """The main one, and where there is one accuracy by length-normalised likelihood."""
+    main = main_metric(metrics)
+    if main[0] == "acc_norm" or "acc_norm" not in metrics:
+        return [main]
+    return [main, ("acc_norm", metrics["acc_norm"], metrics.get("acc_norm_stderr", 0.0))]
+
+
+def as_table(results: dict[Setting, dict[str, dict[str, Any]]], sizes: Sizes) -> str:
     """Settings down, tasks across: {setting: {task: what `measure` gave}}."""
     columns: dict[str, None] = {}
     for tasks in results.values():
         for result in tasks.values():
             for name, metrics in result["metrics"].items():
-                columns[f"{name} {main_metric(metrics)[0]}"] = None
+                columns |= dict.fromkeys(f"{name} {x}" for x, *_ in shown_metrics(metrics))
     rows = []
     for setting, tasks in results.items():
         cells = dict.fromkeys(columns, "")
         for result in tasks.values():
             for name, metrics in result["metrics"].items():
-                metric, value, error = main_metric(metrics)
-                cells[f"{name} {metric}"] = f"{value:.3f} ±{error:.3f}"
+                for metric, value, error in shown_metrics(metrics):
+                    cells[f"{name} {metric}"] = f"{value:.3f} ±{error:.3f}"
         measured = list(tasks.values())
         tokens = sum(result["tokens_kept"] for result in measured)
         requests = sum(result["requests"] for result in measured)
@@ -269,26 +303,30 @@ def as_table(results: dict[Setting, dict[str, dict[str, Any]]]) -> str:
             [
                 setting.name + setting.star,
                 f"{share_kept(measured):.1f}%",
+                kept_bytes.shown(sizes[setting][""]),
                 f"{tokens / requests:.0f}" if requests else "",
                 *cells.values(),
                 f"{sum(result['seconds'] for result in measured):.0f} s",
             ]
         )
-    lines = table(["setting", "kept", "tokens", *columns, "time"], rows)
+    lines = table(["setting", "kept", "bytes", "tokens", *columns, "time"], rows)
     return "\n".join([lines, *footnote(results)])
 
 
 def panels(
-    results: dict[Setting, dict[str, dict[str, Any]]],
+    results: dict[Setting, dict[str, dict[str, Any]]], sizes: Sizes | None = None
 ) -> list[tuple[str, dict[str, list[tuple[float, float, float]]]]]:
-    """For `plot_curves`: one panel per (sub)task, one curve per kind of setting."""
+    """For `plot_curves`: one panel per (sub)task, one curve for settings that differ by budget.
+
+    sizes: where bytes are on the axis, and not keys.
+    """
     by_task: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     for setting, tasks in results.items():
-        for result in tasks.values():
+        for task, result in tasks.items():
+            share = (sizes and sizes[setting][task]) or share_kept([result])
             for name, metrics in result["metrics"].items():
-                point = (share_kept([result]), *main_metric(metrics)[1:])
-                curves = by_task.setdefault(name, {})
-                curves.setdefault(setting.kind + setting.star, []).append(point)
+                point = (share, *main_metric(metrics)[1:])
+                by_task.setdefault(name, {}).setdefault(setting.curve, []).append(point)
     return list(by_task.items())
 
 

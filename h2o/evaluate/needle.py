@@ -23,6 +23,7 @@ import torch
 
 from h2o import models
 from h2o.errors import UserError
+from h2o.evaluate import kept_bytes
 from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
@@ -144,16 +145,21 @@ def compare(
     for row, row_results in zip(rows, cells.complete(work, "needles"), strict=True):
         for setting, result in zip(settings, row_results, strict=True):
             results[setting.name].append(result | {"length": row.length, "depth": row.depth})
+    sizes = {x.name: kept_bytes.of_rows(x, model, results[x.name]) for x in settings}
+    in_bytes = kept_bytes.by_bytes(settings)
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
         each = results[setting.name]
-        curves.setdefault(setting.kind, []).append((share_kept(each), *found_share(each)))
-    drawn = plot_curves(output / "needle.png", [(file.name, curves)], "facts found")
+        share = (in_bytes and sizes[setting.name]) or share_kept(each)
+        curves.setdefault(setting.curve, []).append((share, *found_share(each)))
+    drawn = plot_curves(
+        output / "needle.png", [(file.name, curves)], "facts found", kept_bytes.axis(in_bytes)
+    )
     first = (
         f"{origin['model']}, {len(rows)} facts in pieces of {file.name}, cut before the question; "
         "fractions of the piece"
     )
-    return "\n".join([first, "", as_table(results, lengths), "", written(cells.path, drawn)])
+    return "\n".join([first, "", as_table(results, lengths, sizes), "", written(cells.path, drawn)])
 
 
 def encode(tokenizer: Any, config: Any, row: Trial) -> tuple[torch.Tensor, ...]:
@@ -208,7 +214,10 @@ def share_kept(rows: Sequence[dict[str, Any]]) -> float:
     return 100 * sum(row["kept"] for row in rows) / sum(row["seen"] for row in rows)
 
 
-def as_table(results: dict[str, list[dict[str, Any]]], lengths: Sequence[int]) -> str:
+def as_table(
+    results: dict[str, list[dict[str, Any]]], lengths: Sequence[int],
+    sizes: dict[str, float | None],
+) -> str:  # fmt: skip
     """Settings down; lengths, then depths, across."""
     lines = []
     for setting, rows in results.items():
@@ -218,11 +227,12 @@ def as_table(results: dict[str, list[dict[str, Any]]], lengths: Sequence[int]) -
             [
                 setting,
                 f"{share_kept(rows):.1f}%",
+                kept_bytes.shown(sizes[setting]),
                 "{:.2f} ±{:.2f}".format(*found_share(rows)),
                 *(f"{found_share(part)[0]:.2f}" for part in by_length + by_depth),
                 f"{sum(row['seconds'] for row in rows):.0f} s",
             ]
         )
-    header = ["setting", "kept", "found", *(f"{length} tokens" for length in lengths)]
+    header = ["setting", "kept", "bytes", "found", *(f"{length} tokens" for length in lengths)]
     header += [f"depth {depth:g}" for depth in DEPTHS]
     return table([*header, "time"], lines)

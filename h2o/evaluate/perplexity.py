@@ -20,6 +20,7 @@ from torch import Tensor
 
 from h2o import models
 from h2o.errors import UserError
+from h2o.evaluate import kept_bytes
 from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting, footnote
@@ -86,18 +87,23 @@ def compare(
         work.append([(facts | setting.describe(), way) for setting, way in each])
     by_setting = map(list, zip(*cells.complete(work, "windows"), strict=True))
     results = dict(zip(settings, by_setting, strict=True))
+    sizes = {x: kept_bytes.of_rows(x, model, results[x]) for x in settings}
+    in_bytes = kept_bytes.by_bytes(settings)
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
         share, value, error = summary(results[setting])[:3]
-        curves.setdefault(setting.kind + setting.star, []).append((share, value, error))
-    drawn = plot_curves(output / "perplexity.png", [(file.name, curves)], "perplexity")
+        share = (in_bytes and sizes[setting]) or share
+        curves.setdefault(setting.curve, []).append((share, value, error))
+    drawn = plot_curves(
+        output / "perplexity.png", [(file.name, curves)], "perplexity", kept_bytes.axis(in_bytes)
+    )
     note = "" if len(windows) == total else f", the first of {total}"
     return "\n".join(
         [
             f"{origin['model']}, {file.name} in {len(windows)} windows of {window} tokens{note}",
             f"protocol {protocol}, first eviction after {prompt_len}, fractions of the window",
             "",
-            as_table(results, protocol),
+            as_table(results, protocol, sizes),
             "",
             written(cells.path, drawn),
         ]
@@ -218,7 +224,9 @@ def lost(windows: list[dict[str, Any]], full: list[dict[str, Any]]) -> tuple[flo
     return mean, statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else 0.0
 
 
-def as_table(results: dict[Setting, list[dict[str, Any]]], protocol: str) -> str:
+def as_table(
+    results: dict[Setting, list[dict[str, Any]]], protocol: str, sizes: dict[Setting, float | None]
+) -> str:
     name = MASS[protocol].replace("_", " ")
     full = next((w for setting, w in results.items() if setting.variant == "full"), None)
     rows = []
@@ -229,6 +237,7 @@ def as_table(results: dict[Setting, list[dict[str, Any]]], protocol: str) -> str
             [
                 setting.name + setting.star,
                 f"{share:.1f}%",
+                kept_bytes.shown(sizes[setting]),
                 f"{sum(w['kept'] for w in windows) / len(windows):.0f}",
                 f"{perplexity:.2f} ±{error:.2f}",
                 "{:.3f} ±{:.3f}".format(*lost(windows, full)) if full else "",
@@ -237,7 +246,8 @@ def as_table(results: dict[Setting, list[dict[str, Any]]], protocol: str) -> str
                 f"{sum(w['seconds'] for w in windows):.0f} s",
             ]
         )
-    header = ["setting", "kept", "tokens", "perplexity", "nats lost", name, "lowest layer", "time"]
+    header = ["setting", "kept", "bytes", "tokens", "perplexity", "nats lost", name]
+    header += ["lowest layer", "time"]
     merges = protocol == "simulate" and any(setting.config.merge for setting in results)
     notes = [f"{name}: keys that were merged count as evicted"] if merges else []
     return "\n".join([table(header, rows), *footnote(results), *notes])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,25 @@ def written(results: Path, drawn: bool) -> str:
     return f"written: {results}" + (f", {results.with_suffix('.png')}" if drawn else "")
 
 
+def apart(budgets: Iterable[float], least: float = 0.1) -> list[float]:
+    """Of these the ticks of a logarithmic axis whose labels do not touch, the largest first of all.
+
+    least: part of the axis that a label takes.
+    """
+    found = sorted({round(budget, 3) for budget in budgets if budget > 0}, reverse=True)
+    length = math.log(found[0] / found[-1]) if found else 0.0
+    ticks = found[:1]
+    for budget in found[1:]:
+        if math.log(ticks[-1] / budget) >= least * length:
+            ticks.append(budget)
+    return ticks[::-1]
+
+
 def plot_curves(
     path: Path,
     panels: Sequence[tuple[str, dict[str, list[tuple[float, float, float]]]]],
     ylabel: str,
+    xlabel: str = "keys kept, % of the text",
 ) -> bool:
     """One panel per (title, {curve: [(budget in per cent, value, standard error)]}), as PNG.
 
@@ -49,7 +65,7 @@ def plot_curves(
     figure = Figure(figsize=(4.5 * len(panels), 3.6), layout="constrained")
     for index, (title, curves) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), index + 1)
-        ticks = sorted({round(point[0], 3) for points in curves.values() for point in points})
+        ticks = apart(point[0] for points in curves.values() for point in points)
         for name, points in sorted(curves.items()):
             x, y, error = zip(*sorted(points), strict=True)
             if x == (100.0,):
@@ -59,7 +75,7 @@ def plot_curves(
         axes.set_xscale("log")
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set(title=title, xlabel="keys kept, % of the text", ylabel=ylabel)
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     return True

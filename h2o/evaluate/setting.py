@@ -24,9 +24,9 @@ __all__ = [
     "with_profile",
 ]
 
-OPTIONS = (*FIELDS, "positions", "kv_dtype")
+OPTIONS = (*FIELDS, "positions", "kv_dtype", "of")
 """Fields of H2OConfig that may follow after slashes. Budgets stand before these, and what is left
-of the fields (`of`, `shares`) is said by the kind."""
+of the fields (`shares`) is said by the kind."""
 
 GRAMMAR = f"""\
 full                    every key is kept
@@ -35,6 +35,7 @@ h2o:BUDGET              the same with half of the budget each
 local:RECENT            the recent keys only, a sliding window
 sink:SINKS+RECENT       the first keys and the recent ones (StreamingLLM)
 authors:BUDGET          H2OConfig.authors(BUDGET)
+authors-bytes:BUDGET    H2OConfig.authors(BUDGET, of="bytes")
 robust:BUDGET           H2OConfig.robust(BUDGET)
 robust-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes")
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
@@ -53,6 +54,7 @@ KINDS = (
     "local",
     "sink",
     "authors",
+    "authors-bytes",
     "robust",
     "robust-bytes",
     "calibrated",
@@ -89,6 +91,21 @@ class Setting:
     def star(self) -> str:
         """What follows its name in tables and plots; `footnote` says why."""
         return " *" if self.sees_future else ""
+
+    @property
+    def curve(self) -> str:
+        """Settings that differ in nothing but their budget have it in common: a line of a plot."""
+        head, *options = self.name.split("/")
+        parts = ["/".join([self.kind, *sorted(options)])]
+        heavy, recent = self.config.heavy, self.config.recent
+        if self.kind == "sink" and self.config.sinks != 4:
+            parts.append(f"from {self.config.sinks}")
+        numbers = isinstance(heavy, int | float) and isinstance(recent, int | float)
+        if self.kind.startswith(("h2o", "mask-")) and "+" in head and numbers:
+            total = heavy + recent
+            if abs(heavy - recent) > (1 if isinstance(heavy, int) else 1e-6 * total):
+                parts.append(f"{heavy / total:.0%} heavy")
+        return " ".join(parts) + self.star
 
     def describe(self) -> dict[str, Any]:
         """For result files: plain values only."""
@@ -191,6 +208,8 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig(heavy, recent), "h2o"
         case "h2o" | "authors", [budget]:
             return H2OConfig.authors(budget), "h2o"
+        case "authors-bytes", [budget]:
+            return H2OConfig.authors(budget, of="bytes"), "h2o"
         case "robust", [budget]:
             return H2OConfig.robust(budget), "h2o"
         case "robust-bytes", [budget]:

@@ -21,6 +21,7 @@ import torch
 
 from h2o import models
 from h2o.errors import UserError
+from h2o.evaluate import kept_bytes
 from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
@@ -153,14 +154,18 @@ def compare(
         work.append([(facts | x.describe(), partial(judged, row, ids, x)) for x in settings])
     by_row = map(list, zip(*cells.complete(work, "summaries"), strict=True))
     results = dict(zip((setting.name for setting in settings), by_row, strict=True))
+    sizes = {x.name: kept_bytes.of_rows(x, model, results[x.name]) for x in settings}
+    in_bytes = kept_bytes.by_bytes(settings)
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for setting in settings:
         each = results[setting.name]
-        point = (share_kept(each), *mean_and_error(each, "rougeL"))
-        curves.setdefault(setting.kind, []).append(point)
-    drawn = plot_curves(output / "summaries.png", [(file.name, curves)], "ROUGE-L")
+        share = (in_bytes and sizes[setting.name]) or share_kept(each)
+        curves.setdefault(setting.curve, []).append((share, *mean_and_error(each, "rougeL")))
+    drawn = plot_curves(
+        output / "summaries.png", [(file.name, curves)], "ROUGE-L", kept_bytes.axis(in_bytes)
+    )
     first = f"{origin['model']}, {len(rows)} rows of {file.name}, fractions of the prompt"
-    return "\n".join([first, "", as_table(results), "", written(cells.path, drawn)])
+    return "\n".join([first, "", as_table(results, sizes), "", written(cells.path, drawn)])
 
 
 def summarize(
@@ -223,7 +228,7 @@ def mean_and_error(rows: Sequence[dict[str, Any]], name: str) -> tuple[float, fl
     return statistics.fmean(values), error
 
 
-def as_table(results: dict[str, list[dict[str, Any]]]) -> str:
+def as_table(results: dict[str, list[dict[str, Any]]], sizes: dict[str, float | None]) -> str:
     lines = []
     for setting, rows in results.items():
         scores = [mean_and_error(rows, name) for name in ROUGE]
@@ -231,11 +236,13 @@ def as_table(results: dict[str, list[dict[str, Any]]]) -> str:
             [
                 setting,
                 f"{share_kept(rows):.1f}%",
+                kept_bytes.shown(sizes[setting]),
                 f"{statistics.fmean(row['kept'] for row in rows):.0f}",
                 *(f"{mean:.3f} ±{error:.3f}" for mean, error in scores),
                 f"{statistics.fmean(row['new_tokens'] for row in rows):.0f}",
                 f"{sum(row['seconds'] for row in rows):.0f} s",
             ]
         )
-    header = ["setting", "kept", "tokens", "ROUGE-1", "ROUGE-2", "ROUGE-L", "new tokens", "time"]
+    header = ["setting", "kept", "bytes", "tokens", "ROUGE-1", "ROUGE-2", "ROUGE-L", "new tokens"]
+    header.append("time")
     return table(header, lines)

@@ -3,7 +3,8 @@
 It is a list of layers. A full-attention layer is an `H2OLayer`, which holds
 only the keys that its budget has room for, with their scores and positions; a
 sliding-window layer remains what transformers makes it. What is done to all
-layers together stands here: making a cache, copying, saving, cropping, reporting.
+layers together stands here: making a cache, copying, saving, cropping; what a cache can be
+asked in readable_cache.py.
 
 Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A
 column is a place in the padded batch; a position is a token's index in its own
@@ -16,28 +17,32 @@ import copy
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import cache_file, crop
 from h2o.hf.conversation import Conversation, columns_left, refuse_broken
 from h2o.hf.from_dynamic_cache import take_over
-from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_types import layers_of
-from h2o.hf.report import Report, of_window
+from h2o.hf.readable_cache import ReadableCache
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import CacheFields, ConfigFields
 
 __all__ = ["H2OCache", "H2OLayer", "Unsupported"]
 
 
-class H2OCache(Cache):
+class H2OCache(ReadableCache):
     """A KV cache that keeps, per layer, row and key/value head, only what its budget allows.
 
     ```python
@@ -77,7 +82,7 @@ class H2OCache(Cache):
         prompt_length: int | Sequence[int] | None = None,
         trace: bool = False,
         compileable: bool = False,
-        **parameters: Any,
+        **parameters: Unpack[ConfigFields],
     ) -> None:
         h2o_config = one_config(h2o_config, parameters).for_model(config)
         full_layers = transformers_layers(config)
@@ -98,7 +103,7 @@ class H2OCache(Cache):
         h2o_config: H2OConfig | None = None,
         *,
         attention_mask: Any = None,
-        **parameters: Any,
+        **parameters: Unpack[CacheFields],
     ) -> H2OCache:
         """A cache that goes on where a filled DynamicCache has got to.
 
@@ -250,70 +255,6 @@ class H2OCache(Cache):
             else:
                 yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
 
-    def kept(self, layer_idx: int) -> Kept:
-        """What a layer holds now.
-
-        Returns:
-            (positions, scores), which notebooks show as a heat map and `h2o.hf.kept.Kept` as
-            text or on matplotlib axes: int64 and float32 [B, G, K], by ascending position; K is the
-            largest number held in any row, shorter ones are padded with -1 and 0. A position
-            is a token's index in its row, pads not counted. Before the prompt all are 0.
-
-        Raises:
-            IndexError: no such layer.
-            ValueError: a sliding-window layer.
-        """
-        return self._h2o_layer(layer_idx).kept()
-
-    def tokens(
-        self, tokenizer: Any, input_ids: Any, layer_idx: int, **which: Any
-    ) -> list[KeptToken]:
-        """The kept tokens of a layer as text, with positions and scores.
-
-        ```python
-        out = model.generate(**inputs, past_key_values=cache)
-        for token in cache.tokens(tokenizer, out, layer_idx=5):
-            print(token.position, repr(token.text), token.score)
-        ```
-
-        `input_ids` is everything that the cache has seen. Keywords `row`, `head`,
-        `attention_mask` and errors as of `h2o.hf.kept.Kept.tokens`, and as `kept`.
-        """
-        return self.kept(layer_idx).tokens(tokenizer, input_ids, **which)
-
-    def evicted_at(self, layer_idx: int) -> Tensor:
-        """When each key of a layer was evicted; needs `H2OCache(..., trace=True)`.
-
-        Returns:
-            int32 [B, G, N] for the N columns seen, pads included: how many there were after the
-            forward pass that evicted the key, all columns of this pass counted, also pads on the
-            right; N for a key that is still held, and for one that the last pass evicted; 0 for
-            a pad. The token in column i saw key j exactly when j <= i < evicted_at[j] and j is
-            no pad. With `merge`: as itself; later ones see what it has become part of.
-
-        Raises:
-            IndexError, ValueError: as `kept`; without trace.
-        """
-        layer = self._h2o_layer(layer_idx)
-        if layer.trace is None:
-            raise ValueError("evictions were not recorded: make the cache with trace=True")
-        return layer.trace.evicted_at()
-
-    def report(self) -> Report:
-        """What was seen, kept, evicted and held, per layer and in total, as text or dict."""
-        reports = []
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, H2OLayer):
-                reports.append(layer.report())
-            else:
-                reports.append(of_window(index, layer))
-        return Report(reports)
-
-    def is_prompt_only(self) -> bool:
-        """Whether all that was seen came in one forward pass."""
-        h2o_layers = (layer for layer in self.layers if isinstance(layer, H2OLayer))
-        return any(0 < layer.seen == layer.prompt_columns for layer in h2o_layers)
-
     def reset(self) -> None:
         """Forgets everything: the next forward pass is a new prompt.
 
@@ -398,12 +339,3 @@ class H2OCache(Cache):
         """Row i becomes what row beam_idx[i] was, in every layer."""
         self.conversation.refuse_other_thread()
         super().reorder_cache(beam_idx)
-
-    def _h2o_layer(self, layer_idx: int) -> H2OLayer:
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, H2OLayer):
-            raise ValueError(
-                f"layer {layer_idx} has a sliding window and keeps transformers' own cache; "
-                f"the layers of h2o are {[x.layer_idx for x in self.layers if hasattr(x, 'slots')]}"
-            )
-        return layer

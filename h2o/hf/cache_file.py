@@ -241,3 +241,24 @@ def _config(fields: dict[str, Any] | None) -> H2OConfig:
         return H2OConfig(**fields)
     except TypeError as error:
         raise ValueError(f"was written by a later version of h2o ({error})") from error
+
+
+def config_of(layers: list[Any]) -> H2OConfig:
+    """The config, made for the model, of which a cache has these layers."""
+    return _config(_settings(layers)["config"])
+
+
+def brief(config: H2OConfig) -> str:
+    """Its budget, and the other fields that are not H2OConfig's defaults, as keywords.
+
+    A table of shares is named only, and of bytes no `slot` is.
+    """
+    default = H2OConfig()
+    shown = []
+    for field in dataclasses.fields(H2OConfig):
+        value = getattr(config, field.name)
+        if isinstance(value, float):
+            value = round(value, 6)
+        if field.name in ("heavy", "recent") or value != getattr(default, field.name):
+            shown.append((field.name, "..." if field.name == "shares" else repr(value)))
+    return ", ".join(f"{name}={value}" for name, value in shown if name != "slot")

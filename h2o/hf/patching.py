@@ -8,12 +8,17 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h2o.config import H2OConfig, one_config
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import PatchLock, unwrapped
 from h2o.hf.patch_stack import PREPARE, PatchStack
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import ConfigFields
 
 __all__ = ["Patch", "disable", "enable", "patched"]
 
@@ -100,7 +105,11 @@ class Patch:
 
 
 def enable(
-    model: Any, h2o_config: H2OConfig | None = None, *, trace: bool = False, **parameters: Any
+    model: Any,
+    h2o_config: H2OConfig | None = None,
+    *,
+    trace: bool = False,
+    **parameters: Unpack[ConfigFields],
 ) -> Patch:
     """From now on every generate() and forward pass of this model has a fresh `H2OCache`.
 
@@ -138,7 +147,11 @@ def disable(model: Any) -> None:
 
 @contextlib.contextmanager
 def patched(
-    model: Any, h2o_config: H2OConfig | None = None, *, trace: bool = False, **parameters: Any
+    model: Any,
+    h2o_config: H2OConfig | None = None,
+    *,
+    trace: bool = False,
+    **parameters: Unpack[ConfigFields],
 ) -> Iterator[Patch]:
     """`enable` for the length of a with block, undone on exit, also after an error.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ from h2o.hf.patch_lock import unwrapped
 from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import ConfigFields
+
 __all__ = ["Simulation", "check", "simulated"]
 
 
@@ -42,7 +47,7 @@ def simulated(
     ratio_of: str = "text",
     trace: bool = False,
     mass: bool = False,
-    **parameters: Any,
+    **parameters: Unpack[ConfigFields],
 ) -> Iterator[Simulation]:
     """Within the block, `model(input_ids, attention_mask)` answers as with an H2O cache.
 

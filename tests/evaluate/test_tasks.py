@@ -129,9 +129,9 @@ def test_compare(folder, tmp_path, capsys, forwards, monkeypatch):
     drawn = {}
     original = lm_eval_tasks.plot_curves
 
-    def plot_curves(path, panels, ylabel):
+    def plot_curves(path, panels, *labels):
         drawn.update(panels)
-        return original(path, panels, ylabel)
+        return original(path, panels, *labels)
 
     monkeypatch.setattr(lm_eval_tasks, "plot_curves", plot_curves)
     arguments = ["--compare", COMPARE, "-o", tmp_path / "out", "--limit", 4, "--num_fewshot", 1]
@@ -146,7 +146,9 @@ def test_compare(folder, tmp_path, capsys, forwards, monkeypatch):
     assert all("±" in row and row.endswith(" s") for row in rows.values())
     assert rows["mask-global:0.1+0.1"].split()[1] == "*"
     assert table.count("* sees the future: not comparable") == 1
-    assert set(drawn["examples_causes"]) == {"full", "h2o", "local", "sink", "mask-global *"}
+    assert set(drawn["examples_causes"]) == {
+        "full", "h2o", "local", "sink", "h2o 100% heavy", "mask-global *",
+    }  # fmt: skip
     assert (tmp_path / "out" / "compare.png").read_bytes()[:4] == b"\x89PNG"
     content = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert len(content["cells"]) == 6

@@ -5,13 +5,18 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from h2o import H2OConfig
-from h2o.config import UNLIMITED
+import h2o
+from h2o import H2OCache, H2OConfig, Profile
+from h2o.config import PRESETS, UNLIMITED
 from h2o.policy import Policy
+from tests.hf.tiny import model
+
+PROFILE = next((Path(h2o.__file__).parent / "data").glob("*.profile.json"))
 
 
 def test_defaults_are_the_authors():
@@ -130,3 +135,42 @@ def test_merge_is_a_cosine():
             H2OConfig(merge=wrong)
     with pytest.raises(ValueError, match='merge needs positions="original"'):
         H2OConfig(merge=0.85, positions="rolled")
+
+
+def test_presets_by_name():
+    for name in PRESETS:
+        make = getattr(H2OConfig, name)
+        assert H2OConfig.preset(name, 0.2) == make(0.2)
+        assert H2OConfig.preset(name, 0.2, of="bytes") == make(0.2, of="bytes")
+        assert make(0.2, of="bytes").of == "bytes"
+    with pytest.raises(ValueError, match="authors, robust, calibrated"):
+        H2OConfig.preset("full", 0.2)
+    with pytest.raises(ValueError, match="goes with the preset calibrated"):
+        H2OConfig.preset("robust", 0.2, profile=Profile.load(PROFILE))
+
+
+def test_a_cache_tells_its_config():
+    config = model("llama").config
+    for given in (
+        H2OConfig(0.2, 4, sinks=2, rank_by="mean"),
+        H2OConfig(heavy=[4, 0.5], recent=[[1, 2], [3, 4]]),
+        H2OConfig(shares=[[1, 2], [3, 4]]),
+        H2OConfig.robust(0.2, of="bytes"),
+    ):
+        cache = H2OCache(config, given)
+        assert cache.config == given.for_model(config)
+        assert H2OCache(config, cache.config).config == cache.config
+    by_function = H2OCache(config, heavy=lambda layer, layers: layer + 1, recent=2)
+    assert by_function.config == H2OConfig([1, 2], 2)
+    assert pickle.loads(pickle.dumps(by_function)).config == by_function.config
+
+
+def test_the_budget_of_a_cache_is_shown():
+    config = model("llama").config
+    assert repr(H2OCache(config, heavy=8, recent=4)) == "H2OCache(heavy=8, recent=4, layers=2)"
+    assert repr(H2OCache(config, H2OConfig.robust(0.4, of="bytes"))) == (
+        "H2OCache(heavy=0.3, recent=0.1, sinks=4, rank_by='mean', value_weighted=True, "
+        "kv_dtype='int8', of='bytes', layers=2)"
+    )
+    shared = repr(H2OCache(config, shares=[[1, 2], [3, 4]]))
+    assert shared == "H2OCache(heavy=0.1, recent=0.1, shares=..., layers=2)"

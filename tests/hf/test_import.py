@@ -149,3 +149,12 @@ def test_the_command_says_in_one_line_that_a_variable_is_wrong(variable, text):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"h2o: error: {variable}=nope: {text}")
     assert done.stderr.count("\n") == 1
+
+
+def test_what_is_shown_is_public():
+    """Of names, by `dir` and an editor's completion."""
+    assert {name for name in dir(h2o) if not name.startswith("__")} == {*h2o.__all__} - {
+        "__version__"
+    }
+    assert "__version__" in dir(h2o)
+    assert all(hasattr(h2o, name) for name in dir(h2o))

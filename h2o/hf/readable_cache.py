@@ -1,0 +1,104 @@
+"""What a cache can be asked: its settings, the keys that it holds, what became of the others.
+
+Shape letters as in cache.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from h2o.config import H2OConfig
+from h2o.hf import cache_file
+from h2o.hf.kept import Kept, KeptToken
+from h2o.hf.layer import H2OLayer
+from h2o.hf.report import Report, of_window
+
+__all__ = ["ReadableCache"]
+
+
+class ReadableCache(Cache):
+    """The part of an `H2OCache` that changes nothing."""
+
+    @property
+    def config(self) -> H2OConfig:
+        """What it keeps, as made for the model: a cache of the same config keeps the same."""
+        return cache_file.config_of(self.layers)
+
+    def __repr__(self) -> str:
+        return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)})"
+
+    def kept(self, layer_idx: int) -> Kept:
+        """What a layer holds now.
+
+        Returns:
+            (positions, scores), which notebooks show as a heat map and `h2o.hf.kept.Kept` as
+            text or on matplotlib axes: int64 and float32 [B, G, K], by ascending position; K is the
+            largest number held in any row, shorter ones are padded with -1 and 0. A position
+            is a token's index in its row, pads not counted. Before the prompt all are 0.
+
+        Raises:
+            IndexError: no such layer.
+            ValueError: a sliding-window layer.
+        """
+        return self._h2o_layer(layer_idx).kept()
+
+    def tokens(
+        self, tokenizer: Any, input_ids: Any, layer_idx: int, **which: Any
+    ) -> list[KeptToken]:
+        """The kept tokens of a layer as text, with positions and scores.
+
+        ```python
+        out = model.generate(**inputs, past_key_values=cache)
+        for token in cache.tokens(tokenizer, out, layer_idx=5):
+            print(token.position, repr(token.text), token.score)
+        ```
+
+        `input_ids` is everything that the cache has seen. Keywords `row`, `head`,
+        `attention_mask` and errors as of `h2o.hf.kept.Kept.tokens`, and as `kept`.
+        """
+        return self.kept(layer_idx).tokens(tokenizer, input_ids, **which)
+
+    def evicted_at(self, layer_idx: int) -> Tensor:
+        """When each key of a layer was evicted; needs `H2OCache(..., trace=True)`.
+
+        Returns:
+            int32 [B, G, N] for the N columns seen, pads included: how many there were after the
+            forward pass that evicted the key, all columns of this pass counted, also pads on the
+            right; N for a key that is still held, and for one that the last pass evicted; 0 for
+            a pad. The token in column i saw key j exactly when j <= i < evicted_at[j] and j is
+            no pad. With `merge`: as itself; later ones see what it has become part of.
+
+        Raises:
+            IndexError, ValueError: as `kept`; without trace.
+        """
+        layer = self._h2o_layer(layer_idx)
+        if layer.trace is None:
+            raise ValueError("evictions were not recorded: make the cache with trace=True")
+        return layer.trace.evicted_at()
+
+    def report(self) -> Report:
+        """What was seen, kept, evicted and held, per layer and in total, as text or dict."""
+        reports = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, H2OLayer):
+                reports.append(layer.report())
+            else:
+                reports.append(of_window(index, layer))
+        return Report(reports)
+
+    def is_prompt_only(self) -> bool:
+        """Whether all that was seen came in one forward pass."""
+        h2o_layers = (layer for layer in self.layers if isinstance(layer, H2OLayer))
+        return any(0 < layer.seen == layer.prompt_columns for layer in h2o_layers)
+
+    def _h2o_layer(self, layer_idx: int) -> H2OLayer:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, H2OLayer):
+            raise ValueError(
+                f"layer {layer_idx} has a sliding window and keeps transformers' own cache; "
+                f"the layers of h2o are {[x.layer_idx for x in self.layers if hasattr(x, 'slots')]}"
+            )
+        return layer

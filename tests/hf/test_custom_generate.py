@@ -1,0 +1,83 @@
+"""examples/custom_generate: what transformers runs for `generate(custom_generate=FOLDER)`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers.dynamic_module_utils
+
+from h2o import H2OCache, H2OConfig
+from tests.hf.test_patching import traces
+from tests.hf.tiny import batch, greedy, model, prompts
+
+FOLDER = str(Path(__file__).resolve().parents[2] / "examples" / "custom_generate")
+ROBUST = {"preset": "robust", "budget": 0.3}
+
+
+@pytest.fixture
+def plain(tmp_path, monkeypatch):
+    """A model under sdpa, and transformers' copies of the code in a folder of their own."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    plain = model("llama", "sdpa")
+    before = traces(plain)
+    yield plain
+    assert traces(plain) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config"),
+    [
+        ({"heavy": 4, "recent": 4, "sinks": 2}, H2OConfig(4, 4, 2)),
+        ({"h2o_config": H2OConfig(0.2, 0.1)}, H2OConfig(0.2, 0.1)),
+        ({}, H2OConfig()),
+        (ROBUST, H2OConfig.robust(0.3)),
+        ({**ROBUST, "of": "bytes"}, H2OConfig.robust(0.3, of="bytes")),
+        ({"preset": "authors", "budget": 12}, H2OConfig.authors(12)),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_a_cache(plain, arguments, config):
+    ours = model("llama")
+    for inputs in ({"input_ids": prompts(40)[0]}, batch(prompts(40, 25))):
+        wanted = greedy(ours, inputs, past_key_values=H2OCache(ours.config, config))
+        got = greedy(plain, inputs, custom_generate=FOLDER, trust_remote_code=True, **arguments)
+        assert got.tolist() == wanted.tolist()
+        assert got.tolist() != greedy(plain, inputs).tolist()
+
+
+def test_the_cache_can_be_asked_for(plain):
+    out = plain.generate(
+        prompts(40)[0], max_new_tokens=3, custom_generate=FOLDER, trust_remote_code=True,
+        heavy=4, recent=4, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert out.past_key_values.config.heavy == 4
+    assert out.past_key_values.report().layers[0].evicted == [42 - 8]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"budget": 0.2},
+        {"preset": "robust"},
+        {"preset": "best", "budget": 0.2},
+        {**ROBUST, "heavy": 4},
+        {**ROBUST, "of": "bites"},
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused(plain, arguments):
+    with pytest.raises((TypeError, ValueError), match=r"preset|budget|of must|not both"):
+        greedy(
+            plain, {"input_ids": prompts(8)[0]}, custom_generate=FOLDER, trust_remote_code=True,
+            **arguments,
+        )  # fmt: skip
+
+
+def test_card():
+    """What a hub reads, and what transformers looks for."""
+    head = (Path(FOLDER) / "README.md").read_text("utf-8").split("---")[1]
+    assert {"library_name: transformers", "  - custom_generate"} <= set(head.splitlines())
+    needed = (Path(FOLDER) / "custom_generate" / "requirements.txt").read_text("utf-8").split()
+    assert needed[0] == "h2o-kv"
