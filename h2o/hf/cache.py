@@ -115,10 +115,9 @@ class H2OCache(ReadableCache):
         ```
 
         A DynamicCache has no scores. So every key is kept until the next forward pass, whose
-        queries see all of them, as in the full cache. The attention that they give is the score by
-        which the converted tokens and the new ones are then pruned to the budget, together, as
-        one prompt would be. It goes by the more queries, the more tokens the pass has: rather a
-        whole question than a single token. From then on the cache is like any other.
+        queries see all of them. The attention that they give is the score by which the converted
+        tokens and the new ones are then pruned to the budget, together, as one prompt would be:
+        rather that of a whole question than of a single token.
 
         Keys and values are copied; of layers with a sliding window the last ones are. Until
         that pass memory is that of the full cache, twice if you keep the DynamicCache.
@@ -165,9 +164,7 @@ class H2OCache(ReadableCache):
         fork = copy.deepcopy(self)
         if rows != 1:
             fork.batch_repeat_interleave(rows)
-            lengths = fork.conversation.prompt_length
-            if isinstance(lengths, Sequence):  # of what no pass has read yet
-                fork.conversation.prompt_length = [n for n in lengths for _ in range(rows)]
+            fork.conversation.repeat(rows)
         return fork
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
@@ -250,10 +247,8 @@ class H2OCache(ReadableCache):
         """(keys, values, sliding window or None) of each layer, as of a DynamicCache; of H2O layers
         what they hold, [B, G, K, D] in the order of `kept`."""
         for layer in self.layers:
-            if isinstance(layer, H2OLayer):
-                yield *layer.held(), None
-            else:
-                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+            held = layer.held() if isinstance(layer, H2OLayer) else (layer.keys, layer.values)
+            yield *held, getattr(layer, "_sliding_window_tensor", None)
 
     def reset(self) -> None:
         """Forgets everything: the next forward pass is a new prompt.
@@ -268,9 +263,7 @@ class H2OCache(ReadableCache):
             if not isinstance(layer, H2OLayer):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
-        self.conversation.leave()
-        self.conversation.copied = False
-        self.conversation.prompt_length = None
+        self.conversation.reset()
 
     def crop(self, tokens: int) -> None:
         """Takes back the last tokens; all of them is `reset()`.

@@ -55,6 +55,11 @@ class Conversation:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, copied=True)
 
+    def repeat(self, rows: int) -> None:
+        """Each row has become so many, also of what no pass has read yet."""
+        if isinstance(self.prompt_length, Sequence):
+            self.prompt_length = [n for n in self.prompt_length for _ in range(rows)]
+
     def enter(self) -> None:
         """To be called before a layer gets new keys. RuntimeError during another thread's pass."""
         if torch.compiler.is_compiling():
@@ -83,6 +88,12 @@ class Conversation:
     def leave(self) -> None:
         """Ends the pass that is under way, if any."""
         self._thread = None
+
+    def reset(self) -> None:
+        """As of a new cache whose prompt may have any length."""
+        self.leave()
+        self.copied = False
+        self.prompt_length = None
 
     @property
     def under_way(self) -> bool:

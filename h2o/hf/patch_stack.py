@@ -11,7 +11,7 @@ import inspect
 import weakref
 from contextvars import ContextVar
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import DynamicCache
 from transformers.generation import GenerationMode
@@ -21,10 +21,9 @@ from h2o.errors import Unsupported
 from h2o.hf.cache_relative import at_zero
 from h2o.hf.patch_lock import unwrapped
 
-if TYPE_CHECKING:
-    from h2o.hf.patching import Patch
-
 __all__ = ["PREPARE", "PatchStack"]
+
+Patch = Any  # of h2o.hf.patching, which stands on this file
 
 PREPARE = "_prepare_cache_for_generation"  # methods of GenerationMixin, 5.4 to 5.23
 _PROCESSORS = "_get_logits_processor"

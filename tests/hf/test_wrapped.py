@@ -39,14 +39,14 @@ def test_copies_of_an_enabled_model_are_enabled(duplicate):
     small = greedy(plain, inputs, 12).tolist()
     outer.undo()
     assert plain.config._attn_implementation == "sdpa"
-    assert twin._h2o_patches[-1].cache is None
-    assert twin._h2o_patches[-1] is not inner
+    assert twin._h2o_patches.patches[-1].cache is None
+    assert twin._h2o_patches.patches[-1] is not inner
     greedy(twin, inputs, 12)
-    assert twin._h2o_patches[-1].cache.report().layers[0].kept == [4]
+    assert twin._h2o_patches.patches[-1].cache.report().layers[0].kept == [4]
     disable(twin)
     assert greedy(twin, inputs, 12).tolist() == small != full
     with torch.no_grad():
-        assert twin(**inputs).past_key_values is twin._h2o_patches[-1].cache
+        assert twin(**inputs).past_key_values is twin._h2o_patches.patches[-1].cache
     disable(twin)
     assert twin.config._attn_implementation == "sdpa"
     assert greedy(twin, inputs, 12).tolist() == full
