@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from h2o import H2OCache  # noqa: E402
-from h2o.evaluate import kept_bytes  # noqa: E402
-from h2o.evaluate.presentation import apart  # noqa: E402
-from h2o.evaluate.setting import parse, parse_all  # noqa: E402
-from tests.hf.tiny import model, prompts  # noqa: E402
+from h2o import H2OCache
+from h2o.evaluate import kept_bytes
+from h2o.evaluate.presentation import apart
+from h2o.evaluate.setting import parse, parse_all
+from tests.hf.tiny import model, prompts
 
 CURVES = {
     "full": "full",
