@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from h2o.packages import install_command
+
 __all__ = ["COLOUR", "Html", "axes_or_new", "labels", "need", "pieces", "shaded", "shades"]
 
 COLOUR = "255 140 0"
@@ -114,7 +116,7 @@ def need(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise ImportError(f"this needs {package}: pip install 'h2o-kv[analysis]'") from error
+        raise ImportError(f"this needs {package}: {install_command('analysis')}") from error
 
 
 def axes_or_new(ax: Any = None, **size: Any) -> Any:

@@ -145,7 +145,7 @@ def need_transformers() -> None:
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UserError(f"{error}: run pip install 'h2o-kv[hf]'") from error
+        raise UserError(f"{error}: run {packages.install_command('hf')}") from error
     except ImportError as error:
         raise UserError(str(error)) from error
 

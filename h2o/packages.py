@@ -1,11 +1,22 @@
-"""What is installed, and what stands in the way where the compiled core cannot be imported."""
+"""What is installed, and what stands in the way where the compiled core cannot be imported.
+
+The commands that messages name install from where this h2o came: a folder, a git URL, an index.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
+import shlex
 import sys
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+DISTRIBUTION = "h2o-kv"
+PACKAGE = Path(__file__).parent
 
 
 def version(package: str) -> str:
@@ -35,7 +46,7 @@ def check_transformers(name: str) -> None:
     if not serves_transformers(here):
         raise ImportError(
             f"{name} needs torch and transformers >= 5.4 and < 6, here is {here}: "
-            'pip install "h2o-kv[hf]"'
+            f"{install_command('hf')}"
         )
 
 
@@ -61,10 +72,92 @@ def check() -> None:
         numpy = "none"
     if numpy.split(".")[0] in ("none", "0", "1"):
         raise ImportError(f'h2o needs numpy >= 2, here is {numpy}: pip install "numpy>=2"')
-    if importlib.util.find_spec("h2o._core") is None:
-        raise ImportError(
-            "h2o._core, the compiled core, is missing. From a source tree, build it: "
-            "pip install -e .  Otherwise two packages may have met: H2O.ai's client, `h2o` on "
-            "PyPI, has the same import name as h2o-kv, and both cannot be in one environment: "
-            "pip uninstall h2o h2o-kv && pip install h2o-kv"
-        )
+    if importlib.util.find_spec("h2o._core") is None and not take_installed_core():
+        raise ImportError(f"h2o._core, the compiled core, is missing{remedy()}")
+
+
+def take_installed_core() -> bool:
+    """Whether the installed h2o-kv has a core of these sources, which is then found.
+
+    In a folder of the sources Python takes them before what was installed from them, and they have
+    no core where pip built it elsewhere.
+    """
+    folder = installed_folder()
+    if folder is None or not any(folder.glob("_core*.so")) or not same_sources():
+        return False
+    sys.modules["h2o"].__path__.append(str(folder))
+    return importlib.util.find_spec("h2o._core") is not None
+
+
+def installed_folder() -> Path | None:
+    """Where the installed h2o-kv has its package, if that is not this folder."""
+    try:
+        files = importlib.metadata.files(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if str(file) == "h2o/packages.py":
+            folder = Path(str(file.locate())).parent
+            return None if folder.resolve() == PACKAGE.resolve() else folder
+    return None
+
+
+def same_sources() -> bool:
+    """Whether each Python file of this folder is as it was installed."""
+    installed = {
+        str(file): file.hash.value
+        for file in importlib.metadata.files(DISTRIBUTION) or []
+        if file.hash is not None and file.hash.mode == "sha256"
+    }
+    return all(
+        installed.get(f"h2o/{file.relative_to(PACKAGE).as_posix()}") == _recorded(file)
+        for file in PACKAGE.rglob("*.py")
+    )
+
+
+def _recorded(file: Path) -> str:
+    """A file's hash as a distribution records it."""
+    digest = hashlib.sha256(file.read_bytes()).digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def remedy() -> str:
+    """What to do without a core, as the rest of a sentence."""
+    if (PACKAGE.parent / "setup.py").exists():
+        other = installed_folder()
+        there = f" (the one in {other} is of other sources)" if other else ""
+        folder = shlex.quote(str(PACKAGE.parent))
+        return f"{there}: build it in this folder of its sources, pip install -e {folder}"
+    return (
+        ". In a folder of its sources build it: pip install -e .  Otherwise two packages may have "
+        "met: H2O.ai's client, `h2o` on PyPI, has the same import name as h2o-kv, and both cannot "
+        f"be in one environment: pip uninstall h2o h2o-kv && {install_command()}"
+    )
+
+
+def install_command(extra: str = "") -> str:
+    """What installs h2o-kv from where it came from, with an extra of pyproject.toml."""
+    extra = f"[{extra}]" if extra else ""
+    url, editable = _origin()
+    if url.startswith("file://") and not url.endswith(".whl"):
+        folder = unquote(urlsplit(url).path)
+        return f"pip install {'-e ' if editable else ''}{shlex.quote(folder + extra)}"
+    name = f"{DISTRIBUTION}{extra}"
+    return f"pip install {shlex.quote(f'{name} @ {url}' if url else name)}"
+
+
+def _origin() -> tuple[str, bool]:
+    """(URL, whether editable) that h2o-kv was installed from; "" for an index. Where it was not
+    installed, the folder of the sources that this file lies in."""
+    try:
+        text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        root = PACKAGE.parent
+        return (root.as_uri(), False) if (root / "setup.py").exists() else ("", False)
+    if not text:
+        return "", False
+    origin = json.loads(text)
+    url = origin["url"]
+    if vcs := origin.get("vcs_info"):
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return url, bool(origin.get("dir_info", {}).get("editable"))

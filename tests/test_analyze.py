@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from h2o import cli
+from h2o.packages import install_command
 from tests import browser
 from tests.test_cli import DEADLINE, h2o, tiny  # noqa: F401
 
@@ -116,7 +117,7 @@ def test_mistakes(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
     wrong = error("--model", "nowhere", "--output", f"{short}.html", code=1)
     assert "name another output folder" in wrong
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'h2o-kv[analysis]'" in error("--model", tiny, code=1)
+    assert install_command("analysis") in error("--model", tiny, code=1)
 
 
 def test_failed_runs_leave_no_folders(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811

@@ -16,6 +16,7 @@ from h2o import H2OConfig, Profile, cli
 from h2o.cli import cache_options
 from h2o.config import PRESETS
 from h2o.evaluate import setting
+from h2o.packages import install_command
 from h2o.policy import FIELDS
 
 ROOT = Path(cli.__file__).parent
@@ -626,8 +627,8 @@ def beside(folder, *arguments):
         (["eval", "--help"], 0, ""),
         (["bench", "--help"], 0, ""),
         (["bench", "--budgets", "few"], 2, "could not convert"),
-        (["bench"], 1, "pip install 'h2o-kv[hf]'"),
-        (["eval", "--perplexity", "README.md"], 1, "pip install 'h2o-kv[hf]'"),
+        (["bench"], 1, install_command("hf")),
+        (["eval", "--perplexity", "README.md"], 1, install_command("hf")),
     ],
 )
 def test_the_core_alone(arguments, code, words, tmp_path):

@@ -90,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if str(error.name).partition(".")[0] == "h2o":
             raise
         extra = "eval" if "eval" in (arguments or sys.argv) else "hf"
-        return failed(parser, f"{error}: run pip install 'h2o-kv[{extra}]'")
+        from h2o.packages import install_command
+
+        return failed(parser, f"{error}: run {install_command(extra)}")
 
 
 def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:

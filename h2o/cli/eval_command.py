@@ -19,6 +19,7 @@ from h2o.evaluate.setting import (
 )
 from h2o.filesystem import make_writable
 from h2o.models import DTYPES, need_transformers, torch_device
+from h2o.packages import install_command
 from h2o.processes import launched, leave
 from h2o.profile import Profile
 from h2o.result_cells import fingerprint
@@ -241,7 +242,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
     try:
         from h2o.evaluate import lm_eval_tasks
     except ImportError as error:
-        raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
+        raise UserError(f"{error}: run {install_command('eval')}") from error
     arguments = ["--tasks", *args.tasks, "--device", args.device, *rest]
     if args.limit is not None:
         arguments += ["--limit", f"{args.limit:g}"]

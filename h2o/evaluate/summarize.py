@@ -27,6 +27,7 @@ from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
 from h2o.hf.new_cache import new_cache
+from h2o.packages import install_command
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
 
@@ -122,7 +123,7 @@ def compare(
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise UserError(f"{error}: run pip install 'h2o-kv[eval]'") from error
+        raise UserError(f"{error}: run {install_command('eval')}") from error
     rows = read_rows(file, limit)
     cells = Cells(output / "summaries.json", "h2o eval --summarize", launched())
     model, tokenizer = models.load(

@@ -79,7 +79,7 @@ def test_compare(folder, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert [rows[name][1] for name in settings[:2]] == ["100.0%"] * 2
-    assert rows["full"][2:-2] == rows["h2o:500+0"][2:-2]
+    assert rows["full"][3:-2] == rows["h2o:500+0"][3:-2]
     cells = json.loads((tmp_path / "out" / "needle.json").read_text())["cells"]
     assert len(cells) == 3 * 2 * len(needle.DEPTHS)
     for cell in cells:

@@ -115,17 +115,17 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
             assert set(cell["result"]["retained_mass"]) == {"0", "1"}
     full = [c["result"] for c in found if c["facts"]["setting"] == "full"]
     want = math.exp(sum(r["loss"] for r in full) / sum(r["predicted"] for r in full))
-    assert rows["full"][3] == f"{want:.2f}"
+    assert rows["full"][4] == f"{want:.2f}"
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 0
     name = next(name for name in settings.split(",") if name.startswith("local"))
     own = [c["result"] for c in found if c["facts"]["setting"] == name]
-    loss = math.log(float(rows[name][3]) / float(rows["full"][3]))
-    assert rows["full"][5:7] == ["0.000", "±0.000"]
-    assert float(rows[name][5]) == pytest.approx(loss, abs=2e-3)
+    loss = math.log(float(rows[name][4]) / float(rows["full"][4]))
+    assert rows["full"][6:8] == ["0.000", "±0.000"]
+    assert float(rows[name][6]) == pytest.approx(loss, abs=2e-3)
     each = torch.tensor(
         [(a["loss"] - b["loss"]) / a["predicted"] for a, b in zip(own, full, strict=True)]
     )
-    assert rows[name][6] == f"±{each.std().item() / len(each) ** 0.5:.3f}"
+    assert rows[name][7] == f"±{each.std().item() / len(each) ** 0.5:.3f}"
 
 
 def test_merged_keys_are_said_to_count_as_gone(folder, text, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import h2o
 from h2o.analysis import measures, page
 from h2o.draw import pieces
+from h2o.packages import install_command
 from tests.hf import tiny
 from tests.hf.test_simulation import text
 
@@ -322,7 +324,9 @@ def test_frames():
 def test_missing_packages_are_named(monkeypatch):
     a = h2o.analyze(tiny.model("llama", "sdpa"), text(tokens=20), heavy=4, recent=4)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"this needs pandas: pip install 'h2o-kv\[analysis\]'"):
+    with pytest.raises(
+        ImportError, match=re.escape(f"this needs pandas: {install_command('analysis')}")
+    ):
         a.to_pandas()
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import fnmatch
+import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -11,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import h2o
+from h2o import packages
 
 PACKAGE = Path(h2o.__file__).parent
 NAME_IS_KNOWN = (
@@ -75,6 +80,89 @@ def test_missing_core_is_explained(tmp_path):
     assert "ImportError: h2o._core, the compiled core, is missing" in result.stderr
     assert "pip install -e ." in result.stderr
     assert "H2O.ai's client" in result.stderr
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """Sources without a core beside what pip installed from them: (sources, installed)."""
+    ignored = shutil.ignore_patterns("__pycache__", "kernels.fatbin")
+    sources, site = tmp_path / "a clone", tmp_path / "site"
+    shutil.copytree(
+        PACKAGE, sources / "h2o", ignore=lambda *x: {*ignored(*x), *fnmatch.filter(x[1], "_core*")}
+    )
+    (sources / "setup.py").touch()
+    shutil.copytree(sources / "h2o", site / "h2o")
+    (core,) = PACKAGE.glob("_core*.so")
+    (site / "h2o" / core.name).symlink_to(core)
+    facts = site / f"h2o_kv-{h2o.__version__}.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: h2o-kv\nVersion: {h2o.__version__}\n"
+    )
+    rows = []
+    for file in sorted((site / "h2o").rglob("*.py")):
+        digest = base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest())
+        rows.append(f"{file.relative_to(site)},sha256={digest.rstrip(b'=').decode()},1")
+    (facts / "RECORD").write_text("\n".join(rows))
+    return sources, site
+
+
+def in_clone(clone, code="import h2o"):
+    sources, site = clone
+    finders = "[f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]"
+    path = os.pathsep.join([str(sources), str(site)])
+    return run(
+        f"import sys; sys.meta_path[:] = {finders}; {code}", cwd=sources,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+def test_a_clone_takes_the_core_that_was_installed_from_it(clone):
+    code = "import h2o; from h2o import _core; print(h2o.__file__); print(_core.__file__)"
+    done = in_clone(clone, f"{code}; print(h2o.ops.info()['version'])")
+    assert not done.stderr
+    package, core, version = done.stdout.splitlines()
+    assert Path(package).parent == clone[0] / "h2o"
+    assert Path(core).parent == clone[1] / "h2o"
+    assert version == h2o.__version__
+
+
+def test_a_clone_takes_no_core_of_other_sources(clone):
+    with (clone[0] / "h2o" / "ops.py").open("a") as file:
+        file.write("# changed\n")
+    error = in_clone(clone).stderr.splitlines()[-1]
+    assert f"(the one in {clone[1] / 'h2o'} is of other sources)" in error
+    assert error.endswith(f"pip install -e '{clone[0]}'")
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ('{"url": "file:///a%20b", "dir_info": {}}', "pip install '/a b[hf]'"),
+        ('{"url": "file:///a", "dir_info": {"editable": true}}', "pip install -e '/a[hf]'"),
+        ('{"url": "https://b.org/c", "vcs_info": {"vcs": "git", "commit_id": "e1"}}',
+         "pip install 'h2o-kv[hf] @ git+https://b.org/c@e1'"),
+        ('{"url": "file:///d.whl", "archive_info": {}}', "pip install 'h2o-kv[hf] @ file:///d.whl'"),
+        (None, "pip install 'h2o-kv[hf]'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_messages_install_from_where_h2o_came(tmp_path, monkeypatch, origin, command):
+    facts = tmp_path / "h2o_kv-1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: h2o-kv\nVersion: 1\n")
+    if origin is not None:
+        (facts / "direct_url.json").write_text(origin)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert packages.install_command("hf") == command
+
+
+def test_messages_without_an_installation_name_the_folder(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    assert packages.install_command() == f"pip install {PACKAGE.parent}"
 
 
 OLD = [
