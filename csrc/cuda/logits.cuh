@@ -12,26 +12,33 @@
 
 DEVICE float fast_exp(float x) { return fast_exp2(x * 1.44269504f); }
 
-/* What capped() multiplies by; a number for denormal caps too. */
+/* 1 / cap; a number for denormal caps too. */
 DEVICE float inverse_cap(float softcap) { return fast_reciprocal(fmaxf(softcap, 1.17549435e-38f)); }
 
-/* cap * tanh(x / cap). With y = x / cap: by x times an even polynomial near 0, where the formula
- * with the exponential would cancel (csrc/cpu/vec.h has the same one), so that x far below the cap
- * stays x; elsewhere (1 - t) / (1 + t), t = e^(-2|y|). */
-DEVICE float capped(float x, float softcap, float inverse) {
-    const float y = x * inverse, size = fabsf(y), z = y * y;
-    float p = fmaf(-5.70499e-3f, z, 2.063909e-2f);
-    p = fmaf(p, z, -5.373971e-2f);
-    p = fmaf(p, z, 1.3331442e-1f);
-    p = fmaf(p, z, -3.3333282e-1f);
-    const float t = fast_exp(-2.0f * size);
-    const float outer = copysignf(softcap * ((1.0f - t) * fast_reciprocal(1.0f + t)), x);
-    return size < 0.625f ? fmaf(p * z, x, x) : outer;
+/* cap * tanh(x / cap) in two steps; with y = x / cap:
+ *
+ *   |y| < 0.15   x (1 - y^2 / 3 + 2 y^4 / 15): the other formula would cancel, and here x far below
+ *                the cap stays x
+ *   else         cap (1 - t) / (1 + t) with the sign of x, t = e^(-2|y|)
+ *
+ * The first step leaves nothing between tanh 0.15 = 0.1489 and 0.15, so the second knows what it
+ * has done. Many logits take one step after the other, which saves a quarter of the registers. */
+DEVICE float capped_small(float x, float inverse) {
+    const float y = x * inverse, z = y * y;
+    return z < 0.0225f ? x * fmaf(z, fmaf(1.3333333e-1f, z, -3.3333333e-1f), 1.0f) : x;
+}
+
+DEVICE float capped_large(float x, float softcap, float inverse) {
+    const float size = fabsf(x * inverse), t = fast_exp(-2.0f * size);
+    const float large = copysignf(softcap * ((1.0f - t) * fast_reciprocal(1.0f + t)), x);
+    return size < 0.1495f ? x : large;
 }
 
 DEVICE float logit_of(float dot, float scale, float softcap, float bias) {
     const float x = scale * dot;
-    return (softcap > 0.0f ? capped(x, softcap, inverse_cap(softcap)) : x) + bias;
+    if (softcap <= 0.0f) return x + bias;
+    const float inverse = inverse_cap(softcap);
+    return capped_large(capped_small(x, inverse), softcap, inverse) + bias;
 }
 
 /* exp(x - row_max) for x <= row_max; 0 where both are -infinity. */

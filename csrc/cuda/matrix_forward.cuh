@@ -8,8 +8,8 @@
  *   3. O += P V, with P as 16-bit matrices, while the next tile's keys are being copied.
  *
  * The matrix product would turn 0 * infinity into NaN, where a key is masked, or has a weight that
- * is 0 in 16 bits but not in 32. So a block whose outputs are not all numbers starts anew, and
- * takes a slow way for step 3 of the tiles whose values are not all finite. */
+ * is 0 in float16 but not in 32 bits. So a tile that the causal mask cuts, and in float16 any tile,
+ * takes a slow way for step 3 if its values are not all finite. */
 #ifndef H2O_CUDA_MATRIX_FORWARD_CUH
 #define H2O_CUDA_MATRIX_FORWARD_CUH
 
@@ -159,15 +159,12 @@ DEVICE void fetch_values(const attend_item *item, const key_tile *at,
 }
 
 /* Steps 1 to 3 for all tiles. Copies overlap with products: values with those of their keys, the
- * next tile's keys with those of the values. nonfinite: values that are not finite take the slow
- * way. */
+ * next tile's keys with those of the values. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void forward_keys(const attend_item *item, int64_t query, bool nonfinite,
-                         matrix_buffer<DEPTH> *buffer, matrix_softmax<DEPTH> *softmax) {
+DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<DEPTH> *buffer,
+                         matrix_softmax<DEPTH> *softmax) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     key_tile at = {true, 0, lower(query + MATRIX_ROWS, item->tokens)};
-    *softmax = matrix_softmax<DEPTH>{};
-    softmax->row_max[0] = softmax->row_max[1] = -INFINITY;
     bool more = fetch_keys<DEPTH>(item, &at, buffer);
     while (more) {
         float c[columns / 8][4];
@@ -184,8 +181,8 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool nonfinite,
         }
         wait_copies<0>();
         sync_block(); /* the keys have been used */
-        const bool slow =
-            nonfinite && block_any(!finite_part<DEPTH, TYPE, columns>(buffer->columns[1]));
+        const bool slow = (TYPE == H2O_F16 || !precedes) &&
+                          block_any(!finite_part<DEPTH, TYPE, columns>(buffer->columns[1]));
         if (slow) {
             accumulate_nonfinite<DEPTH, TYPE>(buffer, c, softmax);
             sync_block();
@@ -194,17 +191,6 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, bool nonfinite,
         more = fetch_keys<DEPTH>(item, &at, buffer);
         if (!slow) accumulate_matrix_values<DEPTH, TYPE>(buffer, c, softmax);
     }
-}
-
-/* Whether no output of a lane is NaN. */
-template <int DEPTH> DEVICE bool are_numbers(const matrix_softmax<DEPTH> *softmax) {
-    bool numbers = true;
-    UNROLL
-    for (int k = 0; k < DEPTH / 2; k++) {
-        const float x = softmax->output[k / 4][k % 4];
-        numbers = numbers && x == x;
-    }
-    return numbers;
 }
 
 /* O / l, m and the factor. */
@@ -239,15 +225,11 @@ DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned
     const attend_item item = open_attend(p, workspace, b, h / p->dims.R);
     if (h2o_given(&p->mask)) clear_pads(p, b, h, query, MATRIX_ROWS);
     if (query >= item.tokens) return;
-    matrix_softmax<DEPTH> softmax;
+    matrix_softmax<DEPTH> softmax = {};
+    softmax.row_max[0] = softmax.row_max[1] = -INFINITY;
     fetch_matrix<DEPTH, MATRIX_ROWS>(
         buffer->rows, p->dims.D, [&](int i) { return token_row(&item, &p->query, h, query + i); });
-    bool nonfinite = false;
-    do { /* a loop, so that the code is there once */
-        const bool again = nonfinite;
-        forward_keys<DEPTH, TYPE>(&item, query, again, buffer, &softmax);
-        nonfinite = !again && block_any(!are_numbers<DEPTH>(&softmax));
-    } while (nonfinite);
+    forward_keys<DEPTH, TYPE>(&item, query, buffer, &softmax);
     write_matrix_outputs<DEPTH, TYPE>(&item, h, query, &softmax);
 }
 

@@ -146,7 +146,11 @@ template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, 
     if (softcap <= 0.0f) return;
     const float inverse = inverse_cap(softcap);
     UNROLL
-    for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] = capped(c[i / 4][i % 4], softcap, inverse);
+    for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] = capped_small(c[i / 4][i % 4], inverse);
+    sync_warp(); /* keeps the compiler from taking both steps at once */
+    UNROLL
+    for (int i = 0; i < TILES * 4; i++)
+        c[i / 4][i % 4] = capped_large(c[i / 4][i % 4], softcap, inverse);
 }
 
 #endif
