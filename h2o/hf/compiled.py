@@ -21,7 +21,7 @@ from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer
 from h2o.hf.slot_layout import Room
-from h2o.policy import Policy
+from h2o.policy import Policy, RankBy
 from h2o.slots import KINDS
 
 __all__ = ["CompileableLayer"]
@@ -105,7 +105,7 @@ def _schema() -> str:
     )
 
 
-_TYPES = {int: "int", str: "str", float: "float", bool: "bool", float | None: "float?"}
+_TYPES = {int: "int", RankBy: "str", float: "float", bool: "bool", float | None: "float?"}
 """How torch's schemas spell the types of the policy's fields."""
 
 

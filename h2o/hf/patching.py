@@ -68,10 +68,10 @@ class Patch:
         """Raises `Unsupported`, with the model as it was."""
         model = self.model
         H2OCache(model.config, self.config)  # refuses what cannot be served
-        _warn_of_no_cache(model)
         self.lock = PatchLock("patched", model, "h2o")
         self.lock.acquire(model)
         try:
+            _warn_of_no_cache(model)
             PatchStack.add(self)
         except BaseException:
             self.lock.release()

@@ -51,11 +51,11 @@ class Room:
         """Up to this many tokens in a row the next one still fits."""
 
     def larger(self, tokens: int) -> Room:
-        """Room for rows of so many tokens and the next one, a sixteenth larger at least: copying
-        the slots so rarely costs next to nothing beside reading them in each step."""
+        """Room for rows of so many tokens and the next one, and some more: of many slots a
+        sixteenth, since copying them so rarely costs next to nothing beside reading them."""
         needed = capacities(self.widest, tokens)
         pairs = zip(self.widest, self.sizes, strict=True)
-        grown = [min(k + 1, size + max(32, size // 16)) for k, size in pairs]
+        grown = [min(k + 1, s + max(min(s // 2, 64), s // 16)) for k, s in pairs]
         return Room(self.widest, list(map(max, needed, grown, self.sizes)))
 
 
