@@ -91,9 +91,8 @@ def attending(
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
-        softcap = softcap or 0.0
-        call = Call(module, layer, *tensors, mask, scaling, softcap, dropout, cached, full)
-        return visit(call), None
+        logits = scaling, softcap or 0.0
+        return visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, full)), None
 
     model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
     name = f"h2o_simulated:{next(_numbers)}"

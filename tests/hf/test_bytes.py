@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 import h2o
 from h2o import H2OCache, H2OConfig, Profile
 from h2o.kv_dtype import per_token
+from h2o.model_identity import key_size
 from tests.hf.tiny import batch, greedy, model, prompts
 
 
@@ -42,7 +43,9 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
         config = LlamaConfig(head_dim=D)
         found = H2OConfig.robust(0.1, of="bytes").for_model(config)
         assert found.kv_dtype == kv_dtype
-        assert found.slot == per_token(config, kv_dtype, value_weighted=True, merges=False)
+        assert found.slot == per_token(
+            *key_size(config), kv_dtype, value_weighted=True, merges=False
+        )
         assert found.for_model(config) == found
     total = filled(H2OConfig.robust(0.1, of="bytes")).total
     assert total.bytes_held + total.bytes_bookkeeping <= 0.1 * total.bytes_full
