@@ -163,7 +163,7 @@ def test_a_graph_that_is_captured_first_is_the_torch_backends(device, monkeypatc
     assert serving() == "C"
 
 
-def test_imagined_tensors_are_the_torch_backends(device, monkeypatch):
+def test_fake_tensors_are_the_torch_backends(device, monkeypatch):
     from torch._subclasses import FakeTensorMode
 
     monkeypatch.undo()
