@@ -55,7 +55,7 @@ class Room:
         sixteenth, since copying them so rarely costs next to nothing beside reading them."""
         needed = capacities(self.widest, tokens)
         pairs = zip(self.widest, self.sizes, strict=True)
-        grown = [min(k + 1, s + max(min(s // 2, 64), s // 16)) for k, s in pairs]
+        grown = [min(k + 1, s + max(min(s // 2, 48), s // 16)) for k, s in pairs]
         return Room(self.widest, list(map(max, needed, grown, self.sizes)))
 
 
