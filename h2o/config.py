@@ -70,8 +70,8 @@ class H2OConfig:
     value_weighted: bool = False
     """Multiply the rank by the L2 norm of the key's value."""
     merge: float | None = None
-    """A cosine between 0 and 1. A key that leaves goes into the key that stays whose cosine with
-    it is the highest and higher than this, instead of being dropped; a slot then stands for several
+    """A cosine between 0 and 1. An evicted key goes into the kept key whose cosine with it is the
+    highest and higher than this, instead of being dropped; a slot then stands for several
     keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/results.md,
     "Merging". None: all are dropped."""
     kv_dtype: KvDtype | None = None
@@ -79,7 +79,7 @@ class H2OConfig:
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
     (compare Liu et al., "KIVI", ICML 2024); "auto", "int8-int4" where the model's head dimension
     is a multiple of 32, else "int8". Scores stay float32. The new tokens of one forward pass
-    see each other as they are, whoever comes later reads what is stored."""
+    see each other as they are; later ones read what is stored."""
     shares: Any = None
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what

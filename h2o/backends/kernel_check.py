@@ -95,7 +95,7 @@ def _first_mistake(
             ]
             if wrong:
                 return f"{name} gets {', '.join(wrong)} wrong"
-    except RuntimeError as error:  # a device tells of a failure when somebody waits for it
+    except RuntimeError as error:  # a device reports a failure when it is waited for
         return f"{name} fails: {str(error).splitlines()[0]}"
     return None
 
