@@ -111,12 +111,12 @@ def test_memory_follows_what_is_held():
     cache = new_cache(heavy=UNLIMITED, recent=UNLIMITED, sinks=UNLIMITED)
     forward(cache, text.cut(0, 100))
     assert cache.layers[0].keys.shape[2] == 101
-    addresses = set()
+    capacities = set()
     for i in range(100, 400):
         forward(cache, text.cut(i, i + 1))
-        addresses.add(cache.layers[0].keys.data_ptr())
-        assert cache.layers[0].keys.shape[2] <= 1.5 * (i + 2)
-    assert len(addresses) < 6  # grown in strides, not token by token
+        capacities.add(cache.layers[0].keys.shape[2])
+        assert cache.layers[0].keys.shape[2] <= i + 2 + 48
+    assert len(capacities) <= 8  # grown in strides, not token by token
     assert cache.kept(0)[0][0, 0].tolist() == list(range(400))
     small = new_cache(heavy=5, recent=5)
     forward(small, text.cut(0, 100))
