@@ -67,6 +67,8 @@ def restore(layer: Any, state: State) -> None:
         return
     layer.reset()
     fields = _unnamed(_SLOTS, state.tensors)
+    if fields and layer.shared:
+        fields["values"] = None
     slots = ops.Slots(**fields) if fields else None
     layer._hold(slots, Room(list(state.numbers["widest"]), sizes(slots) if slots else []))
     numbers = {"part": WHOLE, **state.numbers}  # which the first files do not have
