@@ -41,9 +41,9 @@ def mask() -> np.ndarray:
 def test_as_with_values_that_are_the_keys(name, R, D, more):
     text = texts(R, D)
     twice, once = (
-        Conversation(
-            numpy_core, text, POLICIES[name], mask=mask(), shared=shared, **more
-        ).feed_all(CALLS)
+        Conversation(numpy_core, text, POLICIES[name], mask=mask(), shared=shared, **more).feed_all(
+            CALLS
+        )
         for shared in (False, True)
     )
     assert once.slots.values is None

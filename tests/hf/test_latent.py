@@ -90,7 +90,9 @@ def test_simulation_is_the_cache(name, chosen):
         assert evicted_at.tolist() == simulation.evicted_at(layer).tolist()
         while_decoding = (evicted_at > 20) & (evicted_at < 40)
         assert while_decoding.sum() >= 10
-    assert not any(hasattr(x, "_forward_pre_hooks") and x._forward_pre_hooks for x in ours.modules())
+    assert not any(
+        hasattr(x, "_forward_pre_hooks") and x._forward_pre_hooks for x in ours.modules()
+    )
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -122,7 +124,11 @@ def test_copies_and_files(name, chosen, tmp_path):
         ours(document, past_key_values=cache)
     cache.save(tmp_path / "document.safetensors", ours)
     both = {"input_ids": torch.cat([document, question], 1)}
-    forks = [cache.fork(), copy.deepcopy(cache), H2OCache.load(tmp_path / "document.safetensors", ours)]
+    forks = [
+        cache.fork(),
+        copy.deepcopy(cache),
+        H2OCache.load(tmp_path / "document.safetensors", ours),
+    ]
     answers = [greedy(ours, both, 10, past_key_values=x).tolist() for x in [*forks, cache]]
     assert answers.count(answers[0]) == 4
     cache.reset()
@@ -139,13 +145,11 @@ def test_goes_on_from_a_dynamic_cache(name):
     ours, theirs = model(name), model(name, "sdpa")
     rows = prompts(21, 30)
     inputs = batch(rows)
-    full = DynamicCache(config=ours.config)
+    full, mask = DynamicCache(config=ours.config), inputs["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        theirs(**inputs, past_key_values=full)
-    mask = inputs["attention_mask"]
-    cache = H2OCache.from_dynamic_cache(
-        full, ours.config, H2OConfig.full(), attention_mask=mask
-    )
+        theirs(**inputs, position_ids=positions, past_key_values=full)
+    cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full(), attention_mask=mask)
     for ours_layer, theirs_layer in zip(cache.layers, full.layers, strict=True):
         latents, rotated = ours_layer.held()
         assert torch.equal(latents[1], theirs_layer.keys[1])

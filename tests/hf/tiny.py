@@ -179,7 +179,7 @@ LATENT = {
         Family("deepseek_v3", {**_LATENT_MOE, "q_lora_rank": None}),
         Family("glm4_moe_lite", _LATENT_MOE),
         Family("minicpm3", _LATENT),
-        Family("mistral4", _LATENT_MOE, architecture="Mistral4ForCausalLM"),
+        Family("mistral4", {**_LATENT_MOE, "head_dim": 20}, architecture="Mistral4ForCausalLM"),
         Family("youtu", {**_LATENT, "num_attention_heads": 32, "num_key_value_heads": 32}),
         Family("axk1", {**_LATENT_MOE, "v_head_dim": 20}),
         Family("longcat_flash", _LONGCAT),

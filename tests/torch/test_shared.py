@@ -21,9 +21,7 @@ UNEVEN = np.array([[[9, 5], [2, 1]], [[4, 4], [3, 7]]], np.int32)
 @pytest.mark.parametrize("engine", [core, portable], ids=["core", "torch"])
 def test_as_the_oracle(engine, name, budget, kv_dtype):
     text = inputs.drifting(11, B=2, H=6, G=2, N=sum(CALLS), D=24, sink=True)
-    mask = np.concatenate(
-        [inputs.left([20, 13], 24), np.ones((2, sum(CALLS) - 24), bool)], 1
-    )
+    mask = np.concatenate([inputs.left([20, 13], 24), np.ones((2, sum(CALLS) - 24), bool)], 1)
     more = {"mask": mask, "budget": budget, "kv_dtype": kv_dtype, "shared": True}
     got, wanted = (
         Conversation(x, text, POLICIES[name], **more).feed_all(CALLS) for x in (engine(), oracle())
