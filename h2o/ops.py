@@ -82,6 +82,7 @@ def attend(
     softcap: float = 0.0,
     out: Tensor | None = None,
     scores: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
@@ -99,6 +100,10 @@ def attend(
         softcap: c > 0 turns logits x into c * tanh(x / c).
         out: [B, Q, H, D], written; made like `query` when not given (torch, NumPy).
         scores: [B, G, Q] float32, written.
+        sink_logits: [H] float32, learned attention sinks (OpenAI, "gpt-oss-120b & gpt-oss-20b
+            Model Card", 2025): a logit of each query head that stands in the softmax's denominator
+            and has no value. What it takes is no key's score, so a query gives its keys less than
+            1 in all. -inf: none; +inf: it takes all. Not the policy's `sinks`, which are tokens.
         policy, fields: as in `evict`; attention goes by its `decay` alone, in [0, 1].
 
     Returns:
@@ -120,11 +125,14 @@ def attend(
     if scale is None:
         scale = _default_scale(query, sizes)
     if grad_enabled():
-        _refuse_grad(slots, query=query, keys=keys, values=values, out=out, scores=scores)
+        _refuse_grad(
+            slots, query=query, keys=keys, values=values, out=out, scores=scores,
+            sink_logits=sink_logits,
+        )  # fmt: skip
     if fields:
         policy = one_policy(policy, fields)
     backends.serving(query).attend(
-        query, keys, values, mask, slots, out, scores, scale, softcap, policy
+        query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits
     )
     return out, scores
 
@@ -183,6 +191,7 @@ def step(
     softcap: float = 0.0,
     out: Tensor | None = None,
     rotary: Rotary | None = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> Tensor:
@@ -213,12 +222,12 @@ def step(
     if scale is None:
         scale = _default_scale(query, sizes)
     if grad_enabled():
-        _refuse_grad(slots, query=query, key=key, value=value, out=out)
+        _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
     table, ranks = (None, None) if rotary is None else rotary
     if fields:
         policy = one_policy(policy, fields)
     backends.serving(query).step(
-        query, key, value, mask, slots, out, scale, softcap, policy, table, ranks
+        query, key, value, mask, slots, out, scale, softcap, policy, table, ranks, sink_logits
     )
     return out
 
@@ -237,6 +246,7 @@ def simulate(
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,7 +285,10 @@ def simulate(
     if scale is None:
         scale = _default_scale(query, sizes)
     if grad_enabled():
-        _refuse_grad(None, query=query, keys=keys, values=values, out=out, scores=scores)
+        _refuse_grad(
+            None, query=query, keys=keys, values=values, out=out, scores=scores,
+            sink_logits=sink_logits,
+        )  # fmt: skip
     stored_keys = stored_values = None
     if kv_dtype is not None:
         stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
@@ -283,7 +296,7 @@ def simulate(
         policy = one_policy(policy, fields)
     backends.serving(query).simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
-        scale, softcap, policy, stored_keys, stored_values,
+        scale, softcap, policy, stored_keys, stored_values, sink_logits,
     )  # fmt: skip
     return out, evicted_at, scores
 

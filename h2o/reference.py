@@ -38,6 +38,7 @@ from h2o.policy import PAPER, Policy, PolicyFields, one_policy
 from h2o.quantisation import dequantised, stored_like
 from h2o.reference_merging import take_in
 from h2o.rotary_embedding import rotated
+from h2o.sink_logits import softmax
 from h2o.slots import PER_SLOT, new_slots
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def attend(
     out: Tensor | None = None,
     scores: Tensor | None = None,
     rotary: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
@@ -101,11 +103,12 @@ def attend(
             if rotary is not None:
                 key = rotated(key, rotary[: len(key)].double())
             group = slice(g * R, (g + 1) * R)
+            sinks = None if sink_logits is None else sink_logits[group].double()
             for seen, column in enumerate(new.tolist(), start=len(key) - len(new) + 1):
                 asked = query[b, group, column].double()
                 if rotary is not None:
                     asked = rotated(asked, rotary[seen - 1].double())
-                p = _probabilities(asked, key[:seen], bias[:seen], scale, softcap)
+                p = _probabilities(asked, key[:seen], bias[:seen], scale, softcap, sinks)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
                 score[:seen] = decay * score[:seen] + p.sum(0)
             if slots is not None:
@@ -119,13 +122,14 @@ def _policy(policy: Policy, fields: Any) -> Policy:
 
 
 def _probabilities(
-    query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float
+    query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """[R, seen]: the attention of one token's queries [R, D] to the keys [seen, D] it sees."""
+    """[R, seen]: the attention of one token's queries [R, D] to the keys [seen, D] it sees. Beside
+    their logits each head has one that belongs to no key, if there are sinks [R]."""
     logits = scale * (query @ keys.T)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    return (logits + bias).softmax(-1)
+    return softmax(logits + bias, None if sinks is None else sinks[:, None])
 
 
 def ranks(slots: Any) -> Tensor:
@@ -243,6 +247,7 @@ def step(
     softcap: float = 0.0,
     out: Tensor | None = None,
     rotary: Any = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> Tensor:
@@ -254,7 +259,7 @@ def step(
     k, v = _read_back(key, slots.keys), _read_back(value, slots.values)
     out, scores = attend(
         query, k, v, slots, mask=mask, scale=scale, softcap=softcap, out=out, policy=policy,
-        rotary=None if rotary is None else rotary.table,
+        rotary=None if rotary is None else rotary.table, sink_logits=sink_logits,
     )  # fmt: skip
     evict(key, value, scores, slots, mask=mask, policy=policy)
     if rotary is not None:
@@ -276,6 +281,7 @@ def simulate(
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -309,8 +315,9 @@ def simulate(
             if stop > first:
                 seen = (_read_back(k, slots.keys), _read_back(v, slots.values))
             answer, new_scores = attend(
-                q, *seen, slots, scale=scale, softcap=softcap, policy=policy
-            )
+                q, *seen, slots,
+                scale=scale, softcap=softcap, sink_logits=sink_logits, policy=policy,
+            )  # fmt: skip
             out[b, new] = answer[0]
             scores[b, :, new] = new_scores[0]
             held = [real[slots.positions[0, g, : slots.free[0, g]].long()] for g in range(G)]

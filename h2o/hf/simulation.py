@@ -184,6 +184,7 @@ class Simulation:
                 mask=mask,
                 scale=call.scale,
                 softcap=call.softcap,
+                sink_logits=call.sink_logits,
                 kv_dtype=config.kv_dtype,
                 policy=config.policy,
             )
@@ -191,6 +192,8 @@ class Simulation:
                 self._scores[call.layer] = scores
         elif call.softcap:
             raise Unsupported(f"variant {self._variant!r} has no soft-capped logits")
+        elif call.sink_logits is not None:
+            raise Unsupported(f"variant {self._variant!r} has no learned sinks")
         else:
             pairs = [heads[0] for heads in budgets]
             out, evicted_at = _variant(self._variant, q, k, v, mask, prompts, pairs, call.scale)

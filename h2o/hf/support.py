@@ -24,23 +24,18 @@ __all__ = ["Support", "refusal", "supports", "transformers_layers"]
 
 _SERVED = ("full_attention", "sliding_attention", "chunked_attention")
 
-_SINKS = "its attention sinks are learned parameters, which change the softmax itself"
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
 _ALTERED = {
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
-    "flint": _SINKS,
     "gemma4_unified": _PATTERN,
     "git": "it has attention code of its own instead of AttentionInterface",
-    "granite_swa": _SINKS,
-    "granitemoe_swa": _SINKS,
     "hrm_text": "it runs its layers several times for each token, with a cache for each time",
     "jetmoe": "it repeats the keys between cache and attention",
     "mllama": "its cross-attention layers keep the keys of images in the cache",
     "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
-    "gpt_oss": _SINKS,
 }
 """Model types that are not served for a reason that their configs do not show."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from h2o.backends.portable.slot_rows import Store, products
 from h2o.policy import Policy
+from h2o.sink_logits import softmax
 
 __all__ = ["attend", "capped", "dense", "rows_of"]
 
@@ -53,6 +54,7 @@ def attend(
     scale: float,
     softcap: float,
     policy: Policy,
+    sink_logits: Tensor | None,
 ) -> None:
     """See `h2o.ops.attend`."""
     real = None if mask is None else mask.bool()
@@ -75,7 +77,7 @@ def attend(
         finite, beyond = store.split(stored_values.masked_fill(empty[..., None], 0))
         bias = None if slots.bias is None else store.by_head(slots.bias, 0)
         stored = Stored(store.rows("keys", D).float(), finite, beyond, held, bias)
-    new, old = dense(query, keys, values, real, stored, weights, scale, softcap, out)
+    new, old = dense(query, keys, values, real, stored, weights, scale, softcap, sink_logits, out)
     scores.copy_(new)
     if store is not None:
         before = store.by_head(slots.scores, 0)
@@ -105,6 +107,7 @@ def dense(
     weights: Tensor | None,
     scale: float,
     softcap: float,
+    sink_logits: Tensor | None,
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention into `out` [B, Q, H, D], and what keys receive of it.
@@ -158,7 +161,10 @@ def dense(
         if stored is not None and stored.bias is not None:
             logits[..., :S] += stored.bias[:, :, None]
         hide(logits, -torch.inf)
-        p = logits.softmax(-1)
+        sinks = sink_logits
+        if sinks is not None:
+            sinks = sinks.view(G, R, 1).expand(G, R, n).reshape(1, G, R * n, 1)
+        p = softmax(logits, sinks)
         hide(p, 0)  # where one logit is NaN, all of the row is
         if real is not None:
             p.unflatten(2, (R, n)).masked_fill_(~real[:, None, None, start:stop, None], 0)
