@@ -36,6 +36,7 @@ __all__ = ["LayerContents"]
 class LayerContents(CacheLayerMixin):
     """The store of an `H2OLayer`, without its forward pass."""
 
+    kind = "h2o"
     is_sliding = False
     is_compileable = False
     is_croppable = False
@@ -109,6 +110,10 @@ class LayerContents(CacheLayerMixin):
 
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
+        self.empty()
+
+    def empty(self) -> None:
+        """As `reset`; of a layer that has states beside its keys, these stay."""
         self._hold(None, Room([0], []))
         self.seen = 0
         self.longest = 0  # upper bound of the tokens of the longest row

@@ -25,6 +25,7 @@ from h2o.head_budgets import levelled
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import Undifferentiable
 from h2o.hf.attention_hook import Call, attending
+from h2o.hf.layer_kinds import kind_of
 from h2o.hf.patch_lock import unwrapped
 from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
@@ -61,7 +62,7 @@ def simulated(
     others one by one. The model is as before after the block, also after an error.
 
     Args:
-        model: any that an `H2OCache` can serve; sliding-window layers stay as they are.
+        model: any that an `H2OCache` can serve; layers without full attention stay as they are.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
             `sinks`, `rank_by`, `decay`, `value_weighted`, `merge`, `kv_dtype`, `shares`.
         variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
@@ -88,7 +89,7 @@ def simulated(
     config = config.for_model(unwrapped(model))
     layers = transformers_layers(model.config)
     budgets = [
-        config.for_layer(i, len(layers)) if not layer.is_sliding else None
+        config.for_layer(i, len(layers)) if kind_of(layer) == "h2o" else None
         for i, layer in enumerate(layers)
     ]
     simulation = Simulation(budgets, variant, prompt_len, ratio_of, trace, mass)
@@ -119,7 +120,7 @@ class Simulation:
         self._mass: dict[int, Tensor] | None = {} if mass else None
 
     def layers(self) -> list[int]:
-        """The layers that are simulated: all but those with a sliding window."""
+        """The layers that are simulated: those with full attention."""
         return [i for i, config in enumerate(self._budgets) if config is not None]
 
     def evicted_at(self, layer_idx: int) -> Tensor:
