@@ -69,7 +69,8 @@ def _portable() -> SimpleNamespace:
         run = getattr(portable, name)
 
         def operation(*operands: Any) -> None:
-            _core.call(name, "check", *operands)
+            with cuda.current(operands[0]):
+                _core.call(name, "check", *operands)
             run(*operands)
 
         return operation
