@@ -56,7 +56,9 @@ class Support:
             return f"{self.model_type}: not supported: {self.reason}"
         full = self.layers.count("h2o")
         rest = "".join(
-            f", {self.layers.count(kind)} {what}" for kind, what in _REST.items() if kind in self.layers
+            f", {self.layers.count(kind)} {what}"
+            for kind, what in _REST.items()
+            if kind in self.layers
         )
         rolled = f'; positions="rolled": not, {self.not_rolled}' if self.not_rolled else ""
         served = f"{full} of {len(self.layers)} layers by h2o{rest}"
