@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.hf.patching import patched as patched
     from h2o.hf.simulation import simulated as simulated
     from h2o.hf.support import supports as supports
+    from h2o.models import load as load
     from h2o.models import load_default as load_default
     from h2o.published_masks import simulation_mask as simulation_mask
 
@@ -56,6 +57,7 @@ _LAZY = {
     "calibrate": "h2o.calibration.calibrate",
     "disable": "h2o.hf.patching",
     "enable": "h2o.hf.patching",
+    "load": "h2o.models",
     "load_default": "h2o.models",
     "patched": "h2o.hf.patching",
     "simulated": "h2o.hf.simulation",
