@@ -87,6 +87,11 @@ def generate_all(
         raise ValueError("give either rows, how many requests at a time, or the bytes for them")
     if min(x for x in (rows, bytes) if x is not None) < 1:
         raise ValueError(f"rows is {rows}, bytes is {bytes}: wanted at least 1")
+    if bytes is not None and config.needs_prompt_length:
+        raise ValueError(
+            "a row's bytes depend on its prompt where budgets are fractions: give heavy and recent "
+            "as numbers of tokens, or the number of rows"
+        )
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, on_token
     )
