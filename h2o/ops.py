@@ -51,7 +51,18 @@ if TYPE_CHECKING:
 
 Tensor = Any  # whatever speaks DLPack
 
-__all__ = ["Policy", "Rotary", "Slots", "attend", "evict", "info", "new_slots", "simulate", "step"]
+__all__ = [
+    "Policy",
+    "Rotary",
+    "Slots",
+    "attend",
+    "evict",
+    "info",
+    "new_slots",
+    "open_device",
+    "simulate",
+    "step",
+]
 
 
 class Rotary(NamedTuple):
@@ -199,7 +210,8 @@ def step(
 
     The same as `attend` and `evict` with Q = 1, but the new key and value go
     straight into `slots.free`, and the evicted key's slot becomes the next free
-    one: K and V are read once and never moved.
+    one: K and V are read once and never moved. On a CUDA device that no other operation has met
+    torch computes the step, with a warning: see `open_device`.
 
     Args:
         query: [B, H, 1, D].
@@ -226,7 +238,7 @@ def step(
     table, ranks = (None, None) if rotary is None else rotary
     if fields:
         policy = one_policy(policy, fields)
-    backends.serving(query).step(
+    backends.opened(query).step(
         query, key, value, mask, slots, out, scale, softcap, policy, table, ranks, sink_logits
     )
     return out
@@ -316,6 +328,13 @@ def _quantised(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str)
     slots = new_slots(keys, Q, kv_dtype=kv_dtype)
     evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=mask)
     return slots.keys, slots.values
+
+
+def open_device(tensor: Tensor) -> None:
+    """Decides what serves the device of a tensor: for one of CUDA loads h2o's kernels and checks
+    them, unless that is done. The first `attend`, `evict` or `simulate` there does so by itself;
+    to be called where a `step` comes first, over slots that were moved there."""
+    backends.serving(tensor)
 
 
 def info() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.attention_blocks import logit_blocks
 from h2o.hf.attention_hook import Call, attending
+from h2o.hf.layer_kinds import kind_of
 from h2o.hf.support import transformers_layers
 
 __all__ = ["Attention", "attend", "forward", "full_layers", "sparsity", "watch"]
@@ -47,7 +48,7 @@ Visit = Callable[[int, Attention], Tensor]
 
 def full_layers(model: Any) -> list[int]:
     """The layers with full attention. Raises: `Unsupported` for a model that h2o cannot serve."""
-    return [i for i, x in enumerate(transformers_layers(model.config)) if not x.is_sliding]
+    return [i for i, x in enumerate(transformers_layers(model.config)) if kind_of(x) == "h2o"]
 
 
 def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Tensor | None:

@@ -37,7 +37,10 @@ class Driver:
     def call(self, entry: str, *arguments: Any) -> None:
         code = getattr(self.library, entry)(*arguments)
         if code != 0:
-            raise RuntimeError(f"{entry}: {code}")
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorString(code, ctypes.byref(text))
+            words = (text.value or b"unknown").decode()
+            raise RuntimeError(f"CUDA error: {words} ({entry}: {code})")  # in torch's words
 
     def calls(self, entry: str) -> int:
         return self.library.fake_calls(entry.encode())
