@@ -63,6 +63,7 @@ OPERANDS = {
     "ranks": Operand("BGS", written=True, optional=True, dtype="int32"),
     "stored_keys": Operand("BGQD", optional=True, dtype="uint8"),
     "stored_values": Operand("BGQD", optional=True, dtype="uint8"),
+    "sink_logits": Operand("H", optional=True, dtype="float32"),
 }
 """As the tables of `csrc/operations.c` have them, which tests compare."""
 

@@ -111,6 +111,11 @@ FAMILIES = {
             layers=("sliding", "h2o", "sliding", "h2o"),
         ),
         Family(
+            "gpt_oss",
+            {**_SLIDING, **_MOE, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            layers=("sliding", "h2o", "sliding", "h2o"),
+        ),
+        Family(
             "qwen2-mixed",
             {**_SLIDING, "use_sliding_window": True, "max_window_layers": 1},
             model_type="qwen2",
