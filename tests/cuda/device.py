@@ -48,6 +48,14 @@ class Driver:
     def fault(self, entry: str, code: int, nth: int = 1) -> None:
         self.library.fake_fault(entry.encode(), nth, code)
 
+    def widest(self) -> dict[str, int]:
+        """Of each kernel the most blocks along x with which it has run; 0: it has not."""
+        name, names = self.library.fake_kernel, []
+        name.restype = ctypes.c_char_p
+        while kernel := name(len(names)):
+            names.append(kernel)
+        return {kernel.decode(): self.library.fake_widest(kernel) for kernel in names}
+
     def flip(self, kernel: str) -> None:
         self.library.fake_flip(kernel.encode())
 

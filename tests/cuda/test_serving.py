@@ -30,8 +30,7 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_settle", driver.wait)
     # test_launch.py has them all, as they are
     monkeypatch.setattr(kernel_check, "CASES", (kernel_check.Case(16, torch.float32),))
-    for name, size in {"PROMPT": 10, "CHUNK": 3, "STEPS": 1, "HEAVY": 4, "RECENT": 2}.items():
-        monkeypatch.setattr(kernel_check, name, size)
+    monkeypatch.setattr(kernel_check, "SHORT", kernel_check.Size(10, 3, 1, 4, 2))
     return driver
 
 
