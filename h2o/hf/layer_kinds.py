@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import cache_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 __all__ = ["HYBRIDS", "States", "StatesAndKeys", "has_states", "kind_of", "type_refusal"]
 

@@ -21,6 +21,8 @@ __all__ = ["Support", "refusal", "supports", "transformers_layers"]
 _SINKS = "its attention sinks are learned parameters, which change the softmax itself"
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
+_BIAS = "it adds a bias to the attention logits that depends on positions"
+
 _ALTERED = {
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
@@ -30,6 +32,8 @@ _ALTERED = {
     "granite_swa": _SINKS,
     "granitemoe_swa": _SINKS,
     "hrm_text": "it runs its layers several times for each token, with a cache for each time",
+    "inkling2_text": _BIAS,
+    "inkling_text": _BIAS,
     "jetmoe": "it repeats the keys between cache and attention",
     "mllama": "its cross-attention layers keep the keys of images in the cache",
     "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
@@ -61,7 +65,9 @@ class Support:
             return f"{self.model_type}: not supported: {self.reason}"
         full = self.layers.count("h2o")
         rest = "".join(
-            f", {self.layers.count(kind)} {what}" for kind, what in _REST.items() if kind in self.layers
+            f", {self.layers.count(kind)} {what}"
+            for kind, what in _REST.items()
+            if kind in self.layers
         )
         rolled = f'; positions="rolled": not, {self.not_rolled}' if self.not_rolled else ""
         served = f"{full} of {len(self.layers)} layers by h2o{rest}"
