@@ -55,7 +55,6 @@ OPERANDS = {
     "mask": Operand("BQ", optional=True, dtype="uint8"),
     "prompt": Operand("B", dtype="int32"),
     "budget": Operand("B2", dtype="int32"),
-    "sink_logits": Operand("H", optional=True, dtype="float32"),
     "out": Operand("BQHD", written=True),
     "scores": Operand("BGQ", written=True, dtype="float32"),
     "evicted_at": Operand("BGQ", written=True, dtype="int32"),

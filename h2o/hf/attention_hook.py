@@ -9,7 +9,9 @@ Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head 
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -76,7 +78,7 @@ def attending(
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = shared.layer(module)
 
         def full() -> Tensor:
             return attention.h2o_attention_forward(
@@ -96,6 +98,7 @@ def attending(
         logits = scaling, softcap or 0.0, as_operand(kwargs.get("s_aux"))
         return visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, full)), None
 
+    shared = _SharedModules()
     model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
     name = f"h2o_simulated:{next(_numbers)}"
     lock = PatchLock("simulated", model, name)
@@ -103,11 +106,45 @@ def attending(
     try:
         lock.acquire(model)
         try:
-            yield
+            with shared.watched(model):
+                yield
         finally:
             lock.release()
     finally:
         attention.unregister(name)
+
+
+class _SharedModules:
+    """Which layer an attention module is at work for: some models (Zamba) have one module for
+    several layers, and give its forward a `layer_idx`."""
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+
+    def layer(self, module: nn.Module) -> int:
+        """The layer whose attention this module computes now."""
+        layer: int = vars(self._here).get(str(id(module)), module.layer_idx)
+        return layer
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """Notes what these modules are given, within the block."""
+
+        def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            vars(self._here)[str(id(module))] = kwargs["layer_idx"]
+
+        hooks = [
+            module.register_forward_pre_hook(note, with_kwargs=True)
+            for module in model.modules()
+            if hasattr(module, "layer_idx")
+            and "layer_idx" in inspect.signature(module.forward).parameters
+            and hasattr(module, "is_causal")
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 _numbers = itertools.count()

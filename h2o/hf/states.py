@@ -1,4 +1,6 @@
-"""Convolution and recurrent states of transformers' own layers: read out, put back, forgotten.
+"""Convolution and recurrent states, which transformers' own layers hold.
+
+They are read out here, put back and forgotten.
 
 Their size does not depend on the length of the text, and nothing of them is evicted. What stands
 here is what a cache does with them between forward passes. A layer may have several of each.

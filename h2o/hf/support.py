@@ -20,12 +20,16 @@ __all__ = ["Support", "refusal", "supports", "transformers_layers"]
 
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
+_BIAS = "it adds a bias to the attention logits that depends on positions"
+
 _ALTERED = {
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
     "gemma4_unified": _PATTERN,
     "git": "it has attention code of its own instead of AttentionInterface",
     "hrm_text": "it runs its layers several times for each token, with a cache for each time",
+    "inkling2_text": _BIAS,
+    "inkling_text": _BIAS,
     "jetmoe": "it repeats the keys between cache and attention",
     "mllama": "its cross-attention layers keep the keys of images in the cache",
     "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
