@@ -79,7 +79,7 @@ def step(
         logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     p = logits.masked_fill_((positions < 0)[:, :, None], -torch.inf).softmax(-1)
     answer = store.answers_stored(p, D).view(B, 1, H, D)
-    received = p.sum(2)
+    received = p.amax(2) if policy.scores_largest else p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)
         received = received.masked_fill(~real, 0)
@@ -89,7 +89,7 @@ def step(
         if real is not None:
             aged = torch.where(real.view(B, *[1] * (aged.ndim - 1)), aged, slots.scores)
         slots.scores.copy_(aged)
-    scores = store.add(slots.scores, received)
+    scores = store.add(slots.scores, received, largest=policy.scores_largest)
 
     ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)
     position, last = lowest(ranks_now, positions)
@@ -100,9 +100,7 @@ def step(
     dropped = evicts
     if policy.merge is not None:
         queries = queries_of(policy, positions, seen)
-        merged = merge_one(
-            store, last, evicts, positions, queries, keys.float(), policy.sinks, policy.merge
-        )
+        merged = merge_one(store, last, evicts, positions, queries, keys.float(), policy)
         dropped = evicts & ~merged
     slots.lost.add_(torch.where(dropped, score, 0)[..., 0])
     store.write(slots.positions, last, position.masked_fill(evicts, -1))
