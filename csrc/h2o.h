@@ -129,7 +129,7 @@ typedef struct {
     H2O_SLOTS_FIELDS(H2O_FIELD)
 } h2o_slots;
 
-typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1 } h2o_rank_by;
+typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1, H2O_RANK_MAX = 2 } h2o_rank_by;
 
 /* Budgets are per row and live in the slots. What each field means, policy.h knows; how it is
  * spelt and what it may be, h2o_policy_fields of operations.h. */
@@ -180,7 +180,7 @@ H2O_INLINE int64_t h2o_column(const h2o_row *row, int64_t i) {
 
 /* attend: new query i sees every stored key and new keys j <= i that are no
  * pads. Writes out, writes scores of the new keys, and updates slots.scores in
- * place to decay^n * score + what the n real new queries gave. */
+ * place to decay^n * score + what the n real new queries gave (or the larger of the two). */
 typedef struct {
     h2o_view query;  /* [B,H,Q,D] */
     h2o_view keys;   /* [B,G,Q,D] new keys */
@@ -193,7 +193,7 @@ typedef struct {
     h2o_view sink_logits; /* [H] f32, optional */
     float scale;          /* logits = softcap(scale * q.k) + bias */
     float softcap;        /* 0: none; else cap * tanh(logit / cap) */
-    h2o_policy policy;    /* of which it reads decay */
+    h2o_policy policy;    /* of which it reads rank_by and decay */
     h2o_dims dims;
     h2o_counts counts;
 } h2o_attend_params;

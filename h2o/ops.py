@@ -13,7 +13,7 @@ Generative Inference of Large Language Models", NeurIPS 2023, Algorithm 1 with
 accumulated scores and a reserved recent window):
 
 1. `attend`: new queries see all stored keys and, causally, the new ones;
-2. every key's score grows by the attention that it received;
+2. every key's score grows by the attention that it received, or to the largest of it;
 3. `evict`: the sinks, the most recent and the highest ranked keys are kept.
 
 `step` is the three in one call for a single new token, without moving a byte
@@ -103,8 +103,8 @@ def attend(
         query: [B, H, Q, D].
         keys, values: [B, G, Q, D], the new tokens' own.
         slots: stored keys that the queries see as well. `slots.scores` becomes
-            decay^n * scores + what the n real new queries gave; nothing else
-            changes.
+            decay^n * scores + what the n real new queries gave (or the larger of the two); nothing
+            else changes.
         mask: [B, Q] bool or uint8; 0 is a pad: never attended, scored or
             counted, and its output is 0. Pads may stand anywhere.
         scale: factor of q.k, 1 / sqrt(D) by default.
@@ -115,11 +115,12 @@ def attend(
             Model Card", 2025): a logit of each query head that stands in the softmax's denominator
             and has no value. What it takes is no key's score, so a query gives its keys less than
             1 in all. -inf: none; +inf: it takes all. Not the policy's `sinks`, which are tokens.
-        policy, fields: as in `evict`; attention goes by its `decay` alone, in [0, 1].
+        policy, fields: as in `evict`; attention goes by its `decay`, in [0, 1], and by whether
+            `rank_by` is "max".
 
     Returns:
         (out, scores): scores of a new key j are the sum over new queries i >= j
-        and over the R query heads of its group of decay^(n-1-i) * p(i, j).
+        and over the R query heads of its group of decay^(n-1-i) * p(i, j); with "max" the largest.
 
     Memory is O(Q + S) beyond the outputs; no Q x S matrix is made. A value that is not
     finite shows in the outputs of the tokens that see it, and in no other: an infinite one
@@ -173,7 +174,8 @@ def evict(
         mask: [B, Q] bool or uint8, 0 is a pad.
         policy: a `Policy`; or its fields as keywords, of which what stands here says how they are
             computed:
-        rank_by: "mean" is, with decay, per sum of decay^age over the queries.
+        rank_by: "mean" is, with decay, per sum of decay^age over the queries; "max" goes by the
+            scores that `attend` gives with the same.
         decay: what `attend` was given.
         merge: a cosine between 0 and 1, with slots that have a `bias`. An evicted key goes into the
             key most like it, where their cosine is higher: of those that are kept at positions from
@@ -182,7 +184,8 @@ def evict(
             per query of the kept key and the evicted one, scaled to a + b = 1, its key
             becomes a k + b k', its value a v + b v', its bias log(exp bias + exp bias'), and its
             score grows by the other's score over the other's queries times its own (compare Wan
-            et al., "D2O", 2024). None: evicted keys are dropped.
+            et al., "D2O", 2024). With "max" a and b are the scores, and the larger becomes the
+            score of both. None: evicted keys are dropped.
     """
     if grad_enabled():
         _refuse_grad(slots, keys=keys, values=values, scores=scores)

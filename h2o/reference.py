@@ -10,7 +10,7 @@ accumulated scores and a part of the budget reserved for recent tokens:
 
 1. Attend. A new query sees every stored key, and the new keys up to its own.
 2. Score. A key's score is the attention that it has received, summed over
-   queries and over the query heads of its group.
+   queries and over the query heads of its group; with `rank_by="max"` the largest of any.
 3. Evict. Beyond the budget of k = sinks + heavy + recent keys, the first `sinks`
    positions are kept, the `recent` highest positions, and of the others the `heavy`
    highest scores. The rest is evicted: dropped for good, or with `merge` merged into
@@ -75,7 +75,8 @@ def attend(
     With `rotary`, a table of angles as in `h2o.ops.Rotary`, positions are rolled: query and keys
     come without their rotary embedding, stored keys are without it, and it is put on here.
     """
-    decay = _policy(policy, fields).decay
+    policy = _policy(policy, fields)
+    decay = policy.decay
     B, H, Q, D = query.shape
     G = keys.shape[1]
     R = H // G
@@ -110,7 +111,11 @@ def attend(
                     asked = rotated(asked, rotary[seen - 1].double())
                 p = _probabilities(asked, key[:seen], bias[:seen], scale, softcap, sinks)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
-                score[:seen] = decay * score[:seen] + p.sum(0)
+                faded = decay * score[:seen]
+                if policy.scores_largest:
+                    score[:seen] = torch.maximum(faded, p.amax(0))
+                else:
+                    score[:seen] = faded + p.sum(0)
             if slots is not None:
                 store.scores[held] = score[: len(held)].float()
             scores[b, g, new] = score[len(key) - len(new) :].float()
@@ -152,7 +157,8 @@ def evict(
     **fields: Unpack[PolicyFields],
 ) -> None:
     """Step 3. Arguments and effect as in `h2o.ops.evict`; kept keys lie in order of position."""
-    sinks, rank_by, decay, value_weighted, merge = _policy(policy, fields)
+    policy = _policy(policy, fields)
+    sinks, rank_by, decay, value_weighted, merge = policy
     B, G, Q, D = keys.shape
     for b in range(B):
         new = _real_columns(mask, b, Q, keys.device)
@@ -162,6 +168,8 @@ def evict(
             store = _store(slots, b, g)
             every = _candidates(store, keys[b, g, new], values[b, g, new], scores[b, g, new], seen)
             every.queries = _queries(seen - 1 - every.positions.long(), decay)
+            if policy.scores_largest:  # one query has made the score
+                every.queries = torch.ones_like(every.queries)
             rank = every.scores.double()
             if rank_by == "mean":
                 rank = rank / every.queries
@@ -171,7 +179,7 @@ def evict(
             kept = _at(every, stay)
             for i in leave:
                 left = _at(every, i)
-                if merge is None or not take_in(kept, left, threshold=merge, sinks=sinks, D=D):
+                if merge is None or not take_in(kept, left, policy, D):
                     slots.lost[b, g] += left.scores.double()
             store.positions[:] = -1
             for name in PER_SLOT:

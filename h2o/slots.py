@@ -39,7 +39,7 @@ class Slots(NamedTuple):
     values: Tensor
     """as keys"""
     scores: Tensor
-    """[B, G, S] float32: attention that each key has received"""
+    """[B, G, S] float32: attention that each key has received, the sum or the largest"""
     positions: Tensor
     """[B, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
     free: Tensor

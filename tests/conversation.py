@@ -80,9 +80,7 @@ class Conversation:
         if columns == 1 and self.stepwise:
             out = self.do.step(q, k, v, self.slots, mask=mask, **self.logits, **ranking)
         else:
-            out, scores = self.do.attend(
-                q, k, v, self.slots, mask=mask, decay=self.policy.decay, **self.logits
-            )
+            out, scores = self.do.attend(q, k, v, self.slots, mask=mask, **self.logits, **ranking)
             self.do.evict(k, v, scores, self.slots, mask=mask, **ranking)
         self.out.append(as_float64(out))
         self.kept.append(kept(self.slots))

@@ -183,6 +183,8 @@ POLICIES = {
     "value-weighted": Policy(10, 6, value_weighted=True),
     "everything": Policy(11, 3, sinks=1, rank_by="mean", decay=0.95, value_weighted=True),
     "full": Policy(1000, 0),
+    "max": Policy(10, 6, rank_by="max"),
+    "decayed-max": Policy(9, 5, sinks=2, rank_by="max", decay=0.8, value_weighted=True),
 }
 
 
@@ -240,7 +242,7 @@ def policies(draw: st.DrawFn, largest: int = 12) -> Policy:
         heavy,
         recent,
         sinks,
-        draw(st.sampled_from(["sum", "mean"])),
+        draw(st.sampled_from(["sum", "mean", "max"])),
         draw(st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.0])),
         draw(st.booleans()),
     )

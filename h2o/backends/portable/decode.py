@@ -82,7 +82,7 @@ def step(
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
     p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
     answer = store.answers_stored(p, D).view(B, 1, H, D)
-    received = p.sum(2)
+    received = p.amax(2) if policy.scores_largest else p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)
         received = received.masked_fill(~real, 0)
@@ -92,7 +92,7 @@ def step(
         if real is not None:
             aged = torch.where(real.view(B, *[1] * (aged.ndim - 1)), aged, slots.scores)
         slots.scores.copy_(aged)
-    scores = store.add(slots.scores, received)
+    scores = store.add(slots.scores, received, largest=policy.scores_largest)
 
     ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)
     position, last = lowest(ranks_now, positions)
@@ -103,9 +103,7 @@ def step(
     dropped = evicts
     if policy.merge is not None:
         queries = queries_of(policy, positions, seen)
-        merged = merge_one(
-            store, last, evicts, positions, queries, keys.float(), policy.sinks, policy.merge
-        )
+        merged = merge_one(store, last, evicts, positions, queries, keys.float(), policy)
         dropped = evicts & ~merged
     slots.lost.add_(torch.where(dropped, score, 0)[..., 0])
     store.write(slots.positions, last, position.masked_fill(evicts, -1))

@@ -56,7 +56,10 @@ def simulate(
     first = torch.minimum(prompt, count[:, -1])[:, None]  # [B, 1] tokens attended at once
     early = real & (position < first)
     weights = early * policy.decay ** (first - 1 - position).clamp(min=0).float()
-    received, _ = dense(query, keys, values, real, None, weights, scale, softcap, sink_logits, out)
+    largest = policy.scores_largest
+    received, _ = dense(
+        query, keys, values, real, None, weights, scale, softcap, sink_logits, largest, out
+    )
     scores.copy_(received)
     evicted_at.copy_((real * Q)[:, None].expand(B, G, Q))
 
@@ -139,7 +142,10 @@ def _one_by_one(
             block.append(p.masked_fill_(unseen, 0))
             if policy.decay != 1.0:
                 score.copy_(torch.where(near & now, score * policy.decay, score))
-            score += p.sum(2)
+            if policy.scores_largest:
+                score.copy_(torch.maximum(score, p.amax(2)))
+            else:
+                score += p.sum(2)
             alive = places[..., :stop].masked_fill(~near, -1)
             length = places[:, :1, i : i + 1] + 1
             norm = None if norms is None else norms[..., :stop]
