@@ -216,7 +216,7 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 	$(call PACKAGE,$(CUDA_CC),$(CUDA_CORE) -lstdc++)
 
 # In 16 bits a prompt by the tensor cores and the same by steps differ in the last one.
-CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py \
+CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
 	tests/torch/test_merge.py tests/torch/test_rolled.py tests/torch/test_heads.py \
 	tests/torch/test_precision.py
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU

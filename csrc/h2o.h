@@ -103,8 +103,9 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
 #define H2O_SLOTS_FIELDS(X)                                                                        \
     /* rows f32/f16/bf16, or u8 rows of quantise.h */                                              \
     X(keys, "BGSD", H2O_NONE, H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)  \
+    /* the same; absent where the keys are the values too: once checked they are those views */    \
     X(values, "BGSD", H2O_NONE,                                                                    \
-      H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)                          \
+      H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)           \
     /* what attention each key has received */                                                     \
     X(scores, "BGS", H2O_F32, H2O_PER_SLOT | H2O_ATTENDED | H2O_SCORED | H2O_DENSE | H2O_WRITTEN)  \
     /* index in the row without pads, -1 empty */                                                  \

@@ -65,7 +65,7 @@ const h2o_policy_field h2o_policy_fields[H2O_POLICY_COUNT] = {
 static const h2o_operand attend_operands[] = {
     TENSOR(attend, query, "BHQD", H2O_NONE, 0),
     TENSOR(attend, keys, "BGQD", H2O_NONE, 0),
-    TENSOR(attend, values, "BGQD", H2O_NONE, 0),
+    TENSOR(attend, values, "BGQD", H2O_NONE, H2O_OPTIONAL),
     TENSOR(attend, mask, "BQ", H2O_U8, H2O_OPTIONAL),
     {.name = "slots",
      .kind = H2O_OPERAND_SLOTS,
@@ -82,7 +82,7 @@ static const h2o_operand attend_operands[] = {
 
 static const h2o_operand evict_operands[] = {
     TENSOR(evict, keys, "BGQD", H2O_NONE, 0),
-    TENSOR(evict, values, "BGQD", H2O_NONE, 0),
+    TENSOR(evict, values, "BGQD", H2O_NONE, H2O_OPTIONAL),
     TENSOR(evict, scores, "BGQ", H2O_F32, 0),
     TENSOR(evict, mask, "BQ", H2O_U8, H2O_OPTIONAL),
     SLOTS(evict),
@@ -92,7 +92,7 @@ static const h2o_operand evict_operands[] = {
 static const h2o_operand step_operands[] = {
     TENSOR(step, query, "BH1D", H2O_NONE, 0),
     TENSOR(step, key, "BG1D", H2O_NONE, 0),
-    TENSOR(step, value, "BG1D", H2O_NONE, 0),
+    TENSOR(step, value, "BG1D", H2O_NONE, H2O_OPTIONAL),
     TENSOR(step, mask, "B1", H2O_U8, H2O_OPTIONAL),
     SLOTS(step),
     TENSOR(step, out, "B1HD", H2O_NONE, H2O_WRITTEN),
@@ -108,7 +108,7 @@ static const h2o_operand step_operands[] = {
 static const h2o_operand simulate_operands[] = {
     TENSOR(simulate, query, "BHQD", H2O_NONE, 0),
     TENSOR(simulate, keys, "BGQD", H2O_NONE, 0),
-    TENSOR(simulate, values, "BGQD", H2O_NONE, 0),
+    TENSOR(simulate, values, "BGQD", H2O_NONE, H2O_OPTIONAL),
     TENSOR(simulate, mask, "BQ", H2O_U8, H2O_OPTIONAL),
     TENSOR(simulate, prompt, "B", H2O_I32, 0),
     TENSOR(simulate, budget, "BG2", H2O_I32, H2O_PER_HEAD),

@@ -85,7 +85,7 @@ class Rotary(NamedTuple):
 def attend(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     slots: Slots | None = None,
     *,
     mask: Tensor | None = None,
@@ -101,7 +101,8 @@ def attend(
 
     Args:
         query: [B, H, Q, D].
-        keys, values: [B, G, Q, D], the new tokens' own.
+        keys, values: [B, G, Q, D], the new tokens' own. values is None, in all operations, where
+            the keys are the values too: exactly if the slots have no values.
         slots: stored keys that the queries see as well. `slots.scores` becomes
             decay^n * scores + what the n real new queries gave (or the larger of the two); nothing
             else changes.
@@ -151,7 +152,7 @@ def attend(
 
 def evict(
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     scores: Tensor,
     slots: Slots,
     *,
@@ -197,7 +198,7 @@ def evict(
 def step(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     slots: Slots,
     *,
     mask: Tensor | None = None,
@@ -250,7 +251,7 @@ def step(
 def simulate(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     prompt: Tensor,
     budget: Tensor,
     *,
@@ -328,7 +329,7 @@ def _default_scale(query: Tensor, sizes: tuple[int, int, int, int] | None) -> fl
 def _quantised(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
     """Keys and values [B, G, Q, bytes] as a store without a budget holds them, by position."""
     B, G, Q, _ = sizes_of_keys(keys)
-    slots = new_slots(keys, Q, kv_dtype=kv_dtype)
+    slots = new_slots(keys, Q, kv_dtype=kv_dtype, shared=values is None)
     evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=mask)
     return slots.keys, slots.values
 

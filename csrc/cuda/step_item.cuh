@@ -79,7 +79,7 @@ DEVICE void store_token(const step_item *item) {
     if (warp == 0) {
         store_row(item->store.keys + slot * item->store.key_stride, item->store.key_type, item->key,
                   item->D);
-    } else if (warp == 1) {
+    } else if (warp == 1 && !store_is_shared(&item->store)) {
         store_row(item->store.values + slot * item->store.value_stride, item->store.value_type,
                   item->value, item->D);
     } else if (warp == 2) {

@@ -49,9 +49,9 @@ class Operand(NamedTuple):
 OPERANDS = {
     "query": Operand("BHQD"),
     "keys": Operand("BGQD"),
-    "values": Operand("BGQD"),
+    "values": Operand("BGQD", optional=True),
     "key": Operand("BGQD"),
-    "value": Operand("BGQD"),
+    "value": Operand("BGQD", optional=True),
     "mask": Operand("BQ", optional=True, dtype="uint8"),
     "prompt": Operand("B", dtype="int32"),
     "budget": Operand("B2", dtype="int32"),

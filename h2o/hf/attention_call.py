@@ -80,8 +80,8 @@ class NewTokens(NamedTuple):
     """[B, H, Q, D]"""
     key: Tensor
     """[B, G, Q, D]"""
-    value: Tensor
-    """[B, G, Q, D]"""
+    value: Tensor | None
+    """[B, G, Q, D]; None where the keys are the values too"""
     mask: Tensor | None
     """[B, Q] bool, False at a pad; None: no pads"""
     scale: float | None
@@ -91,7 +91,8 @@ class NewTokens(NamedTuple):
 
     def first(self, columns: int) -> NewTokens:
         """The first of them."""
-        query, key, value = (x[:, :, :columns] for x in self[:3])
+        query, key = (x[:, :, :columns] for x in (self.query, self.key))
+        value = None if self.value is None else self.value[:, :, :columns]
         mask = None if self.mask is None else self.mask[:, :columns]
         return self._replace(query=query, key=key, value=value, mask=mask)
 

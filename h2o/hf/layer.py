@@ -204,8 +204,9 @@ class H2OLayer(LayerContents):
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
         budget = prompt_budget.budget_of(
-            self.config, self.conversation.prompt_length, counts, G, self.part, self.row_size
-        )
+            self.config, self.conversation.prompt_length, counts, G, self.part,
+            (*self.row_size, self.rows_per_token),
+        )  # fmt: skip
         room = Room(budget.widest, self._capacities(budget.widest, max(counts)))
         slots = self._new_slots(tokens.key, room.sizes, budget.by_row)
         out = self._attend_and_evict(tokens, unscored, slots)
@@ -259,6 +260,7 @@ class H2OLayer(LayerContents):
             value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype,
             merge=self.config.merge is not None,
+            shared=self.shared,
         )
         budget = torch.tensor(by_row, dtype=torch.int32, device="cpu")
         slots.budget.copy_(budget.squeeze(1))

@@ -89,6 +89,8 @@ def restore_keys(layer: Any, state: State) -> None:
         return
     layer.empty()
     fields = _unnamed(_SLOTS, state.tensors)
+    if fields and layer.shared:
+        fields["values"] = None
     slots = ops.Slots(**fields) if fields else None
     if slots is not None:  # what was held elsewhere may go on with a step
         ops.open_device(slots.keys)

@@ -26,6 +26,7 @@ from h2o.head_budgets import levelled
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import Undifferentiable
 from h2o.hf.attention_hook import Call, attending
+from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.patch_lock import unwrapped
 from h2o.hf.support import transformers_layers
@@ -95,7 +96,8 @@ def simulated(
         for i, layer in enumerate(layers)
     ]
     simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass)
-    with attending(model, simulation.layers(), simulation.attend):
+    tracing = latents_traced(unwrapped(model))
+    with attending(model, simulation.layers(), simulation.attend), tracing:
         yield simulation
 
 
@@ -156,6 +158,13 @@ class Simulation:
 
     def attend(self, call: Call) -> Tensor:
         """What an H2O cache's layer would give, [B, N, H, D]; for `h2o.hf.attention_hook`."""
+        if (latent := getattr(call.key, "latent", None)) is not None:
+            call, expansion = over_latents(call, latent)
+            return expansion.answers(self._attend(call, shared=True))
+        return self._attend(call)
+
+    def _attend(self, call: Call, *, shared: bool = False) -> Tensor:
+        """The same; `shared`: the keys are the values too."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
         config = self._budgets[call.layer]
         assert config is not None
@@ -170,14 +179,14 @@ class Simulation:
         lengths = [N] * B
         if mask is not None and (config.needs_prompt_length or mask.is_cpu):  # else all the same
             lengths = mask.sum(1).tolist()
-        config = config.for_keys(key.shape[-1], key.element_size())
+        config = config.for_keys(key.shape[-1], key.element_size(), 1 if shared else 2)
         prompts, budgets = self._resolve(config, lengths)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._variant == "h2o":
             out, evicted_at, scores = ops.simulate(
                 q,
                 k,
-                v,
+                None if shared else v,
                 torch.tensor(prompts, dtype=torch.int32, device=q.device),
                 torch.tensor(
                     levelled(budgets, k.shape[1], tensor_parallel.part(call.module)),

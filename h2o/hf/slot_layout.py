@@ -188,22 +188,24 @@ def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
     return total
 
 
-def filled(keys: Tensor, values: Tensor, mask: Tensor | None, *, value_weighted: bool) -> ops.Slots:
+def filled(
+    keys: Tensor, values: Tensor | None, mask: Tensor | None, *, value_weighted: bool
+) -> ops.Slots:
     """Slots without a budget that hold keys and values [B, G, n, D] with scores of 0.
 
     Where the mask [B, n] is False there is a pad, which is not stored. In the lowest slots, by
     ascending position, lie those of each row.
     """
     longest = keys.shape[2] if mask is None else int(mask.sum(1).max())
-    slots = ops.new_slots(keys, longest + 1, value_weighted=value_weighted)
+    slots = ops.new_slots(keys, longest + 1, value_weighted=value_weighted, shared=values is None)
     scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     ops.evict(keys, values, scores, slots, mask=mask, value_weighted=value_weighted)
     return slots
 
 
 def together(
-    slots: ops.Slots, key: Tensor, value: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    slots: ops.Slots, key: Tensor, value: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """What `filled` made, and new tokens after it, as if all of them were new.
 
     Args:
@@ -218,6 +220,6 @@ def together(
         real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
     return (
         torch.cat([slots.keys, key], dim=2),
-        torch.cat([slots.values, value], dim=2),
+        None if slots.values is None else torch.cat([slots.values, value], dim=2),
         torch.cat([slots.positions[:, 0] >= 0, real.bool()], dim=1),
     )

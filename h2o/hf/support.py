@@ -13,8 +13,9 @@ import transformers
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import Unsupported
-from h2o.hf import model_rotary
+from h2o.hf import latent_attention, model_rotary
 from h2o.hf.layer_kinds import kind_of, type_refusal
+from h2o.model_identity import latent_row
 
 __all__ = ["Support", "refusal", "supports", "transformers_layers"]
 
@@ -179,14 +180,23 @@ def refusal(config: Any) -> str | None:
     for part in (text, config):
         if part.model_type in _ALTERED:
             return _ALTERED[part.model_type]
-    if _attribute(text, "kv_lora_rank") is not None:
-        return "multi-head latent attention caches a latent, not the keys that attention sees"
+    if _attribute(text, "kv_lora_rank") is not None and (reason := _latent_refusal(config)):
+        return reason
     if getattr(text, "num_kv_shared_layers", None):
         return "some layers attend to the keys of others (num_kv_shared_layers)"
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if reason := type_refusal(kind):
             return f"layer {index} is {kind}, which is {reason}"
     return None
+
+
+def _latent_refusal(config: Any) -> str | None:
+    """Why a model with multi-head latent attention cannot be served; or None."""
+    if latent_row(config) is None:
+        return "its layers differ in their latent attention"
+    if not all(map(latent_attention.expands_after_cache, _model_classes(config))):
+        return "its multi-head latent attention does not cache latents as transformers' newer do"
+    return latent_attention.refusal(config.get_text_config(decoder=True))
 
 
 def _attribute(config: Any, name: str) -> Any:

@@ -245,6 +245,35 @@ if importlib.util.find_spec("torchao"):
     FAMILIES["llama, int8 weights"] = Family("llama", model_type="llama", weights="int8")
     if DEVICE.type == "cpu":  # for which these four bits are laid out
         FAMILIES["qwen3, int4 weights"] = Family("qwen3", model_type="qwen3", weights="int4")
+
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 10,
+}  # fmt: skip
+_LATENT_MOE = {
+    **_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+_LONGCAT = {
+    **_LATENT, "num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 32,
+    "moe_topk": 2, "zero_expert_num": 2, "n_routed_experts": 4,
+}  # fmt: skip
+LATENT = {
+    family.name: family
+    for family in [
+        Family("deepseek_v2", {**_LATENT_MOE, "topk_method": "greedy"}),
+        Family("deepseek_v3", {**_LATENT_MOE, "q_lora_rank": None}),
+        Family("glm4_moe_lite", _LATENT_MOE),
+        Family("minicpm3", _LATENT),
+        Family("mistral4", {**_LATENT_MOE, "original_max_position_embeddings": 16}),
+        Family("youtu", {**_LATENT, "num_attention_heads": 32, "num_key_value_heads": 32}),
+        Family("axk1", {**_LATENT_MOE, "v_head_dim": 20}),
+        Family("longcat_flash", _LONGCAT),
+    ]
+}
+"""Of multi-head latent attention; one with so many heads that a step is a product of matrices, one
+whose values have the size of its keys."""
+
 _WITH_KEYS = ("falcon_h1", "zaya")
 WITH_STATES = [name for name, x in FAMILIES.items() if "states" in x.layers or name in _WITH_KEYS]
 """Convolution or recurrent states, beside keys or instead of them."""
@@ -256,10 +285,11 @@ HYBRID = [name for name in OTHERS if name not in PURE and "h2o" in FAMILIES[name
 @functools.cache
 def _model(name: str) -> Any:
     torch.manual_seed(len(name))
-    auto = AutoModelForImageTextToText if FAMILIES[name].image else AutoModelForCausalLM
-    made = auto.from_config(FAMILIES[name].build_config()).eval()
-    if FAMILIES[name].weights:
-        quantise(made, FAMILIES[name].weights)
+    family = (FAMILIES | LATENT)[name]
+    auto = AutoModelForImageTextToText if family.image else AutoModelForCausalLM
+    made = auto.from_config(family.build_config()).eval()
+    if family.weights:
+        quantise(made, family.weights)
     return made
 
 
@@ -306,7 +336,7 @@ def batch(rows: list[torch.Tensor], side: str = "left") -> dict[str, torch.Tenso
 
 def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same batch for a family that reads images: one amid each row, another one in each."""
-    image = FAMILIES[name].image
+    image = (FAMILIES | LATENT)[name].image
     if not image:
         return inputs
     B = len(inputs["input_ids"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o.backends.portable.merging import merge_one
 from h2o.backends.portable.prefill import capped
 from h2o.backends.portable.ranking import budget_of, lowest, queries_of, rank_keys
-from h2o.backends.portable.slot_rows import Store, as_stored, products
+from h2o.backends.portable.slot_rows import Store, as_stored, products, row_norms
 from h2o.policy import Policy
 from h2o.rotary_embedding import rotated
 from h2o.sink_logits import softmax
@@ -36,7 +36,7 @@ class Eviction(NamedTuple):
 def step(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     mask: Tensor | None,
     slots: Any,
     out: Tensor,
@@ -56,7 +56,7 @@ def step(
     seen = lengths + 1
     budget = budget_of(slots.budget, policy.sinks)
     index = store.index_of(slots.free)
-    for rows, new in zip((slots.keys, slots.values), as_stored(key, value, slots), strict=True):
+    for rows, new in as_stored(key, value, slots):
         store.write_rows(rows, index, new, real)
     store.write(slots.positions, index, lengths, real)
     store.write(slots.scores, index, 0.0, real)
@@ -64,7 +64,7 @@ def step(
         store.write(slots.bias, index, 0.0, real)
     norms = None
     if policy.value_weighted:
-        store.write(slots.norms, index, torch.linalg.vector_norm(value.float(), dim=-1), real)
+        store.write(slots.norms, index, row_norms(key if value is None else value), real)
         norms = store.by_head(slots.norms, 0)
 
     keys = store.rows("keys", D)

@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 def attend(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     mask: Tensor | None,
     slots: Any,
     out: Tensor,
@@ -72,11 +72,12 @@ def attend(
         store = Store(slots)
         held = store.by_head(slots.positions, -1) >= 0
         D = query.shape[-1]
-        stored_values = store.rows("values", D)
+        stored_values = store.values(D)
         empty = ~(held if store.first is None else held.any(1, keepdim=True))
         finite, beyond = store.split(stored_values.masked_fill(empty[..., None], 0))
         bias = None if slots.bias is None else store.by_head(slots.bias, 0)
         stored = Stored(store.rows("keys", D).float(), finite, beyond, held, bias)
+    values = keys if values is None else values
     largest = policy.scores_largest
     new, old = dense(
         query, keys, values, real, stored, weights, scale, softcap, sink_logits, largest, out

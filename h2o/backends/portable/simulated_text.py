@@ -15,6 +15,7 @@ from h2o.backends.portable.decode import step
 from h2o.backends.portable.eviction import evict
 from h2o.backends.portable.prefill import capped, dense, rows_of
 from h2o.backends.portable.ranking import Budget, budget_of, highest, lowest, rank_keys
+from h2o.backends.portable.slot_rows import row_norms
 from h2o.policy import Policy
 from h2o.quantisation import dequantised
 from h2o.sink_logits import softmax
@@ -26,7 +27,7 @@ __all__ = ["simulate"]
 def simulate(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     mask: Tensor | None,
     prompt: Tensor,
     budget: Tensor,
@@ -50,6 +51,8 @@ def simulate(
     """
     B, _, Q, D = query.shape
     G = keys.shape[1]
+    if values is None:
+        values, stored_values = keys, stored_keys
     real = torch.ones(B, Q, dtype=torch.bool, device=query.device) if mask is None else mask.bool()
     count = real.cumsum(1)
     position = (count - 1).masked_fill(~real, -1)  # [B, Q]
@@ -63,7 +66,7 @@ def simulate(
     scores.copy_(received)
     evicted_at.copy_((real * Q)[:, None].expand(B, G, Q))
 
-    norms = torch.linalg.vector_norm(values.float(), dim=-1) if policy.value_weighted else None
+    norms = row_norms(values) if policy.value_weighted else None
     limits = budget_of(budget, policy.sinks)
     places = position[:, None].expand(B, G, Q).int()
     in_prompt = places.masked_fill(~early[:, None], -1)
