@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of transformers
@@ -47,6 +48,8 @@ class Family:
     """Modes in which transformers itself fails, with its own cache too."""
     weights: str = ""
     """How torchao quantises them, "int8" or "int4"; "": not at all."""
+    architecture: str = ""
+    """Its class, where AutoModelForCausalLM has none of it."""
 
     def build_config(self) -> Any:
         numbers = {
@@ -265,7 +268,7 @@ LATENT = {
         Family("deepseek_v3", {**_LATENT_MOE, "q_lora_rank": None}),
         Family("glm4_moe_lite", _LATENT_MOE),
         Family("minicpm3", _LATENT),
-        Family("mistral4", {**_LATENT_MOE, "original_max_position_embeddings": 16}),
+        Family("mistral4", {**_LATENT_MOE, "head_dim": 20}, architecture="Mistral4ForCausalLM"),
         Family("youtu", {**_LATENT, "num_attention_heads": 32, "num_key_value_heads": 32}),
         Family("axk1", {**_LATENT_MOE, "v_head_dim": 20}),
         Family("longcat_flash", _LONGCAT),
@@ -287,7 +290,11 @@ def _model(name: str) -> Any:
     torch.manual_seed(len(name))
     family = (FAMILIES | LATENT)[name]
     auto = AutoModelForImageTextToText if family.image else AutoModelForCausalLM
-    made = auto.from_config(family.build_config()).eval()
+    config = family.build_config()
+    if family.architecture:
+        made = getattr(transformers, family.architecture)(config).eval()
+    else:
+        made = auto.from_config(config).eval()
     if family.weights:
         quantise(made, family.weights)
     return made
