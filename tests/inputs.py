@@ -79,6 +79,13 @@ def drifting(
     return Text(*(x.astype(np.float32) for x in (query, keys, values)))
 
 
+def sink_logits(seed: int, H: int) -> np.ndarray:
+    """[H] float32, learned sinks of the size of a text's logits; of every fifth head none."""
+    sinks = np.random.default_rng(seed).normal(1.0, 2.0, H)
+    sinks[4::5] = -np.inf
+    return sinks.astype(np.float32)
+
+
 def swaps(kept: list[np.ndarray], k: int, recent: int) -> int:
     """How often a decode step dropped a heavy key for the one that left the recent window.
 
@@ -196,6 +203,7 @@ class Scenario:
     padding: str
     policy: Policy
     softcap: float
+    learned_sinks: bool = False
 
     @property
     def B(self) -> int:
@@ -205,6 +213,12 @@ class Scenario:
         N = sum(self.calls)
         text = drifting(self.seed, self.B, self.G * self.R, self.G, N, self.D)
         return pad(text, self.mask())
+
+    def sink_logits(self) -> np.ndarray | None:
+        """[H] float32, some that take much of the attention, some little; None without."""
+        if not self.learned_sinks:
+            return None
+        return sink_logits(self.seed, self.G * self.R)
 
     def mask(self) -> np.ndarray:
         """[B, sum(calls)] bool: pads in the prompt; what follows is all real."""
@@ -249,6 +263,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         padding=draw(st.sampled_from(["left", "right", "holes"])),
         policy=draw(policies()),
         softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        learned_sinks=draw(st.booleans()),
     )
 
 

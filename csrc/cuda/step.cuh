@@ -22,9 +22,11 @@
 DEVICE void step_factors(const step_item *item) {
     NO_UNROLL
     for (int64_t r = threadIdx.x; r < item->R; r += blockDim.x) {
-        float row_max = -INFINITY, row_sum = 0.0f;
+        const float sink = sink_of(item->sink_logits, item->first_head + r);
+        float row_max = sink;
         for (int64_t c = 0; c < item->parts; c++)
             row_max = fmaxf(row_max, item->row_max[c * item->R + r]);
+        float row_sum = exponential(sink, row_max);
         for (int64_t c = 0; c < item->parts; c++) {
             const float factor = exponential(item->row_max[c * item->R + r], row_max);
             item->row_max[c * item->R + r] = factor;

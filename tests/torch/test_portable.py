@@ -147,7 +147,12 @@ def test_any_scenario_is_as_with_the_core(scenario):
     """The oracle would take its time; the core is held against it elsewhere."""
     talks = [
         Conversation(
-            engine, scenario.text(), scenario.policy, mask=scenario.mask(), softcap=scenario.softcap
+            engine,
+            scenario.text(),
+            scenario.policy,
+            mask=scenario.mask(),
+            softcap=scenario.softcap,
+            sink_logits=scenario.sink_logits(),
         ).feed_all(scenario.calls)
         for engine in (torch_engine(), core())
     ]

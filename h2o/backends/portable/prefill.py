@@ -16,6 +16,7 @@ from torch import Tensor
 
 from h2o.backends.portable.slot_rows import Store, products
 from h2o.policy import Policy
+from h2o.sink_logits import softmax
 
 __all__ = ["attend", "capped", "dense", "rows_of"]
 
@@ -45,7 +46,7 @@ class Stored(NamedTuple):
 def attend(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     mask: Tensor | None,
     slots: Any,
     out: Tensor,
@@ -53,6 +54,7 @@ def attend(
     scale: float,
     softcap: float,
     policy: Policy,
+    sink_logits: Tensor | None,
 ) -> None:
     """See `h2o.ops.attend`."""
     real = None if mask is None else mask.bool()
@@ -70,13 +72,16 @@ def attend(
         store = Store(slots)
         held = store.by_head(slots.positions, -1) >= 0
         D = query.shape[-1]
-        stored_values = store.rows("values", D)
+        stored_values = store.values(D)
         empty = ~(held if store.first is None else held.any(1, keepdim=True))
         finite, beyond = store.split(stored_values.masked_fill(empty[..., None], 0))
         bias = None if slots.bias is None else store.by_head(slots.bias, 0)
         stored = Stored(store.rows("keys", D).float(), finite, beyond, held, bias)
+    values = keys if values is None else values
     largest = policy.scores_largest
-    new, old = dense(query, keys, values, real, stored, weights, scale, softcap, largest, out)
+    new, old = dense(
+        query, keys, values, real, stored, weights, scale, softcap, sink_logits, largest, out
+    )
     scores.copy_(new)
     if store is not None:
         before = store.by_head(slots.scores, 0)
@@ -106,6 +111,7 @@ def dense(
     weights: Tensor | None,
     scale: float,
     softcap: float,
+    sink_logits: Tensor | None,
     largest: bool,
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -161,7 +167,10 @@ def dense(
         if stored is not None and stored.bias is not None:
             logits[..., :S] += stored.bias[:, :, None]
         hide(logits, -torch.inf)
-        p = logits.softmax(-1)
+        sinks = sink_logits
+        if sinks is not None:
+            sinks = sinks.view(G, R, 1).expand(G, R, n).reshape(1, G, R * n, 1)
+        p = softmax(logits, sinks)
         hide(p, 0)  # where one logit is NaN, all of the row is
         if real is not None:
             p.unflatten(2, (R, n)).masked_fill_(~real[:, None, None, start:stop, None], 0)
