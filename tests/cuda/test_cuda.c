@@ -24,6 +24,7 @@ int main(void) {
     const h2o_policy plain = {.decay = 1.0f};
     const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true, 0.0f};
     const h2o_policy merging = {4, H2O_RANK_MEAN, 0.99f, true, 0.25f};
+    const h2o_policy largest = {4, H2O_RANK_MAX, 0.99f, false, 0.0f};
     const scene scenes[] = {
         {.dims = make_dims(2, 1, 3, 480, 420, 64),
          .prompt = 420,
@@ -44,6 +45,15 @@ int main(void) {
          .scale = 0.1f,
          .how = SPREAD,
          .sinks = true},
+        /* scores that are maxima */
+        {.dims = make_dims(2, 2, 3, 200, 140, 24),
+         .prompt = 140,
+         .chunk_at = 150,
+         .chunk = 10,
+         .heavy = 70,
+         .recent = 50,
+         .policy = largest,
+         .scale = 0.1f},
         /* several blocks for a head, and learned sinks */
         {.dims = make_dims(1, 1, 3, 330, 300, 16),
          .prompt = 310,
