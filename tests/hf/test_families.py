@@ -6,8 +6,20 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, supports
+from h2o.hf.layer_kinds import kind_of
 from tests.hf.modes import MODES, POLICIES, TOKENS, policy
-from tests.hf.tiny import FAMILIES, HYBRID, PURE, batch, greedy, model, prompts, with_image
+from tests.hf.tiny import (
+    FAMILIES,
+    HYBRID,
+    OTHERS,
+    PURE,
+    WITH_STATES,
+    batch,
+    greedy,
+    model,
+    prompts,
+    with_image,
+)
 
 LENGTHS = (5, 17, 23, 30)
 
@@ -28,12 +40,20 @@ def test_layers_and_support(name):
     assert found
     assert found.layers == FAMILIES[name].layers
     cache = H2OCache(ours.config, heavy=1)
-    assert tuple("sliding" if x.is_sliding else "h2o" for x in cache.layers) == found.layers
+    assert tuple(map(kind_of, cache.layers)) == found.layers
     assert f"{found.layers.count('h2o')} of {len(found.layers)} layers by h2o" in str(found)
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [(name, mode) for name in FAMILIES for mode in modes_of(name)]
+    ("name", "mode"),
+    [
+        *[(name, mode) for name in OTHERS for mode in modes_of(name)],
+        *[
+            pytest.param(name, mode, marks=pytest.mark.slow)  # test_hybrids.py has the fast ones
+            for name in WITH_STATES
+            for mode in modes_of(name)
+        ],
+    ],
 )
 def test_full_budget_is_the_full_cache(name, mode):
     ours, theirs = model(name), peer(name)
@@ -51,7 +71,10 @@ def test_full_budget_is_the_full_cache(name, mode):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("chosen", POLICIES)
-@pytest.mark.parametrize("name", PURE + HYBRID)
+@pytest.mark.parametrize(
+    "name",
+    [*PURE, *HYBRID, *[pytest.param(name, marks=pytest.mark.slow) for name in WITH_STATES]],
+)
 def test_each_row_is_the_row_alone(name, chosen, side):
     ours = model(name)
     config = policy(chosen, ours)

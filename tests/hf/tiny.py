@@ -91,6 +91,7 @@ _MAMBA |= {"mamba_chunk_size": 8}
 _CONV = {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2}
 _BLOCKS = {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8}
 _TWICE = ("states", "h2o") * 2
+_EMBEDS = ("inputs_embeds",)
 _PIXELS = torch.linspace(-1, 1, 192).sin()
 
 FAMILIES = {
@@ -179,11 +180,13 @@ FAMILIES = {
                     "mamba_dt_rank": 4,
                 },
                 layers=_TWICE,
+                lacks=("chat turns",),  # its states of one turn are not used in the next
             ),
             Family(
                 "bamba",  # which counts positions from 0 in each pass where it is given none
                 _MAMBA | {"attn_layer_indices": [1, 3]},
                 layers=_TWICE,
+                lacks=_EMBEDS,
             ),
             Family(
                 "granitemoehybrid",
@@ -217,12 +220,14 @@ FAMILIES = {
                     "initializer_range": 0.2,  # with more it multiplies rounding errors
                 },
                 layers=("none", "states", "h2o", "states"),
+                lacks=_EMBEDS,
             ),
-            Family("falcon_h1", _MAMBA | {"mamba_d_ssm": 64}),
+            Family("falcon_h1", _MAMBA | {"mamba_d_ssm": 64}, lacks=_EMBEDS),
             Family(
                 "zamba",
                 _BLOCKS | {"n_mamba_heads": 2, "mamba_dt_rank": 4, "attention_head_dim": 16},
                 layers=_TWICE,
+                lacks=("chat turns", *_EMBEDS),
             ),
             Family(
                 "zamba2",
@@ -237,6 +242,7 @@ FAMILIES = {
                     "initializer_range": 0.1,
                 },
                 layers=_TWICE,
+                lacks=_EMBEDS,
             ),
             Family("zaya"),
         ]
