@@ -289,6 +289,13 @@ WITH_STATES = [name for name, x in FAMILIES.items() if "states" in x.layers or n
 OTHERS = [name for name in FAMILIES if name not in WITH_STATES]
 PURE = [name for name in OTHERS if "sliding" not in FAMILIES[name].layers]
 HYBRID = [name for name in OTHERS if name not in PURE and "h2o" in FAMILIES[name].layers]
+TWINS = tuple(
+    "gpt_neox qwen2 qwen3 mistral mixtral qwen3_moe phi gpt2 gemma olmo2 granite smollm3 stablelm"
+    " cohere starcoder2".split()
+)
+"""Families that h2o cannot tell from llama or opt, but for a scale: generate() is the same code for
+them, and so are shapes and kinds of layers (test_families.py shows that). What a mode or a policy
+does to these two it does to the twins: tests without `-m slow` cross them with a few of each."""
 
 
 @functools.cache
@@ -326,6 +333,17 @@ def model(name: str, attention: str = "h2o") -> Any:
     twin = copy.deepcopy(_model(name)).to(DEVICE)
     twin.set_attn_implementation(attention)
     return twin
+
+
+@functools.cache
+def shared(name: str, attention: str = "h2o") -> Any:
+    """The same model for all tests that change nothing of it: a copy takes as long as ten steps."""
+    return model(name, attention)
+
+
+def slow_if(slow: bool, *values: Any) -> Any:
+    """A case of parametrize: marked as slow where another case runs the same lines."""
+    return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
