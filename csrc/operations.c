@@ -32,7 +32,7 @@ const h2o_operand h2o_slots_fields[H2O_SLOTS_COUNT] = {H2O_SLOTS_FIELDS(FIELD)};
 _Static_assert(sizeof(h2o_slots) == H2O_SLOTS_COUNT * sizeof(h2o_view), "a row for each field");
 
 /* By h2o_rank_by. */
-static const char *const rankings[] = {"sum", "mean", NULL};
+static const char *const rankings[] = {"sum", "mean", "max", NULL};
 
 const h2o_policy_field h2o_policy_fields[H2O_POLICY_COUNT] = {
     {.name = "sinks",
@@ -77,6 +77,7 @@ static const h2o_operand attend_operands[] = {
     NUMBER(attend, scale),
     NUMBER(attend, softcap),
     POLICY(attend),
+    TENSOR(attend, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 
 static const h2o_operand evict_operands[] = {
@@ -101,6 +102,7 @@ static const h2o_operand step_operands[] = {
     TENSOR_AS(step, "rotary.table", rotary.table, "P2F", H2O_F32, H2O_OPTIONAL | H2O_DENSE),
     TENSOR_AS(step, "rotary.ranks", rotary.ranks, "BGS", H2O_I32,
               H2O_PER_SLOT | H2O_OPTIONAL | H2O_WRITTEN | H2O_DENSE),
+    TENSOR(step, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 
 static const h2o_operand simulate_operands[] = {
@@ -118,6 +120,7 @@ static const h2o_operand simulate_operands[] = {
     POLICY(simulate),
     TENSOR(simulate, stored_keys, "BGQD", H2O_U8, H2O_OPTIONAL | H2O_DENSE | H2O_STORED),
     TENSOR(simulate, stored_values, "BGQD", H2O_U8, H2O_OPTIONAL | H2O_DENSE | H2O_STORED),
+    TENSOR(simulate, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 
 /* ---- Operations -------------------------------------------------------- */

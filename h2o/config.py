@@ -63,7 +63,7 @@ class H2OConfig:
     Language Models with Attention Sinks", ICLR 2024)."""
     rank_by: RankBy = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage."""
+    age is no advantage. "max": the largest attention that any one query and head has given it."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""

@@ -39,7 +39,7 @@ class Slots(NamedTuple):
     values: Tensor | None
     """as keys; None: the keys are the values too, as the latents of multi-head latent attention"""
     scores: Tensor
-    """[B, G, S] float32: attention that each key has received"""
+    """[B, G, S] float32: attention that each key has received, the sum or the largest"""
     positions: Tensor
     """[B, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
     free: Tensor
@@ -68,19 +68,21 @@ class Kind(NamedTuple):
     """whether the operations write to it"""
     optional: bool = False
     """whether there are slots without it"""
+    dtype: str = "float32"
+    """"": the floating dtype of the call, or uint8 where rows are quantised"""
 
 
 KINDS: dict[str, Kind] = {
-    "keys": Kind("BGSD"),
-    "values": Kind("BGSD", optional=True),
+    "keys": Kind("BGSD", dtype=""),
+    "values": Kind("BGSD", optional=True, dtype=""),
     "scores": Kind("BGS"),
-    "positions": Kind("BGS"),
-    "free": Kind("BG"),
-    "lengths": Kind("B"),
-    "budget": Kind("B2", written=False),
-    "lost": Kind("BG"),
+    "positions": Kind("BGS", dtype="int32"),
+    "free": Kind("BG", dtype="int32"),
+    "lengths": Kind("B", dtype="int64"),
+    "budget": Kind("B2", written=False, dtype="int32"),
+    "lost": Kind("BG", dtype="float64"),
     "norms": Kind("BGS", optional=True),
-    "starts": Kind("+", written=False, optional=True),
+    "starts": Kind("+", written=False, optional=True, dtype="int32"),
     "bias": Kind("BGS", optional=True),
 }
 """By the names, and in the order, of the fields of `Slots`; `csrc/h2o.h` has the same list

@@ -42,18 +42,21 @@ class Conversation:
         *,
         mask: np.ndarray | None = None,
         softcap: float = 0.0,
+        sink_logits: np.ndarray | None = None,
         budget: np.ndarray | None = None,
         capacity: int | list[int] | None = None,
         stepwise: bool = True,
         kv_dtype: str | None = None,
         shared: bool = False,
     ):
-        self.do, self.policy, self.softcap, self.stepwise = (
-            engine.module, policy, softcap, stepwise,
-        )  # fmt: skip
+        self.do, self.policy, self.stepwise = engine.module, policy, stepwise
         self.query, self.keys, self.values = (engine.tensor(x) for x in text)
         self.values = None if shared else self.values
         self.mask = None if mask is None else engine.tensor(mask)
+        self.logits = {"softcap": softcap}
+        if sink_logits is not None:
+            sinks = engine.tensor(sink_logits)  # of torch in the text's dtype
+            self.logits["sink_logits"] = sinks.float() if hasattr(sinks, "float") else sinks
         N = self.query.shape[2]
         rows = np.array([[policy.heavy, policy.recent]]) if budget is None else budget
         if capacity is None:
@@ -77,13 +80,11 @@ class Conversation:
         q, k = (x[:, :, new] for x in (self.query, self.keys))
         v = None if self.values is None else self.values[:, :, new]
         mask = None if self.mask is None else self.mask[:, new]
-        ranking, softcap = self.policy.ranking, self.softcap
+        ranking = self.policy.ranking
         if columns == 1 and self.stepwise:
-            out = self.do.step(q, k, v, self.slots, mask=mask, softcap=softcap, **ranking)
+            out = self.do.step(q, k, v, self.slots, mask=mask, **self.logits, **ranking)
         else:
-            out, scores = self.do.attend(
-                q, k, v, self.slots, mask=mask, softcap=softcap, decay=self.policy.decay
-            )
+            out, scores = self.do.attend(q, k, v, self.slots, mask=mask, **self.logits, **ranking)
             self.do.evict(k, v, scores, self.slots, mask=mask, **ranking)
         self.out.append(as_float64(out))
         self.kept.append(kept(self.slots))

@@ -14,6 +14,8 @@ typedef struct {
     const h2o_rotary *rotary; /* NULL: keys are stored with their rotary embedding */
     int64_t R, D;
     float scale, softcap;
+    const h2o_view *sink_logits;
+    int64_t first_head; /* of the group */
     element_ref query, key, value, out; /* query, out: of the group's first head, ... */
     int64_t query_stride, out_stride;   /* ... and bytes from head to head */
     int32_t *ranks;
@@ -39,6 +41,8 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     item.D = D;
     item.scale = p->scale;
     item.softcap = p->softcap;
+    item.sink_logits = &p->sink_logits;
+    item.first_head = g * R;
     item.query = row_of(&p->query, b, g * R, 0);
     item.key = row_of(&p->key, b, g, 0);
     item.value = row_of(&p->value, b, g, 0);

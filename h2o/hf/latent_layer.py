@@ -128,9 +128,11 @@ class LatentLayer(H2OLayer):
             value = torch.nn.functional.pad(value, (0, key.shape[-1] - V))
         out, scores = ops.attend(
             query, key, value,
-            mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap, policy=self.policy,
+            mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits, policy=self.policy,
         )  # fmt: skip
-        return out[..., :V], scores.sum(1, keepdim=True)
+        over_heads = scores.amax if self.policy.scores_largest else scores.sum
+        return out[..., :V], over_heads(dim=1, keepdim=True)
 
     def _step(
         self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary

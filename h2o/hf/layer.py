@@ -24,7 +24,13 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.head_budgets import LayerShares
 from h2o.hf import prompt_budget, slot_layout, tensor_parallel
-from h2o.hf.attention_call import AttentionCall, NewTokens, Undifferentiable, as_autocast
+from h2o.hf.attention_call import (
+    AttentionCall,
+    NewTokens,
+    Undifferentiable,
+    as_autocast,
+    as_operand,
+)
 from h2o.hf.conversation import Conversation, columns_left
 from h2o.hf.crop import NO_RECORD, LastPass
 from h2o.hf.layer_contents import LayerContents
@@ -112,7 +118,7 @@ class H2OLayer(LayerContents):
         if call.wants_gradients():
             with torch.no_grad():
                 out = self.attend(call.detached())
-            return Undifferentiable.apply(out, call.query, call.key, call.value)
+            return Undifferentiable.apply(out, call.query, call.key, call.value, call.sink_logits)
         try:
             self._refuse(call)
             query, key, value = as_autocast(call.query, call.key, call.value)
@@ -176,7 +182,8 @@ class H2OLayer(LayerContents):
             dtype = self.slots.keys.dtype
             if dtype != query.dtype:  # autocast began, or ended, after what is held was stored
                 query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return NewTokens(query, key, value, call.mask, call.scale, call.softcap)
+        sinks = as_operand(call.sink_logits)
+        return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
 
     def _attend_one(self, tokens: NewTokens) -> Tensor:
         """A decode step."""
@@ -274,6 +281,7 @@ class H2OLayer(LayerContents):
             scale=tokens.scale,
             softcap=tokens.softcap,
             out=out,
+            sink_logits=tokens.sink_logits,
             policy=self.policy,
             **rotary,
         )
@@ -286,6 +294,7 @@ class H2OLayer(LayerContents):
             mask=tokens.mask,
             scale=tokens.scale,
             softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits,
             policy=self.policy,
         )
 

@@ -36,6 +36,7 @@ __all__ = ["LayerContents"]
 class LayerContents(CacheLayerMixin):
     """The store of an `H2OLayer`, without its forward pass."""
 
+    kind = "h2o"
     is_sliding = False
     is_compileable = False
     is_croppable = False
@@ -59,6 +60,40 @@ class LayerContents(CacheLayerMixin):
         self._hold(slots, Room(self.room.widest, slot_layout.sizes(slots)))
         self.unscored = True
         self._count(keys.shape[2], mask)
+
+    def take_row(self, row: int, source: LayerContents, rows: int, longest: int) -> None:
+        """Row `row` of `rows` becomes what the one row of another layer is, in place.
+
+        Args:
+            source: of the same settings; what it holds is copied.
+            longest: tokens that the longest of all rows has seen.
+
+        Raises:
+            ValueError: a source of several rows, or with another kind of slots.
+        """
+        if source.batch_size != 1:
+            raise ValueError(f"a row is to be taken from a batch of {source.batch_size} rows")
+        if self.slots is None:
+            self.row_size, self.seen = source.row_size, source.seen
+            self._hold(slot_layout.rows_like(source.slots, rows), source.room)
+        room, others = self.room, source.room
+        widest = list(map(max, room.widest, others.widest))
+        needed = slot_layout.capacities(widest, longest)
+        sizes = list(map(max, needed, room.sizes, others.sizes))
+        slots = self.slots
+        if sizes != room.sizes:
+            slots = slot_layout.enlarged(slots, room.sizes, sizes)
+        joining = source.slots
+        if sizes != others.sizes:
+            joining = slot_layout.enlarged(joining, others.sizes, sizes)
+        slot_layout.put_row(slots, row, joining)
+        self._hold(slots, Room(widest, sizes))
+        self.longest = longest
+
+    def row_bytes(self) -> int:
+        """Bytes of all tensors that a row takes once its budget is full."""
+        widest = self.room.widest
+        return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
 
     def _count(self, Q: int, mask: Tensor | None) -> None:
         """Q more columns have been seen."""
@@ -111,6 +146,10 @@ class LayerContents(CacheLayerMixin):
 
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
+        self.empty()
+
+    def empty(self) -> None:
+        """As `reset`; of a layer that has states beside its keys, these stay."""
         self._hold(None, Room([0], []))
         self.seen = 0
         self.longest = 0  # upper bound of the tokens of the longest row

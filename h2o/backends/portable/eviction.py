@@ -62,7 +62,7 @@ def evict(
         )
         _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms, bias)
         kept = store.by_head(slots.positions, -1)
-        targets = MergeTargets.of(store, kept, policy.sinks, queries_of(policy, kept, seen))
+        targets = MergeTargets.of(store, kept, policy, queries_of(policy, kept, seen))
         merged = merge_all(store, evicted, targets, policy.merge)
         lost = evicted.scores.masked_fill(merged | ~evicted.is_key, 0)
     slots.lost.add_(lost.sum(-1, dtype=slots.lost.dtype))

@@ -54,11 +54,13 @@ class Store:
             new = torch.where(self.of_head.any(0), new.gather(1, index)[:, 0], numbers)
         numbers.copy_(new)
 
-    def add(self, numbers: Tensor, new: Tensor) -> Tensor:
-        """Adds `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's; the sums."""
+    def add(self, numbers: Tensor, new: Tensor, *, largest: bool = False) -> Tensor:
+        """Adds `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's; the sums.
+        With `largest` the larger ones instead."""
         if self.first is not None:
             new = new.gather(1, self.head.expand(len(new), 1, -1))[:, 0]
-        return self.by_head(numbers.add_(new), 0)
+        both = torch.maximum(numbers, new, out=numbers) if largest else numbers.add_(new)
+        return self.by_head(both, 0)
 
     def rows(self, name: str, D: int) -> Tensor:
         """Keys or values [B, G or 1, S, D], floats."""
