@@ -152,7 +152,7 @@ $(OUT)/libcuda.so.1: tests/cuda/threads/driver.c
 	@mkdir -p $(@D)
 	$(CC) $(C_FLAGS) -fPIC -shared $< -o $@
 
-$(OUT)/test_driver: tests/cuda/threads/test_driver.c tests/c/test.h $(OUT)/cuda/driver.o $(OUT)/error.o
+$(OUT)/test_driver: tests/cuda/threads/test_driver.c tests/c/test.h $(addprefix $(OUT)/,cuda/driver.o error.o system.o)
 	$(CC) $(C_FLAGS) -Itests/c $(filter-out %.h,$^) -o $@ -ldl
 
 test-driver: $(OUT)/test_driver $(OUT)/libcuda.so.1
@@ -172,7 +172,7 @@ CUDA_FLAGS := -fno-math-errno -fno-trapping-math -fPIC -pthread -DH2O_GENERIC_ON
 CUDA_CC := $(CC) -std=c11 -Wall -Wextra -Werror $(CUDA_FLAGS)
 CUDA_CXX := $(CXX) -std=gnu++20 -Wall -Werror $(CUDA_FLAGS)
 CUDA_CORE := $(addprefix $(CUDA)/,$(addsuffix .o,call check counts devices dispatch error operations \
-	parallel policy scratch plan driver launch emulated kernels fiber shim matrix))
+	parallel policy scratch system plan driver launch emulated kernels fiber shim matrix))
 .SECONDARY: $(CUDA_CORE)
 CUDA_PROGRAMS := test_shim test_cuda
 
