@@ -36,10 +36,10 @@ class Slots(NamedTuple):
 
     keys: Tensor
     """[B, G, S, D]; quantised: [B, G, S, bytes] uint8, read by `h2o.quantisation.dequantised`"""
-    values: Tensor
-    """as keys"""
+    values: Tensor | None
+    """as keys; None: the keys are the values too, as the latents of multi-head latent attention"""
     scores: Tensor
-    """[B, G, S] float32: attention that each key has received"""
+    """[B, G, S] float32: attention that each key has received, the sum or the largest"""
     positions: Tensor
     """[B, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
     free: Tensor
@@ -74,7 +74,7 @@ class Kind(NamedTuple):
 
 KINDS: dict[str, Kind] = {
     "keys": Kind("BGSD", dtype=""),
-    "values": Kind("BGSD", dtype=""),
+    "values": Kind("BGSD", optional=True, dtype=""),
     "scores": Kind("BGS"),
     "positions": Kind("BGS", dtype="int32"),
     "free": Kind("BG", dtype="int32"),
@@ -111,6 +111,7 @@ def new_slots(
     value_weighted: bool = False,
     kv_dtype: str | None = None,
     merge: bool = False,
+    shared: bool = False,
 ) -> Slots:
     """Empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
 
@@ -123,6 +124,7 @@ def new_slots(
     `kv_dtype`: None, keys and values are stored as they are; "int8", as bytes with a scale of 16
     bits for each; "int8-int4", values as four bits with scale and minimum (16 bits each) for
     every 32 elements, of which D must then be a multiple. `merge`: whether keys will be merged.
+    `shared`: no `values`, since the keys are the values too; such keys cannot be merged.
     """
     B, G, _, D = sizes_of_keys(keys)
     even = isinstance(capacity, numbers.Integral)
@@ -144,7 +146,7 @@ def new_slots(
     budget[..., 1] = recent
     return Slots(
         keys=full(keys, shapes[0], 0, dtype),
-        values=full(keys, shapes[1], 0, dtype),
+        values=None if shared else full(keys, shapes[1], 0, dtype),
         scores=full(keys, shape, 0, "float32"),
         positions=full(keys, shape, -1, "int32"),
         free=full(keys, (B, G), 0, "int32"),

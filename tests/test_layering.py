@@ -317,8 +317,9 @@ FLOORS = 9
 
 SERVING = {
     "attention_blocks", "backends", "budgets", "config", "config_fields", "draw", "errors",
-    "filesystem", "head_budgets", "hf", "kv_dtype", "model_identity", "models", "ops", "packages",
-    "policy", "profile", "published_masks", "quantisation", "rotary_embedding", "slots", "tensors",
+    "filesystem", "former_names", "head_budgets", "hf", "kv_dtype", "model_identity", "models",
+    "ops", "packages", "policy", "profile", "published_masks", "quantisation", "rotary_embedding",
+    "sink_logits", "slots", "tensors",
 }  # fmt: skip
 """The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
 measure one, or are commands."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ if HAS_CORE:
 else:
     from h2o.backends import without_core as _core
 
-__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "serving"]
+__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "opened", "serving"]
 
 VERSION: str = _core.info()["version"]
 OPERATIONS: tuple[str, ...] = _core.OPERATIONS
@@ -38,14 +38,24 @@ core = SimpleNamespace(**{name: functools.partial(_core.call, name, "run") for n
 """The operations by the C core on the CPU; without it, by torch on any device."""
 
 
-def serving(tensor: Any) -> SimpleNamespace:
-    """The backend for such a tensor: `OPERATIONS` by name, with the operands of `_core.call`."""
+def serving(
+    tensor: Any, of_cuda: Callable[[int, SimpleNamespace], SimpleNamespace] = cuda.serving
+) -> SimpleNamespace:
+    """The backend for such a tensor: `OPERATIONS` by name, with the operands of `_core.call`.
+
+    The first call for a CUDA device opens it: loads the kernels, checks them, writes the verdict
+    into the cache folder.
+    """
     on_cpu = getattr(tensor, "is_cpu", None)  # torch's word; others' tensors have none
     if on_cpu is None or not HAS_CORE or (on_cpu and not forced):
         return core
     if not forced and is_cuda(tensor):
-        return cuda.serving(tensor.device.index, _portable())
+        return of_cuda(tensor.device.index, _portable())
     return _portable()
+
+
+opened = functools.partial(serving, of_cuda=cuda.opened)
+"""As `serving`, for a decode step: looks a verdict up, and opens no device."""
 
 
 def is_cuda(tensor: Any) -> bool:
@@ -75,7 +85,8 @@ def _portable() -> SimpleNamespace:
         run = getattr(portable, name)
 
         def operation(*operands: Any) -> None:
-            _core.call(name, "check", *operands)
+            with cuda.current(operands[0]):
+                _core.call(name, "check", *operands)
             run(*operands)
 
         return operation

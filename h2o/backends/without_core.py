@@ -49,9 +49,9 @@ class Operand(NamedTuple):
 OPERANDS = {
     "query": Operand("BHQD"),
     "keys": Operand("BGQD"),
-    "values": Operand("BGQD"),
+    "values": Operand("BGQD", optional=True),
     "key": Operand("BGQD"),
-    "value": Operand("BGQD"),
+    "value": Operand("BGQD", optional=True),
     "mask": Operand("BQ", optional=True, dtype="uint8"),
     "prompt": Operand("B", dtype="int32"),
     "budget": Operand("B2", dtype="int32"),
@@ -62,6 +62,7 @@ OPERANDS = {
     "ranks": Operand("BGS", written=True, optional=True, dtype="int32"),
     "stored_keys": Operand("BGQD", optional=True, dtype="uint8"),
     "stored_values": Operand("BGQD", optional=True, dtype="uint8"),
+    "sink_logits": Operand("H", optional=True, dtype="float32"),
 }
 """As the tables of `csrc/operations.c` have them, which tests compare."""
 
