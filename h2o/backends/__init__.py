@@ -4,6 +4,9 @@ The C core serves tensors of any library on the CPU, and those of torch on a CUD
 has kernels (`h2o.backends.cuda`). Torch tensors on any other device are served by
 `h2o.backends.portable`, in operations that torch has everywhere. `H2O_BACKEND=torch` in the
 environment makes that serve all tensors of torch, those on the CPU too.
+
+`H2O_COMPILE=inductor`, or another backend of torch.compile's, has that compile the decode step of
+the torch backend: a few launches instead of a hundred, after a first call of half a minute or more.
 """
 
 from __future__ import annotations
@@ -75,8 +78,12 @@ def _portable() -> SimpleNamespace:
     """The torch backend, behind the checks of the core."""
     from h2o.backends import portable
 
+    compiler = os.environ.get("H2O_COMPILE", "")
+
     def checked(name: str) -> Any:
         run = getattr(portable, name)
+        if name == "step" and compiler:
+            run = _compiled(run, compiler)
 
         def operation(*operands: Any) -> None:
             _core.call(name, "check", *operands)
@@ -85,6 +92,13 @@ def _portable() -> SimpleNamespace:
         return operation
 
     return SimpleNamespace(**{name: checked(name) for name in OPERATIONS})
+
+
+def _compiled(step: Callable[..., Any], compiler: str) -> Callable[..., Any]:
+    import torch
+
+    compiled: Callable[..., Any] = torch.compile(step, backend=compiler)
+    return compiled
 
 
 def info() -> dict[str, Any]:

@@ -367,6 +367,35 @@ def test_a_step_takes_few_operations():
     assert counts[1] <= 150, "keys and values are quantised at once"
 
 
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_torch_compile_takes_a_step_whole(compiler, monkeypatch):
+    """On request, and with the answers of the step that is not compiled."""
+    graphs = []
+
+    def counted(graph, example):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(compiler)(graph, example)
+
+    compiled = backends._compiled
+    monkeypatch.setattr(backends, "_compiled", lambda step, name: compiled(step, counted))
+    text = inputs.drifting(4, B=2, H=4, G=2, N=20, D=32)
+    held, answers = [], []
+    for name in (compiler, ""):
+        monkeypatch.setenv("H2O_COMPILE", name)
+        backends._portable.cache_clear()
+        slots = ops.new_slots(text[1], [9, 11], 4, 4, merge=True)
+        slots = ops.Slots(*(x if x is None else torch.from_numpy(x) for x in slots))
+        with backends.by_torch():
+            for t in range(20):
+                tokens = [torch.from_numpy(x[:, :, t : t + 1]) for x in text]
+                answers.append(ops.step(*tokens, slots, merge=0.3, decay=0.9))
+        held.append(slots.positions)
+    backends._portable.cache_clear()
+    assert len(graphs) == 1, "one, without a break, for all steps"
+    torch.testing.assert_close(answers[:20], answers[20:], rtol=1e-5, atol=1e-5)
+    assert torch.equal(*held)
+
+
 @pytest.mark.parametrize("capacity", [600, [600, 800]], ids=["even", "one axis"])
 @pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4"])
 def test_a_step_makes_a_store_floats_once(capacity, kv_dtype):

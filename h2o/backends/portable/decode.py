@@ -101,7 +101,7 @@ def step(
     if policy.merge is not None:
         queries = queries_of(policy, positions, seen)
         merged = merge_one(
-            store, last, evicts, positions, queries, keys.float(), policy.sinks, policy.merge
+            store, last, evicts, score, positions, queries, keys.float(), policy.sinks, policy.merge
         )
         dropped = evicts & ~merged
     slots.lost.add_(torch.where(dropped, score, 0)[..., 0])

@@ -129,7 +129,8 @@ class Store:
         if where is not None:
             new = torch.where(where, new, self.read(numbers, index))
         if isinstance(new, Tensor):
-            new = new.to(numbers.dtype).expand(index.shape)
+            new = new.to(numbers.dtype)
+            new = new if new.shape == index.shape else new.expand(index.shape)
         if self.first is not None:
             index = index[..., 0]
             new = new[..., 0] if isinstance(new, Tensor) else new
