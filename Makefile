@@ -11,7 +11,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -24,7 +24,7 @@ demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of 
 bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
 
-test: lint test-c $(if $(shell command -v $(CXX)),test-cuda,no-cxx) balance test-python ## everything but the slow tests
+test: lint test-c $(if $(shell command -v $(CXX)),test-cuda,no-cxx) balance test-pure test-python ## everything but the slow tests
 
 no-cxx:
 	@echo "no C++ compiler ($(CXX)), so the kernels for GPUs are not tested"
@@ -98,6 +98,18 @@ test-python: .venv/core .venv/test ## pytest
 
 test-portable: .venv/core .venv/test ## golden data, the oracle, caches and families with the torch backend on the CPU
 	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf
+
+# The package without its core, as the pure wheel has it. It says so when a cache is first made.
+PURE_TESTS := tests/core/test_golden.py tests/hf/test_simulation.py::test_hybrids \
+	tests/hf/test_generate.py::test_two_calls_are_one_conversation
+test-pure: .venv/test ## a build without the core: golden data, caches against the simulation, a generation
+	rm -rf build/pure
+	mkdir -p build/pure
+	cp -r h2o tests build/pure
+	rm -f build/pure/h2o/_core*
+	echo tested > build/pure/h2o/pure_build.txt
+	cd build/pure && PYTHONPATH=. ../../$(BIN)/python -m pytest -q -c ../../pyproject.toml --rootdir . \
+		-W "ignore:this h2o-kv was built without its compiled core" $(PURE_TESTS)
 
 # Each tests/c/test_*.c is a program, linked with the core but for what needs Python. Compilers run
 # side by side, tests one after the other.
@@ -204,7 +216,7 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 	$(call PACKAGE,$(CUDA_CC),$(CUDA_CORE) -lstdc++)
 
 # In 16 bits a prompt by the tensor cores and the same by steps differ in the last one.
-CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py \
+CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
 	tests/torch/test_merge.py tests/torch/test_rolled.py tests/torch/test_heads.py \
 	tests/torch/test_precision.py
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU

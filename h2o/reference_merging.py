@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o.policy import Policy
 from h2o.quantisation import dequantised, stored_like
 
 __all__ = ["most_similar", "take_in"]
@@ -36,15 +37,16 @@ def most_similar(keys: Tensor, candidates: Tensor, key: Tensor, threshold: float
     return best if cosine[best] > threshold else None
 
 
-def take_in(kept: Any, left: Any, *, threshold: float, sinks: int, D: int) -> bool:
+def take_in(kept: Any, left: Any, policy: Policy, D: int) -> bool:
     """Merges an evicted key, `left`, into one of those `kept`; False where none is near enough.
 
     Both have keys and values as stored, scores, positions, bias, norms (or None) and `queries`, how
-    many have seen each key: [K, ...] by ascending position, and the same of one key.
+    many have made up each score: [K, ...] by ascending position, and the same of one key.
     """
+    assert policy.merge is not None
     key, value = (dequantised(x, D).double() for x in (left.keys, left.values))
     keys = dequantised(kept.keys, D).double()
-    j = most_similar(keys, kept.positions >= sinks, key, threshold)
+    j = most_similar(keys, kept.positions >= policy.sinks, key, policy.merge)
     if j is None:
         return False
     mine, other = (
@@ -60,5 +62,8 @@ def take_in(kept: Any, left: Any, *, threshold: float, sinks: int, D: int) -> bo
     if kept.norms is not None:
         kept.norms[j] = merged.norm()
     kept.bias[j] = torch.logaddexp(kept.bias[j].double(), left.bias.double())
-    kept.scores[j] += left.scores.double() * (kept.queries[j] / left.queries)
+    if policy.scores_largest:
+        kept.scores[j] = torch.maximum(kept.scores[j], left.scores)
+    else:
+        kept.scores[j] += left.scores.double() * (kept.queries[j] / left.queries)
     return True

@@ -3,6 +3,7 @@ errors where the driver refuses one. The driver is the fake of tests/cuda/fake."
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -17,7 +18,7 @@ from h2o.backends import kernel_check
 from h2o.policy import Policy
 from h2o.slots import new_slots
 from tests.core.producers import DLTensor, ExchangeAPI, capsule_new
-from tests.cuda.carry import tensors
+from tests.cuda.carry import mapped, tensors
 from tests.cuda.device import CUDA, IMAGE, DeviceTensor, carried, to_device
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -36,7 +37,7 @@ def step_arguments(D: int = 32, seed: int = 0, held: int = 6) -> list:
     _core.call("evict", "run", *text, None, slots, Policy())
     query, key, value = normal(1, 4, 1, D), normal(1, 2, 1, D), normal(1, 2, 1, D)
     out = torch.zeros(1, 1, 4, D)
-    return [query, key, value, None, slots, out, D**-0.5, 0.0, Policy(), None, None]
+    return [query, key, value, None, slots, out, D**-0.5, 0.0, Policy(), None, None, None]
 
 
 def workspace_of(driver, arguments, stream=1, device: int = 0) -> DeviceTensor:
@@ -101,6 +102,13 @@ def test_devices_are_described(driver):
 def test_every_operation_answers_as_the_torch_backend_does(driver, kernels):
     operations = carried(driver, kernels, device=1)
     assert kernel_check.mistakes(operations, backends._portable(), "cpu") == []
+    # and it is no small check: every kernel has run, with what only large calls have
+    blocks = driver.widest()
+    assert min(blocks.values()) > 0, [name for name, most in blocks.items() if most == 0]
+    assert blocks["h2o_cuda_step"] >= 3  # blocks that combine what they have
+    for name in ("bf16_128", "f16_64"):  # of 64 queries; of 64 keys, the stored ones among them
+        assert blocks[f"h2o_cuda_forward_{name}"] >= 5
+        assert blocks[f"h2o_cuda_sums_{name}"] >= 7
 
 
 def test_host_code_cannot_touch_the_fakes_memory(library):
@@ -187,11 +195,46 @@ def test_the_stream_is_what_the_caller_says(driver):
     workspace = workspace_of(driver, there)
     stream = driver.stream()
     _core.call("step", "launch", *there, stream.value, workspace)
-    assert all(tensor.calls[-1]["stream"] == stream.value for tensor in tensors(there))
+    # the tensors' library has queued its work there too, and records no event for each of them
+    assert all(tensor.calls[-1]["stream"] == -1 for tensor in tensors(there))
     with pytest.raises(RuntimeError, match=r"cuMemsetD8Async: CUDA error 400"):
         _core.call("step", "launch", *there, stream.value + 8, workspace)
     with pytest.raises(RuntimeError, match="query: a DeviceTensor does not tell its stream"):
         _core.call("step", "launch", *there, None, workspace)
+
+
+class OfCurrentDevice(DeviceTensor):
+    """As torch's before 2.10: it lends the memory of torch's current device only."""
+
+    is_cuda, chosen = True, 0
+
+    def __dlpack__(self, **arguments):
+        if self.device != OfCurrentDevice.chosen:
+            raise BufferError("Can't export tensors on a different CUDA device index")
+        return super().__dlpack__(**arguments)
+
+
+def test_tensors_of_a_device_that_is_not_current_are_served(driver, kernels, monkeypatch):
+    """Before DLPack's exchange table the device is made current, and afterwards the one before."""
+
+    @contextlib.contextmanager
+    def device(index):
+        monkeypatch.setattr(OfCurrentDevice, "chosen", index)
+        yield
+        monkeypatch.setattr(OfCurrentDevice, "chosen", 0)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    arguments = step_arguments()
+    there = mapped(arguments, lambda x: OfCurrentDevice(driver, x, 1))
+    kernels.step(*there)
+    assert OfCurrentDevice.chosen == 0
+    _core.call("step", "run", *arguments)
+    same(there, arguments)
+    large = mapped(step_arguments(D=264), lambda x: OfCurrentDevice(driver, x, 1))
+    with pytest.raises(NotImplementedError):  # what no kernel serves is torch's
+        kernels.step(*large)
+    with pytest.raises((AttributeError, TypeError)):  # no tensor of torch; the core has taken it
+        backends._portable().step(*large)
 
 
 def with_table(tensor: DeviceTensor, stream: ctypes.c_void_p):

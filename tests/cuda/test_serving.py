@@ -27,16 +27,16 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_kernels", lambda by_torch: carried(driver, make(by_torch)))
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
     monkeypatch.setattr(cuda, "_cannot_check", lambda: False)
+    monkeypatch.setattr(cuda, "_settle", driver.wait)
     # test_launch.py has them all, as they are
     monkeypatch.setattr(kernel_check, "CASES", (kernel_check.Case(16, torch.float32),))
-    for name, size in {"PROMPT": 10, "CHUNK": 3, "STEPS": 1, "HEAVY": 4, "RECENT": 2}.items():
-        monkeypatch.setattr(kernel_check, name, size)
+    monkeypatch.setattr(kernel_check, "SHORT", kernel_check.Size(10, 3, 1, 4, 2))
     return driver
 
 
-def serving():
+def serving(by_torch=None):
     """Which backend serves device 0: "C" or "torch"."""
-    by_torch = backends._portable()
+    by_torch = by_torch or backends._portable()
     operations = cuda.serving(0, by_torch)
     return "torch" if operations is by_torch else "C"
 
@@ -103,6 +103,105 @@ def test_a_kernel_that_fails_does_not_serve(device):
     device.fault("kernel", 719)
     with pytest.warns(RuntimeWarning, match="attend fails: .*719"):
         assert serving() == "torch"
+
+
+def raising(error):
+    """The torch backend, whose steps end so."""
+
+    def step(*arguments):
+        raise error
+
+    return SimpleNamespace(**{**vars(backends._portable()), "step": step})
+
+
+NOTHING_SAID = {
+    "no memory for torch": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    "no memory for a library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
+    "no memory": MemoryError(),
+    "a tensor that cannot be lent": BufferError("Can't export tensors on a different CUDA device"),
+    "a capture": RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+    "a setting": RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation"),
+    "an operation torch has not": NotImplementedError("aten::searchsorted"),
+}
+
+
+@pytest.mark.parametrize("what", NOTHING_SAID)
+def test_what_says_nothing_about_the_kernels_is_not_remembered(device, built, what):
+    error = NOTHING_SAID[what]
+    unusable = raising(error)
+    with pytest.warns(RuntimeWarning, match=f"could not be checked.*{type(error).__name__}"):
+        assert serving(unusable) == "torch"
+    assert "could not be checked" in ops.info()["backends"]["cuda"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert serving(unusable) == "torch"  # in this process, without another attempt
+    with pytest.raises(RuntimeError, match="could not be checked"):
+        cuda.check(0, unusable)
+    assert not (built.parent / "cache").exists()
+    forget()
+    assert serving() == "C"
+
+
+@pytest.mark.parametrize(
+    ("entry", "code"), [("cuMemAlloc_v2", 2), ("cuMemsetD8Async", 2), ("cuLaunchKernel", 2)]
+)
+def test_a_device_without_memory_says_nothing_about_the_kernels(device, built, entry, code):
+    device.fault(entry, code, nth=3)
+    with pytest.warns(RuntimeWarning, match=r"could not be checked.*out of memory"):
+        assert serving() == "torch"
+    assert not (built.parent / "cache").exists()
+    forget()
+    assert serving() == "C"
+
+
+def test_a_failure_of_what_the_program_queued_is_not_the_kernels(device, built, monkeypatch):
+    def settle(index):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "_settle", settle)
+        with pytest.warns(RuntimeWarning, match="could not be checked.*illegal memory access"):
+            assert serving() == "torch"
+    assert not (built.parent / "cache").exists()
+    forget()
+    assert serving() == "C"
+
+
+def test_a_file_of_kernels_that_cannot_be_read_is_explained(device, built, monkeypatch):
+    monkeypatch.setattr(cuda, "_file_reason", lambda: None)
+    built.unlink()
+    built.mkdir()
+    assert serving() == "torch"
+    assert "Is a directory" in ops.info()["backends"]["cuda"]
+
+
+def test_the_programs_settings_of_torch_are_set_aside(device):
+    """A float64 program with deterministic algorithms, whose tensors are on another device."""
+
+    def strictly(name):
+        def run(*arguments):
+            assert not torch.are_deterministic_algorithms_enabled()
+            assert torch.ones(1).dtype == torch.float32
+            assert torch.ones(1).device.type == "cpu"
+            assert not torch.is_grad_enabled()
+            getattr(backends._portable(), name)(*arguments)
+
+        return run
+
+    strict = SimpleNamespace(**{name: strictly(name) for name in backends.OPERATIONS})
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        assert serving(strict) == "C"
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        fresh = torch.ones(1)
+        assert (fresh.dtype, fresh.device.type) == (torch.float64, "meta")
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("folder", ["", "file", "/proc/no/such"])

@@ -152,7 +152,9 @@ def test_simulated(parameters):
     """With a mask, without which transformers itself looks for texts that begin anew."""
     with there(attention="sdpa") as ours:
         mask = torch.ones(2, 12, dtype=torch.long)
-        with h2o.simulated(ours, heavy=3, recent=3, prompt_len=4, trace=True, **parameters) as run:
+        with h2o.simulated(
+            ours, heavy=3, recent=3, prompt_length=4, trace=True, **parameters
+        ) as run:
             out = ours(ids(2, 12), attention_mask=mask, use_cache=False)
         assert out.logits.device.type == "cuda"
         assert run.evicted_at(0).device.type == "cuda"

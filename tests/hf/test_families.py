@@ -18,7 +18,7 @@ def modes_of(name: str) -> list[str]:
 
 def peer(name: str):
     """The model under transformers' own attention: sdpa, where that can do what it asks for."""
-    return model(name, "eager" if name == "gemma2" else "sdpa")
+    return model(name, "eager" if name in ("gemma2", "gpt_oss") else "sdpa")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -147,7 +147,12 @@ def test_any_scenario_is_as_with_the_core(scenario):
     """The oracle would take its time; the core is held against it elsewhere."""
     talks = [
         Conversation(
-            engine, scenario.text(), scenario.policy, mask=scenario.mask(), softcap=scenario.softcap
+            engine,
+            scenario.text(),
+            scenario.policy,
+            mask=scenario.mask(),
+            softcap=scenario.softcap,
+            sink_logits=scenario.sink_logits(),
         ).feed_all(scenario.calls)
         for engine in (torch_engine(), core())
     ]
@@ -188,10 +193,11 @@ def simulated_alike(policy, pads, budget, kv_dtype, prompt):
 
 MERGING = {
     "merge": Policy(10, 6, sinks=1, merge=0.8),
+    "max": Policy(10, 6, sinks=1, rank_by="max", merge=0.8),
     "everything": dataclasses.replace(POLICIES["everything"], merge=0.8),
 }
 MERGED = [("merge", True, None, None), *(("everything", *layout) for layout in LAYOUTS[::2])]
-MERGED += [("merge", False, UNEVEN, "int8")]
+MERGED += [("merge", False, UNEVEN, "int8"), ("max", True, UNEVEN, None)]
 
 
 @pytest.mark.parametrize(("name", "pads", "budget", "kv_dtype"), MERGED)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from h2o.backends.portable.slot_rows import Store, as_stored, products
+from h2o.policy import Policy
 from h2o.quantisation import dequantised
 
 __all__ = ["EvictedKeys", "MergeTargets", "merge_all", "merge_one"]
@@ -41,7 +42,7 @@ class EvictedKeys(NamedTuple):
     bias: Tensor
     """[B, G, N] float32"""
     queries: Tensor
-    """[B, G, N] float32: how many have seen the key, decayed as scores are"""
+    """[B, G, N] float32: how many have made up the score, decayed as scores are"""
     is_key: Tensor
     """[B, G or 1, N] bool: what is False is merged into none"""
 
@@ -68,15 +69,17 @@ class MergeTargets(NamedTuple):
     of other heads last."""
     queries: Tensor
     """[B, G, S] float32: as in `EvictedKeys`"""
+    scores_largest: bool
+    """as in `Policy`"""
 
     @classmethod
-    def of(cls, store: Store, positions: Tensor, sinks: int, queries: Tensor) -> MergeTargets:
+    def of(cls, store: Store, positions: Tensor, policy: Policy, queries: Tensor) -> MergeTargets:
         """From positions [B, G, S], -1 where there is no kept key; nothing is merged into sinks."""
-        mergeable = positions >= sinks
+        mergeable = positions >= policy.sinks
         order = positions.masked_fill(~mergeable, _LAST - 1)
         if store.first is not None:
             order = torch.where(store.of_head, order, _LAST)
-        return cls(mergeable, order, queries)
+        return cls(mergeable, order, queries, policy.scores_largest)
 
 
 def merge_one(
@@ -87,8 +90,7 @@ def merge_one(
     positions: Tensor,
     queries: Tensor,
     keys: Tensor,
-    sinks: int,
-    threshold: float,
+    policy: Policy,
 ) -> Tensor:
     """Merges the key at index `last` [B, G, 1] of each head where `evicts` [B, 1 or G, 1] says so.
     The bias of its slot is reset. Returns [B, G, 1] bool: whether it was merged.
@@ -109,10 +111,11 @@ def merge_one(
         evicts,
     )
     store.write(slots.bias, last, bias.masked_fill(evicts, 0))
-    targets = MergeTargets.of(store, positions.scatter(-1, last, -1), sinks, queries)
+    targets = MergeTargets.of(store, positions.scatter(-1, last, -1), policy, queries)
     dots = products(evicted.keys, keys.mT)[:, :, 0]
     squares = keys.square().sum(-1)
-    index, is_near = _most_similar(dots, squares, evicted.least(threshold), targets)
+    assert policy.merge is not None
+    index, is_near = _most_similar(dots, squares, evicted.least(policy.merge), targets)
     return _merge_into(store, evicted, evicted.weights(), targets, index, is_near)[0]
 
 
@@ -197,7 +200,10 @@ def _merge_into(
         store.write_rows(rows, index, new)
     if slots.norms is not None:
         store.write(slots.norms, index, torch.linalg.vector_norm(value, dim=-1), merged)
-    grown = score + evicted.scores * (queries / evicted.queries)
+    if targets.scores_largest:
+        grown = torch.maximum(score, evicted.scores)
+    else:
+        grown = score + evicted.scores * (queries / evicted.queries)
     store.write(slots.scores, index, torch.where(merged, grown, score))
     store.write(slots.bias, index, torch.where(merged, torch.logaddexp(bias, evicted.bias), bias))
     return merged, written[0]

@@ -15,8 +15,10 @@ from h2o.backends.portable.decode import step
 from h2o.backends.portable.eviction import evict
 from h2o.backends.portable.prefill import capped, dense, rows_of
 from h2o.backends.portable.ranking import Budget, budget_of, highest, lowest, rank_keys
+from h2o.backends.portable.slot_rows import row_norms
 from h2o.policy import Policy
 from h2o.quantisation import dequantised
+from h2o.sink_logits import softmax
 from h2o.slots import new_slots
 
 __all__ = ["simulate"]
@@ -25,7 +27,7 @@ __all__ = ["simulate"]
 def simulate(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     mask: Tensor | None,
     prompt: Tensor,
     budget: Tensor,
@@ -37,6 +39,7 @@ def simulate(
     policy: Policy,
     stored_keys: Tensor | None,
     stored_values: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> None:
     """See `h2o.ops.simulate`. The prompts are attended at once and pruned. The columns after that
     follow one by one, since each needs to know what the one before evicted; all rows and heads
@@ -48,17 +51,22 @@ def simulate(
     """
     B, _, Q, D = query.shape
     G = keys.shape[1]
+    if values is None:
+        values, stored_values = keys, stored_keys
     real = torch.ones(B, Q, dtype=torch.bool, device=query.device) if mask is None else mask.bool()
     count = real.cumsum(1)
     position = (count - 1).masked_fill(~real, -1)  # [B, Q]
     first = torch.minimum(prompt, count[:, -1])[:, None]  # [B, 1] tokens attended at once
     early = real & (position < first)
     weights = early * policy.decay ** (first - 1 - position).clamp(min=0).float()
-    received, _ = dense(query, keys, values, real, None, weights, scale, softcap, out)
+    largest = policy.scores_largest
+    received, _ = dense(
+        query, keys, values, real, None, weights, scale, softcap, sink_logits, largest, out
+    )
     scores.copy_(received)
     evicted_at.copy_((real * Q)[:, None].expand(B, G, Q))
 
-    norms = torch.linalg.vector_norm(values.float(), dim=-1) if policy.value_weighted else None
+    norms = row_norms(values) if policy.value_weighted else None
     limits = budget_of(budget, policy.sinks)
     places = position[:, None].expand(B, G, Q).int()
     in_prompt = places.masked_fill(~early[:, None], -1)
@@ -77,7 +85,7 @@ def simulate(
             slots = slots._replace(keys=stored[0], values=stored[1])
         evict(keys, values, scores, early, slots, policy)
         _through_slots(
-            query, keys, values, later, position, slots, policy, scale, softcap,
+            query, keys, values, later, position, slots, policy, scale, softcap, sink_logits,
             out, evicted_at, scores,
         )  # fmt: skip
         return
@@ -86,7 +94,7 @@ def simulate(
         keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
     _one_by_one(
         query, keys, values, norms, later, places, is_kept, policy, limits, scale, softcap,
-        out, evicted_at, scores,
+        sink_logits, out, evicted_at, scores,
     )  # fmt: skip
 
 
@@ -102,6 +110,7 @@ def _one_by_one(
     limits: Budget,
     scale: float,
     softcap: float,
+    sink_logits: Tensor | None,
     out: Tensor,
     evicted_at: Tensor,
     scores: Tensor,
@@ -115,6 +124,7 @@ def _one_by_one(
     G = keys.shape[1]
     R = H // G
     rows = rows_of(query, Q)
+    sinks = None if sink_logits is None else sink_logits.view(1, G, R, 1)
     query = query.unflatten(1, (G, R))
     keys, values = keys.float(), values.float()
     unpadded = values.masked_fill((places < 0)[..., None], 0)
@@ -131,11 +141,14 @@ def _one_by_one(
             now = later[:, i, None, None]  # [B, 1, 1]
             near[..., i : i + 1] |= now
             unseen = ~(near & now)[:, :, None]
-            p = logits[i - start].masked_fill(unseen, -torch.inf).softmax(-1)
+            p = softmax(logits[i - start].masked_fill(unseen, -torch.inf), sinks)
             block.append(p.masked_fill_(unseen, 0))
             if policy.decay != 1.0:
                 score.copy_(torch.where(near & now, score * policy.decay, score))
-            score += p.sum(2)
+            if policy.scores_largest:
+                score.copy_(torch.maximum(score, p.amax(2)))
+            else:
+                score += p.sum(2)
             alive = places[..., :stop].masked_fill(~near, -1)
             length = places[:, :1, i : i + 1] + 1
             norm = None if norms is None else norms[..., :stop]
@@ -177,6 +190,7 @@ def _through_slots(
     policy: Policy,
     scale: float,
     softcap: float,
+    sink_logits: Tensor | None,
     out: Tensor,
     evicted_at: Tensor,
     scores: Tensor,
@@ -195,7 +209,7 @@ def _through_slots(
     for i in range(Q):
         new = (x[:, :, i : i + 1] for x in (query, keys, values))
         now = later[:, i : i + 1]
-        eviction = step(*new, now, slots, answer, scale, softcap, policy, None, None)
+        eviction = step(*new, now, slots, answer, scale, softcap, policy, None, None, sink_logits)
         part = out[:, i : i + 1]
         part.copy_(torch.where(now[..., None, None], answer, part))
         place = column.gather(-1, eviction.position.clamp(min=0).long())

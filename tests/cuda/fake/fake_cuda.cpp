@@ -84,6 +84,7 @@ struct allocation {
 
 static std::recursive_mutex lock;
 static std::map<std::string, int> calls;
+static std::map<std::string, unsigned> widest; /* of each kernel's launches: blocks along x */
 static struct {
     std::string entry;
     int nth, code;
@@ -379,6 +380,7 @@ int cuLaunchKernel(function *f, unsigned x, unsigned y, unsigned z, unsigned blo
     return queue_job(s, [=]() -> int {
         if (const int failed = begin("kernel")) return failed;
         const unsigned grid[] = {x, y, z};
+        if (x > widest[f->name]) widest[f->name] = x;
         const int code = shim_launch(f->name.c_str(), bytes.data(), bytes.size(), workspace, grid,
                                      block, shared);
         if (code) fprintf(stderr, "%s: %s\n", f->name.c_str(), shim_error());
@@ -491,6 +493,14 @@ int fake_calls(const char *entry) {
     return calls[entry];
 }
 
+/* The most blocks along x with which a kernel has run since the last fake_forgive; -1: there is no
+ * such kernel. Of number i of all kernels: its name, NULL past the last. */
+int fake_widest(const char *kernel) {
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+    return shim_params_size(kernel) < 0 ? -1 : (int)widest[kernel];
+}
+const char *fake_kernel(unsigned i) { return shim_kernel(i); }
+
 /* The nth call of an entry from now fails with a code; of "kernel": the nth that runs. */
 void fake_fault(const char *entry, int nth, int code) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
@@ -516,5 +526,6 @@ void fake_forgive(void) {
     fault = {};
     flipped = "";
     waiting.clear();
+    widest.clear();
 }
 }
