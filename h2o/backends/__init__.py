@@ -5,9 +5,6 @@ has kernels (`h2o.backends.cuda`). Torch tensors on any other device are served 
 `h2o.backends.portable`, in operations that torch has everywhere. `H2O_BACKEND=torch` in the
 environment makes that serve all tensors of torch, those on the CPU too. In a build without the
 core it serves everything (`h2o.backends.without_core`).
-
-`H2O_COMPILE=inductor`, or another backend of torch.compile's, has that compile the decode step of
-the torch backend: a few launches instead of a hundred, after a first call of half a minute or more.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,12 +80,8 @@ def _portable() -> SimpleNamespace:
     """The torch backend, behind the checks of the core."""
     from h2o.backends import portable
 
-    compiler = os.environ.get("H2O_COMPILE", "")
-
     def checked(name: str) -> Any:
         run = getattr(portable, name)
-        if name == "step" and compiler:
-            run = _compiled(run, compiler)
 
         def operation(*operands: Any) -> None:
             with cuda.current(operands[0]):
@@ -98,13 +91,6 @@ def _portable() -> SimpleNamespace:
         return operation
 
     return SimpleNamespace(**{name: checked(name) for name in OPERATIONS})
-
-
-def _compiled(step: Callable[..., Any], compiler: str) -> Callable[..., Any]:
-    import torch
-
-    compiled: Callable[..., Any] = torch.compile(step, backend=compiler)
-    return compiled
 
 
 def info() -> dict[str, Any]:

@@ -186,18 +186,15 @@ def _merge_into(
     total = torch.add(*weights.unbind())
     merged = is_near & (total - total == 0)  # which says that it is finite
 
-    both = slots.keys, slots.values
-    kept_rows = [store.read_rows(rows, index) for rows in both]
-    kept = (dequantised(row, D).float() for row in kept_rows)
+    before = [store.read_rows(rows, index) for rows in (slots.keys, slots.values)]
+    kept = (dequantised(row, D).float() for row in before)
     # Kept and evicted, of each key and value: [2, 2, B, G, 1, D].
-    rows = torch.stack([*kept, evicted.keys, evicted.values]).unflatten(0, (2, 2))
-    key, value = torch.add(*(rows * weights[:, None, ..., None]).unbind()).unbind()
-    written = [
-        torch.where(merged[..., None], new, old)
-        for new, old in zip(as_stored(key, value, slots), kept_rows, strict=True)
-    ]
-    for rows, new in zip(both, written, strict=True):
-        store.write_rows(rows, index, new)
+    pairs = torch.stack([*kept, evicted.keys, evicted.values]).unflatten(0, (2, 2))
+    key, value = torch.add(*(pairs * weights[:, None, ..., None]).unbind()).unbind()
+    after = []
+    for (rows, new), old in zip(as_stored(key, value, slots), before, strict=True):
+        after.append(torch.where(merged[..., None], new, old))
+        store.write_rows(rows, index, after[-1])
     if slots.norms is not None:
         store.write(slots.norms, index, torch.linalg.vector_norm(value, dim=-1), merged)
     if targets.scores_largest:
@@ -206,4 +203,4 @@ def _merge_into(
         grown = score + evicted.scores * (queries / evicted.queries)
     store.write(slots.scores, index, torch.where(merged, grown, score))
     store.write(slots.bias, index, torch.where(merged, torch.logaddexp(bias, evicted.bias), bias))
-    return merged, written[0]
+    return merged, after[0]

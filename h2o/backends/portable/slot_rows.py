@@ -93,8 +93,8 @@ class Store:
         beyond = values - finite  # 0 where it is finite
         if self.first is None:
             return finite, beyond.sum(2, keepdim=True)
-        own = beyond.new_zeros(len(values), len(self.first), values.shape[-1])
-        return finite, own.index_add_(1, self.head, beyond[:, 0])[:, :, None]
+        by_head = beyond.new_zeros(len(values), len(self.first), values.shape[-1])
+        return finite, by_head.index_add_(1, self.head, beyond[:, 0])[:, :, None]
 
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
         """As `answers`, of the values that the slots hold.
