@@ -67,28 +67,39 @@ test-all: test notebooks ## the slow ones and the notebooks too
 	$(PIP) build auditwheel abi3audit ziglang
 	touch $@
 
-# Code for each processor there is, and PTX, which a driver compiles for those to come.
-# Where there is no nvcc, that of PyPI is taken: four packages, all of the same CUDA, or one would not
-# read what the other writes.
-NVCC ?= $(if $(shell command -v nvcc),nvcc,.venv/nvcc/nvcc)
-CUDA_VERSION := 13.0.88
-.venv/nvcc/nvcc:
-	$(PYTHON) -m venv .venv/nvcc
-	.venv/nvcc/bin/python -m pip --quiet --disable-pip-version-check install --no-deps \
-		$(foreach part,nvcc crt runtime,nvidia-cuda-$(part)==$(CUDA_VERSION)) nvidia-nvvm==$(CUDA_VERSION)
-	printf '#!/bin/sh\nexec "%s" "$$@"\n' "$$(ls -d $(CURDIR)/.venv/nvcc/lib/python*/site-packages/nvidia/cu13/bin/nvcc)" > $@
-	chmod +x $@ && $@ --version > /dev/null
-
-CUBINS := $(foreach arch,86 89 90 100 120,-gencode arch=compute_$(arch)$(comma)code=sm_$(arch))
-# The last bytes say which sources core and kernels must share, see setup.py. Nothing reads so far:
-# a driver is given no size.
+# Code for each processor there is, and PTX, which a driver compiles for those to come, by the compiler
+# of CUDA 12.8 from PyPI, which knows all of them and whose code drivers from 525 on take; or by
+# NVCC, where that is given. The last bytes say which sources core and kernels must share, see
+# setup.py. Nothing reads so far: a driver is given no size.
 KERNELS_WORD = h2o-kernels-$$(cat $(sort $(wildcard csrc/*.h)) csrc/cuda/kernels.h csrc/cuda/plan.c | sha256sum | cut -c1-16)
-h2o/kernels.fatbin: csrc/cuda/kernels.cu csrc/cuda/plan.c $(CUDA_HEADERS) $(filter .venv/nvcc/nvcc,$(NVCC))
-	$(NVCC) --fatbin -std=c++20 -Icsrc -gencode 'arch=compute_80,code=[sm_80,compute_80]' $(CUBINS) \
-		--compress-mode=size $< -o $@
-	printf %s "$(KERNELS_WORD)" >> $@
+KERNEL_SOURCES := csrc/cuda/kernels.cu csrc/cuda/plan.c $(CUDA_HEADERS)
+ARCHITECTURES := 75 80 86 89 90 100 120
+KERNEL_PARTS := $(ARCHITECTURES:%=build/kernels/sm_%.cubin) build/kernels/compute_80.ptx
+.SECONDARY: $(KERNEL_PARTS)
+.venv/nvrtc/done:
+	$(PYTHON) -m venv .venv/nvrtc
+	.venv/nvrtc/bin/python -m pip --quiet --disable-pip-version-check install --no-deps \
+		nvidia-cuda-nvrtc-cu12==12.8.93 nvidia-nvfatbin-cu12==12.8.90
+	touch $@
 
-cuda: h2o/kernels.fatbin ## the kernels for GPUs, in minutes; with the nvcc that is here, or that of CUDA 13 from PyPI
+build/kernels/%: $(KERNEL_SOURCES) tools/compile_kernels.py .venv/nvrtc/done
+	@mkdir -p $(@D)
+	.venv/nvrtc/bin/python tools/compile_kernels.py compile $(basename $(@F)) $@
+
+ifdef NVCC
+h2o/kernels.fatbin: $(KERNEL_SOURCES)
+	$(NVCC) --fatbin -std=c++20 -Icsrc -gencode 'arch=compute_80,code=[sm_80,compute_80]' \
+		$(foreach arch,$(filter-out 80,$(ARCHITECTURES)),-gencode arch=compute_$(arch)$(comma)code=sm_$(arch)) \
+		--no-compress $< -o $@
+	printf %s "$(KERNELS_WORD)" >> $@
+else
+h2o/kernels.fatbin: $(KERNEL_SOURCES) tools/compile_kernels.py
+	@$(TOGETHER) $(KERNEL_PARTS)
+	.venv/nvrtc/bin/python tools/compile_kernels.py pack $@ $(KERNEL_PARTS)
+	printf %s "$(KERNELS_WORD)" >> $@
+endif
+
+cuda: h2o/kernels.fatbin ## the kernels for GPUs, in minutes, by the compiler of CUDA 12.8 from PyPI (NVCC= names another)
 
 # ---- tests ----
 
@@ -152,7 +163,7 @@ $(OUT)/libcuda.so.1: tests/cuda/threads/driver.c
 	@mkdir -p $(@D)
 	$(CC) $(C_FLAGS) -fPIC -shared $< -o $@
 
-$(OUT)/test_driver: tests/cuda/threads/test_driver.c tests/c/test.h $(OUT)/cuda/driver.o $(OUT)/error.o
+$(OUT)/test_driver: tests/cuda/threads/test_driver.c tests/c/test.h $(addprefix $(OUT)/,cuda/driver.o cuda/plan.o error.o)
 	$(CC) $(C_FLAGS) -Itests/c $(filter-out %.h,$^) -o $@ -ldl
 
 test-driver: $(OUT)/test_driver $(OUT)/libcuda.so.1
@@ -219,8 +230,11 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
 	tests/torch/test_merge.py tests/torch/test_rolled.py tests/torch/test_heads.py \
 	tests/torch/test_precision.py
+# And once as for compute capability 7.5: products of half the depth, copies that wait.
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 	@$(TOGETHER) build/cuda-ucontext/test_shim CUDA=build/cuda-ucontext CFLAGS="-O1 -DSHIM_UCONTEXT"
+	@$(TOGETHER) build/cuda-75/test_cuda CUDA=build/cuda-75 CFLAGS="-O1 -DCAPABILITY=75"
+	build/cuda-75/test_cuda
 	@$(TOGETHER) $(CUDA)/test_shim $(CUDA)/test_cuda $(CUDA)/lib
 	build/cuda-ucontext/test_shim
 	$(CUDA)/test_shim
@@ -253,6 +267,8 @@ ASAN := OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
 SANITIZED = cd build/c-asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . -m "not slow"
+# The level that is taken anyway comes last, with all of tests/core.
+OTHER_LEVELS := from h2o import ops; i = ops.info(); print(*{*i["levels"]} - {i["level"]})
 asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
 	$(MAKE) test-c test-driver $(ASAN)
 	$(TOGETHER) $(addprefix build/cuda-asan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-asan \
@@ -260,7 +276,7 @@ asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and
 	build/cuda-asan/test_shim
 	build/cuda-asan/test_cuda
 	$(MAKE) build/c-asan/lib $(ASAN)
-	for level in $$($(BIN)/python -c "from h2o import ops; print(*ops.info()['levels'])"); do \
+	for level in $$($(BIN)/python -c '$(OTHER_LEVELS)'); do \
 		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py tests/core/test_golden.py) \
 		|| exit 1; done
 	$(SANITIZED) tests/core

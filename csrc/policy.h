@@ -256,7 +256,8 @@ H2O_INLINE h2o_candidate h2o_policy_candidate(const h2o_ranking *ranking, int64_
         const int32_t index = i & -found;
         victim = index > victim ? index : victim;
     }
-    return (h2o_candidate){lowest, newest, victim};
+    const h2o_candidate worst = {lowest, newest, victim};
+    return worst;
 }
 
 /* Of the candidates of two sets of keys that of both together. */

@@ -2,10 +2,10 @@
 
 The core checks a call and computes the size of its workspace ("measure"), torch allocates that, and
 the core queues the kernels on torch's current stream ("launch"): nothing waits for the device. What
-no kernel serves (a head dimension above 256) goes on to the torch backend, and so does everything
-where
+no kernel serves (a head dimension above 256; before compute capability 8.0 prompts in bfloat16 and
+heads above 128) goes on to the torch backend, and so does everything where
 
-- the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's nvcc);
+- the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's compiler);
 - those kernels are of other sources than the core, whose parameters they would misread;
 - there is no driver, or one that cannot load the kernels;
 - the kernels' answers on this device differ from those of the torch backend: see
@@ -29,7 +29,7 @@ from h2o import _core
 __all__ = ["check", "describe", "opened", "serving"]
 
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
-"""The kernels, for every architecture; no part of a build without nvcc."""
+"""The kernels, for every architecture; no part of a plain build."""
 
 _lock = threading.Lock()
 _serving: dict[int, SimpleNamespace] = {}
@@ -292,5 +292,9 @@ def describe() -> str:
         return f"torch ({error})"
     if _reasons:
         return "torch (" + "; ".join(f"{i}: {why}" for i, why in sorted(_reasons.items())) + ")"
-    names = ", ".join(f"{name}, compute capability {a}.{b}" for name, a, b in devices)
+    names = ", ".join(
+        f"{name}, compute capability {major}.{minor}"
+        + (", torch for prompts in bfloat16 and heads above 128" if major < 8 else "")
+        for name, major, minor in devices
+    )
     return f"C ({names or 'no device'}; driver for CUDA {version // 1000}.{version % 1000 // 10})"

@@ -43,8 +43,8 @@ class Size(NamedTuple):
 
 SHORT = Size(40, 9, 3, 18, 12)
 LONG = Size(290, 70, 3, 150, 100)
-"""What real sizes take: several blocks for a head's step, tiles of keys that no query is masked
-from, several tiles of queries for a key."""
+"""What real sizes take: several blocks for a head's step, tiles of keys that all queries see, more
+than one tile of queries for a key."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ class TracedLatent(Tensor):
     """
 
     @staticmethod
-    def of(latent: Tensor, **attributes: Any) -> Tensor:
+    def of(latent: Tensor, /, **attributes: Any) -> Tensor:
         """A view of a latent with these attributes."""
         return _with(latent[:], attributes)
 
@@ -160,8 +160,7 @@ def _weight(projection: nn.Module, L: int, like: Tensor) -> Tensor:
         if type(weight) is Tensor and not weight.is_meta and weight.device == like.device:
             return weight.to(like.dtype)
     unit = torch.eye(L, dtype=like.dtype, device=like.device)
-    made: Tensor = projection(unit)
-    return made.detach().to(like.dtype).T.contiguous()
+    return plain(projection(unit)).detach().to(like.dtype).T.contiguous()
 
 
 def refusal(text: Any) -> str | None:

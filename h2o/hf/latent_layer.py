@@ -128,7 +128,8 @@ class LatentLayer(H2OLayer):
             value = torch.nn.functional.pad(value, (0, key.shape[-1] - V))
         out, scores = ops.attend(
             query, key, value,
-            mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap, policy=self.policy,
+            mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits, policy=self.policy,
         )  # fmt: skip
         return out[..., :V], scores.sum(1, keepdim=True)
 

@@ -305,6 +305,7 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
                       test_alloc(room * 4)};
     double *const weights = test_alloc(room * sizeof *weights);
     double *const out = test_alloc((size_t)d->D * sizeof *out);
+    const bool largest = h2o_scores_largest(&s->policy);
     int64_t length = 0, end;
     for (int64_t begin = 0; begin < d->Q; begin = end) {
         end = begin + (begin == 0 ? s->prompt : begin == s->chunk_at ? s->chunk : 1);
@@ -327,7 +328,9 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
                 const double sink = plain_sink(&t->sink_logits, g * d->R + r);
                 if (real) attend_plainly(s, &u, sink, r, q, &kept, weights, out);
                 for (int64_t i = 0; real && i < kept.count; i++) {
-                    kept.scores[i] += (float)weights[i];
+                    const float given = (float)weights[i];
+                    kept.scores[i] = largest ? h2o_larger(kept.scores[i], given)
+                                             : kept.scores[i] + given;
                 }
                 check_row(&a->out, b, q, g * d->R + r, out);
             }

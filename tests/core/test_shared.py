@@ -110,12 +110,12 @@ def test_no_stored_values_without_values(refused):
 
     query, keys, _ = texts(2, 24)
     slots = ops.new_slots(keys, keys.shape[2], kv_dtype="int8")
-    B, _, Q, _ = query.shape
+    B = len(query)
     out, evicted_at, scores = ops.simulate(
         query, keys, None, np.ones(B, np.int32), np.ones((B, 2), np.int32)
     )
     policy = ops.Policy()
-    with pytest.raises(ValueError, match="^values: is None, which does not go with stored_values"):
+    with pytest.raises(ValueError, match=r"^values: is None, which does not go with stored_values"):
         _core.call(
             "simulate", "run", query, keys, None, None, np.ones(B, np.int32),
             np.ones((B, 2), np.int32), out, evicted_at, scores, 0.3, 0.0, policy,

@@ -11,11 +11,11 @@ from h2o import H2OCache, H2OConfig, Unsupported, attention_blocks, ops, support
 from h2o.analysis import collect, removal
 from h2o.calibration import head_costs, refine
 from h2o.hf import attention
-from tests.hf.drive import Attention, new_cache, tensors
+from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.hf.modes import policy
 from tests.hf.test_simulation import prove, text
 from tests.hf.tiny import DEVICE, Family, batch, greedy, needs_compiler, prompts
-from tests.inputs import drifting
+from tests.inputs import Text, drifting, rotate
 
 MIXED = ["sliding_attention", "full_attention"] * 2
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -99,7 +99,7 @@ def test_each_row_is_the_row_alone(name, chosen):
 
 @every_family
 def test_simulation_is_the_cache(name):
-    assert prove(made(name), text(tokens=60), 8, **SMALL) > 0
+    assert prove(made(name), text(tokens=60), 8, 1e-3, **SMALL) > 0  # of logits up to 20
 
 
 @every_family
@@ -148,11 +148,21 @@ FULL_LAYERS = ["full_attention"] * 2
 
 
 def test_rolled_positions():
-    ours, (ids,) = made("gpt_oss", kinds=FULL_LAYERS), prompts(20)
-    plain = H2OCache(ours.config, H2OConfig.full())
-    rolled = H2OCache(ours.config, H2OConfig(heavy=10**6, positions="rolled"))
-    expected = greedy(ours, {"input_ids": ids}, past_key_values=plain)
-    assert greedy(ours, {"input_ids": ids}, past_key_values=rolled).tolist() == expected.tolist()
+    """No model has both: layers of another one are given sinks. Ranks are positions while all keys
+    are held."""
+    query, keys, values = drifting(3, B=1, N=30, D=8)
+    read = Text(rotate(query), rotate(keys), values)
+    sinks, answers = torch.linspace(-1, 2, 4), []
+    for positions in ("original", "rolled"):
+        cache = new_cache(heavy=1000, recent=0, positions=positions)
+        pieces = []
+        for start, stop in ((0, 12), (12, 13), (13, 29), (29, 30)):
+            more = {"position_ids": torch.arange(start, stop)[None], "s_aux": sinks}
+            pieces.append(forward(cache, read.cut(start, stop), **more))
+        answers.append(torch.cat(pieces, dim=1))
+    torch.testing.assert_close(*answers, rtol=0, atol=1e-5)
+    plain = feed(new_cache(heavy=1000, recent=0), read, [12, 1, 16, 1])
+    assert (plain - answers[0]).abs().max() > 0.01
 
 
 @needs_compiler
@@ -182,11 +192,10 @@ def test_dense_attention_is_that_of_transformers(name, side, monkeypatch):
     ours, theirs = made(name), made(name, "eager")
     inputs = batch(prompts(*LENGTHS), side)
     with torch.no_grad():
-        for more in ({}, {"past_key_values": DynamicCache(config=ours.config)}):
+        for more in ({"use_cache": False}, {"use_cache": True}):
             got, expected = (m(**inputs, **more).logits for m in (ours, theirs))
-            more.clear()
             real = inputs["attention_mask"].bool()
-            torch.testing.assert_close(got[real], expected[real], rtol=0, atol=1e-4)
+            torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=5e-4)
 
 
 def test_training_without_a_cache_reaches_the_sinks():

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of transformers
@@ -47,6 +48,8 @@ class Family:
     """Modes in which transformers itself fails, with its own cache too."""
     weights: str = ""
     """How torchao quantises them, "int8" or "int4"; "": not at all."""
+    architecture: str = ""
+    """Its class, where AutoModelForCausalLM has none of it."""
 
     def build_config(self) -> Any:
         numbers = {
@@ -88,6 +91,7 @@ _MAMBA |= {"mamba_chunk_size": 8}
 _CONV = {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2}
 _BLOCKS = {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8}
 _TWICE = ("states", "h2o") * 2
+_EMBEDS = ("inputs_embeds",)
 _PIXELS = torch.linspace(-1, 1, 192).sin()
 
 FAMILIES = {
@@ -176,11 +180,13 @@ FAMILIES = {
                     "mamba_dt_rank": 4,
                 },
                 layers=_TWICE,
+                lacks=("chat turns",),  # its states of one turn are not used in the next
             ),
             Family(
                 "bamba",  # which counts positions from 0 in each pass where it is given none
                 _MAMBA | {"attn_layer_indices": [1, 3]},
                 layers=_TWICE,
+                lacks=_EMBEDS,
             ),
             Family(
                 "granitemoehybrid",
@@ -214,12 +220,14 @@ FAMILIES = {
                     "initializer_range": 0.2,  # with more it multiplies rounding errors
                 },
                 layers=("none", "states", "h2o", "states"),
+                lacks=_EMBEDS,
             ),
-            Family("falcon_h1", _MAMBA | {"mamba_d_ssm": 64}),
+            Family("falcon_h1", _MAMBA | {"mamba_d_ssm": 64}, lacks=_EMBEDS),
             Family(
                 "zamba",
                 _BLOCKS | {"n_mamba_heads": 2, "mamba_dt_rank": 4, "attention_head_dim": 16},
                 layers=_TWICE,
+                lacks=("chat turns", *_EMBEDS),
             ),
             Family(
                 "zamba2",
@@ -234,6 +242,7 @@ FAMILIES = {
                     "initializer_range": 0.1,
                 },
                 layers=_TWICE,
+                lacks=_EMBEDS,
             ),
             Family("zaya"),
         ]
@@ -265,7 +274,7 @@ LATENT = {
         Family("deepseek_v3", {**_LATENT_MOE, "q_lora_rank": None}),
         Family("glm4_moe_lite", _LATENT_MOE),
         Family("minicpm3", _LATENT),
-        Family("mistral4", {**_LATENT_MOE, "original_max_position_embeddings": 16}),
+        Family("mistral4", {**_LATENT_MOE, "head_dim": 20}, architecture="Mistral4ForCausalLM"),
         Family("youtu", {**_LATENT, "num_attention_heads": 32, "num_key_value_heads": 32}),
         Family("axk1", {**_LATENT_MOE, "v_head_dim": 20}),
         Family("longcat_flash", _LONGCAT),
@@ -280,6 +289,13 @@ WITH_STATES = [name for name, x in FAMILIES.items() if "states" in x.layers or n
 OTHERS = [name for name in FAMILIES if name not in WITH_STATES]
 PURE = [name for name in OTHERS if "sliding" not in FAMILIES[name].layers]
 HYBRID = [name for name in OTHERS if name not in PURE and "h2o" in FAMILIES[name].layers]
+TWINS = tuple(
+    "gpt_neox qwen2 qwen3 mistral mixtral qwen3_moe phi gpt2 gemma olmo2 granite smollm3 stablelm"
+    " cohere starcoder2".split()
+)
+"""Families that h2o cannot tell from llama or opt, but for a scale: generate() is the same code for
+them, and so are shapes and kinds of layers (test_families.py shows that). What a mode or a policy
+does to these two it does to the twins: tests without `-m slow` cross them with a few of each."""
 
 
 @functools.cache
@@ -287,7 +303,11 @@ def _model(name: str) -> Any:
     torch.manual_seed(len(name))
     family = (FAMILIES | LATENT)[name]
     auto = AutoModelForImageTextToText if family.image else AutoModelForCausalLM
-    made = auto.from_config(family.build_config()).eval()
+    config = family.build_config()
+    if family.architecture:
+        made = getattr(transformers, family.architecture)(config).eval()
+    else:
+        made = auto.from_config(config).eval()
     if family.weights:
         quantise(made, family.weights)
     return made
@@ -313,6 +333,17 @@ def model(name: str, attention: str = "h2o") -> Any:
     twin = copy.deepcopy(_model(name)).to(DEVICE)
     twin.set_attn_implementation(attention)
     return twin
+
+
+@functools.cache
+def shared(name: str, attention: str = "h2o") -> Any:
+    """The same model for all tests that change nothing of it: a copy takes as long as ten steps."""
+    return model(name, attention)
+
+
+def slow_if(slow: bool, *values: Any) -> Any:
+    """A case of parametrize: marked as slow where another case runs the same lines."""
+    return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:

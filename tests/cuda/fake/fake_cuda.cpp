@@ -33,6 +33,7 @@ enum {
     INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201,
     NO_BINARY = 209,
+    NOT_FOUND = 500,
     INVALID_HANDLE = 400,
     LAUNCH_FAILED = 719,
     CAPTURE_UNSUPPORTED = 900,
@@ -52,6 +53,7 @@ static const struct {
     {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {NO_BINARY, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for the device"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "not permitted in a capture"},
     {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "the capture failed before"},
@@ -237,12 +239,14 @@ int cuDeviceGetName(char *name, int length, int device) {
     return OK;
 }
 
+static int most_shared(void) { return setting("FAKE_CUDA_CAPABILITY", 90) < 80 ? 64 << 10 : 99 << 10; }
+
 int cuDeviceGetAttribute(int *value, int attribute, int) {
     BEGIN("cuDeviceGetAttribute");
     const int capability = setting("FAKE_CUDA_CAPABILITY", 90);
     *value = attribute == 75   ? capability / 10
              : attribute == 76 ? capability % 10
-             : attribute == 97 ? 99 << 10
+             : attribute == 97 ? most_shared()
                                : 0;
     return OK;
 }
@@ -300,7 +304,7 @@ int cuModuleLoadData(module **m, const void *image) {
     uint32_t magic;
     memcpy(&magic, image, sizeof magic);
     if (magic != 0xba55ed50) return INVALID_IMAGE;
-    if (setting("FAKE_CUDA_CAPABILITY", 90) < 80) return NO_BINARY;
+    if (setting("FAKE_CUDA_CAPABILITY", 90) < 75) return NO_BINARY;
     *m = new module{current.back()};
     return OK;
 }
@@ -311,29 +315,19 @@ int cuModuleUnload(module *m) {
     return OK;
 }
 
-int cuModuleGetFunctionCount(unsigned *count, module *) {
-    BEGIN("cuModuleGetFunctionCount");
-    for (*count = 0; shim_kernel(*count); ++*count) {
-    }
-    return OK;
-}
-
-int cuModuleEnumerateFunctions(function **f, unsigned count, module *m) {
-    BEGIN("cuModuleEnumerateFunctions");
-    for (unsigned i = 0; i < count; i++) f[i] = new function{m->home, shim_kernel(i), 48 << 10};
-    return OK;
-}
-
-int cuFuncGetName(const char **name, function *f) {
-    BEGIN("cuFuncGetName");
-    *name = f->name.c_str();
+/* The tensor cores' bfloat16 came with 8.0. */
+int cuModuleGetFunction(function **f, module *m, const char *name) {
+    BEGIN("cuModuleGetFunction");
+    const bool later = setting("FAKE_CUDA_CAPABILITY", 90) < 80 && strstr(name, "_bf16_");
+    if (shim_params_size(name) < 0 || later) return NOT_FOUND;
+    *f = new function{m->home, name, 48 << 10};
     return OK;
 }
 
 int cuFuncSetAttribute(function *f, int attribute, int value) {
     BEGIN("cuFuncSetAttribute");
     NEEDS_CONTEXT;
-    if (attribute != 8 || value > 99 << 10) return INVALID_VALUE;
+    if (attribute != 8 || value > most_shared()) return INVALID_VALUE;
     f->shared = (unsigned)value;
     return OK;
 }
