@@ -93,8 +93,8 @@ class Store:
         beyond = values - finite  # 0 where it is finite
         if self.first is None:
             return finite, beyond.sum(2, keepdim=True)
-        own = beyond.new_zeros(len(values), len(self.first), values.shape[-1])
-        return finite, own.index_add_(1, self.head, beyond[:, 0])[:, :, None]
+        by_head = beyond.new_zeros(len(values), len(self.first), values.shape[-1])
+        return finite, by_head.index_add_(1, self.head, beyond[:, 0])[:, :, None]
 
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
         """As `answers`, of the values that the slots hold.
@@ -136,7 +136,8 @@ class Store:
         if where is not None:
             new = torch.where(where, new, self.read(numbers, index))
         if isinstance(new, Tensor):
-            new = new.to(numbers.dtype).expand(index.shape)
+            new = new.to(numbers.dtype)
+            new = new if new.shape == index.shape else new.expand(index.shape)
         if self.first is not None:
             index = index[..., 0]
             new = new[..., 0] if isinstance(new, Tensor) else new
