@@ -70,8 +70,7 @@ def attend(
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
-    """Steps 1 and 2. Arguments and results as in `h2o.ops.attend`; without values the keys are
-    the values.
+    """Steps 1 and 2. Arguments and results as in `h2o.ops.attend`; no values: keys are values.
 
     With `rotary`, a table of angles as in `h2o.ops.Rotary`, positions are rolled: query and keys
     come without their rotary embedding, stored keys are without it, and it is put on here.
