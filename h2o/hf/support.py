@@ -180,8 +180,11 @@ def refusal(config: Any) -> str | None:
     for part in (text, config):
         if part.model_type in _ALTERED:
             return _ALTERED[part.model_type]
-    if _attribute(text, "kv_lora_rank") is not None and (reason := _latent_refusal(config)):
-        return reason
+    if _attribute(text, "kv_lora_rank") is not None:
+        if reason := _latent_refusal(config):
+            return reason
+    elif _attribute(text, "v_head_dim") not in (None, _attribute(text, "head_dim")):
+        return "its keys and values are of different sizes"
     if getattr(text, "num_kv_shared_layers", None):
         return "some layers attend to the keys of others (num_kv_shared_layers)"
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
