@@ -15,6 +15,9 @@ typedef struct {
     int64_t slots;                    /* S */
 } slot_store;
 
+/* Whether the rows of keys are those of the values too. */
+H2O_INLINE bool store_is_shared(const slot_store *store) { return store->values == store->keys; }
+
 H2O_INLINE int64_t row_pitch(const h2o_view *view) {
     return view->stride[view->ndim - 2] * h2o_dtype_size(view->dtype);
 }

@@ -94,6 +94,7 @@ static h2o_attend_params dense_part(const h2o_simulate_params *p) {
         .mask = p->mask,
         .out = p->out,
         .scores = p->scores,
+        .sink_logits = p->sink_logits,
         .scale = p->scale,
         .softcap = p->softcap,
         .policy = p->policy,

@@ -26,7 +26,7 @@ from typing import Any
 
 from h2o import _core
 
-__all__ = ["check", "describe", "serving"]
+__all__ = ["check", "describe", "opened", "serving"]
 
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a plain build."""
@@ -43,11 +43,27 @@ def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
 
     The first call loads the kernels and checks them, unless an earlier process has.
     """
-    found = _serving.get(index)
-    if found is None:
+    operations = _serving.get(index)
+    if operations is None:
         with _lock:
-            found = _serving.get(index) or _choose(index, by_torch)
-    return found
+            operations = _serving.get(index) or _choose(index, by_torch)
+    return operations
+
+
+def opened(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
+    """As `serving`, but a device that `serving` has not met is left to `by_torch`, with a warning:
+    a decode step waits neither for a check nor for a file."""
+    operations = _serving.get(index)
+    if operations is not None:
+        return operations
+    if not _cannot_check():
+        warnings.warn(
+            f"the torch backend serves steps on {_device(index)}, which is not opened yet: call "
+            "h2o.ops.open_device(tensor) before, or attend or evict there",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return by_torch
 
 
 def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:

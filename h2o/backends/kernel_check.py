@@ -60,6 +60,7 @@ class Case:
     """heads with numbers of slots of their own"""
     pads: bool = False
     softcap: float = 0.0
+    learned_sinks: bool = False
     long: bool = False
     """a prompt and a budget of hundreds of tokens"""
 
@@ -73,7 +74,7 @@ class Case:
         facts += [f"{self.size.prompt} tokens"] if self.long else []
         facts += [self.kv_dtype] if self.kv_dtype else []
         facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
-        flags = ("value_weighted", "merge", "own", "pads")
+        flags = ("value_weighted", "merge", "own", "pads", "learned_sinks")
         return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
 
 
@@ -85,6 +86,8 @@ CASES = (
     Case(64, torch.bfloat16, merge=0.3),
     Case(64, torch.bfloat16, softcap=2.0),
     Case(64, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
+    Case(64, torch.bfloat16, learned_sinks=True),
+    Case(48, torch.float32, learned_sinks=True, pads=True),
     Case(160, torch.float16, value_weighted=True),
     Case(128, torch.bfloat16, own=True, long=True),
     Case(64, torch.float16, pads=True, softcap=20.0, long=True),
@@ -195,6 +198,8 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
     if case.pads:
         mask[1, :7] = False
     scale, softcap, decay = D**-0.5, case.softcap, 0.97
+    sinks = torch.linspace(-2, 3, H, dtype=torch.float32, device=device)
+    sinks = sinks if case.learned_sinks else None
     policy = Policy(SINKS, decay=decay, value_weighted=case.value_weighted, merge=case.merge)
     capacity = SINKS + heavy + recent + chunk
     slots = new_slots(
@@ -212,17 +217,19 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         new = (keys[:, :, now].contiguous(), values[:, :, now].contiguous())
         mine = mask[:, now].contiguous() if case.pads else None
         stored = slots if first else None
-        arguments = (query[:, :, now], *new, mine, stored, out, scores, scale, softcap, policy)
+        arguments = (query[:, :, now], *new, mine, stored, out, scores)
+        arguments = (*arguments, scale, softcap, policy, sinks)
         yield "attend", arguments, _attended
         yield "evict", (*new, scores, mine, slots, policy), lambda a, b: _slots(a[4], b[4], D)
     for t in range(prompt + chunk, total):
         now = slice(t, t + 1)
         out = number(B, 1, H, D, dtype=case.dtype)
         new = (query[:, :, now], keys[:, :, now], values[:, :, now])
-        arguments = (*new, None, slots, out, scale, softcap, policy, None, None)
+        arguments = (*new, None, slots, out, scale, softcap, policy, None, None, sinks)
         yield "step", arguments, lambda a, b: [("out", a[5], b[5]), *_slots(a[4], b[4], D)]
     if case.kv_dtype is None and not case.long:
-        yield from _simulation(case, (query, keys, values), mask, (scale, softcap, policy), number)
+        numbers = (scale, softcap, policy)
+        yield from _simulation(case, (query, keys, values), mask, numbers, sinks, number)
 
 
 def _attended(mine: Any, theirs: Any) -> list[tuple[str, Tensor, Tensor]]:
@@ -232,7 +239,9 @@ def _attended(mine: Any, theirs: Any) -> list[tuple[str, Tensor, Tensor]]:
     return pairs
 
 
-def _simulation(case: Case, text: Any, mask: Tensor, numbers: Any, number: Any) -> Iterator[Any]:
+def _simulation(
+    case: Case, text: Any, mask: Tensor, numbers: Any, sinks: Tensor | None, number: Any
+) -> Iterator[Any]:
     """The whole text, of which the prompt is one token shorter in each further row."""
     query, keys, _ = text
     total = query.shape[2]
@@ -243,7 +252,7 @@ def _simulation(case: Case, text: Any, mask: Tensor, numbers: Any, number: Any) 
     evicted = number(B, G, total, dtype=torch.int32)
     scores = number(B, G, total)
     pads = mask if case.pads else None
-    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, None, None)
+    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, None, None, sinks)
     names = ("out", "evicted_at", "scores")
     yield "simulate", arguments, lambda a, b: list(zip(names, a[6:9], b[6:9], strict=True))
 

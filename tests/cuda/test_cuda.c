@@ -52,6 +52,7 @@ int main(void) {
     const h2o_policy plain = {.decay = 1.0f};
     const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true, 0.0f};
     const h2o_policy merging = {4, H2O_RANK_MEAN, 0.99f, true, 0.25f};
+    const h2o_policy largest = {4, H2O_RANK_MAX, 0.99f, false, 0.0f};
     const scene scenes[] = {
         {.dims = make_dims(2, 1, 3, 480, 420, 64),
          .prompt = 420,
@@ -70,7 +71,27 @@ int main(void) {
          .policy = all,
          .softcap = 5.0f,
          .scale = 0.1f,
-         .how = SPREAD},
+         .how = SPREAD,
+         .sinks = true},
+        /* scores that are maxima */
+        {.dims = make_dims(2, 2, 3, 200, 140, 24),
+         .prompt = 140,
+         .chunk_at = 150,
+         .chunk = 10,
+         .heavy = 70,
+         .recent = 50,
+         .policy = largest,
+         .scale = 0.1f},
+        /* several blocks for a head, and learned sinks */
+        {.dims = make_dims(1, 1, 3, 330, 300, 16),
+         .prompt = 310,
+         .chunk_at = 315,
+         .chunk = 5,
+         .heavy = 180,
+         .recent = 100,
+         .policy = plain,
+         .scale = 0.1f,
+         .sinks = true},
         {.dims = make_dims(2, 2, 2, 90, 60, 24),
          .prompt = 60,
          .chunk_at = 65,
@@ -88,6 +109,16 @@ int main(void) {
          .policy = plain,
          .scale = 0.1f,
          .how = SPREAD,
+         .weird = true},
+        {.dims = make_dims(1, 2, 3, 60, 40, 24),
+         .prompt = 40,
+         .chunk_at = 45,
+         .chunk = 10,
+         .heavy = 15,
+         .recent = 15,
+         .policy = plain,
+         .scale = 0.1f,
+         .sinks = true,
          .weird = true},
         {.dims = make_dims(1, 1, 2, 60, 30, 7),
          .prompt = 30,

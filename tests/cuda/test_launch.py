@@ -36,7 +36,7 @@ def step_arguments(D: int = 32, seed: int = 0, held: int = 6) -> list:
     _core.call("evict", "run", *text, None, slots, Policy())
     query, key, value = normal(1, 4, 1, D), normal(1, 2, 1, D), normal(1, 2, 1, D)
     out = torch.zeros(1, 1, 4, D)
-    return [query, key, value, None, slots, out, D**-0.5, 0.0, Policy(), None, None]
+    return [query, key, value, None, slots, out, D**-0.5, 0.0, Policy(), None, None, None]
 
 
 def workspace_of(driver, arguments, stream=1, device: int = 0) -> DeviceTensor:

@@ -11,9 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from h2o import _core, backends, cli, ops
+from h2o import H2OConfig, _core, backends, cli, ops
 from h2o.backends import cuda, kernel_check
+from h2o.hf.attention_call import NewTokens
+from h2o.hf.layer import H2OLayer
+from h2o.hf.layer_state import restore, state_of
 from tests.cuda.device import IMAGE, carried
+from tests.inputs import drifting
 
 
 @pytest.fixture
@@ -260,6 +264,46 @@ def test_a_graph_that_is_captured_first_is_the_torch_backends(device, monkeypatc
     assert launches(device) == calls
     monkeypatch.setattr(cuda, "_cannot_check", lambda: False)
     assert serving() == "C"
+
+
+def test_a_step_opens_no_device(device, built):
+    """It looks a verdict up, and nothing is loaded, launched or written before there is one."""
+    by_torch = backends._portable()
+    before = launches(device)
+    with pytest.warns(RuntimeWarning, match=r"not opened yet: call h2o.ops.open_device"):
+        assert cuda.opened(0, by_torch) is by_torch
+    assert launches(device) == before
+    assert not (built.parent / "cache" / "h2o").exists()
+    assert serving() == "C"
+    checked = launches(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cuda.opened(0, by_torch) is cuda.serving(0, by_torch)
+    assert launches(device) == checked
+
+
+def test_a_step_in_a_graph_that_comes_first_warns_nobody(device, monkeypatch):
+    monkeypatch.setattr(cuda, "_cannot_check", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cuda.opened(0, backends._portable()) is backends._portable()
+
+
+def test_a_layer_that_goes_on_elsewhere_opens_the_device_before_its_step(monkeypatch):
+    opening = []
+    serving = backends.serving
+    monkeypatch.setattr(backends, "serving", lambda x: opening.append(x) or serving(x))
+    text = [torch.from_numpy(x) for x in drifting(3, B=1, H=2, G=2, N=12, D=16)]
+    prompt, token = ([x[:, :, i:j] for x in text] for i, j in ((0, 11), (11, 12)))
+    read, moved = (H2OLayer(H2OConfig(heavy=4, recent=4)) for _ in range(2))
+    read.update(*prompt[1:])
+    read.forward(NewTokens(*prompt, None, 0.25, 0.0))
+    opening.clear()
+    restore(moved, state_of(read))
+    assert len(opening) == 1
+    moved.update(*token[1:])
+    moved.forward(NewTokens(*token, None, 0.25, 0.0))
+    assert len(opening) == 1, "a step opens none"
 
 
 def test_fake_tensors_are_the_torch_backends(device, monkeypatch):
