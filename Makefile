@@ -206,9 +206,11 @@ $(CUDA)/%.o: tests/cuda/shim/%.cpp $(wildcard tests/cuda/shim/*.h) csrc/half.h
 	@mkdir -p $(@D)
 	$(patsubst -fsanitize=thread,-DSHIM_TSAN,$(CUDA_CXX)) -c $< -o $@
 
+# A GPU faults at a misaligned load; so does the emulation.
+ALIGNED := $(if $(findstring undefined,$(CFLAGS)),,-fsanitize=alignment -fsanitize-undefined-trap-on-error)
 $(CUDA)/kernels.o: csrc/cuda/kernels.cu tests/cuda/shim/shim.h $(CUDA_HEADERS)
 	@mkdir -p $(@D)
-	$(CUDA_CXX) -Itests/cuda/shim -x c++ -c $< -o $@
+	$(CUDA_CXX) $(ALIGNED) -Itests/cuda/shim -x c++ -c $< -o $@
 
 $(CUDA)/test_cuda: $(CUDA)/test_cuda.o $(CUDA_CORE)
 	$(CUDA_CXX) $^ -o $@ -lm -ldl
