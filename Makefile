@@ -11,7 +11,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-windows test-python test-portable test-hf test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -128,6 +128,7 @@ TOGETHER := $(MAKE) --silent -j$(shell nproc 2> /dev/null || echo 2)
 OUT := build/c
 CFLAGS := -O2 -g
 C_CORE := $(patsubst csrc/%.c,$(OUT)/%.o,$(filter-out $(PYTHON_SOURCES),$(SOURCES)))
+C_LIBRARIES := -lm -ldl
 C_TESTS := $(patsubst tests/c/%.c,$(OUT)/%,$(wildcard tests/c/test_*.c))
 C_FLAGS := -std=c11 -Wall -Wextra -Werror -ffp-contract=fast -fno-math-errno -fno-trapping-math \
 	-fPIC -pthread -Icsrc $(CFLAGS)
@@ -138,7 +139,7 @@ $(OUT)/%.o: csrc/%.c $(HEADERS)
 	$(CC) $(C_FLAGS) -c $< -o $@
 
 $(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h tests/c/*.inc) $(C_CORE)
-	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
+	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ $(C_LIBRARIES)
 
 test-c: ## the C tests
 	@$(TOGETHER) $(C_TESTS)
@@ -163,7 +164,8 @@ $(OUT)/libcuda.so.1: tests/cuda/threads/driver.c
 	@mkdir -p $(@D)
 	$(CC) $(C_FLAGS) -fPIC -shared $< -o $@
 
-$(OUT)/test_driver: tests/cuda/threads/test_driver.c tests/c/test.h $(addprefix $(OUT)/,cuda/driver.o cuda/plan.o error.o)
+$(OUT)/test_driver: tests/cuda/threads/test_driver.c tests/c/test.h \
+		$(addprefix $(OUT)/,cuda/driver.o cuda/plan.o error.o system.o)
 	$(CC) $(C_FLAGS) -Itests/c $(filter-out %.h,$^) -o $@ -ldl
 
 test-driver: $(OUT)/test_driver $(OUT)/libcuda.so.1
@@ -183,7 +185,7 @@ CUDA_FLAGS := -fno-math-errno -fno-trapping-math -fPIC -pthread -DH2O_GENERIC_ON
 CUDA_CC := $(CC) -std=c11 -Wall -Wextra -Werror $(CUDA_FLAGS)
 CUDA_CXX := $(CXX) -std=gnu++20 -Wall -Werror $(CUDA_FLAGS)
 CUDA_CORE := $(addprefix $(CUDA)/,$(addsuffix .o,call check counts devices dispatch error operations \
-	parallel policy scratch plan driver launch emulated kernels fiber shim matrix))
+	parallel policy scratch system plan driver launch emulated kernels fiber shim matrix))
 .SECONDARY: $(CUDA_CORE)
 CUDA_PROGRAMS := test_shim test_cuda
 
@@ -261,6 +263,13 @@ test-gpu: .venv/core .venv/test ## the kernels on a GPU: the same tests, models,
 test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user-static
 	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \
 		EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=neon H2O_TEST_EMULATED=1 qemu-aarch64-static -L /usr/aarch64-linux-gnu"
+
+# Not those that fork, which Windows cannot. The first build makes zig's libc, for minutes.
+WINE ?= $(firstword $(shell command -v wine64) /usr/lib/wine/wine64)
+WINDOWS_TESTS := $(addprefix build/c-windows/test_,policy attend kernels vec_generic vec_avx2)
+test-windows: .venv/wheels ## C tests of a build for Windows, in wine; needs wine64
+	$(MAKE) test-c OUT=build/c-windows C_TESTS="$(WINDOWS_TESTS)" C_LIBRARIES= EMULATOR="env WINEDEBUG=-all $(WINE)" \
+		CC="$(abspath $(BIN))/python -m ziglang cc -target x86_64-windows-gnu"
 
 SANITIZE := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all
 ASAN := OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
@@ -363,11 +372,12 @@ pictures: .venv/core .venv/test ## README's picture, docs/results.svg, from the 
 docs-links: .venv/core .venv/docs ## asks every link of the documentation that leads elsewhere
 	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links
 
-wheels: .venv/wheels ## sdist and wheels of x86-64 and aarch64 in dist, built by zig, audited
+wheels: .venv/wheels ## sdist and wheels of Linux, macOS and Windows and the pure one in dist, built by zig, audited
 	$(BIN)/python tools/wheels.py
 
-test-wheels: wheels ## the wheel of this machine without a compiler; the sdist with gcc and clang
+test-wheels: wheels ## the wheel of this machine and the pure one without a compiler; the sdist with gcc and clang
 	$(BIN)/python tools/try_wheel.py dist/*-manylinux_*_$$(uname -m).whl
+	$(BIN)/python tools/try_wheel.py --beside $(BIN)/../lib/python*/site-packages dist/*-none-any.whl
 	CC=gcc $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
 	CC=clang $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
 

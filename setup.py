@@ -50,6 +50,8 @@ if wanted("H2O_COVERAGE"):
     link_args += ["--coverage"]
 
 
+PLATFORM = sysconfig.get_platform()  # that is built for
+
 # One binary for Python 3.10 and all that follow. The free-threaded builds know no such limited API.
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
 limited_macros = [("Py_LIMITED_API", "0x030a0000")] if LIMITED else []
@@ -70,7 +72,8 @@ def together(compile_in_turn):
         def compile_one(source):
             return compile_in_turn([source], **options)
 
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        own = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+        with ThreadPoolExecutor(len(own(0))) as pool:
             return [x for objects in pool.map(compile_one, sources) for x in objects]
 
     return compile_all
@@ -97,6 +100,11 @@ class BuildPure(build_py):
 
 class BuildCore(build_ext):
     """Tells the core the version that pyproject.toml gives, so that it is written once."""
+
+    def get_ext_filename(self, name):
+        """For Windows too where this is another system (tools/wheels.py)."""
+        file = super().get_ext_filename(name)
+        return file.replace(".abi3.so", ".pyd") if PLATFORM.startswith("win") else file
 
     def build_extension(self, extension):
         version = self.distribution.get_version()
@@ -126,7 +134,7 @@ def describe_core():
         py_limited_api=LIMITED,
         define_macros=limited_macros,
         include_dirs=["csrc", numpy.get_include()],
-        libraries=["m", "dl"],
+        libraries=["m", "dl"] if "linux" in PLATFORM else [],
         extra_compile_args=compile_args,
         extra_link_args=link_args,
     )

@@ -1,11 +1,12 @@
-/* driver.c - calls of NVIDIA's driver API through dlopen: opens the library, keeps primary
+/* driver.c - calls of NVIDIA's driver API by its entries' names: opens the library, keeps primary
  * contexts, loads the kernels once for each context, queues memsets and launches.
  *
  * Types and entries are as cuda.h of CUDA 12 declares them; the names behind which the library
  * keeps later versions of an entry end in _v2. */
 #include "driver.h"
 
-#include <dlfcn.h>
+#include "../system.h"
+
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -111,17 +112,17 @@ static int fail_entry(h2o_error *error, const char *entry, const char *about, CU
 /* ---- The library --------------------------------------------------------- */
 
 static int open_library(h2o_error *error) {
-    void *const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (library == NULL) return h2o_fail(error, H2O_EBACKEND, "no driver (%s)", dlerror());
+    const char *reason;
+    void *const library = h2o_open_library("nvcuda.dll", "libcuda.so.1", &reason);
+    if (library == NULL) return h2o_fail(error, H2O_EBACKEND, "no driver (%s)", reason);
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
-        void *const address = dlsym(library, entries[i].name);
-        if (address == NULL && !entries[i].later) {
-            dlclose(library);
+        const bool found = h2o_find_symbol(library, entries[i].name, entries[i].entry);
+        if (!found && !entries[i].later) {
+            h2o_close_library(library);
             return h2o_fail(error, H2O_EBACKEND,
                             "the driver has no %s: it is older than 525, which h2o needs",
                             entries[i].name);
         }
-        memcpy(entries[i].entry, &address, sizeof address);
     }
     TRY(cuInit, "", 0);
     return H2O_OK;
