@@ -147,7 +147,9 @@ def warm_up(model: Any, ids: Any) -> None:
 def holdings(cache: Any) -> dict[str, Any]:
     """The fields of a Run that tell what a cache holds."""
     if not hasattr(cache, "report"):
-        held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        from h2o.hf.new_cache import bytes_of_keys
+
+        held = bytes_of_keys(cache)
         seen = cache.get_seq_length()
         return {
             "kv_bytes_held": held,

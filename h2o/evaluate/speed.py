@@ -233,8 +233,9 @@ def bytes_held(cache: Any) -> int:
     if hasattr(cache, "report"):
         total = cache.report().total
         return total.bytes_held + total.bytes_bookkeeping
-    tensors = (x for layer in cache.layers for x in (layer.keys, layer.values))
-    return sum(x.nbytes for x in tensors if x is not None)
+    from h2o.hf.new_cache import bytes_of_keys
+
+    return bytes_of_keys(cache)
 
 
 def median_ratio(numerators: list[float], denominators: list[float]) -> float:

@@ -9,7 +9,9 @@ Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head 
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from h2o.hf import attention
-from h2o.hf.attention_call import as_autocast
+from h2o.hf.attention_call import as_autocast, as_operand
 from h2o.hf.patch_lock import PatchLock, unwrapped
 
 __all__ = ["Call", "attending"]
@@ -40,6 +42,8 @@ class Call(NamedTuple):
     """None: 1 / sqrt(D)"""
     softcap: float
     """0: none"""
+    sink_logits: Tensor | None
+    """[H] float32, learned attention sinks without their gradient; None: none"""
     dropout: float
     cached: bool
     """Whether keys and values come out of an `H2OCache`"""
@@ -74,7 +78,7 @@ def attending(
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = shared.layer(module)
 
         def full() -> Tensor:
             return attention.h2o_attention_forward(
@@ -91,9 +95,10 @@ def attending(
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
-        logits = scaling, softcap or 0.0
+        logits = scaling, softcap or 0.0, as_operand(kwargs.get("s_aux"))
         return visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, full)), None
 
+    shared = _SharedModules()
     model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
     name = f"h2o_simulated:{next(_numbers)}"
     lock = PatchLock("simulated", model, name)
@@ -101,11 +106,45 @@ def attending(
     try:
         lock.acquire(model)
         try:
-            yield
+            with shared.watched(model):
+                yield
         finally:
             lock.release()
     finally:
         attention.unregister(name)
+
+
+class _SharedModules:
+    """Which layer an attention module is at work for: some models (Zamba) have one module for
+    several layers, and give its forward a `layer_idx`."""
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+
+    def layer(self, module: nn.Module) -> int:
+        """The layer whose attention this module computes now."""
+        layer: int = vars(self._here).get(str(id(module)), module.layer_idx)
+        return layer
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """Notes what these modules are given, within the block."""
+
+        def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            vars(self._here)[str(id(module))] = kwargs["layer_idx"]
+
+        hooks = [
+            module.register_forward_pre_hook(note, with_kwargs=True)
+            for module in model.modules()
+            if hasattr(module, "layer_idx")
+            and "layer_idx" in inspect.signature(module.forward).parameters
+            and hasattr(module, "is_causal")
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 _numbers = itertools.count()

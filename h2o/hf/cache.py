@@ -1,8 +1,8 @@
 """`H2OCache`: H2O as a cache of Hugging Face transformers.
 
 It is a list of layers. A full-attention layer is an `H2OLayer`, which holds
-only the keys that its budget has room for, with their scores and positions; a
-sliding-window layer remains what transformers makes it. What is done to all
+only the keys that its budget has room for, with their scores and positions; all
+others remain what transformers makes them. What is done to all
 layers together stands here: making a cache, copying, saving, cropping; what a cache can be
 asked in readable_cache.py.
 
@@ -15,20 +15,22 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
+from h2o import packages
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
-from h2o.hf import cache_file, crop
+from h2o.hf import cache_file, crop, states
 from h2o.hf.conversation import Conversation, columns_left, refuse_broken
 from h2o.hf.from_dynamic_cache import take_over
 from h2o.hf.layer import H2OLayer
+from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_types import layers_of
 from h2o.hf.readable_cache import ReadableCache
 from h2o.hf.support import transformers_layers
@@ -84,9 +86,10 @@ class H2OCache(ReadableCache):
         compileable: bool = False,
         **parameters: Unpack[ConfigFields],
     ) -> None:
+        packages.warn_without_core()
         h2o_config = one_config(h2o_config, parameters).for_model(config)
         full_layers = transformers_layers(config)
-        conversation = Conversation(prompt_length, len(full_layers))
+        conversation = Conversation(prompt_length, full_layers)
         super().__init__(
             layers=layers_of(
                 config, full_layers, h2o_config, conversation, trace=trace, compileable=compileable
@@ -227,7 +230,7 @@ class H2OCache(ReadableCache):
             return super().get_mask_sizes(query_length, layer_idx)
         self.conversation.refuse_other_thread()
         if not self.is_compileable or self.conversation.under_way:
-            refuse_broken([int(layer.get_seq_length()) for layer in self.layers])
+            self._refuse_parted()
         if query_length == 0:
             raise ValueError(
                 f"no new tokens: the cache has seen {int(self.get_seq_length())}. generate() needs "
@@ -247,7 +250,7 @@ class H2OCache(ReadableCache):
         """(keys, values, sliding window or None) of each layer, as of a DynamicCache; of H2O layers
         what they hold, [B, G, K, D] in the order of `kept`."""
         for layer in self.layers:
-            held = layer.held() if isinstance(layer, H2OLayer) else (layer.keys, layer.values)
+            held = layer.held() if isinstance(layer, H2OLayer) else _keys_of(layer)
             yield *held, getattr(layer, "_sliding_window_tensor", None)
 
     def reset(self) -> None:
@@ -259,10 +262,12 @@ class H2OCache(ReadableCache):
         if self.conversation.waiting is not None:
             self.conversation.refuse_other_thread()
         super().reset()
-        for layer in self.layers:  # those of older transformers keep zeros
-            if not isinstance(layer, H2OLayer):
+        for layer in self.layers:  # transformers' own may keep zeros
+            if kind_of(layer) == "sliding":
                 layer.keys = layer.values = None
                 layer.is_initialized = False
+            if has_states(layer):
+                states.forget(layer)
         self.conversation.reset()
 
     def crop(self, tokens: int) -> None:
@@ -280,18 +285,25 @@ class H2OCache(ReadableCache):
         Whatever the error, all layers are what they were before.
         """
         self.conversation.refuse_other_thread()
-        left = columns_left(tokens, int(self.layers[0].get_seq_length()))
+        left = columns_left(tokens, seen := int(self.get_seq_length()))
         if left == 0:
             self.reset()
             return
         self._refuse_broken()
-        crop.crop(self.layers, tokens, left)
+        crop.crop(self.layers, tokens, seen, left)
 
     def _refuse_broken(self) -> None:
         """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
         self.conversation.refuse_other_thread()
         self.conversation.refuse_interrupted()
-        refuse_broken([int(layer.get_seq_length()) for layer in self.layers])
+        self._refuse_parted()
+
+    def _refuse_parted(self) -> None:
+        """Raises RuntimeError where layers have not come as far as others."""
+        refuse_broken(
+            [int(x.get_seq_length()) for x in self.layers if isinstance(x, CacheLayerMixin)]
+        )
+        self.conversation.refuse_parted_states()
 
     def activate_past_recording(self) -> None:
         """From now on the last forward pass can be taken back by `crop`.
@@ -321,14 +333,43 @@ class H2OCache(ReadableCache):
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:
-            if layer_idx == 0 and conversation.waiting is None:
+            if layer_idx == conversation.first and conversation.waiting is None:
                 conversation.leave()  # nothing has begun
             raise
         if not isinstance(layer, H2OLayer):  # which has stored them by now
             conversation.attended(layer_idx)
         return keys_and_values
 
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Called by each layer that has states, before it changes them."""
+        self.conversation.states_of(layer_idx)
+        state: Tensor | None = super().get_conv_state(layer_idx, *args, **kwargs)
+        return state
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was, in every layer."""
         self.conversation.refuse_other_thread()
         super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, in this order, in every layer."""
+        self._each_layer("batch_select_indices", indices, lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows, in every layer."""
+        self._each_layer(
+            "batch_repeat_interleave", repeats, lambda x: x.repeat_interleave(repeats, dim=0)
+        )
+
+    def _each_layer(self, method: str, argument: Any, change: Callable[[Tensor], Tensor]) -> None:
+        """Changes the rows, of states too, which transformers forgets."""
+        for layer in self.layers:
+            if kind_of(layer) != "states":
+                getattr(layer, method)(argument)
+            if has_states(layer):
+                states.each(layer, change)
+
+
+def _keys_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Keys and values of transformers' own layer; None without."""
+    return getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
+from h2o.hf.layer_kinds import has_states, kind_of
+
 __all__ = ["Conversation", "columns_left", "refuse_broken"]
 
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicCache.crop).parameters
@@ -34,7 +36,7 @@ class Conversation:
     its thread, without waiting, and the last one gives it back.
     """
 
-    def __init__(self, prompt_length: Any = None, layers: int = 1) -> None:
+    def __init__(self, prompt_length: Any = None, layers: Sequence[Any] = ()) -> None:
         if hasattr(prompt_length, "tolist"):  # a tensor or an array
             prompt_length = prompt_length.tolist()
         if prompt_length is not None and not isinstance(prompt_length, Sequence):
@@ -47,7 +49,12 @@ class Conversation:
         leaves it set, since how far the layer got is then unknown."""
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Tokens of the whole prompt, where it is known to come in chunks."""
-        self.layers = layers
+        kinds = [kind_of(layer) for layer in layers] or ["h2o"]
+        storing = [index for index, kind in enumerate(kinds) if kind != "none"]
+        self.first, self.last = storing[0], storing[-1]
+        """The layers that store something first and last in a forward pass."""
+        self._has_states = any(map(has_states, layers))
+        self._ends_in_states = kinds[self.last] == "states"
         self.copied = False
         """Whether this is a copy: then all tokens seen before count as a whole prompt."""
         self._thread: int | None = None  # the one with a forward pass under way
@@ -71,13 +78,29 @@ class Conversation:
     def attended(self, layer: int) -> None:
         """A layer has stored its new keys; after the last one the pass is over."""
         self.waiting = None
-        if layer == self.layers - 1:
+        if layer == self.last:
             self.leave()
+
+    def states_of(self, layer: int) -> None:
+        """To be called before a layer's states change, as `enter` is before it gets new keys."""
+        if layer != self.last:
+            self.enter()
+        elif self._ends_in_states:
+            self.leave()
+
+    def refuse_parted_states(self) -> None:
+        """Between two passes: RuntimeError where the last one did not come to its end, and some
+        layers' states, which do not tell how many tokens they have seen, may be ahead of others."""
+        if self._has_states and self.under_way:
+            raise RuntimeError(
+                "the last forward pass broke off between two layers, and some of the model's "
+                "states have seen its tokens, others not: call cache.reset() and start anew"
+            )
 
     def take_back(self, layer: int) -> None:
         """A layer's new keys were refused; nothing of them was stored."""
         self.waiting = None
-        if layer == 0:
+        if layer == self.first:
             self.leave()
 
     def refuse_interrupted(self) -> None:

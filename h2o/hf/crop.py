@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.layer_state import restore, state_of
+from h2o.hf.layer_kinds import has_states, kind_of
+from h2o.hf.layer_state import keys_of, restore, restore_keys, state_of
 
 __all__ = ["NO_RECORD", "LastPass", "crop"]
 
 NO_RECORD = (
-    "an H2OCache cannot go back on its own: what was evicted is gone. Call "
+    "an H2OCache cannot go back without a record: evicted keys cannot be restored. Call "
     "cache.activate_past_recording() before the forward pass of which tokens are to be taken back"
 )
 
@@ -28,7 +29,7 @@ class LastPass:
 
     def __init__(self, layer: Any, tokens: NewTokens) -> None:
         """Before the pass over these tokens."""
-        self.before = state_of(layer).each(Tensor.clone)
+        self.before = keys_of(layer).each(Tensor.clone)
         self.tokens = tokens._replace(key=tokens.key.detach())  # without its reference to the layer
 
     def refuse(self, left: int, seen: int) -> None:
@@ -44,12 +45,12 @@ class LastPass:
 
         The tensors that the layer held before are not written to.
         """
-        restore(layer, self.before)
+        restore_keys(layer, self.before)
         if columns := left - layer.seen:
             layer.forward(self.tokens.first(columns))
 
 
-def crop(layers: Sequence[Any], tokens: int, left: int) -> None:
+def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
     """`H2OCache.crop` of layers that have all seen the same: they go back together or not at all.
 
     Raises:
@@ -57,16 +58,24 @@ def crop(layers: Sequence[Any], tokens: int, left: int) -> None:
             memory for example, or an interrupt, all is as it was, but the pass is no longer
             remembered.
     """
-    h2o_layers = [layer for layer in layers if not layer.is_sliding]
-    shorter = left < int(layers[0].get_seq_length())
+    h2o_layers = [layer for layer in layers if kind_of(layer) == "h2o"]
+    theirs = [layer for layer in layers if kind_of(layer) in ("sliding", "states")]
+    with_states = [layer for layer in layers if has_states(layer)]
+    shorter = left < seen
     for layer in h2o_layers if shorter else []:
         layer.refuse_crop(left)
-    before = [(layer, state_of(layer)) for layer in h2o_layers]
+    for layer in with_states if shorter else []:
+        if any(layer.is_recurrent_states_initialized.values()):
+            raise NotImplementedError(
+                "this model's recurrent states are sums over all tokens seen, and none of these "
+                "can be taken out again: fork() the cache before the tokens that may be taken back"
+            )
+    before = [(layer, state_of(layer)) for layer in {*h2o_layers, *with_states}]
     try:
         for layer in h2o_layers:
             layer.crop(tokens)
-        for layer in layers:  # transformers' own, which may refuse it
-            if layer.is_sliding and (shorter or getattr(layer, "record_past", False)):
+        for layer in theirs:  # which may refuse it
+            if shorter or getattr(layer, "record_past", False):
                 layer.crop(tokens)
     except BaseException:
         for layer, state in before:

@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import Unsupported
+from h2o.hf import states
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.layer import H2OLayer
+from h2o.hf.layer_kinds import has_states, kind_of
 
 __all__ = ["take_over"]
 
@@ -32,7 +29,7 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
 
     Args:
         cache: the DynamicCache, with n columns in each layer.
-        layers: `H2OLayer`s, and transformers' own where there is a sliding window.
+        layers: `H2OLayer`s, and transformers' own where there is no full attention.
         attention_mask: [B, n], 0 at a pad; None: no pads.
 
     Raises:
@@ -53,11 +50,23 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
     B, n = _sizes(cache, len(layers))
     mask = _mask(attention_mask, B, n)
     for index, (theirs, ours) in enumerate(zip(cache.layers, layers, strict=True)):
-        if type(theirs) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if kind_of(theirs) is None:
             raise Unsupported(
                 f"layer {index} of the DynamicCache is a {type(theirs).__name__}, which is neither "
                 "full nor sliding-window attention"
             )
+        if has_states(theirs) != has_states(ours) or hasattr(theirs, "keys") != hasattr(
+            ours, "keys"
+        ):
+            raise ValueError(
+                f"layer {index} of the DynamicCache is a {type(theirs).__name__}, and the config "
+                "tells of another: give the config of the model that filled it"
+            )
+        if has_states(theirs):
+            held = {name: x.detach().clone() for name, x in states.tensors_of(theirs).items()}
+            states.put(ours, held, states.numbers_of(theirs))
+        if kind_of(ours) in ("states", "none"):
+            continue
         needed = n if isinstance(ours, H2OLayer) else min(n, ours.sliding_window - 1)
         if theirs.keys.shape[2] < needed:
             raise ValueError(
@@ -80,15 +89,16 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
 
 def _sizes(cache: DynamicCache, layers: int) -> tuple[int, int]:
     """B and n, the same for all layers."""
-    sizes = [(x.get_seq_length(), len(x.keys) if x.is_initialized else 0) for x in cache.layers]
+    with_keys = [x for x in cache.layers if isinstance(x, CacheLayerMixin)]
+    sizes = [(x.get_seq_length(), len(x.keys) if x.is_initialized else 0) for x in with_keys]
     if not any(columns for columns, _ in sizes):
         raise ValueError(
             "the DynamicCache is empty: there is nothing to take over, so make an H2OCache(config)"
         )
-    if len(sizes) != layers:
+    if len(cache.layers) != layers:
         raise ValueError(
-            f"the DynamicCache has {len(sizes)} layers, the config tells of {layers}: give the "
-            "config of the model that filled it"
+            f"the DynamicCache has {len(cache.layers)} layers, the config tells of {layers}: give "
+            "the config of the model that filled it"
         )
     if len(set(sizes)) != 1:
         raise ValueError(

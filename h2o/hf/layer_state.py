@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.hf import states
+from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.slot_layout import Room, sizes
 from h2o.hf.tensor_parallel import WHOLE
 
-__all__ = ["State", "restore", "state_of"]
+__all__ = ["State", "keys_of", "restore", "restore_keys", "state_of"]
 
 _NUMBERS = ("seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "part")
 """Of an `H2OLayer`, beside its slots, their room and the trace."""
 
-_SLOTS, _TRACE = "slots.", "trace."  # what names of tensors begin with
+_SLOTS, _TRACE, _STATES = "slots.", "trace.", "states."  # what names of tensors begin with
 
 
 class State(NamedTuple):
@@ -38,7 +40,18 @@ class State(NamedTuple):
 
 
 def state_of(layer: Any) -> State:
-    """Of an `H2OLayer`, or of a layer of transformers with a sliding window."""
+    """Of an `H2OLayer`, or of a layer of transformers that stays in an `H2OCache`."""
+    state = keys_of(layer)
+    if has_states(layer):
+        state.tensors.update(_named(_STATES, states.tensors_of(layer)))
+        state.numbers["states"] = states.numbers_of(layer)
+    return state
+
+
+def keys_of(layer: Any) -> State:
+    """As `state_of`, without convolution and recurrent states."""
+    if kind_of(layer) in ("states", "none"):
+        return State({}, {})
     if layer.is_sliding:
         tensors = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
         return State(tensors, {"cumulative_length": layer.cumulative_length})
@@ -60,14 +73,27 @@ def restore(layer: Any, state: State) -> None:
         KeyError: something is missing.
         TypeError: a tensor that no layer has.
     """
+    if has_states(layer):
+        states.put(layer, _unnamed(_STATES, state.tensors), state.numbers["states"])
+    restore_keys(layer, state)
+
+
+def restore_keys(layer: Any, state: State) -> None:
+    """As `restore`, of a state of `keys_of`: convolution and recurrent states are not touched."""
+    if kind_of(layer) in ("states", "none"):
+        return
     if layer.is_sliding:
-        if state.tensors:
+        if "keys" in state.tensors:
             layer.update(state.tensors["keys"], state.tensors["values"])
         layer.cumulative_length = state.numbers["cumulative_length"]
         return
-    layer.reset()
+    layer.empty()
     fields = _unnamed(_SLOTS, state.tensors)
+    if fields and layer.shared:
+        fields["values"] = None
     slots = ops.Slots(**fields) if fields else None
+    if slots is not None:  # what was held elsewhere may go on with a step
+        ops.open_device(slots.keys)
     layer._hold(slots, Room(list(state.numbers["widest"]), sizes(slots) if slots else []))
     numbers = {"part": WHOLE, **state.numbers}  # which the first files do not have
     for name in _NUMBERS:

@@ -1,23 +1,30 @@
 """Which type of layer an `H2OCache` has in each place where transformers' own cache has a layer.
 
 A full-attention layer becomes an `H2OLayer`, of the type that the settings ask for: with
-cache-relative positions, or for torch.compile. A layer with a sliding window stays as it is.
+cache-relative positions, or for torch.compile. All others stay as they are, as do the states
+of a layer that has these too.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.conversation import Conversation
+from h2o.hf.latent_layer import LatentLayer
 from h2o.hf.layer import H2OLayer
+from h2o.hf.layer_kinds import has_states, kind_of
+from h2o.hf.layer_with_states import with_states
 from h2o.hf.model_rotary import Rotary, has_rotary
+from h2o.kv_dtype import stored_bytes
+from h2o.model_identity import latent_row
 
 __all__ = ["layers_of"]
 
@@ -35,32 +42,54 @@ def layers_of(
 
     Args:
         config: the model's.
-        layers: transformers' own for it; those with a sliding window stay.
+        layers: transformers' own for it; those without full attention stay.
         h2o_config: for this model (`H2OConfig.for_model`).
 
     Raises:
         Unsupported: a setting that does not go with `compileable`, or a model whose positions
             cannot be made cache-relative.
     """
-    windows = [layer.is_sliding for layer in layers]
+    windows = [kind_of(layer) == "sliding" for layer in layers]
     if compileable:
         _refuse_compiling(windows, h2o_config.positions, trace)
+    latent = latent_row(config) and config.get_text_config(decoder=True).kv_lora_rank
+    if latent:
+        _refuse_latents(h2o_config, compileable)
     rotary = None
     if h2o_config.positions == "rolled":
         rotary = Rotary(config, windows=any(windows))
     placed = list(layers)
     for index, layer in enumerate(layers):
-        if type(layer) is not DynamicLayer:
+        if kind_of(layer) != "h2o":
             continue
-        layer_config = h2o_config.for_layer(index, len(layers))
+        arguments = [h2o_config.for_layer(index, len(layers)), index, conversation]
+        layer_class: Any = CompileableLayer if compileable else H2OLayer
         if rotary is not None and has_rotary(config, index):
-            placed[index] = CacheRelativeLayer(
-                layer_config, index, conversation, rotary, trace=trace
-            )
-        else:
-            kind = CompileableLayer if compileable else H2OLayer
-            placed[index] = kind(layer_config, index, conversation, trace=trace)
+            layer_class = CacheRelativeLayer
+            arguments.append(rotary)
+        elif latent:
+            layer_class = functools.partial(LatentLayer, latent=latent)
+        if has_states(layer):
+            layer_class = with_states(layer_class, layer.number_of_states)
+        placed[index] = layer_class(*arguments, trace=trace)
     return placed
+
+
+def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:
+    """Raises `Unsupported` for what does not go with rows that are key and value at once."""
+    reasons = {
+        "merge: a merged latent would be another key and another value for each head": (
+            h2o_config.merge is not None
+        ),
+        f'kv_dtype="{h2o_config.kv_dtype}": keys and values are one row there; use "int8"': (
+            len(set(stored_bytes(h2o_config.kv_dtype, 32) or ())) > 1
+        ),
+        'positions="rolled": only a part of a row is rotated': h2o_config.positions != "original",
+        "compileable=True": compileable,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise Unsupported(f"multi-head latent attention does not go with {reason}")
 
 
 def _refuse_compiling(windows: list[bool], positions: str, trace: bool) -> None:

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from h2o.config import H2OConfig
 from h2o.hf.cache import H2OCache
 
-__all__ = ["new_cache"]
+__all__ = ["bytes_of_keys", "new_cache"]
 
 
 def new_cache(
@@ -28,3 +28,9 @@ def new_cache(
     if config is None:
         return DynamicCache(config=model.config)
     return H2OCache(model.config, config, prompt_length=prompt_tokens, compileable=compileable)
+
+
+def bytes_of_keys(cache: DynamicCache) -> int:
+    """Of the keys and values that transformers' own cache holds; layers with states have none."""
+    tensors = (getattr(x, name, None) for x in cache.layers for name in ("keys", "values"))
+    return sum(x.nbytes for x in tensors if x is not None)

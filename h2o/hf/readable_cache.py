@@ -5,18 +5,27 @@ Shape letters as in cache.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from h2o.config import H2OConfig
-from h2o.hf import cache_file
+from h2o.hf import cache_file, states
 from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
-from h2o.hf.report import Report, of_window
+from h2o.hf.layer_kinds import has_states, kind_of
+from h2o.hf.report import LayerReport, Report
 
 __all__ = ["ReadableCache"]
+
+
+_OTHERS = {
+    "sliding": "has a sliding window and keeps transformers' own cache",
+    "states": "has states, which transformers keeps, and no keys",
+    "none": "stores nothing",
+}
 
 
 class ReadableCache(Cache):
@@ -41,7 +50,7 @@ class ReadableCache(Cache):
 
         Raises:
             IndexError: no such layer.
-            ValueError: a sliding-window layer.
+            ValueError: a layer without full attention.
         """
         return self._h2o_layer(layer_idx).kept()
 
@@ -83,10 +92,10 @@ class ReadableCache(Cache):
         """What was seen, kept, evicted and held, per layer and in total, as text or dict."""
         reports = []
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, H2OLayer):
-                reports.append(layer.report())
-            else:
-                reports.append(of_window(index, layer))
+            report = layer.report() if isinstance(layer, H2OLayer) else _of_other(index, layer)
+            if has_states(layer):
+                report = replace(report, bytes_states=states.bytes_of(layer))
+            reports.append(report)
         return Report(reports)
 
     def is_prompt_only(self) -> bool:
@@ -98,7 +107,18 @@ class ReadableCache(Cache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, H2OLayer):
             raise ValueError(
-                f"layer {layer_idx} has a sliding window and keeps transformers' own cache; "
+                f"layer {layer_idx} {_OTHERS[str(kind_of(layer))]}; "
                 f"the layers of h2o are {[x.layer_idx for x in self.layers if hasattr(x, 'slots')]}"
             )
         return layer
+
+
+def _of_other(index: int, layer: Any) -> LayerReport:
+    """Of transformers' own layer."""
+    kind = str(kind_of(layer))
+    if kind != "sliding":
+        return LayerReport(index, kind)
+    held = sum(x.numel() * x.element_size() for x in (layer.keys, layer.values) if x is not None)
+    columns = layer.keys.shape[2] if held else 1
+    full = held // columns * layer.get_seq_length()
+    return LayerReport(index, kind, bytes_held=held, bytes_full=full)

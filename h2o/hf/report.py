@@ -10,7 +10,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["LayerReport", "Report", "of_window"]
+__all__ = ["LayerReport", "Report"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,8 @@ class LayerReport:
 
     layer: int
     kind: str
-    """"h2o", or "sliding": transformers' own layer, of which h2o knows the bytes only."""
+    """"h2o", or transformers' own layer, of which h2o knows the bytes only: "sliding", "states"
+    (without keys) or "none" (nothing is stored)."""
     seen: list[int] = dataclasses.field(default_factory=list)
     """Tokens seen."""
     kept_by_head: list[list[int]] = dataclasses.field(default_factory=list)
@@ -32,13 +33,16 @@ class LayerReport:
     """Bytes of keys and values that a full cache would hold, pads included."""
     bytes_bookkeeping: int = 0
     """Bytes of scores, positions and counters."""
+    bytes_states: int = 0
+    """Bytes of convolution and recurrent states, which a full cache would hold as well."""
     merged: int = 0
     """Evicted keys that were merged into kept ones, summed over rows and heads."""
     mass_evicted: float = 0.0
     """Attention that evicted keys had received by then, summed over rows and heads."""
     mass_kept: float = 0.0
     """Attention that the kept keys have received. With decay 1, and where none are merged, both
-    together are the number of queries times query heads."""
+    together are the number of queries times query heads. With rank_by="max" both are sums of the
+    largest that each key has received."""
 
     raised: bool = False
     """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""
@@ -79,14 +83,6 @@ class LayerReport:
         }
 
 
-def of_window(index: int, layer: Any) -> LayerReport:
-    """Of transformers' own layer with a sliding window."""
-    held = sum(x.numel() * x.element_size() for x in (layer.keys, layer.values) if x is not None)
-    columns = layer.keys.shape[2] if held else 1
-    full = held // columns * layer.get_seq_length()
-    return LayerReport(index, "sliding", bytes_held=held, bytes_full=full)
-
-
 @dataclasses.dataclass(frozen=True)
 class Report:
     """All layers. `print` it, hand it to `rich.print`, or take `as_dict()`."""
@@ -116,6 +112,7 @@ class Report:
             bytes_held=all_layers("bytes_held"),
             bytes_full=all_layers("bytes_full"),
             bytes_bookkeeping=all_layers("bytes_bookkeeping"),
+            bytes_states=all_layers("bytes_states"),
             merged=all_layers("merged"),
             mass_evicted=all_layers("mass_evicted"),
             mass_kept=all_layers("mass_kept"),
@@ -157,7 +154,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        table = [_HEAD, *map(_row, self.layers), _row(self.total)]
+        table = self._table()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -178,16 +175,18 @@ class Report:
             ]
             return f"<tr>{''.join(inner)}</tr>"
 
-        rows = [line(_row(x), "td", x.share_evicted) for x in [*self.layers, self.total]]
+        head, *cells = self._table()
+        shares = [x.share_evicted for x in [*self.layers, self.total]]
+        rows = [line(row, "td", share) for row, share in zip(cells, shares, strict=True)]
         return (
-            f"<table><thead>{line(_HEAD, 'th')}</thead><tbody>{''.join(rows)}</tbody></table>"
+            f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(rows)}</tbody></table>"
             f"<p>{html.escape(self.note)}</p>"
         )
 
     def plot(self, ax: Any = None) -> Any:
         """Keys held and attention evicted, in % by layer, on matplotlib axes (new ones by default).
 
-        Returns the axes. Layers with a sliding window are left out.
+        Returns the axes. Layers without full attention are left out.
         """
         from h2o.draw import axes_or_new
 
@@ -205,14 +204,26 @@ class Report:
         from rich.console import Group
         from rich.table import Table
 
-        table = Table(*_HEAD, show_footer=False)
+        head, *layers, total = self._table()
+        table = Table(*head, show_footer=False)
         for column in table.columns:
             column.justify = "right"
-        for layer in self.layers:
-            table.add_row(*_row(layer))
+        for row in layers:
+            table.add_row(*row)
         table.add_section()
-        table.add_row(*_row(self.total), style="bold")
+        table.add_row(*total, style="bold")
         return Group(table, self.note)
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """Head, layers and total; a column for states where there are any."""
+        table = [_HEAD, *map(_row, self.layers), _row(self.total)]
+        if not self.total.bytes_states:
+            return table
+        states = [f"{x.bytes_states:,}" for x in [*self.layers, self.total]]
+        return [
+            (*row[:-1], cell, row[-1])
+            for row, cell in zip(table, ["state bytes", *states], strict=True)
+        ]
 
     def _h2o_layers(self) -> list[LayerReport]:
         return [layer for layer in self.layers if layer.kind == "h2o"]
@@ -224,8 +235,9 @@ _HEAD = ("layer", "seen", "kept", "evicted", "budget", "KV bytes", "full cache",
 
 def _row(layer: LayerReport) -> tuple[str, ...]:
     name = layer.kind if layer.layer < 0 else str(layer.layer)
-    if layer.kind == "sliding":
-        name, seen = f"{name} (sliding)", ("", "", "", "")
+    others = layer.kind not in ("h2o", "total")
+    if others:
+        name, seen = f"{name} ({layer.kind})", ("", "", "", "")
     else:
         seen = (
             _span(layer.seen),
@@ -233,7 +245,7 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
             _span(layer.evicted),
             _span(layer.budget),
         )
-    share = f"{layer.share_evicted:.1%}" if layer.kind != "sliding" else ""
+    share = "" if others else f"{layer.share_evicted:.1%}"
     return (name, *seen, f"{layer.bytes_held:,}", f"{layer.bytes_full:,}", share)
 
 

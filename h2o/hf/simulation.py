@@ -26,6 +26,8 @@ from h2o.head_budgets import levelled
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import Undifferentiable
 from h2o.hf.attention_hook import Call, attending
+from h2o.hf.latent_attention import latents_traced, over_latents
+from h2o.hf.layer_kinds import kind_of
 from h2o.hf.patch_lock import unwrapped
 from h2o.hf.support import transformers_layers
 from h2o.policy import Policy
@@ -63,7 +65,7 @@ def simulated(
     others one by one. The model is as before after the block, also after an error.
 
     Args:
-        model: any that an `H2OCache` can serve; sliding-window layers stay as they are.
+        model: any that an `H2OCache` can serve; layers without full attention stay as they are.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
             `sinks`, `rank_by`, `decay`, `value_weighted`, `merge`, `kv_dtype`, `shares`.
         variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
@@ -90,11 +92,12 @@ def simulated(
     config = config.for_model(unwrapped(model))
     layers = transformers_layers(model.config)
     budgets = [
-        config.for_layer(i, len(layers)) if not layer.is_sliding else None
+        config.for_layer(i, len(layers)) if kind_of(layer) == "h2o" else None
         for i, layer in enumerate(layers)
     ]
     simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass)
-    with attending(model, simulation.layers(), simulation.attend):
+    tracing = latents_traced(unwrapped(model))
+    with attending(model, simulation.layers(), simulation.attend), tracing:
         yield simulation
 
 
@@ -121,7 +124,7 @@ class Simulation:
         self._mass: dict[int, Tensor] | None = {} if mass else None
 
     def layers(self) -> list[int]:
-        """The layers that are simulated: all but those with a sliding window."""
+        """The layers that are simulated: those with full attention."""
         return [i for i, config in enumerate(self._budgets) if config is not None]
 
     def evicted_at(self, layer_idx: int) -> Tensor:
@@ -155,6 +158,13 @@ class Simulation:
 
     def attend(self, call: Call) -> Tensor:
         """What an H2O cache's layer would give, [B, N, H, D]; for `h2o.hf.attention_hook`."""
+        if (latent := getattr(call.key, "latent", None)) is not None:
+            call, expansion = over_latents(call, latent)
+            return expansion.answers(self._attend(call, shared=True))
+        return self._attend(call)
+
+    def _attend(self, call: Call, *, shared: bool = False) -> Tensor:
+        """The same; `shared`: the keys are the values too."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
         config = self._budgets[call.layer]
         assert config is not None
@@ -169,14 +179,14 @@ class Simulation:
         lengths = [N] * B
         if mask is not None and (config.needs_prompt_length or mask.is_cpu):  # else all the same
             lengths = mask.sum(1).tolist()
-        config = config.for_keys(key.shape[-1], key.element_size())
+        config = config.for_keys(key.shape[-1], key.element_size(), 1 if shared else 2)
         prompts, budgets = self._resolve(config, lengths)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._variant == "h2o":
             out, evicted_at, scores = ops.simulate(
                 q,
                 k,
-                v,
+                None if shared else v,
                 torch.tensor(prompts, dtype=torch.int32, device=q.device),
                 torch.tensor(
                     levelled(budgets, k.shape[1], tensor_parallel.part(call.module)),
@@ -186,6 +196,7 @@ class Simulation:
                 mask=mask,
                 scale=call.scale,
                 softcap=call.softcap,
+                sink_logits=call.sink_logits,
                 kv_dtype=config.kv_dtype,
                 policy=config.policy,
             )
@@ -193,6 +204,8 @@ class Simulation:
                 self._scores[call.layer] = scores
         elif call.softcap:
             raise Unsupported(f"variant {self._variant!r} has no soft-capped logits")
+        elif call.sink_logits is not None:
+            raise Unsupported(f"variant {self._variant!r} has no learned sinks")
         else:
             pairs = [heads[0] for heads in budgets]
             out, evicted_at = _variant(self._variant, q, k, v, mask, prompts, pairs, call.scale)

@@ -10,37 +10,31 @@ import dataclasses
 from typing import Any
 
 import transformers
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import Unsupported
-from h2o.hf import model_rotary
+from h2o.hf import latent_attention, model_rotary
+from h2o.hf.layer_kinds import kind_of, type_refusal
+from h2o.model_identity import latent_row
 
 __all__ = ["Support", "refusal", "supports", "transformers_layers"]
 
-_SERVED = ("full_attention", "sliding_attention", "chunked_attention")
-
-_SINKS = "its attention sinks are learned parameters, which change the softmax itself"
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
+
+_BIAS = "it adds a bias to the attention logits that depends on positions"
 
 _ALTERED = {
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
-    "flint": _SINKS,
     "gemma4_unified": _PATTERN,
     "git": "it has attention code of its own instead of AttentionInterface",
-    "granite_swa": _SINKS,
-    "granitemoe_swa": _SINKS,
     "hrm_text": "it runs its layers several times for each token, with a cache for each time",
+    "inkling2_text": _BIAS,
+    "inkling_text": _BIAS,
     "jetmoe": "it repeats the keys between cache and attention",
     "mllama": "its cross-attention layers keep the keys of images in the cache",
     "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
-    "gpt_oss": _SINKS,
 }
 """Model types that are not served for a reason that their configs do not show."""
 
@@ -54,7 +48,8 @@ class Support:
     reason: str
     """Why not; empty if it is."""
     layers: tuple[str, ...]
-    """Of each layer "h2o" or "sliding"; empty if not supported."""
+    """Of each layer "h2o", "sliding", "states" or "none" (`h2o.hf.layer_kinds`); empty if not
+    supported."""
     not_rolled: str = ""
     """Why not with positions="rolled"; empty if supported with that too, or not at all."""
 
@@ -65,11 +60,21 @@ class Support:
         if not self.supported:
             return f"{self.model_type}: not supported: {self.reason}"
         full = self.layers.count("h2o")
-        rest = len(self.layers) - full
-        windows = f", {rest} keep their own sliding window" if rest else ""
+        rest = "".join(
+            f", {self.layers.count(kind)} {what}"
+            for kind, what in _REST.items()
+            if kind in self.layers
+        )
         rolled = f'; positions="rolled": not, {self.not_rolled}' if self.not_rolled else ""
-        served = f"{full} of {len(self.layers)} layers by h2o{windows}"
+        served = f"{full} of {len(self.layers)} layers by h2o{rest}"
         return f"{self.model_type}: supported, {served}{rolled}"
+
+
+_REST = {
+    "sliding": "keep their own sliding window",
+    "states": "have states instead of keys",
+    "none": "store nothing",
+}
 
 
 def supports(model: Any) -> Support:
@@ -96,7 +101,7 @@ def supports(model: Any) -> Support:
         return Support(
             model_type, False, "it has attention code of its own instead of AttentionInterface", ()
         )
-    kinds = tuple("sliding" if layer.is_sliding else "h2o" for layer in layers)
+    kinds = tuple(str(kind_of(layer)) for layer in layers)
     not_rolled = model_rotary.refusal(config, windows="sliding" in kinds) or ""
     return Support(model_type, True, "", kinds, not_rolled)
 
@@ -143,12 +148,18 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
         raise Unsupported(
             f"h2o cannot serve {config.model_type}: transformers caches no layer of it"
         )
-    for index, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise Unsupported(
-                f"h2o cannot serve {config.model_type}: layer {index} is cached as "
-                f"{type(layer).__name__}, which is neither full nor sliding-window attention"
-            )
+    kinds = [kind_of(layer) for layer in layers]
+    if None in kinds:
+        index = kinds.index(None)
+        raise Unsupported(
+            f"h2o cannot serve {config.model_type}: layer {index} is cached as "
+            f"{type(layers[index]).__name__}, which is neither full nor sliding-window attention"
+        )
+    if "states" in kinds and "h2o" not in kinds:
+        raise Unsupported(
+            f"h2o cannot serve {config.model_type}: none of its {len(kinds)} layers has full "
+            "attention, so there is nothing to evict"
+        )
     return layers
 
 
@@ -169,14 +180,23 @@ def refusal(config: Any) -> str | None:
     for part in (text, config):
         if part.model_type in _ALTERED:
             return _ALTERED[part.model_type]
-    if _attribute(text, "kv_lora_rank") is not None:
-        return "multi-head latent attention caches a latent, not the keys that attention sees"
+    if _attribute(text, "kv_lora_rank") is not None and (reason := _latent_refusal(config)):
+        return reason
     if getattr(text, "num_kv_shared_layers", None):
         return "some layers attend to the keys of others (num_kv_shared_layers)"
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in _SERVED:
-            return f"layer {index} is {kind}, which is neither full nor sliding-window attention"
+        if reason := type_refusal(kind):
+            return f"layer {index} is {kind}, which is {reason}"
     return None
+
+
+def _latent_refusal(config: Any) -> str | None:
+    """Why a model with multi-head latent attention cannot be served; or None."""
+    if latent_row(config) is None:
+        return "its layers differ in their latent attention"
+    if not all(map(latent_attention.expands_after_cache, _model_classes(config))):
+        return "its multi-head latent attention does not cache latents as transformers' newer do"
+    return latent_attention.refusal(config.get_text_config(decoder=True))
 
 
 def _attribute(config: Any, name: str) -> Any:

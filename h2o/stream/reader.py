@@ -21,6 +21,7 @@ from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.evaluate.setting import Setting
 from h2o.hf.cache import H2OCache
+from h2o.hf.new_cache import bytes_of_keys
 
 __all__ = ["Point", "Reader", "endless", "read"]
 
@@ -130,8 +131,7 @@ class Reader:
         if self.config is not None:
             total = self.cache.report().total
             return total.bytes_held + total.bytes_bookkeeping
-        layers = self.cache.layers
-        return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
+        return bytes_of_keys(self.cache)
 
     def highest_position(self, chunk: int) -> int:
         """That the last chunk's tokens had in the model's rotary embedding."""

@@ -9,12 +9,14 @@ from transformers.generation import GenerationMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from h2o import H2OCache, H2OConfig, supports
+from h2o.hf.layer_kinds import kind_of
 from tests.hf.modes import MODES, POLICIES, TOKENS, policy
 from tests.hf.tiny import (
     FAMILIES,
     HYBRID,
     PURE,
     TWINS,
+    WITH_STATES,
     batch,
     greedy,
     model,
@@ -36,13 +38,14 @@ OF_ATTENTION = ("greedy", "chunked prompt", "inputs_embeds", "model(...) by hand
 of the cache, which is generate()'s and the cache's part."""
 
 MODE_CASES = [
-    slow_if(name in TWINS and mode not in OF_ATTENTION, name, mode)
+    slow_if(name in WITH_STATES or (name in TWINS and mode not in OF_ATTENTION), name, mode)
     for name in FAMILIES
     for mode in modes_of(name)
 ]
+"""test_hybrids.py has the fast ones for families with states."""
 POLICY_CASES = [
-    slow_if(name in TWINS and (i + j) % 3 > 0, name, chosen)
-    for i, name in enumerate(PURE + HYBRID)
+    slow_if(name in WITH_STATES or (name in TWINS and (i + j) % 3 > 0), name, chosen)
+    for i, name in enumerate(PURE + HYBRID + WITH_STATES)
     for j, chosen in enumerate(POLICIES)
 ]
 """A third of the policies for each twin, each policy for a third of the twins: a policy sees
@@ -51,7 +54,7 @@ queries, keys and values, and these have the same shapes."""
 
 def peer(name: str):
     """The model under transformers' own attention: sdpa, where that can do what it asks for."""
-    return shared(name, "eager" if name == "gemma2" else "sdpa")
+    return shared(name, "eager" if name in ("gemma2", "gpt_oss") else "sdpa")
 
 
 def generation(ours) -> set[str]:
@@ -102,7 +105,7 @@ def test_layers_and_support(name):
     assert found
     assert found.layers == FAMILIES[name].layers
     cache = H2OCache(ours.config, heavy=1)
-    assert tuple("sliding" if x.is_sliding else "h2o" for x in cache.layers) == found.layers
+    assert tuple(map(kind_of, cache.layers)) == found.layers
     assert f"{found.layers.count('h2o')} of {len(found.layers)} layers by h2o" in str(found)
 
 

@@ -35,7 +35,6 @@ def config_of(model_type: str, **more):
         ("t5", {}, "encoder-decoder"),
         ("deepseek_v3", {"num_key_value_heads": 4}, "multi-head latent attention"),
         ("jetmoe", {}, "repeats the keys"),
-        ("gpt_oss", {}, "attention sinks are learned"),
         ("qwen3_next", {"num_hidden_layers": 4}, "layer 0 is linear_attention"),
         ("gemma3n_text", {"num_hidden_layers": 4, "num_kv_shared_layers": 2}, "keys of others"),
     ],
@@ -140,7 +139,6 @@ def test_output_attentions(name):
 @pytest.mark.parametrize(
     ("keyword", "words"),
     [
-        ("s_aux", "attention sinks"),
         ("sinks", "attention sinks"),
         ("position_bias", "additive position bias"),
         ("block_indices", "block-sparse"),

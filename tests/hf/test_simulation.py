@@ -66,6 +66,16 @@ POLICIES = {
         "merge": 0.4,
         "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
     },
+    "max": {"heavy": 6, "recent": 3, "rank_by": "max"},
+    "decayed-max": {
+        "heavy": 6,
+        "recent": 3,
+        "sinks": 1,
+        "rank_by": "max",
+        "decay": 0.97,
+        "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
+    },
+    "merge by max": {"heavy": 6, "recent": 4, "rank_by": "max", "merge": 0.4, "kv_dtype": "int8"},
     "shares, fractions": {
         "heavy": 0.2,
         "recent": 0.1,

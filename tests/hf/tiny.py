@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of transformers
+from h2o.hf.layer_kinds import HYBRIDS
 from tests.torch.calls import TABLE
 
 needs_compiler = pytest.mark.skipif(
@@ -46,6 +48,8 @@ class Family:
     """Modes in which transformers itself fails, with its own cache too."""
     weights: str = ""
     """How torchao quantises them, "int8" or "int4"; "": not at all."""
+    architecture: str = ""
+    """Its class, where AutoModelForCausalLM has none of it."""
 
     def build_config(self) -> Any:
         numbers = {
@@ -80,6 +84,14 @@ class Family:
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4}
 _SLIDING = {"sliding_window": 10}
 _EYE = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": SPREAD, "image_size": 8}
+_LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+_LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2}
+_MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_head": 16}
+_MAMBA |= {"mamba_chunk_size": 8}
+_CONV = {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2}
+_BLOCKS = {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8}
+_TWICE = ("states", "h2o") * 2
+_EMBEDS = ("inputs_embeds",)
 _PIXELS = torch.linspace(-1, 1, 192).sin()
 
 FAMILIES = {
@@ -108,6 +120,11 @@ FAMILIES = {
             "gemma3",
             {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"] * 2},
             model_type="gemma3_text",
+            layers=("sliding", "h2o", "sliding", "h2o"),
+        ),
+        Family(
+            "gpt_oss",
+            {**_SLIDING, **_MOE, "layer_types": ["sliding_attention", "full_attention"] * 2},
             layers=("sliding", "h2o", "sliding", "h2o"),
         ),
         Family(
@@ -149,6 +166,87 @@ FAMILIES = {
             },
             lacks=("guidance", *(["chunked prompt", "prompt token by token"] * CROPS_TO_LENGTH)),
         ),
+        *[
+            Family("qwen3_next", _LINEAR | _MOE | {"num_experts": 4}, layers=_TWICE),
+            Family("qwen3_5", _LINEAR, model_type="qwen3_5_text", layers=_TWICE),
+            Family("olmo_hybrid", _LINEAR, layers=_TWICE),
+            Family(
+                "jamba",
+                {
+                    "attn_layer_period": 2,
+                    "attn_layer_offset": 1,
+                    "num_experts": 4,
+                    "mamba_d_state": 8,
+                    "mamba_dt_rank": 4,
+                },
+                layers=_TWICE,
+                lacks=("chat turns",),  # its states of one turn are not used in the next
+            ),
+            Family(
+                "bamba",  # which counts positions from 0 in each pass where it is given none
+                _MAMBA | {"attn_layer_indices": [1, 3]},
+                layers=_TWICE,
+                lacks=_EMBEDS,
+            ),
+            Family(
+                "granitemoehybrid",
+                _MAMBA
+                | _MOE
+                | {"shared_intermediate_size": 32, "layer_types": _LINEAR["layer_types"]},
+                layers=_TWICE,
+            ),
+            Family("lfm2", _CONV, layers=_TWICE),
+            Family("lfm2_moe", _CONV | _MOE | {"num_experts": 4}, layers=_TWICE),
+            Family(
+                "lfm3",
+                _MOE
+                | _SLIDING
+                | {
+                    "conv_L_cache": 3,
+                    "num_experts": 4,
+                    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+                },
+                layers=("states", "sliding", "h2o", "states"),
+            ),
+            Family(
+                "nemotron_h",
+                {
+                    "layers_block_type": ["mlp", "mamba", "attention", "mamba"],
+                    "mamba_num_heads": 4,
+                    "mamba_head_dim": 16,
+                    "ssm_state_size": 8,
+                    "n_groups": 1,
+                    "chunk_size": 8,
+                    "initializer_range": 0.2,  # with more it multiplies rounding errors
+                },
+                layers=("none", "states", "h2o", "states"),
+                lacks=_EMBEDS,
+            ),
+            Family("falcon_h1", _MAMBA | {"mamba_d_ssm": 64}, lacks=_EMBEDS),
+            Family(
+                "zamba",
+                _BLOCKS | {"n_mamba_heads": 2, "mamba_dt_rank": 4, "attention_head_dim": 16},
+                layers=_TWICE,
+                lacks=("chat turns", *_EMBEDS),
+            ),
+            Family(
+                "zamba2",
+                _BLOCKS
+                | {
+                    "mamba_ngroups": 1,
+                    "n_mamba_heads": 4,
+                    "mamba_headdim": 16,
+                    "chunk_size": 8,
+                    "num_mem_blocks": 1,
+                    "adapter_rank": 4,
+                    "initializer_range": 0.1,
+                },
+                layers=_TWICE,
+                lacks=_EMBEDS,
+            ),
+            Family("zaya"),
+        ]
+        * HYBRIDS,
         Family("mistral-window", _SLIDING, model_type="mistral", layers=("sliding", "sliding")),
     ]
 }
@@ -156,6 +254,41 @@ if importlib.util.find_spec("torchao"):
     FAMILIES["llama, int8 weights"] = Family("llama", model_type="llama", weights="int8")
     if DEVICE.type == "cpu":  # for which these four bits are laid out
         FAMILIES["qwen3, int4 weights"] = Family("qwen3", model_type="qwen3", weights="int4")
+
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 10,
+}  # fmt: skip
+_LATENT_MOE = {
+    **_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+_LONGCAT = {
+    **_LATENT, "num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 32,
+    "moe_topk": 2, "zero_expert_num": 2, "n_routed_experts": 4,
+}  # fmt: skip
+LATENT = {
+    family.name: family
+    for family in [
+        Family("deepseek_v2", {**_LATENT_MOE, "topk_method": "greedy"}),
+        Family("deepseek_v3", {**_LATENT_MOE, "q_lora_rank": None}),
+        Family("glm4_moe_lite", _LATENT_MOE),
+        Family("minicpm3", _LATENT),
+        Family("mistral4", {**_LATENT_MOE, "head_dim": 20}, architecture="Mistral4ForCausalLM"),
+        Family("youtu", {**_LATENT, "num_attention_heads": 32, "num_key_value_heads": 32}),
+        Family("axk1", {**_LATENT_MOE, "v_head_dim": 20}),
+        Family("longcat_flash", _LONGCAT),
+    ]
+}
+"""Of multi-head latent attention; one with so many heads that a step is a product of matrices, one
+whose values have the size of its keys."""
+
+_WITH_KEYS = ("falcon_h1", "zaya")
+WITH_STATES = [name for name, x in FAMILIES.items() if "states" in x.layers or name in _WITH_KEYS]
+"""Convolution or recurrent states, beside keys or instead of them."""
+OTHERS = [name for name in FAMILIES if name not in WITH_STATES]
+PURE = [name for name in OTHERS if "sliding" not in FAMILIES[name].layers]
+HYBRID = [name for name in OTHERS if name not in PURE and "h2o" in FAMILIES[name].layers]
 TWINS = tuple(
     "gpt_neox qwen2 qwen3 mistral mixtral qwen3_moe phi gpt2 gemma olmo2 granite smollm3 stablelm"
     " cohere starcoder2".split()
@@ -163,17 +296,20 @@ TWINS = tuple(
 """Families that h2o cannot tell from llama or opt, but for a scale: generate() is the same code for
 them, and so are shapes and kinds of layers (test_families.py shows that). What a mode or a policy
 does to these two it does to the twins: tests without `-m slow` cross them with a few of each."""
-PURE = [name for name, family in FAMILIES.items() if "sliding" not in family.layers]
-HYBRID = [name for name in FAMILIES if name not in PURE and "h2o" in FAMILIES[name].layers]
 
 
 @functools.cache
 def _model(name: str) -> Any:
     torch.manual_seed(len(name))
-    auto = AutoModelForImageTextToText if FAMILIES[name].image else AutoModelForCausalLM
-    made = auto.from_config(FAMILIES[name].build_config()).eval()
-    if FAMILIES[name].weights:
-        quantise(made, FAMILIES[name].weights)
+    family = (FAMILIES | LATENT)[name]
+    auto = AutoModelForImageTextToText if family.image else AutoModelForCausalLM
+    config = family.build_config()
+    if family.architecture:
+        made = getattr(transformers, family.architecture)(config).eval()
+    else:
+        made = auto.from_config(config).eval()
+    if family.weights:
+        quantise(made, family.weights)
     return made
 
 
@@ -231,7 +367,7 @@ def batch(rows: list[torch.Tensor], side: str = "left") -> dict[str, torch.Tenso
 
 def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same batch for a family that reads images: one amid each row, another one in each."""
-    image = FAMILIES[name].image
+    image = (FAMILIES | LATENT)[name].image
     if not image:
         return inputs
     B = len(inputs["input_ids"])

@@ -1,0 +1,88 @@
+"""Which kinds of layers transformers caches, and what becomes of each in an `H2OCache`.
+
+The one place that says so: `supports`, the cache, simulation and analysis all ask here. Full
+attention is h2o's. All else stays transformers' own layer, of whatever class: sliding windows,
+and the convolution and recurrent states of linear attention and state space models. A layer may
+have both states and keys; then the states stay and the keys are as any others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+__all__ = ["HYBRIDS", "States", "StatesAndKeys", "has_states", "kind_of", "type_refusal"]
+
+HYBRIDS = hasattr(cache_utils.Cache, "get_conv_state")
+"""Whether models tell this version of transformers' caches that they begin with a layer's states;
+since 5.21. Before that a forward pass that breaks off amid them would go unnoticed."""
+
+
+class _None:
+    """Stands for a class that this version of transformers does not have."""
+
+
+def _class(name: str) -> Any:
+    return getattr(cache_utils, name, _None) if HYBRIDS else _None
+
+
+States = _class("LinearAttentionLayer")
+"""transformers' layer with states."""
+StatesAndKeys = _class("LinearAttentionAndFullAttentionLayer")
+"""transformers' layer with states and full attention."""
+
+_KINDS = {
+    States: "states",
+    StatesAndKeys: "h2o",
+    _class("LinearAttentionAndSlidingWindowAttentionLayer"): "sliding",
+    _class("DummyLayer"): "none",
+    _None: None,
+    DynamicLayer: "h2o",
+    DynamicSlidingWindowLayer: "sliding",
+}
+"""What a layer of each class is in an `H2OCache`: "h2o", "sliding" (transformers' own, with a
+window), "states" (transformers' own, without keys) or "none" (nothing is stored, as for a layer of
+experts alone)."""
+
+_TYPES = getattr(
+    cache_utils,
+    "DYNAMIC_LAYER_TYPE_MAPPING",
+    {"full_attention": DynamicLayer, "sliding_attention": DynamicSlidingWindowLayer,
+     "chunked_attention": DynamicSlidingWindowLayer},
+)  # fmt: skip
+_WITHOUT = ("moe", "mlp")
+"""Names in configs of layers that cache nothing."""
+
+_SPARSE = "sparse attention: an indexer of its own chooses what each query sees"
+_REASONS = {
+    "indexed_attention": _SPARSE,
+    "heavily_compressed_attention": "compressed attention: it caches sums of keys",
+    "compressed_sparse_attention": "compressed attention: it caches sums of keys",
+    "reference_sliding_attention": "a sliding window of its own over the text behind an image",
+}
+
+
+def kind_of(layer: Any) -> str | None:
+    """Of a layer of transformers' own cache, or of an `H2OCache`; None: h2o cannot serve it."""
+    kind: str | None = getattr(layer, "kind", None) or _KINDS.get(type(layer))
+    return kind
+
+
+def has_states(layer: Any) -> bool:
+    """Whether a layer has convolution or recurrent states, with keys or without."""
+    return isinstance(layer, States)
+
+
+def type_refusal(layer_type: str) -> str | None:
+    """Why a layer cannot be served that configs call so (`layer_types`); or None."""
+    if layer_type in _WITHOUT and HYBRIDS:
+        return None
+    if layer_type in _REASONS:
+        return _REASONS[layer_type]
+    if _KINDS.get(_TYPES.get(layer_type)) is not None:
+        return None
+    if not HYBRIDS:
+        return "neither full nor sliding-window attention, for which transformers 5.21 is needed"
+    return "neither full nor sliding-window attention, nor has it states that transformers caches"
