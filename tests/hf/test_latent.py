@@ -81,7 +81,7 @@ def test_simulation_is_the_cache(name, chosen):
         for i in range(20, 40):
             steps.append(ours(ids[:, i : i + 1], past_key_values=cache).logits)
         with h2o.simulated(
-            ours, config, prompt_len=20, ratio_of="prompt", trace=True
+            ours, config, prompt_length=20, ratio_of="prompt", trace=True
         ) as simulation:
             at_once = ours(ids, use_cache=False).logits
     torch.testing.assert_close(torch.cat(steps, 1), at_once, rtol=0, atol=2e-4)
