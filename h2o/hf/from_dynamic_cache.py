@@ -59,8 +59,8 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
             ours, "keys"
         ):
             raise ValueError(
-                f"layer {index} of the DynamicCache is a {type(theirs).__name__}, and the config tells "
-                "of another: give the config of the model that filled it"
+                f"layer {index} of the DynamicCache is a {type(theirs).__name__}, and the config "
+                "tells of another: give the config of the model that filled it"
             )
         if has_states(theirs):
             held = {name: x.detach().clone() for name, x in states.tensors_of(theirs).items()}
@@ -97,8 +97,8 @@ def _sizes(cache: DynamicCache, layers: int) -> tuple[int, int]:
         )
     if len(cache.layers) != layers:
         raise ValueError(
-            f"the DynamicCache has {len(cache.layers)} layers, the config tells of {layers}: give the "
-            "config of the model that filled it"
+            f"the DynamicCache has {len(cache.layers)} layers, the config tells of {layers}: give "
+            "the config of the model that filled it"
         )
     if len(set(sizes)) != 1:
         raise ValueError(
