@@ -11,7 +11,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-python test-portable test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-windows test-python test-portable test-hf test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -24,7 +24,7 @@ demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of 
 bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
 
-test: lint test-c $(if $(shell command -v $(CXX)),test-cuda,no-cxx) balance test-python ## everything but the slow tests
+test: lint test-c $(if $(shell command -v $(CXX)),test-cuda,no-cxx) balance test-pure test-python ## everything but the slow tests
 
 no-cxx:
 	@echo "no C++ compiler ($(CXX)), so the kernels for GPUs are not tested"
@@ -67,28 +67,39 @@ test-all: test notebooks ## the slow ones and the notebooks too
 	$(PIP) build auditwheel abi3audit ziglang
 	touch $@
 
-# Code for each processor there is, and PTX, which a driver compiles for those to come.
-# Where there is no nvcc, that of PyPI is taken: four packages, all of the same CUDA, or one would not
-# read what the other writes.
-NVCC ?= $(if $(shell command -v nvcc),nvcc,.venv/nvcc/nvcc)
-CUDA_VERSION := 13.0.88
-.venv/nvcc/nvcc:
-	$(PYTHON) -m venv .venv/nvcc
-	.venv/nvcc/bin/python -m pip --quiet --disable-pip-version-check install --no-deps \
-		$(foreach part,nvcc crt runtime,nvidia-cuda-$(part)==$(CUDA_VERSION)) nvidia-nvvm==$(CUDA_VERSION)
-	printf '#!/bin/sh\nexec "%s" "$$@"\n' "$$(ls -d $(CURDIR)/.venv/nvcc/lib/python*/site-packages/nvidia/cu13/bin/nvcc)" > $@
-	chmod +x $@ && $@ --version > /dev/null
-
-CUBINS := $(foreach arch,86 89 90 100 120,-gencode arch=compute_$(arch)$(comma)code=sm_$(arch))
-# The last bytes say which sources core and kernels must share, see setup.py. Nothing reads so far:
-# a driver is given no size.
+# Code for each processor there is, and PTX, which a driver compiles for those to come, by the compiler
+# of CUDA 12.8 from PyPI, which knows all of them and whose code drivers from 525 on take; or by
+# NVCC, where that is given. The last bytes say which sources core and kernels must share, see
+# setup.py. Nothing reads so far: a driver is given no size.
 KERNELS_WORD = h2o-kernels-$$(cat $(sort $(wildcard csrc/*.h)) csrc/cuda/kernels.h csrc/cuda/plan.c | sha256sum | cut -c1-16)
-h2o/kernels.fatbin: csrc/cuda/kernels.cu csrc/cuda/plan.c $(CUDA_HEADERS) $(filter .venv/nvcc/nvcc,$(NVCC))
-	$(NVCC) --fatbin -std=c++20 -Icsrc -gencode 'arch=compute_80,code=[sm_80,compute_80]' $(CUBINS) \
-		--compress-mode=size $< -o $@
-	printf %s "$(KERNELS_WORD)" >> $@
+KERNEL_SOURCES := csrc/cuda/kernels.cu csrc/cuda/plan.c $(CUDA_HEADERS)
+ARCHITECTURES := 75 80 86 89 90 100 120
+KERNEL_PARTS := $(ARCHITECTURES:%=build/kernels/sm_%.cubin) build/kernels/compute_80.ptx
+.SECONDARY: $(KERNEL_PARTS)
+.venv/nvrtc/done:
+	$(PYTHON) -m venv .venv/nvrtc
+	.venv/nvrtc/bin/python -m pip --quiet --disable-pip-version-check install --no-deps \
+		nvidia-cuda-nvrtc-cu12==12.8.93 nvidia-nvfatbin-cu12==12.8.90
+	touch $@
 
-cuda: h2o/kernels.fatbin ## the kernels for GPUs, in minutes; with the nvcc that is here, or that of CUDA 13 from PyPI
+build/kernels/%: $(KERNEL_SOURCES) tools/compile_kernels.py .venv/nvrtc/done
+	@mkdir -p $(@D)
+	.venv/nvrtc/bin/python tools/compile_kernels.py compile $(basename $(@F)) $@
+
+ifdef NVCC
+h2o/kernels.fatbin: $(KERNEL_SOURCES)
+	$(NVCC) --fatbin -std=c++20 -Icsrc -gencode 'arch=compute_80,code=[sm_80,compute_80]' \
+		$(foreach arch,$(filter-out 80,$(ARCHITECTURES)),-gencode arch=compute_$(arch)$(comma)code=sm_$(arch)) \
+		--no-compress $< -o $@
+	printf %s "$(KERNELS_WORD)" >> $@
+else
+h2o/kernels.fatbin: $(KERNEL_SOURCES) tools/compile_kernels.py
+	@$(TOGETHER) $(KERNEL_PARTS)
+	.venv/nvrtc/bin/python tools/compile_kernels.py pack $@ $(KERNEL_PARTS)
+	printf %s "$(KERNELS_WORD)" >> $@
+endif
+
+cuda: h2o/kernels.fatbin ## the kernels for GPUs, in minutes, by the compiler of CUDA 12.8 from PyPI (NVCC= names another)
 
 # ---- tests ----
 
@@ -99,12 +110,25 @@ test-python: .venv/core .venv/test ## pytest
 test-portable: .venv/core .venv/test ## golden data, the oracle, caches and families with the torch backend on the CPU
 	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf
 
+# The package without its core, as the pure wheel has it. It says so when a cache is first made.
+PURE_TESTS := tests/core/test_golden.py tests/hf/test_simulation.py::test_hybrids \
+	tests/hf/test_generate.py::test_two_calls_are_one_conversation
+test-pure: .venv/test ## a build without the core: golden data, caches against the simulation, a generation
+	rm -rf build/pure
+	mkdir -p build/pure
+	cp -r h2o tests build/pure
+	rm -f build/pure/h2o/_core*
+	echo tested > build/pure/h2o/pure_build.txt
+	cd build/pure && PYTHONPATH=. ../../$(BIN)/python -m pytest -q -c ../../pyproject.toml --rootdir . \
+		-W "ignore:this h2o-kv was built without its compiled core" $(PURE_TESTS)
+
 # Each tests/c/test_*.c is a program, linked with the core but for what needs Python. Compilers run
 # side by side, tests one after the other.
 TOGETHER := $(MAKE) --silent -j$(shell nproc 2> /dev/null || echo 2)
 OUT := build/c
 CFLAGS := -O2 -g
 C_CORE := $(patsubst csrc/%.c,$(OUT)/%.o,$(filter-out $(PYTHON_SOURCES),$(SOURCES)))
+C_LIBRARIES := -lm -ldl
 C_TESTS := $(patsubst tests/c/%.c,$(OUT)/%,$(wildcard tests/c/test_*.c))
 C_FLAGS := -std=c11 -Wall -Wextra -Werror -ffp-contract=fast -fno-math-errno -fno-trapping-math \
 	-fPIC -pthread -Icsrc $(CFLAGS)
@@ -115,7 +139,7 @@ $(OUT)/%.o: csrc/%.c $(HEADERS)
 	$(CC) $(C_FLAGS) -c $< -o $@
 
 $(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h tests/c/*.inc) $(C_CORE)
-	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
+	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ $(C_LIBRARIES)
 
 test-c: ## the C tests
 	@$(TOGETHER) $(C_TESTS)
@@ -140,7 +164,8 @@ $(OUT)/libcuda.so.1: tests/cuda/threads/driver.c
 	@mkdir -p $(@D)
 	$(CC) $(C_FLAGS) -fPIC -shared $< -o $@
 
-$(OUT)/test_driver: tests/cuda/threads/test_driver.c tests/c/test.h $(OUT)/cuda/driver.o $(OUT)/error.o
+$(OUT)/test_driver: tests/cuda/threads/test_driver.c tests/c/test.h \
+		$(addprefix $(OUT)/,cuda/driver.o cuda/plan.o error.o system.o)
 	$(CC) $(C_FLAGS) -Itests/c $(filter-out %.h,$^) -o $@ -ldl
 
 test-driver: $(OUT)/test_driver $(OUT)/libcuda.so.1
@@ -160,7 +185,7 @@ CUDA_FLAGS := -fno-math-errno -fno-trapping-math -fPIC -pthread -DH2O_GENERIC_ON
 CUDA_CC := $(CC) -std=c11 -Wall -Wextra -Werror $(CUDA_FLAGS)
 CUDA_CXX := $(CXX) -std=gnu++20 -Wall -Werror $(CUDA_FLAGS)
 CUDA_CORE := $(addprefix $(CUDA)/,$(addsuffix .o,call check counts devices dispatch error operations \
-	parallel policy scratch plan driver launch emulated kernels fiber shim matrix))
+	parallel policy scratch system plan driver launch emulated kernels fiber shim matrix))
 .SECONDARY: $(CUDA_CORE)
 CUDA_PROGRAMS := test_shim test_cuda
 
@@ -204,11 +229,14 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 	$(call PACKAGE,$(CUDA_CC),$(CUDA_CORE) -lstdc++)
 
 # In 16 bits a prompt by the tensor cores and the same by steps differ in the last one.
-CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py \
+CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
 	tests/torch/test_merge.py tests/torch/test_rolled.py tests/torch/test_heads.py \
 	tests/torch/test_precision.py
+# And once as for compute capability 7.5: products of half the depth, copies that wait.
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 	@$(TOGETHER) build/cuda-ucontext/test_shim CUDA=build/cuda-ucontext CFLAGS="-O1 -DSHIM_UCONTEXT"
+	@$(TOGETHER) build/cuda-75/test_cuda CUDA=build/cuda-75 CFLAGS="-O1 -DCAPABILITY=75"
+	build/cuda-75/test_cuda
 	@$(TOGETHER) $(CUDA)/test_shim $(CUDA)/test_cuda $(CUDA)/lib
 	build/cuda-ucontext/test_shim
 	$(CUDA)/test_shim
@@ -236,11 +264,20 @@ test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user
 	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \
 		EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=neon H2O_TEST_EMULATED=1 qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
+# Not those that fork, which Windows cannot. The first build makes zig's libc, for minutes.
+WINE ?= $(firstword $(shell command -v wine64) /usr/lib/wine/wine64)
+WINDOWS_TESTS := $(addprefix build/c-windows/test_,policy attend kernels vec_generic vec_avx2)
+test-windows: .venv/wheels ## C tests of a build for Windows, in wine; needs wine64
+	$(MAKE) test-c OUT=build/c-windows C_TESTS="$(WINDOWS_TESTS)" C_LIBRARIES= EMULATOR="env WINEDEBUG=-all $(WINE)" \
+		CC="$(abspath $(BIN))/python -m ziglang cc -target x86_64-windows-gnu"
+
 SANITIZE := -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all
 ASAN := OUT=build/c-asan CFLAGS="$(SANITIZE) -fsanitize=address,undefined"
 SANITIZED = cd build/c-asan/lib && LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . -m "not slow"
+# The level that is taken anyway comes last, with all of tests/core.
+OTHER_LEVELS := from h2o import ops; i = ops.info(); print(*{*i["levels"]} - {i["level"]})
 asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and UBSan
 	$(MAKE) test-c test-driver $(ASAN)
 	$(TOGETHER) $(addprefix build/cuda-asan/,$(CUDA_PROGRAMS)) CUDA=build/cuda-asan \
@@ -248,7 +285,7 @@ asan: .venv/core .venv/test ## C tests and tests/core under AddressSanitizer and
 	build/cuda-asan/test_shim
 	build/cuda-asan/test_cuda
 	$(MAKE) build/c-asan/lib $(ASAN)
-	for level in $$($(BIN)/python -c "from h2o import ops; print(*ops.info()['levels'])"); do \
+	for level in $$($(BIN)/python -c '$(OTHER_LEVELS)'); do \
 		(export H2O_CPU=$$level; $(SANITIZED) tests/core/test_ops.py tests/core/test_golden.py) \
 		|| exit 1; done
 	$(SANITIZED) tests/core
@@ -335,11 +372,12 @@ pictures: .venv/core .venv/test ## README's picture, docs/results.svg, from the 
 docs-links: .venv/core .venv/docs ## asks every link of the documentation that leads elsewhere
 	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links
 
-wheels: .venv/wheels ## sdist and wheels of x86-64 and aarch64 in dist, built by zig, audited
+wheels: .venv/wheels ## sdist and wheels of Linux, macOS and Windows and the pure one in dist, built by zig, audited
 	$(BIN)/python tools/wheels.py
 
-test-wheels: wheels ## the wheel of this machine without a compiler; the sdist with gcc and clang
+test-wheels: wheels ## the wheel of this machine and the pure one without a compiler; the sdist with gcc and clang
 	$(BIN)/python tools/try_wheel.py dist/*-manylinux_*_$$(uname -m).whl
+	$(BIN)/python tools/try_wheel.py --beside $(BIN)/../lib/python*/site-packages dist/*-none-any.whl
 	CC=gcc $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
 	CC=clang $(BIN)/python tools/try_wheel.py --numpy 2.0.0 dist/*.tar.gz
 

@@ -2,6 +2,7 @@
 
 What the environment may say:
 
+H2O_PURE=1       no core at all: a wheel for any system, which serves by torch operations
 H2O_WERROR=1     warnings are errors
 H2O_DEBUG=1      unoptimised, with debug information
 H2O_COVERAGE=1   instrumented for gcov
@@ -20,15 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
-import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 if not os.environ.get("CC", "cc").strip():
     del os.environ["CC"]  # distutils would take its first flag for the compiler
-
-if sys.platform != "linux":
-    raise SystemExit(f"h2o-kv runs on Linux only, this is {sys.platform}")
 
 
 def wanted(name):
@@ -52,6 +50,8 @@ if wanted("H2O_COVERAGE"):
     link_args += ["--coverage"]
 
 
+PLATFORM = sysconfig.get_platform()  # that is built for
+
 # One binary for Python 3.10 and all that follow. The free-threaded builds know no such limited API.
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
 limited_macros = [("Py_LIMITED_API", "0x030a0000")] if LIMITED else []
@@ -72,22 +72,49 @@ def together(compile_in_turn):
         def compile_one(source):
             return compile_in_turn([source], **options)
 
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        own = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+        with ThreadPoolExecutor(len(own(0))) as pool:
             return [x for objects in pool.map(compile_one, sources) for x in objects]
 
     return compile_all
 
 
+def refuse(reason):
+    sys.exit(
+        f"{reason}. Without a compiler there are wheels: for common systems, and the pure one, "
+        "py3-none-any, for all others, which serves by torch operations, slower (made of these "
+        "sources with H2O_PURE=1 in the environment of pip install)"
+    )
+
+
+class BuildPure(build_py):
+    """Says in the package that it was built without a core, and its version, which that knows."""
+
+    def run(self):
+        if self.editable_mode:
+            sys.exit("H2O_PURE=1 makes a wheel: pip install it without -e")
+        super().run()
+        marker = Path(self.build_lib, "h2o", "pure_build.txt")
+        marker.write_text(self.distribution.get_version() + "\n")
+
+
 class BuildCore(build_ext):
     """Tells the core the version that pyproject.toml gives, so that it is written once."""
+
+    def get_ext_filename(self, name):
+        """For Windows too where this is another system (tools/wheels.py)."""
+        file = super().get_ext_filename(name)
+        return file.replace(".abi3.so", ".pyd") if PLATFORM.startswith("win") else file
 
     def build_extension(self, extension):
         version = self.distribution.get_version()
         extension.define_macros.append(("H2O_VERSION", f'"{version}"'))
         extension.define_macros.append(("H2O_KERNELS", f'"{kernels_word()}"'))
         compiler = (getattr(self.compiler, "compiler_so", None) or ["cc"])[0]
+        if self.compiler.compiler_type == "msvc":
+            refuse("Microsoft's compiler lacks the vector types of GNU C that h2o-kv is written in")
         if shutil.which(compiler) is None:
-            sys.exit(
+            refuse(
                 f"h2o-kv is built with a C compiler, and {compiler!r} is not here: install one "
                 "(Debian and Ubuntu: apt install gcc python3-dev), or name it in CC"
             )
@@ -95,18 +122,29 @@ class BuildCore(build_ext):
         super().build_extension(extension)
 
 
-included = [path for ending in ("h", "inc") for path in glob(f"csrc/**/*.{ending}", recursive=True)]
+def describe_core():
+    """What setup() is to know for a build with the core."""
+    import numpy
 
-core = Extension(
-    "h2o._core",
-    sources=sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c") + glob("csrc/cuda/*.c")),
-    depends=["setup.py", *included],
-    py_limited_api=LIMITED,
-    define_macros=limited_macros,
-    include_dirs=["csrc", numpy.get_include()],
-    libraries=["m", "dl"],
-    extra_compile_args=compile_args,
-    extra_link_args=link_args,
-)
+    headers = [path for end in ("h", "inc") for path in glob(f"csrc/**/*.{end}", recursive=True)]
+    core = Extension(
+        "h2o._core",
+        sources=sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c") + glob("csrc/cuda/*.c")),
+        depends=["setup.py", *headers],
+        py_limited_api=LIMITED,
+        define_macros=limited_macros,
+        include_dirs=["csrc", numpy.get_include()],
+        libraries=["m", "dl"] if "linux" in PLATFORM else [],
+        extra_compile_args=compile_args,
+        extra_link_args=link_args,
+    )
+    return {"ext_modules": [core], "cmdclass": {"build_ext": BuildCore}, "options": limited_tag}
 
-setup(ext_modules=[core], cmdclass={"build_ext": BuildCore}, options=limited_tag)
+
+def describe_pure():
+    """The same without it: Python alone, and no kernels that no core could launch."""
+    left_out = {"h2o": ["kernels.fatbin", "_core.pyi"]}
+    return {"cmdclass": {"build_py": BuildPure}, "exclude_package_data": left_out}
+
+
+setup(**(describe_pure() if wanted("H2O_PURE") else describe_core()))

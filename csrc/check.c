@@ -403,6 +403,37 @@ static int check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h
     return H2O_OK;
 }
 
+/* Where the slots have no values (latent attention), their keys are the values too, and new tokens
+ * come without any: from here on both names stand for the keys. slots: NULL if there are none. */
+static int share_values(h2o_view *values, const h2o_view *keys, h2o_slots *slots,
+                        h2o_error *error) {
+    const bool shared = !h2o_given(values);
+    if (slots != NULL && h2o_given(&slots->values) == shared) {
+        const h2o_view *const none = shared ? values : &slots->values;
+        return h2o_fail(error, H2O_ETYPE, "%s: is None, wanted a tensor like %s", none->name,
+                        shared ? slots->values.name : values->name);
+    }
+    if (slots != NULL && shared && h2o_given(&slots->bias)) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s: is given, but keys that are the values too cannot be merged",
+                        slots->bias.name);
+    }
+    if (shared) *values = *keys;
+    if (shared && slots != NULL) slots->values = slots->keys;
+    return H2O_OK;
+}
+
+/* The same of a text. */
+static int share_text_values(h2o_simulate_params *p, h2o_error *error) {
+    if (h2o_given(&p->values)) return H2O_OK;
+    if (h2o_merges(&p->policy) || h2o_given(&p->stored_values)) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is None, which does not go with %s",
+                        p->values.name, h2o_merges(&p->policy) ? "merge" : p->stored_values.name);
+    }
+    p->stored_values = p->stored_keys;
+    return share_values(&p->values, &p->keys, NULL, error);
+}
+
 /* Whether norms and bias come exactly when they are needed. */
 static int check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error *error) {
     const bool weighted = policy->value_weighted, merges = h2o_merges(policy);
@@ -510,7 +541,10 @@ int h2o_check_attend(void *operands, h2o_error *error) {
     h2o_attend_params *const params = operands;
     int status;
     if ((status = check_logits(params->scale, params->softcap, error)) ||
-        (status = check_operands(H2O_ATTEND, params, error)) || !params->has_slots) {
+        (status = check_operands(H2O_ATTEND, params, error)) ||
+        (status = share_values(&params->values, &params->keys,
+                               params->has_slots ? &params->slots : NULL, error)) ||
+        !params->has_slots) {
         return status;
     }
     return check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error);
@@ -520,6 +554,7 @@ int h2o_check_evict(void *operands, h2o_error *error) {
     h2o_evict_params *const params = operands;
     int status;
     if ((status = check_operands(H2O_EVICT, params, error)) ||
+        (status = share_values(&params->values, &params->keys, &params->slots, error)) ||
         (status = check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error))) {
         return status;
     }
@@ -532,6 +567,7 @@ int h2o_check_step(void *operands, h2o_error *error) {
     int status;
     if ((status = check_logits(params->scale, params->softcap, error)) ||
         (status = check_operands(H2O_STEP, params, error)) ||
+        (status = share_values(&params->value, &params->key, &params->slots, error)) ||
         (status = check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error)) ||
         (status = check_rotary(rotary, &params->slots, &params->dims, error)) ||
         (status = check_rotated(rotary, &params->slots.keys, params->dims.D, error))) {
@@ -545,7 +581,8 @@ int h2o_check_simulate(void *operands, h2o_error *error) {
     h2o_simulate_params *const params = operands;
     int status;
     if ((status = check_logits(params->scale, params->softcap, error)) ||
-        (status = check_operands(H2O_SIMULATE, params, error))) {
+        (status = check_operands(H2O_SIMULATE, params, error)) ||
+        (status = share_text_values(params, error))) {
         return status;
     }
     return check_rows(&params->stored_keys, &params->stored_values, params->dims.D, error);

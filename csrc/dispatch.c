@@ -6,7 +6,6 @@
  * that they use (XGETBV; Intel 64 and IA-32 Architectures Software Developer's
  * Manual, volume 1, sections 13.3 and 15.2).
  */
-#define _GNU_SOURCE /* syscall */
 #include "run.h"
 
 #include <stdio.h>
@@ -18,10 +17,6 @@
 #if defined(__x86_64__)
 
 #include <cpuid.h>
-#if defined(H2O_LEVEL_AMX)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 enum { LEAF_1_C, LEAF_7_B, LEAF_7_C, LEAF_7_D, LEAF_7_1_A, WORDS };
 enum { NO_STATE = 0, YMM = 0x6, ZMM = 0xe6, TILES = 0x60000 }; /* bits of XCR0 */
@@ -48,11 +43,10 @@ static uint32_t saved_state(uint32_t leaf_1_c) {
     return low;
 }
 
-/* Linux saves the tiles of a process that has asked for it: 8 KiB for each thread. */
+/* The system is not asked for tiles that no level uses. */
 static bool may_use_tiles(void) {
 #if defined(H2O_LEVEL_AMX)
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+    return h2o_may_use_tiles();
 #else
     return false;
 #endif

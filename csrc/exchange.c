@@ -27,6 +27,7 @@ int h2o_exchange_init(h2o_exchange *exchange) {
     exchange->names.dlpack = PyUnicode_InternFromString("__dlpack__");
     exchange->names.max_version = PyUnicode_InternFromString("max_version");
     exchange->names.stream = PyUnicode_InternFromString("stream");
+    exchange->names.unordered = PyLong_FromLong(-1);
     exchange->names.version = Py_BuildValue("(ii)", DL_MAJOR, DL_MINOR);
     return PyErr_Occurred() != NULL ? -1 : 0;
 }
@@ -46,6 +47,7 @@ void h2o_exchange_clear(h2o_exchange *exchange) {
     Py_CLEAR(exchange->names.dlpack);
     Py_CLEAR(exchange->names.max_version);
     Py_CLEAR(exchange->names.stream);
+    Py_CLEAR(exchange->names.unordered);
     Py_CLEAR(exchange->names.version);
 }
 
@@ -286,14 +288,14 @@ static void explain_refusal(const h2o_borrowed_view *entry) {
 }
 
 /* Producers from before DLPack 1.0 do not know max_version. */
-static PyObject *call_dunder(const h2o_exchange *exchange, PyObject *method, PyObject *stream) {
+static PyObject *call_dunder(const h2o_exchange *exchange, PyObject *method, bool queued) {
     PyObject *arguments = PyTuple_New(0);
     PyObject *keywords = PyDict_New();
     PyObject *capsule = NULL;
-    const bool named = stream != NULL && stream != Py_None;
     if (arguments != NULL && keywords != NULL &&
         PyDict_SetItem(keywords, exchange->names.max_version, exchange->names.version) == 0 &&
-        (!named || PyDict_SetItem(keywords, exchange->names.stream, stream) == 0)) {
+        (!queued ||
+         PyDict_SetItem(keywords, exchange->names.stream, exchange->names.unordered) == 0)) {
         capsule = PyObject_Call(method, arguments, keywords);
         if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
@@ -306,7 +308,7 @@ static PyObject *call_dunder(const h2o_exchange *exchange, PyObject *method, PyO
     return capsule;
 }
 
-static int borrow_dunder(const h2o_exchange *exchange, h2o_borrowed_view *entry, PyObject *stream) {
+static int borrow_dunder(const h2o_exchange *exchange, h2o_borrowed_view *entry, bool queued) {
     PyObject *method = PyObject_GetAttr(entry->object, exchange->names.dlpack);
     if (method == NULL) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
@@ -318,7 +320,7 @@ static int borrow_dunder(const h2o_exchange *exchange, h2o_borrowed_view *entry,
         }
         return -1;
     }
-    PyObject *capsule = call_dunder(exchange, method, stream);
+    PyObject *capsule = call_dunder(exchange, method, queued);
     Py_DECREF(method);
     if (capsule == NULL) {
         explain_refusal(entry);
@@ -410,7 +412,7 @@ int h2o_borrow(h2o_exchange *exchange, h2o_borrowed *borrowed) {
         if (find_table(exchange, Py_TYPE(entry->object), &entry->api) < 0) return -1;
         if (entry->api != NULL) {
             entry->route = H2O_VIA_TABLE;
-        } else if (borrow_dunder(exchange, entry, borrowed->stream) < 0) {
+        } else if (borrow_dunder(exchange, entry, borrowed->queued) < 0) {
             return -1;
         }
     }

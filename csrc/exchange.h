@@ -33,6 +33,7 @@ typedef struct {
     int next; /* which to forget when a new one comes */
     struct {  /* what producers are asked for and given, made once; strings are interned */
         PyObject *table, *dlpack, *max_version, *stream;
+        PyObject *unordered; /* -1, DLPack's word for a stream that nothing has to wait for */
         PyObject *version; /* (major, minor) */
     } names;
 } h2o_exchange;
@@ -62,7 +63,9 @@ typedef struct {
 typedef struct {
     h2o_borrowed_view entries[H2O_MOST_TENSORS];
     int count;
-    PyObject *stream; /* for __dlpack__, an int; NULL or None: not named */
+    /* For __dlpack__: what reads the tensors is queued on the stream that their library queues its
+     * own work on, so that they are in order already, and no event has to be recorded. */
+    bool queued;
 } h2o_borrowed;
 
 /* Notes that object is to fill *view, which is all zeros. None leaves a view that is not given.

@@ -103,8 +103,9 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
 #define H2O_SLOTS_FIELDS(X)                                                                        \
     /* rows f32/f16/bf16, or u8 rows of quantise.h */                                              \
     X(keys, "BGSD", H2O_NONE, H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)  \
+    /* the same; absent where the keys are the values too: once checked they are those views */    \
     X(values, "BGSD", H2O_NONE,                                                                    \
-      H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)                          \
+      H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)           \
     /* what attention each key has received */                                                     \
     X(scores, "BGS", H2O_F32, H2O_PER_SLOT | H2O_ATTENDED | H2O_SCORED | H2O_DENSE | H2O_WRITTEN)  \
     /* index in the row without pads, -1 empty */                                                  \
@@ -129,7 +130,7 @@ typedef struct {
     H2O_SLOTS_FIELDS(H2O_FIELD)
 } h2o_slots;
 
-typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1 } h2o_rank_by;
+typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1, H2O_RANK_MAX = 2 } h2o_rank_by;
 
 /* Budgets are per row and live in the slots. What each field means, policy.h knows; how it is
  * spelt and what it may be, h2o_policy_fields of operations.h. */
@@ -173,9 +174,14 @@ H2O_INLINE int64_t h2o_column(const h2o_row *row, int64_t i) {
 
 /* ---- Operations -------------------------------------------------------- */
 
+/* sink_logits, where they are given, are what each query head has in the denominator of every
+ * softmax beside the logits of the keys (learned attention sinks; OpenAI, "gpt-oss-120b &
+ * gpt-oss-20b Model Card", 2025, arXiv:2508.10925). No value belongs to one, and a row's weights
+ * sum to less than 1. -infinity: none; +infinity: all weights are 0. */
+
 /* attend: new query i sees every stored key and new keys j <= i that are no
  * pads. Writes out, writes scores of the new keys, and updates slots.scores in
- * place to decay^n * score + what the n real new queries gave. */
+ * place to decay^n * score + what the n real new queries gave (or the larger of the two). */
 typedef struct {
     h2o_view query;  /* [B,H,Q,D] */
     h2o_view keys;   /* [B,G,Q,D] new keys */
@@ -183,11 +189,12 @@ typedef struct {
     h2o_view mask;   /* [B,Q] u8, optional */
     bool has_slots;  /* of which those that are H2O_ATTENDED */
     h2o_slots slots;
-    h2o_view out;      /* [B,Q,H,D], 0 where the query is a pad */
-    h2o_view scores;   /* [B,G,Q] f32, 0 where the key is a pad */
-    float scale;       /* logits = softcap(scale * q.k) + bias */
-    float softcap;     /* 0: none; else cap * tanh(logit / cap) */
-    h2o_policy policy; /* of which it reads decay */
+    h2o_view out;         /* [B,Q,H,D], 0 where the query is a pad */
+    h2o_view scores;      /* [B,G,Q] f32, 0 where the key is a pad */
+    h2o_view sink_logits; /* [H] f32, optional */
+    float scale;          /* logits = softcap(scale * q.k) + bias */
+    float softcap;        /* 0: none; else cap * tanh(logit / cap) */
+    h2o_policy policy;    /* of which it reads rank_by and decay */
     h2o_dims dims;
     h2o_counts counts;
 } h2o_attend_params;
@@ -235,6 +242,7 @@ typedef struct {
     h2o_slots slots;
     h2o_view out;            /* [B,1,H,D] */
     h2o_rotary rotary;       /* optional; query and key then come without theirs */
+    h2o_view sink_logits;    /* [H] f32, optional, as in attend */
     h2o_eviction *evictions; /* [B*G], optional: the key that each head evicts */
     h2o_policy policy;
     float scale;
@@ -256,6 +264,7 @@ typedef struct {
     h2o_view budget;        /* [B,2] or [B,G,2] i32: heavy, recent */
     h2o_view stored_keys;   /* optional: what a quantised store would hold of each token, */
     h2o_view stored_values; /* [B,G,Q] rows of quantise.h, by position */
+    h2o_view sink_logits;   /* [H] f32, optional, as in attend */
     h2o_view out;           /* [B,Q,H,D] */
     h2o_view evicted_at;    /* [B,G,Q] i32 */
     h2o_view scores;        /* [B,G,Q] f32 */

@@ -167,7 +167,7 @@ static PyObject *call(PyObject *module, PyObject *const *args, Py_ssize_t count)
     memset(&params, 0, r.row->size);
     if (h2o_parse_operands(r.row, args + 2, &params) < 0) return NULL;
     borrowed.count = 0;
-    borrowed.stream = r.stream;
+    borrowed.queued = r.stream != NULL && r.stream != Py_None;
     h2o_note_operands(r.row, args + 2, &params, &borrowed);
     if (r.workspace != NULL) h2o_note(&borrowed, "workspace", r.workspace, &r.room);
     int status = h2o_borrow(&state->exchange, &borrowed);

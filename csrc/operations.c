@@ -32,7 +32,7 @@ const h2o_operand h2o_slots_fields[H2O_SLOTS_COUNT] = {H2O_SLOTS_FIELDS(FIELD)};
 _Static_assert(sizeof(h2o_slots) == H2O_SLOTS_COUNT * sizeof(h2o_view), "a row for each field");
 
 /* By h2o_rank_by. */
-static const char *const rankings[] = {"sum", "mean", NULL};
+static const char *const rankings[] = {"sum", "mean", "max", NULL};
 
 const h2o_policy_field h2o_policy_fields[H2O_POLICY_COUNT] = {
     {.name = "sinks",
@@ -65,7 +65,7 @@ const h2o_policy_field h2o_policy_fields[H2O_POLICY_COUNT] = {
 static const h2o_operand attend_operands[] = {
     TENSOR(attend, query, "BHQD", H2O_NONE, 0),
     TENSOR(attend, keys, "BGQD", H2O_NONE, 0),
-    TENSOR(attend, values, "BGQD", H2O_NONE, 0),
+    TENSOR(attend, values, "BGQD", H2O_NONE, H2O_OPTIONAL),
     TENSOR(attend, mask, "BQ", H2O_U8, H2O_OPTIONAL),
     {.name = "slots",
      .kind = H2O_OPERAND_SLOTS,
@@ -77,11 +77,12 @@ static const h2o_operand attend_operands[] = {
     NUMBER(attend, scale),
     NUMBER(attend, softcap),
     POLICY(attend),
+    TENSOR(attend, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 
 static const h2o_operand evict_operands[] = {
     TENSOR(evict, keys, "BGQD", H2O_NONE, 0),
-    TENSOR(evict, values, "BGQD", H2O_NONE, 0),
+    TENSOR(evict, values, "BGQD", H2O_NONE, H2O_OPTIONAL),
     TENSOR(evict, scores, "BGQ", H2O_F32, 0),
     TENSOR(evict, mask, "BQ", H2O_U8, H2O_OPTIONAL),
     SLOTS(evict),
@@ -91,7 +92,7 @@ static const h2o_operand evict_operands[] = {
 static const h2o_operand step_operands[] = {
     TENSOR(step, query, "BH1D", H2O_NONE, 0),
     TENSOR(step, key, "BG1D", H2O_NONE, 0),
-    TENSOR(step, value, "BG1D", H2O_NONE, 0),
+    TENSOR(step, value, "BG1D", H2O_NONE, H2O_OPTIONAL),
     TENSOR(step, mask, "B1", H2O_U8, H2O_OPTIONAL),
     SLOTS(step),
     TENSOR(step, out, "B1HD", H2O_NONE, H2O_WRITTEN),
@@ -101,12 +102,13 @@ static const h2o_operand step_operands[] = {
     TENSOR_AS(step, "rotary.table", rotary.table, "P2F", H2O_F32, H2O_OPTIONAL | H2O_DENSE),
     TENSOR_AS(step, "rotary.ranks", rotary.ranks, "BGS", H2O_I32,
               H2O_PER_SLOT | H2O_OPTIONAL | H2O_WRITTEN | H2O_DENSE),
+    TENSOR(step, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 
 static const h2o_operand simulate_operands[] = {
     TENSOR(simulate, query, "BHQD", H2O_NONE, 0),
     TENSOR(simulate, keys, "BGQD", H2O_NONE, 0),
-    TENSOR(simulate, values, "BGQD", H2O_NONE, 0),
+    TENSOR(simulate, values, "BGQD", H2O_NONE, H2O_OPTIONAL),
     TENSOR(simulate, mask, "BQ", H2O_U8, H2O_OPTIONAL),
     TENSOR(simulate, prompt, "B", H2O_I32, 0),
     TENSOR(simulate, budget, "BG2", H2O_I32, H2O_PER_HEAD),
@@ -118,6 +120,7 @@ static const h2o_operand simulate_operands[] = {
     POLICY(simulate),
     TENSOR(simulate, stored_keys, "BGQD", H2O_U8, H2O_OPTIONAL | H2O_DENSE | H2O_STORED),
     TENSOR(simulate, stored_values, "BGQD", H2O_U8, H2O_OPTIONAL | H2O_DENSE | H2O_STORED),
+    TENSOR(simulate, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
 
 /* ---- Operations -------------------------------------------------------- */

@@ -21,17 +21,11 @@
  * serial. The threads of any pool are lost in a forked child, and some OpenMP
  * runtimes then wait for theirs forever, so a child always uses own threads.
  */
-#define _GNU_SOURCE
 #include "run.h"
 
-#include <dlfcn.h>
-#include <link.h>
 #include <pthread.h>
-#include <sched.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <string.h>
 
 /* ---- A call ------------------------------------------------------------ */
 
@@ -75,55 +69,26 @@ static struct {
 } borrowed;
 
 static pthread_mutex_t search_lock = PTHREAD_MUTEX_INITIALIZER;
-static unsigned long long loads_searched; /* libraries ever loaded when last searched */
+static uint64_t loads_searched; /* h2o_library_loads when last searched */
 static _Atomic pool chosen = OWN;
 static atomic_bool forked;
 
-/* What dl_iterate_phdr finds. It holds the loader's lock, so dlopen has to
- * wait until it has returned. */
-typedef struct {
-    unsigned long long loads;
-    char torch[4096], gomp[4096]; /* paths, empty where there is none */
-} libraries;
-
-static int visit(struct dl_phdr_info *info, size_t size, void *context) {
-    libraries *const found = context;
-    (void)size;
-    found->loads = info->dlpi_adds;
-    if (found->loads == loads_searched) {
-        return 1; /* nothing new: stop at the first */
-    }
-    const char *const slash = strrchr(info->dlpi_name, '/');
-    const char *const name = slash ? slash + 1 : info->dlpi_name;
-    char *const path = strncmp(name, "libtorch_cpu.", 13) == 0 ? found->torch
-                       : strncmp(name, "libgomp", 7) == 0      ? found->gomp
-                                                               : NULL;
-    if (path && strlen(info->dlpi_name) < sizeof found->torch) {
-        strcpy(path, info->dlpi_name);
-    }
-    return 0;
-}
-
-/* Sets *function to what a loaded library calls symbol, if it has that. The
- * reference that dlopen takes is kept, and the library with it. POSIX lets an
- * object pointer carry a function's address where ISO C has no cast. */
-static bool find(const char *path, const char *symbol, void *function) {
-    void *const library = path[0] ? dlopen(path, RTLD_NOLOAD | RTLD_LAZY) : NULL;
-    void *const address = library ? dlsym(library, symbol) : NULL;
-    memcpy(function, &address, sizeof address);
-    return address != NULL;
-}
-
 static void search(void) {
-    libraries found = {0};
-    dl_iterate_phdr(visit, &found);
-    loads_searched = found.loads;
-    if (find(found.torch, "torch_parallel_for", &borrowed.torch_parallel_for) &&
-        find(found.torch, "torch_get_num_threads", &borrowed.torch_get_num_threads)) {
+    const uint64_t loads = h2o_library_loads();
+    if (loads != 0 && loads == loads_searched) {
+        return;
+    }
+    loads_searched = loads;
+    void *const torch = h2o_loaded_library("libtorch_cpu");
+    if (h2o_find_symbol(torch, "torch_parallel_for", &borrowed.torch_parallel_for) &&
+        h2o_find_symbol(torch, "torch_get_num_threads", &borrowed.torch_get_num_threads)) {
         chosen = TORCH;
-    } else if (chosen == OWN && find(found.gomp, "GOMP_parallel", &borrowed.gomp_parallel) &&
-               find(found.gomp, "omp_get_max_threads", &borrowed.omp_get_max_threads)) {
-        chosen = GOMP;
+    } else if (chosen == OWN) {
+        void *const gomp = h2o_loaded_library("libgomp");
+        if (h2o_find_symbol(gomp, "GOMP_parallel", &borrowed.gomp_parallel) &&
+            h2o_find_symbol(gomp, "omp_get_max_threads", &borrowed.omp_get_max_threads)) {
+            chosen = GOMP;
+        }
     }
 }
 
@@ -180,21 +145,11 @@ static void *pool_thread(void *unused) {
     return unused;
 }
 
-/* Signals belong to the application's threads. A thread that cannot be had is
- * no error: the others take its workers. */
+/* A thread that cannot be had is no error: the others take its workers. */
 static void start_threads(int wanted) {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (own.threads < wanted) {
-        pthread_t thread;
-        if (pthread_create(&thread, NULL, pool_thread, NULL) != 0) {
-            break;
-        }
-        pthread_detach(thread);
+    while (own.threads < wanted && h2o_start_thread(pool_thread)) {
         own.threads++;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 /* A second caller does not wait for the first: it does its workers itself. */
@@ -225,9 +180,8 @@ static int own_threads(void) {
     if (known == 0) {
         const char *const wanted = getenv("H2O_THREADS");
         long threads = wanted ? strtol(wanted, NULL, 10) : 0;
-        cpu_set_t processors;
-        if (threads < 1 && sched_getaffinity(0, sizeof processors, &processors) == 0) {
-            threads = CPU_COUNT(&processors);
+        if (threads < 1) {
+            threads = h2o_processors();
         }
         known = threads < 1 ? 1 : threads < MAX_THREADS ? (int)threads : MAX_THREADS;
     }
@@ -260,7 +214,7 @@ static void after_fork_in_child(void) {
 /* When the library is loaded, since torch may have started threads before the
  * first call of ours. */
 __attribute__((constructor)) static void survive_fork(void) {
-    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+    h2o_at_fork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
 /* ---- Interface --------------------------------------------------------- */

@@ -5,11 +5,12 @@
  *
  *   budget   k = sinks + heavy + recent keys are kept;
  *   spared   the positions below sinks, and the recent highest ones;
+ *   score    the attention that a key has received: the sum over queries, or the largest;
  *   rank     of the others the highest ranked are kept: the score, on request per
  *            query that has seen the key and weighted by the norm of its value;
  *   ties     the lower position is kept; NaN ranks below every number;
  *   merge    on request an evicted key goes into a kept one like it, by weights that follow
- *            from the mean scores of the two.
+ *            from the mean scores of the two, or from their largest ones.
  *
  * Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference
  * of Large Language Models" (NeurIPS 2023), section 4, Algorithm 1.
@@ -28,7 +29,7 @@
 #include <string.h>
 
 /* How the rank follows from the score. */
-typedef enum { H2O_BY_SUM, H2O_BY_MEAN, H2O_BY_DECAYED_MEAN } h2o_rank_kind;
+typedef enum { H2O_BY_SCORE, H2O_BY_MEAN, H2O_BY_DECAYED_MEAN } h2o_rank_kind;
 
 /* The policy of one row at one moment. */
 typedef struct {
@@ -40,7 +41,16 @@ typedef struct {
     float all_ages;  /*   1 / (decay - 1), minus the sum over infinitely many ages; else 0 */
     h2o_rank_kind kind;
     bool value_weighted;
+    bool largest; /* see h2o_scores_largest */
 } h2o_ranking;
+
+/* Whether a score is the largest attention that any one query gave, rather than the sum. Both fade
+ * alike: attention counts decay^age. */
+H2O_INLINE bool h2o_scores_largest(const h2o_policy *policy) {
+    return policy->rank_by == H2O_RANK_MAX;
+}
+
+H2O_INLINE float h2o_larger(float a, float b) { return a > b || a != a ? a : b; } /* or NaN */
 
 H2O_INLINE bool h2o_merges(const h2o_policy *policy) { return policy->merge > 0.0f; }
 
@@ -63,8 +73,9 @@ H2O_INLINE h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heav
         .first = policy->sinks,
         .span = evictable > 0 ? (uint32_t)evictable : 0,
         .length = (int32_t)length,
-        .kind = H2O_BY_SUM,
+        .kind = H2O_BY_SCORE,
         .value_weighted = policy->value_weighted,
+        .largest = h2o_scores_largest(policy),
     };
     const bool decays = policy->decay < 1.0f;
     if (policy->rank_by == H2O_RANK_MEAN) {
@@ -120,7 +131,7 @@ H2O_INLINE float h2o_policy_decayed_ages(const h2o_ranking *ranking, float age) 
 H2O_INLINE float h2o_policy_rank(const h2o_ranking *ranking, h2o_rank_kind kind, bool weighted,
                                  float score, int32_t position, float norm) {
     float rank = score;
-    if (kind != H2O_BY_SUM) {
+    if (kind != H2O_BY_SCORE) {
         const int32_t queries = (int32_t)((uint32_t)ranking->length - (uint32_t)position);
         const float age = (float)(queries > 1 ? queries : 1);
         rank /= kind == H2O_BY_MEAN ? age : h2o_policy_decayed_ages(ranking, age);
@@ -128,8 +139,10 @@ H2O_INLINE float h2o_policy_rank(const h2o_ranking *ranking, h2o_rank_kind kind,
     return weighted ? rank * norm : rank;
 }
 
-/* How many queries have seen a key, decayed as scores are. */
+/* How many queries have made up a key's score, decayed as scores are: all that have seen the key,
+ * or the one that gave the most. */
 H2O_INLINE float h2o_policy_queries(const h2o_ranking *ranking, int32_t position) {
+    if (ranking->largest) return 1.0f;
     const int32_t queries = (int32_t)((uint32_t)ranking->length - (uint32_t)position);
     const float age = (float)(queries > 1 ? queries : 1);
     return ranking->all_ages < 0.0f ? h2o_policy_decayed_ages(ranking, age) : age;
@@ -157,7 +170,9 @@ H2O_INLINE h2o_merged h2o_policy_merge(const h2o_ranking *ranking, h2o_member ke
     h2o_merged merged = {.own = a / (a + b), .other = b / (a + b)};
     const float sum = merged.own + merged.other;
     merged.possible = sum - sum == 0.0f;
-    merged.score = kept.score + evicted.score * (kept_queries / evicted_queries);
+    merged.score = ranking->largest
+                       ? h2o_larger(kept.score, evicted.score)
+                       : kept.score + evicted.score * (kept_queries / evicted_queries);
     merged.bias = most + logf(expf(kept.bias - most) + expf(evicted.bias - most));
     return merged;
 }
@@ -205,7 +220,7 @@ H2O_INLINE uint32_t h2o_policy_keys(const h2o_ranking *ranking, int64_t n, const
     case H2O_BY_DECAYED_MEAN:
         return FILL(H2O_BY_DECAYED_MEAN);
     default:
-        return FILL(H2O_BY_SUM);
+        return FILL(H2O_BY_SCORE);
     }
 #undef FILL
 }
@@ -241,7 +256,8 @@ H2O_INLINE h2o_candidate h2o_policy_candidate(const h2o_ranking *ranking, int64_
         const int32_t index = i & -found;
         victim = index > victim ? index : victim;
     }
-    return (h2o_candidate){lowest, newest, victim};
+    const h2o_candidate worst = {lowest, newest, victim};
+    return worst;
 }
 
 /* Of the candidates of two sets of keys that of both together. */

@@ -4,6 +4,7 @@
 #define H2O_RUN_H
 
 #include "operations.h"
+#include "system.h"
 
 /* ---- Backends ---------------------------------------------------------- */
 
@@ -38,7 +39,7 @@ typedef struct {
  * family cannot have are not compiled; with H2O_GENERIC_ONLY there is but the first. */
 #if !defined(H2O_GENERIC_ONLY) && defined(__x86_64__)
 #define H2O_LEVELS_X86
-#if defined(__linux__) && (__clang_major__ >= 12 || (!defined(__clang__) && __GNUC__ >= 11))
+#if H2O_SYSTEM_TILES && (__clang_major__ >= 12 || (!defined(__clang__) && __GNUC__ >= 11))
 #define H2O_LEVEL_AMX /* compilers before know nothing of it */
 #endif
 #elif !defined(H2O_GENERIC_ONLY) && defined(__aarch64__)

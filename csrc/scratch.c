@@ -7,13 +7,10 @@
  * holds more than KEEP_BYTES in KEEP_BLOCKS blocks: what was unused for longest
  * goes back to the system, so one very long prompt leaves nothing behind.
  */
-#define _GNU_SOURCE /* madvise */
 #include "guard.h"
 #include "run.h"
 
 #include <pthread.h>
-#include <stdlib.h>
-#include <sys/mman.h>
 
 enum { ALIGNMENT = 64, KEEP_BLOCKS = 16, HUGE_PAGE = 2 << 20, HUGE_FROM = 2 * HUGE_PAGE };
 
@@ -36,7 +33,7 @@ static void unlock_list(void) { pthread_mutex_unlock(&lock); }
 
 /* Were the process to fork while another thread holds the lock, the child
  * would wait for that thread forever. */
-static void survive_fork(void) { pthread_atfork(lock_list, unlock_list, unlock_list); }
+static void survive_fork(void) { h2o_at_fork(lock_list, unlock_list, unlock_list); }
 
 /* Removes and returns the smallest block of at least that size, or NULL. Blocks of more than eight
  * times the size are not taken: they are kept for larger requests. */
@@ -78,12 +75,12 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static block *allocate(size_t bytes) {
     const size_t unit = bytes < HUGE_FROM ? ALIGNMENT : HUGE_PAGE;
     const size_t whole = round_up(ALIGNMENT + bytes, unit);
-    block *const made = aligned_alloc(unit, whole);
+    block *const made = h2o_allocate(unit, whole);
     if (!made) {
         return NULL;
     }
     if (unit == HUGE_PAGE) {
-        madvise(made, whole, MADV_HUGEPAGE); /* or not: it is memory all the same */
+        h2o_prefer_huge_pages(made, whole);
     }
     made->bytes = whole - ALIGNMENT;
     return made;
@@ -113,7 +110,7 @@ void h2o_scratch_release(void *memory) {
     }
     block *const given = (block *)(void *)((char *)memory - ALIGNMENT);
     if (given->bytes > KEEP_BYTES) {
-        free(given);
+        h2o_free(given);
         return;
     }
     lock_list();
@@ -123,7 +120,7 @@ void h2o_scratch_release(void *memory) {
     unlock_list();
     while (rest) {
         block *const next = rest->next;
-        free(rest);
+        h2o_free(rest);
         rest = next;
     }
 }

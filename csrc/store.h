@@ -15,6 +15,9 @@ typedef struct {
     int64_t slots;                    /* S */
 } slot_store;
 
+/* Whether the rows of keys are those of the values too. */
+H2O_INLINE bool store_is_shared(const slot_store *store) { return store->values == store->keys; }
+
 H2O_INLINE int64_t row_pitch(const h2o_view *view) {
     return view->stride[view->ndim - 2] * h2o_dtype_size(view->dtype);
 }
@@ -22,7 +25,7 @@ H2O_INLINE int64_t row_pitch(const h2o_view *view) {
 H2O_INLINE slot_store open_store(const h2o_slots *slots, int64_t b, const h2o_head *head,
                                  int64_t D) {
     const bool norms = h2o_given(&slots->norms), bias = h2o_given(&slots->bias);
-    return (slot_store){
+    const slot_store store = {
         .keys = (char *)h2o_at(&slots->keys, b, head->offset, 0),
         .values = (char *)h2o_at(&slots->values, b, head->offset, 0),
         .key_stride = row_pitch(&slots->keys),
@@ -35,6 +38,7 @@ H2O_INLINE slot_store open_store(const h2o_slots *slots, int64_t b, const h2o_he
         .positions = (int32_t *)h2o_at(&slots->positions, b, head->offset, 0),
         .slots = head->slots,
     };
+    return store;
 }
 
 #endif

@@ -2,11 +2,13 @@
 
 A line `{{ README.md#Models }}` of a page becomes what stands below that heading of that file, so
 that each thing is written once; `{{ README.md# }}` what stands before the first heading of the
-second level, without the title; `{{ CHANGELOG.md }}` the whole file. Relative links are made fit.
+second level, without the title; `{{ CHANGELOG.md }}` the whole file, of a notebook also what its
+cells have shown when it was run. Relative links are made fit.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ python_maximum_signature_line_length = 80
 
 
 def section(name: str) -> str:
-    """The text that `{{ name }}` stands for; name: a path and, behind #, a heading."""
+    """A part of a page; name: its path and, behind #, a heading."""
     path, wants_section, heading = name.partition("#")
     text = (ROOT / path).read_text("utf-8")
     parts = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", text, re.MULTILINE))
@@ -44,8 +46,40 @@ def section(name: str) -> str:
     return shown.strip("\n")
 
 
+def notebook(path: Path) -> str:
+    """A notebook as Markdown, its outputs as they lie in the file: nothing is run."""
+    parts = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+        else:
+            parts += [fenced("python", source), *map(output, cell["outputs"])]
+    return "\n\n".join(parts)
+
+
+def output(shown: dict[str, Any]) -> str:
+    """What one cell has shown, in the best of its forms that a page can take."""
+    forms = {name: "".join(text) for name, text in shown.get("data", {}).items()}
+    if picture := forms.get("image/png"):
+        source = f"data:image/png;base64,{picture.strip()}"
+        return fenced("{raw} html", f'<img alt="drawn by the code above" src="{source}"/>')
+    if "text/html" in forms:
+        return fenced("{raw} html", forms["text/html"])
+    return fenced("text", forms.get("text/plain") or "".join(shown["text"]))
+
+
+def fenced(language: str, text: str) -> str:
+    return f"````{language}\n{text}\n````"
+
+
+def included(name: str) -> str:
+    """The text that `{{ name }}` stands for."""
+    return notebook(ROOT / name) if name.endswith(".ipynb") else section(name)
+
+
 def include_sections(app: Any, name: str, source: list[str]) -> None:
-    whole = re.sub(r"^\{\{ (.+) \}\}$", lambda m: section(m[1]), source[0], flags=re.M)
+    whole = re.sub(r"^\{\{ (.+) \}\}$", lambda m: included(m[1]), source[0], flags=re.M)
     for folder, place in PLACES.items():
         whole = re.sub(rf"\]\((?:\.\./)?{re.escape(folder)}", f"]({place}", whole)
     source[0] = whole

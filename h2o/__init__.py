@@ -38,12 +38,16 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.analysis.analyze import analyze as analyze
     from h2o.calibration.calibrate import calibrate as calibrate
     from h2o.hf.cache import H2OCache as H2OCache
+    from h2o.hf.generate_all import generate_all as generate_all
     from h2o.hf.layer import H2OLayer as H2OLayer
     from h2o.hf.patching import disable as disable
     from h2o.hf.patching import enable as enable
     from h2o.hf.patching import patched as patched
+    from h2o.hf.request import Request as Request
+    from h2o.hf.request import Result as Result
     from h2o.hf.simulation import simulated as simulated
     from h2o.hf.support import supports as supports
+    from h2o.models import load as load
     from h2o.models import load_default as load_default
     from h2o.published_masks import simulation_mask as simulation_mask
 
@@ -52,10 +56,14 @@ __version__: str = backends.VERSION
 _LAZY = {
     "H2OCache": "h2o.hf.cache",
     "H2OLayer": "h2o.hf.layer",
+    "Request": "h2o.hf.request",
+    "Result": "h2o.hf.request",
     "analyze": "h2o.analysis.analyze",
     "calibrate": "h2o.calibration.calibrate",
     "disable": "h2o.hf.patching",
     "enable": "h2o.hf.patching",
+    "generate_all": "h2o.hf.generate_all",
+    "load": "h2o.models",
     "load_default": "h2o.models",
     "patched": "h2o.hf.patching",
     "simulated": "h2o.hf.simulation",

@@ -23,7 +23,7 @@ from h2o.budgets import (
 from h2o.config_fields import ConfigFields, Of, Positions
 from h2o.head_budgets import LayerShares, check_shares, table
 from h2o.kv_dtype import FIXED, QUANTISED, KvDtype, fewest_bits, per_token
-from h2o.model_identity import describe, key_size
+from h2o.model_identity import describe, key_size, latent_row
 from h2o.policy import Policy, RankBy, checked
 from h2o.profile import Profile
 
@@ -63,7 +63,7 @@ class H2OConfig:
     Language Models with Attention Sinks", ICLR 2024)."""
     rank_by: RankBy = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage."""
+    age is no advantage. "max": the largest attention that any one query and head has given it."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""
@@ -226,19 +226,20 @@ class H2OConfig:
         elif isinstance(shares, Profile):
             shares.check(model)
         if kv_dtype == "auto":
-            kv_dtype = fewest_bits(describe(config).get("head_dim"))
+            kv_dtype = fewest_bits(None if latent_row(config) else describe(config).get("head_dim"))
         if self.of == "bytes":
             merges = self.merge is not None
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
-    def for_keys(self, D: int, element: int) -> H2OConfig:
-        """This config where keys of D elements come with so many bytes each.
+    def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
+        """This config where keys of D elements come with so many bytes each, and a token has so
+        many rows: a key and a value, or one that is both.
 
         A full cache would hold them so. What a model's config says of its dtype is what it was
         loaded in: `model.to(torch.bfloat16)` and autocast do not change that.
         """
-        full = 2 * D * element
+        full = rows * D * element
         if self.slot is None or self.slot[0] == full:
             return self
         grown = full - self.slot[0] if self.kv_dtype is None else 0

@@ -5,9 +5,9 @@ that a folder can be written to before a long run starts.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -78,8 +78,22 @@ def locked(path: Path) -> Iterator[None]:
     The lock lies on a hidden file beside it. Its folder must be there.
     """
     with (path.parent / f".{path.name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for(lock.fileno())
         yield
+
+
+def _wait_for(file: int) -> None:
+    """Takes the lock on a file, which whoever closes the file gives back."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        while True:
+            with contextlib.suppress(OSError):  # it gives up after ten seconds
+                msvcrt.locking(file, msvcrt.LK_LOCK, 1)
+                return
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @contextlib.contextmanager

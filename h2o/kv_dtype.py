@@ -45,11 +45,13 @@ def fewest_bits(D: int | None) -> str:
 
 
 def per_token(
-    D: int, element: int, kv_dtype: str | None, value_weighted: bool, merges: bool
+    D: int, element: int, rows: int, kv_dtype: str | None, value_weighted: bool, merges: bool
 ) -> tuple[int, int]:
     """Bytes of a token for one key/value head: in a full cache, whose elements have `element`
-    bytes each, and in a slot with score, position, norm and bias.
+    bytes each, and in a slot with score, position, norm and bias. `rows`: 2, key and value, or 1
+    that is both.
     """
-    full = 2 * D * element
+    full = rows * D * element
     stored = stored_bytes(kv_dtype, D)
-    return full, (full if stored is None else sum(stored)) + 8 + 4 * (value_weighted + merges)
+    held = full if stored is None else sum(stored[:rows])
+    return full, held + 8 + 4 * (value_weighted + merges)

@@ -26,6 +26,7 @@ __all__ = [
     "describe",
     "difference",
     "key_size",
+    "latent_row",
     "of_files",
     "of_model",
     "sample",
@@ -63,16 +64,26 @@ def describe(config: Any) -> dict[str, Any]:
     return shape
 
 
-def key_size(config: Any) -> tuple[int, int]:
-    """(elements of a key, bytes of each in the model's dtype).
+def key_size(config: Any) -> tuple[int, int, int]:
+    """(elements of a key, bytes of each in the model's dtype, rows that a full cache has for each
+    token and head: 2, key and value, or 1, a latent that is both).
 
     Raises: ValueError for a config that does not tell its head dimension.
     """
-    D = describe(config).get("head_dim")
+    latent = latent_row(config)
+    D = latent or describe(config).get("head_dim")
     if not isinstance(D, int):
         raise ValueError('of="bytes" needs a model whose config tells its head dimension')
     dtype = str(getattr(_text_config(config), "dtype", None) or getattr(config, "dtype", None))
-    return D, 2 if dtype.endswith(("float16", "half")) else 4
+    return D, 2 if dtype.endswith(("float16", "half")) else 4, 1 if latent else 2
+
+
+def latent_row(config: Any) -> int | None:
+    """Elements of what a cache holds of a token under multi-head latent attention, its latent and
+    its rotated key; None for other attention."""
+    text = _text_config(config)
+    latent = getattr(text, "kv_lora_rank", None)
+    return latent + text.qk_rope_head_dim if isinstance(latent, int) else None
 
 
 def _text_config(config: Any) -> Any:

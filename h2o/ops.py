@@ -13,7 +13,7 @@ Generative Inference of Large Language Models", NeurIPS 2023, Algorithm 1 with
 accumulated scores and a reserved recent window):
 
 1. `attend`: new queries see all stored keys and, causally, the new ones;
-2. every key's score grows by the attention that it received;
+2. every key's score grows by the attention that it received, or to the largest of it;
 3. `evict`: the sinks, the most recent and the highest ranked keys are kept.
 
 `step` is the three in one call for a single new token, without moving a byte
@@ -51,7 +51,18 @@ if TYPE_CHECKING:
 
 Tensor = Any  # whatever speaks DLPack
 
-__all__ = ["Policy", "Rotary", "Slots", "attend", "evict", "info", "new_slots", "simulate", "step"]
+__all__ = [
+    "Policy",
+    "Rotary",
+    "Slots",
+    "attend",
+    "evict",
+    "info",
+    "new_slots",
+    "open_device",
+    "simulate",
+    "step",
+]
 
 
 class Rotary(NamedTuple):
@@ -74,7 +85,7 @@ class Rotary(NamedTuple):
 def attend(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     slots: Slots | None = None,
     *,
     mask: Tensor | None = None,
@@ -82,6 +93,7 @@ def attend(
     softcap: float = 0.0,
     out: Tensor | None = None,
     scores: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
@@ -89,21 +101,27 @@ def attend(
 
     Args:
         query: [B, H, Q, D].
-        keys, values: [B, G, Q, D], the new tokens' own.
+        keys, values: [B, G, Q, D], the new tokens' own. values is None, in all operations, where
+            the keys are the values too: exactly if the slots have no values.
         slots: stored keys that the queries see as well. `slots.scores` becomes
-            decay^n * scores + what the n real new queries gave; nothing else
-            changes.
+            decay^n * scores + what the n real new queries gave (or the larger of the two); nothing
+            else changes.
         mask: [B, Q] bool or uint8; 0 is a pad: never attended, scored or
             counted, and its output is 0. Pads may stand anywhere.
         scale: factor of q.k, 1 / sqrt(D) by default.
         softcap: c > 0 turns logits x into c * tanh(x / c).
         out: [B, Q, H, D], written; made like `query` when not given (torch, NumPy).
         scores: [B, G, Q] float32, written.
-        policy, fields: as in `evict`; attention goes by its `decay` alone, in [0, 1].
+        sink_logits: [H] float32, learned attention sinks (OpenAI, "gpt-oss-120b & gpt-oss-20b
+            Model Card", 2025): a logit of each query head that stands in the softmax's denominator
+            and has no value. What it takes is no key's score, so a query gives its keys less than
+            1 in all. -inf: none; +inf: it takes all. Not the policy's `sinks`, which are tokens.
+        policy, fields: as in `evict`; attention goes by its `decay`, in [0, 1], and by whether
+            `rank_by` is "max".
 
     Returns:
         (out, scores): scores of a new key j are the sum over new queries i >= j
-        and over the R query heads of its group of decay^(n-1-i) * p(i, j).
+        and over the R query heads of its group of decay^(n-1-i) * p(i, j); with "max" the largest.
 
     Memory is O(Q + S) beyond the outputs; no Q x S matrix is made. A value that is not
     finite shows in the outputs of the tokens that see it, and in no other: an infinite one
@@ -120,18 +138,21 @@ def attend(
     if scale is None:
         scale = _default_scale(query, sizes)
     if grad_enabled():
-        _refuse_grad(slots, query=query, keys=keys, values=values, out=out, scores=scores)
+        _refuse_grad(
+            slots, query=query, keys=keys, values=values, out=out, scores=scores,
+            sink_logits=sink_logits,
+        )  # fmt: skip
     if fields:
         policy = one_policy(policy, fields)
     backends.serving(query).attend(
-        query, keys, values, mask, slots, out, scores, scale, softcap, policy
+        query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits
     )
     return out, scores
 
 
 def evict(
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     scores: Tensor,
     slots: Slots,
     *,
@@ -154,7 +175,8 @@ def evict(
         mask: [B, Q] bool or uint8, 0 is a pad.
         policy: a `Policy`; or its fields as keywords, of which what stands here says how they are
             computed:
-        rank_by: "mean" is, with decay, per sum of decay^age over the queries.
+        rank_by: "mean" is, with decay, per sum of decay^age over the queries; "max" goes by the
+            scores that `attend` gives with the same.
         decay: what `attend` was given.
         merge: a cosine between 0 and 1, with slots that have a `bias`. An evicted key goes into the
             key most like it, where their cosine is higher: of those that are kept at positions from
@@ -163,7 +185,8 @@ def evict(
             per query of the kept key and the evicted one, scaled to a + b = 1, its key
             becomes a k + b k', its value a v + b v', its bias log(exp bias + exp bias'), and its
             score grows by the other's score over the other's queries times its own (compare Wan
-            et al., "D2O", 2024). None: evicted keys are dropped.
+            et al., "D2O", 2024). With "max" a and b are the scores, and the larger becomes the
+            score of both. None: evicted keys are dropped.
     """
     if grad_enabled():
         _refuse_grad(slots, keys=keys, values=values, scores=scores)
@@ -175,7 +198,7 @@ def evict(
 def step(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     slots: Slots,
     *,
     mask: Tensor | None = None,
@@ -183,6 +206,7 @@ def step(
     softcap: float = 0.0,
     out: Tensor | None = None,
     rotary: Rotary | None = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> Tensor:
@@ -190,7 +214,8 @@ def step(
 
     The same as `attend` and `evict` with Q = 1, but the new key and value go
     straight into `slots.free`, and the evicted key's slot becomes the next free
-    one: K and V are read once and never moved.
+    one: K and V are read once and never moved. On a CUDA device that no other operation has met
+    torch computes the step, with a warning: see `open_device`.
 
     Args:
         query: [B, H, 1, D].
@@ -213,12 +238,12 @@ def step(
     if scale is None:
         scale = _default_scale(query, sizes)
     if grad_enabled():
-        _refuse_grad(slots, query=query, key=key, value=value, out=out)
+        _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
     table, ranks = (None, None) if rotary is None else rotary
     if fields:
         policy = one_policy(policy, fields)
-    backends.serving(query).step(
-        query, key, value, mask, slots, out, scale, softcap, policy, table, ranks
+    backends.opened(query).step(
+        query, key, value, mask, slots, out, scale, softcap, policy, table, ranks, sink_logits
     )
     return out
 
@@ -226,7 +251,7 @@ def step(
 def simulate(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     prompt: Tensor,
     budget: Tensor,
     *,
@@ -237,6 +262,7 @@ def simulate(
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,7 +301,10 @@ def simulate(
     if scale is None:
         scale = _default_scale(query, sizes)
     if grad_enabled():
-        _refuse_grad(None, query=query, keys=keys, values=values, out=out, scores=scores)
+        _refuse_grad(
+            None, query=query, keys=keys, values=values, out=out, scores=scores,
+            sink_logits=sink_logits,
+        )  # fmt: skip
     stored_keys = stored_values = None
     if kv_dtype is not None:
         stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
@@ -283,7 +312,7 @@ def simulate(
         policy = one_policy(policy, fields)
     backends.serving(query).simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
-        scale, softcap, policy, stored_keys, stored_values,
+        scale, softcap, policy, stored_keys, stored_values, sink_logits,
     )  # fmt: skip
     return out, evicted_at, scores
 
@@ -300,9 +329,16 @@ def _default_scale(query: Tensor, sizes: tuple[int, int, int, int] | None) -> fl
 def _quantised(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:
     """Keys and values [B, G, Q, bytes] as a store without a budget holds them, by position."""
     B, G, Q, _ = sizes_of_keys(keys)
-    slots = new_slots(keys, Q, kv_dtype=kv_dtype)
+    slots = new_slots(keys, Q, kv_dtype=kv_dtype, shared=values is None)
     evict(keys, values, full(keys, (B, G, Q), 0, "float32"), slots, mask=mask)
     return slots.keys, slots.values
+
+
+def open_device(tensor: Tensor) -> None:
+    """Decides what serves the device of a tensor: for one of CUDA loads h2o's kernels and checks
+    them, unless that is done. The first `attend`, `evict` or `simulate` there does so by itself;
+    to be called where a `step` comes first, over slots that were moved there."""
+    backends.serving(tensor)
 
 
 def info() -> dict[str, Any]:

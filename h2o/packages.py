@@ -6,17 +6,27 @@ The commands that messages name install from where this h2o came: a folder, a gi
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import shlex
 import sys
+import warnings
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "h2o-kv"
 PACKAGE = Path(__file__).parent
+PURE_BUILD = "pure_build.txt"
+"""The file by which a build without a core (setup.py, H2O_PURE=1) is told from one whose core is
+missing. It holds the version."""
+WITHOUT_CORE = (
+    "this h2o-kv was built without its compiled core (a pure wheel, which pip takes where none is "
+    "made for the system): torch operations serve, slower. With a C compiler: "
+    f"pip install --no-binary {DISTRIBUTION} {DISTRIBUTION}"
+)
 
 
 def version(package: str) -> str:
@@ -72,8 +82,35 @@ def check() -> None:
         numpy = "none"
     if numpy.split(".")[0] in ("none", "0", "1"):
         raise ImportError(f'h2o needs numpy >= 2, here is {numpy}: pip install "numpy>=2"')
-    if importlib.util.find_spec("h2o._core") is None and not take_installed_core():
+    if not (has_core() or take_installed_core() or pure_version()):
         raise ImportError(f"h2o._core, the compiled core, is missing{remedy()}")
+
+
+def has_core() -> bool:
+    """Whether the compiled core can be found, and this is no build without it."""
+    found = importlib.util.find_spec("h2o._core") is not None
+    return found and not (PACKAGE / PURE_BUILD).is_file()
+
+
+@functools.cache
+def pure_version() -> str:
+    """The version of a build without a core, "" of any other.
+
+    In a folder of the sources it is the installed one's, as with `take_installed_core`.
+    """
+    installed = installed_folder()
+    for folder in (PACKAGE, installed):
+        if folder is not None and (folder / PURE_BUILD).is_file():
+            if folder == PACKAGE or same_sources():
+                return (folder / PURE_BUILD).read_text("utf-8").strip()
+    return ""
+
+
+@functools.cache
+def warn_without_core() -> None:
+    """Says, once a process, that torch operations serve where this build has no core."""
+    if not has_core():
+        warnings.warn(WITHOUT_CORE, RuntimeWarning, stacklevel=3)
 
 
 def take_installed_core() -> bool:
@@ -83,10 +120,15 @@ def take_installed_core() -> bool:
     no core where pip built it elsewhere.
     """
     folder = installed_folder()
-    if folder is None or not any(folder.glob("_core*.so")) or not same_sources():
+    if folder is None or not cores(folder) or not same_sources():
         return False
     sys.modules["h2o"].__path__.append(str(folder))
-    return importlib.util.find_spec("h2o._core") is not None
+    return has_core()
+
+
+def cores(folder: Path) -> list[Path]:
+    """The compiled cores in a folder; their ending is the system's."""
+    return [path for ending in ("so", "pyd") for path in folder.glob(f"_core*.{ending}")]
 
 
 def installed_folder() -> Path | None:

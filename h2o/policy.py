@@ -15,7 +15,7 @@ from h2o.budgets import tokens_of
 
 __all__ = ["FIELDS", "PAPER", "Field", "Policy", "PolicyFields", "RankBy", "checked", "one_policy"]
 
-RankBy = Literal["sum", "mean"]
+RankBy = Literal["sum", "mean", "max"]
 
 
 class Policy(NamedTuple):
@@ -26,7 +26,7 @@ class Policy(NamedTuple):
     Language Models with Attention Sinks", ICLR 2024)."""
     rank_by: RankBy = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage."""
+    age is no advantage. "max": the largest attention that any one query and head has given it."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""
@@ -37,6 +37,12 @@ class Policy(NamedTuple):
     it is the highest and higher than this, instead of being dropped; a slot then stands for several
     keys (compare Wan et al., "D2O", 2024). 0.8 and 0.85 are measured in docs/results.md,
     "Merging". None: all are dropped."""
+
+    @property
+    def scores_largest(self) -> bool:
+        """Whether a score is the largest attention that any one query gave, rather than the sum.
+        Both fade alike: attention counts decay^age."""
+        return self.rank_by == "max"
 
 
 class PolicyFields(TypedDict, total=False):
@@ -71,8 +77,9 @@ def _truth(text: str) -> bool:
 FIELDS: dict[str, Field] = {
     "sinks": Field(int, None, "N", "first tokens (%(default)s)"),
     "rank_by": Field(
-        str, ("sum", "mean"), None,
-        "accumulated attention, or the same per query that has seen the key (%(default)s)",
+        str, ("sum", "mean", "max"), None,
+        "accumulated attention, the same per query that has seen the key, or the largest that "
+        "one query gave (%(default)s)",
     ),
     "decay": Field(
         float, None, "D", "what remains of a score after one more token, 0 to 1 (%(default)s)"
@@ -97,8 +104,8 @@ def checked(policy: Policy) -> Policy:
     sinks = tokens_of("sinks", policy.sinks)
     choices = FIELDS["rank_by"].choices or ()
     if rank_by not in choices:
-        names = " or ".join(f'"{name}"' for name in choices)
-        raise ValueError(f"rank_by must be {names}, not {rank_by!r}")
+        *others, last = (f'"{name}"' for name in choices)
+        raise ValueError(f"rank_by must be {', '.join(others)} or {last}, not {rank_by!r}")
     if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
         raise TypeError(f"decay must be a number in [0, 1], not {decay!r}")
     if not 0 <= decay <= 1:  # refuses NaN as well

@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from h2o.attention_blocks import logit_blocks, visible
+from h2o.former_names import accepts_former
 
 __all__ = ["attend", "simulation_mask"]
 
 
+@accepts_former(prompt_len="prompt_length")
 def simulation_mask(
     logits: Tensor,
     heavy: int | float,
     recent: int | float,
     variant: str = "h2o",
-    prompt_len: int = 1,
+    prompt_length: int = 1,
     sinks: int = 0,
 ) -> Tensor:
     """Which keys each row sees when a whole text goes through one of the published forms of H2O.
@@ -40,7 +42,7 @@ def simulation_mask(
         heavy, recent: an int is a number of tokens, a float in [0, 1] a fraction of n,
             int(ratio * n); variant "h2o" takes at least one token where it is not 0.
         variant:
-            "h2o": the cache of this package. Rows below `prompt_len` attend causally to
+            "h2o": the cache of this package. Rows below `prompt_length` attend causally to
                 everything, then the budget is enforced at once and after each further row.
             "local": the authors' masks for lm-eval with OPT and GPT-NeoX, and with LLaMA until
                 April 2024. Rows below `heavy` are causal. A later row sees itself and the
@@ -53,7 +55,7 @@ def simulation_mask(
             "flexgen": as "h2o", but the key that drops out of the recent window always replaces the
                 lowest of the heavy ones, even if its own score is lower still. (The authors'
                 FlexGen code has recent = heavy - 1.)
-        prompt_len: rows before the first eviction, at least 1; "h2o" and "flexgen" only.
+        prompt_length: rows before the first eviction, at least 1; "h2o" and "flexgen" only.
         sinks: the first positions, never evicted; "h2o" only.
 
     Returns:
@@ -70,17 +72,17 @@ def simulation_mask(
     n = logits.shape[-1]
     least = 1 if variant == "h2o" else 0
     heavy, recent = _tokens("heavy", heavy, n, least), _tokens("recent", recent, n, least)
-    if prompt_len < 1 or sinks < 0:
-        raise ValueError(f"prompt_len must be at least 1 ({prompt_len}), sinks 0 ({sinks})")
+    if prompt_length < 1 or sinks < 0:
+        raise ValueError(f"prompt_length must be at least 1 ({prompt_length}), sinks 0 ({sinks})")
     if heavy + recent + sinks == 0 and variant in ("h2o", "flexgen"):
         raise ValueError(f"a budget of no key at all: heavy, recent and sinks are 0 (n is {n})")
     if sinks and variant != "h2o":
         raise ValueError(f"variant {variant!r} has no sinks (sinks={sinks})")
-    if prompt_len > 1 and variant not in ("h2o", "flexgen"):
-        raise ValueError(f"variant {variant!r} has no prompt (prompt_len={prompt_len})")
+    if prompt_length > 1 and variant not in ("h2o", "flexgen"):
+        raise ValueError(f"variant {variant!r} has no prompt (prompt_length={prompt_length})")
     logits = logits.double().masked_fill(~_causal(logits), -torch.inf)
     if variant in ("h2o", "flexgen"):
-        return _cache_mask(logits, heavy, recent, prompt_len, sinks, variant == "flexgen")
+        return _cache_mask(logits, heavy, recent, prompt_length, sinks, variant == "flexgen")
     if variant == "local":
         return _local_mask(logits, heavy) | _band(logits, recent)
     if variant == "global":
@@ -91,7 +93,7 @@ def simulation_mask(
 
 
 def _cache_mask(
-    logits: Tensor, heavy: int, recent: int, prompt_len: int, sinks: int, flexgen: bool
+    logits: Tensor, heavy: int, recent: int, prompt_length: int, sinks: int, flexgen: bool
 ) -> Tensor:
     """Row by row: attend to what is held and to itself, add the probabilities, evict."""
     n = logits.shape[-1]
@@ -104,10 +106,10 @@ def _cache_mask(
         seen[..., i, :] = held
         p = logits[..., i, :].masked_fill(~held, -torch.inf).softmax(-1)
         score += p.masked_fill(~held, 0.0)  # where one logit is NaN, all of p is
-        if i + 1 < prompt_len or i + 1 <= sinks + heavy + recent:
+        if i + 1 < prompt_length or i + 1 <= sinks + heavy + recent:
             continue
         reserved = (position < sinks) | (position > i - recent)
-        if flexgen and i + 1 > prompt_len and heavy > 0:
+        if flexgen and i + 1 > prompt_length and heavy > 0:
             reserved = reserved | (position == i - recent)
             stay = _best(score, held & ~reserved, heavy - 1)
         else:
@@ -171,7 +173,7 @@ def attend(
     heavy: int,
     recent: int,
     *,
-    prompt_len: int = 1,
+    prompt_length: int = 1,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one text without pads under a variant of `simulation_mask`, in blocks of rows.
@@ -183,7 +185,7 @@ def attend(
         query: [H, n, D].
         keys, values: [G, n, D], H = G * R.
         heavy, recent: numbers of tokens; see `simulation_mask`.
-        prompt_len: tokens before the first eviction, "flexgen" only.
+        prompt_length: tokens before the first eviction, "flexgen" only.
         scale: factor of q.k, 1 / sqrt(D) by default.
 
     Returns:
@@ -203,7 +205,7 @@ def attend(
 
     out = torch.empty(n, H, D, dtype=query.dtype, device=query.device)
     grouped = values.float().repeat_interleave(H // len(keys), dim=0)
-    choose = rule(blocks, evicted_at, len(keys), heavy, recent, prompt_len)
+    choose = rule(blocks, evicted_at, len(keys), heavy, recent, prompt_length)
     for first, logits in blocks():
         choose(first, logits)
         rows, seen = logits.shape[1:]
@@ -226,7 +228,7 @@ def _window_ends(n: int, recent: int) -> np.ndarray:
 
 
 def _local(
-    blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_len: int
+    blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_length: int
 ) -> Choose:
     """Rows from `heavy` on drop the lowest of the heavy keys before they join them.
 
@@ -258,7 +260,7 @@ def _local(
 
 
 def _global(
-    blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_len: int
+    blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_length: int
 ) -> Choose:
     """A fixed set for all rows, from the column sums of the whole text. It knows the future."""
     H, n = evicted_at.shape
@@ -272,7 +274,7 @@ def _global(
 
 
 def _flexgen(
-    blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_len: int
+    blocks: Blocks, evicted_at: np.ndarray, G: int, heavy: int, recent: int, prompt_length: int
 ) -> Choose:
     """The key next to the window replaces the lowest of the heavy ones, unconditionally."""
     H, n = evicted_at.shape
@@ -296,9 +298,9 @@ def _flexgen(
             p = np.exp(p - p.max(-1, keepdims=True))
             score[:, n - seen :] += (p / p.sum(-1, keepdims=True)).sum(1)
             count = i + 1
-            if count < prompt_len or count <= heavy + recent:
+            if count < prompt_length or count <= heavy + recent:
                 continue
-            joins = 1 if count > prompt_len and heavy > 0 else 0
+            joins = 1 if count > prompt_length and heavy > 0 else 0
             for _ in range(int(held[0].sum()) - heavy - recent):
                 drop(i - recent - joins, count)
 

@@ -10,7 +10,7 @@ accumulated scores and a part of the budget reserved for recent tokens:
 
 1. Attend. A new query sees every stored key, and the new keys up to its own.
 2. Score. A key's score is the attention that it has received, summed over
-   queries and over the query heads of its group.
+   queries and over the query heads of its group; with `rank_by="max"` the largest of any.
 3. Evict. Beyond the budget of k = sinks + heavy + recent keys, the first `sinks`
    positions are kept, the `recent` highest positions, and of the others the `heavy`
    highest scores. The rest is evicted: dropped for good, or with `merge` merged into
@@ -36,8 +36,9 @@ from torch import Tensor
 
 from h2o.policy import PAPER, Policy, PolicyFields, one_policy
 from h2o.quantisation import dequantised, stored_like
-from h2o.reference_merging import take_in
+from h2o.reference_merging import merge_evicted
 from h2o.rotary_embedding import rotated
+from h2o.sink_logits import softmax
 from h2o.slots import PER_SLOT, new_slots
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ __all__ = [
 def attend(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     slots: Any = None,
     *,
     mask: Tensor | None = None,
@@ -65,18 +66,22 @@ def attend(
     out: Tensor | None = None,
     scores: Tensor | None = None,
     rotary: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor]:
-    """Steps 1 and 2. Arguments and results as in `h2o.ops.attend`.
+    """Steps 1 and 2. Arguments and results as in `h2o.ops.attend`; without values the keys are
+    the values.
 
     With `rotary`, a table of angles as in `h2o.ops.Rotary`, positions are rolled: query and keys
     come without their rotary embedding, stored keys are without it, and it is put on here.
     """
-    decay = _policy(policy, fields).decay
+    policy = _policy(policy, fields)
+    decay = policy.decay
     B, H, Q, D = query.shape
     G = keys.shape[1]
     R = H // G
+    values = keys if values is None else values
     if scale is None:
         scale = D**-0.5
     out = query.new_empty(B, Q, H, D) if out is None else out
@@ -92,8 +97,9 @@ def attend(
             if slots is not None:
                 store = _store(slots, b, g)
                 held = _held_slots(store)
+                stored_values = store.keys if store.values is None else store.values
                 key = torch.cat([dequantised(store.keys[held], D), key])
-                value = torch.cat([dequantised(store.values[held], D), value])
+                value = torch.cat([dequantised(stored_values[held], D), value])
                 score = torch.cat([store.scores[held], score])
                 stored = torch.zeros_like(score[: len(held)])
                 bias = torch.cat([stored if store.bias is None else store.bias[held], bias])
@@ -101,13 +107,18 @@ def attend(
             if rotary is not None:
                 key = rotated(key, rotary[: len(key)].double())
             group = slice(g * R, (g + 1) * R)
+            sinks = None if sink_logits is None else sink_logits[group].double()
             for seen, column in enumerate(new.tolist(), start=len(key) - len(new) + 1):
-                asked = query[b, group, column].double()
+                queries = query[b, group, column].double()
                 if rotary is not None:
-                    asked = rotated(asked, rotary[seen - 1].double())
-                p = _probabilities(asked, key[:seen], bias[:seen], scale, softcap)
+                    queries = rotated(queries, rotary[seen - 1].double())
+                p = _probabilities(queries, key[:seen], bias[:seen], scale, softcap, sinks)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
-                score[:seen] = decay * score[:seen] + p.sum(0)
+                faded = decay * score[:seen]
+                if policy.scores_largest:
+                    score[:seen] = torch.maximum(faded, p.amax(0))
+                else:
+                    score[:seen] = faded + p.sum(0)
             if slots is not None:
                 store.scores[held] = score[: len(held)].float()
             scores[b, g, new] = score[len(key) - len(new) :].float()
@@ -119,13 +130,14 @@ def _policy(policy: Policy, fields: Any) -> Policy:
 
 
 def _probabilities(
-    query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float
+    query: Tensor, keys: Tensor, bias: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """[R, seen]: the attention of one token's queries [R, D] to the keys [seen, D] it sees."""
+    """[R, seen]: the attention of one token's queries [R, D] to the keys [seen, D] it sees. Beside
+    their logits each head has one that belongs to no key, if there are sinks [R]."""
     logits = scale * (query @ keys.T)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    return (logits + bias).softmax(-1)
+    return softmax(logits + bias, None if sinks is None else sinks[:, None])
 
 
 def ranks(slots: Any) -> Tensor:
@@ -139,7 +151,7 @@ def ranks(slots: Any) -> Tensor:
 
 def evict(
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     scores: Tensor,
     slots: Any,
     *,
@@ -148,32 +160,40 @@ def evict(
     **fields: Unpack[PolicyFields],
 ) -> None:
     """Step 3. Arguments and effect as in `h2o.ops.evict`; kept keys lie in order of position."""
-    sinks, rank_by, decay, value_weighted, merge = _policy(policy, fields)
+    policy = _policy(policy, fields)
+    sinks, rank_by, decay, value_weighted, merge = policy
     B, G, Q, D = keys.shape
+    values = keys if values is None else values
     for b in range(B):
         new = _real_columns(mask, b, Q, keys.device)
         seen = int(slots.lengths[b]) + len(new)
         for g in range(G if len(new) else 0):
             heavy, recent = _budget(slots.budget, b, g)
             store = _store(slots, b, g)
-            every = _candidates(store, keys[b, g, new], values[b, g, new], scores[b, g, new], seen)
-            every.queries = _queries(seen - 1 - every.positions.long(), decay)
-            rank = every.scores.double()
+            candidates = _candidates(
+                store, keys[b, g, new], values[b, g, new], scores[b, g, new], seen
+            )
+            candidates.queries = _queries(seen - 1 - candidates.positions.long(), decay)
+            if policy.scores_largest:  # one query has made the score
+                candidates.queries = torch.ones_like(candidates.queries)
+            rank = candidates.scores.double()
             if rank_by == "mean":
-                rank = rank / every.queries
+                rank = rank / candidates.queries
             if value_weighted:
-                rank = rank * every.norms
-            stay, leave = _choose(every.positions.tolist(), rank.tolist(), sinks, heavy, recent)
-            kept = _at(every, stay)
-            for i in leave:
-                left = _at(every, i)
-                if merge is None or not take_in(kept, left, threshold=merge, sinks=sinks, D=D):
-                    slots.lost[b, g] += left.scores.double()
+                rank = rank * candidates.norms
+            kept_index, evicted_index = _choose(
+                candidates.positions.tolist(), rank.tolist(), sinks, heavy, recent
+            )
+            kept = _at(candidates, kept_index)
+            for i in evicted_index:
+                evicted = _at(candidates, i)
+                if merge is None or not merge_evicted(kept, evicted, policy, D):
+                    slots.lost[b, g] += evicted.scores.double()
             store.positions[:] = -1
             for name in PER_SLOT:
                 if getattr(store, name) is not None:
-                    getattr(store, name)[: len(stay)] = getattr(kept, name)
-            slots.free[b, g] = len(stay)
+                    getattr(store, name)[: len(kept_index)] = getattr(kept, name)
+            slots.free[b, g] = len(kept_index)
         slots.lengths[b] = seen
 
 
@@ -184,7 +204,7 @@ def _candidates(
     held, n = _held_slots(store), len(keys)
     new = {
         "keys": stored_like(keys, store.keys),
-        "values": stored_like(values, store.values),
+        "values": None if store.values is None else stored_like(values, store.values),
         "scores": scores,
         "positions": torch.arange(seen - n, seen, device=keys.device).int(),
         "bias": torch.zeros_like(scores),
@@ -192,21 +212,21 @@ def _candidates(
     }
     both = {}
     for name in PER_SLOT:
-        own = getattr(store, name)
-        both[name] = None if own is None else torch.cat([own[held], new[name]])
+        stored = getattr(store, name)
+        both[name] = None if stored is None else torch.cat([stored[held], new[name]])
     return SimpleNamespace(**both)
 
 
-def _at(every: SimpleNamespace, index: Any) -> SimpleNamespace:
+def _at(candidates: SimpleNamespace, index: Any) -> SimpleNamespace:
     """The candidates at an index, or at several: copies."""
-    index = torch.tensor(index, device=every.keys.device, dtype=torch.long)
-    fields = vars(every).items()
+    index = torch.tensor(index, device=candidates.keys.device, dtype=torch.long)
+    fields = vars(candidates).items()
     return SimpleNamespace(**{name: None if x is None else x[index] for name, x in fields})
 
 
-def _read_back(x: Tensor, store: Tensor) -> Tensor:
+def _read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
     """[B, G, n, D] as they are read from the store, float32 if it is quantised."""
-    return dequantised(stored_like(x, store), x.shape[-1])
+    return None if x is None or store is None else dequantised(stored_like(x, store), x.shape[-1])
 
 
 def _choose(
@@ -222,8 +242,8 @@ def _choose(
         nan = rank[i] != rank[i]
         return nan, 0.0 if nan else -rank[i], position[i]
 
-    leave = sorted(sorted(candidates, key=worst_last)[heavy:])
-    return [i for i in range(count) if i not in leave], leave
+    evicted = sorted(sorted(candidates, key=worst_last)[heavy:])
+    return [i for i in range(count) if i not in evicted], evicted
 
 
 def _queries(age: Tensor, decay: float) -> Tensor:
@@ -235,7 +255,7 @@ def _queries(age: Tensor, decay: float) -> Tensor:
 def step(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     slots: Any,
     *,
     mask: Tensor | None = None,
@@ -243,6 +263,7 @@ def step(
     softcap: float = 0.0,
     out: Tensor | None = None,
     rotary: Any = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> Tensor:
@@ -254,7 +275,7 @@ def step(
     k, v = _read_back(key, slots.keys), _read_back(value, slots.values)
     out, scores = attend(
         query, k, v, slots, mask=mask, scale=scale, softcap=softcap, out=out, policy=policy,
-        rotary=None if rotary is None else rotary.table,
+        rotary=None if rotary is None else rotary.table, sink_logits=sink_logits,
     )  # fmt: skip
     evict(key, value, scores, slots, mask=mask, policy=policy)
     if rotary is not None:
@@ -265,7 +286,7 @@ def step(
 def simulate(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     prompt: Tensor,
     budget: Tensor,
     *,
@@ -276,6 +297,7 @@ def simulate(
     out: Tensor | None = None,
     evicted_at: Tensor | None = None,
     scores: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     policy: Policy = PAPER,
     **fields: Unpack[PolicyFields],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -299,18 +321,20 @@ def simulate(
         slots = new_slots(
             keys[:1], max(1, len(real)),
             value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
-            merge=policy.merge is not None,
+            merge=policy.merge is not None, shared=values is None,
         )._replace(budget=budget[b : b + 1])  # fmt: skip
         start, first = 0, max(1, min(int(prompt[b]), len(real)))
         for stop in range(first, len(real) + 1):
             new, start = real[start:stop], stop
-            q, k, v = (x[b : b + 1, :, new] for x in (query, keys, values))
+            q, k = (x[b : b + 1, :, new] for x in (query, keys))
+            v = None if values is None else values[b : b + 1, :, new]
             seen = (k, v)
             if stop > first:
                 seen = (_read_back(k, slots.keys), _read_back(v, slots.values))
             answer, new_scores = attend(
-                q, *seen, slots, scale=scale, softcap=softcap, policy=policy
-            )
+                q, *seen, slots,
+                scale=scale, softcap=softcap, sink_logits=sink_logits, policy=policy,
+            )  # fmt: skip
             out[b, new] = answer[0]
             scores[b, :, new] = new_scores[0]
             held = [real[slots.positions[0, g, : slots.free[0, g]].long()] for g in range(G)]

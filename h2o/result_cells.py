@@ -8,7 +8,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,11 @@ class Cells:
     def find(self, facts: dict[str, Any]) -> dict[str, Any] | None:
         cell = self.cells.get(fingerprint(facts))
         return cell and cell["result"]
+
+    def as_json(self, asked: Iterable[dict[str, Any]]) -> str:
+        """The cells of these facts, which the file has, as the file shows them."""
+        cells = [self.cells[fingerprint(facts)] for facts in asked]
+        return json.dumps({"kind": self.kind, "file": str(self.path), "cells": cells}, indent=1)
 
     def put(self, facts: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
         """Returns the result as the file has it. Called by every process with the same."""

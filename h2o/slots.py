@@ -36,10 +36,10 @@ class Slots(NamedTuple):
 
     keys: Tensor
     """[B, G, S, D]; quantised: [B, G, S, bytes] uint8, read by `h2o.quantisation.dequantised`"""
-    values: Tensor
-    """as keys"""
+    values: Tensor | None
+    """as keys; None: the keys are the values too, as the latents of multi-head latent attention"""
     scores: Tensor
-    """[B, G, S] float32: attention that each key has received"""
+    """[B, G, S] float32: attention that each key has received, the sum or the largest"""
     positions: Tensor
     """[B, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
     free: Tensor
@@ -68,19 +68,21 @@ class Kind(NamedTuple):
     """whether the operations write to it"""
     optional: bool = False
     """whether there are slots without it"""
+    dtype: str = "float32"
+    """"": the floating dtype of the call, or uint8 where rows are quantised"""
 
 
 KINDS: dict[str, Kind] = {
-    "keys": Kind("BGSD"),
-    "values": Kind("BGSD"),
+    "keys": Kind("BGSD", dtype=""),
+    "values": Kind("BGSD", optional=True, dtype=""),
     "scores": Kind("BGS"),
-    "positions": Kind("BGS"),
-    "free": Kind("BG"),
-    "lengths": Kind("B"),
-    "budget": Kind("B2", written=False),
-    "lost": Kind("BG"),
+    "positions": Kind("BGS", dtype="int32"),
+    "free": Kind("BG", dtype="int32"),
+    "lengths": Kind("B", dtype="int64"),
+    "budget": Kind("B2", written=False, dtype="int32"),
+    "lost": Kind("BG", dtype="float64"),
     "norms": Kind("BGS", optional=True),
-    "starts": Kind("+", written=False, optional=True),
+    "starts": Kind("+", written=False, optional=True, dtype="int32"),
     "bias": Kind("BGS", optional=True),
 }
 """By the names, and in the order, of the fields of `Slots`; `csrc/h2o.h` has the same list
@@ -109,6 +111,7 @@ def new_slots(
     value_weighted: bool = False,
     kv_dtype: str | None = None,
     merge: bool = False,
+    shared: bool = False,
 ) -> Slots:
     """Empty slots for keys like `keys` [B, G, any, D], a torch tensor or NumPy array.
 
@@ -121,6 +124,7 @@ def new_slots(
     `kv_dtype`: None, keys and values are stored as they are; "int8", as bytes with a scale of 16
     bits for each; "int8-int4", values as four bits with scale and minimum (16 bits each) for
     every 32 elements, of which D must then be a multiple. `merge`: whether keys will be merged.
+    `shared`: no `values`, since the keys are the values too; such keys cannot be merged.
     """
     B, G, _, D = sizes_of_keys(keys)
     even = isinstance(capacity, numbers.Integral)
@@ -142,7 +146,7 @@ def new_slots(
     budget[..., 1] = recent
     return Slots(
         keys=full(keys, shapes[0], 0, dtype),
-        values=full(keys, shapes[1], 0, dtype),
+        values=None if shared else full(keys, shapes[1], 0, dtype),
         scores=full(keys, shape, 0, "float32"),
         positions=full(keys, shape, -1, "int32"),
         free=full(keys, (B, G), 0, "int32"),

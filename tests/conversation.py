@@ -29,7 +29,8 @@ class Conversation:
     """A text fed piece by piece to one engine, with what it held after each piece.
 
     Pieces of one column go through `step`, longer ones through `attend` and `evict`;
-    `stepwise=False` sends those of one column the long way too. After each piece the
+    `stepwise=False` sends those of one column the long way too, `shared` gives no values, so that
+    the keys stand for them. After each piece the
     slots must be as `h2o.ops.Slots` promises.
     """
 
@@ -41,16 +42,21 @@ class Conversation:
         *,
         mask: np.ndarray | None = None,
         softcap: float = 0.0,
+        sink_logits: np.ndarray | None = None,
         budget: np.ndarray | None = None,
         capacity: int | list[int] | None = None,
         stepwise: bool = True,
         kv_dtype: str | None = None,
+        shared: bool = False,
     ):
-        self.do, self.policy, self.softcap, self.stepwise = (
-            engine.module, policy, softcap, stepwise,
-        )  # fmt: skip
+        self.do, self.policy, self.stepwise = engine.module, policy, stepwise
         self.query, self.keys, self.values = (engine.tensor(x) for x in text)
+        self.values = None if shared else self.values
         self.mask = None if mask is None else engine.tensor(mask)
+        self.logits = {"softcap": softcap}
+        if sink_logits is not None:
+            sinks = engine.tensor(sink_logits)  # of torch in the text's dtype
+            self.logits["sink_logits"] = sinks.float() if hasattr(sinks, "float") else sinks
         N = self.query.shape[2]
         rows = np.array([[policy.heavy, policy.recent]]) if budget is None else budget
         if capacity is None:
@@ -58,7 +64,7 @@ class Conversation:
             capacity = np.minimum(most, N).tolist()
         self.slots = ops.new_slots(
             self.keys, capacity, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
-            merge=policy.merge is not None,
+            merge=policy.merge is not None, shared=shared,
         )  # fmt: skip
         self.slots.budget[:] = engine.tensor(rows)
         self.column = 0
@@ -71,15 +77,14 @@ class Conversation:
         """Goes on with the next columns of the text."""
         new = slice(self.column, self.column + columns)
         self.column += columns
-        q, k, v = (x[:, :, new] for x in (self.query, self.keys, self.values))
+        q, k = (x[:, :, new] for x in (self.query, self.keys))
+        v = None if self.values is None else self.values[:, :, new]
         mask = None if self.mask is None else self.mask[:, new]
-        ranking, softcap = self.policy.ranking, self.softcap
+        ranking = self.policy.ranking
         if columns == 1 and self.stepwise:
-            out = self.do.step(q, k, v, self.slots, mask=mask, softcap=softcap, **ranking)
+            out = self.do.step(q, k, v, self.slots, mask=mask, **self.logits, **ranking)
         else:
-            out, scores = self.do.attend(
-                q, k, v, self.slots, mask=mask, softcap=softcap, decay=self.policy.decay
-            )
+            out, scores = self.do.attend(q, k, v, self.slots, mask=mask, **self.logits, **ranking)
             self.do.evict(k, v, scores, self.slots, mask=mask, **ranking)
         self.out.append(as_float64(out))
         self.kept.append(kept(self.slots))

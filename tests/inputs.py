@@ -79,6 +79,13 @@ def drifting(
     return Text(*(x.astype(np.float32) for x in (query, keys, values)))
 
 
+def sink_logits(seed: int, H: int) -> np.ndarray:
+    """[H] float32, learned sinks of the size of a text's logits; of every fifth head none."""
+    sinks = np.random.default_rng(seed).normal(1.0, 2.0, H)
+    sinks[4::5] = -np.inf
+    return sinks.astype(np.float32)
+
+
 def swaps(kept: list[np.ndarray], k: int, recent: int) -> int:
     """How often a decode step dropped a heavy key for the one that left the recent window.
 
@@ -176,6 +183,8 @@ POLICIES = {
     "value-weighted": Policy(10, 6, value_weighted=True),
     "everything": Policy(11, 3, sinks=1, rank_by="mean", decay=0.95, value_weighted=True),
     "full": Policy(1000, 0),
+    "max": Policy(10, 6, rank_by="max"),
+    "decayed-max": Policy(9, 5, sinks=2, rank_by="max", decay=0.8, value_weighted=True),
 }
 
 
@@ -194,6 +203,7 @@ class Scenario:
     padding: str
     policy: Policy
     softcap: float
+    learned_sinks: bool = False
 
     @property
     def B(self) -> int:
@@ -203,6 +213,12 @@ class Scenario:
         N = sum(self.calls)
         text = drifting(self.seed, self.B, self.G * self.R, self.G, N, self.D)
         return pad(text, self.mask())
+
+    def sink_logits(self) -> np.ndarray | None:
+        """[H] float32, some that take much of the attention, some little; None without."""
+        if not self.learned_sinks:
+            return None
+        return sink_logits(self.seed, self.G * self.R)
 
     def mask(self) -> np.ndarray:
         """[B, sum(calls)] bool: pads in the prompt; what follows is all real."""
@@ -226,7 +242,7 @@ def policies(draw: st.DrawFn, largest: int = 12) -> Policy:
         heavy,
         recent,
         sinks,
-        draw(st.sampled_from(["sum", "mean"])),
+        draw(st.sampled_from(["sum", "mean", "max"])),
         draw(st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.0])),
         draw(st.booleans()),
     )
@@ -247,6 +263,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         padding=draw(st.sampled_from(["left", "right", "holes"])),
         policy=draw(policies()),
         softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        learned_sinks=draw(st.booleans()),
     )
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -650,6 +651,31 @@ def test_other_transformers_are_named_before_a_model_is_loaded(tmp_path):
     done = beside(tmp_path, "generate")
     assert done.returncode == 1
     assert "transformers >= 5.4 and < 6, here is 4.57.6" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes(tmp_path, capsys, shell):
+    """Commands, options, choices; files where nothing of the command's is begun."""
+    bash = shutil.which("bash") or pytest.skip("no bash")
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    lines = (
+        ("h2o", "gen"), ("h2o", "generate", "--rank"), ("h2o", "generate", "--rank-by", ""),
+        ("h2o", "eval", "--prompt-"), ("h2o", "eval", "--kv-dtype", "int8-"),
+        ("h2o", "completion", ""), ("h2o", "generate", "--prompt-file", ""),
+    )  # fmt: skip
+    script = script[script.index("\n_h2o") :]  # what stands before is zsh's
+    for words in lines:
+        quoted = " ".join(f"'{word}'" for word in words)
+        script += f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _h2o; "
+        script += 'echo "${COMPREPLY[*]}"\n'
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, check=True,
+                          timeout=DEADLINE)  # fmt: skip
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "generate", "--rank-by", " ".join(FIELDS["rank_by"].choices), "--prompt-length",
+        "int8-int4", "bash zsh", "",
+    ]  # fmt: skip
 
 
 def test_version(capsys):

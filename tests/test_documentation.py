@@ -50,7 +50,7 @@ def default():
     from h2o import models
 
     try:
-        model, tokenizer = models.load_default()
+        model, tokenizer = models.load(attn_implementation="h2o")
     except models.UserError as error:
         pytest.skip(str(error))
     model.model.layers = model.model.layers[:LAYERS]
@@ -63,7 +63,7 @@ def names(default, tmp_path, monkeypatch):
     """What the text around a block has spoken of, in a folder of its own."""
     model, tokenizer = default
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(h2o, "load_default", lambda: default)
+    monkeypatch.setattr(h2o, "load", lambda **how: default)
     table = torch.rand(LAYERS, GROUPS, generator=torch.Generator().manual_seed(0)) + 0.5
     profile = h2o.Profile((0.1,), (tuple(map(tuple, table.tolist())),), 1024)
     monkeypatch.setattr(h2o.Profile, "shipped", classmethod(lambda cls, model: profile))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o.backends import OPERATIONS
+from h2o.backends import OPERATIONS, without_core
 from h2o.policy import FIELDS, Policy, PolicyFields
 from h2o.slots import KINDS, Slots
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}
 LIBC = {
     "assert", "ctype", "errno", "float", "inttypes", "limits", "math", "stdalign", "stdarg",
-    "stdatomic", "stdbool", "stddef", "stdint", "stdio", "stdlib", "string", "threads",
+    "stdatomic", "stdbool", "stddef", "stdint", "stdio", "stdlib", "string",
 }  # fmt: skip
 
 if not (ROOT / "csrc").is_dir():
@@ -102,7 +102,7 @@ def test_pure_rooms_include_only_their_own_headers_and_libc():
             "operations",
         )
     }
-    own = {f"{folder}{name}" for name in shared | {"run.h"} for folder in ("", "../")}
+    own = {f"{folder}{name}" for name in shared | {"run.h", "system.h"} for folder in ("", "../")}
     files = {"policy.c", "check.c", "counts.c", "error.c", "operations.c"}
     pure = {f"csrc/{name}" for name in shared | files}
     intrinsics = {"<immintrin.h>", "<emmintrin.h>", "<arm_neon.h>"}
@@ -124,10 +124,24 @@ def test_pure_rooms_include_only_their_own_headers_and_libc():
 def test_libraries_are_opened_in_two_places():
     for name, text in C.items():
         driver = name.startswith("csrc/cuda/driver.")
-        if "<dlfcn.h>" in includes(text):
-            assert driver or name == "csrc/parallel.c", name
+        if re.search(r"\bh2o_(open|loaded)_library\(", text):
+            assert driver or name in ("csrc/parallel.c", "csrc/system.c", "csrc/system.h"), name
         if re.search(r"\bCU(context|module|function|stream|deviceptr|result)\b", text):
             assert driver, name
+
+
+def test_what_systems_do_differently_is_in_one_place():
+    """What asks which system this is, and headers that ISO C or MinGW's POSIX threads lack."""
+    portable = {f"<{name}.h>" for name in LIBC | {"pthread"}}
+    others = {"<Python.h>", "<numpy/arrayobject.h>", "<cpuid.h>", "<mma.h>", "<initializer_list>"}
+    others |= {"<immintrin.h>", "<emmintrin.h>", "<arm_neon.h>"}
+    differs = r"\b(_WIN32|_WIN64|__MINGW32__|__APPLE__|__linux__|_GNU_SOURCE)\b"
+    found = {name for name, text in C.items() if re.search(differs, without_comments(text))}
+    assert found == {"csrc/system.c", "csrc/system.h"}
+    for name, text in C.items():
+        unknown = {x for x in includes(text) if x[0] == "<"} - portable - others
+        cuda = {x for x in unknown if name == "csrc/cuda/common.cuh" and x.startswith("<cuda")}
+        assert name == "csrc/system.c" or unknown == cuda, f"{name}: {unknown}"
 
 
 def test_what_only_a_gpu_has_is_in_one_place():
@@ -141,7 +155,7 @@ def test_what_only_a_gpu_has_is_in_one_place():
 
 def test_core_allocates_no_tensors_and_remembers_nothing():
     """Scratch is kept by scratch.c; what else lives longer than a call is written once."""
-    allocators = {"csrc/scratch.c"}
+    allocators = {"csrc/system.c"}  # on behalf of scratch.c
     state = {"csrc/dispatch.c", "csrc/parallel.c", "csrc/scratch.c"}
     static_tables = r"PyMethodDef|PyModuleDef|struct PyModuleDef|PyModuleDef_Slot"
     for name, text in C.items():
@@ -151,6 +165,8 @@ def test_core_allocates_no_tensors_and_remembers_nothing():
         if name not in allocators:
             call = re.search(r"\b(malloc|calloc|realloc|aligned_alloc|posix_memalign|mmap)\(", code)
             assert not call, f"{name} calls {call[0]}...)"
+        if re.search(r"\bh2o_allocate\(", code):
+            assert name in ("csrc/scratch.c", "csrc/system.c", "csrc/system.h"), name
         if name not in state:
             # A definition outside of functions (column 0), or static inside of one, that is
             # neither const nor a function.
@@ -212,15 +228,21 @@ def test_a_stored_dtype_touches_few_files():
     assert spelled <= {"h2o/kv_dtype.py", "h2o/backends/kernel_check.py"}
 
 
+DTYPES = {"H2O_NONE": "", "H2O_F32": "float32", "H2O_F64": "float64", "H2O_I32": "int32"}
+DTYPES |= {"H2O_I64": "int64", "H2O_U8": "uint8"}
+
+
 def test_the_fields_of_slots_are_listed_once():
     """Once in C, once in Python, in one order and with the same shapes."""
     macro = re.search(r"#define H2O_SLOTS_FIELDS\(X\).*?\n\n", C["csrc/h2o.h"], re.DOTALL)[0]
-    rows = re.findall(r'X\((\w+), "([^"]+)", \w+,([^)]*)\)', macro)
+    rows = re.findall(r'X\((\w+), "([^"]+)", (\w+),([^)]*)\)', macro)
     assert tuple(KINDS) == Slots._fields == tuple(name for name, *_ in rows)
-    assert set(Slots._field_defaults) == {name for name, kind in KINDS.items() if kind.optional}
-    for name, letters, flags in rows:
+    optional = {name for name, kind in KINDS.items() if kind.optional}
+    assert set(Slots._field_defaults) == optional - {"values"}  # before fields without a default
+    for name, letters, dtype, flags in rows:
         shape = letters.replace("G", "") if "PER_HEAD" in flags else letters
-        assert KINDS[name] == (shape, "WRITTEN" in flags, "OPTIONAL" in flags), name
+        kind = (shape, "WRITTEN" in flags, "OPTIONAL" in flags, DTYPES[dtype])
+        assert KINDS[name] == kind, name
     files = {name: quoted(text, KINDS) for name, text in {**C, **PYTHON}.items()}
     assert {name for name, found in files.items() if len(found) > 7} == {"h2o/slots.py"}
 
@@ -237,11 +259,35 @@ def test_an_operation_is_declared_once():
     assert spread == {"csrc/check.c"}  # where each asks for its operands' checks
 
 
+def test_operands_without_a_core_are_those_of_the_core():
+    """Names, shapes, dtypes and what is written, as the tables of C have them. A mask may be bool,
+    which NumPy and torch keep in the bytes of uint8; a step's Q is 1."""
+    rows = re.findall(
+        r'TENSOR(?:_AS)?\((\w+), (?:"[\w.]+", )?([\w.]+), "(\w+)",\s*(\w+),([^)]*)\)',
+        C["csrc/operations.c"].partition("/* ---- Operands")[2],
+    )
+    by_operation = {name: [] for name in OPERATIONS}
+    for operation, field, letters, dtype, flags in rows:
+        name = field.rpartition(".")[2]
+        by_operation[operation].append(name)
+        operand = without_core.OPERANDS[name]
+        shape = letters.replace("1", "Q") if operation == "step" else letters
+        shape = shape.replace("G", "") if "PER_HEAD" in flags else shape
+        # The scores of new keys are attend's to write and evict's to read.
+        written = "WRITTEN" in flags or (operation, name) == ("evict", "scores")
+        assert operand == (shape, written, "OPTIONAL" in flags, DTYPES[dtype]), (operation, name)
+    numbers = {"slots", "scale", "softcap", "policy"}
+    for operation, names in by_operation.items():
+        parameters = without_core.parameters(operation)
+        assert [name for name in parameters if name not in numbers] == names, operation
+
+
 def test_core_is_imported_where_backends_are_chosen():
     assert importers("h2o._core") == {"h2o/backends/__init__.py", "h2o/backends/cuda.py"}
     assert importers("h2o.backends.cuda") == {"h2o/backends/__init__.py"}
     assert importers("h2o.backends.portable") <= {
         "h2o/backends/__init__.py",
+        "h2o/backends/without_core.py",
         *sources("h2o/backends/portable", ".py"),
     }
 
@@ -272,8 +318,9 @@ FLOORS = 9
 
 SERVING = {
     "attention_blocks", "backends", "budgets", "config", "config_fields", "draw", "errors",
-    "filesystem", "head_budgets", "hf", "kv_dtype", "model_identity", "models", "ops", "packages",
-    "policy", "profile", "published_masks", "quantisation", "rotary_embedding", "slots", "tensors",
+    "filesystem", "former_names", "head_budgets", "hf", "kv_dtype", "model_identity", "models",
+    "ops", "packages", "policy", "profile", "published_masks", "quantisation", "rotary_embedding",
+    "sink_logits", "slots", "tensors",
 }  # fmt: skip
 """The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
 measure one, or are commands."""

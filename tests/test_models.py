@@ -207,6 +207,20 @@ def test_a_broken_converted_model_names_its_folder(tmp_path, monkeypatch):
     assert f"{target} are broken, delete that folder" in str(error.value)
 
 
+def test_the_attention_of_a_loaded_model(tmp_path, monkeypatch):
+    """Transformers' choice or the one that is named; `load_default` is `load`'s former name."""
+    target = tmp_path / "cache" / "tiny"
+    models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
+    assert h2o.load(str(target))[0].config._attn_implementation == "sdpa"
+    model, _ = h2o.load(str(target), attn_implementation="h2o")
+    assert model.config._attn_implementation == "h2o"
+    monkeypatch.setattr(models, "embedded_folder", lambda say: target)
+    with pytest.warns(DeprecationWarning, match="load_default is now called load") as warned:
+        former, _ = h2o.load_default("bfloat16")
+    assert warned[0].filename == __file__
+    assert (former.dtype, former.config._attn_implementation) == (torch.bfloat16, "h2o")
+
+
 def test_support_of_what_load_takes(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     assert (

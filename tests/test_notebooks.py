@@ -1,12 +1,36 @@
-"""The notebooks as files; `make notebooks` runs them."""
+"""The notebooks as files; `make notebooks` runs them, and compares with what is committed."""
 
 import ast
+import base64
+import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def cells(path, kind="code"):
+    notebook = json.loads(path.read_text("utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+def texts(output):
+    """All that a reader may see of an output but its picture."""
+    shown = output.get("data", {"text/plain": output.get("text", "")})
+    return ["".join(text) for form, text in shown.items() if form != "image/png"]
+
+
+def pictures(path):
+    outputs = [output for cell in cells(path) for output in cell["outputs"]]
+    return [
+        base64.b64decode("".join(output["data"]["image/png"]))
+        for output in outputs
+        if "image/png" in output.get("data", {})
+    ]
 
 
 @pytest.mark.skipif(not NOTEBOOKS, reason="the notebooks are not here")
@@ -15,12 +39,73 @@ def test_there_are_four():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_outputs_are_stripped_and_code_is_code(path):
+def test_outputs_are_shown_and_code_is_code(path):
+    """Of one run from the first cell to the last, and without what one machine knows."""
     notebook = json.loads(path.read_text("utf-8"))
     assert notebook["cells"][0]["cell_type"] == "markdown"
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == []
-            assert cell["execution_count"] is None
-            ast.parse("".join(cell["source"]))
     assert set(notebook["metadata"]) <= {"kernelspec", "language_info"}
+    code = cells(path)
+    for cell in code:
+        ast.parse("".join(cell["source"]))
+        assert not cell["metadata"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert len(outputs) > 1
+    for output in outputs:
+        assert output["output_type"] in ("stream", "display_data", "execute_result")
+        assert output.get("name", "stdout") == "stdout"
+        for text in texts(output):
+            assert not re.search(r"/(?:tmp|home|root)/| at 0x|\d s$", text, re.MULTILINE)
+
+
+def test_pictures_are_small():
+    every = [picture for path in NOTEBOOKS for picture in pictures(path)]
+    assert len(every) > 2
+    assert max(map(len, every)) < 60_000
+    assert sum(map(len, every)) < 500_000
+
+
+@pytest.fixture
+def run():
+    pytest.importorskip("nbclient")
+    spec = importlib.util.spec_from_file_location("run", FOLDER / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("perplexity 40.578", "perplexity 40.612", True),
+        ("perplexity 40.578", "perplexity 43.1", False),
+        ("layer 0 retains 46%", "layer 0 retains 47%", True),
+        ("layer 0 retains 46%", "layer 3 retains 46%", False),
+        ("  0  'The'   887.4", "  0  'A'   887.4", False),
+        ("1.2 MB", "1.2 MB of 18.5", False),
+        ("kept   9.0%", "kept 10.0%", False),
+    ],
+)
+def test_what_counts_as_the_same(run, one, other, same):
+    assert run.alike(one, other) is same
+
+
+def test_what_differs_is_named(run):
+    nbformat = pytest.importorskip("nbformat")
+    path = NOTEBOOKS[-1]
+    old, new = (nbformat.read(path, as_version=4) for _ in range(2))
+    assert run.differences(old, new) == []
+    number, cell = next((i, x) for i, x in enumerate(new.cells) if x.get("outputs"))
+    cell.outputs[0].text = "perplexity 1.0\n"
+    (said,) = run.differences(old, new)
+    assert said.startswith(f"cell {number}:")
+    assert said.endswith("+perplexity 1.0")
+
+
+def test_only_one_machine_knows_times_and_folders(run):
+    shown = (
+        "setting  kept  time\n-------  ----  ----\nfull     1.0%  12 s\nwritten: /tmp/x1y_/a.json\n"
+    )
+    wanted = "setting  kept\n-------  ----\nfull     1.0%\nwritten: FOLDER/a.json\n"
+    assert run.anonymous(shown) == wanted
+    assert run.anonymous("<Axes at 0x7f0a>") == "<Axes>"

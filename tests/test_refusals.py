@@ -1,5 +1,7 @@
 """Models and settings that do not go together: one line says so, before anything is measured."""
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,6 +11,8 @@ from h2o import cli  # noqa: E402
 from h2o.errors import UserError  # noqa: E402
 from h2o.evaluate.fitting import check_fit  # noqa: E402
 from h2o.evaluate.setting import parse_all  # noqa: E402
+from h2o.model_identity import describe, sample  # noqa: E402
+from h2o.profile import Profile  # noqa: E402
 from tests.test_cli import PROMPT, ROOT, shell, tiny  # noqa: E402, F401
 
 PROFILE = str(ROOT.parent / "data" / "SmolLM2-135M-Instruct.profile.json")
@@ -91,6 +95,27 @@ def test_what_does_not_fit_the_model_is_one_line(
     assert lines[-1].startswith(f"h2o {arguments[0]}: error: ")
     assert all("loading" in line for line in lines[:-1])
     assert not list(tmp_path.glob("out/*.json"))
+
+
+def test_a_profile_of_other_weights_is_refused(folders, tmp_path, capsys):
+    """The shape is the same, as a fine-tuned model's is; its own profile it takes."""
+    from transformers import AutoModelForCausalLM
+
+    own = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    shares = (((0.5, 1.5), (1.25, 0.75)),)
+    for name, factor in (("own", 1), ("other", 1.1)):
+        weights = {x: [factor * y for y in values] for x, values in sample(own).items()}
+        profile = Profile((0.2,), shares, 100, describe(own.config), weights)
+        (tmp_path / f"{name}.json").write_text(json.dumps(profile.as_dict()))
+    for option in ("", "--preset calibrated --budget 0.5"):
+        for name, code in (("own", 0), ("other", 1)):
+            command = f"generate --max-new-tokens 2 {option} --model {folders['llama']}"
+            file = str(tmp_path / f"{name}.json")
+            arguments = [*command.split(), "--prompt", PROMPT, "--profile", file]
+            assert cli.main(arguments) == code
+            said = capsys.readouterr()
+            assert ("the same, but the weights of" in said.err) == code
+            assert bool(said.out) != code
 
 
 @pytest.mark.parametrize(

@@ -236,9 +236,9 @@ def test_a_log_that_grows(tiny, tmp_path):  # noqa: F811
 @pytest.mark.slow
 def test_a_chat_goes_on_beyond_its_budget():
     """The second turn is what the template says of it, and a short memory does not end the talk."""
-    from h2o import load_default
+    from h2o import load
 
-    ours, tokenizer = load_default()
+    ours, tokenizer = load(attn_implementation="h2o")
     talk = Chat(ours, tokenizer, H2OConfig(24, 40, sinks=4, positions="rolled"))
     first = "".join(talk.reply("What is the capital of France?", 30))
     assert "Paris" in first

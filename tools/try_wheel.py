@@ -1,12 +1,14 @@
 """Installs a wheel where nothing else is, not even a compiler, and runs the core's tests there.
 
-    python tools/try_wheel.py [--numpy 2.0.0] WHEEL [PYTHON ...]
+    python tools/try_wheel.py [--numpy 2.0.0] [--beside FOLDER] WHEEL [PYTHON ...]
 
 PYTHON is the command of an interpreter, by default this one; that of another machine may run in an
 emulator: qemu-aarch64-static -L ROOT ROOT/usr/bin/python3. What is installed is chosen by this
 interpreter's pip, which must be new enough to know PYTHON (free-threaded: 24.1). Pass an sdist to
 test that too: it is built by that interpreter, in a folder with a space in its name, with the
-compiler that CC names.
+compiler that CC names. The pure wheel, py3-none-any, is installed with torch and transformers, or
+finds them --beside it, in the site-packages of another environment; it keeps what golden data keep,
+answers as the simulation, and generates.
 """
 
 from __future__ import annotations
@@ -23,12 +25,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+BINARIES = "Scripts" if os.name == "nt" else "bin"
+SYSTEM = ("SYSTEMROOT", "TEMP", "TMP")  # without which nothing starts on Windows
+PURE_TESTS = (
+    *("-W", "ignore:this h2o-kv was built without its compiled core", "tests/core/test_golden.py"),
+    "tests/hf/test_simulation.py::test_hybrids",
+    "tests/hf/test_generate.py::test_two_calls_are_one_conversation",
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--numpy", help="its version; default: the newest")
+    parser.add_argument("--beside", type=Path, help="site-packages that the pure wheel finds too")
     parser.add_argument("python", nargs=argparse.REMAINDER, default=[])
     arguments = parser.parse_args()
     command, *rest = arguments.python or [sys.executable]
@@ -37,11 +47,11 @@ def main() -> int:
     pip = Path(importlib.util.find_spec("pip").origin).with_name("__pip-runner__.py")
     with tempfile.TemporaryDirectory(prefix="h2o wheel ") as name:
         folder = Path(name)
-        kept = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
-        here = {"PATH": str(folder / "env/bin"), "HOME": name, **kept}
+        kept = {x: y for x, y in os.environ.items() if x.startswith("PIP_") or x in SYSTEM}
+        here = {"PATH": str(folder / "env" / BINARIES), "HOME": name, **kept}
 
         def python(*command: object, environment: dict[str, str] | None = None) -> None:
-            words = [*emulator, folder / "env/bin/python", *command]
+            words = [*emulator, folder / "env" / BINARIES / "python", *command]
             subprocess.run(list(map(str, words)), check=True, cwd=folder, env=environment or here)
 
         environment = [*emulator, interpreter, "-m", "venv", "--without-pip", folder / "env"]
@@ -57,7 +67,14 @@ def main() -> int:
         install = [pip, "install", "--quiet", "--no-warn-script-location", "--only-binary", ":all:"]
         numpy = f"numpy=={arguments.numpy}" if arguments.numpy else "numpy"
         wheel = arguments.wheel.resolve()
-        if wheel.suffix == ".whl":
+        pure = wheel.name.endswith("-none-any.whl")
+        if pure and arguments.beside:
+            (packages,) = folder.glob("env/[Ll]ib/**/site-packages")
+            (packages / "beside.pth").write_text(f"{arguments.beside.resolve()}\n")
+            python(*install, "--no-deps", wheel)
+        elif pure:
+            python(*install, f"{wheel}[hf]", numpy, *TEST_TOOLS)
+        elif wheel.suffix == ".whl":
             python(*install, wheel, numpy, *TEST_TOOLS)
         else:
             python(*install, numpy, *TEST_TOOLS, "setuptools>=77")
@@ -69,7 +86,8 @@ def main() -> int:
         shutil.copy(ROOT / "pyproject.toml", folder)
         python("-m", "h2o", "info")
         left_out = ["-k", "not no_memory"] if emulator else []  # qemu has no limit of memory
-        python(*"-m pytest -q -p no:cacheprovider tests/core -m".split(), "not slow", *left_out)
+        tests = PURE_TESTS if pure else ("tests/core", "-m", "not slow", *left_out)
+        python(*"-m pytest -q -p no:cacheprovider".split(), *tests)
     return 0
 
 

@@ -1,13 +1,14 @@
-"""Builds the sdist and, from it, a wheel for each Linux platform, and looks at what came out.
+"""Builds the sdist and, from it, a wheel for each platform, and looks at what came out.
 
     python tools/wheels.py [--out dist] [PLATFORM ...]
 
 zig's C compiler, a wheel on PyPI, brings the headers and libraries of every platform, so all
-wheels can be built on any of them. The limited API makes one wheel serve all versions of Python.
-Each wheel is judged by auditwheel (links nothing that the platform lacks), abi3audit (uses nothing
-that Python 3.10 lacks) and its size. Needs ziglang, auditwheel, abi3audit, build, setuptools and
-numpy (pip must not fetch the last two, it would take those of the target);
-Python itself must not be free-threaded. tools/try_wheel.py tests the result.
+wheels can be built on Linux. The limited API makes one wheel serve all versions of Python.
+"any" is the pure wheel, without the core, for what has no other (setup.py, H2O_PURE=1).
+Each wheel is judged by auditwheel, or what it links (nothing that the platform lacks), abi3audit
+(uses nothing that Python 3.10 lacks) and its size. Needs ziglang, auditwheel, abi3audit, build,
+setuptools and numpy (pip must not fetch the last two, it would take those of the target); Python
+itself must not be free-threaded. tools/try_wheel.py tests the result.
 """
 
 from __future__ import annotations
@@ -19,36 +20,131 @@ import os
 import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import ziglang
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 1_000_000  # bytes, without the kernels for GPUs, if there are any
 FATBIN = ROOT / "h2o" / "kernels.fatbin"
-# What wheels are named for, and what zig calls it. glibc 2.28 is torch's lower limit too, and the
-# first with C11's threads.h. No musllinux: torch has none, no musl Python is at hand to run it, and
-# auditwheel refuses it: zig's x86_64-linux-musl links libc.so, not Alpine's libc.musl-x86_64.so.1.
-PLATFORMS = {
-    "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
-    "manylinux_2_28_aarch64": "aarch64-linux-gnu.2.28",
+ZIG = Path(ziglang.__file__).parent / "zig"
+
+
+class Platform(NamedTuple):
+    """What a wheel is for."""
+
+    target: str
+    """what zig calls it"""
+    host: str
+    """what Python there says of itself"""
+    header: str = ""
+    """its pyconfig.h, as far as the limited API goes; "": that of this machine, which on Linux is
+    the same for all processors"""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """what in NumPy's configuration is another than on Linux: NPY_SIZEOF_..."""
+
+
+WIDTHS = """\
+#define SIZEOF_SHORT 2
+#define SIZEOF_INT 4
+#define SIZEOF_LONG_LONG 8
+#define SIZEOF_FLOAT 4
+#define SIZEOF_DOUBLE 8
+#define SIZEOF_SIZE_T 8
+#define SIZEOF_VOID_P 8
+#define SIZEOF_UINTPTR_T 8
+#define SIZEOF_TIME_T 8
+#define SIZEOF_PID_T 4
+#define HAVE_STDARG_PROTOTYPES 1
+"""
+MACOS = (
+    WIDTHS
+    + """\
+#define SIZEOF_LONG 8
+#define SIZEOF_WCHAR_T 4
+#define HAVE_UNISTD_H 1
+#define HAVE_SYS_TYPES_H 1
+#define HAVE_SSIZE_T 1
+"""
+)
+WINDOWS = (
+    WIDTHS
+    + """\
+#define SIZEOF_LONG 4
+#define SIZEOF_WCHAR_T 2
+#define MS_WINDOWS 1
+#define MS_WIN32 1
+#define MS_WIN64 1
+#define Py_ENABLE_SHARED 1
+#define HAVE_DECLSPEC_DLL 1
+#define HAVE_PY_SSIZE_T 1
+#include <stdint.h>
+typedef int64_t Py_ssize_t;
+"""
+)
+ARM = (("LONGDOUBLE", 8), ("COMPLEX_LONGDOUBLE", 16))
+NARROW = (*ARM, ("LONG", 4), ("WCHAR_T", 2), ("OFF_T", 4))
+# glibc 2.28 is torch's lower limit too. No musllinux: torch has none, no musl Python is at hand to
+# run it, and auditwheel refuses it: zig's x86_64-linux-musl links libc.so, not Alpine's
+# libc.musl-x86_64.so.1.
+PLATFORMS: dict[str, Platform | None] = {
+    "manylinux_2_28_x86_64": Platform("x86_64-linux-gnu.2.28", "manylinux_2_28_x86_64"),
+    "manylinux_2_28_aarch64": Platform("aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64"),
+    "macosx_11_0_arm64": Platform("aarch64-macos.11.0", "macosx-11.0-arm64", MACOS, ARM),
+    "macosx_11_0_x86_64": Platform("x86_64-macos.11.0", "macosx-11.0-x86_64", MACOS),
+    "win_amd64": Platform("x86_64-windows-gnu", "win-amd64", WINDOWS, NARROW),
+    "any": None,
+}
+LINKED = {  # beside what auditwheel knows
+    "macosx": re.compile(r"/usr/lib/libSystem\.B\.dylib"),
+    "win": re.compile(r"(python3|kernel32|ntdll|api-ms-win-crt-[\w-]+)\.dll", re.IGNORECASE),
 }
 
 
-def write_headers(folder: Path) -> Path:
-    """Python's headers with the one pyconfig.h: Debian's looks for one of the target machine.
+def write_headers(folder: Path, platform: Platform) -> list[Path]:
+    """Folders of Python's and, for other systems than Linux, NumPy's headers with the platform's
+    configuration. Debian's pyconfig.h looks for one of the target machine."""
+    import numpy
 
-    The numbers in it are the same on all platforms above.
-    """
     headers = folder / "include"
     shutil.copytree(sysconfig.get_path("include"), headers)
-    config = Path(sysconfig.get_config_h_filename()).read_bytes()
-    (headers / "pyconfig.h").write_bytes(config)
-    return headers
+    config = Path(sysconfig.get_config_h_filename()).read_text("utf-8")
+    (headers / "pyconfig.h").write_text(platform.header or config)
+    if not platform.header:
+        return [headers]
+    arrays = folder / "arrays"
+    shutil.copytree(numpy.get_include(), arrays)
+    numbers = arrays / "numpy" / "_numpyconfig.h"
+    text = re.sub(r"#define (NPY_HAVE_ENDIAN_H) 1", r"/* no \1 */", numbers.read_text("utf-8"))
+    for name, size in platform.sizes:
+        text, found = re.subn(rf"(#define NPY_SIZEOF_{name}) \d+", rf"\1 {size}", text)
+        assert found == 1, f"NumPy has no NPY_SIZEOF_{name}"
+    numbers.write_text(text)
+    return [headers, arrays]
+
+
+def write_import_library(folder: Path) -> Path:
+    """That of python3.dll: the names of the stable ABI, of which abi3info has the list."""
+    from abi3info import DATAS, FUNCTIONS
+
+    def names(symbols: dict[Any, Any]) -> list[str]:
+        old = [x for x in symbols.values() if (x.added.major, x.added.minor) <= (3, 10)]
+        return [x.symbol.name for x in old]
+
+    data = [f"{name} DATA" for name in names(DATAS)]
+    listed, library = folder / "python3.def", folder / "python3.lib"
+    listed.write_text("\n".join(["LIBRARY python3.dll", "EXPORTS", *names(FUNCTIONS), *data, ""]))
+    command = [ZIG, "dlltool", "-m", "i386:x86-64", "-d", listed, "-l", library]
+    subprocess.run(command, check=True)
+    return library
 
 
 def write_compiler(folder: Path, target: str) -> Path:
@@ -58,30 +154,44 @@ def write_compiler(folder: Path, target: str) -> Path:
     kernels a third larger and hardly faster.
     """
     compiler = folder / "cc"
-    zig = shlex.quote(str(Path(ziglang.__file__).parent / "zig"))
-    compiler.write_text(f'#!/bin/sh\nexec {zig} cc -target {target} "$@" -Os\n')
+    compiler.write_text(f'#!/bin/sh\nexec {shlex.quote(str(ZIG))} cc -target {target} "$@" -Os\n')
     compiler.chmod(0o755)
     return compiler
+
+
+def linker_arguments(folder: Path, host: str) -> list[str]:
+    """Python itself is found when the core is loaded; Windows wants to know where."""
+    if host.startswith("win"):
+        return ["-shared", "-s", str(write_import_library(folder))]
+    later = ["-undefined", "dynamic_lookup"] if host.startswith("macosx") else []
+    return ["-shared", "-s", *later]
+
+
+def build_environment(folder: Path, platform: Platform | None) -> dict[str, str]:
+    """What setup.py is to know."""
+    if platform is None:
+        return {"H2O_PURE": "1"}
+    compiler = write_compiler(folder, platform.target)
+    linker = [str(compiler), *linker_arguments(folder, platform.host)]
+    return {
+        "CC": str(compiler),
+        "CFLAGS": " ".join(f"-I{path}" for path in write_headers(folder, platform)),
+        "LDSHARED": " ".join(linker),
+        "_PYTHON_HOST_PLATFORM": platform.host,  # what the wheel is named for
+        "H2O_WERROR": "1",
+    }
 
 
 def build(sdist: Path, platform: str, out: Path) -> Path:
     """The wheel of one platform, in out."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        compiler = write_compiler(folder, PLATFORMS[platform])
         subprocess.run(
             [
                 *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"),
                 *("--no-build-isolation", "--wheel-dir", folder / "built", sdist),
             ],
-            env={
-                **os.environ,
-                "CC": str(compiler),
-                "CFLAGS": f"-I{write_headers(folder)}",
-                "LDSHARED": f"{compiler} -shared -s",
-                "_PYTHON_HOST_PLATFORM": platform,  # what the wheel is named for
-                "H2O_WERROR": "1",
-            },
+            env={**os.environ, **build_environment(folder, PLATFORMS[platform])},
             check=True,
         )
         (wheel,) = (folder / "built").iterdir()
@@ -94,21 +204,60 @@ def version(platform: str) -> tuple[float, ...]:
     return tuple(map(int, numbers.groups())) if numbers else (math.inf,)
 
 
-def complaints(wheel: Path, platform: str) -> list[str]:
-    """What keeps a wheel from being what its name says."""
-    found = []
+def linux_complaints(wheel: Path, platform: str) -> Iterator[str]:
+    """What auditwheel says against a wheel."""
     command = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
     told = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     if version(told["overall_tag"]) > version(platform):
-        found.append(f"auditwheel calls it {told['overall_tag']}: {told['versioned_symbols']}")
+        yield f"auditwheel calls it {told['overall_tag']}: {told['versioned_symbols']}"
+
+
+def linked_libraries(name: str, binary: bytes) -> list[str]:
+    """What a core for Windows or macOS asks its system for, by the binary's own lists."""
+    if name.endswith(".pyd"):
+        import pefile
+
+        image = pefile.PE(data=binary)
+        return [entry.dll.decode() for entry in image.DIRECTORY_ENTRY_IMPORT]
+    magic, _, _, _, commands = struct.unpack_from("<5I", binary)
+    assert magic == 0xFEEDFACF, f"{name} is no Mach-O file of 64 bits"
+    at, found = 32, []
+    for _ in range(commands):
+        kind, size, start = struct.unpack_from("<3I", binary, at)
+        if kind == 0xC:  # LC_LOAD_DYLIB
+            found.append(binary[at + start : at + size].rstrip(b"\0").decode())
+        at += size
+    return found
+
+
+def foreign_complaints(wheel: Path, platform: str) -> Iterator[str]:
+    """The same for other systems: what links something that not each of them has."""
+    known = LINKED[platform.partition("_")[0]]
+    with zipfile.ZipFile(wheel) as archive:
+        names = [x for x in archive.namelist() if re.match(r"h2o/_core\.(?!pyi)", x)]
+        if len(names) != 1:
+            yield f"holds {names or 'no core'}, wanted one core and nothing beside it"
+        for name in names[:1]:
+            libraries = linked_libraries(name, archive.read(name))
+            if unknown := [x for x in libraries if not known.fullmatch(x)]:
+                yield f"links {', '.join(unknown)}"
+
+
+def complaints(wheel: Path, platform: str) -> Iterator[str]:
+    """What keeps a wheel from being what its name says."""
+    if not wheel.name.endswith(f"-{platform}.whl"):
+        yield f"is named {wheel.name}"
     largest = LARGEST + (FATBIN.stat().st_size if FATBIN.is_file() else 0)
     if wheel.stat().st_size > largest:
-        found.append(f"has {wheel.stat().st_size} bytes, wanted at most {largest}")
+        yield f"has {wheel.stat().st_size} bytes, wanted at most {largest}"
+    if platform == "any":
+        return
+    linux = platform.startswith("manylinux")
+    yield from (linux_complaints if linux else foreign_complaints)(wheel, platform)
     command = [sys.executable, "-m", "abi3audit", "--strict", wheel]
     audit = subprocess.run(command, capture_output=True, text=True)
     if audit.returncode != 0:
-        found.append(f"abi3audit: {audit.stdout}{audit.stderr}")
-    return found
+        yield f"abi3audit: {audit.stdout}{audit.stderr}"
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ static inline void store_token(const slot_store *store, int64_t slot, const h2o_
                                int64_t D) {
     store_row(store->keys + slot * store->key_stride, store->key_type,
               tensor_row(keys, b, g, column), D);
+    if (store_is_shared(store)) return;
     store_row(store->values + slot * store->value_stride, store->value_type,
               tensor_row(values, b, g, column), D);
 }

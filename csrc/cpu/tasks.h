@@ -19,7 +19,6 @@
 #include "../run.h"
 
 #include <stdatomic.h>
-#include <threads.h>
 
 #ifdef H2O_BALANCE
 extern double h2o_balance_clock; /* multiply-adds that the running worker has counted */
@@ -100,7 +99,7 @@ static inline void gate_wait(gate *g, int64_t stage) {
         __builtin_ia32_pause();
 #endif
         if (tries > 1000) {
-            thrd_yield(); /* the thread that is to open it may be waiting for this processor */
+            h2o_yield(); /* the thread that is to open it may be waiting for this processor */
         }
     }
 #ifdef H2O_BALANCE

@@ -106,7 +106,8 @@ DEVICE float decay_after(float decay, int64_t rows) {
     return decay < 1.0f ? (float)pow((double)decay, (double)rows) : 1.0f;
 }
 
-/* The score of a key from its column sum: a new key's is the sum, a stored one's decays first. */
+/* The score of a key from its column sum, which is the column's maximum where scores are the
+ * largest attention: a new key's is the sum, a stored one's decays first. */
 DEVICE void write_score(const attend_item *item, bool stored, int64_t i, float bias, float sum) {
     const h2o_attend_params *const p = item->p;
     if (bias == INFINITY) return;
@@ -114,7 +115,9 @@ DEVICE void write_score(const attend_item *item, bool stored, int64_t i, float b
         *(float *)h2o_at(&p->scores, item->b, item->g, item->columns[i]) = sum;
     } else {
         const float decay = decay_after(p->policy.decay, item->tokens);
-        item->store.scores[i] = fmaf(item->store.scores[i], decay, sum);
+        float *const score = &item->store.scores[i];
+        *score = h2o_scores_largest(&p->policy) ? h2o_larger(*score * decay, sum)
+                                                : fmaf(*score, decay, sum);
     }
 }
 
@@ -224,6 +227,13 @@ DEVICE void tile_dots(const float (*rows)[DEPTH + 4], const float (*columns)[DEP
 DEVICE float row_threads_max(float x) {
     UNROLL
     for (int offset = ROW_THREADS / 2; offset > 0; offset /= 2) x = fmaxf(x, shfl_xor(x, offset));
+    return x;
+}
+
+/* The largest column sum of so many lanes in a row, or NaN. */
+template <int LANES> DEVICE float largest_of_lanes(float x) {
+    UNROLL
+    for (int offset = LANES / 2; offset > 0; offset /= 2) x = h2o_larger(x, shfl_xor(x, offset));
     return x;
 }
 

@@ -18,6 +18,12 @@
 
 #ifdef __CUDACC__
 
+#ifdef __CUDA_ARCH__
+#define CAPABILITY (__CUDA_ARCH__ / 10) /* 10 times major + minor of the device compiled for */
+#else
+#define CAPABILITY 80 /* the pass for the host, which runs no kernel */
+#endif
+
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1") /* loops with long bodies that take little time */
 
@@ -78,6 +84,7 @@ DEVICE uint16_t float_to_f16(float x) {
     return h;
 }
 
+#if CAPABILITY >= 80
 DEVICE uint16_t float_to_bf16(float x) {
     uint16_t h;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
@@ -96,6 +103,7 @@ DEVICE uint32_t pack_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
+#endif
 
 /* Four 8 x 8 matrices of 16 bits from shared memory, of which lane i gives row i % 8 of number
  * i / 8: lane i gets elements 2 (i % 4) and the next of row i / 4 of each. */
@@ -116,6 +124,15 @@ DEVICE void load_transposed(uint32_t r[4], const void *row) {
                  : "memory");
 }
 
+/* c [16][8] += a [16][8] b [8][8], as PTX lays out mma.m16n8k8 over a warp. */
+DEVICE void multiply_half_f16(float c[4], const uint32_t a[2], uint32_t b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+#if CAPABILITY >= 80
 /* c [16][8] += a [16][16] b [16][8], as PTX lays out mma.m16n8k16 over a warp. */
 DEVICE void multiply_bf16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -149,6 +166,7 @@ DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory")
 template <int OPEN> DEVICE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory");
 }
+#endif
 
 /* Increments a counter in shared memory. */
 DEVICE void count_shared(uint32_t *counter) { atomicAdd(counter, 1u); }
@@ -182,6 +200,35 @@ DEVICE void store16(void *p, vec16 x) {
     check_alignment(p);
     *(vec16 *)p = x;
 }
+
+/* ---- Devices before 8.0 -------------------------------------------------- */
+
+/* They have no matrices of bfloat16, products of half the depth, and copies that wait. */
+#if CAPABILITY < 80
+DEVICE uint16_t float_to_bf16(float x) { return bf16_from_float(x); }
+
+DEVICE uint32_t pack_f16(float low, float high) {
+    return float_to_f16(low) | (uint32_t)float_to_f16(high) << 16;
+}
+
+DEVICE void multiply_f16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+    multiply_half_f16(c, a, b[0]);
+    multiply_half_f16(c, a + 2, b[1]);
+}
+
+template <int BYTES> DEVICE void copy_async(void *to, const void *from) {
+    if (BYTES == 16) {
+        store16(to, load16(from));
+    } else {
+        *(uint32_t *)to = *(const uint32_t *)from;
+    }
+}
+
+DEVICE void close_copies() {}
+template <int OPEN> DEVICE void wait_copies() {}
+#endif
+
+/* ---- Blocks -------------------------------------------------------------- */
 
 /* Called by all threads of `blocks` blocks: true in the last block to call it, which then sees what
  * the others have written. counter: 0 before the launch. */

@@ -1,11 +1,12 @@
-/* driver.c - calls of NVIDIA's driver API through dlopen: opens the library, keeps primary
+/* driver.c - calls of NVIDIA's driver API by its entries' names: opens the library, keeps primary
  * contexts, loads the kernels once for each context, queues memsets and launches.
  *
- * Types and entries are as cuda.h of CUDA 13 declares them; the names behind which the library
+ * Types and entries are as cuda.h of CUDA 12 declares them; the names behind which the library
  * keeps later versions of an entry end in _v2. */
 #include "driver.h"
 
-#include <dlfcn.h>
+#include "../system.h"
+
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -22,16 +23,16 @@ typedef unsigned long long CUdeviceptr;
 enum {
     CUDA_SUCCESS = 0,
     CUDA_ERROR_OUT_OF_MEMORY = 2,
+    CUDA_ERROR_NOT_FOUND = 500,
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
     CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97,
     CU_STREAM_CAPTURE_MODE_RELAXED = 2,
     MOST_DEVICES = 64,
-    MOST_KERNELS = 64,
 };
 
-/* X(result, entry, parameters) */
+/* X(entry, parameters) */
 #define ENTRIES(X)                                                                                 \
     X(cuInit, (unsigned flags))                                                                    \
     X(cuDriverGetVersion, (int *version))                                                          \
@@ -50,34 +51,35 @@ enum {
     X(cuThreadExchangeStreamCaptureMode, (int *mode))                                              \
     X(cuModuleLoadData, (CUmodule * module, const void *image))                                    \
     X(cuModuleUnload, (CUmodule module))                                                           \
-    X(cuModuleGetFunctionCount, (unsigned *count, CUmodule module))                                \
-    X(cuModuleEnumerateFunctions, (CUfunction * functions, unsigned count, CUmodule module))       \
-    X(cuFuncGetName, (const char **name, CUfunction function))                                     \
+    X(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char *name))             \
     X(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                         \
-    X(cuFuncLoad, (CUfunction function))                                                           \
     X(cuMemsetD8Async, (CUdeviceptr memory, unsigned char byte, size_t bytes, CUstream stream))    \
     X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,     \
                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,      \
                        CUstream stream, void **params, void **extra))
 
+/* As of 12.4; in drivers before that cuModuleGetFunction does its work. */
+#define LATER_ENTRIES(X) X(cuFuncLoad, (CUfunction function))
+
 #define DECLARE(name, parameters) static CUresult(*name) parameters;
 ENTRIES(DECLARE)
+LATER_ENTRIES(DECLARE)
 
 static const struct {
     const char *name;
     void *entry; /* where its address goes */
+    bool later;
 } entries[] = {
-#define LIST(name, parameters) {#name, &name},
-    ENTRIES(LIST)};
+#define LIST(name, parameters) {#name, &name, false},
+#define LIST_LATER(name, parameters) {#name, &name, true},
+    ENTRIES(LIST) LATER_ENTRIES(LIST_LATER)};
 
 /* What is known of a context; the newest stands first. An id is never given to another context,
  * as a pointer may be. */
 typedef struct cuda_loaded {
     struct cuda_loaded *next;
     unsigned long long context;
-    unsigned count;
-    const char *names[MOST_KERNELS];
-    CUfunction functions[MOST_KERNELS];
+    CUfunction functions[CUDA_KERNELS]; /* as cuda_kernel_names; NULL: not for this device */
 } cuda_loaded;
 
 /* Writers hold the lock; readers take none, so that a process forked meanwhile gets the driver's
@@ -87,6 +89,7 @@ static atomic_bool ready;
 static void *image;
 static _Atomic(cuda_loaded *) all_loaded;
 static _Atomic(CUcontext) primary[MOST_DEVICES];
+static atomic_int capabilities[MOST_DEVICES], shared_memory[MOST_DEVICES]; /* 0: not asked yet */
 
 /* ---- Errors -------------------------------------------------------------- */
 
@@ -109,17 +112,17 @@ static int fail_entry(h2o_error *error, const char *entry, const char *about, CU
 /* ---- The library --------------------------------------------------------- */
 
 static int open_library(h2o_error *error) {
-    void *const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (library == NULL) return h2o_fail(error, H2O_EBACKEND, "no driver (%s)", dlerror());
+    const char *reason;
+    void *const library = h2o_open_library("nvcuda.dll", "libcuda.so.1", &reason);
+    if (library == NULL) return h2o_fail(error, H2O_EBACKEND, "no driver (%s)", reason);
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
-        void *const address = dlsym(library, entries[i].name);
-        if (address == NULL) {
-            dlclose(library);
+        const bool found = h2o_find_symbol(library, entries[i].name, entries[i].entry);
+        if (!found && !entries[i].later) {
+            h2o_close_library(library);
             return h2o_fail(error, H2O_EBACKEND,
-                            "the driver has no %s: it is older than 580, which h2o needs",
+                            "the driver has no %s: it is older than 525, which h2o needs",
                             entries[i].name);
         }
-        memcpy(entries[i].entry, &address, sizeof address);
     }
     TRY(cuInit, "", 0);
     return H2O_OK;
@@ -159,6 +162,34 @@ int cuda_describe(int device, h2o_device_facts *facts, h2o_error *error) {
     return H2O_OK;
 }
 
+/* Threads that meet here ask twice, for the same numbers. */
+static int ask_limits(int ordinal, h2o_error *error) {
+    CUdevice device;
+    int major, minor, shared;
+    TRY(cuDeviceGet, "", &device, ordinal);
+    TRY(cuDeviceGetAttribute, "", &major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+    TRY(cuDeviceGetAttribute, "", &minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
+    TRY(cuDeviceGetAttribute, "", &shared, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+        device);
+    atomic_store_explicit(&shared_memory[ordinal], shared, memory_order_relaxed);
+    atomic_store_explicit(&capabilities[ordinal], 10 * major + minor, memory_order_release);
+    return H2O_OK;
+}
+
+bool cuda_has(int ordinal, const cuda_plan *plan) {
+    h2o_error error;
+    if (ordinal < 0 || ordinal >= MOST_DEVICES) return true;
+    if (atomic_load_explicit(&capabilities[ordinal], memory_order_acquire) == 0 &&
+        (require_library(&error) != H2O_OK || ask_limits(ordinal, &error) != H2O_OK)) {
+        return true;
+    }
+    bool fits = atomic_load_explicit(&capabilities[ordinal], memory_order_acquire) >=
+                plan->capability;
+    const int shared = atomic_load_explicit(&shared_memory[ordinal], memory_order_relaxed);
+    for (int i = 0; i < plan->count; i++) fits = fits && plan->launch[i].shared <= (unsigned)shared;
+    return fits;
+}
+
 int cuda_take_image(const void *bytes, size_t size, h2o_error *error) {
     int status = H2O_OK;
     pthread_mutex_lock(&lock);
@@ -184,15 +215,17 @@ static int find_kernels(CUmodule module, cuda_loaded *to, h2o_error *error) {
     TRY(cuCtxGetDevice, "", &device);
     TRY(cuDeviceGetAttribute, "", &shared, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
         device);
-    TRY(cuModuleGetFunctionCount, "", &to->count, module);
-    if (to->count > MOST_KERNELS) to->count = MOST_KERNELS;
-    TRY(cuModuleEnumerateFunctions, "", to->functions, to->count, module);
-    for (unsigned i = 0; i < to->count; i++) {
-        const CUfunction function = to->functions[i];
-        TRY(cuFuncGetName, "", &to->names[i], function);
-        TRY(cuFuncSetAttribute, to->names[i], function,
+    for (int i = 0; i < CUDA_KERNELS; i++) {
+        const char *const name = cuda_kernel_names[i];
+        const CUresult code = cuModuleGetFunction(&to->functions[i], module, name);
+        if (code == CUDA_ERROR_NOT_FOUND) {
+            to->functions[i] = NULL;
+            continue;
+        }
+        if (code != CUDA_SUCCESS) return fail_entry(error, "cuModuleGetFunction", name, code);
+        TRY(cuFuncSetAttribute, name, to->functions[i],
             CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared);
-        TRY(cuFuncLoad, to->names[i], function);
+        if (cuFuncLoad != NULL) TRY(cuFuncLoad, name, to->functions[i]);
     }
     return H2O_OK;
 }
@@ -208,8 +241,8 @@ static int load_image(cuda_loaded *to, h2o_error *error) {
         const size_t used = strlen(error->text);
         snprintf(
             error->text + used, sizeof error->text - used,
-            " (the driver is for CUDA %d.%d; h2o's kernels need the one for 13.0, that is 580, "
-            "or a later one, and a device of compute capability 8.0 or more)",
+            " (the driver is for CUDA %d.%d; h2o's kernels need the one for 12.0, that is 525, "
+            "or a later one, and a device of compute capability 7.5 or more)",
             version / 1000, version % 1000 / 10);
         return error->status;
     }
@@ -298,9 +331,9 @@ int cuda_start(const cuda_scope *scope, const cuda_launch *launch, void *workspa
                h2o_error *error) {
     const cuda_loaded *const from = scope->kernels;
     void *params[] = {(void *)(uintptr_t)launch->params, &workspace};
-    unsigned i = 0;
-    while (i < from->count && strcmp(from->names[i], launch->kernel) != 0) i++;
-    if (i == from->count) {
+    int i = 0;
+    while (i < CUDA_KERNELS && strcmp(cuda_kernel_names[i], launch->kernel) != 0) i++;
+    if (i == CUDA_KERNELS || from->functions[i] == NULL) {
         return h2o_fail(error, H2O_EBACKEND, "%s: no such kernel", launch->kernel);
     }
     TRY(cuLaunchKernel, launch->kernel, from->functions[i], launch->grid[0], launch->grid[1],

@@ -19,6 +19,10 @@ enum { CUDA_DEVICE = 2 /* DLPack's number */ };
 int cuda_open(int *version, int *devices, h2o_error *error);
 int cuda_describe(int device, h2o_device_facts *facts, h2o_error *error); /* compute capability */
 
+/* Whether a device has the kernels of a plan and the shared memory that they take; true where it
+ * cannot be asked, so that a launch says why. */
+bool cuda_has(int device, const cuda_plan *plan);
+
 /* Copies the file of kernels, unless there is one already. */
 int cuda_take_image(const void *image, size_t size, h2o_error *error);
 

@@ -38,14 +38,17 @@ DEVICE void move_candidate(const evict_item *item, int64_t i, int64_t to) {
     const slot_store *const store = &item->store;
     char *const key = store->keys + to * store->key_stride;
     char *const value = store->values + to * store->value_stride;
+    const bool shared = store_is_shared(store);
     if (is_new(item, i)) {
         const int64_t q = column_of(item, i);
         store_row(key, store->key_type, row_of(item->keys, item->b, item->g, q), item->D);
-        store_row(value, store->value_type, row_of(item->values, item->b, item->g, q), item->D);
+        if (!shared)
+            store_row(value, store->value_type, row_of(item->values, item->b, item->g, q), item->D);
     } else {
         copy_row(key, store->keys + i * store->key_stride, h2o_row_bytes(store->key_type, item->D));
-        copy_row(value, store->values + i * store->value_stride,
-                 h2o_row_bytes(store->value_type, item->D));
+        if (!shared)
+            copy_row(value, store->values + i * store->value_stride,
+                     h2o_row_bytes(store->value_type, item->D));
     }
     if (threadIdx.x % 32 == 0) {
         store->scores[to] = score_of(item, i);

@@ -107,7 +107,9 @@ DEVICE void write_outputs(const attend_item *item, int64_t h, int64_t query,
     UNROLL
     for (int i = 0; i < THREAD_ROWS; i++) {
         const int64_t token = query + row + i;
-        const float row_sum = row_threads_sum(softmax->row_sum[i]), inverse = 1.0f / row_sum;
+        float row_max = softmax->row_max[i], row_sum = row_threads_sum(softmax->row_sum[i]);
+        add_sink(sink_of(&p->sink_logits, h), &row_max, &row_sum);
+        const float inverse = 1.0f / row_sum;
         if (token >= item->tokens) continue;
         const element_ref out = row_of(&p->out, item->b, item->columns[token], h);
         UNROLL
@@ -116,7 +118,7 @@ DEVICE void write_outputs(const attend_item *item, int64_t h, int64_t query,
             const float x = softmax->output[i][k] * inverse;
             if (d < p->dims.D) set_element(out, d, x);
         }
-        if (column == 0) write_softmax(item, h, token, softmax->row_max[i], row_sum);
+        if (column == 0) write_softmax(item, h, token, row_max, row_sum);
     }
 }
 

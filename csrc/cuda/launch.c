@@ -41,11 +41,12 @@ static bool is_served(const h2o_operation_row *row, const void *params) {
 }
 
 static size_t workspace(h2o_operation operation, const void *params, const h2o_exec *exec) {
+    const h2o_operation_row *const row = &h2o_operations[operation];
     cuda_plan plan;
     (void)exec;
-    if (!is_served(&h2o_operations[operation], params)) return H2O_UNSERVED;
+    if (!is_served(row, params)) return H2O_UNSERVED;
     cuda_plan_call(operation, params, &plan);
-    return plan.workspace;
+    return cuda_has(h2o_leader(row, params)->device_id, &plan) ? plan.workspace : H2O_UNSERVED;
 }
 
 static int launch(const cuda_plan *plan, int32_t device, const h2o_exec *exec, h2o_error *error) {

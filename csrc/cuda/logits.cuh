@@ -47,4 +47,21 @@ DEVICE float exponential(float x, float row_max) {
     return fast_exp(x - finite_max);
 }
 
+/* The sink logit of a query head, -infinity where there are none: an infinite one is large, so that
+ * differences from it are numbers. */
+DEVICE float sink_of(const h2o_view *sink_logits, int64_t head) {
+    const float largest = 1e30f;
+    if (!h2o_given(sink_logits)) return -INFINITY;
+    const float sink = *(const float *)h2o_at(sink_logits, head, 0, 0);
+    return sink > largest ? largest : sink;
+}
+
+/* Adds a head's sink to the row sum of a query's exponentials. A row whose logits are all -infinity
+ * gets the sink as row max: its weights are then 0. */
+DEVICE void add_sink(float sink, float *row_max, float *row_sum) {
+    if (sink == -INFINITY) return;
+    if (*row_max == -INFINITY) *row_max = sink;
+    *row_sum += fast_exp(sink - *row_max);
+}
+
 #endif

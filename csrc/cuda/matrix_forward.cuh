@@ -201,7 +201,9 @@ DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t que
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int64_t token = query + warp_row() + lane_row() + 8 * i;
-        const float row_sum = quad_sum(softmax->row_sum[i]), inverse = 1.0f / row_sum;
+        float row_max = softmax->row_max[i], row_sum = quad_sum(softmax->row_sum[i]);
+        add_sink(sink_of(&p->sink_logits, h), &row_max, &row_sum);
+        const float inverse = 1.0f / row_sum;
         if (token >= item->tokens) continue;
         element_ref out = row_of(&p->out, item->b, item->columns[token], h);
         out.type = TYPE; /* which it is, and the compiler then knows */
@@ -211,7 +213,7 @@ DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t que
             const float x = softmax->output[k / 2][2 * i + k % 2] * inverse;
             if (d < p->dims.D) set_element(out, d, x);
         }
-        if (lane_column() == 0) write_softmax(item, h, token, softmax->row_max[i], row_sum);
+        if (lane_column() == 0) write_softmax(item, h, token, row_max, row_sum);
     }
 }
 

@@ -26,8 +26,8 @@ DEVICE void fetch_queries(const attend_item *item, int64_t h, int64_t query, int
 }
 
 /* Adds what such a tile, of which c has the logits, gives to a lane's two keys. UNMASKED: every
- * query sees every key, and no key has a bias. */
-template <int DEPTH, bool UNMASKED>
+ * query sees every key, and no key has a bias. LARGEST: maxima instead of sums. */
+template <int DEPTH, bool UNMASKED, bool LARGEST>
 DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t first, int64_t query,
                                int stage, const matrix_buffer<DEPTH> *buffer,
                                const float c[matrix_buffer<DEPTH>::COLUMNS / 8][4], float sum[2]) {
@@ -46,7 +46,8 @@ DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t fir
                 if (bias == INFINITY || (!stored && first + row + 8 * i > token)) continue;
                 logit += bias;
             }
-            sum[i] = fmaf(fast_exp(logit - row_max), factor, sum[i]);
+            const float e = fast_exp(logit - row_max);
+            sum[i] = LARGEST ? h2o_larger(sum[i], e * factor) : fmaf(e, factor, sum[i]);
         }
     }
 }
@@ -61,10 +62,12 @@ DEVICE void add_matrix_column_sums(const attend_item *item, bool stored, int64_t
     float c[columns / 8][4];
     matrix_dots<DEPTH, TYPE>(buffer, buffer->columns[stage], c);
     dots_to_logits<columns / 8>(c, item->p->scale, item->p->softcap);
-    if (unmasked) {
-        add_column_sums_of<DEPTH, true>(item, stored, first, query, stage, buffer, c, sum);
+    if (h2o_scores_largest(&item->p->policy)) {
+        add_column_sums_of<DEPTH, false, true>(item, stored, first, query, stage, buffer, c, sum);
+    } else if (unmasked) {
+        add_column_sums_of<DEPTH, true, false>(item, stored, first, query, stage, buffer, c, sum);
     } else {
-        add_column_sums_of<DEPTH, false>(item, stored, first, query, stage, buffer, c, sum);
+        add_column_sums_of<DEPTH, false, false>(item, stored, first, query, stage, buffer, c, sum);
     }
 }
 
@@ -111,7 +114,8 @@ DEVICE void matrix_sums_block(const h2o_attend_params *p, char *workspace, unsig
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int row = warp_row() + lane_row() + 8 * i;
-        const float column_sum = quad_sum(sum[i]);
+        const float column_sum = h2o_scores_largest(&p->policy) ? largest_of_lanes<4>(sum[i])
+                                                                : quad_sum(sum[i]);
         if (lane_column() == 0)
             write_score(&item, stored, first + row, buffer->bias[row], column_sum);
     }

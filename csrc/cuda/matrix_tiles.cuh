@@ -108,14 +108,17 @@ DEVICE bool finite_part(const uint16_t (*tile)[DEPTH + MATRIX_GAP]) {
 
 template <h2o_dtype TYPE>
 DEVICE void multiply(float c[4], const uint32_t a[4], const uint32_t b[2]) {
-    if (TYPE == H2O_BF16)
-        multiply_bf16(c, a, b);
-    else
-        multiply_f16(c, a, b);
+#if CAPABILITY >= 80
+    if (TYPE == H2O_BF16) return multiply_bf16(c, a, b);
+#endif
+    multiply_f16(c, a, b);
 }
 
 template <h2o_dtype TYPE> DEVICE uint32_t pack(float low, float high) {
-    return TYPE == H2O_BF16 ? pack_bf16(low, high) : pack_f16(low, high);
+#if CAPABILITY >= 80
+    if (TYPE == H2O_BF16) return pack_bf16(low, high);
+#endif
+    return pack_f16(low, high);
 }
 
 /* The dot products of a warp's 16 rows with all columns of a tile. */

@@ -1,11 +1,41 @@
 /* plan.c - which kernels an operation launches: see plan.h. */
 #include "plan.h"
 
-static void add_launch(cuda_plan *plan, const char *kernel, const void *params, size_t size,
-                       int64_t x, int64_t y, int64_t z, unsigned block, unsigned shared) {
+enum { KINDS = 3, SIZES = 3 }; /* any floats, float16, bfloat16; head dimensions */
+enum { PREPARE, EVICT, STEP, SIMULATE_PREPARE, SIMULATE, FORWARD, SUMS = FORWARD + KINDS * SIZES };
+
+const char *const cuda_kernel_names[CUDA_KERNELS] = {
+    "h2o_cuda_prepare",
+    "h2o_cuda_evict",
+    "h2o_cuda_step",
+    "h2o_cuda_simulate_prepare",
+    "h2o_cuda_simulate",
+    "h2o_cuda_forward_64",
+    "h2o_cuda_forward_128",
+    "h2o_cuda_forward_256",
+    "h2o_cuda_forward_f16_64",
+    "h2o_cuda_forward_f16_128",
+    "h2o_cuda_forward_f16_256",
+    "h2o_cuda_forward_bf16_64",
+    "h2o_cuda_forward_bf16_128",
+    "h2o_cuda_forward_bf16_256",
+    "h2o_cuda_sums_64",
+    "h2o_cuda_sums_128",
+    "h2o_cuda_sums_256",
+    "h2o_cuda_sums_f16_64",
+    "h2o_cuda_sums_f16_128",
+    "h2o_cuda_sums_f16_256",
+    "h2o_cuda_sums_bf16_64",
+    "h2o_cuda_sums_bf16_128",
+    "h2o_cuda_sums_bf16_256",
+};
+
+static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t size, int64_t x,
+                       int64_t y, int64_t z, unsigned block, unsigned shared) {
     if (x * y * z == 0) return;
-    plan->launch[plan->count++] =
-        (cuda_launch){kernel, params, size, {(unsigned)x, (unsigned)y, (unsigned)z}, block, shared};
+    plan->launch[plan->count++] = (cuda_launch){
+        cuda_kernel_names[kernel], params, size, {(unsigned)x, (unsigned)y, (unsigned)z},
+        block, shared};
 }
 
 /* Whether all numbers are of the same 16 bits, as the tensor cores want them. */
@@ -15,20 +45,6 @@ static bool fits_matrices(const h2o_attend_params *p) {
         !p->has_slots || (p->slots.keys.dtype == type && p->slots.values.dtype == type);
     return (type == H2O_F16 || type == H2O_BF16) && stored;
 }
-
-enum { KINDS = 3, SIZES = 3 };
-
-static const char *const forward_names[KINDS][SIZES] = {
-    {"h2o_cuda_forward_64", "h2o_cuda_forward_128", "h2o_cuda_forward_256"},
-    {"h2o_cuda_forward_f16_64", "h2o_cuda_forward_f16_128", "h2o_cuda_forward_f16_256"},
-    {"h2o_cuda_forward_bf16_64", "h2o_cuda_forward_bf16_128", "h2o_cuda_forward_bf16_256"},
-};
-
-static const char *const sums_names[KINDS][SIZES] = {
-    {"h2o_cuda_sums_64", "h2o_cuda_sums_128", "h2o_cuda_sums_256"},
-    {"h2o_cuda_sums_f16_64", "h2o_cuda_sums_f16_128", "h2o_cuda_sums_f16_256"},
-    {"h2o_cuda_sums_bf16_64", "h2o_cuda_sums_bf16_128", "h2o_cuda_sums_bf16_256"},
-};
 
 /* forward and sums, after a kernel has prepared the rows. */
 static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
@@ -40,16 +56,17 @@ static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const int shared = matrices ? CUDA_MATRIX_SHARED(depth) : CUDA_ATTEND_SHARED(depth);
     const int64_t queries = cuda_ceil(d->Q, tile);
     const int64_t stored = params->has_slots ? cuda_ceil(cuda_slots(&params->slots), tile) : 0;
-    add_launch(plan, forward_names[kind][size], params, sizeof *params, queries, d->H, d->B,
+    if (kind == 2) plan->capability = 80;
+    add_launch(plan, FORWARD + kind * SIZES + size, params, sizeof *params, queries, d->H, d->B,
                ATTEND_THREADS, (unsigned)shared);
-    add_launch(plan, sums_names[kind][size], params, sizeof *params, stored + queries, d->G, d->B,
-               ATTEND_THREADS, (unsigned)shared);
+    add_launch(plan, SUMS + kind * SIZES + size, params, sizeof *params, stored + queries, d->G,
+               d->B, ATTEND_THREADS, (unsigned)shared);
 }
 
 static void plan_attend(const h2o_attend_params *params, cuda_plan *plan) {
     *plan = (cuda_plan){.workspace = cuda_attend_layout(&params->dims).bytes};
-    add_launch(plan, "h2o_cuda_prepare", params, sizeof *params, params->dims.B, 1, 1,
-               EVICT_THREADS, cuda_prepare_shared());
+    add_launch(plan, PREPARE, params, sizeof *params, params->dims.B, 1, 1, EVICT_THREADS,
+               cuda_prepare_shared());
     add_attention(plan, params);
 }
 
@@ -57,15 +74,15 @@ static void plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     const evict_layout at = cuda_evict_call(params);
     *plan = (cuda_plan){.workspace = at.bytes, .cleared = at.cleared};
-    add_launch(plan, "h2o_cuda_evict", params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
+    add_launch(plan, EVICT, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
                cuda_evict_shared());
 }
 
 static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
     const step_layout at = cuda_step_layout(params);
     *plan = (cuda_plan){.workspace = at.bytes, .cleared = at.cleared};
-    add_launch(plan, "h2o_cuda_step", params, sizeof *params, at.parts, params->dims.G,
-               params->dims.B, STEP_THREADS, cuda_step_shared());
+    add_launch(plan, STEP, params, sizeof *params, at.parts, params->dims.G, params->dims.B,
+               STEP_THREADS, cuda_step_shared());
 }
 
 /* The tokens before any is evicted, as a call of attend; a kernel says how many they are. */
@@ -77,6 +94,7 @@ static h2o_attend_params dense_part(const h2o_simulate_params *p) {
         .mask = p->mask,
         .out = p->out,
         .scores = p->scores,
+        .sink_logits = p->sink_logits,
         .scale = p->scale,
         .softcap = p->softcap,
         .policy = p->policy,
@@ -88,10 +106,10 @@ static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes};
     plan->dense = dense_part(params);
-    add_launch(plan, "h2o_cuda_simulate_prepare", params, sizeof *params, d->B, 1, 1, EVICT_THREADS,
+    add_launch(plan, SIMULATE_PREPARE, params, sizeof *params, d->B, 1, 1, EVICT_THREADS,
                cuda_prepare_shared());
     add_attention(plan, &plan->dense);
-    add_launch(plan, "h2o_cuda_simulate", params, sizeof *params, d->G, d->B, 1, STEP_THREADS,
+    add_launch(plan, SIMULATE, params, sizeof *params, d->G, d->B, 1, STEP_THREADS,
                cuda_simulate_shared());
 }
 

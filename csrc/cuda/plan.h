@@ -10,7 +10,11 @@
 #include "../operations.h"
 #include "kernels.h"
 
-enum { CUDA_MOST_LAUNCHES = 4 };
+enum { CUDA_MOST_LAUNCHES = 4, CUDA_KERNELS = 23 };
+
+/* The names of all kernels. Those for tensor cores in bfloat16 are there from compute capability 8.0
+ * on only. */
+extern const char *const cuda_kernel_names[CUDA_KERNELS];
 
 /* A kernel has two parameters: `size` bytes of parameters by value, and the workspace. */
 typedef struct {
@@ -24,6 +28,7 @@ typedef struct {
  * cleared on it. They point to the call's parameters and into the plan. */
 typedef struct {
     size_t workspace, cleared;
+    int capability; /* the least that has these kernels, 10 times major + minor */
     int count;
     cuda_launch launch[CUDA_MOST_LAUNCHES];
     h2o_attend_params dense; /* simulate: a part of it, which is like a call of its own */

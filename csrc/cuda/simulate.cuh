@@ -100,6 +100,8 @@ DEVICE void open_steps(simulate_head *h, const simulate_layout *at, char *worksp
     item->D = D;
     item->scale = p->scale;
     item->softcap = p->softcap;
+    item->sink_logits = &p->sink_logits;
+    item->first_head = h->g * R;
     item->query_stride = p->query.stride[1] * h2o_dtype_size(p->query.dtype);
     item->out_stride = p->out.stride[2] * h2o_dtype_size(p->out.dtype);
     item->head = h->pruning.head;

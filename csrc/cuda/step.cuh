@@ -8,8 +8,8 @@
  *   2. the last block of a head to finish: rescale factors exp(part's max - max) / row sum,
  *      outputs and softmax weights, always in the order of the parts, so that results do not
  *      depend on which block that is;
- *   3. scores = decay * scores + weights of the R heads; the lowest rank is evicted, its score
- *      goes to lost [B,G], or its key into the nearest one (merge.cuh);
+ *   3. scores = decay * scores + weights of the R heads, or the largest of these; the lowest rank is
+ *      evicted, its score goes to lost [B,G], or its key into the nearest one (merge.cuh);
  *   4. the last head of a row to finish advances lengths [B], which all of them read at first. */
 #ifndef H2O_CUDA_STEP_CUH
 #define H2O_CUDA_STEP_CUH
@@ -22,9 +22,11 @@
 DEVICE void step_factors(const step_item *item) {
     NO_UNROLL
     for (int64_t r = threadIdx.x; r < item->R; r += blockDim.x) {
-        float row_max = -INFINITY, row_sum = 0.0f;
+        const float sink = sink_of(item->sink_logits, item->first_head + r);
+        float row_max = sink;
         for (int64_t c = 0; c < item->parts; c++)
             row_max = fmaxf(row_max, item->row_max[c * item->R + r]);
+        float row_sum = exponential(sink, row_max);
         for (int64_t c = 0; c < item->parts; c++) {
             const float factor = exponential(item->row_max[c * item->R + r], row_max);
             item->row_max[c * item->R + r] = factor;
@@ -73,7 +75,8 @@ DEVICE h2o_candidate block_candidate(h2o_candidate worst, h2o_candidate *warps) 
     return worst;
 }
 
-/* scores = decay * scores + weights of the R heads; returns the candidate with the lowest rank. */
+/* scores = decay * scores + weights of the R heads, or the largest of these; returns the candidate
+ * with the lowest rank. */
 DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranking,
                                  h2o_candidate *warps) {
     const slot_store *const store = &item->store;
@@ -82,10 +85,15 @@ DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranki
     NO_UNROLL
     for (int64_t s = threadIdx.x; s < item->slots; s += blockDim.x) {
         const float *const factors = item->row_max + s / slots_of_part * item->R;
-        float sum = 0.0f;
-        for (int64_t r = 0; r < item->R; r++)
-            sum = fmaf(item->weights[s * item->R + r], factors[r], sum);
-        const float score = fmaf(store->scores[s], item->policy->decay, sum);
+        const float *const weights = item->weights + s * item->R;
+        float sum = 0.0f, score;
+        if (h2o_scores_largest(item->policy)) {
+            for (int64_t r = 0; r < item->R; r++) sum = h2o_larger(sum, weights[r] * factors[r]);
+            score = h2o_larger(store->scores[s] * item->policy->decay, sum);
+        } else {
+            for (int64_t r = 0; r < item->R; r++) sum = fmaf(weights[r], factors[r], sum);
+            score = fmaf(store->scores[s], item->policy->decay, sum);
+        }
         const int32_t position = store->positions[s];
         store->scores[s] = score;
         const h2o_candidate candidate = {

@@ -14,6 +14,8 @@ typedef struct {
     const h2o_rotary *rotary; /* NULL: keys are stored with their rotary embedding */
     int64_t R, D;
     float scale, softcap;
+    const h2o_view *sink_logits;
+    int64_t first_head; /* of the group */
     element_ref query, key, value, out; /* query, out: of the group's first head, ... */
     int64_t query_stride, out_stride;   /* ... and bytes from head to head */
     int32_t *ranks;
@@ -39,6 +41,8 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     item.D = D;
     item.scale = p->scale;
     item.softcap = p->softcap;
+    item.sink_logits = &p->sink_logits;
+    item.first_head = g * R;
     item.query = row_of(&p->query, b, g * R, 0);
     item.key = row_of(&p->key, b, g, 0);
     item.value = row_of(&p->value, b, g, 0);
@@ -75,7 +79,7 @@ DEVICE void store_token(const step_item *item) {
     if (warp == 0) {
         store_row(item->store.keys + slot * item->store.key_stride, item->store.key_type, item->key,
                   item->D);
-    } else if (warp == 1) {
+    } else if (warp == 1 && !store_is_shared(&item->store)) {
         store_row(item->store.values + slot * item->store.value_stride, item->store.value_type,
                   item->value, item->D);
     } else if (warp == 2) {

@@ -7,6 +7,8 @@
  *     sum of key j = sum over queries i of exp(logit(i, j) - row max(i)) * factor(i)
  *     factor(i) = decay weight(i) / row sum(i)
  *
+ * Where scores are the largest attention, it takes the maximum instead of the sum over queries.
+ *
  * A block has ATTEND_TILE keys, which stay in shared memory, and loads one tile of the queries
  * that see them after the other, of all R heads of the group. No other block adds to these sums:
  * there are no atomics, and the order of additions is fixed. matrix_sums.cuh does the same with
@@ -17,7 +19,7 @@
 #include "attend_tiles.cuh"
 
 /* Adds what a tile of queries of one head gives to a thread's THREAD_ROWS keys. */
-template <int DEPTH>
+template <int DEPTH, bool LARGEST>
 DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first, int64_t h,
                             int64_t query, const tile_buffer<DEPTH> *buffer,
                             float sum[THREAD_ROWS]) {
@@ -36,7 +38,8 @@ DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first,
             const float bias = buffer->bias[row + i];
             if (bias == INFINITY || (!stored && first + row + i > token)) continue;
             const float logit = logit_of(dots[i][j], p->scale, p->softcap, bias);
-            sum[i] = fmaf(fast_exp(logit - row_max), factor, sum[i]);
+            const float e = fast_exp(logit - row_max);
+            sum[i] = LARGEST ? h2o_larger(sum[i], e * factor) : fmaf(e, factor, sum[i]);
         }
     }
 }
@@ -46,6 +49,7 @@ template <int DEPTH>
 DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
     tile_buffer<DEPTH> *const buffer = (tile_buffer<DEPTH> *)shared;
     const int64_t g = blockIdx.y, b = blockIdx.z;
+    const bool largest = h2o_scores_largest(&p->policy);
     const attend_item item = open_attend(p, workspace, b, g);
     const int64_t stored_tiles = gridDim.x - cuda_ceil(p->dims.Q, ATTEND_TILE);
     const bool stored = blockIdx.x < stored_tiles;
@@ -65,12 +69,17 @@ DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned cha
             load_tile<DEPTH>(buffer->columns, p->dims.D,
                              [&](int i) { return token_row(&item, &p->query, h, query + i); });
             sync_block();
-            add_column_sums<DEPTH>(&item, stored, first, h, query, buffer, sum);
+            if (largest) {
+                add_column_sums<DEPTH, true>(&item, stored, first, h, query, buffer, sum);
+            } else {
+                add_column_sums<DEPTH, false>(&item, stored, first, h, query, buffer, sum);
+            }
         }
     }
     UNROLL
     for (int i = 0; i < THREAD_ROWS; i++) {
-        const float column_sum = row_threads_sum(sum[i]);
+        const float column_sum =
+            largest ? largest_of_lanes<ROW_THREADS>(sum[i]) : row_threads_sum(sum[i]);
         if (column == 0)
             write_score(&item, stored, first + row + i, buffer->bias[row + i], column_sum);
     }

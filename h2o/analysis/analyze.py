@@ -10,6 +10,7 @@ from h2o.analysis.collect import Attention, attend, full_layers, sparsity, watch
 from h2o.analysis.measured_text import THRESHOLD, Measured
 from h2o.analysis.result import Analysis
 from h2o.config import H2OConfig, one_config
+from h2o.former_names import accepts_former
 from h2o.hf import tensor_parallel
 
 if TYPE_CHECKING:
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["analyze"]
 
 
+@accepts_former(prompt_len="prompt_length")
 def analyze(
     model: Any,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
     h2o_config: H2OConfig | None = None,
-    prompt_len: int = 1,
+    prompt_length: int = 1,
     **parameters: Unpack[ConfigFields],
 ) -> Analysis:
     """Measures what a model attends to in one text, and what an H2O cache would keep of it.
@@ -50,7 +52,7 @@ def analyze(
         attention_mask: the same shape; pads are left out before anything else.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`, ...
             Fractions are of the text. `heavy` also says how many keys are called heavy hitters.
-        prompt_len: tokens before the first eviction; 1 evicts from the very beginning.
+        prompt_length: tokens before the first eviction; 1 evicts from the very beginning.
 
     Raises: `Unsupported` for a model that h2o cannot serve, TypeError and ValueError for
     arguments that do not fit.
@@ -79,7 +81,7 @@ def analyze(
         return out
 
     watch(model, ids, visit)
-    analysis = Analysis(model, ids, config, prompt_len, measured)
+    analysis = Analysis(model, ids, config, prompt_length, measured)
     analysis.cached()
     return analysis
 

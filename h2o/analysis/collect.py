@@ -19,9 +19,11 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.attention_blocks import logit_blocks
+from h2o.errors import Unsupported
 from h2o.hf.attention_hook import Call, attending
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.support import transformers_layers
+from h2o.model_identity import latent_row
 
 __all__ = ["Attention", "attend", "forward", "full_layers", "sparsity", "watch"]
 
@@ -38,6 +40,8 @@ class Attention:
     """[G, n, D]"""
     scale: float
     softcap: float
+    sink_logits: Tensor | None = None
+    """[H] float32, see `h2o.ops.attend`"""
 
 
 Visit = Callable[[int, Attention], Tensor]
@@ -45,7 +49,13 @@ Visit = Callable[[int, Attention], Tensor]
 
 
 def full_layers(model: Any) -> list[int]:
-    """The layers with full attention. Raises: `Unsupported` for a model that h2o cannot serve."""
+    """The layers with full attention. Raises: `Unsupported` for a model that h2o cannot serve, or
+    whose heads have no keys of their own to measure."""
+    if latent_row(model.config) is not None:
+        raise Unsupported(
+            f"neither analysis nor calibration measures {model.config.model_type}: all heads of a "
+            "layer share its latents (multi-head latent attention)"
+        )
     return [i for i, x in enumerate(transformers_layers(model.config)) if kind_of(x) == "h2o"]
 
 
@@ -59,7 +69,8 @@ def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Ten
 
     def attention(call: Call) -> Tensor:
         scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        seen = Attention(call.query[0], call.key[0], call.value[0], scale, call.softcap)
+        logits = scale, call.softcap, call.sink_logits
+        seen = Attention(call.query[0], call.key[0], call.value[0], *logits)
         return visit(call.layer, seen)[None]
 
     with attending(model, full_layers(model), attention):
@@ -86,13 +97,14 @@ def attend(seen: Attention, early: bool = True) -> tuple[Tensor, Tensor, Tensor]
     H, n, D = seen.query.shape
     G = len(seen.keys)
     grouped = seen.query.reshape(G, H // G, n, D)
+    sinks = [None] * (H // G) if seen.sink_logits is None else seen.sink_logits.view(G, -1).T
 
     def each(rows: int) -> tuple[Tensor, Tensor]:
         """The kernel adds up the heads of a group, so it is given one head of each at a time."""
         parts = [
             ops.attend(
                 grouped[None, :, r, :rows], seen.keys[None, :, :rows], seen.values[None, :, :rows],
-                scale=seen.scale, softcap=seen.softcap,
+                scale=seen.scale, softcap=seen.softcap, sink_logits=sinks[r],
             )
             for r in range(H // G)
         ]  # fmt: skip

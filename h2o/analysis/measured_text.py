@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from h2o import former_names
 from h2o.analysis import measures, removal
 from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
 from h2o.config import H2OConfig, one_config
@@ -74,10 +75,10 @@ class MeasuredText:
         model: Any,
         ids: Tensor,
         config: H2OConfig,
-        prompt_len: int,
+        prompt_length: int,
         measured: dict[int, Measured],
     ) -> None:
-        self.model, self.config, self.prompt_len = model, config, prompt_len
+        self.model, self.config, self.prompt_length = model, config, prompt_length
         self.layers = sorted(measured)
         """Numbers of the layers with full attention"""
         self.ids: np.ndarray = ids.cpu().numpy()
@@ -94,6 +95,12 @@ class MeasuredText:
         """By config and layer: what was asked of `cached` so far"""
         self.removals: dict[tuple[str, float, int, int], float] = {}
         """Perplexity by (kind, share, tokens, seed): what was asked of `removal` so far"""
+
+    @property
+    def prompt_len(self) -> int:
+        """The former name of `prompt_length`, deprecated."""
+        former_names.warn("prompt_len", "prompt_length")
+        return self.prompt_length
 
     def __len__(self) -> int:
         """n"""
@@ -297,7 +304,7 @@ class MeasuredText:
         config = config or self.config
         if config not in self.caches:
             with simulated(
-                self.model, config, prompt_len=self.prompt_len, trace=True, mass=True
+                self.model, config, prompt_length=self.prompt_length, trace=True, mass=True
             ) as simulation:
                 forward(self.model, self._tensor)
             self.caches[config] = {

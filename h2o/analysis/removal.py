@@ -15,6 +15,7 @@ from torch import Tensor
 
 from h2o.analysis.collect import Attention, watch
 from h2o.attention_blocks import logit_blocks
+from h2o.sink_logits import softmax
 
 __all__ = ["KINDS", "attend_without", "perplexity", "perplexity_without"]
 
@@ -51,6 +52,7 @@ def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> 
     out = torch.empty(n, H, D, dtype=seen.query.dtype, device=seen.query.device)
     values = seen.values.float().repeat_interleave(H // G, dim=0)
     received = torch.zeros(G, n, device=out.device)
+    sinks = None if seen.sink_logits is None else seen.sink_logits[:, None, None]
     for first, logits in logit_blocks(seen.query, seen.keys, seen.scale, seen.softcap):
         rows, columns = logits.shape[1:]
         lost = int(share * first)
@@ -64,9 +66,9 @@ def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> 
             removed.scatter_(1, rank[:, :first].topk(lost, dim=1).indices, True)
             removed = removed[:, None].expand(G, rows, columns)
         if kind == "heavy":
-            received[:, :columns] += logits.softmax(-1).view(G, -1, columns).sum(1)
+            received[:, :columns] += softmax(logits, sinks).view(G, -1, columns).sum(1)
         logits.view(G, H // G, rows, columns).masked_fill_(removed[:, None], -torch.inf)
-        p = logits.softmax(-1)
+        p = softmax(logits, sinks)
         out[first:columns] = (p @ values[:, :columns]).transpose(0, 1).to(out.dtype)
     return out
 

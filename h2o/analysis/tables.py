@@ -89,7 +89,7 @@ def as_dict(a: MeasuredText) -> dict[str, Any]:
             "query_heads": a.heads,
             "kv_heads": a.groups,
             "config": dataclasses.asdict(a.config),
-            "prompt_len": a.prompt_len,
+            "prompt_len": a.prompt_length,
             "by_layer": rows(a, "layers"),
             "by_head": rows(a, "heads"),
             "overlap_of_layers": a.overlap("layer"),

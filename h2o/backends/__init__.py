@@ -3,7 +3,8 @@
 The C core serves tensors of any library on the CPU, and those of torch on a CUDA device where it
 has kernels (`h2o.backends.cuda`). Torch tensors on any other device are served by
 `h2o.backends.portable`, in operations that torch has everywhere. `H2O_BACKEND=torch` in the
-environment makes that serve all tensors of torch, those on the CPU too.
+environment makes that serve all tensors of torch, those on the CPU too. In a build without the
+core it serves everything (`h2o.backends.without_core`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from h2o import _core
-from h2o.backends import cuda
+from h2o import packages
 
-__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "serving"]
+HAS_CORE = packages.has_core()
+if HAS_CORE:
+    from h2o import _core
+    from h2o.backends import cuda
+else:
+    from h2o.backends import without_core as _core
+
+__all__ = ["OPERATIONS", "VERSION", "by_torch", "check", "info", "opened", "serving"]
 
 VERSION: str = _core.info()["version"]
 OPERATIONS: tuple[str, ...] = _core.OPERATIONS
@@ -27,19 +34,27 @@ forced = os.environ.get("H2O_BACKEND", "")
 if forced not in ("", "torch"):
     raise ValueError(f'H2O_BACKEND={forced}: wanted "torch", or no such variable')
 
-
 core = SimpleNamespace(**{name: functools.partial(_core.call, name, "run") for name in OPERATIONS})
-"""The operations by the C core on the CPU."""
+"""The operations by the C core on the CPU; without it, by torch on any device."""
 
 
-def serving(tensor: Any) -> SimpleNamespace:
-    """The backend for such a tensor: `OPERATIONS` by name, with the operands of `_core.call`."""
+def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
+    """The backend for such a tensor: `OPERATIONS` by name, with the operands of `_core.call`.
+
+    The first call for a CUDA device opens it: loads the kernels, checks them, writes the verdict
+    into the cache folder. Where it must not, a device that none has opened is left to torch.
+    """
     on_cpu = getattr(tensor, "is_cpu", None)  # torch's word; others' tensors have none
-    if on_cpu is None or (on_cpu and not forced):
+    if on_cpu is None or not HAS_CORE or (on_cpu and not forced):
         return core
     if not forced and is_cuda(tensor):
-        return cuda.serving(tensor.device.index, _portable())
+        choose = cuda.serving if opens else cuda.opened
+        return choose(tensor.device.index, _portable())
     return _portable()
+
+
+opened = functools.partial(serving, opens=False)
+"""As `serving`, for a decode step: looks a verdict up, and opens no device."""
 
 
 def is_cuda(tensor: Any) -> bool:
@@ -69,7 +84,8 @@ def _portable() -> SimpleNamespace:
         run = getattr(portable, name)
 
         def operation(*operands: Any) -> None:
-            _core.call(name, "check", *operands)
+            with cuda.current(operands[0]):
+                _core.call(name, "check", *operands)
             run(*operands)
 
         return operation
@@ -80,12 +96,14 @@ def _portable() -> SimpleNamespace:
 def info() -> dict[str, Any]:
     """See `h2o.ops.info`."""
     facts = _core.info()
+    compiled = HAS_CORE and not forced
     served = {
-        "cpu": "torch" if forced else "C",
-        "cuda": "torch" if forced else cuda.describe(),
+        "cpu": "C" if compiled else "torch",
+        "cuda": cuda.describe() if compiled else "torch",
         "any other device of torch": "torch",
     }
-    return facts | {"operations": dict.fromkeys(OPERATIONS, facts["level"]), "backends": served}
+    level = facts["level"] if HAS_CORE else "torch"
+    return facts | {"operations": dict.fromkeys(OPERATIONS, level), "backends": served}
 
 
 def check() -> dict[str, list[str]]:
@@ -93,6 +111,8 @@ def check() -> dict[str, list[str]]:
 
     Raises: RuntimeError where there is no such device or kernels cannot be loaded.
     """
+    if not HAS_CORE:
+        raise RuntimeError(packages.WITHOUT_CORE)
     import torch
 
     count = torch.cuda.device_count()

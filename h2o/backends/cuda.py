@@ -2,10 +2,10 @@
 
 The core checks a call and computes the size of its workspace ("measure"), torch allocates that, and
 the core queues the kernels on torch's current stream ("launch"): nothing waits for the device. What
-no kernel serves (a head dimension above 256) goes on to the torch backend, and so does everything
-where
+no kernel serves (a head dimension above 256; before compute capability 8.0 prompts in bfloat16 and
+heads above 128) goes on to the torch backend, and so does everything where
 
-- the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's nvcc);
+- the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's compiler);
 - those kernels are of other sources than the core, whose parameters they would misread;
 - there is no driver, or one that cannot load the kernels;
 - the kernels' answers on this device differ from those of the torch backend: see
@@ -14,6 +14,7 @@ where
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,10 +26,10 @@ from typing import Any
 
 from h2o import _core
 
-__all__ = ["check", "describe", "serving"]
+__all__ = ["check", "describe", "opened", "serving"]
 
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
-"""The kernels, for every architecture; no part of a build without nvcc."""
+"""The kernels, for every architecture; no part of a plain build."""
 
 _lock = threading.Lock()
 _serving: dict[int, SimpleNamespace] = {}
@@ -42,24 +43,40 @@ def serving(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
 
     The first call loads the kernels and checks them, unless an earlier process has.
     """
-    found = _serving.get(index)
-    if found is None:
+    operations = _serving.get(index)
+    if operations is None:
         with _lock:
-            found = _serving.get(index) or _choose(index, by_torch)
-    return found
+            operations = _serving.get(index) or _choose(index, by_torch)
+    return operations
+
+
+def opened(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
+    """As `serving`, but a device that `serving` has not met is left to `by_torch`, with a warning:
+    a decode step waits neither for a check nor for a file."""
+    operations = _serving.get(index)
+    if operations is not None:
+        return operations
+    if not _cannot_check():
+        warnings.warn(
+            f"the torch backend serves steps on {_device(index)}, which is not opened yet: call "
+            "h2o.ops.open_device(tensor) before, or attend or evict there",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return by_torch
 
 
 def _choose(index: int, by_torch: SimpleNamespace) -> SimpleNamespace:
     if _cannot_check():
         return by_torch
-    chosen = by_torch
-    reason = _load(index)
+    chosen, kernels = by_torch, _kernels(by_torch)
+    try:
+        reason = _load(index) or _remembered_check(index, kernels, by_torch)
+    except Exception as error:  # no memory left, for one: it says nothing about the kernels
+        reason = f"they could not be checked, which the next process tries again ({_line(error)})"
     if reason is None:
-        kernels = _kernels(by_torch)
-        reason = _remembered_check(index, kernels, by_torch)
-        if reason is None:
-            chosen = kernels
-    if reason is not None:
+        chosen = kernels
+    else:
         _reasons[index] = reason
         if FATBIN.is_file():
             warnings.warn(
@@ -93,9 +110,14 @@ def _load(index: int) -> str | None:
         return reason
     try:
         _core.load("cuda", FATBIN.read_bytes(), index)
-    except (RuntimeError, MemoryError) as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         return str(error)
     return None
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip() or "no more is said"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
@@ -106,12 +128,13 @@ def _kernels(by_torch: SimpleNamespace) -> SimpleNamespace:
 
         def run(*operands: Any) -> None:
             leader = operands[0]
-            stream = _stream(leader)
-            wanted = _core.call(name, "measure", *operands, stream)
+            with current(leader):
+                stream = _stream(leader)
+                wanted = _core.call(name, "measure", *operands, stream)
+                if wanted is not None:
+                    _core.call(name, "launch", *operands, stream, _workspace(leader, wanted))
             if wanted is None:
                 otherwise(*operands)
-            else:
-                _core.call(name, "launch", *operands, stream, _workspace(leader, wanted))
 
         return run
 
@@ -129,12 +152,30 @@ def _cannot_check() -> bool:
     return fake or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
+def _has_table(tensor: Any) -> bool:
+    """Whether the core borrows a tensor by DLPack's exchange table, as of torch 2.10."""
+    return hasattr(type(tensor), "__dlpack_c_exchange_api__")
+
+
+_NO_CHANGE = contextlib.nullcontext()
+
+
+def current(tensor: Any) -> contextlib.AbstractContextManager[Any]:
+    """Makes a tensor's device torch's current one where `__dlpack__` refuses those of any other:
+    before torch 2.10, on CUDA. Models that accelerate spreads over devices set none."""
+    if _has_table(tensor) or not getattr(tensor, "is_cuda", False):
+        return _NO_CHANGE
+    import torch
+
+    return torch.cuda.device(tensor.device)
+
+
 def _stream(tensor: Any) -> int | None:
     """torch's current stream on a tensor's device; None if the core gets it from the DLPack table.
 
     1 is DLPack's name of the default stream, and one that the driver knows too.
     """
-    if hasattr(type(tensor), "__dlpack_c_exchange_api__"):
+    if _has_table(tensor):
         return None
     import torch
 
@@ -148,50 +189,67 @@ def _workspace(tensor: Any, size: int) -> Any:
     return torch.empty(size, dtype=torch.uint8, device=tensor.device) if size else None
 
 
+def _settle(index: int) -> None:
+    """Waits for what the program has queued, whose errors say nothing about h2o's kernels."""
+    import torch
+
+    torch.cuda.synchronize(index)
+
+
 # ---- The check ---------------------------------------------------------------------------------
 
 
 def check(index: int, by_torch: SimpleNamespace) -> list[str]:
     """Checks the kernels of a device anew; what they got wrong.
 
-    Raises: RuntimeError where they cannot be loaded.
+    Raises: RuntimeError where they cannot be loaded, or the check could not be carried out.
     """
-    from h2o.backends import kernel_check
-
     reason = _load(index)
     if reason is not None:
         raise RuntimeError(reason)
-    mistakes = kernel_check.mistakes(_kernels(by_torch), by_torch, _device(index))
-    _remember(_facts(index), mistakes)
-    return mistakes
+    try:
+        return _new_check(index, _kernels(by_torch), by_torch)
+    except Exception as error:
+        text = f"the kernels of {_device(index)} could not be checked ({_line(error)})"
+        raise RuntimeError(text) from error
 
 
 def _device(index: int) -> str:
     return f"cuda:{index}"
 
 
+def _new_check(index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace) -> list[str]:
+    """The mistakes of a device's kernels, which the cache folder then holds."""
+    from h2o.backends import kernel_check
+
+    facts = _facts(index)
+    _settle(index)
+    mistakes = kernel_check.mistakes(kernels, by_torch, _device(index))
+    _remember(facts, mistakes)
+    return mistakes
+
+
 def _remembered_check(
     index: int, kernels: SimpleNamespace, by_torch: SimpleNamespace
 ) -> str | None:
     """The mistakes of a device's kernels as a text, or None; from the cache folder if there."""
-    from h2o.backends import kernel_check
-
-    facts = _facts(index)
-    mistakes = _recall(facts)
+    mistakes = _recall(_facts(index))
     if mistakes is None:
-        mistakes = kernel_check.mistakes(kernels, by_torch, _device(index))
-        _remember(facts, mistakes)
+        mistakes = _new_check(index, kernels, by_torch)
     return "; ".join(mistakes) or None
 
 
 def _facts(index: int) -> dict[str, Any]:
     """All that the result of the check can depend on: the key of a remembered result."""
+    import torch
+
     version, devices = _core.devices("cuda")
     module = Path("/proc/driver/nvidia/version")
     return {
         "device": devices[index],
         "driver": [version, module.read_text() if module.is_file() else ""],
         "h2o": _core.info()["version"],
+        "torch": torch.__version__,
         "kernels": hashlib.sha256(FATBIN.read_bytes()).hexdigest(),
     }
 
@@ -234,5 +292,9 @@ def describe() -> str:
         return f"torch ({error})"
     if _reasons:
         return "torch (" + "; ".join(f"{i}: {why}" for i, why in sorted(_reasons.items())) + ")"
-    names = ", ".join(f"{name}, compute capability {a}.{b}" for name, a, b in devices)
+    names = ", ".join(
+        f"{name}, compute capability {major}.{minor}"
+        + (", torch for prompts in bfloat16 and heads above 128" if major < 8 else "")
+        for name, major, minor in devices
+    )
     return f"C ({names or 'no device'}; driver for CUDA {version // 1000}.{version % 1000 // 10})"

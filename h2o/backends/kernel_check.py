@@ -5,14 +5,18 @@ difference names the operation. What is counted or chosen (positions, slots, len
 numbers may differ by their rounding, which another order of a sum and a GPU's shorter products
 explain. The inputs' scores lie far enough apart for that to change no choice.
 
+What says nothing about kernels stays apart: the program's own settings of torch are set aside
+meanwhile, and errors other than those of a failed kernel (no memory left, for one) are raised.
+
 Shape letters as in `h2o.ops`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +28,23 @@ from h2o.slots import KINDS, PER_SLOT, Slots, new_slots
 __all__ = ["mistakes"]
 
 TOLERANCE = {torch.float32: 4e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Of numbers, by the largest of their tensor; torch may multiply float32 in 10 bits (TF32)."""
+"""Of numbers, by the largest of their tensor; a device may multiply float32 in 10 bits (TF32)."""
+
+
+class Size(NamedTuple):
+    """Tokens of a case: first a prompt and a chunk, then those of single steps."""
+
+    prompt: int
+    chunk: int
+    steps: int
+    heavy: int
+    recent: int
+
+
+SHORT = Size(40, 9, 3, 18, 12)
+LONG = Size(290, 70, 3, 150, 100)
+"""What real sizes take: several blocks for a head's step, tiles of keys that all queries see, more
+than one tile of queries for a key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +60,21 @@ class Case:
     """heads with numbers of slots of their own"""
     pads: bool = False
     softcap: float = 0.0
+    learned_sinks: bool = False
+    long: bool = False
+    """a prompt and a budget of hundreds of tokens"""
+
+    @property
+    def size(self) -> Size:
+        return LONG if self.long else SHORT
 
     @property
     def name(self) -> str:
         facts = [str(self.dtype).removeprefix("torch."), f"D = {self.D}"]
+        facts += [f"{self.size.prompt} tokens"] if self.long else []
         facts += [self.kv_dtype] if self.kv_dtype else []
         facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
-        flags = ("value_weighted", "merge", "own", "pads")
+        flags = ("value_weighted", "merge", "own", "pads", "learned_sinks")
         return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
 
 
@@ -58,24 +86,53 @@ CASES = (
     Case(64, torch.bfloat16, merge=0.3),
     Case(64, torch.bfloat16, softcap=2.0),
     Case(64, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
+    Case(64, torch.bfloat16, learned_sinks=True),
+    Case(48, torch.float32, learned_sinks=True, pads=True),
+    Case(160, torch.float16, value_weighted=True),
+    Case(128, torch.bfloat16, own=True, long=True),
+    Case(64, torch.float16, pads=True, softcap=20.0, long=True),
 )
 
-B, G, R, PROMPT, CHUNK, STEPS = 2, 2, 2, 40, 9, 3
-SINKS, HEAVY, RECENT = 2, 18, 12
+B, G, R, SINKS = 2, 2, 2, 2
 
 
 def mistakes(kernels: Any, by_torch: Any, device: Any) -> list[str]:
     """What `kernels` answer otherwise than `by_torch`, each with operation and case.
 
     Both have the operations of `_core.call`, with its operands.
+
+    Raises: what ends the check and says nothing about the kernels, such as torch.OutOfMemoryError.
     """
-    found = []
-    with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
+    found: list[str] = []
+    with _default_settings(torch.device(device)):
         for seed, case in enumerate(CASES):
             text = _first_mistake(kernels, by_torch, case, torch.device(device), seed)
             if text is not None:
                 found.append(f"{text} ({case.name})")
+            if text is not None and " fails: " in text:
+                break  # after a fault CUDA refuses all that follows
     return found
+
+
+@contextlib.contextmanager
+def _default_settings(device: torch.device) -> Iterator[None]:
+    """Sets aside what the program has set in torch: default device and dtype, deterministic
+    algorithms, gradients, autocast, products of float32 in fewer bits (TF32)."""
+    dtype, strict = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        if strict:
+            torch.use_deterministic_algorithms(False)
+        with device, torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        if strict:
+            torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 def _first_mistake(
@@ -96,8 +153,25 @@ def _first_mistake(
             if wrong:
                 return f"{name} gets {', '.join(wrong)} wrong"
     except RuntimeError as error:  # a device reports a failure when it is waited for
+        if not _is_fault(error):
+            raise
         return f"{name} fails: {str(error).splitlines()[0]}"
     return None
+
+
+FAULTS = (
+    "unspecified launch failure", "illegal memory access", "misaligned address",
+    "illegal instruction", "hardware stack error", "invalid program counter",
+    "operation not supported on global/shared address space", "device-side assert",
+    "launch timed out", "too many resources requested for launch", "invalid device function",
+    "cuLaunchKernel of h2o_cuda",
+)  # fmt: skip
+"""What CUDA's errors say, in torch's words as in the core's, where a kernel is to blame."""
+
+
+def _is_fault(error: RuntimeError) -> bool:
+    text = str(error)
+    return "CUDA error" in text and any(words in text for words in FAULTS)
 
 
 def _mapped(arguments: Any, function: Callable[[Tensor], Tensor]) -> list[Any]:
@@ -117,40 +191,45 @@ def _equal(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
 def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
     """(operation, arguments, results): results(own, arguments) pairs what both have written."""
     H, D = G * R, case.D
-    total = PROMPT + CHUNK + STEPS
+    prompt, chunk, steps, heavy, recent = case.size
+    total = prompt + chunk + steps
     query, keys, values = _text(case, total, device, seed)
     mask = torch.ones(B, total, dtype=torch.bool, device=device)
     if case.pads:
         mask[1, :7] = False
     scale, softcap, decay = D**-0.5, case.softcap, 0.97
+    sinks = torch.linspace(-2, 3, H, dtype=torch.float32, device=device)
+    sinks = sinks if case.learned_sinks else None
     policy = Policy(SINKS, decay=decay, value_weighted=case.value_weighted, merge=case.merge)
-    capacity = SINKS + HEAVY + RECENT + 1 + max(0, CHUNK - 1)
+    capacity = SINKS + heavy + recent + chunk
     slots = new_slots(
-        keys, [capacity, capacity + 3] if case.own else capacity, HEAVY, RECENT,
+        keys, [capacity, capacity + 3] if case.own else capacity, heavy, recent,
         value_weighted=case.value_weighted, kv_dtype=case.kv_dtype, merge=case.merge is not None,
     )  # fmt: skip
 
     def number(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    for first, last in ((0, PROMPT), (PROMPT, PROMPT + CHUNK)):
+    for first, last in ((0, prompt), (prompt, prompt + chunk)):
         now = slice(first, last)
         out = number(B, last - first, H, D, dtype=case.dtype)
         scores = number(B, G, last - first)
         new = (keys[:, :, now].contiguous(), values[:, :, now].contiguous())
         mine = mask[:, now].contiguous() if case.pads else None
         stored = slots if first else None
-        arguments = (query[:, :, now], *new, mine, stored, out, scores, scale, softcap, policy)
+        arguments = (query[:, :, now], *new, mine, stored, out, scores)
+        arguments = (*arguments, scale, softcap, policy, sinks)
         yield "attend", arguments, _attended
         yield "evict", (*new, scores, mine, slots, policy), lambda a, b: _slots(a[4], b[4], D)
-    for t in range(PROMPT + CHUNK, total):
+    for t in range(prompt + chunk, total):
         now = slice(t, t + 1)
         out = number(B, 1, H, D, dtype=case.dtype)
         new = (query[:, :, now], keys[:, :, now], values[:, :, now])
-        arguments = (*new, None, slots, out, scale, softcap, policy, None, None)
+        arguments = (*new, None, slots, out, scale, softcap, policy, None, None, sinks)
         yield "step", arguments, lambda a, b: [("out", a[5], b[5]), *_slots(a[4], b[4], D)]
-    if case.kv_dtype is None:
-        yield from _simulation(case, (query, keys, values), mask, (scale, softcap, policy), number)
+    if case.kv_dtype is None and not case.long:
+        numbers = (scale, softcap, policy)
+        yield from _simulation(case, (query, keys, values), mask, numbers, sinks, number)
 
 
 def _attended(mine: Any, theirs: Any) -> list[tuple[str, Tensor, Tensor]]:
@@ -160,18 +239,20 @@ def _attended(mine: Any, theirs: Any) -> list[tuple[str, Tensor, Tensor]]:
     return pairs
 
 
-def _simulation(case: Case, text: Any, mask: Tensor, numbers: Any, number: Any) -> Iterator[Any]:
+def _simulation(
+    case: Case, text: Any, mask: Tensor, numbers: Any, sinks: Tensor | None, number: Any
+) -> Iterator[Any]:
     """The whole text, of which the prompt is one token shorter in each further row."""
     query, keys, _ = text
     total = query.shape[2]
-    prompt = PROMPT - torch.arange(B, dtype=torch.int32, device=keys.device)
+    prompt = case.size.prompt - torch.arange(B, dtype=torch.int32, device=keys.device)
     budget = number(B, 2, dtype=torch.int32)
-    budget[:, 0], budget[:, 1] = HEAVY, RECENT
+    budget[:, 0], budget[:, 1] = case.size.heavy, case.size.recent
     out = number(B, total, G * R, case.D, dtype=case.dtype)
     evicted = number(B, G, total, dtype=torch.int32)
     scores = number(B, G, total)
     pads = mask if case.pads else None
-    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, None, None)
+    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, None, None, sinks)
     names = ("out", "evicted_at", "scores")
     yield "simulate", arguments, lambda a, b: list(zip(names, a[6:9], b[6:9], strict=True))
 
@@ -223,7 +304,8 @@ def _text(case: Case, tokens: int, device: torch.device, seed: int) -> tuple[Ten
     orders = [torch.randperm(tokens, generator=generator, device="cpu") for _ in range(B * G)]
     weights = torch.stack(orders).view(B, G, tokens, 1).float()
     time = torch.arange(tokens, dtype=torch.float32, device="cpu").view(1, 1, -1, 1) / tokens
-    keys = 0.5 * normal(B, G, tokens, D) + common * (weights / tokens - 0.5)
+    noise = 0.5 * min(1.0, 60 / tokens)  # the more keys, the nearer lie their scores
+    keys = noise * normal(B, G, tokens, D) + common * (weights / tokens - 0.5)
     towards = common * (1 - 0.5 * time) + drift * time
     query = towards.repeat_interleave(R, 1) + 0.3 * normal(B, G * R, tokens, D)
     values = normal(B, G, tokens, D)

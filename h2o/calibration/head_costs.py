@@ -42,6 +42,7 @@ class Watched:
     """[1, G, n, D]"""
     scale: float | None
     softcap: float
+    sink_logits: Tensor | None
     gradients: list[Tensor]
     """Of each drawn continuation [n, H, D] float32: of its log-likelihood by the output"""
 
@@ -57,7 +58,7 @@ def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> di
             out.requires_grad_()
         outputs.append(out)
         q, k, v = (x.detach().float() for x in (call.query, call.key, call.value))
-        layers[call.layer] = Watched(q, k, v, call.scale, call.softcap, [])
+        layers[call.layer] = Watched(q, k, v, call.scale, call.softcap, call.sink_logits, [])
         return out
 
     with attending(model, full_layers(model), attention), torch.enable_grad():
@@ -94,7 +95,8 @@ def costs(watched: Watched, budgets: Sequence[int], policy: Callable[[int], H2OC
             q, k, v,
             torch.ones(rows, dtype=torch.int32, device=device),
             torch.tensor(amounts, dtype=torch.int32, device=device),
-            scale=watched.scale, softcap=watched.softcap, policy=configs[0].policy,
+            scale=watched.scale, softcap=watched.softcap, sink_logits=watched.sink_logits,
+            policy=configs[0].policy,
         )  # fmt: skip
         change = (out[:-1] - out[-1]).reshape(rows - 1, n, G, -1)
         total = torch.zeros(rows - 1, G, dtype=torch.float64, device=device)

@@ -25,6 +25,7 @@ from h2o.config import H2OConfig
 from h2o.head_budgets import levelled
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_hook import Call, attending
+from h2o.sink_logits import softmax
 
 __all__ = ["around", "moved", "worth"]
 
@@ -69,10 +70,12 @@ def worth(
                 q, k, v,
                 torch.ones(3, dtype=torch.int32, device=device),
                 torch.tensor(levelled(amounts, k.shape[1], part), dtype=torch.int32, device=device),
-                scale=call.scale, softcap=call.softcap, policy=configs[0][0].policy,
+                scale=call.scale, softcap=call.softcap, sink_logits=call.sink_logits,
+                policy=configs[0][0].policy,
             )  # fmt: skip
             changes.append((out[2] - out[1]).reshape(len(ids), k.shape[1], -1))
-        attended = _attend(query[0], key[0], value[0], evicted_at[0], call.scale, call.softcap)
+        logits = call.scale, call.softcap, call.sink_logits
+        attended = _attend(query[0], key[0], value[0], evicted_at[0], *logits)
         if not attended.requires_grad:  # a first layer whose parameters are frozen
             attended.requires_grad_()
         outputs.append(attended)
@@ -110,6 +113,7 @@ def _attend(
     evicted_at: Tensor,
     scale: float | None,
     softcap: float,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """What `ops.simulate` gives, with a gradient: [1, n, H, D] from [H, n, D] and twice [G, n, D].
 
@@ -121,9 +125,12 @@ def _attend(
     seen = (row[:, None] < evicted_at[:, None]) & (row[:, None] >= row)
     q = query.reshape(G, H // G, n, D)
     k, v = (x[:, None].expand(q.shape) for x in (keys, values))
-    if softcap:
-        logits = softcap * torch.tanh((D**-0.5 if scale is None else scale) / softcap * (q @ k.mT))
-        weights = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1, dtype=torch.float32)
+    if softcap or sink_logits is not None:
+        logits = (D**-0.5 if scale is None else scale) / (softcap or 1.0) * (q @ k.mT)
+        if softcap:
+            logits = softcap * torch.tanh(logits)
+        sinks = None if sink_logits is None else sink_logits.view(G, -1, 1, 1)
+        weights = softmax(logits.masked_fill(~seen[:, None], -torch.inf), sinks, torch.float32)
         out = weights.to(q.dtype) @ v
     else:
         out = nn.functional.scaled_dot_product_attention(

@@ -41,7 +41,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, metavar="N", help="only the first so many of the text; default: as "
         "many as the model has positions")  # fmt: skip
     add_cache_options(p, CACHE_FIELDS)
-    add("--prompt-len", type=int, default=1, metavar="N",
+    add("--prompt-length", "--prompt-len", type=int, default=1, metavar="N",
         help="tokens before the first eviction (%(default)s)")  # fmt: skip
     add("--compare", default=COMPARE, metavar="SETTINGS", help="caches whose retained attention "
         "is compared, written as for h2o eval; none for no others (%(default)s)")  # fmt: skip
@@ -57,7 +57,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from h2o.processes import refuse_several
 
     refuse_several("h2o analyze")
-    for name in ("tokens", "prompt_len"):
+    for name in ("tokens", "prompt_length"):
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"argument --{name.replace('_', '-')}: must be at least 1, not {value}")
@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace, text: str | None) -> None:
             f"a page shows at most {LONGEST} tokens, not {ids.shape[1]}: give --tokens {LONGEST}"
         )
     say(f"reading {ids.shape[1]} of {total} tokens, in full and with the cache")
-    a = analyze(model, ids, h2o_config=config, prompt_len=options.prompt_len)
+    a = analyze(model, ids, h2o_config=config, prompt_length=options.prompt_length)
     for setting in settings:
         say(f"cache {setting.name}")
         a.cached(setting.config)

@@ -20,7 +20,7 @@ from h2o.evaluate.setting import (
 from h2o.filesystem import make_writable
 from h2o.models import DTYPES, need_transformers, torch_device
 from h2o.packages import install_command
-from h2o.processes import launched, leave
+from h2o.processes import finish, launched
 from h2o.profile import Profile
 from h2o.result_cells import fingerprint
 
@@ -57,6 +57,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.epilog = "settings of --compare, separated by commas:\n" + GRAMMAR
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.allow_abbrev = False  # what looks like one of ours may be one of lm-eval's
+    p.add_argument("--json", action="store_true", help="print the results as the result file has "
+                   "them instead of a table")  # fmt: skip
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--tasks", "-t", nargs="+", metavar="TASK", help="lm-eval tasks")
     what.add_argument("--summarize", type=Path, metavar="FILE", help="JSON lines of articles")
@@ -83,7 +85,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "summaries and needles always use a real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
     add_cache_options(one, CACHE_FIELDS)
-    one.add_argument("--prompt-len", type=int, help="simulation: tokens before the first eviction")
+    one.add_argument("--prompt-length", "--prompt-len", type=int, metavar="N",
+                     help="simulation: tokens before the first eviction")  # fmt: skip
     one.add_argument("--ratio-of", choices=["text", "prompt"], help="what fractions refer to")
 
     many = p.add_argument_group("several settings in one table")
@@ -113,6 +116,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             raise Misused("--budgets goes with --compare")
         if args.profile is not None:
             settings = with_profile(settings, Profile.load(args.profile))
+        if args.json and args.tasks and not settings:
+            raise Misused("--json with --tasks goes with --compare: lm-eval writes one setting's "
+                          "results into --output-path")  # fmt: skip
         if settings and single(args):
             raise Misused(f"{single(args)[0]} is for one setting; write it into --compare")
         one = from_options(**asked(args, CACHE))
@@ -127,7 +133,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             tasks(args, settings, rest)
         else:
             say(texts(args, settings or [one]))
-        leave()
+        finish()
     except Misused as error:
         parser.error(str(error))
     except ValueError as error:
@@ -152,8 +158,8 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise Misused(
             f"--limit {args.limit:g}: a number of rows or windows, at least 1, or of a task a share"
         )
-    if args.prompt_len is not None and args.prompt_len < 1:
-        raise Misused(f"--prompt-len {args.prompt_len}: a number of tokens, at least 1")
+    if args.prompt_length is not None and args.prompt_length < 1:
+        raise Misused(f"--prompt-length {args.prompt_length}: a number of tokens, at least 1")
 
 
 def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
@@ -165,6 +171,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         "dtype": args.dtype,
         "device": args.device,
         "limit": None if args.limit is None else int(args.limit),
+        "as_json": args.json,
     }
     output = args.output_path or OUTPUT
     if args.perplexity:
@@ -175,12 +182,12 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
             need_caches(settings, "use --protocol simulate")
         else:
             check_protocol(args, settings)
-        how = {"protocol": args.protocol or "simulate", "prompt_len": args.prompt_len or 1}
+        how = {"protocol": args.protocol or "simulate", "prompt_length": args.prompt_length or 1}
         return perplexity.compare(
             args.perplexity, settings, output, window=args.window, **how, **common
         )
     what = "needles" if args.needle else "summaries"
-    refuse(args, what, "protocol", "prompt_len", "ratio_of", protocol="drop")
+    refuse(args, what, "protocol", "prompt_length", "ratio_of", protocol="drop")
     need_caches(settings, f"{what} need one")
     if args.needle:
         from h2o.evaluate import needle
@@ -206,7 +213,7 @@ def check_protocol(args: argparse.Namespace, settings: list[Setting]) -> None:
 
     for setting in settings:
         try:
-            check(setting, args.protocol or "simulate", args.prompt_len or 1, args.ratio_of)
+            check(setting, args.protocol or "simulate", args.prompt_length or 1, args.ratio_of)
         except ValueError as error:
             raise Misused(f"{setting.name}: {error}") from error
 
@@ -246,7 +253,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
     arguments = ["--tasks", *args.tasks, "--device", args.device, *rest]
     if args.limit is not None:
         arguments += ["--limit", f"{args.limit:g}"]
-    how = asked(args, ("protocol", "prompt_len", "ratio_of"))
+    how = asked(args, ("protocol", "prompt_length", "ratio_of"))
     model_args = {"pretrained": args.model} if args.model else {}
     if args.dtype != "auto":
         model_args["dtype"] = args.dtype
@@ -257,7 +264,7 @@ def tasks(args: argparse.Namespace, settings: list[Setting], rest: list[str]) ->
             raise Misused("--log_samples is for one setting; --compare keeps the numbers only")
         output = args.output_path or OUTPUT
         arguments += as_model_args(model_args)
-        say(lm_eval_tasks.compare(arguments, settings, output, **how))
+        say(lm_eval_tasks.compare(arguments, settings, output, as_json=args.json, **how))
         return
     cache = asked(args, CACHE)
     model_type = "h2o"

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from h2o.cli import texts
+from h2o.cli import prompts_file, texts
 from h2o.cli.cache_options import add_cache_options, config_from
 from h2o.cli.comparison import Result
 from h2o.config import H2OConfig
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="compile the decode step first (not the full "
         "cache's), which takes a minute or two and a C++ compiler")  # fmt: skip
     add("--json", action="store_true", help="for machines: one object, nothing else")
+    prompts_file.add_arguments(parser)
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -54,6 +55,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     options.document = None
+    prompts_file.check(parser, options)
     if options.prompt_file is not None:
         options.document = texts.read(parser, "--prompt-file", options.prompt_file)
     texts.checked(parser, "--prompt", options.prompt)
@@ -63,6 +65,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The exit code. Raises: UserError."""
     from h2o.cli import comparison
 
+    if options.prompts is not None:
+        return prompts_file.run(options)
     result = generate(options)
     if options.json:
         print(json.dumps(asdict(result), indent=2))

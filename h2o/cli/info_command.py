@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -31,8 +32,10 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     # The core borrows torch's threads where torch is loaded, as it is when a model runs.
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401
-    from h2o import ops
+    from h2o import ops, packages
 
+    if not packages.has_core():
+        print(packages.WITHOUT_CORE, file=sys.stderr)
     core = ops.info()
     versions = {"h2o": core.pop("version"), "python": platform.python_version()}
     for name in ("numpy", "torch", "transformers"):

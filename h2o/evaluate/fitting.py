@@ -9,7 +9,7 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported, UserError
 from h2o.evaluate.setting import Setting
 from h2o.kv_dtype import stored_bytes
-from h2o.model_identity import describe
+from h2o.model_identity import describe, latent_row
 
 __all__ = ["check_fit", "try_on"]
 
@@ -60,5 +60,5 @@ def try_on(model: Any, h2o_config: H2OConfig) -> None:
         )
     fitted = h2o_config.for_model(model)
     H2OCache(config, fitted)
-    if head := describe(config).get("head_dim"):
+    if head := latent_row(config) or describe(config).get("head_dim"):
         stored_bytes(fitted.kv_dtype, head)

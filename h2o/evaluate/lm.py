@@ -35,6 +35,7 @@ from h2o.evaluate import protocols
 from h2o.evaluate.fitting import try_on
 from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluate.setting import Setting, from_config, from_options
+from h2o.former_names import accepts_former
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
 from h2o.processes import ALONE, Processes, launched
@@ -93,16 +94,17 @@ class H2OLM(HFLM):
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
         heavy, recent, and every other field of `H2OConfig`; or, from Python, `h2o_config`, one of
             these.
-        prompt_len: "simulate" only: tokens before the first eviction.
+        prompt_length: "simulate" only: tokens before the first eviction.
         ratio_of: what fractions refer to: "text" (default in simulation) or "prompt" (always
             so in "drop", where the prompt is the context).
     """
 
+    @accepts_former(prompt_len="prompt_length")
     def __init__(
         self,
         pretrained: Any = "",
         protocol: str = "simulate",
-        prompt_len: int = 1,
+        prompt_length: int = 1,
         ratio_of: str | None = None,
         h2o_config: H2OConfig | None = None,
         **kwargs: Any,
@@ -114,7 +116,7 @@ class H2OLM(HFLM):
             setting = from_config(h2o_config)
         else:
             setting = from_options(**policy)
-        check(setting, protocol, prompt_len, ratio_of)
+        check(setting, protocol, prompt_length, ratio_of)
         if isinstance(pretrained, str) and pretrained in ("", models.DEFAULT_MODEL):
             pretrained = str(models.embedded_folder(log.info))
         kwargs["logits_cache"] = False  # it would lend one request's logits to another
@@ -138,14 +140,15 @@ class H2OLM(HFLM):
         if self.backend != "causal":
             raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
         self._own_attention = self.model.config._attn_implementation
-        self.use(setting, protocol, prompt_len=prompt_len, ratio_of=ratio_of)
+        self.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
 
+    @accepts_former(prompt_len="prompt_length")
     def use(
         self,
         setting: Setting,
         protocol: str = "simulate",
         *,
-        prompt_len: int = 1,
+        prompt_length: int = 1,
         ratio_of: str | None = None,
         journal: Path | None = None,
     ) -> None:
@@ -156,11 +159,11 @@ class H2OLM(HFLM):
 
         Raises: ValueError for a setting that does not go with the protocol or the model.
         """
-        self.ratio_of = check(setting, protocol, prompt_len, ratio_of)
+        self.ratio_of = check(setting, protocol, prompt_length, ratio_of)
         if protocol == "drop" or setting.variant != "full":
             try_on(self.model, setting.config)
         self.journal = journal
-        self.setting, self.protocol, self.prompt_len = setting, protocol, prompt_len
+        self.setting, self.protocol, self.prompt_length = setting, protocol, prompt_length
         self.tally = Tally()
         wanted = "h2o" if protocol == "drop" else self._own_attention
         if self.model.config._attn_implementation != wanted:
@@ -172,7 +175,7 @@ class H2OLM(HFLM):
             "protocol": self.protocol,
             **self.setting.describe(),
             "ratio_of": self.ratio_of,
-            "prompt_len": self.prompt_len if self.protocol == "simulate" else "context",
+            "prompt_len": self.prompt_length if self.protocol == "simulate" else "context",
             **dataclasses.asdict(self.tally),
         }
 
@@ -299,7 +302,7 @@ class H2OLM(HFLM):
             seen = prompt = len(text) - len(continuation)
         else:
             seen = len(text) - 1
-            prompt = min(self.prompt_len, seen) if self.ratio_of == "prompt" else seen
+            prompt = min(self.prompt_length, seen) if self.ratio_of == "prompt" else seen
         kept = self.setting.config.for_model(self.model).held(seen, prompt)
         self.tally.requests += 1
         self.tally.one_token_answers += len(continuation) == 1
@@ -315,7 +318,7 @@ class H2OLM(HFLM):
             [len(continuation) for _, _, continuation in batch],
             h2o_config=self.setting.config,
             variant=self.setting.variant,
-            prompt_len=self.prompt_len,
+            prompt_length=self.prompt_length,
             ratio_of=self.ratio_of,
         )
         return [self._answer(x, tokens) for x, (_, _, tokens) in zip(logits, batch, strict=True)]

@@ -66,8 +66,9 @@ def compare(
     output: Path,
     *,
     protocol: str = "simulate",
-    prompt_len: int = 1,
+    prompt_length: int = 1,
     ratio_of: str | None = None,
+    as_json: bool = False,
 ) -> str:
     """Each setting on each task; the model is loaded once.
 
@@ -76,6 +77,7 @@ def compare(
         settings: what to compare.
         output: folder for compare.json and compare.png. What compare.json already has, from a
             run of the same model, arguments, tasks, protocol and versions, is not measured again.
+        as_json: return the results as the file has them, those of this call.
 
     Returns:
         the table, as text.
@@ -83,24 +85,26 @@ def compare(
     with lm_eval_arguments(arguments), readable_errors():
         config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
         manager = own_tasks(config) or config.process_tasks(config.metadata)
-    of_cache = set(config.model_args) & {*POLICY, "protocol", "prompt_len", "ratio_of"}
+    how = {"protocol", "prompt_length", "prompt_len", "ratio_of"}
+    of_cache = set(config.model_args) & {*POLICY, *how}
     if of_cache:
         raise UserError(
             f"--model_args {sorted(of_cache)[0]}: settings of the cache go into --compare"
         )
     common = {"batch_size": config.batch_size, "device": config.device}
     for setting in settings:  # before anything long is started
-        check(setting, protocol, prompt_len, ratio_of)
+        check(setting, protocol, prompt_length, ratio_of)
     cells = Cells(output / "compare.json", "h2o eval --compare on lm-eval tasks", launched())
     with readable_errors():
         lm = H2OLM(**config.model_args, **{k: v for k, v in common.items() if v is not None})
     check_fit(settings, full_cache=protocol == "drop")(lm.model)
-    lm.use(settings[0], protocol, prompt_len=prompt_len, ratio_of=ratio_of)
+    lm.use(settings[0], protocol, prompt_length=prompt_length, ratio_of=ratio_of)
     seeds = dict(zip(("random", "numpy", "torch", "fewshot"), config.seed or (), strict=False))
     name = config.model_args.get("pretrained") or DEFAULT_MODEL
     origin = provenance(lm.model, lm.tokenizer, name, seeds)
     results: dict[Setting, dict[str, dict[str, Any]]] = {}
     notes: set[str] = set()
+    every: list[dict[str, Any]] = []
     for task in config.tasks:
         name = task if isinstance(task, str) else task.get("task", str(task))
         with readable_errors(name):
@@ -122,14 +126,21 @@ def compare(
                 "max_length": lm.max_length,
                 "protocol": protocol,
                 "ratio_of": lm.ratio_of,
-                "prompt_len": prompt_len,
+                "prompt_len": prompt_length,
                 **setting.describe(),
             }
             cells.processes.agree([facts])
+            every.append(facts)
             result = cells.find(facts)
             if result is None:
                 journal = output / f"answers-{fingerprint(facts)}.jsonl"
-                lm.use(setting, protocol, prompt_len=prompt_len, ratio_of=ratio_of, journal=journal)
+                lm.use(
+                    setting,
+                    protocol,
+                    prompt_length=prompt_length,
+                    ratio_of=ratio_of,
+                    journal=journal,
+                )
                 with readable_errors(name):
                     measured = cells.processes.of_first(measure(lm, task, config, manager))
                 result = cells.put(facts, measured)
@@ -151,6 +162,8 @@ def compare(
         "accuracy",
         kept_bytes.axis(in_bytes),
     )
+    if as_json:
+        return cells.as_json(every)
     first = f"{origin['model']}, protocol {protocol}, fractions of the {lm.ratio_of}"
     return "\n".join(
         [first, "", as_table(results, sizes), "", *sorted(notes), written(cells.path, drawn)]

@@ -106,6 +106,7 @@ def compare(
     device: str = "cpu",
     lengths: Sequence[int] = LENGTHS,
     limit: int | None = None,
+    as_json: bool = False,
 ) -> str:
     """How many facts each setting finds.
 
@@ -115,6 +116,7 @@ def compare(
         output: folder for needle.json, which a second run completes, and needle.png.
         lengths: tokens of the texts.
         limit: trials of every length and depth; None is 4.
+        as_json: return the results as the file has them, those of this call.
 
     Returns:
         the table, as text.
@@ -155,6 +157,8 @@ def compare(
     drawn = plot_curves(
         output / "needle.png", [(file.name, curves)], "facts found", kept_bytes.axis(in_bytes)
     )
+    if as_json:
+        return cells.as_json(facts for row in work for facts, _ in row)
     first = (
         f"{origin['model']}, {len(rows)} facts in pieces of {file.name}, cut before the question; "
         "fractions of the piece"

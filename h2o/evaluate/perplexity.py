@@ -44,7 +44,8 @@ def compare(
     protocol: str = "simulate",
     window: int = 1024,
     limit: int | None = None,
-    prompt_len: int = 1,
+    prompt_length: int = 1,
+    as_json: bool = False,
 ) -> str:
     """Perplexity of a text file with each setting.
 
@@ -55,7 +56,8 @@ def compare(
         protocol: "simulate", or "drop" for the real cache.
         window: tokens of a window; the last one may be shorter.
         limit: use only the first so many windows.
-        prompt_len: tokens of each window before the first eviction.
+        prompt_length: tokens of each window before the first eviction.
+        as_json: return the results as the file has them, those of this call.
 
     Returns:
         the table, as text.
@@ -78,10 +80,10 @@ def compare(
             "tokens": fingerprint({"ids": ids}),
             "protocol": protocol,
             "ratio_of": "text",
-            "prompt_len": prompt_len,
+            "prompt_len": prompt_length,
         }
         ways = [
-            partial(measured, model, ids, setting, protocol, prompt_len) for setting in settings
+            partial(measured, model, ids, setting, protocol, prompt_length) for setting in settings
         ]
         each = zip(settings, ways, strict=True)
         work.append([(facts | setting.describe(), way) for setting, way in each])
@@ -97,11 +99,13 @@ def compare(
     drawn = plot_curves(
         output / "perplexity.png", [(file.name, curves)], "perplexity", kept_bytes.axis(in_bytes)
     )
+    if as_json:
+        return cells.as_json(facts for row in work for facts, _ in row)
     note = "" if len(windows) == total else f", the first of {total}"
     return "\n".join(
         [
             f"{origin['model']}, {file.name} in {len(windows)} windows of {window} tokens{note}",
-            f"protocol {protocol}, first eviction after {prompt_len}, fractions of the window",
+            f"protocol {protocol}, first eviction after {prompt_length}, fractions of the window",
             "",
             as_table(results, protocol, sizes),
             "",
@@ -119,12 +123,14 @@ share of the attention paid that went to keys held at the end (1 - `share_evicte
 
 
 def measured(
-    model: Any, ids: list[int], setting: Setting, protocol: str, prompt_len: int
+    model: Any, ids: list[int], setting: Setting, protocol: str, prompt_length: int
 ) -> dict[str, Any]:
     """One window, as the result file has it."""
     measure = by_simulation if protocol == "simulate" else by_cache
     start = time.perf_counter()
-    loss, attention = measure(model, torch.tensor([ids], device=model.device), setting, prompt_len)
+    loss, attention = measure(
+        model, torch.tensor([ids], device=model.device), setting, prompt_length
+    )
     return {
         "loss": loss.double().sum().item(),
         "predicted": loss.numel(),
@@ -136,13 +142,13 @@ def measured(
 
 
 def by_simulation(
-    model: Any, ids: Tensor, setting: Setting, prompt_len: int = 1
+    model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1
 ) -> tuple[Tensor, dict[int, float]]:
     """(loss of tokens 1 to n-1 of ids [1, n], retained mass by layer) from one forward."""
     if setting.variant == "full":
         with torch.no_grad():
             return _loss(model(ids, use_cache=False).logits, ids), {}
-    policy = {"variant": setting.variant, "prompt_len": prompt_len, "mass": True}
+    policy = {"variant": setting.variant, "prompt_length": prompt_length, "mass": True}
     with simulated(model, setting.config, **policy) as simulation, torch.no_grad():
         loss = _loss(model(ids, use_cache=False).logits, ids)
     layers = simulation.layers()
@@ -150,11 +156,14 @@ def by_simulation(
 
 
 def by_cache(
-    model: Any, ids: Tensor, setting: Setting, prompt_len: int = 1
+    model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1
 ) -> tuple[Tensor, dict[int, float]]:
     """(loss of tokens 1 to n-1 of ids [1, n], share held by layer), token by token."""
     cache = H2OCache(model.config, setting.config, prompt_length=ids.shape[1])
-    logits = [*read(model, cache, ids[:, :prompt_len]), *read(model, cache, ids[:, prompt_len:], 1)]
+    logits = [
+        *read(model, cache, ids[:, :prompt_length]),
+        *read(model, cache, ids[:, prompt_length:], 1),
+    ]
     evicting = [layer for layer in cache.report().layers if layer.kind == "h2o"]
     held = {layer.layer: 1 - layer.share_evicted for layer in evicting}
     return _loss(torch.cat(logits, dim=1), ids), held

@@ -45,22 +45,22 @@ class Tally:
     prompt ("drop")."""
 
 
-def check(setting: Setting, protocol: str, prompt_len: int, ratio_of: str | None) -> str:
+def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | None) -> str:
     """What fractions refer to; ValueError for what does not go together."""
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol is simulate or drop, not {protocol!r}")
     if protocol == "drop":
         if not setting.dropping:
             raise ValueError(f"{setting.name}: a mask, no cache; use protocol=simulate")
-        if prompt_len != 1 or ratio_of not in (None, "prompt"):
+        if prompt_length != 1 or ratio_of not in (None, "prompt"):
             raise ValueError(
-                "protocol=drop takes the context as prompt, and fractions of it: prompt_len and "
+                "protocol=drop takes the context as prompt, and fractions of it: prompt_length and "
                 "ratio_of are for protocol=simulate"
             )
         return "prompt"
     ratio_of = ratio_of or "text"
     variant = "h2o" if setting.variant == "full" else setting.variant
-    simulation.check(setting.config, variant, prompt_len, ratio_of)
+    simulation.check(setting.config, variant, prompt_length, ratio_of)
     return ratio_of
 
 

@@ -104,6 +104,7 @@ def compare(
     chat: bool = False,
     max_new_tokens: int = 64,
     limit: int | None = None,
+    as_json: bool = False,
 ) -> str:
     """ROUGE of each setting over a file of articles.
 
@@ -113,6 +114,7 @@ def compare(
         output: folder for summaries.json, which holds every summary and which a second run
             completes, and summaries.png.
         chat: give the prompt as a user's turn of the model's chat template.
+        as_json: return the results as the file has them, those of this call.
 
     Returns:
         the table, as text.
@@ -165,6 +167,8 @@ def compare(
     drawn = plot_curves(
         output / "summaries.png", [(file.name, curves)], "ROUGE-L", kept_bytes.axis(in_bytes)
     )
+    if as_json:
+        return cells.as_json(facts for row in work for facts, _ in row)
     first = f"{origin['model']}, {len(rows)} rows of {file.name}, fractions of the prompt"
     return "\n".join([first, "", as_table(results, sizes), "", written(cells.path, drawn)])
 

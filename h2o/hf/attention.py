@@ -26,6 +26,7 @@ from transformers.utils.output_capturing import _active_collector
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import AttentionCall
 from h2o.hf.layer import H2OLayer
+from h2o.sink_logits import softmax
 
 __all__ = [
     "h2o_attention_forward",
@@ -37,8 +38,7 @@ __all__ = [
 ]
 
 _FOREIGN = {
-    "s_aux": "attention sinks as parameters",
-    "sinks": "attention sinks as parameters",
+    "sinks": "attention sinks by another name than s_aux",
     "position_bias": "an additive position bias",
     "block_indices": "block-sparse attention",
     "cache": "paged attention (continuous batching)",
@@ -58,6 +58,7 @@ def h2o_attention_forward(
     softcap: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers' AttentionInterface.
@@ -66,6 +67,7 @@ def h2o_attention_forward(
         query: [B, H, Q, D]; key, value: [B, G, N, D], with N = Q out of an `H2OCache`.
         attention_mask: None, [B, Q] or [B, N] bool as `h2o_mask` makes it, or 4-D for dense
             attention.
+        s_aux: [H], transformers' name for learned attention sinks (`h2o.ops.attend`).
 
     Returns:
         (output [B, Q, H, D], None).
@@ -87,14 +89,22 @@ def h2o_attention_forward(
             dropout,
             kwargs.get("position_ids"),
             kwargs.get("use_cache"),
+            s_aux,
             unsupported(module, kwargs, attention_mask, sliding_window, is_causal),
         )
         return layer.attend(call), None
     if error := _unsupported(module, _foreign(kwargs)):
         raise error
     mask = _dense_mask(module, query, key, attention_mask, is_causal)
+    how = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout": dropout}
+    causal = _looks_back_only(module, is_causal)
+    if s_aux is not None:
+        return _attention_with_sinks(query, key, value, mask, causal, **how), None
     if softcap is not None:
-        return _softcapped(query, key, value, mask, scaling, softcap, dropout), None
+        Q, N = query.shape[2], key.shape[2]
+        if mask is None and causal and Q > 1:
+            mask = _causal(Q, N, query.device)
+        return _softmax_attention(query, key, value, mask, **how), None
     return sdpa_attention_forward(
         module, query, key, value, mask,
         dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
@@ -219,32 +229,62 @@ def _looks_back_only(module: nn.Module, is_causal: bool | None) -> bool:
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
-def _softcapped(
+def _softmax_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scale: float | None,
     softcap: float,
+    sinks: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Dense attention with logits squeezed into (-softcap, softcap), which "sdpa" lacks."""
+    """Dense attention with what "sdpa" lacks: logits squeezed into (-softcap, softcap) if that is
+    not 0, and learned sinks [H]. `mask` is 4-D; None: all is seen."""
     B, H, Q, D = query.shape
-    G, N = key.shape[1:3]
+    G = key.shape[1]
     grouped = query.reshape(B, G, H // G, Q, D)
     logits = grouped @ key[:, :, None].mT * (D**-0.5 if scale is None else scale)
-    logits = softcap * torch.tanh(logits / softcap)
-    if mask is None and Q > 1:
-        mask = torch.ones(Q, N, dtype=torch.bool, device=query.device).tril(N - Q)[None, None]
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     if mask is not None and mask.dtype == torch.bool:
         # The lowest number, not -inf: a query that sees nothing must not become NaN.
         logits = logits.masked_fill(~mask[:, :, None], torch.finfo(logits.dtype).min)
     elif mask is not None:
         logits = logits + mask[:, :, None]
-    weights = logits.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if sinks is not None:
+        sinks = sinks.view(G, H // G, 1, 1)
+    weights = softmax(logits, sinks, torch.float32).to(query.dtype)
     if dropout:
         weights = nn.functional.dropout(weights, dropout)
     return (weights @ value[:, :, None]).reshape(B, H, Q, D).transpose(1, 2).contiguous()
+
+
+ROWS = 512
+"""Queries whose logits are made at one time where there are learned sinks."""
+
+
+def _attention_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, **how: Any
+) -> Tensor:
+    """`_softmax_attention`, some rows at a time: models with learned sinks have no faster way, and
+    the logits of a long prompt would fill the memory."""
+    Q, N = query.shape[2], key.shape[2]
+    parts = []
+    for first in range(0, Q, ROWS):
+        last = min(first + ROWS, Q)
+        end = N - Q + last if mask is None and causal else N
+        seen = None if mask is None else mask.expand(-1, -1, Q, N)[:, :, first:last]
+        if mask is None and causal and last - first > 1:
+            seen = _causal(last - first, end, query.device)
+        rows = query[:, :, first:last], key[:, :, :end], value[:, :, :end]
+        parts.append(_softmax_attention(*rows, seen, **how))
+    return torch.cat(parts, dim=1)
+
+
+def _causal(Q: int, N: int, device: torch.device) -> Tensor:
+    """[1, 1, Q, N] bool, what the last Q of N tokens see."""
+    return torch.ones(Q, N, dtype=torch.bool, device=device).tril(N - Q)[None, None]
 
 
 def register(name: str, function: Any) -> None:

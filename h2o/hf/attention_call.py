@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AttentionCall", "NewTokens", "Undifferentiable", "as_autocast"]
+__all__ = ["AttentionCall", "NewTokens", "Undifferentiable", "as_autocast", "as_operand"]
 
 
 class AttentionCall(NamedTuple):
@@ -39,6 +39,8 @@ class AttentionCall(NamedTuple):
     """[B or 1, Q] positions at which queries and keys were rotated; None where not passed on"""
     use_cache: bool | None = None
     """The model's argument of that name; None where it is not passed on to the layers"""
+    sink_logits: Tensor | None = None
+    """[H], learned attention sinks, see `h2o.ops.attend`; None: none"""
     unsupported: Exception | None = None
     """Error to raise for what transformers' arguments ask for beyond plain causal attention"""
 
@@ -61,14 +63,14 @@ class AttentionCall(NamedTuple):
 
     def wants_gradients(self) -> bool:
         """Whether autograd would record what is done with the tensors."""
-        return torch.is_grad_enabled() and (
-            self.query.requires_grad or self.key.requires_grad or self.value.requires_grad
-        )
+        tensors = (self.query, self.key, self.value, self.sink_logits)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
     def detached(self) -> AttentionCall:
         """The same call outside of autograd's graph."""
         query, key, value = self.query.detach(), self.key.detach(), self.value.detach()
-        return self._replace(query=query, key=key, value=value)
+        sinks = None if self.sink_logits is None else self.sink_logits.detach()
+        return self._replace(query=query, key=key, value=value, sink_logits=sinks)
 
 
 class NewTokens(NamedTuple):
@@ -78,18 +80,26 @@ class NewTokens(NamedTuple):
     """[B, H, Q, D]"""
     key: Tensor
     """[B, G, Q, D]"""
-    value: Tensor
-    """[B, G, Q, D]"""
+    value: Tensor | None
+    """[B, G, Q, D]; None where the keys are the values too"""
     mask: Tensor | None
     """[B, Q] bool, False at a pad; None: no pads"""
     scale: float | None
     softcap: float
+    sink_logits: Tensor | None = None
+    """[H] float32"""
 
     def first(self, columns: int) -> NewTokens:
         """The first of them."""
-        query, key, value = (x[:, :, :columns] for x in self[:3])
+        query, key = (x[:, :, :columns] for x in (self.query, self.key))
+        value = None if self.value is None else self.value[:, :, :columns]
         mask = None if self.mask is None else self.mask[:, :columns]
         return self._replace(query=query, key=key, value=value, mask=mask)
+
+
+def as_operand(sink_logits: Tensor | None) -> Tensor | None:
+    """A model's learned sinks [H] as the operations take them: float32, without a gradient."""
+    return None if sink_logits is None else sink_logits.detach().float()
 
 
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

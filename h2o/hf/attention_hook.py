@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from h2o.hf import attention
-from h2o.hf.attention_call import as_autocast
+from h2o.hf.attention_call import as_autocast, as_operand
 from h2o.hf.patch_lock import PatchLock, unwrapped
 
 __all__ = ["Call", "attending"]
@@ -42,6 +42,8 @@ class Call(NamedTuple):
     """None: 1 / sqrt(D)"""
     softcap: float
     """0: none"""
+    sink_logits: Tensor | None
+    """[H] float32, learned attention sinks without their gradient; None: none"""
     dropout: float
     cached: bool
     """Whether keys and values come out of an `H2OCache`"""
@@ -93,7 +95,7 @@ def attending(
         mask = None if attention_mask is None else attention_mask.bool()
         tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
-        logits = scaling, softcap or 0.0
+        logits = scaling, softcap or 0.0, as_operand(kwargs.get("s_aux"))
         return visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, full)), None
 
     shared = _SharedModules()

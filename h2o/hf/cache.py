@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from h2o import packages
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import cache_file, crop, states
@@ -90,6 +91,7 @@ class H2OCache(ReadableCache):
         compileable: bool = False,
         **parameters: Unpack[ConfigFields],
     ) -> None:
+        packages.warn_without_core()
         h2o_config = one_config(h2o_config, parameters).for_model(config)
         full_layers = transformers_layers(config)
         conversation = Conversation(prompt_length, full_layers)

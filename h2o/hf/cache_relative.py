@@ -82,6 +82,7 @@ class CacheRelativeLayer(H2OLayer):
             most=most,
             scale=tokens.scale,
             softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits,
             policy=self.policy,
         )
 

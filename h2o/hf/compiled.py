@@ -60,6 +60,7 @@ class CompileableLayer(H2OLayer):
             mask=tokens.mask,
             scale=tokens.scale,
             softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits,
         )
         self._columns.add_(1)
         return out
@@ -101,7 +102,7 @@ def _schema() -> str:
     policy = [f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(Policy).items()]
     return (
         f"step(Tensor query, Tensor key, Tensor value, {', '.join(slots + policy)}, *, "
-        "Tensor? mask, float? scale, float softcap) -> Tensor"
+        "Tensor? mask, float? scale, float softcap, Tensor? sink_logits) -> Tensor"
     )
 
 

@@ -24,7 +24,13 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.head_budgets import LayerShares
 from h2o.hf import prompt_budget, slot_layout, tensor_parallel
-from h2o.hf.attention_call import AttentionCall, NewTokens, Undifferentiable, as_autocast
+from h2o.hf.attention_call import (
+    AttentionCall,
+    NewTokens,
+    Undifferentiable,
+    as_autocast,
+    as_operand,
+)
 from h2o.hf.conversation import Conversation, columns_left
 from h2o.hf.crop import NO_RECORD, LastPass
 from h2o.hf.layer_contents import LayerContents
@@ -112,7 +118,7 @@ class H2OLayer(LayerContents):
         if call.wants_gradients():
             with torch.no_grad():
                 out = self.attend(call.detached())
-            return Undifferentiable.apply(out, call.query, call.key, call.value)
+            return Undifferentiable.apply(out, call.query, call.key, call.value, call.sink_logits)
         try:
             self._refuse(call)
             query, key, value = as_autocast(call.query, call.key, call.value)
@@ -176,7 +182,8 @@ class H2OLayer(LayerContents):
             dtype = self.slots.keys.dtype
             if dtype != query.dtype:  # autocast began, or ended, after what is held was stored
                 query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return NewTokens(query, key, value, call.mask, call.scale, call.softcap)
+        sinks = as_operand(call.sink_logits)
+        return NewTokens(query, key, value, call.mask, call.scale, call.softcap, sinks)
 
     def _attend_one(self, tokens: NewTokens) -> Tensor:
         """A decode step."""
@@ -197,8 +204,9 @@ class H2OLayer(LayerContents):
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
         budget = prompt_budget.budget_of(
-            self.config, self.conversation.prompt_length, counts, G, self.part, self.row_size
-        )
+            self.config, self.conversation.prompt_length, counts, G, self.part,
+            (*self.row_size, self.rows_per_token),
+        )  # fmt: skip
         room = Room(budget.widest, self._capacities(budget.widest, max(counts)))
         slots = self._new_slots(tokens.key, room.sizes, budget.by_row)
         out = self._attend_and_evict(tokens, unscored, slots)
@@ -252,6 +260,7 @@ class H2OLayer(LayerContents):
             value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype,
             merge=self.config.merge is not None,
+            shared=self.shared,
         )
         budget = torch.tensor(by_row, dtype=torch.int32, device="cpu")
         slots.budget.copy_(budget.squeeze(1))
@@ -272,6 +281,7 @@ class H2OLayer(LayerContents):
             scale=tokens.scale,
             softcap=tokens.softcap,
             out=out,
+            sink_logits=tokens.sink_logits,
             policy=self.policy,
             **rotary,
         )
@@ -284,6 +294,7 @@ class H2OLayer(LayerContents):
             mask=tokens.mask,
             scale=tokens.scale,
             softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits,
             policy=self.policy,
         )
 

@@ -41,13 +41,15 @@ class LayerContents(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
     supports_early_init = False
+    shared = False
+    """Whether the keys are the values too, so that the slots have no values."""
 
     config: H2OConfig
     layer_idx: int
     conversation: Conversation
     traced: bool
 
-    def take_over(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+    def take_over(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
         """Holds keys and values [B, G, n, D] of another cache, pads (mask [B, n]) left out.
 
         All of them, with scores of 0, until the next forward pass has scored and pruned them.
@@ -59,14 +61,48 @@ class LayerContents(CacheLayerMixin):
         self.unscored = True
         self._count(keys.shape[2], mask)
 
+    def take_row(self, row: int, source: LayerContents, rows: int, longest: int) -> None:
+        """Row `row` of `rows` becomes what the one row of another layer is, in place.
+
+        Args:
+            source: of the same settings; what it holds is copied.
+            longest: tokens that the longest of all rows has seen.
+
+        Raises:
+            ValueError: a source of several rows, or with another kind of slots.
+        """
+        if source.batch_size != 1:
+            raise ValueError(f"a row is to be taken from a batch of {source.batch_size} rows")
+        if self.slots is None:
+            self.row_size, self.seen = source.row_size, source.seen
+            self._hold(slot_layout.rows_like(source.slots, rows), source.room)
+        room, others = self.room, source.room
+        widest = list(map(max, room.widest, others.widest))
+        needed = slot_layout.capacities(widest, longest)
+        sizes = list(map(max, needed, room.sizes, others.sizes))
+        slots = self.slots
+        if sizes != room.sizes:
+            slots = slot_layout.enlarged(slots, room.sizes, sizes)
+        joining = source.slots
+        if sizes != others.sizes:
+            joining = slot_layout.enlarged(joining, others.sizes, sizes)
+        slot_layout.put_row(slots, row, joining)
+        self._hold(slots, Room(widest, sizes))
+        self.longest = longest
+
+    def row_bytes(self) -> int:
+        """Bytes of all tensors that a row takes once its budget is full."""
+        widest = self.room.widest
+        return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
+
     def _count(self, Q: int, mask: Tensor | None) -> None:
         """Q more columns have been seen."""
         self.seen += Q
         if self.trace is not None:
             self.trace.record(self.slots, self.room.sizes, Q, mask)
 
-    def _refuse_shapes(self, keys: Tensor, values: Tensor) -> None:
-        if keys.shape != values.shape:
+    def _refuse_shapes(self, keys: Tensor, values: Tensor | None) -> None:
+        if values is not None and keys.shape != values.shape:
             raise Unsupported(
                 f"layer {self.layer_idx} has keys of shape {tuple(keys.shape)} and values of "
                 f"{tuple(values.shape)}: h2o needs one head dimension for both"
@@ -164,8 +200,15 @@ class LayerContents(CacheLayerMixin):
         """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
         if self.slots is None:
             return _empty(4), _empty(4)
-        keys, values = slot_layout.held(self.slots, self.room.sizes, keys=0, values=0)
-        return dequantised(keys, self.row_size[0]), dequantised(values, self.row_size[0])
+        fields = ("keys",) if self.shared else ("keys", "values")
+        rows = slot_layout.held(self.slots, self.room.sizes, **dict.fromkeys(fields, 0.0))
+        keys, values = (dequantised(rows[i], self.row_size[0]) for i in (0, -1))
+        return keys, values
+
+    @property
+    def rows_per_token(self) -> int:
+        """Of each key/value head: a key and a value, or one that is both."""
+        return 1 if self.shared else 2
 
     def report(self) -> LayerReport:
         """Numbers of this layer; see `h2o.hf.report`."""
@@ -174,7 +217,10 @@ class LayerContents(CacheLayerMixin):
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            bytes_full=2 * self.seen * self.slots.free.numel() * math.prod(self.row_size),
+            bytes_full=self.rows_per_token
+            * self.seen
+            * self.slots.free.numel()
+            * math.prod(self.row_size),
             raised=self.raised,
             unscored=self.unscored,
             **slot_layout.figures(self.slots, self.room.sizes, self.config.sinks),

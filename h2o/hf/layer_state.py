@@ -89,7 +89,11 @@ def restore_keys(layer: Any, state: State) -> None:
         return
     layer.empty()
     fields = _unnamed(_SLOTS, state.tensors)
+    if fields and layer.shared:
+        fields["values"] = None
     slots = ops.Slots(**fields) if fields else None
+    if slots is not None:  # what was held elsewhere may go on with a step
+        ops.open_device(slots.keys)
     layer._hold(slots, Room(list(state.numbers["widest"]), sizes(slots) if slots else []))
     numbers = {"part": WHOLE, **state.numbers}  # which the first files do not have
     for name in _NUMBERS:

@@ -7,6 +7,7 @@ of a layer that has these too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +18,13 @@ from h2o.errors import Unsupported
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.conversation import Conversation
+from h2o.hf.latent_layer import LatentLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_with_states import with_states
 from h2o.hf.model_rotary import Rotary, has_rotary
+from h2o.kv_dtype import stored_bytes
+from h2o.model_identity import latent_row
 
 __all__ = ["layers_of"]
 
@@ -48,6 +52,9 @@ def layers_of(
     windows = [kind_of(layer) == "sliding" for layer in layers]
     if compileable:
         _refuse_compiling(windows, h2o_config.positions, trace)
+    latent = latent_row(config) and config.get_text_config(decoder=True).kv_lora_rank
+    if latent:
+        _refuse_latents(h2o_config, compileable)
     rotary = None
     if h2o_config.positions == "rolled":
         rotary = Rotary(config, windows=any(windows))
@@ -60,10 +67,29 @@ def layers_of(
         if rotary is not None and has_rotary(config, index):
             layer_class = CacheRelativeLayer
             arguments.append(rotary)
+        elif latent:
+            layer_class = functools.partial(LatentLayer, latent=latent)
         if has_states(layer):
             layer_class = with_states(layer_class, layer.number_of_states)
         placed[index] = layer_class(*arguments, trace=trace)
     return placed
+
+
+def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:
+    """Raises `Unsupported` for what does not go with rows that are key and value at once."""
+    reasons = {
+        "merge: a merged latent would be another key and another value for each head": (
+            h2o_config.merge is not None
+        ),
+        f'kv_dtype="{h2o_config.kv_dtype}": keys and values are one row there; use "int8"': (
+            len(set(stored_bytes(h2o_config.kv_dtype, 32) or ())) > 1
+        ),
+        'positions="rolled": only a part of a row is rotated': h2o_config.positions != "original",
+        "compileable=True": compileable,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise Unsupported(f"multi-head latent attention does not go with {reason}")
 
 
 def _refuse_compiling(windows: list[bool], positions: str, trace: bool) -> None:

@@ -50,7 +50,7 @@ def budget_of(
     counts: list[int],
     heads: int,
     part: tuple[int, int],
-    row_size: tuple[int, int],
+    row_size: tuple[int, int, int],
 ) -> PromptBudget:
     """The budgets of a layer.
 
@@ -60,7 +60,8 @@ def budget_of(
         counts: tokens of each row as they are here, which are taken for the prompt otherwise.
         heads: key/value heads of the layer that are here.
         part: which part of the model's heads they are (`h2o.hf.tensor_parallel`).
-        row_size: head dimension, and bytes of an element as the model gives it.
+        row_size: head dimension, bytes of an element as the model gives it, and rows of a token
+            (`H2OConfig.for_keys`).
 
     Raises:
         ValueError: another number of rows or heads; a fraction of a single token.

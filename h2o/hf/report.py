@@ -41,7 +41,8 @@ class LayerReport:
     """Attention that evicted keys had received by then, summed over rows and heads."""
     mass_kept: float = 0.0
     """Attention that the kept keys have received. With decay 1, and where none are merged, both
-    together are the number of queries times query heads."""
+    together are the number of queries times query heads. With rank_by="max" both are sums of the
+    largest that each key has received."""
 
     raised: bool = False
     """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""

@@ -21,10 +21,12 @@ from h2o import ops, published_masks
 from h2o.attention_blocks import retained_mass
 from h2o.config import VARIANTS, H2OConfig, one_config
 from h2o.errors import Unsupported
+from h2o.former_names import accepts_former
 from h2o.head_budgets import levelled
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import Undifferentiable
 from h2o.hf.attention_hook import Call, attending
+from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.patch_lock import unwrapped
 from h2o.hf.support import transformers_layers
@@ -38,13 +40,14 @@ if TYPE_CHECKING:
 __all__ = ["Simulation", "check", "simulated"]
 
 
+@accepts_former(prompt_len="prompt_length")
 @contextmanager
 def simulated(
     model: Any,
     h2o_config: H2OConfig | None = None,
     *,
     variant: str = "h2o",
-    prompt_len: int | Sequence[int] = 1,
+    prompt_length: int | Sequence[int] = 1,
     ratio_of: str = "text",
     trace: bool = False,
     mass: bool = False,
@@ -58,7 +61,7 @@ def simulated(
     ```
 
     Each call must bring the whole text; batches may be padded on either side. Row i's output is
-    the one that `H2OCache` gives when it is fed the first `prompt_len` tokens at once and the
+    the one that `H2OCache` gives when it is fed the first `prompt_length` tokens at once and the
     others one by one. The model is as before after the block, also after an error.
 
     Args:
@@ -68,11 +71,11 @@ def simulated(
         variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
             only `heavy` and `recent` (`h2o.simulation_mask` describes them). "global" sees the
             future.
-        prompt_len: tokens before the first eviction, pads not counted, for all rows or one
+        prompt_length: tokens before the first eviction, pads not counted, for all rows or one
             number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
             Algorithm 1). "h2o" and "flexgen" only.
         ratio_of: what fractional budgets are fractions of, in each row: its "text", or its
-            "prompt" (prompt_len; "h2o" and "flexgen" only), as in `H2OCache`.
+            "prompt" (prompt_length; "h2o" and "flexgen" only), as in `H2OCache`.
         trace: keep the last forward's evictions and scores, see `Simulation`.
         mass: keep the last forward's retained attention mass; costs about as much again.
 
@@ -85,15 +88,16 @@ def simulated(
             whole text.
     """
     config = one_config(h2o_config, parameters)
-    check(config, variant, prompt_len, ratio_of)
+    check(config, variant, prompt_length, ratio_of)
     config = config.for_model(unwrapped(model))
     layers = transformers_layers(model.config)
     budgets = [
         config.for_layer(i, len(layers)) if kind_of(layer) == "h2o" else None
         for i, layer in enumerate(layers)
     ]
-    simulation = Simulation(budgets, variant, prompt_len, ratio_of, trace, mass)
-    with attending(model, simulation.layers(), simulation.attend):
+    simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass)
+    tracing = latents_traced(unwrapped(model))
+    with attending(model, simulation.layers(), simulation.attend), tracing:
         yield simulation
 
 
@@ -108,13 +112,13 @@ class Simulation:
         self,
         budgets: list[H2OConfig | None],
         variant: str,
-        prompt_len: int | Sequence[int],
+        prompt_length: int | Sequence[int],
         ratio_of: str,
         trace: bool,
         mass: bool,
     ) -> None:
         self._budgets, self._variant = budgets, variant
-        self._prompt_len, self._ratio_of = prompt_len, ratio_of
+        self._prompt_length, self._ratio_of = prompt_length, ratio_of
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
         self._scores: dict[int, Tensor] | None = {} if trace else None
         self._mass: dict[int, Tensor] | None = {} if mass else None
@@ -154,6 +158,13 @@ class Simulation:
 
     def attend(self, call: Call) -> Tensor:
         """What an H2O cache's layer would give, [B, N, H, D]; for `h2o.hf.attention_hook`."""
+        if (latent := getattr(call.key, "latent", None)) is not None:
+            call, expansion = over_latents(call, latent)
+            return expansion.answers(self._attend(call, shared=True))
+        return self._attend(call)
+
+    def _attend(self, call: Call, *, shared: bool = False) -> Tensor:
+        """The same; `shared`: the keys are the values too."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
         config = self._budgets[call.layer]
         assert config is not None
@@ -168,14 +179,14 @@ class Simulation:
         lengths = [N] * B
         if mask is not None and (config.needs_prompt_length or mask.is_cpu):  # else all the same
             lengths = mask.sum(1).tolist()
-        config = config.for_keys(key.shape[-1], key.element_size())
+        config = config.for_keys(key.shape[-1], key.element_size(), 1 if shared else 2)
         prompts, budgets = self._resolve(config, lengths)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._variant == "h2o":
             out, evicted_at, scores = ops.simulate(
                 q,
                 k,
-                v,
+                None if shared else v,
                 torch.tensor(prompts, dtype=torch.int32, device=q.device),
                 torch.tensor(
                     levelled(budgets, k.shape[1], tensor_parallel.part(call.module)),
@@ -185,6 +196,7 @@ class Simulation:
                 mask=mask,
                 scale=call.scale,
                 softcap=call.softcap,
+                sink_logits=call.sink_logits,
                 kv_dtype=config.kv_dtype,
                 policy=config.policy,
             )
@@ -192,6 +204,8 @@ class Simulation:
                 self._scores[call.layer] = scores
         elif call.softcap:
             raise Unsupported(f"variant {self._variant!r} has no soft-capped logits")
+        elif call.sink_logits is not None:
+            raise Unsupported(f"variant {self._variant!r} has no learned sinks")
         else:
             pairs = [heads[0] for heads in budgets]
             out, evicted_at = _variant(self._variant, q, k, v, mask, prompts, pairs, call.scale)
@@ -207,12 +221,12 @@ class Simulation:
         self, config: H2OConfig, lengths: list[int]
     ) -> tuple[list[int], list[list[tuple[int, int]]]]:
         """Each row's prompt length and, in tokens, each head's (heavy, recent), or all heads'."""
-        prompts = self._prompt_len
+        prompts = self._prompt_length
         if isinstance(prompts, int):
             prompts = [prompts] * len(lengths)
         elif len(prompts) != len(lengths):
             raise ValueError(
-                f"prompt_len has {len(prompts)} entries for a batch of {len(lengths)} rows"
+                f"prompt_length has {len(prompts)} entries for a batch of {len(lengths)} rows"
             )
         bases = [
             min(prompt, n) if self._ratio_of == "prompt" else n
@@ -229,7 +243,9 @@ class Simulation:
         return list(prompts), budgets
 
 
-def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], ratio_of: str) -> None:
+def check(
+    config: H2OConfig, variant: str, prompt_length: int | Sequence[int], ratio_of: str
+) -> None:
     """ValueError for arguments of `simulated` that do not go together, whatever the model."""
     if variant not in ("h2o", *VARIANTS):
         raise ValueError(f"variant must be h2o, {', '.join(VARIANTS)}, not {variant!r}")
@@ -244,16 +260,17 @@ def check(config: H2OConfig, variant: str, prompt_len: int | Sequence[int], rati
             f"variant {variant!r} takes heavy and recent only, no sinks, rank_by, decay, "
             "value_weighted, merge, shares or kv_dtype"
         )
-    prompts = prompt_len if isinstance(prompt_len, Sequence) else [prompt_len]
+    prompts = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]
     if not all(isinstance(prompt, int) and prompt >= 1 for prompt in prompts):
         raise ValueError(
-            f"prompt_len must be a number of tokens, at least 1, or one per row, not {prompt_len!r}"
+            "prompt_length must be a number of tokens, at least 1, or one per row, "
+            f"not {prompt_length!r}"
         )
     if ratio_of not in ("text", "prompt"):
         raise ValueError(f'ratio_of must be "text" or "prompt", not {ratio_of!r}')
     if variant in ("local", "global") and (set(prompts) != {1} or ratio_of == "prompt"):
         raise ValueError(
-            f'variant {variant!r} has no prompt: leave prompt_len at 1 and ratio_of at "text"'
+            f'variant {variant!r} has no prompt: leave prompt_length at 1 and ratio_of at "text"'
         )
 
 
@@ -285,7 +302,7 @@ def _variant(
     for b, columns in enumerate(_columns(mask, B, N, query.device)):
         out[b, columns], left = published_masks.attend(
             name, query[b, :, columns], key[b, :, columns], value[b, :, columns], *budgets[b],
-            prompt_len=prompts[b], scale=scale,
+            prompt_length=prompts[b], scale=scale,
         )  # fmt: skip
         # The row that is the first not to see a key stands right after the last that does.
         after = torch.cat([columns[:1], columns[:-1] + 1, columns.new_tensor([N])])

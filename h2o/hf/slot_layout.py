@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.slots import PER_SLOT
+from h2o.slots import PER_ROW, PER_SLOT
 
 __all__ = [
     "Room",
@@ -29,6 +29,9 @@ __all__ = [
     "filled",
     "heads",
     "held",
+    "put_row",
+    "row_bytes",
+    "rows_like",
     "sizes",
     "together",
     "with_capacities",
@@ -151,22 +154,58 @@ def enlarged(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots
     return slots._replace(**grown, starts=starts)
 
 
-def filled(keys: Tensor, values: Tensor, mask: Tensor | None, *, value_weighted: bool) -> ops.Slots:
+def rows_like(slots: ops.Slots, rows: int) -> ops.Slots:
+    """Slots for so many rows, of which each has what the first row of `slots` has."""
+    fields = {name: getattr(slots, name) for name in PER_ROW}
+    copies = {
+        name: None if x is None else x[:1].expand(rows, *x.shape[1:]).clone()
+        for name, x in fields.items()
+    }
+    return slots._replace(**copies)
+
+
+def put_row(slots: ops.Slots, row: int, source: ops.Slots) -> None:
+    """Copies the first row of slots of the same sizes over a row of `slots`."""
+    for name in PER_ROW:
+        to, x = getattr(slots, name), getattr(source, name)
+        if (to is None) != (x is None):
+            raise ValueError(f"slots.{name}: one row has it and the other has not")
+        if to is not None:
+            to[row].copy_(x[0])
+
+
+def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
+    """Bytes that a row takes in all tensors of slots of this kind, of which each head, or all, has
+    as many as `sizes` says."""
+    wanted = sizes[0] * slots.free.shape[1] if slots.starts is None else sum(sizes)
+    here = slots.scores[0].numel()
+    total = 0
+    for name in PER_ROW:
+        x = getattr(slots, name)
+        if x is not None:
+            size = x[0].numel() * x.element_size()
+            total += size // here * wanted if name in PER_SLOT else size
+    return total
+
+
+def filled(
+    keys: Tensor, values: Tensor | None, mask: Tensor | None, *, value_weighted: bool
+) -> ops.Slots:
     """Slots without a budget that hold keys and values [B, G, n, D] with scores of 0.
 
     Where the mask [B, n] is False there is a pad, which is not stored. In the lowest slots, by
     ascending position, lie those of each row.
     """
     longest = keys.shape[2] if mask is None else int(mask.sum(1).max())
-    slots = ops.new_slots(keys, longest + 1, value_weighted=value_weighted)
+    slots = ops.new_slots(keys, longest + 1, value_weighted=value_weighted, shared=values is None)
     scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     ops.evict(keys, values, scores, slots, mask=mask, value_weighted=value_weighted)
     return slots
 
 
 def together(
-    slots: ops.Slots, key: Tensor, value: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    slots: ops.Slots, key: Tensor, value: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """What `filled` made, and new tokens after it, as if all of them were new.
 
     Args:
@@ -181,6 +220,6 @@ def together(
         real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
     return (
         torch.cat([slots.keys, key], dim=2),
-        torch.cat([slots.values, value], dim=2),
+        None if slots.values is None else torch.cat([slots.values, value], dim=2),
         torch.cat([slots.positions[:, 0] >= 0, real.bool()], dim=1),
     )

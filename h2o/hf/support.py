@@ -13,12 +13,11 @@ import transformers
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import Unsupported
-from h2o.hf import model_rotary
+from h2o.hf import latent_attention, model_rotary
 from h2o.hf.layer_kinds import kind_of, type_refusal
 
 __all__ = ["Support", "refusal", "supports", "transformers_layers"]
 
-_SINKS = "its attention sinks are learned parameters, which change the softmax itself"
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
 _BIAS = "it adds a bias to the attention logits that depends on positions"
@@ -26,11 +25,8 @@ _BIAS = "it adds a bias to the attention logits that depends on positions"
 _ALTERED = {
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
-    "flint": _SINKS,
     "gemma4_unified": _PATTERN,
     "git": "it has attention code of its own instead of AttentionInterface",
-    "granite_swa": _SINKS,
-    "granitemoe_swa": _SINKS,
     "hrm_text": "it runs its layers several times for each token, with a cache for each time",
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
@@ -38,7 +34,6 @@ _ALTERED = {
     "mllama": "its cross-attention layers keep the keys of images in the cache",
     "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
-    "gpt_oss": _SINKS,
 }
 """Model types that are not served for a reason that their configs do not show."""
 
@@ -184,14 +179,23 @@ def refusal(config: Any) -> str | None:
     for part in (text, config):
         if part.model_type in _ALTERED:
             return _ALTERED[part.model_type]
-    if _attribute(text, "kv_lora_rank") is not None:
-        return "multi-head latent attention caches a latent, not the keys that attention sees"
+    if _attribute(text, "kv_lora_rank") is not None and (reason := _latent_refusal(config)):
+        return reason
     if getattr(text, "num_kv_shared_layers", None):
         return "some layers attend to the keys of others (num_kv_shared_layers)"
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if reason := type_refusal(kind):
             return f"layer {index} is {kind}, which is {reason}"
     return None
+
+
+def _latent_refusal(config: Any) -> str | None:
+    """Why a model with multi-head latent attention cannot be served; or None."""
+    if not isinstance(_attribute(config.get_text_config(decoder=True), "kv_lora_rank"), int):
+        return "its layers differ in their latent attention"
+    if not all(map(latent_attention.expands_after_cache, _model_classes(config))):
+        return "its multi-head latent attention does not cache latents as transformers' newer do"
+    return latent_attention.refusal(config.get_text_config(decoder=True))
 
 
 def _attribute(config: Any, name: str) -> Any:

@@ -45,12 +45,26 @@ static inline double plain_logit(const double *query, const double *key, int64_t
     return softcap > 0.0f ? (double)softcap * tanh(sum / (double)softcap) : sum;
 }
 
-/* Logits to probabilities, in place. */
-static inline void plain_softmax(double *x, int64_t n) {
-    double most = -INFINITY, total = 0.0;
+/* Logits to probabilities, in place, beside a sink that belongs to none; -infinity: no sink. */
+static inline void plain_softmax(double *x, int64_t n, double sink) {
+    double most = sink, total = 0.0;
     for (int64_t i = 0; i < n; i++) most = x[i] > most ? x[i] : most;
+    if (sink > -INFINITY) total = exp(sink - most);
     for (int64_t i = 0; i < n; i++) total += x[i] = exp(x[i] - most);
     for (int64_t i = 0; i < n; i++) x[i] /= total;
+}
+
+/* Sinks [H] of the size of logits, of every fifth head none, and what a head's is. */
+static inline h2o_view make_sinks(int64_t H, test_random *random) {
+    const h2o_view sinks = make_layout(SPREAD, H2O_F32, 1, H, 1, 1, 1, 3);
+    for (int64_t h = 0; h < H; h++) {
+        AT(float, sinks, h, 0, 0) = h % 5 == 4 ? -INFINITY : 2.0f * random_float(random);
+    }
+    return sinks;
+}
+
+static inline double plain_sink(const h2o_view *sinks, int64_t h) {
+    return h2o_given(sinks) ? (double)*(const float *)h2o_at(sinks, h, 0, 0) : -INFINITY;
 }
 
 /* Within that share of 1 or of what was expected; what is not finite is the same. */

@@ -27,11 +27,13 @@ typedef struct {
     float softcap;
     float scale;
     layout how;
+    bool sinks; /* heads have learned ones */
     bool weird; /* some values, keys and queries are not finite */
 } scene;
 
 typedef struct {
     h2o_view query, keys, values, mask; /* of the whole text */
+    h2o_view sink_logits;
 } text;
 
 typedef struct {
@@ -68,6 +70,7 @@ static text make_text(const scene *s, test_random *random) {
     fill_tensor(&t.values, 0.0f, random);
     /* row 0 is whole; in the others many a step has nothing to do */
     FILL(uint8_t, t.mask, i == 0 || (random_int(random, 0, 9) > 0 && (j < s->prompt || j % 3)));
+    if (s->sinks) t.sink_logits = make_sinks(d->H, random);
     if (s->weird) spoil_text(s, &t, random);
     return t;
 }
@@ -77,6 +80,7 @@ static void free_text(const text *t) {
     free(t->keys.data);
     free(t->values.data);
     free(t->mask.data);
+    free(t->sink_logits.data);
 }
 
 static answer make_answer(const scene *s) {
@@ -132,6 +136,7 @@ static void take_chunk(const runner *with, const scene *s, const text *t, answer
         .slots = a->slots,
         .out = out,
         .scores = scores,
+        .sink_logits = t->sink_logits,
         .scale = s->scale,
         .softcap = s->softcap,
         .policy = s->policy,
@@ -159,6 +164,7 @@ static void take_step(const runner *with, const scene *s, const text *t, answer 
         .mask = t->mask,
         .slots = a->slots,
         .out = a->out,
+        .sink_logits = t->sink_logits,
         .policy = s->policy,
         .scale = s->scale,
         .softcap = s->softcap,
@@ -203,6 +209,7 @@ static answer simulate(const runner *with, const scene *s, const text *t) {
         .out = a.out,
         .evicted_at = a.slots.positions,
         .scores = a.slots.scores,
+        .sink_logits = t->sink_logits,
         .policy = s->policy,
         .scale = s->scale,
         .softcap = s->softcap,
@@ -236,15 +243,15 @@ typedef struct {
     int32_t *positions, *columns;
 } kept_keys;
 
-/* What query q of head h gives each kept key, and its output. */
-static void attend_plainly(const scene *s, const plain_unit *u, int64_t r, int64_t q,
+/* What query q of head h gives each kept key, and its output. sink: of that head. */
+static void attend_plainly(const scene *s, const plain_unit *u, double sink, int64_t r, int64_t q,
                            const kept_keys *kept, double *weights, double *out) {
     const double *const query = u->query + (r * s->dims.Q + q) * s->dims.D;
     for (int64_t i = 0; i < kept->count; i++) {
         const double *const key = u->keys + kept->columns[i] * s->dims.D;
         weights[i] = plain_logit(query, key, s->dims.D, s->scale, s->softcap);
     }
-    plain_softmax(weights, kept->count);
+    plain_softmax(weights, kept->count, sink);
     memset(out, 0, (size_t)s->dims.D * sizeof *out);
     for (int64_t i = 0; i < kept->count; i++) {
         const double *const value = u->values + kept->columns[i] * s->dims.D;
@@ -298,6 +305,7 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
                       test_alloc(room * 4)};
     double *const weights = test_alloc(room * sizeof *weights);
     double *const out = test_alloc((size_t)d->D * sizeof *out);
+    const bool largest = h2o_scores_largest(&s->policy);
     int64_t length = 0, end;
     for (int64_t begin = 0; begin < d->Q; begin = end) {
         end = begin + (begin == 0 ? s->prompt : begin == s->chunk_at ? s->chunk : 1);
@@ -317,9 +325,12 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
                 for (int64_t j = 0; j <= i; j++) kept.scores[j] *= s->policy.decay;
             }
             for (int64_t r = 0; r < d->R; r++) {
-                if (real) attend_plainly(s, &u, r, q, &kept, weights, out);
+                const double sink = plain_sink(&t->sink_logits, g * d->R + r);
+                if (real) attend_plainly(s, &u, sink, r, q, &kept, weights, out);
                 for (int64_t i = 0; real && i < kept.count; i++) {
-                    kept.scores[i] += (float)weights[i];
+                    const float given = (float)weights[i];
+                    kept.scores[i] = largest ? h2o_larger(kept.scores[i], given)
+                                             : kept.scores[i] + given;
                 }
                 check_row(&a->out, b, q, g * d->R + r, out);
             }

@@ -11,6 +11,7 @@ typedef struct {
     bool masked; /* each row has its own pads, the last row very many */
     float decay, softcap, scale;
     int64_t workspace_limit; /* as in h2o_exec */
+    bool sinks;              /* heads have learned ones */
 } shape;
 
 /* Slots that are filled with holes between them. */
@@ -46,6 +47,7 @@ static h2o_attend_params make_call(const shape *s, test_random *random) {
     fill_tensor(&p.query, 0.02f, random);
     fill_tensor(&p.keys, 0.01f, random);
     fill_tensor(&p.values, 0.0f, random);
+    if (s->sinks) p.sink_logits = make_sinks(d.H, random);
     if (s->stored > 0) p.slots = make_store(s, &d, random);
     if (s->masked) {
         p.mask = make_layout(SPREAD, H2O_U8, 2, d.B, d.Q, 1, 1, 2);
@@ -64,7 +66,7 @@ static void free_call(const h2o_attend_params *p) {
     const h2o_view *const views[] = {
         &p->query,      &p->keys,          &p->values,       &p->out,          &p->scores,
         &p->mask,       &p->slots.keys,    &p->slots.values, &p->slots.scores, &p->slots.positions,
-        &p->slots.free, &p->slots.lengths, &p->slots.budget, &p->slots.lost};
+        &p->slots.free, &p->slots.lengths, &p->slots.budget, &p->slots.lost,   &p->sink_logits};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
 }
 
@@ -113,7 +115,7 @@ static void check_head(const shape *s, const h2o_attend_params *p, const h2o_vie
                 weights[j] =
                     plain_logit(u.query + (r * s->Q + q) * s->D, key, s->D, s->scale, s->softcap);
             }
-            if (real) plain_softmax(weights, n);
+            if (real) plain_softmax(weights, n, plain_sink(&p->sink_logits, g * s->R + r));
             for (int64_t j = 0; real && j < n; j++) {
                 const double *const value = j < v.stored
                                                 ? values + v.slots[j] * s->D
@@ -189,24 +191,25 @@ static void test_shape(const h2o_ops *ops, const shape *s) {
 int main(void) {
     static const shape shapes[] = {
         /* many rows: several waves and a last one of fewer heads; units of several blocks */
-        {1, 5, 1, 0, 2100, 8, H2O_F32, false, 1.0f, 0.0f, 0.3f, 400000},
-        {1, 3, 3, 100, 900, 16, H2O_BF16, true, 0.999f, 0.0f, 0.3f, 1},
+        {1, 5, 1, 0, 2100, 8, H2O_F32, false, 1.0f, 0.0f, 0.3f, 400000, false},
+        {1, 3, 3, 100, 900, 16, H2O_BF16, true, 0.999f, 0.0f, 0.3f, 1, false},
         /* rows of a batch with many and with few of them */
-        {3, 2, 4, 700, 200, 40, H2O_F32, true, 0.9f, 3.0f, -0.2f, 0},
-        {3, 2, 4, 700, 200, 33, H2O_BF16, true, 1.0f, 0.0f, 0.2f, 0},
+        {3, 2, 4, 700, 200, 40, H2O_F32, true, 0.9f, 3.0f, -0.2f, 0, true},
+        {3, 2, 4, 700, 200, 33, H2O_BF16, true, 1.0f, 0.0f, 0.2f, 0, false},
         /* few rows, stores of one chunk, of many, of one block more than they share well */
-        {2, 2, 2, 300, 5, 64, H2O_F16, true, 1.0f, 0.0f, 0.1f, 1},
-        {1, 3, 4, 2047, 2, 20, H2O_BF16, false, 0.5f, 0.0f, 0.2f, 0},
-        {1, 2, 8, 2200, 17, 72, H2O_F32, false, 1.0f, 4.0f, 0.1f, 1},
-        {1, 1, 1, 9000, 200, 8, H2O_F32, true, 0.99f, 0.0f, 0.3f, 0},
+        {2, 2, 2, 300, 5, 64, H2O_F16, true, 1.0f, 0.0f, 0.1f, 1, false},
+        {1, 3, 4, 2047, 2, 20, H2O_BF16, false, 0.5f, 0.0f, 0.2f, 0, false},
+        {1, 2, 8, 2200, 17, 72, H2O_F32, false, 1.0f, 4.0f, 0.1f, 1, true},
+        {1, 1, 1, 9000, 200, 8, H2O_F32, true, 0.99f, 0.0f, 0.3f, 0, false},
         /* more rows and keys than a tile buffer for each worker should hold: several panels */
-        {1, 2, 1, 16300, 300, 8, H2O_F32, false, 1.0f, 0.0f, 0.3f, 0},
-        {2, 1, 2, 16370, 170, 16, H2O_BF16, true, 0.99f, 0.0f, 0.3f, 1},
+        {1, 2, 1, 16300, 300, 8, H2O_F32, false, 1.0f, 0.0f, 0.3f, 0, false},
+        {2, 1, 2, 16370, 170, 16, H2O_BF16, true, 0.99f, 0.0f, 0.3f, 1, true},
         /* so many keys that chunks are as long as they get */
-        {1, 1, 2, 66000, 9, 4, H2O_F32, false, 1.0f, 0.0f, 0.3f, 0},
+        {1, 1, 2, 66000, 9, 4, H2O_F32, false, 1.0f, 0.0f, 0.3f, 0, false},
         /* next to nothing */
-        {1, 1, 1, 0, 1, 1, H2O_F32, false, 1.0f, 0.0f, 1.0f, 0},
-        {1, 1, 3, 1, 1, 5, H2O_F16, false, 0.0f, 0.0f, 1.0f, 0},
+        {1, 1, 1, 0, 1, 1, H2O_F32, false, 1.0f, 0.0f, 1.0f, 0, false},
+        {1, 1, 3, 1, 1, 5, H2O_F16, false, 0.0f, 0.0f, 1.0f, 0, false},
+        {1, 1, 6, 0, 1, 3, H2O_F32, false, 1.0f, 0.0f, 1.0f, 0, true},
     };
     h2o_error error;
     CHECK(setenv("H2O_THREADS", "3", 1) == 0 && h2o_init(&error) == H2O_OK);

@@ -23,6 +23,7 @@ int main(void) {
     const h2o_policy plain = {.decay = 1.0f};
     const h2o_policy all = {4, H2O_RANK_MEAN, 0.99f, true, 0.0f};
     const h2o_policy merging = {4, H2O_RANK_MEAN, 0.99f, true, 0.25f};
+    const h2o_policy largest = {4, H2O_RANK_MAX, 0.99f, false, 0.0f};
     const scene scenes[] = {
         /* several chunks of slots, fewer units than workers like */
         {.dims = make_dims(2, 1, 3, 780, 700, 64),
@@ -43,7 +44,8 @@ int main(void) {
          .policy = all,
          .softcap = 5.0f,
          .scale = 0.1f,
-         .how = SPREAD},
+         .how = SPREAD,
+         .sinks = true},
         /* so many candidates that evict takes threads, and time enough for them to meet */
         {.dims = make_dims(4, 32, 1, 260, 100, 8),
          .prompt = 170,
@@ -73,6 +75,25 @@ int main(void) {
          .softcap = 5.0f,
          .scale = 0.1f,
          .how = SPREAD},
+        /* scores that are maxima: rows in several items, ragged vectors, chunks of slots */
+        {.dims = make_dims(2, 2, 3, 420, 300, 20),
+         .prompt = 330,
+         .chunk_at = 345,
+         .chunk = 30,
+         .heavy = 150,
+         .recent = 100,
+         .policy = largest,
+         .scale = 0.1f},
+        /* several chunks of slots, and learned sinks */
+        {.dims = make_dims(1, 1, 3, 560, 520, 16),
+         .prompt = 530,
+         .chunk_at = 540,
+         .chunk = 12,
+         .heavy = 300,
+         .recent = 180,
+         .policy = plain,
+         .scale = 0.1f,
+         .sinks = true},
         /* a prompt much longer than what is kept of it and a window */
         {.dims = make_dims(2, 2, 2, 400, 120, 16),
          .prompt = 370,
@@ -93,6 +114,25 @@ int main(void) {
          .policy = plain,
          .scale = 0.1f,
          .how = SPREAD,
+         .weird = true},
+        {.dims = make_dims(2, 2, 3, 120, 60, 24),
+         .prompt = 40,
+         .chunk_at = 50,
+         .chunk = 20,
+         .heavy = 20,
+         .recent = 20,
+         .policy = plain,
+         .scale = 0.1f,
+         .sinks = true,
+         .weird = true},
+        {.dims = make_dims(2, 2, 2, 120, 60, 24),
+         .prompt = 40,
+         .chunk_at = 50,
+         .chunk = 20,
+         .heavy = 20,
+         .recent = 20,
+         .policy = largest,
+         .scale = 0.1f,
          .weird = true},
         /* all keys count the same */
         {.dims = make_dims(1, 1, 2, 60, 30, 7),

@@ -82,7 +82,7 @@ static h2o_policy random_policy(test_random *random) {
     static const float decays[] = {1.0f, 1.0f, 0.9f, 0.0f, 0.9999f};
     return (h2o_policy){
         .sinks = (int32_t)random_int(random, 0, 5),
-        .rank_by = random_int(random, 0, 1) ? H2O_RANK_MEAN : H2O_RANK_SUM,
+        .rank_by = (h2o_rank_by)random_int(random, H2O_RANK_SUM, H2O_RANK_MAX),
         .decay = decays[random_int(random, 0, 4)],
         .value_weighted = random_int(random, 0, 2) == 0,
     };
@@ -123,6 +123,15 @@ static void ranks_follow_their_formulas(void) {
     const h2o_policy sum = {.rank_by = H2O_RANK_SUM, .decay = 0.5f};
     const h2o_ranking by_sum = h2o_policy_ranking(&sum, 1, 1, 12);
     CHECK(h2o_policy_rank(&by_sum, by_sum.kind, false, 8.0f, 8, 3.0f) == 8.0f);
+    const h2o_policy max = {.rank_by = H2O_RANK_MAX, .decay = 0.5f, .value_weighted = true};
+    const h2o_ranking by_max = h2o_policy_ranking(&max, 1, 1, 12);
+    CHECK(h2o_policy_rank(&by_max, by_max.kind, true, 0.5f, 3, 3.0f) == 1.5f);
+    CHECK(h2o_scores_largest(&max) && !h2o_scores_largest(&mean) && !h2o_scores_largest(&sum));
+}
+
+static void the_larger_is_nan_where_either_is(void) {
+    CHECK(h2o_larger(1.0f, 2.0f) == 2.0f && h2o_larger(2.0f, 1.0f) == 2.0f);
+    CHECK(isnan(h2o_larger(not_a_number, 1.0f)) && isnan(h2o_larger(1.0f, not_a_number)));
 }
 
 static void select_equals_a_sort(test_random *random) {
@@ -256,6 +265,12 @@ static void merging_weighs_by_mean_scores(void) {
     const h2o_merged unseen =
         h2o_policy_merge(&ranking, (h2o_member){0.0f, 0.0f, 8}, (h2o_member){0.0f, 0.0f, 0});
     CHECK_CLOSE(unseen.own, 0.5f, 1e-6);
+    const h2o_policy max = {.rank_by = H2O_RANK_MAX, .decay = 0.5f};
+    const h2o_ranking largest = h2o_policy_ranking(&max, 4, 4, 10);
+    const h2o_merged both =
+        h2o_policy_merge(&largest, (h2o_member){0.25f, 0.0f, 8}, (h2o_member){0.75f, 0.0f, 0});
+    CHECK_CLOSE(both.own, 0.25f, 1e-6);
+    CHECK(both.score == 0.75f);
     const float odd[] = {not_a_number, infinity};
     for (int i = 0; i < 2; i++) {
         const h2o_member strange = {odd[i], 0.0f, 3}, plain = {1.0f, 0.0f, 4};
@@ -268,6 +283,7 @@ int main(void) {
     test_random random = {.state = 1};
     keys_order_floats();
     ranks_follow_their_formulas();
+    the_larger_is_nan_where_either_is();
     select_equals_a_sort(&random);
     victim_equals_a_sort(&random);
     ties_leave_the_lower_position();

@@ -97,7 +97,8 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
     scores = rng.uniform(0, 1, (B, G, n)).astype(np.float32)
     policy = {"sinks": 0, "rank_by": "mean", "decay": 0.9, "value_weighted": weighted}
     policy |= {"merge": None}
-    logits = {"scale": 0.3, "softcap": 2.0}
+    sinks = np.linspace(-2, 2, H, dtype=np.float32)
+    logits = {"scale": 0.3, "softcap": 2.0, "sink_logits": sinks}
     state = slots(dtype=dtype, norms=weighted)
     fields = STATE + (("norms",) if weighted else ())
     in_slots = tuple(f"slots.{field}" for field in fields)

@@ -55,6 +55,7 @@ def answers(
     mask: np.ndarray | None = None,
     budget: np.ndarray | None = None,
     softcap: float = 0.0,
+    sink_logits: np.ndarray | None = None,
     scale: float | None = None,
 ) -> Answers:
     """The text fed in these calls; `budget` [B, 2] instead of the policy's heavy and recent."""
@@ -72,6 +73,8 @@ def answers(
     norm = np.sqrt((values**2).sum(-1)) if policy.value_weighted else np.ones((B, G, N))
     position = np.cumsum(real, axis=1) - 1
     causal = np.tri(N, dtype=bool)
+    sinks = np.full(H, -np.inf) if sink_logits is None else sink_logits.astype(np.float64)
+    sinks = sinks.reshape(G, H // G, 1, 1)
 
     out = np.zeros((B, G, H // G, N, D))
     held, score = np.zeros((B, G, N), bool), np.zeros((B, G, N))
@@ -94,12 +97,16 @@ def answers(
         held = held | fresh
         visible = held[:, :, None] & causal[new] & real[:, None, new, None]
         done.visible[:, :, new] = visible
-        p = _softmax(logits[..., new, :], visible[:, :, None])
+        p = _softmax(logits[..., new, :], visible[:, :, None], sinks)
         out[..., new, :] = p @ values[:, :, None]
         tokens = real[:, new].sum(1)
         age = real[:, new][:, ::-1].cumsum(1)[:, ::-1] - 1
         score = score * np.where(held, policy.decay ** tokens[:, None, None], 1.0)
-        score = score + np.einsum("bgrij,bi->bgj", p, policy.decay ** np.maximum(age, 0.0))
+        given = p * (policy.decay ** np.maximum(age, 0.0))[:, None, None, :, None]
+        if policy.rank_by == "max":
+            score = np.maximum(score, given.max((2, 3)))
+        else:
+            score = score + given.sum((2, 3))
         start += columns
         seen = position[:, start - 1] + 1
         done.last_scores = np.where(held, score, done.last_scores)
@@ -116,11 +123,12 @@ def answers(
     return done
 
 
-def _softmax(logits: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """Over the last axis, where visible; 0 elsewhere."""
-    top = np.where(visible, logits, -np.inf).max(-1, keepdims=True)
-    p = np.exp(np.where(visible, logits, -np.inf) - np.where(np.isfinite(top), top, 0))
-    return p / np.maximum(p.sum(-1, keepdims=True), np.finfo(float).tiny)
+def _softmax(logits: np.ndarray, visible: np.ndarray, sinks: np.ndarray) -> np.ndarray:
+    """Over the last axis, where visible, and the sinks [..., 1]; 0 elsewhere."""
+    top = np.maximum(np.where(visible, logits, -np.inf).max(-1, keepdims=True), sinks)
+    top = np.where(np.isfinite(top), top, 0)
+    p = np.exp(np.where(visible, logits, -np.inf) - top)
+    return p / np.maximum(p.sum(-1, keepdims=True) + np.exp(sinks - top), np.finfo(float).tiny)
 
 
 def _stay(b, g, held, score, norm, position, seen, policy, budget, done):

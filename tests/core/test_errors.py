@@ -13,7 +13,7 @@ from h2o import _core, ops
 from tests.core import calls
 from tests.core.calls import EVERY_TENSOR, EVERY_WRITTEN, NAMES, make
 
-OPTIONAL = {"mask", "slots.norms"}
+OPTIONAL = {"mask", "slots.norms", "sink_logits"}
 FLOATING = {"query", "keys", "values", "key", "value", "out", "slots.keys", "slots.values"}
 
 
@@ -59,7 +59,7 @@ def test_sizes(name, tensor, refused):
 @pytest.mark.parametrize("name", ["attend", "step", "simulate"])
 def test_heads_that_do_not_divide(name, refused):
     call = make(name)
-    for tensor, axis in (("query", 1), ("out", 2)):
+    for tensor, axis in (("query", 1), ("out", 2), ("sink_logits", 0)):
         call = call.put(tensor, np.repeat(call.get(tensor), 2, axis).take(range(5), axis))
     text = "^query: has 5 heads, which is no multiple of the 2 key/value heads of keys?$"
     refused(call, ValueError, text)
@@ -132,7 +132,7 @@ def test_none(name, tensor, refused):
     made = {"out", "evicted_at"} | ({"scores"} if "evict" not in name else set())
     if tensor.startswith("rotary."):
         refused(call.put(tensor, None), ValueError, "^rotary.ranks: is .*, but rotary.table is ")
-    elif tensor in OPTIONAL | made:
+    elif tensor in OPTIONAL | made or (name, tensor) == ("simulate", "values"):
         if tensor == "slots.norms":
             refused(call.put(tensor, None), ValueError, "^slots.norms: is None, but value_weighted")
         else:

@@ -51,6 +51,17 @@ TABLE = {
     },
     "ragged": case(lengths=[1, 0, 17, 64, 33], calls=[64, *[1] * 8, 3, 1, 1], padding="holes"),
     "softcap": case(softcap=2.0),
+    "learned sinks": case(learned_sinks=True, R=4),
+    "learned sinks, softcap, long": case(
+        lengths=[300, 170],
+        calls=[300, *[1] * 6, 70, 1],
+        policy=Policy(60, 30),
+        D=64,
+        seed=9,
+        learned_sinks=True,
+        softcap=4.0,
+        R=3,
+    ),
     "everything at once": case(
         lengths=[40, 0, 3],
         calls=[41, *[1] * 9, 4, 1, 1],
@@ -79,13 +90,14 @@ def test_table(name, dtype):
     scenario = TABLE[name]
     real, tolerance = REAL[dtype]
     text = rounded(scenario.text(), real)
-    want = answers(
-        text, scenario.calls, scenario.policy, mask=scenario.mask(), softcap=scenario.softcap
-    )
+    how = {
+        "mask": scenario.mask(),
+        "softcap": scenario.softcap,
+        "sink_logits": scenario.sink_logits(),
+    }
+    want = answers(text, scenario.calls, scenario.policy, **how)
     assert want.gap > CLEAR, "a near tie: choose another seed"
-    talk = Conversation(
-        numpy_core, text, scenario.policy, mask=scenario.mask(), softcap=scenario.softcap
-    )
+    talk = Conversation(numpy_core, text, scenario.policy, **how)
     talk.feed_all(scenario.calls)
     compare(talk, want, tolerance)
 
@@ -109,10 +121,11 @@ def test_the_heavy_set_of_the_table_moves():
 
 @given(inputs.scenarios())
 def test_any_conversation(scenario):
-    text, mask = scenario.text(), scenario.mask()
-    want = answers(text, scenario.calls, scenario.policy, mask=mask, softcap=scenario.softcap)
+    text, mask, sinks = scenario.text(), scenario.mask(), scenario.sink_logits()
+    how = {"mask": mask, "softcap": scenario.softcap, "sink_logits": sinks}
+    want = answers(text, scenario.calls, scenario.policy, **how)
     assume(want.gap > CLEAR)
-    talk = Conversation(numpy_core, text, scenario.policy, mask=mask, softcap=scenario.softcap)
+    talk = Conversation(numpy_core, text, scenario.policy, **how)
     compare(talk.feed_all(scenario.calls), want, REAL["float32"][1])
 
 
@@ -124,6 +137,7 @@ def test_step_is_attend_and_evict(name):
         Conversation(
             numpy_core, scenario.text(), scenario.policy,
             mask=scenario.mask(), softcap=scenario.softcap, stepwise=stepwise,
+            sink_logits=scenario.sink_logits(),
         ).feed_all(calls)
         for stepwise in (True, False)
     ]  # fmt: skip

@@ -89,13 +89,16 @@ def switch(device: str) -> None:
     """
     if device not in DEVICES:
         raise RuntimeError(f"wanted one of {', '.join(DEVICES)}")
-    serving, carried = backends.serving, DEVICES[device]()
+    carried = DEVICES[device]()
 
-    def chosen(tensor: Any) -> Any:
-        on_cpu = getattr(tensor, "is_cpu", isinstance(tensor, np.ndarray))
-        return carried if on_cpu and not backends.forced else serving(tensor)
+    def carrying(serving: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def chosen(tensor: Any) -> Any:
+            on_cpu = getattr(tensor, "is_cpu", isinstance(tensor, np.ndarray))
+            return carried if on_cpu and not backends.forced else serving(tensor)
 
-    backends.serving = chosen
+        return chosen
+
+    backends.serving, backends.opened = map(carrying, (backends.serving, backends.opened))
 
 
 def _cuda() -> SimpleNamespace:

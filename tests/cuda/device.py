@@ -37,13 +37,24 @@ class Driver:
     def call(self, entry: str, *arguments: Any) -> None:
         code = getattr(self.library, entry)(*arguments)
         if code != 0:
-            raise RuntimeError(f"{entry}: {code}")
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorString(code, ctypes.byref(text))
+            words = (text.value or b"unknown").decode()
+            raise RuntimeError(f"CUDA error: {words} ({entry}: {code})")  # in torch's words
 
     def calls(self, entry: str) -> int:
         return self.library.fake_calls(entry.encode())
 
     def fault(self, entry: str, code: int, nth: int = 1) -> None:
         self.library.fake_fault(entry.encode(), nth, code)
+
+    def widest(self) -> dict[str, int]:
+        """Of each kernel the most blocks along x with which it has run; 0: it has not."""
+        name, names = self.library.fake_kernel, []
+        name.restype = ctypes.c_char_p
+        while kernel := name(len(names)):
+            names.append(kernel)
+        return {kernel.decode(): self.library.fake_widest(kernel) for kernel in names}
 
     def flip(self, kernel: str) -> None:
         self.library.fake_flip(kernel.encode())

@@ -11,9 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from h2o import _core, backends, cli, ops
+from h2o import H2OConfig, _core, backends, cli, ops
 from h2o.backends import cuda, kernel_check
+from h2o.hf.attention_call import NewTokens
+from h2o.hf.layer import H2OLayer
+from h2o.hf.layer_state import restore, state_of
 from tests.cuda.device import IMAGE, carried
+from tests.inputs import drifting
 
 
 @pytest.fixture
@@ -23,16 +27,16 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_kernels", lambda by_torch: carried(driver, make(by_torch)))
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
     monkeypatch.setattr(cuda, "_cannot_check", lambda: False)
+    monkeypatch.setattr(cuda, "_settle", driver.wait)
     # test_launch.py has them all, as they are
     monkeypatch.setattr(kernel_check, "CASES", (kernel_check.Case(16, torch.float32),))
-    for name, size in {"PROMPT": 10, "CHUNK": 3, "STEPS": 1, "HEAVY": 4, "RECENT": 2}.items():
-        monkeypatch.setattr(kernel_check, name, size)
+    monkeypatch.setattr(kernel_check, "SHORT", kernel_check.Size(10, 3, 1, 4, 2))
     return driver
 
 
-def serving():
+def serving(by_torch=None):
     """Which backend serves device 0: "C" or "torch"."""
-    by_torch = backends._portable()
+    by_torch = by_torch or backends._portable()
     operations = cuda.serving(0, by_torch)
     return "torch" if operations is by_torch else "C"
 
@@ -101,6 +105,105 @@ def test_a_kernel_that_fails_does_not_serve(device):
         assert serving() == "torch"
 
 
+def raising(error):
+    """The torch backend, whose steps end so."""
+
+    def step(*arguments):
+        raise error
+
+    return SimpleNamespace(**{**vars(backends._portable()), "step": step})
+
+
+NOTHING_SAID = {
+    "no memory for torch": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    "no memory for a library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
+    "no memory": MemoryError(),
+    "a tensor that cannot be lent": BufferError("Can't export tensors on a different CUDA device"),
+    "a capture": RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+    "a setting": RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation"),
+    "an operation torch has not": NotImplementedError("aten::searchsorted"),
+}
+
+
+@pytest.mark.parametrize("what", NOTHING_SAID)
+def test_what_says_nothing_about_the_kernels_is_not_remembered(device, built, what):
+    error = NOTHING_SAID[what]
+    unusable = raising(error)
+    with pytest.warns(RuntimeWarning, match=f"could not be checked.*{type(error).__name__}"):
+        assert serving(unusable) == "torch"
+    assert "could not be checked" in ops.info()["backends"]["cuda"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert serving(unusable) == "torch"  # in this process, without another attempt
+    with pytest.raises(RuntimeError, match="could not be checked"):
+        cuda.check(0, unusable)
+    assert not (built.parent / "cache").exists()
+    forget()
+    assert serving() == "C"
+
+
+@pytest.mark.parametrize(
+    ("entry", "code"), [("cuMemAlloc_v2", 2), ("cuMemsetD8Async", 2), ("cuLaunchKernel", 2)]
+)
+def test_a_device_without_memory_says_nothing_about_the_kernels(device, built, entry, code):
+    device.fault(entry, code, nth=3)
+    with pytest.warns(RuntimeWarning, match=r"could not be checked.*out of memory"):
+        assert serving() == "torch"
+    assert not (built.parent / "cache").exists()
+    forget()
+    assert serving() == "C"
+
+
+def test_a_failure_of_what_the_program_queued_is_not_the_kernels(device, built, monkeypatch):
+    def settle(index):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "_settle", settle)
+        with pytest.warns(RuntimeWarning, match="could not be checked.*illegal memory access"):
+            assert serving() == "torch"
+    assert not (built.parent / "cache").exists()
+    forget()
+    assert serving() == "C"
+
+
+def test_a_file_of_kernels_that_cannot_be_read_is_explained(device, built, monkeypatch):
+    monkeypatch.setattr(cuda, "_file_reason", lambda: None)
+    built.unlink()
+    built.mkdir()
+    assert serving() == "torch"
+    assert "Is a directory" in ops.info()["backends"]["cuda"]
+
+
+def test_the_programs_settings_of_torch_are_set_aside(device):
+    """A float64 program with deterministic algorithms, whose tensors are on another device."""
+
+    def strictly(name):
+        def run(*arguments):
+            assert not torch.are_deterministic_algorithms_enabled()
+            assert torch.ones(1).dtype == torch.float32
+            assert torch.ones(1).device.type == "cpu"
+            assert not torch.is_grad_enabled()
+            getattr(backends._portable(), name)(*arguments)
+
+        return run
+
+    strict = SimpleNamespace(**{name: strictly(name) for name in backends.OPERATIONS})
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        assert serving(strict) == "C"
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        fresh = torch.ones(1)
+        assert (fresh.dtype, fresh.device.type) == (torch.float64, "meta")
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("folder", ["", "file", "/proc/no/such"])
 def test_a_cache_folder_is_not_needed(device, tmp_path, monkeypatch, folder):
     (tmp_path / "file").write_text("in the way")
@@ -161,6 +264,46 @@ def test_a_graph_that_is_captured_first_is_the_torch_backends(device, monkeypatc
     assert launches(device) == calls
     monkeypatch.setattr(cuda, "_cannot_check", lambda: False)
     assert serving() == "C"
+
+
+def test_a_step_opens_no_device(device, built):
+    """It looks a verdict up, and nothing is loaded, launched or written before there is one."""
+    by_torch = backends._portable()
+    before = launches(device)
+    with pytest.warns(RuntimeWarning, match=r"not opened yet: call h2o.ops.open_device"):
+        assert cuda.opened(0, by_torch) is by_torch
+    assert launches(device) == before
+    assert not (built.parent / "cache" / "h2o").exists()
+    assert serving() == "C"
+    checked = launches(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cuda.opened(0, by_torch) is cuda.serving(0, by_torch)
+    assert launches(device) == checked
+
+
+def test_a_step_in_a_graph_that_comes_first_warns_nobody(device, monkeypatch):
+    monkeypatch.setattr(cuda, "_cannot_check", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cuda.opened(0, backends._portable()) is backends._portable()
+
+
+def test_a_layer_that_goes_on_elsewhere_opens_the_device_before_its_step(monkeypatch):
+    opening = []
+    serving = backends.serving
+    monkeypatch.setattr(backends, "serving", lambda x: opening.append(x) or serving(x))
+    text = [torch.from_numpy(x) for x in drifting(3, B=1, H=2, G=2, N=12, D=16)]
+    prompt, token = ([x[:, :, i:j] for x in text] for i, j in ((0, 11), (11, 12)))
+    read, moved = (H2OLayer(H2OConfig(heavy=4, recent=4)) for _ in range(2))
+    read.update(*prompt[1:])
+    read.forward(NewTokens(*prompt, None, 0.25, 0.0))
+    opening.clear()
+    restore(moved, state_of(read))
+    assert len(opening) == 1
+    moved.update(*token[1:])
+    moved.forward(NewTokens(*token, None, 0.25, 0.0))
+    assert len(opening) == 1, "a step opens none"
 
 
 def test_fake_tensors_are_the_torch_backends(device, monkeypatch):

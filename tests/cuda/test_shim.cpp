@@ -170,7 +170,12 @@ KERNEL(probe_matrices, probe_params) {
         multiply_bf16(c, l, r);
     };
     const auto f16 = [](float *c, const uint32_t *l, const uint32_t *r) { multiply_f16(c, l, r); };
+    const auto halves = [](float *c, const uint32_t *l, const uint32_t *r) {
+        multiply_half_f16(c, l, r[0]);
+        multiply_half_f16(c, l + 2, r[1]);
+    };
     bool right = multiplies(a, b, float_to_bf16, bf16_to_float, bf16);
+    right &= multiplies(a, b, float_to_f16, f16_to_float, halves);
     right &= multiplies(a, b, float_to_f16, f16_to_float, f16);
     params.out[threadIdx.x] = right;
 }

@@ -143,8 +143,8 @@ def test_drop_is_simulation_with_the_context_as_prompt(lm, tokenizer, setting):
     dropped = numbers(lm)
     simulated = []
     for context, answer in PAIRS:
-        prompt_len = len(tokenizer(context)["input_ids"])
-        lm.use(parse(setting), "simulate", prompt_len=prompt_len, ratio_of="prompt")
+        prompt_length = len(tokenizer(context)["input_ids"])
+        lm.use(parse(setting), "simulate", prompt_length=prompt_length, ratio_of="prompt")
         simulated.append(numbers(lm, [(context, answer)]))
     close(dropped[0], torch.cat([likelihood for likelihood, _ in simulated]))
     assert dropped[1] == [flag for _, flags in simulated for flag in flags]
@@ -228,7 +228,7 @@ def test_a_fraction_of_a_short_question_is_one_token(lm, protocol):
     [
         ({"protocol": "guess"}, "protocol is simulate or drop"),
         ({"protocol": "drop", "variant": "local"}, "a mask, no cache"),
-        ({"protocol": "drop", "prompt_len": 4}, "for protocol=simulate"),
+        ({"protocol": "drop", "prompt_length": 4}, "for protocol=simulate"),
         ({"protocol": "drop", "ratio_of": "text"}, "for protocol=simulate"),
         ({"ratio_of": "page"}, "ratio_of must be"),
         ({"variant": "best"}, "variant is full, h2o, local"),

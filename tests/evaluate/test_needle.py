@@ -86,6 +86,9 @@ def test_compare(folder, tmp_path, capsys, monkeypatch):
         assert {"model", "versions", "length", "depth", "setting"} <= set(cell["facts"])
     monkeypatch.setattr(needle, "answered", lambda *_: 1 / 0)  # nothing is measured again
     assert run(folder, tmp_path, *arguments) == 0
+    capsys.readouterr()
+    assert run(folder, tmp_path, *arguments, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["cells"] == cells
 
 
 def test_shares_and_errors():

@@ -37,14 +37,14 @@ def cells(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "opt", "gpt_neox"])
-@pytest.mark.parametrize("prompt_len", [1, 20])
-def test_both_ways_agree(tokenizer, model_type, prompt_len):
+@pytest.mark.parametrize("prompt_length", [1, 20])
+def test_both_ways_agree(tokenizer, model_type, prompt_length):
     model = conftest.build(model_type)
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :90]
     full, _ = perplexity.by_simulation(model, ids, parse("full"))
     for setting in ["h2o:0.1+0.1", "local:8", "sink:4+0.1", "robust:0.2", "h2o:200+0", "full"]:
-        one, mass = perplexity.by_simulation(model, ids, parse(setting), prompt_len)
-        other, held = perplexity.by_cache(model, ids, parse(setting), prompt_len)
+        one, mass = perplexity.by_simulation(model, ids, parse(setting), prompt_length)
+        other, held = perplexity.by_cache(model, ids, parse(setting), prompt_length)
         torch.testing.assert_close(one, other, atol=5e-4, rtol=0)
         assert list(held) == [0, 1]
         if setting in ("h2o:200+0", "full"):
@@ -126,6 +126,10 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
         [(a["loss"] - b["loss"]) / a["predicted"] for a, b in zip(own, full, strict=True)]
     )
     assert rows[name][7] == f"±{each.std().item() / len(each) ** 0.5:.3f}"
+    assert run(folder, text, tmp_path, "--compare", name, "--window", 100, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)  # of this call, as the file has it
+    assert printed["kind"] == "h2o eval --perplexity"
+    assert printed["cells"] == [c for c in found if c["facts"]["setting"] == name]
 
 
 def test_merged_keys_are_said_to_count_as_gone(folder, text, tmp_path, capsys):
@@ -177,7 +181,7 @@ def test_one_setting_by_options(folder, text, tmp_path, capsys):
         (["--window", "1"], 1, "--window 1: from 2 to"),
         (["--window", "9999"], 1, "the model's 320 positions"),
         (["--limit", "0"], 2, "--limit 0"),
-        (["--prompt-len", "0"], 2, "--prompt-len 0: a number of tokens, at least 1"),
+        (["--prompt-length", "0"], 2, "--prompt-length 0: a number of tokens, at least 1"),
         (["--limit", "0.5"], 2, "--limit 0.5"),
         (["--ratio-of", "prompt"], 2, "no such choice but text"),
         (["--heavy", "0", "--recent", "0", "--window", "50"], 2, "budget of 0"),

@@ -44,6 +44,7 @@ from h2o.profile import _all_shipped
             "h2o",
             H2OConfig(0.1, 0.1, sinks=4, rank_by="mean", decay=0.9, value_weighted=True),
         ),
+        ("h2o:64/rank_by=max", "h2o", "h2o", H2OConfig(32, 32, rank_by="max")),
         ("local:0.2/sinks=2", "local", "h2o", H2OConfig(0, 0.2, sinks=2)),
         ("robust:0.2/value_weighted=false", "robust", "h2o", None),
     ],

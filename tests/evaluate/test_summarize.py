@@ -117,6 +117,9 @@ def test_compare(folder, file, tmp_path, capsys):
     ]
     assert texts[0] != texts[1]
     assert (tmp_path / "out" / "summaries.png").stat().st_size > 0
+    arguments = ["--compare", settings, "--max-new-tokens", 20, "--json"]
+    assert run(folder, file, tmp_path, *arguments) == 0
+    assert json.loads(capsys.readouterr().out)["cells"] == cells(tmp_path)
 
 
 def test_rouge_judges_what_was_written(folder, file, tmp_path, monkeypatch):
@@ -201,7 +204,7 @@ def test_lines_end_at_line_ends_alone(tmp_path, mark):
     [
         (["--compare", "mask-local:4+4"], 2, "a mask, no cache"),
         (["--protocol", "simulate"], 2, "no such choice but drop"),
-        (["--prompt-len", "5"], 2, "no such choice"),
+        (["--prompt-length", "5"], 2, "no such choice"),
         (["--max-new-tokens", "300"], 1, "row a0: "),
         (["--limit", "1.5"], 2, "--limit 1.5"),
     ],

@@ -167,6 +167,8 @@ def test_compare(folder, tmp_path, capsys, forwards, monkeypatch):
     assert [line for line in again.splitlines() if line.startswith("h2o:0.1")] == [
         rows["h2o:0.1+0.1"]
     ]
+    assert run(folder, *arguments, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["cells"] == content["cells"]
 
 
 def test_rows_that_changed_are_measured_again(folder, tmp_path, forwards):
@@ -334,14 +336,15 @@ def test_bad_rows(folder, tmp_path, capsys, row, words):
         (["--compare", "full", "--model_args", "heavy=4"], "go into --compare"),
         (["--compare", "mask-local:4+4", "--protocol", "drop"], "a mask, no cache"),
         (["--variant", "local", "--protocol", "drop"], "a mask, no cache"),
-        (["--compare", "mask-local:4+4", "--prompt-len", "9"], "'local' has no prompt"),
+        (["--compare", "mask-local:4+4", "--prompt-length", "9"], "'local' has no prompt"),
         (["--variant", "full", "--heavy", "4"], "heavy has no meaning"),
         (["--heavy", "0", "--recent", "0"], "budget of 0"),
-        (["--prompt-len", "0"], "--prompt-len 0: a number of tokens, at least 1"),
-        (["--compare", "full", "--prompt-len", "-2"], "--prompt-len -2: a number of tokens"),
+        (["--json"], "--json with --tasks goes with --compare"),
+        (["--prompt-length", "0"], "--prompt-length 0: a number of tokens, at least 1"),
+        (["--compare", "full", "--prompt-length", "-2"], "--prompt-length -2: a number of tokens"),
         (
-            ["--variant", "full", "--model_args", "prompt_len=0"],
-            "prompt_len must be .*, at least 1",
+            ["--variant", "full", "--model_args", "prompt_length=0"],
+            "prompt_length must be .*, at least 1",
         ),
     ],
 )

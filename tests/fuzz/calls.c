@@ -226,6 +226,12 @@ static h2o_rotary choose_rotary(bench *w) {
     return rotary;
 }
 
+/* None, mostly; chosen last, so that older inputs are still the calls that they were. */
+static h2o_view choose_sinks(bench *w) {
+    if (choose(&w->in, 3) != 1) return (h2o_view){.name = "sink_logits"};
+    return choose_tensor(w, "sink_logits", "H", H2O_F32);
+}
+
 /* ---- Numbers ----------------------------------------------------------- */
 
 static float choose_float(input *in) {
@@ -236,7 +242,7 @@ static float choose_float(input *in) {
 
 static h2o_policy choose_policy(input *in) {
     return (h2o_policy){.sinks = (int32_t)(rarely(in) ? choose(in, 256) - 128 : choose(in, 4)),
-                        .rank_by = choose(in, 2) ? H2O_RANK_MEAN : H2O_RANK_SUM,
+                        .rank_by = (h2o_rank_by)choose(in, 3),
                         .decay = choose(in, 4) ? 1.0f : choose_float(in),
                         .value_weighted = choose(in, 4) == 3,
                         .merge = choose(in, 4) == 3 ? choose_float(in) : 0.0f};
@@ -297,6 +303,7 @@ static void call_operation(bench *w) {
                                .policy = policy};
         p.has_slots = choose(in, 2);
         if (p.has_slots) p.slots = choose_slots(w, false, choose(in, 4) == 3);
+        p.sink_logits = choose_sinks(w);
         call_with(H2O_ATTEND, &p, call);
         break;
     }
@@ -321,6 +328,7 @@ static void call_operation(bench *w) {
                              .softcap = softcap,
                              .slots = choose_slots(w, policy.value_weighted, h2o_merges(&policy)),
                              .rotary = choose_rotary(w)};
+        p.sink_logits = choose_sinks(w);
         call_with(H2O_STEP, &p, call);
         break;
     }
@@ -342,6 +350,7 @@ static void call_operation(bench *w) {
             p.stored_values = choose_tensor(w, "stored_values", "BGQV", H2O_U8);
         }
         choose_numbers(w, &p.prompt, p.dims.Q);
+        p.sink_logits = choose_sinks(w);
         call_with(H2O_SIMULATE, &p, call);
     }
     }

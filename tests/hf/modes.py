@@ -130,6 +130,7 @@ POLICIES: dict[str, H2OConfig] = {
     "shares": H2OConfig(heavy=6, recent=4, sinks=1, shares=[[1.0]]),
     "int8": H2OConfig(heavy=5, recent=4, sinks=1, rank_by="mean", kv_dtype="int8"),
     "merge": H2OConfig(heavy=6, recent=4, sinks=1, merge=0.3),
+    "max": H2OConfig(heavy=6, recent=4, sinks=1, rank_by="max"),
 }
 """Small budgets: every prompt of more than 12 tokens is cut."""
 

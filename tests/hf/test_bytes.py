@@ -147,7 +147,7 @@ def _shipped():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0.04, 0.1])
 def test_a_part_of_the_default_model_s_bytes(part):
-    ours, _ = h2o.load_default()
+    ours, _ = h2o.load(attn_implementation="h2o")
     assert isinstance(Profile.shipped(ours), Profile)
     ids = torch.randint(5, 5000, (1, 1024), generator=torch.Generator().manual_seed(0))
     for config in (H2OConfig.robust(part, of="bytes"), H2OConfig.calibrated(part, of="bytes")):

@@ -23,7 +23,7 @@ from h2o.backends.portable import decode
 from h2o.hf.layer import H2OLayer
 from tests.devices import WAITS, elsewhere, moved
 from tests.hf.modes import POLICIES
-from tests.hf.tiny import FAMILIES, model
+from tests.hf.tiny import FAMILIES, TWINS, model, slow_if
 
 if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     pytest.skip(
@@ -64,7 +64,8 @@ def on_the_device(cache) -> bool:
     return all(x.device.type == "cuda" for each in slots for x in each if x is not None)
 
 
-@pytest.mark.parametrize("name", SERVED)
+# The twins' own code is transformers', and of the cache they ask the same.
+@pytest.mark.parametrize("name", [slow_if(x in TWINS and x != "granite", x) for x in SERVED])
 def test_families(name):
     with there(name) as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6)
@@ -152,7 +153,9 @@ def test_simulated(parameters):
     """With a mask, without which transformers itself looks for texts that begin anew."""
     with there(attention="sdpa") as ours:
         mask = torch.ones(2, 12, dtype=torch.long)
-        with h2o.simulated(ours, heavy=3, recent=3, prompt_len=4, trace=True, **parameters) as run:
+        with h2o.simulated(
+            ours, heavy=3, recent=3, prompt_length=4, trace=True, **parameters
+        ) as run:
             out = ours(ids(2, 12), attention_mask=mask, use_cache=False)
         assert out.logits.device.type == "cuda"
         assert run.evicted_at(0).device.type == "cuda"

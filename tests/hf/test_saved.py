@@ -28,6 +28,7 @@ STORES = {
     "int8-int4": ("wide", {"kv_dtype": "int8-int4", "shares": uneven}),
     "bytes": ("wide", {"heavy": 0.3, "recent": 0.2, "of": "bytes", "kv_dtype": "int8"}),
     "norms": ("llama", {"value_weighted": True, "decay": 0.9}),
+    "max": ("llama", {"rank_by": "max", "merge": 0.4}),
     "rolled": ("llama", {"positions": "rolled", "sinks": 2}),
     "rolled, own budgets": ("llama", {"positions": "rolled", "shares": uneven}),
     "trace": ("llama", {"trace": True, "shares": uneven}),

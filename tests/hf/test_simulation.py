@@ -1,6 +1,6 @@
 """The main proof: one simulated forward answers as the real cache does, token by token.
 
-`simulated(prompt_len=P)` over a text must give, at every position, the logits of an `H2OCache`
+`simulated(prompt_length=P)` over a text must give, at every position, the logits of an `H2OCache`
 fed with the first P tokens and then one at a time, and keep the same keys at every step.
 """
 
@@ -66,6 +66,16 @@ POLICIES = {
         "merge": 0.4,
         "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
     },
+    "max": {"heavy": 6, "recent": 3, "rank_by": "max"},
+    "decayed-max": {
+        "heavy": 6,
+        "recent": 3,
+        "sinks": 1,
+        "rank_by": "max",
+        "decay": 0.97,
+        "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
+    },
+    "merge by max": {"heavy": 6, "recent": 4, "rank_by": "max", "merge": 0.4, "kv_dtype": "int8"},
     "shares, fractions": {
         "heavy": 0.2,
         "recent": 0.1,
@@ -99,7 +109,7 @@ def policy(name: str, model) -> dict:
 def prove(
     model,
     ids: torch.Tensor,
-    prompt_len: int,
+    prompt_length: int,
     atol: float = 2e-4,
     base: dict | None = None,
     **chosen,
@@ -107,7 +117,7 @@ def prove(
     """Both ways through one text [1, N]; returns how often a heavy key was dropped for another."""
     N = ids.shape[1]
     with h2o.simulated(
-        model, prompt_len=prompt_len, trace=True, **(base or {}), **chosen
+        model, prompt_length=prompt_length, trace=True, **(base or {}), **chosen
     ) as simulation:
         with torch.no_grad():
             simulated = model(ids, use_cache=False).logits
@@ -116,7 +126,7 @@ def prove(
     model.set_attn_implementation("h2o")
     cache = h2o.H2OCache(model.config, **chosen)
     column = torch.arange(N)
-    for start, stop in [(0, prompt_len), *((i, i + 1) for i in range(prompt_len, N))]:
+    for start, stop in [(0, prompt_length), *((i, i + 1) for i in range(prompt_length, N))]:
         with torch.no_grad():
             logits = model(ids[:, start:stop], past_key_values=cache).logits
         torch.testing.assert_close(logits, simulated[:, start:stop], atol=atol, rtol=0)
@@ -138,7 +148,7 @@ def prove(
         )
     recent = chosen["recent"] if isinstance(chosen["recent"], int) else 3
     left = torch.cat([evicted_at[layer].reshape(-1, N) for layer in layers])
-    return int(((left > prompt_len) & (left < N) & (left - column - 1 != recent)).sum())
+    return int(((left > prompt_length) & (left < N) & (left - column - 1 != recent)).sum())
 
 
 @pytest.mark.parametrize("chosen", POLICIES)
@@ -158,9 +168,9 @@ def test_equals_the_cache(family, chosen):
         assert swaps >= 3, "the heavy set of this text never changes: a test of nothing"
 
 
-@pytest.mark.parametrize("prompt_len", [1, 2, 40, TEXT - 1, TEXT])
-def test_any_prompt_length(prompt_len):
-    prove(tiny.model("llama", "sdpa"), text(1), prompt_len, heavy=4, recent=3)
+@pytest.mark.parametrize("prompt_length", [1, 2, 40, TEXT - 1, TEXT])
+def test_any_prompt_length(prompt_length):
+    prove(tiny.model("llama", "sdpa"), text(1), prompt_length, heavy=4, recent=3)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen2-mixed"])
@@ -172,7 +182,7 @@ def test_hybrids(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prompt_len", "chosen"),
+    ("prompt_length", "chosen"),
     [
         (1, {"heavy": 10, "recent": 10}),
         (1, {"heavy": 0, "recent": 12, "sinks": 4}),
@@ -181,11 +191,11 @@ def test_hybrids(family):
         (60, {"heavy": 200, "recent": 0}),
     ],
 )
-def test_equals_the_cache_smollm2(smollm2, prompt_len, chosen):
+def test_equals_the_cache_smollm2(smollm2, prompt_length, chosen):
     model, tokenizer = smollm2
     ids = tokenizer(PROSE, return_tensors="pt")["input_ids"][:, :140]
     assert ids.shape[1] == 140
-    swaps = prove(model, ids, prompt_len, atol=2e-3, **chosen)
+    swaps = prove(model, ids, prompt_length, atol=2e-3, **chosen)
     assert swaps > 100 or chosen["heavy"] in (0, 200)
 
 
@@ -229,10 +239,10 @@ def test_rows_of_a_batch_are_alone(family, variant, ratio_of, side):
     chosen = {"variant": variant, "heavy": 0.2, "recent": 0.15, "ratio_of": ratio_of}
     record = {"trace": True, "mass": True}
     with torch.no_grad():
-        with h2o.simulated(model, prompt_len=prompts, **chosen, **record) as together:
+        with h2o.simulated(model, prompt_length=prompts, **chosen, **record) as together:
             batched = model(**inputs, use_cache=False).logits
         for b, row in enumerate(rows):
-            with h2o.simulated(model, prompt_len=prompts[b], **chosen, **record) as alone:
+            with h2o.simulated(model, prompt_length=prompts[b], **chosen, **record) as alone:
                 logits = model(row, use_cache=False).logits[0]
             real = inputs["attention_mask"][b].bool()
             torch.testing.assert_close(batched[b, real], logits, atol=2e-4, rtol=0)
@@ -258,9 +268,11 @@ def test_fractions_of_text_and_prompt():
     for ratio_of, base in (("text", TEXT), ("prompt", PROMPT)):
         tokens = {"heavy": int(0.3 * base), "recent": max(1, int(0.1 * base))}
         with torch.no_grad():
-            with h2o.simulated(model, heavy=0.3, recent=0.1, prompt_len=PROMPT, ratio_of=ratio_of):
+            with h2o.simulated(
+                model, heavy=0.3, recent=0.1, prompt_length=PROMPT, ratio_of=ratio_of
+            ):
                 fraction = model(ids, use_cache=False).logits
-            with h2o.simulated(model, prompt_len=PROMPT, **tokens):
+            with h2o.simulated(model, prompt_length=PROMPT, **tokens):
                 exact = model(ids, use_cache=False).logits
         assert torch.equal(fraction, exact)
 
@@ -519,12 +531,12 @@ def test_peft_models():
     [
         ({"variant": "best"}, ValueError, "variant must be"),
         ({"variant": "local", "sinks": 2}, ValueError, "heavy and recent only"),
-        ({"variant": "global", "prompt_len": 5}, ValueError, "no prompt"),
+        ({"variant": "global", "prompt_length": 5}, ValueError, "no prompt"),
         ({"variant": "global", "ratio_of": "prompt"}, ValueError, "ratio_of at"),
         ({"variant": "local", "ratio_of": "prompt"}, ValueError, "ratio_of at"),
-        ({"prompt_len": 0}, ValueError, "prompt_len must be a number of tokens"),
-        ({"prompt_len": [4, 0]}, ValueError, "prompt_len must be a number of tokens"),
-        ({"prompt_len": 2.5}, ValueError, "prompt_len must be a number of tokens"),
+        ({"prompt_length": 0}, ValueError, "prompt_length must be a number of tokens"),
+        ({"prompt_length": [4, 0]}, ValueError, "prompt_length must be a number of tokens"),
+        ({"prompt_length": 2.5}, ValueError, "prompt_length must be a number of tokens"),
         ({"ratio_of": "page"}, ValueError, "ratio_of must be"),
         ({"heavy": 0, "recent": 0}, ValueError, "budget of 0"),
         ({"heavier": 1}, TypeError, "unknown parameter"),
@@ -536,6 +548,24 @@ def test_arguments_that_do_not_fit(chosen, error, words):
     with pytest.raises(error, match=words), h2o.simulated(model, **chosen):
         pass
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_former_name_of_prompt_length():
+    model, ids = tiny.model("llama", "sdpa"), text()
+    logits = []
+    for name in ("prompt_length", "prompt_len"):
+        how = {name: 20}
+        if name == "prompt_len":
+            with pytest.warns(DeprecationWarning, match="is now called prompt_length") as warned:
+                block = h2o.simulated(model, heavy=3, recent=3, **how)
+            assert warned[0].filename == __file__
+        else:
+            block = h2o.simulated(model, heavy=3, recent=3, **how)
+        with block, torch.no_grad():
+            logits.append(model(ids, use_cache=False).logits)
+    assert torch.equal(*logits)
+    with pytest.raises(TypeError, match="prompt_len is the former name of prompt_length"):
+        h2o.simulated(model, heavy=3, recent=3, prompt_length=2, prompt_len=2)
 
 
 def test_calls_that_are_no_whole_text():
@@ -559,7 +589,7 @@ def test_calls_that_are_no_whole_text():
                 model(ids, use_cache=False)
             with (
                 pytest.raises(ValueError, match="2 entries for a batch of 1"),
-                h2o.simulated(model, heavy=2, recent=2, prompt_len=[3, 4]),
+                h2o.simulated(model, heavy=2, recent=2, prompt_length=[3, 4]),
             ):
                 model(ids, use_cache=False)
         model.train()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of transformers
@@ -48,6 +49,8 @@ class Family:
     """Modes in which transformers itself fails, with its own cache too."""
     weights: str = ""
     """How torchao quantises them, "int8" or "int4"; "": not at all."""
+    architecture: str = ""
+    """Its class, where AutoModelForCausalLM has none of it."""
 
     def build_config(self) -> Any:
         numbers = {
@@ -118,6 +121,11 @@ FAMILIES = {
             "gemma3",
             {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"] * 2},
             model_type="gemma3_text",
+            layers=("sliding", "h2o", "sliding", "h2o"),
+        ),
+        Family(
+            "gpt_oss",
+            {**_SLIDING, **_MOE, "layer_types": ["sliding_attention", "full_attention"] * 2},
             layers=("sliding", "h2o", "sliding", "h2o"),
         ),
         Family(
@@ -253,21 +261,62 @@ if importlib.util.find_spec("torchao"):
     FAMILIES["llama, int8 weights"] = Family("llama", model_type="llama", weights="int8")
     if DEVICE.type == "cpu":  # for which these four bits are laid out
         FAMILIES["qwen3, int4 weights"] = Family("qwen3", model_type="qwen3", weights="int4")
+
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 10,
+}  # fmt: skip
+_LATENT_MOE = {
+    **_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+_LONGCAT = {
+    **_LATENT, "num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 32,
+    "moe_topk": 2, "zero_expert_num": 2, "n_routed_experts": 4,
+}  # fmt: skip
+LATENT = {
+    family.name: family
+    for family in [
+        Family("deepseek_v2", {**_LATENT_MOE, "topk_method": "greedy"}),
+        Family("deepseek_v3", {**_LATENT_MOE, "q_lora_rank": None}),
+        Family("glm4_moe_lite", _LATENT_MOE),
+        Family("minicpm3", _LATENT),
+        Family("mistral4", {**_LATENT_MOE, "head_dim": 20}, architecture="Mistral4ForCausalLM"),
+        Family("youtu", {**_LATENT, "num_attention_heads": 32, "num_key_value_heads": 32}),
+        Family("axk1", {**_LATENT_MOE, "v_head_dim": 20}),
+        Family("longcat_flash", _LONGCAT),
+    ]
+}
+"""Of multi-head latent attention; one with so many heads that a step is a product of matrices, one
+whose values have the size of its keys."""
+
 _WITH_KEYS = ("falcon_h1", "zaya")
 WITH_STATES = [name for name, x in FAMILIES.items() if "states" in x.layers or name in _WITH_KEYS]
 """Convolution or recurrent states, beside keys or instead of them."""
 OTHERS = [name for name in FAMILIES if name not in WITH_STATES]
 PURE = [name for name in OTHERS if "sliding" not in FAMILIES[name].layers]
 HYBRID = [name for name in OTHERS if name not in PURE and "h2o" in FAMILIES[name].layers]
+TWINS = tuple(
+    "gpt_neox qwen2 qwen3 mistral mixtral qwen3_moe phi gpt2 gemma olmo2 granite smollm3 stablelm"
+    " cohere starcoder2".split()
+)
+"""Families that h2o cannot tell from llama or opt, but for a scale: generate() is the same code for
+them, and so are shapes and kinds of layers (test_families.py shows that). What a mode or a policy
+does to these two it does to the twins: tests without `-m slow` cross them with a few of each."""
 
 
 @functools.cache
 def _model(name: str) -> Any:
     torch.manual_seed(len(name))
-    auto = AutoModelForImageTextToText if FAMILIES[name].image else AutoModelForCausalLM
-    made = auto.from_config(FAMILIES[name].build_config()).eval()
-    if FAMILIES[name].weights:
-        quantise(made, FAMILIES[name].weights)
+    family = (FAMILIES | LATENT)[name]
+    auto = AutoModelForImageTextToText if family.image else AutoModelForCausalLM
+    config = family.build_config()
+    if family.architecture:
+        made = getattr(transformers, family.architecture)(config).eval()
+    else:
+        made = auto.from_config(config).eval()
+    if family.weights:
+        quantise(made, family.weights)
     return made
 
 
@@ -293,6 +342,17 @@ def model(name: str, attention: str = "h2o") -> Any:
     return twin
 
 
+@functools.cache
+def shared(name: str, attention: str = "h2o") -> Any:
+    """The same model for all tests that change nothing of it: a copy takes as long as ten steps."""
+    return model(name, attention)
+
+
+def slow_if(slow: bool, *values: Any) -> Any:
+    """A case of parametrize: marked as slow where another case runs the same lines."""
+    return pytest.param(*values, marks=[pytest.mark.slow] if slow else [])
+
+
 def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     """Token ids [1, length] each."""
     generator = torch.Generator().manual_seed(seed)
@@ -314,7 +374,7 @@ def batch(rows: list[torch.Tensor], side: str = "left") -> dict[str, torch.Tenso
 
 def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same batch for a family that reads images: one amid each row, another one in each."""
-    image = FAMILIES[name].image
+    image = (FAMILIES | LATENT)[name].image
     if not image:
         return inputs
     B = len(inputs["input_ids"])

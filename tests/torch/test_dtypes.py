@@ -56,6 +56,7 @@ TABLE = {
     "softcap": case(softcap=4.0),
     "decay": case(policy=POLICIES["decay"]),
     "everything": case(policy=POLICIES["everything"], softcap=4.0, D=96, R=3, padding="holes"),
+    "learned sinks": case(learned_sinks=True, R=4, D=80, padding="holes"),
     "no prompt": case(lengths=[1, 1], calls=[1] * 40),
 }
 
@@ -89,9 +90,10 @@ def test_table(scenario, dtype):
     engine = core(dtype)
     given = scenario.text()
     text, mask, policy = Text(*map(engine.exact, given)), scenario.mask(), scenario.policy
-    want = answers(text, scenario.calls, policy, mask=mask, softcap=scenario.softcap)
+    how = {"mask": mask, "softcap": scenario.softcap, "sink_logits": sinks_of(scenario, engine)}
+    want = answers(text, scenario.calls, policy, **how)
     assert want.gap > CLEAR, "a near tie: choose another seed"
-    talk = Conversation(engine, text, policy, mask=mask, softcap=scenario.softcap)
+    talk = Conversation(engine, text, policy, **how)
     talk.feed_all(scenario.calls)
     for call, (positions, scores) in enumerate(talk.kept):
         np.testing.assert_array_equal(positions, want.kept(call)[0])
@@ -104,6 +106,11 @@ def test_table(scenario, dtype):
         kept_scores = want.kept(-1)[1]
         want.scores[-1] = np.where(want.held[-1], plain_scores, 0.0)
         assert_as_good(talk.kept[-1][1], want.kept(-1)[1], kept_scores)
+
+
+def sinks_of(scenario: Scenario, engine) -> np.ndarray | None:
+    sinks = scenario.sink_logits()
+    return None if sinks is None else engine.exact(sinks)
 
 
 def assert_as_good(got: np.ndarray, plain: np.ndarray, want: np.ndarray) -> None:
@@ -134,7 +141,11 @@ def in_plain_torch(scenario: Scenario, engine, given: Text, want: Answers):
     logits = (q @ k.mT) * scenario.D**-0.5
     if scenario.softcap:
         logits = scenario.softcap * torch.tanh(logits / scenario.softcap)
-    p = logits.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0.0)
+    logits = logits.masked_fill(~visible, -torch.inf)
+    if scenario.learned_sinks:
+        sinks = engine.tensor(scenario.sink_logits())[:, None, None]
+        logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
+    p = logits.softmax(-1)[..., : visible.shape[-1]].masked_fill(~visible, 0.0)
     scores = torch.zeros_like(visible[:, :: scenario.R, 0], dtype=torch.float32)
     for call in p.float().split(scenario.calls, dim=2):
         scores += call.sum(2).unflatten(1, (scenario.G, scenario.R)).sum(2)
@@ -193,6 +204,7 @@ SIMULATED = {
     "group of 3": simulated(1, R=3),
     "everything": simulated(90, policy=POLICIES["everything"], softcap=4.0, D=96, R=3),
     "tiny budget": simulated(20, policy=Policy(2, 1)),
+    "learned sinks": simulated(20, learned_sinks=True, R=4, softcap=4.0),
 }
 
 SIMULATED_CROSSED = {
@@ -213,13 +225,15 @@ def test_simulation_table(scenario, dtype):
     engine, given = core(dtype), scenario.text()
     policy = scenario.policy
     text = Text(*map(engine.exact, given))
-    want = answers(text, scenario.calls, policy, softcap=scenario.softcap)
+    sinks = sinks_of(scenario, engine)
+    want = answers(text, scenario.calls, policy, softcap=scenario.softcap, sink_logits=sinks)
     assert want.gap > CLEAR, "a near tie: choose another seed"
     out, evicted_at, scores = ops.simulate(
         *(engine.tensor(x) for x in text),
         torch.tensor(scenario.lengths, dtype=torch.int32),
         torch.tensor([[policy.heavy, policy.recent]], dtype=torch.int32),
         softcap=scenario.softcap,
+        sink_logits=None if sinks is None else torch.from_numpy(sinks),
         **policy.ranking,
     )
     np.testing.assert_array_equal(evicted_at, want.evicted_at)

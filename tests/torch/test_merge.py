@@ -22,6 +22,7 @@ POLICIES = {
     "local": Policy(0, 12, merge=0.8),
     "heavy-only": Policy(12, 0, merge=0.5),
     "decayed": Policy(10, 6, decay=0.9, merge=0.8),
+    "max": Policy(10, 6, sinks=1, rank_by="max", decay=0.98, merge=0.8),
     "everything": Policy(
         11, 3, sinks=1, rank_by="mean", decay=0.95, value_weighted=True, merge=0.8
     ),
@@ -62,6 +63,22 @@ def test_the_formula(module):
     weights = torch.tensor([*logits.exp(), logits[0].exp()]) * torch.tensor([1.0, 2.0, 1.0])
     seen = torch.stack([values[0, 0, 0], slots.values[0, 0, third], values[0, 0, 0]])
     torch.testing.assert_close(out[0, 0, 0], weights @ seen / weights.sum())
+
+
+@every_module
+def test_the_formula_of_the_largest(module):
+    """The scores weigh, whatever has seen them, and the larger is the score of both."""
+    keys = torch.tensor([[0.0, 2.0], [3.0, 0.3], [1.0, 0.0]])[None, None]
+    values = torch.tensor([[1.0, 1.0], [2.0, 0.0], [0.0, 4.0]])[None, None]
+    for second, third in ((0.4, 0.6), (0.7, 0.8)):
+        scores = torch.tensor([[[0.9, second, third]]])
+        slots = ops.new_slots(keys, 3, heavy=2, merge=True)
+        module.evict(keys, values, scores, slots, merge=0.9, decay=0.5, rank_by="max")
+        slot = slots.positions[0, 0].argsort()[2]
+        a, b = third / (second + third), second / (second + third)
+        torch.testing.assert_close(slots.keys[0, 0, slot], torch.tensor([a + 3 * b, 0.3 * b]))
+        torch.testing.assert_close(slots.values[0, 0, slot], torch.tensor([2 * b, 4 * a]))
+        assert slots.scores[0, 0, slot] == torch.tensor(third)
 
 
 @every_module

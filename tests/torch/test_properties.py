@@ -50,9 +50,10 @@ def assert_same_state(one: Conversation, other: Conversation, tolerance: float =
 @given(inputs.scenarios())
 def test_oracle_agrees_with_whole_text_matrices(scenario):
     text, mask, policy = scenario.text(), scenario.mask(), scenario.policy
-    want = answers(text, scenario.calls, policy, mask=mask, softcap=scenario.softcap)
+    how = {"mask": mask, "softcap": scenario.softcap, "sink_logits": scenario.sink_logits()}
+    want = answers(text, scenario.calls, policy, **how)
     assume(want.gap > CLEAR)
-    talk = Conversation(oracle(), text, policy, mask=mask, softcap=scenario.softcap)
+    talk = Conversation(oracle(), text, policy, **how)
     talk.feed_all(scenario.calls)
     for call, (positions, scores) in enumerate(talk.kept):
         np.testing.assert_array_equal(positions, want.kept(call)[0])

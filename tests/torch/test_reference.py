@@ -54,7 +54,7 @@ def test_mask_h2o_is_the_authors_cache(name):
     golden = inputs.golden_cache(name)
     q, k, _ = (torch.from_numpy(x) for x in golden.text)
     logits = q @ k.mT / q.shape[-1] ** 0.5
-    mask = simulation_mask(logits, golden.heavy, golden.recent, prompt_len=golden.calls[0])
+    mask = simulation_mask(logits, golden.heavy, golden.recent, prompt_length=golden.calls[0])
     row = golden.calls[0]
     assert torch.equal(mask[0, 0, :row, :row], torch.ones(row, row, dtype=torch.bool).tril())
     for kept in golden.kept[:-1]:
@@ -77,20 +77,20 @@ def test_masks_of_the_authors_evaluation(name, variant):
 
 
 @pytest.mark.parametrize(
-    ("heavy", "recent", "sinks", "prompt_len"),
+    ("heavy", "recent", "sinks", "prompt_length"),
     [(10, 6, 0, 24), (10, 6, 0, 1), (0, 9, 3, 1), (9, 0, 0, 12), (7, 5, 2, 40), (0.1, 0.05, 1, 6)],
 )
-def test_mask_h2o_is_the_oracles_cache(heavy, recent, sinks, prompt_len):
+def test_mask_h2o_is_the_oracles_cache(heavy, recent, sinks, prompt_length):
     n = 60
     q, k, v = (torch.from_numpy(x) for x in inputs.drifting(71, B=2, H=3, G=3, N=n))
     tokens = [int(x * n) if isinstance(x, float) else x for x in (heavy, recent)]
     _, evicted_at, _ = reference.simulate(
-        q, k, v, torch.tensor([prompt_len] * 2), torch.tensor([tokens] * 2), sinks=sinks
+        q, k, v, torch.tensor([prompt_length] * 2), torch.tensor([tokens] * 2), sinks=sinks
     )
     row, key = torch.arange(n)[:, None], torch.arange(n)
     want = (key <= row) & (row < evicted_at[..., None, :])
     logits = q @ k.mT / q.shape[-1] ** 0.5
-    mask = simulation_mask(logits, heavy, recent, prompt_len=prompt_len, sinks=sinks)
+    mask = simulation_mask(logits, heavy, recent, prompt_length=prompt_length, sinks=sinks)
     assert torch.equal(mask, want)
     assert not mask.all()
 
@@ -108,20 +108,20 @@ def test_mask_flexgen_lets_in_whatever_leaves_the_window():
     flexgen = rows(heavy=2, recent=1, variant="flexgen")
     assert flexgen == [*start, [0, 2, 3, 4], [0, 3, 4, 5], [0, 4, 5, 6]]
     # Even the only heavy key gives way; the prompt is cut by scores as everywhere.
-    flexgen = rows(heavy=1, recent=1, variant="flexgen", prompt_len=4)
+    flexgen = rows(heavy=1, recent=1, variant="flexgen", prompt_length=4)
     assert flexgen == [*start, [0, 3, 4], [3, 4, 5], [4, 5, 6]]
 
 
 def test_mask_puts_ties_at_the_lower_position_and_nan_last():
     logits = torch.zeros(1, 1, 6, 6)
-    mask = simulation_mask(logits, heavy=2, recent=0, prompt_len=5, variant="h2o")
+    mask = simulation_mask(logits, heavy=2, recent=0, prompt_length=5, variant="h2o")
     assert mask[0, 0, 5].tolist() == [True, True, False, False, False, True]
     equal_columns = torch.full((1, 1, 6, 6), -torch.inf)
     equal_columns[..., 0] = 0.0
     mask = simulation_mask(equal_columns, heavy=2, recent=0, variant="global")
     assert mask[0, 0, 5].tolist() == [True, True, False, False, False, True]
     logits[0, 0, 3, 3] = torch.nan  # row 3 makes keys 0 to 3 NaN, 4 is a number
-    mask = simulation_mask(logits, heavy=2, recent=0, prompt_len=5)
+    mask = simulation_mask(logits, heavy=2, recent=0, prompt_length=5)
     assert mask[0, 0, 5].tolist() == [True, False, False, False, True, True]
 
 
@@ -134,8 +134,8 @@ def test_mask_puts_ties_at_the_lower_position_and_nan_last():
         ({"heavy": float("nan")}, r"heavy as a fraction lies in \[0, 1\]"),
         ({"heavy": 0, "recent": 0}, "no key at all"),
         ({"sinks": 1, "variant": "local"}, "'local' has no sinks"),
-        ({"prompt_len": 2, "variant": "global"}, "'global' has no prompt"),
-        ({"prompt_len": 0}, "prompt_len must be at least 1"),
+        ({"prompt_length": 2, "variant": "global"}, "'global' has no prompt"),
+        ({"prompt_length": 0}, "prompt_length must be at least 1"),
         ({"logits": torch.zeros(1, 1, 4, 5)}, r"\[B, H, n, n\], not \[1, 1, 4, 5\]"),
     ],
 )

@@ -147,7 +147,7 @@ def test_the_core_keeps_what_the_oracle_keeps(scenario):
     talks = [
         Conversation(
             rolling(engine, Angles(max(1, scenario.D // 4))), scenario.text(), scenario.policy,
-            mask=scenario.mask(), softcap=scenario.softcap,
+            mask=scenario.mask(), softcap=scenario.softcap, sink_logits=scenario.sink_logits(),
         ).feed_all(scenario.calls)
         for engine in (oracle(), core())
     ]  # fmt: skip

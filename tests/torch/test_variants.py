@@ -58,11 +58,13 @@ def test_readable_masks(variant, heavy, recent, n):
     assert torch.equal(visibility(evicted_at), want)
 
 
-@pytest.mark.parametrize("prompt_len", [2, 20, 70, 150])
-def test_flexgen_prompt(prompt_len):
-    logits = drifting_logits(prompt_len, 120)
-    _, evicted_at = through("flexgen", logits, 8, 7, prompt_len=prompt_len)
-    want = published_masks.simulation_mask(logits[None], 8, 7, "flexgen", prompt_len=prompt_len)[0]
+@pytest.mark.parametrize("prompt_length", [2, 20, 70, 150])
+def test_flexgen_prompt(prompt_length):
+    logits = drifting_logits(prompt_length, 120)
+    _, evicted_at = through("flexgen", logits, 8, 7, prompt_length=prompt_length)
+    want = published_masks.simulation_mask(
+        logits[None], 8, 7, "flexgen", prompt_length=prompt_length
+    )[0]
     assert torch.equal(visibility(evicted_at), want)
 
 

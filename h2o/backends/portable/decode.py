@@ -14,9 +14,10 @@ from torch import Tensor
 from h2o.backends.portable.merging import merge_one
 from h2o.backends.portable.prefill import capped
 from h2o.backends.portable.ranking import budget_of, lowest, queries_of, rank_keys
-from h2o.backends.portable.slot_rows import Store, as_stored, products
+from h2o.backends.portable.slot_rows import Store, as_stored, products, row_norms
 from h2o.policy import Policy
 from h2o.rotary_embedding import rotated
+from h2o.sink_logits import softmax
 
 __all__ = ["Eviction", "step"]
 
@@ -35,7 +36,7 @@ class Eviction(NamedTuple):
 def step(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     mask: Tensor | None,
     slots: Any,
     out: Tensor,
@@ -44,6 +45,7 @@ def step(
     policy: Policy,
     table: Tensor | None,
     ranks: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> Eviction:
     """See `h2o.ops.step`. All shapes are fixed by those of the slots."""
     B, H, _, D = query.shape
@@ -54,7 +56,7 @@ def step(
     seen = lengths + 1
     budget = budget_of(slots.budget, policy.sinks)
     index = store.index_of(slots.free)
-    for rows, new in zip((slots.keys, slots.values), as_stored(key, value, slots), strict=True):
+    for rows, new in as_stored(key, value, slots):
         store.write_rows(rows, index, new, real)
     store.write(slots.positions, index, lengths, real)
     store.write(slots.scores, index, 0.0, real)
@@ -62,24 +64,25 @@ def step(
         store.write(slots.bias, index, 0.0, real)
     norms = None
     if policy.value_weighted:
-        store.write(slots.norms, index, torch.linalg.vector_norm(value.float(), dim=-1), real)
+        store.write(slots.norms, index, row_norms(key if value is None else value), real)
         norms = store.by_head(slots.norms, 0)
 
     keys = store.rows("keys", D)
-    asked = query.reshape(B, G, H // G, D).float()
+    queries = query.reshape(B, G, H // G, D).float()
     if table is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
         store.write(ranks, index, before, real)
         keys = rotated(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
-        asked = rotated(asked, table[before])
+        queries = rotated(queries, table[before])
     positions = store.by_head(slots.positions, -1)
     # Scores are to be float32, and so must logits [B, G, R, S] be.
-    logits = capped(products(asked * scale, keys.mT, exact=True), softcap)
+    logits = capped(products(queries * scale, keys.mT, exact=True), softcap)
     if policy.merge is not None:
         logits = logits + store.by_head(slots.bias, 0)[:, :, None]
-    p = logits.masked_fill_((positions < 0)[:, :, None], -torch.inf).softmax(-1)
+    sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
+    p = softmax(logits.masked_fill_((positions < 0)[:, :, None], -torch.inf), sinks)
     answer = store.answers_stored(p, D).view(B, 1, H, D)
-    received = p.sum(2)
+    received = p.amax(2) if policy.scores_largest else p.sum(2)
     if real is not None:
         answer = answer.masked_fill(~real[..., None], 0)
         received = received.masked_fill(~real, 0)
@@ -89,7 +92,7 @@ def step(
         if real is not None:
             aged = torch.where(real.view(B, *[1] * (aged.ndim - 1)), aged, slots.scores)
         slots.scores.copy_(aged)
-    scores = store.add(slots.scores, received)
+    scores = store.add(slots.scores, received, largest=policy.scores_largest)
 
     ranks_now = rank_keys(policy, scores, positions, norms, seen, budget)
     position, last = lowest(ranks_now, positions)
@@ -99,10 +102,8 @@ def step(
     score = scores.gather(-1, last)
     dropped = evicts
     if policy.merge is not None:
-        queries = queries_of(policy, positions, seen)
-        merged = merge_one(
-            store, last, evicts, positions, queries, keys.float(), policy.sinks, policy.merge
-        )
+        counts = queries_of(policy, positions, seen)
+        merged = merge_one(store, last, evicts, score, positions, counts, keys.float(), policy)
         dropped = evicts & ~merged
     slots.lost.add_(torch.where(dropped, score, 0)[..., 0])
     store.write(slots.positions, last, position.masked_fill(evicts, -1))

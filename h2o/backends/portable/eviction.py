@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o.backends.portable.merging import EvictedKeys, MergeTargets, merge_all
 from h2o.backends.portable.ranking import budget_of, highest, queries_of, rank_keys
-from h2o.backends.portable.slot_rows import Store
+from h2o.backends.portable.slot_rows import Store, row_norms
 from h2o.policy import Policy
 from h2o.quantisation import dequantised, stored_like
 
@@ -22,7 +22,7 @@ __all__ = ["evict"]
 
 def evict(
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     scores: Tensor,
     mask: Tensor | None,
     slots: Any,
@@ -30,6 +30,7 @@ def evict(
 ) -> None:
     """See `h2o.ops.evict`. The kept keys lie in the lowest slots, stored ones before new ones."""
     B, G, Q, _ = keys.shape
+    values = keys if values is None else values
     store = Store(slots)
     before = slots.lengths[:, None, None]
     order = torch.arange(Q, device=keys.device)[None]
@@ -42,8 +43,7 @@ def evict(
     held_scores = store.by_head(slots.scores, 0)
     norms = bias = None
     if policy.value_weighted:
-        new_norms = torch.linalg.vector_norm(values.float(), dim=-1)
-        norms = torch.cat([store.by_head(slots.norms, 0), new_norms], -1)
+        norms = torch.cat([store.by_head(slots.norms, 0), row_norms(values)], -1)
     if policy.merge is not None:
         bias = torch.cat([store.by_head(slots.bias, 0), torch.zeros_like(scores)], -1)
     all_scores = torch.cat([held_scores, scores], -1) + 0.0  # -0 becomes 0
@@ -62,7 +62,7 @@ def evict(
         )
         _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms, bias)
         kept = store.by_head(slots.positions, -1)
-        targets = MergeTargets.of(store, kept, policy.sinks, queries_of(policy, kept, seen))
+        targets = MergeTargets.of(store, kept, policy, queries_of(policy, kept, seen))
         merged = merge_all(store, evicted, targets, policy.merge)
         lost = evicted.scores.masked_fill(merged | ~evicted.is_key, 0)
     slots.lost.add_(lost.sum(-1, dtype=slots.lost.dtype))
@@ -134,7 +134,8 @@ def _write_kept(
                 numbers, torch.where(filled, values_by_key.gather(-1, source), empty)
             )
     for rows, incoming in ((slots.keys, keys), (slots.values, values)):
-        _write_kept_rows(rows, incoming, store, source, filled)
+        if rows is not None:
+            _write_kept_rows(rows, incoming, store, source, filled)
 
 
 def _write_kept_rows(

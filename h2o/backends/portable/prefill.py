@@ -1,5 +1,5 @@
-"""`h2o.ops.attend` in plain torch: causal attention of Q new queries, and the column sums of its
-probabilities, by which each key is scored.
+"""`h2o.ops.attend` in plain torch: causal attention of Q new queries, and the column sums (or
+maxima) of its probabilities, by which each key is scored.
 
 Queries are processed in blocks, so that memory is linear in the number of keys. A block's
 probabilities [B, G, R * n, S + Q] give its output and its part of the column sums.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from h2o.backends.portable.slot_rows import Store, products
 from h2o.policy import Policy
+from h2o.sink_logits import softmax
 
 __all__ = ["attend", "capped", "dense", "rows_of"]
 
@@ -45,7 +46,7 @@ class Stored(NamedTuple):
 def attend(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     mask: Tensor | None,
     slots: Any,
     out: Tensor,
@@ -53,6 +54,7 @@ def attend(
     scale: float,
     softcap: float,
     policy: Policy,
+    sink_logits: Tensor | None,
 ) -> None:
     """See `h2o.ops.attend`."""
     real = None if mask is None else mask.bool()
@@ -70,18 +72,22 @@ def attend(
         store = Store(slots)
         held = store.by_head(slots.positions, -1) >= 0
         D = query.shape[-1]
-        stored_values = store.rows("values", D)
+        stored_values = store.values(D)
         empty = ~(held if store.first is None else held.any(1, keepdim=True))
         finite, beyond = store.split(stored_values.masked_fill(empty[..., None], 0))
         bias = None if slots.bias is None else store.by_head(slots.bias, 0)
         stored = Stored(store.rows("keys", D).float(), finite, beyond, held, bias)
-    new, old = dense(query, keys, values, real, stored, weights, scale, softcap, out)
+    values = keys if values is None else values
+    largest = policy.scores_largest
+    new, old = dense(
+        query, keys, values, real, stored, weights, scale, softcap, sink_logits, largest, out
+    )
     scores.copy_(new)
     if store is not None:
         before = store.by_head(slots.scores, 0)
         if total is not None:
             before = before * total[..., None]
-        store.write_by_head(slots.scores, before + old)
+        store.write_by_head(slots.scores, torch.maximum(before, old) if largest else before + old)
 
 
 def rows_of(query: Tensor, columns: int) -> int:
@@ -105,6 +111,8 @@ def dense(
     weights: Tensor | None,
     scale: float,
     softcap: float,
+    sink_logits: Tensor | None,
+    largest: bool,
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention into `out` [B, Q, H, D], and what keys receive of it.
@@ -113,6 +121,7 @@ def dense(
         query: [B, H, Q, D]; keys, values: [B, G, Q, D].
         real: [B, Q] bool, False at a pad; None: no pads.
         weights: [B or 1, Q]: of each query in the sums, pads' say nothing; None: 1.
+        largest: take the maxima over queries instead of the sums.
 
     Returns:
         float32 [B, G, Q] of the new keys and [B, G, S] of the stored ones.
@@ -150,15 +159,18 @@ def dense(
             if stored is not None:
                 x[..., :S].masked_fill_(~stored.held[:, :, None, None], value)
 
-        asked = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)  # [B, G, R * n, D]
-        logits = asked @ keys[:, :, :stop].mT
+        scaled = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)  # [B, G, R * n, D]
+        logits = scaled @ keys[:, :, :stop].mT
         if stored is not None:
-            logits = torch.cat([products(asked, stored.keys.mT), logits], -1)
+            logits = torch.cat([products(scaled, stored.keys.mT), logits], -1)
         logits = capped(logits, softcap)
         if stored is not None and stored.bias is not None:
             logits[..., :S] += stored.bias[:, :, None]
         hide(logits, -torch.inf)
-        p = logits.softmax(-1)
+        sinks = sink_logits
+        if sinks is not None:
+            sinks = sinks.view(G, R, 1).expand(G, R, n).reshape(1, G, R * n, 1)
+        p = softmax(logits, sinks)
         hide(p, 0)  # where one logit is NaN, all of the row is
         if real is not None:
             p.unflatten(2, (R, n)).masked_fill_(~real[:, None, None, start:stop, None], 0)
@@ -169,7 +181,12 @@ def dense(
         if real is not None:
             answer = answer.masked_fill(~real[:, None, None, start:stop, None], 0)
         out[:, start:stop] = answer.permute(0, 3, 1, 2, 4).flatten(2, 3)
-        if weights is None:
+        if largest:
+            if weights is not None:
+                p *= weights[:, None, start:stop].repeat(1, 1, R)[..., None]
+            part = sums[..., : S + stop]
+            part.copy_(torch.maximum(part, p.amax(2)))
+        elif weights is None:
             sums[..., : S + stop] += p.sum(2)
         else:
             w = weights[:, None, None, start:stop].repeat(1, 1, 1, R)  # [B or 1, 1, 1, R * n]

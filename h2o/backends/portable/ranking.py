@@ -67,7 +67,10 @@ def rank_keys(
 
 
 def queries_of(policy: Policy, positions: Tensor, lengths: Tensor) -> Tensor:
-    """How many queries have seen each key, float32: decay^0 + ... + decay^(age - 1)."""
+    """How many queries have made up each score, float32: all that have seen the key, decay^0 + ...
+    + decay^(age - 1), or the one that gave the most."""
+    if policy.scores_largest:
+        return torch.ones_like(positions, dtype=torch.float32)
     age = (lengths - positions).clamp(min=1).float()
     if policy.decay == 1.0:
         return age

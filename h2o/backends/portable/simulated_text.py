@@ -6,7 +6,7 @@ Shape letters as in `h2o.ops`: B rows, Q columns of the text.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +15,38 @@ from h2o.backends.portable.decode import step
 from h2o.backends.portable.eviction import evict
 from h2o.backends.portable.prefill import capped, dense, rows_of
 from h2o.backends.portable.ranking import Budget, budget_of, highest, lowest, rank_keys
+from h2o.backends.portable.slot_rows import row_norms
 from h2o.policy import Policy
 from h2o.quantisation import dequantised
+from h2o.sink_logits import softmax
 from h2o.slots import new_slots
 
 __all__ = ["simulate"]
 
 
+class Text(NamedTuple):
+    """A text whose prompts are attended to, and where the answers of its other columns go."""
+
+    query: Tensor
+    """[B, H, Q, D]"""
+    keys: Tensor
+    """[B, G, Q, D]"""
+    values: Tensor
+    later: Tensor
+    """[B, Q] bool: columns after their rows' prompts"""
+    scale: float
+    softcap: float
+    policy: Policy
+    sink_logits: Tensor | None
+    out: Tensor
+    evicted_at: Tensor
+    scores: Tensor
+
+
 def simulate(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     mask: Tensor | None,
     prompt: Tensor,
     budget: Tensor,
@@ -37,6 +58,7 @@ def simulate(
     policy: Policy,
     stored_keys: Tensor | None,
     stored_values: Tensor | None,
+    sink_logits: Tensor | None,
 ) -> None:
     """See `h2o.ops.simulate`. The prompts are attended at once and pruned. The columns after that
     follow one by one, since each needs to know what the one before evicted; all rows and heads
@@ -48,17 +70,22 @@ def simulate(
     """
     B, _, Q, D = query.shape
     G = keys.shape[1]
+    if values is None:
+        values, stored_values = keys, stored_keys
     real = torch.ones(B, Q, dtype=torch.bool, device=query.device) if mask is None else mask.bool()
     count = real.cumsum(1)
     position = (count - 1).masked_fill(~real, -1)  # [B, Q]
     first = torch.minimum(prompt, count[:, -1])[:, None]  # [B, 1] tokens attended at once
     early = real & (position < first)
     weights = early * policy.decay ** (first - 1 - position).clamp(min=0).float()
-    received, _ = dense(query, keys, values, real, None, weights, scale, softcap, out)
+    largest = policy.scores_largest
+    received, _ = dense(
+        query, keys, values, real, None, weights, scale, softcap, sink_logits, largest, out
+    )
     scores.copy_(received)
     evicted_at.copy_((real * Q)[:, None].expand(B, G, Q))
 
-    norms = torch.linalg.vector_norm(values.float(), dim=-1) if policy.value_weighted else None
+    norms = row_norms(values) if policy.value_weighted else None
     limits = budget_of(budget, policy.sinks)
     places = position[:, None].expand(B, G, Q).int()
     in_prompt = places.masked_fill(~early[:, None], -1)
@@ -68,6 +95,9 @@ def simulate(
     end = (early * torch.arange(1, Q + 1, device=query.device)).amax(1)[:, None, None]
     evicted_at.copy_(torch.where(pruned, end, evicted_at))
     later = real & ~early
+    text = Text(
+        query, keys, values, later, scale, softcap, policy, sink_logits, out, evicted_at, scores
+    )
     if policy.merge is not None:
         S = Q + 1  # a step looks at a free slot, also in a row that is all prompt and keeps it
         slots = new_slots(keys, S, value_weighted=policy.value_weighted, merge=True)
@@ -76,53 +106,37 @@ def simulate(
             stored = [x.new_zeros(B, G, S, x.shape[-1]) for x in (stored_keys, stored_values)]
             slots = slots._replace(keys=stored[0], values=stored[1])
         evict(keys, values, scores, early, slots, policy)
-        _through_slots(
-            query, keys, values, later, position, slots, policy, scale, softcap,
-            out, evicted_at, scores,
-        )  # fmt: skip
+        _through_slots(text, position, slots)
         return
     if stored_keys is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
         keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
-    _one_by_one(
-        query, keys, values, norms, later, places, is_kept, policy, limits, scale, softcap,
-        out, evicted_at, scores,
-    )  # fmt: skip
+        text = text._replace(keys=keys, values=values)
+    _one_by_one(text, norms, places, is_kept, limits)
 
 
 def _one_by_one(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    norms: Tensor | None,
-    later: Tensor,
-    places: Tensor,
-    held: Tensor,
-    policy: Policy,
-    limits: Budget,
-    scale: float,
-    softcap: float,
-    out: Tensor,
-    evicted_at: Tensor,
-    scores: Tensor,
+    text: Text, norms: Tensor | None, places: Tensor, held: Tensor, limits: Budget
 ) -> None:
     """The columns that are `later` [B, Q] than their rows' prompts, as decode steps.
 
     places: int32 [B, G, Q], positions. held: [B, G, Q] bool, which keys the prompt has kept.
     Logits and outputs are made for blocks of columns at a time.
     """
+    query, keys, values, later, scale, softcap, policy, sink_logits, out, evicted_at, scores = text
     _, H, Q, _ = query.shape
     G = keys.shape[1]
     R = H // G
     rows = rows_of(query, Q)
+    sinks = None if sink_logits is None else sink_logits.view(1, G, R, 1)
     query = query.unflatten(1, (G, R))
     keys, values = keys.float(), values.float()
     unpadded = values.masked_fill((places < 0)[..., None], 0)
     values = unpadded.masked_fill(~unpadded.isfinite(), 0)
     for start in range(0, Q, rows):
         stop = min(start + rows, Q)
-        asked = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)
-        logits = capped(asked @ keys[:, :, :stop].mT, softcap)
+        scaled = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)
+        logits = capped(scaled @ keys[:, :, :stop].mT, softcap)
         logits = logits.unflatten(2, (R, stop - start)).unbind(3)
         block = []
         near = held[..., :stop]
@@ -131,11 +145,14 @@ def _one_by_one(
             now = later[:, i, None, None]  # [B, 1, 1]
             near[..., i : i + 1] |= now
             unseen = ~(near & now)[:, :, None]
-            p = logits[i - start].masked_fill(unseen, -torch.inf).softmax(-1)
+            p = softmax(logits[i - start].masked_fill(unseen, -torch.inf), sinks)
             block.append(p.masked_fill_(unseen, 0))
             if policy.decay != 1.0:
                 score.copy_(torch.where(near & now, score * policy.decay, score))
-            score += p.sum(2)
+            if policy.scores_largest:
+                score.copy_(torch.maximum(score, p.amax(2)))
+            else:
+                score += p.sum(2)
             alive = places[..., :stop].masked_fill(~near, -1)
             length = places[:, :1, i : i + 1] + 1
             norm = None if norms is None else norms[..., :stop]
@@ -167,24 +184,12 @@ def _beyond(values: Tensor, evicted_at: Tensor) -> Tensor:
     return total
 
 
-def _through_slots(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    later: Tensor,
-    position: Tensor,
-    slots: Any,
-    policy: Policy,
-    scale: float,
-    softcap: float,
-    out: Tensor,
-    evicted_at: Tensor,
-    scores: Tensor,
-) -> None:
+def _through_slots(text: Text, position: Tensor, slots: Any) -> None:
     """As `_one_by_one`, by `step` over slots, which can hold merged keys.
 
     position: int64 [B, Q], -1 at a pad. slots: what is kept of the prompts, with room for all.
     """
+    later, out, evicted_at, scores = text.later, text.out, text.evicted_at, text.scores
     B, G, Q = scores.shape
     columns = torch.arange(Q, device=position.device).expand(B, Q)
     # By position the column; Q, which is none, for what has no position.
@@ -193,9 +198,12 @@ def _through_slots(
     column = column[:, None].expand(B, G, Q + 1)
     answer = torch.empty_like(out[:, :1])
     for i in range(Q):
-        new = (x[:, :, i : i + 1] for x in (query, keys, values))
+        new = (x[:, :, i : i + 1] for x in text[:3])
         now = later[:, i : i + 1]
-        eviction = step(*new, now, slots, answer, scale, softcap, policy, None, None)
+        eviction = step(
+            *new, now, slots, answer, text.scale, text.softcap, text.policy,
+            None, None, text.sink_logits,
+        )  # fmt: skip
         part = out[:, i : i + 1]
         part.copy_(torch.where(now[..., None, None], answer, part))
         place = column.gather(-1, eviction.position.clamp(min=0).long())

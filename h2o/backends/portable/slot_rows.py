@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h2o.quantisation import codes, dequantised, floats, stored_like
 
-__all__ = ["Store", "as_stored", "products"]
+__all__ = ["Store", "as_stored", "products", "row_norms"]
 
 FEW = 64
 """On a CPU products of up to so many rows with a 16-bit matrix are computed in float32."""
@@ -54,15 +54,21 @@ class Store:
             new = torch.where(self.of_head.any(0), new.gather(1, index)[:, 0], numbers)
         numbers.copy_(new)
 
-    def add(self, numbers: Tensor, new: Tensor) -> Tensor:
-        """Adds `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's; the sums."""
+    def add(self, numbers: Tensor, new: Tensor, *, largest: bool = False) -> Tensor:
+        """Adds `by_head` numbers [B, G, S], 0 in slots of other heads, to the store's; the sums.
+        With `largest` the larger ones instead."""
         if self.first is not None:
             new = new.gather(1, self.head.expand(len(new), 1, -1))[:, 0]
-        return self.by_head(numbers.add_(new), 0)
+        both = torch.maximum(numbers, new, out=numbers) if largest else numbers.add_(new)
+        return self.by_head(both, 0)
 
     def rows(self, name: str, D: int) -> Tensor:
         """Keys or values [B, G or 1, S, D], floats."""
         return self.shaped(dequantised(getattr(self.slots, name), D))
+
+    def values(self, D: int) -> Tensor:
+        """Values [B, G or 1, S, D], floats: the keys where the slots have none."""
+        return self.rows("keys" if self.slots.values is None else "values", D)
 
     def shaped(self, x: Tensor) -> Tensor:
         """[B, G or 1, S, ...]: what is by slot, not spread over heads."""
@@ -87,8 +93,8 @@ class Store:
         beyond = values - finite  # 0 where it is finite
         if self.first is None:
             return finite, beyond.sum(2, keepdim=True)
-        own = beyond.new_zeros(len(values), len(self.first), values.shape[-1])
-        return finite, own.index_add_(1, self.head, beyond[:, 0])[:, :, None]
+        by_head = beyond.new_zeros(len(values), len(self.first), values.shape[-1])
+        return finite, by_head.index_add_(1, self.head, beyond[:, 0])[:, :, None]
 
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
         """As `answers`, of the values that the slots hold.
@@ -96,9 +102,10 @@ class Store:
         In a quantised store a scale of NaN marks a row that was not finite, so that only the
         scales have to be searched.
         """
-        if self.first is None or self.slots.values.dtype != torch.uint8:
-            return self.answers(p, self.rows("values", D))
-        q, scale, least = codes(self.slots.values, D)
+        stored = self.slots.keys if self.slots.values is None else self.slots.values
+        if self.first is None or stored.dtype != torch.uint8:
+            return self.answers(p, self.values(D))
+        q, scale, least = codes(stored, D)
         lost = scale.isnan().any(-2)[:, None, :, 0]  # [B, 1, T]
         values = floats(q, scale.nan_to_num(0.0), least)
         return products(
@@ -129,7 +136,8 @@ class Store:
         if where is not None:
             new = torch.where(where, new, self.read(numbers, index))
         if isinstance(new, Tensor):
-            new = new.to(numbers.dtype).expand(index.shape)
+            new = new.to(numbers.dtype)
+            new = new if new.shape == index.shape else new.expand(index.shape)
         if self.first is not None:
             index = index[..., 0]
             new = new[..., 0] if isinstance(new, Tensor) else new
@@ -155,13 +163,21 @@ class Store:
         rows.scatter_(-2, index, new)
 
 
-def as_stored(key: Tensor, value: Tensor, slots: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, G, n, D] as the slots hold them; both at once where they are quantised
-    alike, since that takes fifty operations, however few the rows."""
+def as_stored(key: Tensor, value: Tensor | None, slots: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values [B, G, n, D] as the slots hold them, each after the slots' rows of its kind;
+    both at once where they are quantised alike, since that takes fifty operations, however few the
+    rows."""
+    if slots.values is None:
+        return [(slots.keys, stored_like(key, slots.keys))]
     if slots.keys.dtype == torch.uint8 and slots.keys.shape == slots.values.shape:
         stored = stored_like(torch.cat([key, value]), slots.keys)
-        return stored[: len(key)], stored[len(key) :]
-    return stored_like(key, slots.keys), stored_like(value, slots.values)
+        return [(slots.keys, stored[: len(key)]), (slots.values, stored[len(key) :])]
+    return [(x, stored_like(new, x)) for x, new in ((slots.keys, key), (slots.values, value))]
+
+
+def row_norms(values: Tensor) -> Tensor:
+    """L2 norms [B, G, n] of values [B, G, n, D], float32."""
+    return torch.linalg.vector_norm(values.float(), dim=-1)
 
 
 def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:

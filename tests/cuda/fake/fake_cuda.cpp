@@ -33,6 +33,7 @@ enum {
     INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201,
     NO_BINARY = 209,
+    NOT_FOUND = 500,
     INVALID_HANDLE = 400,
     LAUNCH_FAILED = 719,
     CAPTURE_UNSUPPORTED = 900,
@@ -52,6 +53,7 @@ static const struct {
     {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {NO_BINARY, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for the device"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "not permitted in a capture"},
     {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "the capture failed before"},
@@ -84,6 +86,7 @@ struct allocation {
 
 static std::recursive_mutex lock;
 static std::map<std::string, int> calls;
+static std::map<std::string, unsigned> widest; /* of each kernel's launches: blocks along x */
 static struct {
     std::string entry;
     int nth, code;
@@ -236,12 +239,14 @@ int cuDeviceGetName(char *name, int length, int device) {
     return OK;
 }
 
+static int most_shared(void) { return setting("FAKE_CUDA_CAPABILITY", 90) < 80 ? 64 << 10 : 99 << 10; }
+
 int cuDeviceGetAttribute(int *value, int attribute, int) {
     BEGIN("cuDeviceGetAttribute");
     const int capability = setting("FAKE_CUDA_CAPABILITY", 90);
     *value = attribute == 75   ? capability / 10
              : attribute == 76 ? capability % 10
-             : attribute == 97 ? 99 << 10
+             : attribute == 97 ? most_shared()
                                : 0;
     return OK;
 }
@@ -299,7 +304,7 @@ int cuModuleLoadData(module **m, const void *image) {
     uint32_t magic;
     memcpy(&magic, image, sizeof magic);
     if (magic != 0xba55ed50) return INVALID_IMAGE;
-    if (setting("FAKE_CUDA_CAPABILITY", 90) < 80) return NO_BINARY;
+    if (setting("FAKE_CUDA_CAPABILITY", 90) < 75) return NO_BINARY;
     *m = new module{current.back()};
     return OK;
 }
@@ -310,29 +315,19 @@ int cuModuleUnload(module *m) {
     return OK;
 }
 
-int cuModuleGetFunctionCount(unsigned *count, module *) {
-    BEGIN("cuModuleGetFunctionCount");
-    for (*count = 0; shim_kernel(*count); ++*count) {
-    }
-    return OK;
-}
-
-int cuModuleEnumerateFunctions(function **f, unsigned count, module *m) {
-    BEGIN("cuModuleEnumerateFunctions");
-    for (unsigned i = 0; i < count; i++) f[i] = new function{m->home, shim_kernel(i), 48 << 10};
-    return OK;
-}
-
-int cuFuncGetName(const char **name, function *f) {
-    BEGIN("cuFuncGetName");
-    *name = f->name.c_str();
+/* The tensor cores' bfloat16 came with 8.0. */
+int cuModuleGetFunction(function **f, module *m, const char *name) {
+    BEGIN("cuModuleGetFunction");
+    const bool later = setting("FAKE_CUDA_CAPABILITY", 90) < 80 && strstr(name, "_bf16_");
+    if (shim_params_size(name) < 0 || later) return NOT_FOUND;
+    *f = new function{m->home, name, 48 << 10};
     return OK;
 }
 
 int cuFuncSetAttribute(function *f, int attribute, int value) {
     BEGIN("cuFuncSetAttribute");
     NEEDS_CONTEXT;
-    if (attribute != 8 || value > 99 << 10) return INVALID_VALUE;
+    if (attribute != 8 || value > most_shared()) return INVALID_VALUE;
     f->shared = (unsigned)value;
     return OK;
 }
@@ -379,6 +374,7 @@ int cuLaunchKernel(function *f, unsigned x, unsigned y, unsigned z, unsigned blo
     return queue_job(s, [=]() -> int {
         if (const int failed = begin("kernel")) return failed;
         const unsigned grid[] = {x, y, z};
+        if (x > widest[f->name]) widest[f->name] = x;
         const int code = shim_launch(f->name.c_str(), bytes.data(), bytes.size(), workspace, grid,
                                      block, shared);
         if (code) fprintf(stderr, "%s: %s\n", f->name.c_str(), shim_error());
@@ -491,6 +487,14 @@ int fake_calls(const char *entry) {
     return calls[entry];
 }
 
+/* The most blocks along x with which a kernel has run since the last fake_forgive; -1: there is no
+ * such kernel. Of number i of all kernels: its name, NULL past the last. */
+int fake_widest(const char *kernel) {
+    const std::lock_guard<std::recursive_mutex> guard(lock);
+    return shim_params_size(kernel) < 0 ? -1 : (int)widest[kernel];
+}
+const char *fake_kernel(unsigned i) { return shim_kernel(i); }
+
 /* The nth call of an entry from now fails with a code; of "kernel": the nth that runs. */
 void fake_fault(const char *entry, int nth, int code) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
@@ -516,5 +520,6 @@ void fake_forgive(void) {
     fault = {};
     flipped = "";
     waiting.clear();
+    widest.clear();
 }
 }

@@ -1,5 +1,6 @@
 /* matrix.cpp - matrix operations of a warp, emulated: ldmatrix of four 8 x 8 matrices of 16 bits,
- * also transposed, and mma.m16n8k16 (PTX ISA, "ldmatrix" and "Matrix fragments for mma.m16n8k16").
+ * also transposed, and mma.m16n8k16 and m16n8k8 (PTX ISA, "ldmatrix" and "Matrix fragments for
+ * mma.m16n8k16", "... mma.m16n8k8").
  *
  * words[lane] points to the operands of a lane (shim.h). Results are written to each lane's
  * registers, in the distribution of elements over lanes that PTX defines. */
@@ -27,24 +28,24 @@ void shim_load_matrices(const uint64_t words[WARP], bool transposed) {
     }
 }
 
-/* c += a b. Of a's four registers the second and fourth hold rows 8 further on, the last two
- * columns 8 further on. */
-void shim_multiply(const uint64_t words[WARP]) {
+/* c += a b, of depth 16 or 8. Of a's four registers the second and fourth hold rows 8 further on,
+ * the last two, and the second of b, what is 8 further on along the depth; depth 8 has no such. */
+void shim_multiply(const uint64_t words[WARP], int depth) {
     float a[16][16], b[16][8];
     for (int lane = 0; lane < WARP; lane++) {
         const shim_product *const p = (const shim_product *)(uintptr_t)words[lane];
         const int i = lane / 4, j = 2 * (lane % 4);
-        for (int e = 0; e < 8; e++) {
+        for (int e = 0; e < depth / 2; e++) {
             a[i + e / 2 % 2 * 8][j + e % 2 + e / 4 * 8] = p->widen(half_of(p->a, e));
         }
-        for (int e = 0; e < 4; e++) b[j + e % 2 + e / 2 * 8][i] = p->widen(half_of(p->b, e));
+        for (int e = 0; e < depth / 4; e++) b[j + e % 2 + e / 2 * 8][i] = p->widen(half_of(p->b, e));
     }
     for (int lane = 0; lane < WARP; lane++) {
         float *const c = ((const shim_product *)(uintptr_t)words[lane])->c;
         for (int e = 0; e < 4; e++) {
             const int row = lane / 4 + e / 2 * 8, column = 2 * (lane % 4) + e % 2;
             float sum = c[e];
-            for (int k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
+            for (int k = 0; k < depth; k++) sum += a[row][k] * b[k][column];
             c[e] = sum;
         }
     }

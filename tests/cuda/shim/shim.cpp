@@ -206,11 +206,12 @@ bool shim_block(bool predicate, int line) {
 }
 
 void shim_load_matrices(const uint64_t words[WARP], bool transposed);
-void shim_multiply(const uint64_t words[WARP]);
+void shim_multiply(const uint64_t words[WARP], int depth);
 
 static void answer_warp(const rendezvous *m, unsigned first) {
     uint64_t votes = 0;
-    if (m->operation == SHIM_MULTIPLY) return shim_multiply(m->words);
+    if (m->operation == SHIM_MULTIPLY) return shim_multiply(m->words, 16);
+    if (m->operation == SHIM_MULTIPLY_HALF) return shim_multiply(m->words, 8);
     if (m->operation >= SHIM_MATRICES) {
         return shim_load_matrices(m->words, m->operation == SHIM_TRANSPOSED);
     }

@@ -23,6 +23,10 @@
 #endif
 #endif
 
+#ifndef CAPABILITY /* of the emulated GPU, 10 times major + minor */
+#define CAPABILITY 80
+#endif
+
 #define DEVICE static inline
 #define UNROLL
 #define NO_UNROLL
@@ -83,7 +87,8 @@ enum shim_operation {
     SHIM_BALLOT,
     SHIM_MATRICES, /* matrix.cpp, from here on: a word points to a lane's operands */
     SHIM_TRANSPOSED,
-    SHIM_MULTIPLY
+    SHIM_MULTIPLY,
+    SHIM_MULTIPLY_HALF
 };
 
 /* Wait for all threads of a block, with a predicate, and for the lanes of a warp, each with a word.
@@ -128,7 +133,6 @@ DEVICE float fast_reciprocal(float x) { return flushed(1.0f / flushed(x)); }
 
 DEVICE float f16_to_float(uint16_t h) { return float_from_f16(h); }
 DEVICE uint16_t float_to_f16(float x) { return f16_from_float(x); }
-DEVICE uint16_t float_to_bf16(float x) { return bf16_from_float(x); }
 
 /* MemorySanitizer takes whatever an atomic operation has touched for initialised. */
 template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter) {
@@ -162,6 +166,7 @@ extern "C" bool shim_postpone(void *to, const void *from, int bytes); /* false: 
 extern "C" void shim_close_batch(void);
 extern "C" shim_copy shim_due(unsigned open); /* the next one to complete; to NULL: none */
 
+#if CAPABILITY >= 80
 template <int BYTES> DEVICE void copy_async(void *to, const void *from) {
     static_assert(BYTES == 4 || BYTES == 16);
     check_alignment(to, BYTES);
@@ -176,6 +181,7 @@ template <int OPEN> DEVICE void wait_copies() {
         memcpy(copy.to, copy.from, (size_t)copy.bytes);
     }
 }
+#endif
 
 /* ---- Matrices ------------------------------------------------------------ */
 
@@ -206,6 +212,15 @@ DEVICE void load_transposed(uint32_t r[4], const void *row, int line = __builtin
     shim_load(SHIM_TRANSPOSED, r, row, line);
 }
 
+DEVICE void multiply_half_f16(float c[4], const uint32_t a[2], uint32_t b,
+                              int line = __builtin_LINE()) {
+    const shim_product operands = {c, a, &b, float_from_f16};
+    shim_warp(SHIM_MULTIPLY_HALF, (uintptr_t)&operands, 0, line);
+}
+
+#if CAPABILITY >= 80
+DEVICE uint16_t float_to_bf16(float x) { return bf16_from_float(x); }
+
 DEVICE void multiply_bf16(float c[4], const uint32_t a[4], const uint32_t b[2],
                           int line = __builtin_LINE()) {
     const shim_product operands = {c, a, b, float_from_bf16};
@@ -225,5 +240,6 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 DEVICE uint32_t pack_f16(float low, float high) {
     return f16_from_float(low) | (uint32_t)f16_from_float(high) << 16;
 }
+#endif
 
 #endif

@@ -11,7 +11,6 @@ typedef struct {
 } context;
 
 static context contexts[DEVICES] = {{0}, {1}, {2}, {3}};
-static const char *const names[] = {"h2o_cuda_first", "h2o_cuda_second"};
 static _Thread_local context *current[DEEPEST];
 static _Thread_local int depth;
 
@@ -73,16 +72,10 @@ int cuModuleLoadData(context **module, const void *image) {
 }
 
 int cuModuleUnload(context *module) { return (void)module, count(&unloads), 0; }
-int cuModuleGetFunctionCount(unsigned *to, context *module) { return (void)module, *to = 2, 0; }
 
-/* A function is its module's device and its number. */
-int cuModuleEnumerateFunctions(void **to, unsigned wanted, context *module) {
-    for (unsigned i = 0; i < wanted; i++) to[i] = (void *)(2 * (uintptr_t)module->device + i + 1);
-    return 0;
-}
-
-int cuFuncGetName(const char **to, void *function) {
-    return *to = names[((uintptr_t)function - 1) % 2], 0;
+/* A function is its module's device. */
+int cuModuleGetFunction(void **to, context *module, const char *name) {
+    return (void)name, *to = (void *)((uintptr_t)module->device + 1), 0;
 }
 
 int cuFuncSetAttribute(void *function, int attribute, int value) {
@@ -96,7 +89,7 @@ int cuMemsetD8Async(unsigned long long to, unsigned char byte, size_t bytes, voi
 
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned block, unsigned b,
                    unsigned c, unsigned shared, void *stream, void **params, void **extra) {
-    const int device = (int)(((uintptr_t)function - 1) / 2);
+    const int device = (int)((uintptr_t)function - 1);
     (void)x, (void)y, (void)z, (void)block, (void)b, (void)c, (void)shared, (void)stream;
     (void)params, (void)extra;
     if (now() == NULL || now()->device != device) count(&strangers);

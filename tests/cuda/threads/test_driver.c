@@ -16,7 +16,7 @@ static atomic_int refused, finished;
 
 static void launch_once(int device) {
     static const int params = 0;
-    const cuda_launch launch = {"h2o_cuda_second", &params, sizeof params, {1, 1, 1}, 32, 0};
+    const cuda_launch launch = {"h2o_cuda_step", &params, sizeof params, {1, 1, 1}, 32, 0};
     h2o_error error = {0};
     cuda_scope scope;
     int status = cuda_enter(device, &scope, &error);
@@ -30,6 +30,8 @@ static void launch_once(int device) {
     CHECK(cuda_clear((void *)&params, 16, NULL, &error) == H2O_OK);
     CHECK(cuda_start(&scope, &launch, NULL, NULL, &error) == H2O_OK);
     cuda_leave(&scope);
+    const cuda_plan plan = {.capability = 1, .count = 1, .launch = {launch}};
+    CHECK(cuda_has(device, &plan));
 }
 
 static void *work(void *argument) {

@@ -1,0 +1,232 @@
+/* system.c - what operating systems do differently: see system.h. */
+#define _GNU_SOURCE /* dl_iterate_phdr, madvise, sched_getaffinity, syscall */
+#include "system.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(_WIN32)
+#include <malloc.h>
+#include <windows.h>
+#else
+#include <dlfcn.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+#if defined(__linux__)
+#include <link.h>
+#include <sys/syscall.h>
+#elif defined(__APPLE__)
+#include <mach-o/dyld.h>
+#include <sys/sysctl.h>
+#endif
+
+/* ---- Threads ----------------------------------------------------------- */
+
+static bool start_detached(void *(*function)(void *)) {
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, function, NULL) != 0) return false;
+    pthread_detach(thread);
+    return true;
+}
+
+#if defined(_WIN32)
+
+void h2o_yield(void) { SwitchToThread(); }
+
+bool h2o_start_thread(void *(*function)(void *)) { return start_detached(function); }
+
+int h2o_processors(void) {
+    DWORD_PTR own = 0, all = 0;
+    const BOOL known = GetProcessAffinityMask(GetCurrentProcess(), &own, &all);
+    const int count = known ? __builtin_popcountll(own) : 0; /* of one group: at most 64 */
+    return count > 0 ? count : 1;
+}
+
+void h2o_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)(void)) {
+    (void)before, (void)in_parent, (void)in_child;
+}
+
+#else
+
+void h2o_yield(void) { sched_yield(); }
+
+bool h2o_start_thread(void *(*function)(void *)) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const bool started = start_detached(function);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return started;
+}
+
+int h2o_processors(void) {
+    int count = 0;
+#if defined(__linux__)
+    cpu_set_t processors;
+    if (sched_getaffinity(0, sizeof processors, &processors) == 0) count = CPU_COUNT(&processors);
+#elif defined(__APPLE__)
+    size_t size = sizeof count; /* waiting for a slow one would hold up the others */
+    if (sysctlbyname("hw.perflevel0.logicalcpu", &count, &size, NULL, 0) != 0) count = 0;
+#endif
+    if (count < 1) count = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    return count > 0 ? count : 1;
+}
+
+void h2o_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)(void)) {
+    pthread_atfork(before, in_parent, in_child);
+}
+
+#endif
+
+/* Linux saves the tiles of a process that has asked for it: 8 KiB for each thread. */
+bool h2o_may_use_tiles(void) {
+#if defined(__linux__) && defined(__x86_64__)
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+#else
+    return false;
+#endif
+}
+
+/* ---- Libraries --------------------------------------------------------- */
+
+#if defined(_WIN32)
+
+uint64_t h2o_library_loads(void) { return 0; }
+
+void *h2o_loaded_library(const char *name) {
+    HMODULE library = NULL;
+    if (strncmp(name, "lib", 3) == 0) name += 3;
+    return GetModuleHandleExA(0, name, &library) ? (void *)library : NULL;
+}
+
+void *h2o_open_library(const char *windows, const char *other, const char **reason) {
+    void *const library = (void *)LoadLibraryExA(windows, NULL, LOAD_LIBRARY_SEARCH_SYSTEM32);
+    (void)other;
+    *reason = library != NULL ? "" : "it is not in the folder of Windows' own libraries";
+    return library;
+}
+
+void h2o_close_library(void *library) { FreeLibrary(library); }
+
+static void *address_of(void *library, const char *symbol) {
+    const FARPROC found = GetProcAddress(library, symbol);
+    void *address;
+    memcpy(&address, &found, sizeof address);
+    return address;
+}
+
+#else
+
+#if defined(__APPLE__)
+
+uint64_t h2o_library_loads(void) { return _dyld_image_count(); }
+
+#else
+
+static int count_loads(struct dl_phdr_info *info, size_t size, void *context) {
+    (void)size;
+    *(uint64_t *)context = info->dlpi_adds;
+    return 1; /* the first knows it too */
+}
+
+uint64_t h2o_library_loads(void) {
+    uint64_t loads = 0;
+    dl_iterate_phdr(count_loads, &loads);
+    return loads;
+}
+
+#endif
+
+typedef struct {
+    const char *name;
+    char path[4096]; /* empty where there is none */
+} search;
+
+/* Notes a library's path if it is the one that is looked for. */
+static void visit(search *wanted, const char *path) {
+    const char *const slash = strrchr(path, '/');
+    const char *const file = slash ? slash + 1 : path;
+    const size_t length = strlen(wanted->name);
+    const bool same = strncmp(file, wanted->name, length) == 0;
+    if (same && (file[length] == '.' || file[length] == '-') &&
+        strlen(path) < sizeof wanted->path) {
+        strcpy(wanted->path, path);
+    }
+}
+
+#if defined(__APPLE__)
+
+static void visit_all(search *wanted) {
+    for (uint32_t i = 0; i < _dyld_image_count(); i++) {
+        const char *const path = _dyld_get_image_name(i);
+        if (path != NULL) visit(wanted, path);
+    }
+}
+
+#else
+
+static int visit_one(struct dl_phdr_info *info, size_t size, void *context) {
+    (void)size;
+    visit(context, info->dlpi_name);
+    return 0;
+}
+
+/* The loader's lock is held meanwhile, so dlopen has to wait until this has returned. */
+static void visit_all(search *wanted) { dl_iterate_phdr(visit_one, wanted); }
+
+#endif
+
+void *h2o_loaded_library(const char *name) {
+    search wanted = {.name = name};
+    visit_all(&wanted);
+    return wanted.path[0] ? dlopen(wanted.path, RTLD_NOLOAD | RTLD_LAZY) : NULL;
+}
+
+void *h2o_open_library(const char *windows, const char *other, const char **reason) {
+    void *const library = dlopen(other, RTLD_NOW | RTLD_LOCAL);
+    (void)windows;
+    *reason = library != NULL ? "" : dlerror();
+    return library;
+}
+
+void h2o_close_library(void *library) { dlclose(library); }
+
+static void *address_of(void *library, const char *symbol) { return dlsym(library, symbol); }
+
+#endif
+
+/* POSIX lets an object pointer carry a function's address where ISO C has no cast. */
+bool h2o_find_symbol(void *library, const char *symbol, void *function) {
+    void *const address = library != NULL ? address_of(library, symbol) : NULL;
+    memcpy(function, &address, sizeof address);
+    return address != NULL;
+}
+
+/* ---- Memory ------------------------------------------------------------ */
+
+#if defined(_WIN32)
+
+void *h2o_allocate(size_t alignment, size_t bytes) { return _aligned_malloc(bytes, alignment); }
+
+void h2o_free(void *memory) { _aligned_free(memory); }
+
+#else
+
+void *h2o_allocate(size_t alignment, size_t bytes) { return aligned_alloc(alignment, bytes); }
+
+void h2o_free(void *memory) { free(memory); }
+
+#endif
+
+void h2o_prefer_huge_pages(void *memory, size_t bytes) {
+#if defined(__linux__)
+    madvise(memory, bytes, MADV_HUGEPAGE); /* or not: it is memory all the same */
+#else
+    (void)memory, (void)bytes;
+#endif
+}

@@ -1,0 +1,261 @@
+"""What stands for `_core` in a build without it: the torch backend for tensors of any library.
+
+Checks what the core would of a call: which tensors there are, their shapes, dtypes and devices, the
+policy. What it takes a look at memory for is left to torch: overlap, and the numbers that say how
+much there is (lengths, budgets, free slots), which the core does not read on other devices either.
+
+Tensors of other libraries are read and written where they lie, as torch shows them. Imports torch
+when an operation runs.
+
+Shape letters as in `h2o.ops`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+import os
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from h2o import packages
+from h2o.policy import checked
+from h2o.slots import KINDS, Slots
+
+__all__ = ["OPERANDS", "OPERATIONS", "call", "info", "parameters"]
+
+OPERATIONS = ("attend", "evict", "step", "simulate")
+
+if os.environ.get("H2O_CPU"):
+    raise ValueError(f"H2O_CPU={os.environ['H2O_CPU']}: no such level; {packages.WITHOUT_CORE}")
+
+
+class Operand(NamedTuple):
+    """What is to be known of a tensor that an operation takes beside its slots."""
+
+    shape: str
+    """a letter for each axis; a digit stands for itself"""
+    written: bool = False
+    """but not by evict, which writes into slots only"""
+    optional: bool = False
+    dtype: str = ""
+    """"": the floating dtype of the call"""
+
+
+OPERANDS = {
+    "query": Operand("BHQD"),
+    "keys": Operand("BGQD"),
+    "values": Operand("BGQD", optional=True),
+    "key": Operand("BGQD"),
+    "value": Operand("BGQD", optional=True),
+    "mask": Operand("BQ", optional=True, dtype="uint8"),
+    "prompt": Operand("B", dtype="int32"),
+    "budget": Operand("B2", dtype="int32"),
+    "out": Operand("BQHD", written=True),
+    "scores": Operand("BGQ", written=True, dtype="float32"),
+    "evicted_at": Operand("BGQ", written=True, dtype="int32"),
+    "table": Operand("P2F", optional=True, dtype="float32"),
+    "ranks": Operand("BGS", written=True, optional=True, dtype="int32"),
+    "stored_keys": Operand("BGQD", optional=True, dtype="uint8"),
+    "stored_values": Operand("BGQD", optional=True, dtype="uint8"),
+    "sink_logits": Operand("H", optional=True, dtype="float32"),
+}
+"""As the tables of `csrc/operations.c` have them, which tests compare."""
+
+
+@functools.cache
+def parameters(operation: str) -> tuple[str, ...]:
+    """The operands of an operation by name, in order."""
+    from h2o.backends import portable
+
+    return tuple(inspect.signature(getattr(portable, operation)).parameters)
+
+
+def info() -> dict[str, Any]:
+    """As `_core.info`: no level of any instruction set, and torch's threads where it is loaded."""
+    torch = sys.modules.get("torch")
+    return {
+        "level": "none",
+        "levels": [],
+        "features": "",
+        "threads": torch.get_num_threads() if torch is not None else 1,
+        "thread_source": "torch",
+        "version": packages.pure_version(),
+    }
+
+
+def call(operation: str, mode: str, /, *operands: Any) -> None:
+    """As `_core.call`, where mode is "run" or "check".
+
+    Raises: ValueError, TypeError, BufferError as `h2o.ops` says; ImportError without torch.
+    """
+    try:
+        from h2o.backends import portable
+    except ModuleNotFoundError as error:
+        needed = f"torch, which is missing: {packages.install_command('hf')}"
+        raise ImportError(f"{packages.WITHOUT_CORE}; they need {needed}") from error
+    names = parameters(operation)
+    if len(operands) != len(names):
+        raise TypeError(f"{operation}: takes {len(names)} arguments, got {len(operands)}")
+    named = dict(zip(names, operands, strict=True))
+    _Check(operation).whole(named)
+    if mode == "run":
+        getattr(portable, operation)(*named.values())
+
+
+class _Check:
+    """Of one call: its sizes by letter, floating dtype and device so far."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.sizes: dict[str, int] = {}
+        self.floating = self.leader = ""
+        self.device: Any = None
+
+    def whole(self, named: dict[str, Any]) -> None:
+        """Checks the operands, and puts tensors of torch in the place of others."""
+        checked(named["policy"])
+        for name in ("scale", "softcap"):
+            number = named.get(name, 0.0)
+            if isinstance(number, bool) or not isinstance(number, numbers.Real):
+                raise TypeError(f"{name}: is {number!r}, wanted a number")
+            if not math.isfinite(number) or (name == "softcap" and number < 0):
+                raise ValueError(f"{name}: is {number}, wanted a finite number, a softcap from 0")
+        stored = named.get("slots")
+        if stored is not None and not isinstance(stored, Slots):
+            raise TypeError(f"slots: is a {type(stored).__name__}, wanted Slots")
+        uneven = stored is not None and stored.starts is not None
+        for name, operand in OPERANDS.items():
+            if name not in named:
+                continue
+            shape = operand.shape.replace("GS", "T") if uneven else operand.shape
+            shape = shape.replace("Q", "1") if self.operation == "step" else shape
+            shape = "BG2" if name == "budget" and _axes(named[name]) == 3 else shape
+            written = operand.written and self.operation != "evict"
+            needs = (shape, operand.dtype, written, operand.optional)
+            named[name] = self.tensor(_LABELS.get(name, name), named[name], *needs)
+        if self.operation == "simulate":
+            return
+        if stored is None and self.operation != "attend":
+            raise TypeError("slots: is None, wanted Slots")
+        if stored is not None:
+            named["slots"] = self.slots(stored, named["policy"])
+
+    def slots(self, slots: Slots, policy: Any) -> Slots:
+        """The same in tensors of torch. Attention needs a part of the fields only."""
+        attends = self.operation == "attend"
+        tensors = {}
+        for name, kind in KINDS.items():
+            tensor = getattr(slots, name)
+            shape = kind.shape if slots.starts is None else kind.shape.replace("GS", "T")
+            shape = "BG2" if shape == "B2" and _axes(tensor) == 3 else shape
+            needs = (shape, kind.dtype, kind.written, attends or kind.optional)
+            tensors[name] = self.tensor(f"slots.{name}", tensor, *needs)
+        for name, wanted, why in (
+            ("norms", policy.value_weighted, "value_weighted"),
+            ("bias", policy.merge is not None, "merge"),
+        ):
+            if not attends and (tensors[name] is not None) != wanted:
+                given = "given" if tensors[name] is not None else "None"
+                raise ValueError(f"slots.{name}: is {given}, but {why} is {getattr(policy, why)}")
+        return Slots(**tensors)
+
+    def tensor(
+        self, name: str, tensor: Any, shape: str, dtype: str, written: bool, optional: bool
+    ) -> Any:
+        """A checked operand, as a tensor of torch."""
+        if tensor is None:
+            if optional:
+                return None
+            raise TypeError(f"{name}: is None, wanted a tensor {self.letters(shape)}")
+        tensor = _as_torch(name, tensor, written)
+        if self.device is None:
+            self.device, self.leader = tensor.device, name
+        elif tensor.device != self.device:
+            raise ValueError(f"{name}: is on {tensor.device}, but {self.leader} on {self.device}")
+        kept = name.startswith(("slots.", "stored_"))
+        kind = str(tensor.dtype).removeprefix("torch.")
+        self.check_dtype(name, kind, dtype, kept)
+        self.check_shape(name, tensor, shape, bytes_too=kept and kind == "uint8")
+        if written and any(n > 1 and not step for n, step in _axes_of(tensor)):
+            raise ValueError(f"{name}: is written, so its elements must not share memory")
+        return tensor
+
+    def check_dtype(self, name: str, kind: str, wanted: str, kept: bool) -> None:
+        if wanted == "":
+            if kind == "uint8" and kept:
+                return
+            if kind not in ("float32", "float16", "bfloat16"):
+                raise TypeError(f"{name}: has dtype {kind}, wanted float32, float16 or bfloat16")
+            self.floating = self.floating or kind
+            wanted = self.floating
+        served = {wanted, "bool"} if wanted == "uint8" else {wanted}
+        if wanted == "float64" and self.device.type != "cpu":
+            served.add("float32")  # not every device has float64
+        if kind not in served:
+            raise TypeError(f"{name}: has dtype {kind}, wanted {wanted}")
+
+    def check_shape(self, name: str, tensor: Any, shape: str, bytes_too: bool) -> None:
+        letters = shape[:-1] if bytes_too else shape  # rows of bytes are longer or shorter than D
+        right = tensor.ndim == len(shape) and min(tensor.shape, default=0) >= 1
+        for letter, size in zip(letters, tensor.shape, strict=False):
+            if letter == "+":
+                wanted = self.sizes["G"] + 1
+            else:
+                wanted = int(letter) if letter.isdigit() else self.sizes.get(letter, size)
+            right = right and size == wanted
+        if not right:
+            raise ValueError(
+                f"{name}: has shape {list(tensor.shape)}, wanted {self.letters(shape)}"
+            )
+        new = {x: n for x, n in zip(letters, tensor.shape, strict=False) if x.isalpha()}
+        self.sizes |= new
+        if "G" in new and self.sizes.get("H", 0) % self.sizes["G"]:
+            heads = f"{self.sizes['H']} heads, no multiple of the {self.sizes['G']} of {name}"
+            raise ValueError(f"{self.leader}: has {heads}")
+
+    def letters(self, shape: str) -> str:
+        """What a shape's letters mean so far, as [B, G, Q, D] with B = 2."""
+        names = ["G + 1" if x == "+" else x for x in shape]
+        known = ", ".join(f"{x} = {self.sizes[x]}" for x in shape if x in self.sizes)
+        return f"[{', '.join(names)}]" + (f" with {known}" if known else "")
+
+
+_LABELS = {"table": "rotary.table", "ranks": "rotary.ranks"}
+"""What errors call operands that have another name in `h2o.ops`."""
+
+
+def _axes(tensor: Any) -> int:
+    return len(getattr(tensor, "shape", ()))
+
+
+def _axes_of(tensor: Any) -> list[tuple[int, int]]:
+    """(size, stride) of each axis."""
+    return list(zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _as_torch(name: str, tensor: Any, written: bool) -> Any:
+    """A tensor of torch on the same memory; an input that torch cannot show is copied."""
+    import torch
+
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    try:
+        if isinstance(tensor, np.ndarray):
+            if tensor.flags.writeable and min(tensor.strides, default=0) >= 0:
+                return torch.from_numpy(tensor)
+            if written:
+                raise ValueError(f"{name}: is written, but is read-only or has negative strides")
+            return torch.from_numpy(tensor.copy())
+        if hasattr(tensor, "__dlpack__"):
+            return torch.from_dlpack(tensor)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise type(error)(f"{name}: {error}") from error
+    raise TypeError(
+        f"{name}: a {type(tensor).__name__} is no tensor; wanted a torch tensor, a NumPy array or "
+        "another object with __dlpack__"
+    )

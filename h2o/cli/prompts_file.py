@@ -1,0 +1,235 @@
+"""`h2o generate --prompts FILE --output FILE`: the prompts of a file of JSON Lines, many at a time.
+
+A line of the file is a text, a list of messages (a chat), or an object with `prompt` or `messages`
+and, as it likes, `id`, `max_new_tokens` and `seed`. A line of the output is an object with `id` (by
+default the number of the line, from 0), `text`, `finish_reason` and numbers, in the order in which
+answers are complete. A second run goes on where the first one was killed: an id that has its line
+is not answered again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from h2o.errors import UserError
+from h2o.filesystem import atomic_write, make_writable
+
+if TYPE_CHECKING:
+    from h2o.hf.request import Result
+
+__all__ = ["add_arguments", "check", "run"]
+
+FIELDS = {"id", "prompt", "messages", "max_new_tokens", "seed"}
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+ROWS = 16
+"""At a time, where neither --rows nor --bytes says how many."""
+
+
+class Line(NamedTuple):
+    """A prompt of the file."""
+
+    id: str | int
+    prompt: Any
+    max_new_tokens: int | None
+    seed: int | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("many prompts").add_argument
+    add("--prompts", metavar="FILE", help="JSON Lines: texts, lists of messages, or objects with "
+        "prompt or messages, id, max_new_tokens, seed")  # fmt: skip
+    add("--output", metavar="FILE", help="answers as JSON Lines, as they are complete; what it "
+        "has already is not answered again")  # fmt: skip
+    add("--rows", type=int, metavar="N", help=f"prompts at a time ({ROWS})")
+    add("--bytes", type=parse_bytes, metavar="B", help="instead of --rows: what the keys and "
+        "values of all rows may take, such as 64MB")  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """64MB is 64,000,000."""
+    number = text.strip().upper().rstrip("KMGTB")
+    unit = text.strip().upper()[len(number) :]
+    try:
+        return int(float(number) * UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of bytes, such as 64MB or 2GB"
+        ) from None
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Adds `lines`, the prompts of the file, to the options of a command that has some."""
+    others = ("output", "rows", "bytes")
+    if options.prompts is None:
+        if asked := [name for name in others if getattr(options, name) is not None]:
+            parser.error(f"argument --{asked[0]}: goes with --prompts")
+        return
+    if options.output is None:
+        parser.error("argument --prompts: needs --output, where the answers go")
+    for name in ("prompt", "prompt_file", "compare", "json", "compile"):
+        if getattr(options, name):
+            parser.error(f"argument --{name.replace('_', '-')}: does not go with --prompts")
+    if options.rows is not None and options.bytes is not None:
+        parser.error("argument --bytes: instead of --rows")
+    for name in ("rows", "bytes"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"argument --{name}: must be at least 1")
+    try:
+        options.lines = list(_lines(Path(options.prompts)))
+    except (OSError, ValueError) as error:
+        parser.error(f"argument --prompts: {error}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit code: 1 where some prompt could not be read. Raises: UserError."""
+    from h2o import models
+    from h2o.evaluate.fitting import check_fit
+    from h2o.evaluate.setting import from_config
+    from h2o.hf.generate_all import generate_all
+    from h2o.hf.request import Request
+    from h2o.progress import Progress
+
+    progress, output = Progress(), Path(options.output)
+    make_writable(output.parent)
+    settings = _digest(options)
+    done = _done(output, settings)
+    lines = [line for line in options.lines if line.id not in done]
+    if done:
+        progress.say(f"{len(done)} of {len(options.lines)} answers are there")
+    if not lines:
+        return 0
+    fit = check_fit([from_config(options.config)])
+    model, tokenizer = models.load(options.model, dtype=options.dtype, say=progress.say, check=fit)
+    requests = [
+        Request(
+            [{"role": "user", "content": line.prompt}]
+            if options.chat and isinstance(line.prompt, str)
+            else line.prompt,
+            max_new_tokens=line.max_new_tokens,
+            seed=line.seed,
+        )
+        for line in lines
+    ]
+    rows = ROWS if options.rows is None and options.bytes is None else options.rows
+    failed = 0
+    try:
+        with output.open("a", encoding="utf-8") as file:
+            for count, result in enumerate(
+                generate_all(
+                    model,
+                    requests,
+                    options.config,
+                    rows=rows,
+                    bytes=options.bytes,
+                    max_new_tokens=options.max_new_tokens,
+                    tokenizer=tokenizer,
+                    as_completed=True,
+                ),
+                start=1,
+            ):
+                answer = _answer(lines[result.index].id, result, settings)
+                file.write(_as_line(answer))
+                file.flush()
+                failed += result.error is not None
+                progress.update(f"{count} of {len(lines)} prompts")
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from error
+    progress.update("")
+    if failed:
+        progress.say(f"{failed} prompts could not be read: see error in {output}")
+    return 1 if failed else 0
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    """Raises: ValueError for a line that is no prompt, and for an id that comes twice."""
+    seen: set[str | int] = set()
+    for number, text in enumerate(path.read_text("utf-8-sig").split("\n")):
+        if not text.strip():
+            continue
+        try:
+            line = _line(number, json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number + 1}: {error}") from None
+        if line.id in seen:
+            raise ValueError(f"{path}, line {number + 1}: the id {line.id!r} is there already")
+        seen.add(line.id)
+        yield line
+
+
+def _line(number: int, content: Any) -> Line:
+    if not isinstance(content, dict):
+        content = {"prompt" if isinstance(content, str) else "messages": content}
+    if unknown := set(content) - FIELDS:
+        raise ValueError(f"{', '.join(sorted(unknown))}: known are {', '.join(sorted(FIELDS))}")
+    if ("prompt" in content) == ("messages" in content):
+        raise ValueError("wanted a text, or an object with either prompt or messages")
+    prompt = content.get("prompt", content.get("messages"))
+    if not isinstance(prompt, str if "prompt" in content else list) or not prompt:
+        raise ValueError("prompt is a text and messages are a list, neither of them empty")
+    name, limit, seed = (content.get(key) for key in ("id", "max_new_tokens", "seed"))
+    if not isinstance(name, str | int | None):
+        raise ValueError(f"id is {name!r}, wanted a text or an integer")
+    if not all(isinstance(x, int | None) for x in (limit, seed)) or (
+        limit is not None and limit < 1
+    ):
+        raise ValueError("max_new_tokens and seed are integers, the first at least 1")
+    return Line(number if name is None else name, prompt, limit, seed)
+
+
+def _digest(options: argparse.Namespace) -> str:
+    """Of what answers depend on beside their prompt."""
+    facts = [asdict(options.config), options.model, options.dtype, options.max_new_tokens]
+    text = json.dumps([*facts, options.chat], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _answer(name: str | int, result: Result, settings: str) -> dict[str, Any]:
+    answer = {
+        "id": name,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": len(result.ids),
+        **result.report,
+        "settings": settings,
+    }
+    return answer if result.error is None else {**answer, "error": str(result.error)}
+
+
+def _as_line(answer: dict[str, Any]) -> str:
+    return json.dumps(answer, ensure_ascii=False) + "\n"
+
+
+def _done(output: Path, settings: str) -> set[str | int]:
+    """The ids that have an answer. What a killed run wrote of its last line is cut off; a prompt
+    that could not be read is tried again.
+
+    Raises: UserError for a file of other settings, or of another kind.
+    """
+    if not output.exists():
+        return set()
+    content = output.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    answers = []
+    try:
+        answers = [json.loads(line) for line in whole.decode().split("\n") if line]
+        others = {answer["settings"] for answer in answers} - {settings}
+        done = {answer["id"] for answer in answers if answer["finish_reason"] != "error"}
+    except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
+        raise UserError(f"{output} holds no answers of `h2o generate --prompts`") from error
+    if others:
+        raise UserError(
+            f"{output} has answers of another model, config or length: name another --output, or "
+            "remove it"
+        )
+    good = [answer for answer in answers if answer["finish_reason"] != "error"]
+    if len(whole) < len(content) or len(good) < len(answers):
+        with atomic_write(output) as draft:
+            draft.write_text("".join(map(_as_line, good)), "utf-8")
+    return done

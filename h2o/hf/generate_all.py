@@ -1,0 +1,235 @@
+"""`h2o.generate_all`: many prompts through a fixed number of rows, refilled as they finish.
+
+In a static batch every row waits for the longest answer. Here a row whose answer is complete is
+taken by the next prompt at once: the prompt is read alone, in a cache of one row, between two
+decode steps of the others, and copied into the row (`h2o.hf.row_batch`). The state of a row has a
+constant size under H2O, so no memory is moved or freed in between: this is continuous batching
+(Yu et al., Orca, OSDI 2022) without pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, Any
+
+from h2o.config import H2OConfig, one_config
+from h2o.errors import Unsupported
+from h2o.hf.cache import H2OCache
+from h2o.hf.patch_lock import PatchLock, unwrapped
+from h2o.hf.request import Prompt, Request, Result, Running, Settings
+from h2o.hf.row_batch import RowBatch, row_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import ConfigFields
+
+__all__ = ["Request", "Result", "generate_all"]
+
+
+def generate_all(
+    model: Any,
+    prompts: Iterable[Prompt],
+    h2o_config: H2OConfig | None = None,
+    *,
+    rows: int | None = None,
+    bytes: int | None = None,
+    max_new_tokens: int | None = None,
+    generation_config: Any = None,
+    tokenizer: Any = None,
+    prefix: H2OCache | None = None,
+    seed: int = 0,
+    on_token: Callable[[int, int], Any] | None = None,
+    as_completed: bool = False,
+    **parameters: Unpack[ConfigFields],
+) -> Iterator[Result]:
+    """Answers any number of prompts, a fixed number of them at a time.
+
+    ```python
+    for result in h2o.generate_all(
+        model, prompts, heavy=128, recent=128, rows=16, max_new_tokens=256, tokenizer=tokenizer
+    ):
+        print(result.index, result.text)
+    ```
+
+    A request gets the tokens that `generate()` gives it alone with an `H2OCache` of the same
+    config, up to rounding: nothing depends on its neighbours but in which order float sums of a
+    larger matrix product are added. Prompts are read one at a time, with
+    `generation_config.prefill_chunk_size` in chunks, and running rows decode one token between two
+    of them.
+
+    Args:
+        model: a causal language model of transformers, in eval mode.
+        prompts: texts, chats, token ids or `Request`s; may be an endless iterator, of which as many
+            are taken as there are rows.
+        h2o_config, parameters: as for `H2OCache`. Fractions are of each prompt.
+        rows: how many requests at a time.
+        bytes: instead of `rows`, what all rows may take together, all tensors of the cache counted.
+            A prompt that is being read needs its own keys and values beside it.
+        max_new_tokens, generation_config: as for `generate()`.
+        tokenizer: for prompts that are texts or chats, stop strings, and `Result.text`.
+        prefix: what every prompt begins with, read before: a cache of one row of the same settings,
+            such as a document's (`H2OCache.load`). Prompts contain its tokens.
+        seed: request i samples as `generate()` does after `torch.manual_seed(seed + i)`.
+        on_token: called with the index of a request and each new token.
+        as_completed: results as they finish, not in the order of prompts.
+
+    Yields:
+        A `Result` for each prompt. One that cannot be read has `finish_reason="error"`; the others
+        go on.
+
+    Raises:
+        Unsupported: beams and assisted decoding; a model whose layers are not all H2O's.
+        ValueError: neither `rows` nor `bytes`, or too few of them.
+    """
+    config = one_config(h2o_config, parameters).for_model(model)
+    if (rows is None) == (bytes is None):
+        raise ValueError("give either rows, how many requests at a time, or the bytes for them")
+    if min(x for x in (rows, bytes) if x is not None) < 1:
+        raise ValueError(f"rows is {rows}, bytes is {bytes}: wanted at least 1")
+    if bytes is not None and config.needs_prompt_length:
+        raise ValueError(
+            "a row's bytes depend on its prompt where budgets are fractions: give heavy and recent "
+            "as numbers of tokens, or the number of rows"
+        )
+    settings = Settings(
+        model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, on_token
+    )
+    RowBatch(model, config, 1)  # refuses what cannot be served
+    if rows is not None and isinstance(prompts, Sized):
+        rows = max(1, min(rows, len(prompts)))
+    results = _Engine(settings, prompts, rows, bytes).run()
+    return results if as_completed else _in_order(results)
+
+
+class _Engine:
+    """The rows, what runs in them, and the prompts that wait."""
+
+    def __init__(
+        self, settings: Settings, prompts: Iterable[Prompt], rows: int | None, bytes: int | None
+    ) -> None:
+        self.settings = settings
+        self.waiting = enumerate(prompts)
+        self.rows, self.bytes = rows, bytes
+        self.batch: RowBatch | None = None
+        self.running: list[Running | None] = []
+        """By row; None: idle"""
+        self.reading: tuple[Running, Iterator[None]] | None = None
+        """The request whose prompt is being read"""
+
+    def run(self) -> Iterator[Result]:
+        lock = PatchLock("patched", unwrapped(self.settings.model), "h2o")
+        lock.acquire(self.settings.model)
+        try:
+            while True:
+                yield from self._read()
+                if any(self.running):
+                    yield from self._step()
+                elif self.reading is None:
+                    return
+        finally:
+            lock.release()
+
+    def _read(self) -> Iterator[Result]:
+        """Goes on with the prompt at hand, or begins the next one, if a row is idle. While rows are
+        running, one piece of a prompt; else until one runs."""
+        while self.batch is None or not all(self.running):
+            if self.reading is None:
+                taken = next(self.waiting, None)
+                if taken is None:
+                    return
+                yield from self._begin(*taken)
+            if self.reading is not None:
+                yield from self._go_on(*self.reading)
+            if any(self.running):
+                return
+
+    def _begin(self, index: int, prompt: Prompt) -> Iterator[Result]:
+        request = prompt if isinstance(prompt, Request) else Request(prompt)
+        try:
+            running = Running(index, request, self.settings)
+        except Unsupported:
+            raise
+        except Exception as error:  # of this prompt; the others go on
+            yield _failed(index, 0, error)
+        else:
+            self.reading = running, running.read()
+
+    def _go_on(self, running: Running, pieces: Iterator[None]) -> Iterator[Result]:
+        try:
+            unread = next(pieces, _READ) is not _READ
+        except Unsupported:
+            raise
+        except Exception as error:
+            self.reading = None
+            yield _failed(running.index, running.prompt_tokens, error)
+            return
+        if unread:
+            return
+        self.reading = None
+        if running.finish_reason:
+            yield running.result(_figures(running.cache))
+        else:
+            self._join(running)
+
+    def _join(self, running: Running) -> None:
+        if self.batch is None:
+            rows = self.rows or _rows_in(self.bytes, row_bytes(running.cache))
+            self.batch = RowBatch(self.settings.model, self.settings.config, rows)
+            self.running = [None] * rows
+        row = self.running.index(None)
+        self.batch.join(row, running.cache)
+        running.cache = None  # its tensors are in the row
+        self.running[row] = running
+
+    def _step(self) -> Iterator[Result]:
+        """One token for each row that runs."""
+        logits = self.batch.step([0 if x is None else x.new[-1] for x in self.running])
+        best = logits.argmax(-1).tolist()
+        for row, running in enumerate(self.running):
+            if running is None:
+                continue
+            if running.by_number:
+                running.take(best[row])
+            else:
+                running.accept(logits[row : row + 1])
+            if running.finish_reason:
+                yield running.result(_figures(self.batch.cache, row))
+                self.batch.leave(row)
+                self.running[row] = None
+
+
+_READ = object()
+
+
+def _rows_in(bytes: int, each: int) -> int:
+    if bytes < each:
+        raise ValueError(f"bytes: {bytes:,} hold no row, which takes {each:,} under this config")
+    return bytes // each
+
+
+def _failed(index: int, prompt_tokens: int, error: Exception) -> Result:
+    return Result(index, [], None, prompt_tokens, "error", {}, error)
+
+
+def _figures(cache: H2OCache, row: int = 0) -> dict[str, int]:
+    """`Result.report` of a row."""
+    layers = cache.layers
+    kept = [float((layer.slots.positions[row] >= 0).sum()) for layer in layers]
+    heads = [layer.slots.free.shape[1] for layer in layers]
+    return {
+        "seen": int(layers[0].slots.lengths[row]),
+        "kept": round(sum(kept) / sum(heads)),
+        "bytes": row_bytes(cache),
+    }
+
+
+def _in_order(results: Iterator[Result]) -> Iterator[Result]:
+    """Results by their index, each as soon as all before it are there."""
+    early: dict[int, Result] = {}
+    wanted = 0
+    for result in results:
+        early[result.index] = result
+        while wanted in early:
+            yield early.pop(wanted)
+            wanted += 1

@@ -1,0 +1,177 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what a layer of it needs here.
+
+transformers caches one row for each token, a latent and a key that is rotated already, and expands
+it to keys and values of every head (`expand_kv`, by the linear module `kv_b_proj`) before it calls
+the attention function. Instead of that the queries can be brought to the latents and the answers
+back from them ("absorbed"): then all query heads attend to one head of keys, the rows, whose first
+elements are the values too.
+
+Shape letters: B batch rows, H query heads, Q new tokens, N keys, L elements of a latent, P of a
+rotated key, C of the rest of a key before attention, V of a value; a row has L + P elements.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from h2o.errors import Unsupported
+
+__all__ = [
+    "Expansion",
+    "TracedLatent",
+    "expands_after_cache",
+    "latents_traced",
+    "over_latents",
+    "plain",
+    "refusal",
+]
+
+
+class TracedLatent(Tensor):
+    """A latent whose attributes go over to all that is computed from it, `expand_kv`'s keys too.
+
+    So these carry the layer of the cache that the latent came from, as other keys do, and nothing
+    is shared between threads or left behind by a forward pass that breaks off.
+    """
+
+    @staticmethod
+    def of(latent: Tensor, /, **attributes: Any) -> Tensor:
+        """A view of a latent with these attributes."""
+        return _with(latent[:], attributes)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        attributes = next(_traced(args), {})
+        with torch._C.DisableTorchFunctionSubclass():
+            made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            return _with(made, attributes)
+        if type(made) in (tuple, list):
+            return type(made)(_with(x, attributes) if isinstance(x, Tensor) else x for x in made)
+        return made
+
+
+def _traced(args: Any) -> Iterator[dict[str, Any]]:
+    """Attributes of the latents among the arguments of an operation."""
+    for x in args:
+        if isinstance(x, TracedLatent):
+            yield vars(x)
+        elif isinstance(x, tuple | list):
+            yield from _traced(x)
+
+
+def _with(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
+    traced = tensor if isinstance(tensor, TracedLatent) else tensor.as_subclass(TracedLatent)
+    vars(traced).update(attributes)
+    return traced
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor without its attributes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+@contextmanager
+def latents_traced(model: nn.Module) -> Iterator[None]:
+    """Within the block keys that `expand_kv` makes have the attribute `latent` [B, 1, N, L]."""
+
+    def trace(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return TracedLatent.of(args[0], latent=plain(args[0])), *args[1:]
+
+    hooks = [
+        module.kv_b_proj.register_forward_pre_hook(trace)
+        for module in model.modules()
+        if hasattr(module, "expand_kv")
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Expansion(NamedTuple):
+    """How an attention module makes keys and values of latents: `kv_b_proj` as two matrices."""
+
+    keys: Tensor
+    """[H, C, L]"""
+    values: Tensor
+    """[H, V, L]"""
+
+    @classmethod
+    def of(cls, module: nn.Module, query: Tensor, value: Tensor, row: Tensor, L: int) -> Expansion:
+        """For queries [B, H, Q, C + P], values [.., V] and rows [.., L + P] of a module.
+
+        Raises:
+            Unsupported: a projection with a bias, or of another shape.
+        """
+        H, width = query.shape[1], query.shape[-1]
+        C, V = width - (row.shape[-1] - L), value.shape[-1]
+        weight = _weight(module.kv_b_proj, L, query)
+        if weight.shape != (H * (C + V), L):
+            raise Unsupported(
+                f"h2o attention ({type(module).__name__}) does not support a kv_b_proj of shape "
+                f"{list(weight.shape)}, wanted [{H * (C + V)}, {L}]"
+            )
+        keys, values = weight.view(H, C + V, L).split([C, V], dim=1)
+        return cls(keys, values)
+
+    def queries(self, query: Tensor) -> Tensor:
+        """Queries [B, H, Q, C + P] for rows: [B, H, Q, L + P]."""
+        C = self.keys.shape[1]
+        absorbed = torch.einsum("bhqc,hcl->bhql", query[..., :C], self.keys)
+        return torch.cat([absorbed, query[..., C:]], dim=-1)
+
+    def answers(self, out: Tensor) -> Tensor:
+        """Answers [B, Q, H, L + P] over rows as those over values: [B, Q, H, V]."""
+        latents = out[..., : self.values.shape[2]].to(self.values.dtype)
+        return torch.einsum("bqhl,hvl->bqhv", latents, self.values)
+
+
+def over_latents(call: Any, latent: Tensor) -> tuple[Any, Expansion]:
+    """A call of `h2o.hf.attention_hook` whose keys are expanded, as one over the rows of the
+    latents [B, 1, N, L] that they were made from."""
+    L, D = latent.shape[-1], call.query.shape[-1]
+    rotated = plain(call.key)[:, :1, :, call.module.qk_nope_head_dim :]
+    rows = torch.cat([latent.to(rotated.dtype), rotated], dim=-1)
+    expansion = Expansion.of(call.module, call.query, call.value, rows, L)
+    scale = D**-0.5 if call.scale is None else call.scale
+    query = expansion.queries(call.query)
+    return call._replace(query=query, key=rows, value=rows, scale=scale), expansion
+
+
+def _weight(projection: nn.Module, L: int, like: Tensor) -> Tensor:
+    """The matrix [H * (C + V), L] of a linear module, in the dtype of a tensor.
+
+    Of one that is quantised, offloaded or has an adapter: what it makes of the unit vectors.
+    """
+    if getattr(projection, "bias", None) is not None:
+        raise Unsupported("h2o attention does not support a kv_b_proj with a bias")
+    if type(projection) is nn.Linear and projection.weight.is_floating_point():
+        weight = projection.weight.detach()
+        if type(weight) is Tensor and not weight.is_meta and weight.device == like.device:
+            return weight.to(like.dtype)
+    unit = torch.eye(L, dtype=like.dtype, device=like.device)
+    return plain(projection(unit)).detach().to(like.dtype).T.contiguous()
+
+
+def refusal(text: Any) -> str | None:
+    """Why a model with latent attention, by its text config, cannot be served; or None."""
+    if getattr(text, "index_topk", None) is not None:
+        return "its latent attention is sparse: an indexer chooses what each query sees"
+    return None
+
+
+def expands_after_cache(model_class: Any) -> bool:
+    """Whether the layers of a class of models expand their keys from latents after the cache."""
+    classes = vars(sys.modules[model_class.__module__]).values()
+    return any(hasattr(x, "expand_kv") for x in classes if isinstance(x, type))

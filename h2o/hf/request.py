@@ -1,0 +1,260 @@
+"""One request of `h2o.generate_all`: its prompt, how its tokens are chosen, and its answer.
+
+What decides on a token is transformers' own: `generate()` makes logits processors and stopping
+criteria for each request as for a call of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationMode,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from h2o.config import H2OConfig
+from h2o.errors import Unsupported
+from h2o.hf.cache import H2OCache
+
+__all__ = ["Prompt", "Request", "Result", "Running", "Settings"]
+
+Prompt = Any  # a text, a chat, token ids, or a Request with one of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt with settings of its own, for `generate_all`; None: as of the whole call."""
+
+    prompt: Prompt
+    """A text; a chat, as a list of messages; or token ids [n], as a list, an array or a tensor"""
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    """For sampling; by default `seed` of the call + the request's index"""
+    generation_config: Any = None
+    config: H2OConfig | None = None
+    """Budgets of its own. Policy, positions and storage must be those of the call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The answer to one prompt."""
+
+    index: int
+    """Of the prompt among `prompts`"""
+    ids: list[int]
+    """The new tokens"""
+    text: str | None
+    """As text, without special tokens; None without a tokenizer"""
+    prompt_tokens: int
+    finish_reason: str
+    """"stop" (an end token, a stop string, a criterion), "length", or "error" """
+    report: dict[str, int]
+    """`seen` tokens, `kept` of each head on average, and the `bytes` of the row; {} after an
+    error"""
+    error: Exception | None = None
+    """Why the prompt could not be read"""
+
+
+@dataclasses.dataclass
+class Settings:
+    """What all requests of one call have in common."""
+
+    model: Any
+    config: H2OConfig
+    generation_config: Any
+    max_new_tokens: int | None
+    tokenizer: Any
+    prefix: H2OCache | None
+    seed: int
+    on_token: Callable[[int, int], Any] | None
+
+    def prompt_ids(self, prompt: Prompt) -> Tensor:
+        """Token ids [1, n]."""
+        if isinstance(prompt, str) or _is_chat(prompt):
+            if self.tokenizer is None:
+                raise ValueError("prompts are texts: give the tokenizer, or prompts as token ids")
+            if isinstance(prompt, str):
+                prompt = self.tokenizer(prompt)["input_ids"]
+            else:
+                prompt = self.tokenizer.apply_chat_template(
+                    prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+        ids = torch.as_tensor(prompt, dtype=torch.long, device=self.model.device).reshape(1, -1)
+        if ids.shape[1] == 0:
+            raise ValueError("a prompt without tokens")
+        return ids
+
+    def prepared(self, request: Request, ids: Tensor, cache: H2OCache) -> dict[str, Any]:
+        """What `generate()` hands to its decoding loop for a request."""
+        settings = request.generation_config or self.generation_config
+        limit = request.max_new_tokens or self.max_new_tokens
+        more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
+        strings = getattr(settings or self.model.generation_config, "stop_strings", None)
+        if strings is not None:  # for which a decoding loop of our own would be given no tokenizer
+            if self.tokenizer is None:
+                raise ValueError("stop_strings need the tokenizer")
+            criterion = StopStringCriteria(self.tokenizer, strings)
+            more |= {"stopping_criteria": StoppingCriteriaList([criterion]), "stop_strings": None}
+        arguments: dict[str, Any] = self.model.generate(
+            ids,
+            generation_config=settings,
+            past_key_values=cache,
+            custom_generate=_arguments,
+            **more,
+        )
+        return arguments
+
+    def cache_for(self, request: Request, tokens: int) -> H2OCache:
+        """An empty cache, or a copy of the prefix."""
+        config = self.config
+        if request.config is not None:
+            config = request.config.for_model(self.model)
+            budgets = {name: getattr(self.config, name) for name in ("heavy", "recent", "of")}
+            if dataclasses.replace(config, **budgets) != self.config:
+                raise ValueError(
+                    f"a request's config may have another budget than that of all, nothing else: "
+                    f"{config} beside {self.config}"
+                )
+        if self.prefix is None:
+            return H2OCache(self.model.config, config, prompt_length=tokens)
+        if config != self.config:
+            raise ValueError("a request after a prefix has the prefix' budget: config=None")
+        return self.prefix.fork()
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    return is_list and isinstance(prompt[0], Mapping)
+
+
+def _arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[str, Any]:
+    """In the place of a decoding loop of `generate()`: what it is called with."""
+    return arguments
+
+
+class Running:
+    """A request from its prompt to its last token."""
+
+    def __init__(self, index: int, request: Request, settings: Settings) -> None:
+        self.index = index
+        self.settings = settings
+        self.ids = settings.prompt_ids(request.prompt)
+        self.prompt_tokens = self.ids.shape[1]
+        self.cache = settings.cache_for(request, self.prompt_tokens)
+        prepared = settings.prepared(request, self.ids, self.cache)
+        self.processors = prepared["logits_processor"]
+        self.criteria = prepared["stopping_criteria"]
+        self.generation_config = prepared["generation_config"]
+        self.last_logits = {k: v for k, v in prepared.items() if k == "logits_to_keep"}
+        mode = self.generation_config.get_generation_mode(None)
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise Unsupported(
+                f"{mode.value} in rows that are refilled: call model.generate() with an H2OCache"
+            )
+        if (self.generation_config.num_return_sequences or 1) > 1:
+            raise Unsupported("num_return_sequences: give the prompt several times instead")
+        self.generator = None
+        if self.generation_config.do_sample:
+            at = settings.seed + index if request.seed is None else request.seed
+            self.generator = torch.Generator(settings.model.device).manual_seed(at)
+        self.new: list[int] = []
+        self.finish_reason = ""
+        self.by_number = not self.processors and self.generator is None and self._ends_by_number()
+
+    def _ends_by_number(self) -> bool:
+        """Whether the end depends on the number of tokens and the latest one alone."""
+        self.limit, self.ends = self.generation_config.max_length, set[int]()
+        for criterion in self.criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.ends |= set(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                self.limit = criterion.max_length
+            else:
+                return False
+        return True
+
+    def read(self) -> Iterator[None]:
+        """Reads the prompt chunk by chunk, with a pause after each but the last; then the first
+        token."""
+        begin = int(self.cache.get_seq_length())
+        if begin >= self.prompt_tokens:
+            raise ValueError(
+                f"a prompt of {self.prompt_tokens} tokens after a prefix of {begin}: it contains "
+                "the prefix and more"
+            )
+        size = self.generation_config.prefill_chunk_size or self.prompt_tokens
+        while True:
+            end = min(begin + size, self.prompt_tokens)
+            logits = self._forward(begin, end)
+            if end == self.prompt_tokens:
+                self.accept(logits)
+                return
+            begin = end
+            yield
+
+    @torch.no_grad()
+    def _forward(self, begin: int, end: int) -> Tensor:
+        output = self.settings.model(
+            input_ids=self.ids[:, begin:end],
+            past_key_values=self.cache,
+            use_cache=True,
+            **self.last_logits,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def accept(self, logits: Tensor) -> None:
+        """Chooses the next token by logits [1, vocabulary]."""
+        if self.by_number:
+            self.take(int(logits.argmax(-1)))
+            return
+        scores = self.processors(self.ids, logits.to(dtype=torch.float32, copy=True))
+        if self.generator is None:
+            token = scores.argmax(-1, keepdim=True)
+        else:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
+        self.ids = torch.cat([self.ids, token], dim=1)
+        self._note(int(token))
+        hit = [bool(criterion(self.ids, scores).all()) for criterion in self.criteria]
+        by_length = [isinstance(criterion, MaxLengthCriteria) for criterion in self.criteria]
+        if any(hit):
+            stopped = any(x and not y for x, y in zip(hit, by_length, strict=True))
+            self.finish_reason = "stop" if stopped else "length"
+
+    def take(self, token: int) -> None:
+        """The next token, where nothing but its number and the length end the answer."""
+        self._note(token)
+        if token in self.ends:
+            self.finish_reason = "stop"
+        elif self.prompt_tokens + len(self.new) >= self.limit:
+            self.finish_reason = "length"
+
+    def _note(self, token: int) -> None:
+        self.new.append(token)
+        if self.settings.on_token is not None:
+            self.settings.on_token(self.index, token)
+
+    def result(self, report: dict[str, int]) -> Result:
+        return Result(
+            self.index,
+            self.new,
+            _text(self.settings.tokenizer, self.new),
+            self.prompt_tokens,
+            self.finish_reason,
+            report,
+        )
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str | None:
+    if tokenizer is None:
+        return None
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text

@@ -1,0 +1,85 @@
+"""`RowBatch`: one `H2OCache` whose rows are conversations of their own, replaced one at a time.
+
+A row's state has a constant size, so the slots of a row that has come to its end are taken by the
+next conversation in place: nothing of the other rows is copied. An idle row is masked, and a decode
+step leaves it as it is.
+
+Shape letters: B batch rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.config import H2OConfig
+from h2o.errors import Unsupported
+from h2o.hf.cache import H2OCache
+from h2o.hf.layer import H2OLayer
+
+__all__ = ["RowBatch", "row_bytes"]
+
+
+class RowBatch:
+    """A cache of `rows` rows for a model, into which `join` puts caches of one row each.
+
+    Raises:
+        Unsupported: a model with layers that are not H2O's.
+    """
+
+    def __init__(self, model: Any, config: H2OConfig, rows: int) -> None:
+        self.model = model
+        self.cache = H2OCache(model.config, config)
+        for index, layer in enumerate(self.cache.layers):
+            if not isinstance(layer, H2OLayer):
+                raise Unsupported(
+                    f"rows that are refilled need full attention in all layers, and layer {index} "
+                    f"is a {type(layer).__name__}: call model.generate() with an H2OCache for each "
+                    "batch of prompts"
+                )
+        self.tokens = [0] * rows
+        """Seen by each row; 0: idle"""
+
+    def join(self, row: int, joining: H2OCache) -> None:
+        """A row becomes what the one row of another cache of the same settings is.
+
+        Raises:
+            ValueError: a cache of several rows, or with another kind of slots.
+        """
+        self.tokens[row] = int(joining.get_seq_length())
+        for layer, other in zip(self.cache.layers, joining.layers, strict=True):
+            layer.take_row(row, other, len(self.tokens), max(self.tokens))
+
+    def leave(self, row: int) -> None:
+        """A row is idle from now on."""
+        self.tokens[row] = 0
+
+    @torch.no_grad()
+    def step(self, ids: list[int]) -> Tensor:
+        """The next token of every row; what stands for an idle row is not looked at.
+
+        Returns:
+            Logits [B, vocabulary].
+        """
+        device = self.model.device
+        position_ids = torch.tensor([[n] for n in self.tokens], device=device)
+        mask = position_ids > 0
+        output = self.model(
+            input_ids=torch.tensor([[i] for i in ids], device=device),
+            # Every row is at work: without a mask there is nothing to look up.
+            attention_mask=None if all(self.tokens) else mask,
+            position_ids=position_ids,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.tokens = [n and n + 1 for n in self.tokens]
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+def row_bytes(cache: H2OCache) -> int:
+    """Bytes of all tensors that one row takes once its budget is full, by a cache of one row that
+    has read its prompt."""
+    return sum(layer.row_bytes() for layer in cache.layers)

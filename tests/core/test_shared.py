@@ -1,0 +1,123 @@
+"""Slots without values, whose keys are the values too, on NumPy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from h2o import ops
+from tests import inputs
+from tests.conversation import Conversation, numpy_core
+from tests.core.calls import make
+from tests.inputs import POLICIES
+
+CALLS = [24, *[1] * 25, 7, *[1] * 8, 40, *[1] * 3]
+UNMERGED = [name for name, policy in POLICIES.items() if policy.merge is None]
+
+
+def texts(R: int, D: int, dtype: type = np.float32) -> inputs.Text:
+    """A text whose values are its keys."""
+    text = inputs.drifting(11, B=2, H=2 * R, G=2, N=sum(CALLS), D=D, sink=True)
+    return inputs.Text(*(x.astype(dtype) for x in (text.query, text.keys, text.keys.copy())))
+
+
+def mask() -> np.ndarray:
+    rest = np.ones((2, sum(CALLS) - 24), bool)
+    return np.concatenate([inputs.holes(4, [20, 13], 24), rest], 1)
+
+
+@pytest.mark.parametrize("name", UNMERGED)
+@pytest.mark.parametrize(
+    ("R", "D", "more"),
+    [
+        (1, 5, {}),
+        (4, 24, {}),
+        (16, 576, {}),
+        (3, 32, {"stepwise": False}),
+        (2, 40, {"kv_dtype": "int8"}),
+        (2, 24, {"budget": np.array([[[9, 5], [2, 1]], [[4, 4], [0, 7]]], np.int32)}),
+    ],
+)
+def test_as_with_values_that_are_the_keys(name, R, D, more):
+    text = texts(R, D)
+    twice, once = (
+        Conversation(numpy_core, text, POLICIES[name], mask=mask(), shared=shared, **more).feed_all(
+            CALLS
+        )
+        for shared in (False, True)
+    )
+    assert once.slots.values is None
+    np.testing.assert_array_equal(once.answer, twice.answer)
+    for (positions, scores), (wanted, wanted_scores) in zip(once.kept, twice.kept, strict=True):
+        np.testing.assert_array_equal(positions, wanted)
+        np.testing.assert_array_equal(scores, wanted_scores)
+    for field in ("keys", "lost", "norms"):
+        np.testing.assert_array_equal(getattr(once.slots, field), getattr(twice.slots, field))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize(("R", "D"), [(2, 24), (16, 576)])
+def test_a_simulated_text(R, D, kv_dtype, dtype):
+    query, keys, _ = texts(R, D, dtype)
+    prompt, budget = np.array([5, 30], np.int32), np.array([[6, 5]] * 2, np.int32)
+    more = {"mask": mask(), "kv_dtype": kv_dtype, "sinks": 1, "value_weighted": True}
+    twice = ops.simulate(query, keys, keys.copy(), prompt, budget, **more)
+    once = ops.simulate(query, keys, None, prompt, budget, **more)
+    for got, wanted in zip(once, twice, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_attention_without_slots():
+    query, keys, _ = texts(2, 24)
+    for got, wanted in zip(
+        ops.attend(query, keys, None), ops.attend(query, keys, keys.copy()), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def without_values(name: str) -> tuple:
+    """A valid call of an operation on such slots."""
+    call = make(name)
+    call = call.put("value" if name == "step" else "values", None)
+    return call if name == "simulate" else call.put("slots.values", None)
+
+
+@pytest.mark.parametrize("name", ["attend", "evict", "step", "simulate"])
+def test_either_both_have_values_or_none(name, refused):
+    call = without_values(name)
+    call.run()
+    if name != "simulate":
+        tensor = "value" if name == "step" else "values"
+        given = make(name)
+        refused(call.put(tensor, given.get(tensor)), TypeError, "^slots.values: is None, wanted")
+        refused(
+            call.put("slots.values", given.get("slots.values")), TypeError, f"^{tensor}: is None"
+        )
+
+
+@pytest.mark.parametrize("name", ["evict", "step", "simulate"])
+def test_such_keys_cannot_be_merged(name, refused):
+    call = without_values(name).put("merge", 0.5)
+    if name != "simulate":
+        call = call.put("slots.bias", np.zeros_like(call.get("slots.scores")))
+    refused(call, ValueError, "merge")
+
+
+def test_no_stored_values_without_values(refused):
+    """`ops.simulate` makes both; who calls the core could give one."""
+    from h2o import _core
+
+    query, keys, _ = texts(2, 24)
+    slots = ops.new_slots(keys, keys.shape[2], kv_dtype="int8")
+    B = len(query)
+    out, evicted_at, scores = ops.simulate(
+        query, keys, None, np.ones(B, np.int32), np.ones((B, 2), np.int32)
+    )
+    policy = ops.Policy()
+    with pytest.raises(ValueError, match="values: is None, which does not go with stored"):
+        _core.call(
+            "simulate", "run", query, keys, None, None, np.ones(B, np.int32),
+            np.ones((B, 2), np.int32), out, evicted_at, scores, 0.3, 0.0, policy,
+            slots.keys, slots.values,
+        )  # fmt: skip

@@ -1,0 +1,264 @@
+"""generate_all: a row of the engine is a generation of its own, whatever goes on beside it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import h2o
+from h2o import H2OCache, H2OConfig, models
+from tests.hf.tiny import model, prompts
+
+LENGTHS = (5, 17, 40, 9, 33, 21, 3, 28)
+CONFIGS = {
+    "h2o": H2OConfig(heavy=6, recent=6),
+    "fractions": H2OConfig(heavy=0.2, recent=0.2),
+    "mean, sinks": H2OConfig(heavy=6, recent=6, sinks=2, rank_by="mean", decay=0.9),
+    "rolled": H2OConfig(heavy=6, recent=6, positions="rolled"),
+    "int8": H2OConfig(heavy=6, recent=6, kv_dtype="int8"),
+    "merged": H2OConfig(heavy=6, recent=6, merge=0.3),
+    "value norms": H2OConfig(heavy=6, recent=6, value_weighted=True),
+    "uneven heads": H2OConfig(heavy=6, recent=6, shares=[[1.4, 0.6], [0.5, 1.5]]),
+    "everything": H2OConfig.full(),
+}
+
+
+def texts(*lengths, seed=0):
+    return [ids[0].tolist() for ids in prompts(*lengths, seed=seed)]
+
+
+def alone(ours, text, config, **kwargs):
+    """The new tokens of one prompt."""
+    cache = H2OCache(ours.config, config)
+    ids = torch.tensor([text], device=ours.device)
+    return ours.generate(ids, past_key_values=cache, **kwargs)[0, len(text) :].tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_request_is_a_generation_of_its_own(name, rows):
+    """Prompts and answers of many lengths: rows are refilled while others are amid theirs."""
+    ours, config = model("llama"), CONFIGS[name]
+    requests = [
+        h2o.Request(text, max_new_tokens=3 + 7 * (i % 4)) for i, text in enumerate(texts(*LENGTHS))
+    ]
+    results = list(h2o.generate_all(ours, requests, config, rows=rows))
+    assert [result.index for result in results] == list(range(len(LENGTHS)))
+    for request, result in zip(requests, results, strict=True):
+        new = request.max_new_tokens
+        assert result.ids == alone(
+            ours, request.prompt, config, max_new_tokens=new, do_sample=False
+        )
+        assert result.finish_reason == "length"
+        assert result.report["seen"] == len(request.prompt) + new - 1
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "qwen3", "granite"])
+def test_families(family):
+    ours = model(family)
+    results = h2o.generate_all(ours, texts(*LENGTHS), heavy=6, recent=6, rows=3, max_new_tokens=9)
+    for text, result in zip(texts(*LENGTHS), results, strict=True):
+        assert result.ids == alone(ours, text, CONFIGS["h2o"], max_new_tokens=9, do_sample=False)
+
+
+def test_sampling_does_not_depend_on_neighbours():
+    """With processors, penalties and seeds of its own, as after torch.manual_seed alone."""
+    ours = model("llama")
+    settings = GenerationConfig(
+        do_sample=True, temperature=1.5, top_k=20, repetition_penalty=1.3, max_new_tokens=12
+    )
+    some = texts(*LENGTHS)
+    found = [
+        list(h2o.generate_all(ours, some, CONFIGS["h2o"], rows=rows, generation_config=settings))
+        for rows in (1, 5)
+    ]
+    for i, text in enumerate(some):
+        torch.manual_seed(i)
+        expected = alone(ours, text, CONFIGS["h2o"], generation_config=settings)
+        assert found[0][i].ids == found[1][i].ids == expected
+    seeded = h2o.Request(some[0], seed=3)
+    (one,) = h2o.generate_all(ours, [seeded], CONFIGS["h2o"], rows=1, generation_config=settings)
+    torch.manual_seed(3)
+    assert one.ids == alone(ours, some[0], CONFIGS["h2o"], generation_config=settings)
+    assert one.ids != found[0][0].ids
+
+
+def test_end_tokens():
+    ours = model("llama")
+    some = texts(*LENGTHS)
+    plain = [alone(ours, text, CONFIGS["h2o"], max_new_tokens=20, do_sample=False) for text in some]
+    end = plain[1][5]
+    settings = GenerationConfig(eos_token_id=[end, 96], max_new_tokens=20)
+    results = h2o.generate_all(ours, some, CONFIGS["h2o"], rows=3, generation_config=settings)
+    for answer, result in zip(plain, results, strict=True):
+        stops = end in answer or 96 in answer
+        first = min((answer.index(x) for x in (end, 96) if x in answer), default=19)
+        assert result.ids == answer[: first + 1]
+        assert result.finish_reason == ("stop" if stops else "length")
+
+
+def test_budgets_of_their_own():
+    ours = model("llama")
+    configs = [H2OConfig(heavy=n, recent=n) for n in (2, 20, 4, 30, 6, 3, 9, 5)]
+    requests = [
+        h2o.Request(text, config=config)
+        for text, config in zip(texts(*LENGTHS), configs, strict=True)
+    ]
+    results = h2o.generate_all(ours, requests, CONFIGS["h2o"], rows=3, max_new_tokens=15)
+    for request, result in zip(requests, results, strict=True):
+        expected = alone(ours, request.prompt, request.config, max_new_tokens=15, do_sample=False)
+        assert result.ids == expected
+
+
+def test_chunks_of_a_prompt():
+    """Are those of generate(), and between two of them the running rows decode."""
+    ours = model("llama")
+    settings = GenerationConfig(prefill_chunk_size=7, max_new_tokens=10)
+    order = []
+    results = h2o.generate_all(
+        ours, texts(*LENGTHS), CONFIGS["h2o"], rows=3, generation_config=settings,
+        on_token=lambda index, token: order.append(index),
+    )  # fmt: skip
+    for text, result in zip(texts(*LENGTHS), results, strict=True):
+        assert result.ids == alone(ours, text, CONFIGS["h2o"], generation_config=settings)
+    before = order[: order.index(2)]  # of 40 tokens: five pauses, in which 0 and 1 go on
+    assert before.count(0) >= 5
+    assert [order.count(i) for i in range(len(LENGTHS))] == [10] * len(LENGTHS)
+
+
+def test_prefix():
+    """Of a document that was read once."""
+    ours = model("llama")
+    document, *questions = texts(40, 3, 9, 5, 6, seed=4)
+    cache = H2OCache(ours.config, CONFIGS["h2o"])
+    with torch.no_grad():
+        ours(torch.tensor([document], device=ours.device), past_key_values=cache)
+    asked = [document + question for question in questions]
+    results = list(
+        h2o.generate_all(ours, asked, CONFIGS["h2o"], rows=2, prefix=cache, max_new_tokens=8)
+    )
+    for text, result in zip(asked, results, strict=True):
+        ids = torch.tensor([text], device=ours.device)
+        new = ours.generate(ids, past_key_values=cache.fork(), max_new_tokens=8, do_sample=False)
+        assert result.ids == new[0, len(text) :].tolist()
+    assert cache.get_seq_length() == len(document)
+    (lost,) = h2o.generate_all(
+        ours, [document[:9]], CONFIGS["h2o"], rows=2, prefix=cache, max_new_tokens=8
+    )
+    assert lost.finish_reason == "error"
+    assert "prefix" in str(lost.error)
+
+
+def test_bytes_say_how_many_rows():
+    """All tensors of the cache together stay below them, and one row more would not fit."""
+    ours = model("llama")
+    seen = []
+
+    def look(index, token):
+        engine = results.gi_frame.f_locals["results"].gi_frame.f_locals["self"]
+        if engine.batch is not None:
+            seen.append(stored(engine.batch.cache) / len(engine.running))
+            assert stored(engine.batch.cache) <= 20_000
+
+    results = h2o.generate_all(
+        ours, texts(*LENGTHS), CONFIGS["h2o"], bytes=20_000, max_new_tokens=20, on_token=look
+    )
+    assert all(result.report["bytes"] * 5 <= 20_000 for result in results)
+    assert 20_000 // max(seen) == 5
+
+
+def stored(cache):
+    return sum(
+        x.numel() * x.element_size()
+        for layer in cache.layers
+        for name, x in layer.slots._asdict().items()
+        if x is not None and name != "starts"
+    )
+
+
+def test_prompts_are_taken_as_rows_become_free():
+    """From an endless iterator; results come in order, or as they finish."""
+    ours = model("llama")
+    taken = []
+
+    def endless():
+        for i in itertools.count():
+            taken.append(i)
+            yield h2o.Request(texts(6, seed=i)[0], max_new_tokens=20 if i % 3 == 0 else 2)
+
+    results = h2o.generate_all(ours, endless(), CONFIGS["h2o"], rows=2, as_completed=True)
+    first = [result.index for result in itertools.islice(results, 6)]
+    assert sorted(first) != first
+    assert len(taken) <= 9
+    results.close()
+    in_order = h2o.generate_all(ours, endless(), CONFIGS["h2o"], rows=2)
+    assert [result.index for result in itertools.islice(in_order, 6)] == list(range(6))
+
+
+def test_prompts_that_cannot_be_read():
+    """The others go on as if they had not been there."""
+    ours = model("llama")
+    good = texts(9, 12)
+    wrong = [[], "a text without a tokenizer", good[0], h2o.Request(good[1]), ["x"], [10**9]]
+    results = list(h2o.generate_all(ours, wrong, CONFIGS["h2o"], rows=2, max_new_tokens=5))
+    reasons = [result.finish_reason for result in results]
+    assert reasons == ["error", "error", "length", "length", "error", "error"]
+    assert "tokenizer" in str(results[1].error)
+    for text, result in zip(good, results[2:], strict=False):
+        assert result.ids == alone(ours, text, CONFIGS["h2o"], max_new_tokens=5, do_sample=False)
+
+
+def test_the_model_is_as_before():
+    ours = model("llama", attention="sdpa")
+    results = h2o.generate_all(ours, texts(9, 8, 7), CONFIGS["h2o"], rows=2, max_new_tokens=5)
+    next(results)
+    assert ours.config._attn_implementation == "h2o"
+    results.close()
+    assert ours.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({}, ValueError, "rows"),
+        ({"rows": 2, "bytes": 100}, ValueError, "rows"),
+        ({"rows": 0}, ValueError, "at least 1"),
+        ({"bytes": 100}, ValueError, "hold no row"),
+        ({"rows": 2, "generation_config": GenerationConfig(num_beams=3)}, h2o.Unsupported, "beam"),
+    ],
+)
+def test_refused(how, error, words):
+    with pytest.raises(error, match=words):
+        list(h2o.generate_all(model("llama"), texts(5), CONFIGS["h2o"], max_new_tokens=3, **how))
+
+
+def test_sliding_windows_are_refused():
+    with pytest.raises(h2o.Unsupported, match=r"layer 0 is a Dynamic.*Layer"):
+        h2o.generate_all(model("gemma2"), texts(5), CONFIGS["h2o"], rows=2)
+
+
+@pytest.mark.slow
+def test_the_default_model():
+    """Texts, chats and stop strings, with the tokens of generate()."""
+    ours, tokenizer = models.load_default()
+    ours.set_attn_implementation("h2o")
+    asked = ["The capital of France is", [{"role": "user", "content": "Say hello."}]]
+    settings = GenerationConfig(stop_strings=["."], max_new_tokens=30, eos_token_id=2)
+    config = H2OConfig(heavy=8, recent=8)
+    results = list(
+        h2o.generate_all(
+            ours, asked, config, rows=2, generation_config=settings, tokenizer=tokenizer
+        )
+    )
+    chat = tokenizer.apply_chat_template(
+        asked[1], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    for ids, result in zip([tokenizer(asked[0])["input_ids"], chat], results, strict=True):
+        expected = alone(ours, ids, config, generation_config=settings, tokenizer=tokenizer)
+        assert result.ids == expected
+        assert result.text == tokenizer.decode(expected, skip_special_tokens=True)
+    assert results[0].finish_reason == "stop"
+    assert "." in results[0].text

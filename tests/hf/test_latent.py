@@ -1,0 +1,301 @@
+"""Multi-head latent attention: every family with every mode and policy, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoConfig, DynamicCache
+
+import h2o
+from h2o import H2OCache, H2OConfig, Unsupported, supports
+from tests.hf.modes import MODES, POLICIES
+from tests.hf.test_families import held
+from tests.hf.tiny import LATENT, batch, greedy, model, prompts
+
+LENGTHS = (5, 17, 23, 30)
+SMALL = {"heavy": 6, "recent": 6}
+SERVED = [name for name in POLICIES if name not in ("merge", "shares")]
+
+
+def small(name):
+    """One of `POLICIES`."""
+    return POLICIES[name]
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_every_layer_is_served(name):
+    found = supports(model(name).config)
+    assert found
+    assert found.layers == ("h2o",) * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LATENT)
+def test_full_budget_is_the_full_cache(name, mode):
+    ours, theirs = model(name), model(name, "sdpa")
+    inputs = batch(prompts(*LENGTHS[1:3]))
+    expected = MODES[mode](theirs, inputs, lambda: None)
+    got = MODES[mode](ours, inputs, lambda: H2OCache(ours.config, H2OConfig.full()))
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_long_text_of_a_full_budget(name):
+    ours, theirs = model(name), model(name, "sdpa")
+    row = {"input_ids": prompts(40)[0]}
+    cache = H2OCache(ours.config, H2OConfig.full())
+    assert greedy(ours, row, 32, past_key_values=cache).tolist() == greedy(theirs, row, 32).tolist()
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_dynamic_cache_goes_on_under_h2o(name):
+    ours, theirs = model(name), model(name, "sdpa")
+    inputs = batch(prompts(*LENGTHS))
+    assert greedy(ours, inputs, 8).tolist() == greedy(theirs, inputs, 8).tolist()
+
+
+@pytest.mark.parametrize("chosen", SERVED)
+@pytest.mark.parametrize("name", LATENT)
+def test_each_row_is_the_row_alone(name, chosen):
+    ours, config, rows = model(name), small(chosen), prompts(*LENGTHS)
+    cache = H2OCache(ours.config, config)
+    tokens = greedy(ours, batch(rows), 12, past_key_values=cache)
+    for b, row in enumerate(rows):
+        alone = H2OCache(ours.config, config)
+        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
+        assert tokens[b].tolist() == expected[0].tolist()
+        assert [held(cache, i, b) for i in (0, 1)] == [held(alone, i, 0) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("chosen", ["h2o", "fractions", "decayed", "int8", "value-weighted", "max"])
+@pytest.mark.parametrize("name", LATENT)
+def test_simulation_is_the_cache(name, chosen):
+    ours, config = model(name), small(chosen)
+    ids = prompts(40)[0]
+    cache = H2OCache(ours.config, config, trace=True)
+    with torch.no_grad():
+        steps = [ours(ids[:, :20], past_key_values=cache).logits]
+        for i in range(20, 40):
+            steps.append(ours(ids[:, i : i + 1], past_key_values=cache).logits)
+        with h2o.simulated(
+            ours, config, prompt_len=20, ratio_of="prompt", trace=True
+        ) as simulation:
+            at_once = ours(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(steps, 1), at_once, rtol=0, atol=2e-4)
+    for layer in range(2):
+        evicted_at = cache.evicted_at(layer)
+        assert evicted_at.tolist() == simulation.evicted_at(layer).tolist()
+        while_decoding = (evicted_at > 20) & (evicted_at < 40)
+        assert while_decoding.sum() >= 10
+    assert not any(
+        hasattr(x, "_forward_pre_hooks") and x._forward_pre_hooks for x in ours.modules()
+    )
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_slot_is_one_row_for_all_heads(name):
+    ours = model(name)
+    cache = H2OCache(ours.config, **SMALL)
+    greedy(ours, {"input_ids": prompts(30)[0]}, 8, past_key_values=cache)
+    for layer in cache.layers:
+        positions, scores = layer.kept()
+        assert positions.shape == (1, 1, 12)
+        assert layer.slots.values is None
+        assert layer.slots.keys.shape == (1, 1, 13, 24)
+        # Each of 37 queries of each head has given out an attention of 1.
+        H = ours.config.num_attention_heads
+        total = scores.sum() + layer.slots.lost.sum()
+        torch.testing.assert_close(total.item(), 37.0 * H, rtol=1e-4, atol=0)
+    report = cache.report()
+    assert report.total.bytes_full == 2 * 37 * 24 * 4
+    assert [x.bytes_held for x in report.layers] == [13 * 24 * 4] * 2
+
+
+@pytest.mark.parametrize("chosen", ["h2o", "int8"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "youtu"])
+def test_copies_and_files(name, chosen, tmp_path):
+    ours, config = model(name), small(chosen)
+    document, question = prompts(30, 6)
+    cache = H2OCache(ours.config, config)
+    with torch.no_grad():
+        ours(document, past_key_values=cache)
+    cache.save(tmp_path / "document.safetensors", ours)
+    both = {"input_ids": torch.cat([document, question], 1)}
+    forks = [
+        cache.fork(),
+        copy.deepcopy(cache),
+        H2OCache.load(tmp_path / "document.safetensors", ours),
+    ]
+    answers = [greedy(ours, both, 10, past_key_values=x).tolist() for x in [*forks, cache]]
+    assert answers.count(answers[0]) == 4
+    cache.reset()
+    again = H2OCache(ours.config, config)
+    row = {"input_ids": document}
+    assert (
+        greedy(ours, row, 8, past_key_values=cache).tolist()
+        == greedy(ours, row, 8, past_key_values=again).tolist()
+    )
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "youtu"])
+def test_goes_on_from_a_dynamic_cache(name):
+    ours, theirs = model(name), model(name, "sdpa")
+    rows = prompts(21, 30)
+    inputs = batch(rows)
+    full, mask = DynamicCache(config=ours.config), inputs["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        theirs(**inputs, position_ids=positions, past_key_values=full)
+    cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full(), attention_mask=mask)
+    for ours_layer, theirs_layer in zip(cache.layers, full.layers, strict=True):
+        latents, rotated = ours_layer.held()
+        assert torch.equal(latents[1], theirs_layer.keys[1])
+        assert torch.equal(rotated[1], theirs_layer.values[1])
+    more = torch.arange(6).reshape(2, 3) + 7
+    turn = {
+        "input_ids": torch.cat([inputs["input_ids"], more], 1),
+        "attention_mask": torch.cat([mask, mask.new_ones(2, 3)], 1),
+    }
+    expected = greedy(theirs, turn, 10)
+    assert greedy(ours, turn, 10, past_key_values=cache).tolist() == expected.tolist()
+    small_cache = H2OCache.from_dynamic_cache(full, ours.config, **SMALL, attention_mask=mask)
+    greedy(ours, turn, 10, past_key_values=small_cache)
+    assert small_cache.kept(0)[0].shape == (2, 1, 12)
+
+
+def test_assisted_decoding_takes_tokens_back():
+    ours = model("deepseek_v2")
+    row = {"input_ids": prompts(8)[0].repeat(1, 4)}
+    plain = greedy(ours, row, 24, past_key_values=H2OCache(ours.config, H2OConfig.full()))
+    cache = H2OCache(ours.config, H2OConfig.full())
+    cache.activate_past_recording()
+    looked_up = greedy(ours, row, 24, past_key_values=cache, prompt_lookup_num_tokens=3)
+    assert looked_up.tolist() == plain.tolist()
+
+
+def test_two_threads():
+    import threading
+
+    ours = model("deepseek_v3")
+    rows = prompts(20, 26, 31, 37)
+    expected = [
+        greedy(ours, {"input_ids": x}, 10, past_key_values=H2OCache(ours.config, **SMALL)).tolist()
+        for x in rows
+    ]
+    got = [None] * len(rows)
+
+    def work(i):
+        cache = H2OCache(ours.config, **SMALL)
+        got[i] = greedy(ours, {"input_ids": rows[i]}, 10, past_key_values=cache).tolist()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(rows))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == expected
+
+
+def test_a_pass_that_broke_off_leaves_nothing_behind():
+    ours = model("deepseek_v3")
+    ids = prompts(20)[0]
+    expected = ours(ids).logits
+    cache = H2OCache(ours.config, **SMALL)
+    projection = ours.model.layers[1].self_attn.kv_b_proj
+    hook = projection.register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        ours(ids, past_key_values=cache)
+    hook.remove()
+    with torch.no_grad():
+        assert torch.equal(ours(ids, past_key_values=DynamicCache()).logits, expected)
+        with pytest.raises(RuntimeError, match="broke off"):
+            ours(ids, past_key_values=cache)
+        cache.reset()
+        ours(ids, past_key_values=cache)
+
+
+def test_a_projection_that_is_no_plain_matrix():
+    """A quantised one, or one with an adapter, is asked for its matrix."""
+    ours, twin = model("deepseek_v2"), model("deepseek_v2")
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    for layer in twin.model.layers:
+        layer.self_attn.kv_b_proj = Wrapped(layer.self_attn.kv_b_proj)
+    row = {"input_ids": prompts(30)[0]}
+    answers = [
+        greedy(x, row, 12, past_key_values=H2OCache(ours.config, **SMALL)) for x in (ours, twin)
+    ]
+    assert torch.equal(*answers)
+
+
+def test_half_precision_is_near_float32():
+    ours, half = model("deepseek_v2"), model("deepseek_v2").bfloat16()
+    ids = prompts(30)[0]
+    cache, full = H2OCache(half.config, H2OConfig.full()), DynamicCache(config=half.config)
+    exact = DynamicCache(config=ours.config)
+    with torch.no_grad():
+        for piece in (ids[:, :20], *ids[:, 20:].split(1, dim=1)):
+            wanted = ours(piece, past_key_values=exact).logits
+            got = half(piece, past_key_values=cache).logits.float()
+            theirs = half(piece, past_key_values=full).logits.float()
+            assert (got - wanted).abs().mean() < 1.5 * (theirs - wanted).abs().mean() + 1e-3
+
+
+# ---- Refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"merge": 0.5}, "merge"),
+        ({"kv_dtype": "int8-int4"}, 'use "int8"'),
+        ({"positions": "rolled"}, "rolled"),
+    ],
+)
+def test_settings_that_do_not_go_with_latents(settings, words):
+    with pytest.raises(Unsupported, match=words):
+        H2OCache(model("deepseek_v3").config, **SMALL, **settings)
+
+
+def test_heads_are_not_measured():
+    ours = model("deepseek_v3")
+    for measure in (h2o.calibrate, h2o.analyze):
+        with pytest.raises(Unsupported, match="all heads of a layer share its latents"):
+            measure(ours, prompts(64)[0])
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_refused(model_type):
+    config = AutoConfig.for_model(model_type)
+    assert "an indexer chooses" in supports(config).reason
+    with pytest.raises(Unsupported, match="an indexer chooses"):
+        H2OCache(config, **SMALL)
+
+
+def test_compiling_is_refused():
+    with pytest.raises(Unsupported, match="compileable"):
+        H2OCache(model("deepseek_v3").config, **SMALL, compileable=True)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", None])
+def test_a_part_of_the_bytes(kv_dtype):
+    """As `h2o generate` has it, and with latents as they are."""
+    ours = model("deepseek_v3")
+    config = dataclasses.replace(H2OConfig.robust(0.3, of="bytes"), kv_dtype=kv_dtype)
+    cache = H2OCache(ours.config, config)
+    with torch.no_grad():
+        ours(prompts(200)[0], past_key_values=cache)
+    assert cache.layers[0].config.kv_dtype == ("int8" if kv_dtype else None)
+    total = cache.report().total
+    share = (total.bytes_held + total.bytes_bookkeeping) / total.bytes_full
+    assert 0.27 < share <= 0.3

@@ -1,0 +1,291 @@
+"""Models whose attention has learned sinks (gpt-oss and others), with their windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import h2o
+from h2o import H2OCache, H2OConfig, Unsupported, attention_blocks, ops, supports
+from h2o.analysis import collect, removal
+from h2o.calibration import head_costs, refine
+from h2o.hf import attention
+from tests.hf.drive import Attention, feed, forward, new_cache, tensors
+from tests.hf.modes import policy
+from tests.hf.test_simulation import prove, text
+from tests.hf.tiny import DEVICE, Family, batch, greedy, needs_compiler, prompts
+from tests.inputs import Text, drifting, rotate
+
+MIXED = ["sliding_attention", "full_attention"] * 2
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 32}
+FAMILIES = {
+    "gpt_oss": EXPERTS,
+    "flint": EXPERTS,
+    "granite_swa": {},
+    "granitemoe_swa": EXPERTS,
+    "mimo_v2_flash": EXPERTS | {"v_head_dim": 8},  # sinks in its windows alone
+}
+SMALL = {"heavy": 6, "recent": 6}
+LENGTHS = (5, 17, 23, 30)
+
+
+def made(name: str, attn: str = "h2o", kinds: list[str] = MIXED):
+    """A tiny model; every head's sink takes a good part of its attention."""
+    layers = tuple("h2o" if kind == "full_attention" else "sliding" for kind in kinds)
+    config = {**FAMILIES[name], "layer_types": kinds, "sliding_window": 10}
+    try:
+        config = Family(name, config, layers=layers).build_config()
+    except ValueError as error:
+        pytest.skip(str(error))  # transformers before the model
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for module in model.modules():
+        sinks = getattr(module, "sinks", None)
+        if isinstance(sinks, torch.nn.Parameter):
+            torch.nn.init.normal_(sinks, 1.0, 1.5)
+    model.set_attn_implementation(attn)
+    return model.to(DEVICE)
+
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@every_family
+def test_they_are_served(name):
+    found = supports(made(name).config)
+    assert found
+    assert found.layers == ("sliding", "h2o") * 2
+
+
+@every_family
+def test_full_budget_is_the_full_cache(name):
+    ours, theirs = made(name), made(name, "eager")
+    inputs = batch(prompts(*LENGTHS))
+    expected = greedy(theirs, inputs, 32, past_key_values=DynamicCache(config=theirs.config))
+    cache = H2OCache(ours.config, H2OConfig.full())
+    assert greedy(ours, inputs, 32, past_key_values=cache).tolist() == expected.tolist()
+
+
+@every_family
+def test_a_small_budget_is_held_and_changes_the_text(name):
+    ours = made(name)
+    inputs = batch(prompts(*LENGTHS))
+    cache = H2OCache(ours.config, **SMALL)
+    tokens = greedy(ours, inputs, 32, past_key_values=cache)
+    for layer in (1, 3):
+        positions, scores = cache.kept(layer)
+        assert positions.shape[-1] == 12
+        assert (positions >= 0).all()
+        assert (scores >= 0).all()
+    assert tokens.tolist() != greedy(ours, inputs, 32).tolist()
+    with h2o.patched(ours, **SMALL):
+        assert greedy(ours, inputs, 32).tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("chosen", ["h2o", "sinks, mean"])  # tests/hf/test_families.py: all
+@every_family
+def test_each_row_is_the_row_alone(name, chosen):
+    ours = made(name)
+    config = policy(chosen, ours)
+    rows = prompts(*LENGTHS)
+    tokens = greedy(ours, batch(rows), 12, past_key_values=H2OCache(ours.config, config))
+    for b, row in enumerate(rows):
+        alone = H2OCache(ours.config, config)
+        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
+        assert tokens[b].tolist() == expected[0].tolist()
+
+
+@every_family
+def test_simulation_is_the_cache(name):
+    assert prove(made(name), text(tokens=60), 8, 1e-3, **SMALL) > 0  # of logits up to 20
+
+
+@every_family
+def test_forks_and_files_go_on_alike(name, tmp_path):
+    ours = made(name)
+    document, question = prompts(30, 7)
+    cache = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        ours(document, past_key_values=cache)
+    cache.save(tmp_path / "document", ours)
+    both = {"input_ids": torch.cat([document, question], dim=1)}
+    forks = [cache.fork(), H2OCache.load(tmp_path / "document", ours), cache]
+    answers = [greedy(ours, both, past_key_values=fork).tolist() for fork in forks]
+    assert answers[0] == answers[1] == answers[2]
+
+
+@every_family
+def test_a_filled_dynamic_cache_is_taken_over(name):
+    ours, theirs = made(name), made(name, "eager")
+    document, question = prompts(30, 7)
+    full = DynamicCache(config=theirs.config)
+    with torch.no_grad():
+        theirs(document, past_key_values=full)
+    cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
+    both = {"input_ids": torch.cat([document, question], dim=1)}
+    expected = greedy(theirs, both, past_key_values=full)
+    assert greedy(ours, both, past_key_values=cache).tolist() == expected.tolist()
+
+
+@every_family
+def test_the_sinks_are_seen(name):
+    """Else all of the above might hold without them."""
+    ours, (ids,) = made(name), prompts(30)
+    with torch.no_grad():
+        before = ours(ids, past_key_values=H2OCache(ours.config, **SMALL)).logits
+        for module in ours.modules():
+            if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
+                module.sinks.fill_(-torch.inf)
+        after = ours(ids, past_key_values=H2OCache(ours.config, **SMALL)).logits
+    assert (before - after).abs().max() > 0.01
+
+
+# ---- Settings that windows exclude ---------------------------------------------------------------
+
+FULL_LAYERS = ["full_attention"] * 2
+
+
+def test_rolled_positions():
+    """No model has both: layers of another one are given sinks. Ranks are positions while all keys
+    are held."""
+    query, keys, values = drifting(3, B=1, N=30, D=8)
+    read = Text(rotate(query), rotate(keys), values)
+    sinks, answers = torch.linspace(-1, 2, 4), []
+    for positions in ("original", "rolled"):
+        cache = new_cache(heavy=1000, recent=0, positions=positions)
+        pieces = []
+        for start, stop in ((0, 12), (12, 13), (13, 29), (29, 30)):
+            more = {"position_ids": torch.arange(start, stop)[None], "s_aux": sinks}
+            pieces.append(forward(cache, read.cut(start, stop), **more))
+        answers.append(torch.cat(pieces, dim=1))
+    torch.testing.assert_close(*answers, rtol=0, atol=1e-5)
+    plain = feed(new_cache(heavy=1000, recent=0), read, [12, 1, 16, 1])
+    assert (plain - answers[0]).abs().max() > 0.01
+
+
+@needs_compiler
+def test_compiled_steps():
+    ours, (ids,) = made("gpt_oss", kinds=FULL_LAYERS), prompts(20)
+    plain = H2OCache(ours.config, **SMALL)
+    cache = H2OCache(ours.config, **SMALL, compileable=True)
+    torch._dynamo.reset()
+    step = torch.compile(ours.forward, backend="eager")
+    with torch.no_grad():
+        for held in (plain, cache):
+            ours(ids, past_key_values=held)
+        for token in range(5, 25):
+            new = torch.tensor([[token]], device=ids.device)
+            expected = ours(new, past_key_values=plain).logits
+            torch.testing.assert_close(step(new, past_key_values=cache).logits, expected)
+    torch._dynamo.reset()
+
+
+# ---- Without a cache -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@every_family
+def test_dense_attention_is_that_of_transformers(name, side, monkeypatch):
+    monkeypatch.setattr(attention, "ROWS", 7)
+    ours, theirs = made(name), made(name, "eager")
+    inputs = batch(prompts(*LENGTHS), side)
+    with torch.no_grad():
+        for more in ({"use_cache": False}, {"use_cache": True}):
+            got, expected = (m(**inputs, **more).logits for m in (ours, theirs))
+            real = inputs["attention_mask"].bool()
+            torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=5e-4)
+
+
+def test_training_without_a_cache_reaches_the_sinks():
+    ours, theirs = made("gpt_oss"), made("gpt_oss", "eager")
+    (ids,) = prompts(20)
+    gradients = []
+    for model in (ours, theirs):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append(torch.stack([x.self_attn.sinks.grad for x in model.model.layers]))
+    assert gradients[0].abs().min() > 0
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
+def test_a_cache_has_no_gradient_for_sinks():
+    query, key, value = tensors(drifting(3, B=1, N=20))
+    sinks = torch.nn.Parameter(torch.zeros(4))
+    key, value = new_cache(**SMALL).update(key, value, 0)
+    out, _ = attention.h2o_attention_forward(Attention(), query, key, value, None, s_aux=sinks)
+    assert out.requires_grad
+    with pytest.raises(RuntimeError, match="no gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("operation", ["attend", "step", "simulate"])
+def test_operations_refuse_gradients(operation):
+    q, k, v = tensors(drifting(3, B=1, N=1))
+    more = {
+        "attend": (),
+        "step": (ops.new_slots(k, 4, 1, 1),),
+        "simulate": (torch.ones(1, dtype=torch.int32), torch.ones(1, 2, dtype=torch.int32)),
+    }[operation]
+    sinks = torch.zeros(4, requires_grad=True)
+    with pytest.raises(BufferError, match="sink_logits: requires grad"):
+        getattr(ops, operation)(q, k, v, *more, sink_logits=sinks)
+    with torch.no_grad():
+        getattr(ops, operation)(q, k, v, *more, sink_logits=sinks)
+
+
+# ---- What is measured ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["local", "global", "flexgen"])
+def test_the_authors_other_masks_know_no_sinks(variant):
+    ours, (ids,) = made("gpt_oss"), prompts(20)
+    with (
+        h2o.simulated(ours, heavy=4, recent=4, variant=variant),
+        pytest.raises(Unsupported, match="has no learned sinks"),
+    ):
+        ours(ids, use_cache=False)
+
+
+def test_analysis_sees_the_models_own_attention():
+    """Its outputs are the model's, and so is attention without keys of which none are removed."""
+    ours, (ids,) = made("gpt_oss"), prompts(30)
+    with torch.no_grad():
+        expected = ours(ids, use_cache=False).logits[0]
+
+    def visit(layer, seen):
+        out, scores, _ = collect.attend(seen)
+        assert (scores.sum(-1) < 30).all()
+        everything = removal.attend_without(seen, "recent", 0.0, torch.zeros(2, 30))
+        torch.testing.assert_close(everything, out, rtol=0, atol=1e-5)
+        return out
+
+    got = collect.watch(ours, ids[0], visit, logits=True)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+def test_calibration_sees_the_models_own_attention():
+    ours, (ids,) = made("gpt_oss"), prompts(30)
+    generator = torch.Generator().manual_seed(0)
+    watched = head_costs.watch(ours, ids[0], generator, draws=1)
+    assert sorted(watched) == [1, 3]
+
+    def chosen(budget: int) -> H2OConfig:
+        return H2OConfig(heavy=budget - budget // 2, recent=budget // 2)
+
+    for layer in watched.values():
+        costs = head_costs.costs(layer, [4, 30], chosen)
+        assert (costs[:, 0] > 0).all()
+        assert costs[:, 1].abs().max() == 0.0
+    budgets = torch.full((3, 2, 2), 30).numpy()
+    _, divergence = refine.worth(ours, ids[0], budgets, chosen)
+    assert abs(divergence) < 1e-5  # of the model from itself
+
+
+def test_retained_mass_is_a_share_of_what_keys_get():
+    """With everything held it is 1, whatever the sinks take."""
+    ours, (ids,) = made("gpt_oss"), prompts(20)
+    with h2o.simulated(ours, heavy=30, recent=0, mass=True) as simulation, torch.no_grad():
+        ours(ids, use_cache=False)
+    torch.testing.assert_close(simulation.retained_mass(1), torch.ones(1, 4))
+    assert attention_blocks.ROWS > 20

@@ -1,0 +1,134 @@
+"""`h2o generate --prompts`: no prompt is lost and none answered twice, whatever happens between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from h2o import cli
+from tests.test_cli import DEADLINE, tiny  # noqa: F401
+
+pytest.importorskip("torch")
+
+SIZES = ["--heavy", "8", "--recent", "8", "--max-new-tokens", "6"]
+
+
+@pytest.fixture
+def files(tmp_path, tiny):  # noqa: F811
+    lines = [
+        "a text",
+        {"id": "b", "prompt": "Another one, longer than the first.", "max_new_tokens": 3},
+        {"prompt": "ünïcode \u2028 in a line"},
+        {"id": 7, "prompt": "the last", "seed": 1},
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    output = tmp_path / "new" / "answers.jsonl"
+    command = ["generate", "--model", tiny, "--prompts", prompts, "--output", output, *SIZES]
+    return list(map(str, command)), prompts, output
+
+
+def answers(output):
+    return [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+
+
+def test_every_prompt_has_its_answer(files, capsys):
+    command, _, output = files
+    assert cli.main([*command, "--rows", "2"]) == 0
+    found = {answer["id"]: answer for answer in answers(output)}
+    assert set(found) == {0, "b", 2, 7}
+    assert found["b"]["new_tokens"] == 3
+    assert found[7]["finish_reason"] == "length"
+    alone = [*command[:3], *SIZES, "--prompt", "the last", "--json"]
+    capsys.readouterr()
+    assert cli.main(alone) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["text"] == found[7]["text"]
+
+
+def test_a_second_run_goes_on(files):
+    """After a kill in the middle of a line, and after a prompt that could not be read."""
+    command, _, output = files
+    assert cli.main([*command, "--bytes", "1MB"]) == 0
+    whole = output.read_text("utf-8").splitlines(keepends=True)
+    failed = {**json.loads(whole[1]), "finish_reason": "error", "text": None}
+    output.write_text(whole[0] + json.dumps(failed) + "\n" + whole[2] + whole[3][:20], "utf-8")
+    assert cli.main([*command, "--bytes", "1MB"]) == 0
+    assert sorted(output.read_text("utf-8").splitlines(keepends=True)) == sorted(whole)
+    before = output.read_bytes()
+    assert cli.main(command) == 0
+    assert output.read_bytes() == before
+    assert cli.main([*command, "--sinks", "2"]) == 1  # would mix two settings in one file
+    assert output.read_bytes() == before
+
+
+def test_killed_amid_many(files, tiny):  # noqa: F811
+    command, prompts, output = files
+    lines = [json.dumps(f"prompt number {i}") for i in range(40)]
+    prompts.write_text("\n".join(lines), "utf-8")
+    command = [sys.executable, "-m", "h2o", *command, "--max-new-tokens", "40", "--rows", "3"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + DEADLINE
+    while not (output.exists() and output.read_bytes().count(b"\n") > 4):
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = output.read_bytes().count(b"\n")
+    assert before < 40
+    assert (
+        subprocess.run(command, capture_output=True, timeout=DEADLINE, check=False).returncode == 0
+    )
+    assert sorted(answer["id"] for answer in answers(output)) == list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('"a"\n{"prompt": "b", "max_tokens": 3}', "line 2: max_tokens"),
+        ('{"id": 1, "prompt": "a"}\n\n{"id": 1, "prompt": "b"}', "line 3: the id 1"),
+        ('{"prompt": ""}', "line 1"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "at least 1"),
+        ("[]", "line 1"),
+        ("no json", "line 1"),
+        ("3", "line 1"),
+    ],
+)
+def test_files_that_are_refused(files, content, words, capsys):
+    command, prompts, output = files
+    prompts.write_text(content)
+    with pytest.raises(SystemExit) as end:
+        cli.main(command)
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--prompt", "x"],
+        ["--rows", "2", "--bytes", "2MB"],
+        ["--rows", "0"],
+        ["--bytes", "2 apples"],
+        ["--compare"],
+    ],
+)
+def test_options_that_are_refused(files, more):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*files[0], *more])
+    assert end.value.code == 2
+
+
+def test_an_output_of_another_kind_is_left_alone(files):
+    command, _, output = files
+    output.parent.mkdir()
+    output.write_text("notes\n")
+    assert cli.main(command) == 1
+    assert output.read_text() == "notes\n"
