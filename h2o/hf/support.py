@@ -15,7 +15,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from h2o.errors import Unsupported
 from h2o.hf import latent_attention, model_rotary
 from h2o.hf.layer_kinds import kind_of, type_refusal
-from h2o.model_identity import latent_row
 
 __all__ = ["Support", "refusal", "supports", "transformers_layers"]
 
@@ -195,7 +194,7 @@ def refusal(config: Any) -> str | None:
 
 def _latent_refusal(config: Any) -> str | None:
     """Why a model with multi-head latent attention cannot be served; or None."""
-    if latent_row(config) is None:
+    if not isinstance(_attribute(config.get_text_config(decoder=True), "kv_lora_rank"), int):
         return "its layers differ in their latent attention"
     if not all(map(latent_attention.expands_after_cache, _model_classes(config))):
         return "its multi-head latent attention does not cache latents as transformers' newer do"
