@@ -82,7 +82,10 @@ def latent_row(config: Any) -> int | None:
     """Elements of what a cache holds of a token under multi-head latent attention, its latent and
     its rotated key; None for other attention."""
     text = _text_config(config)
-    latent = getattr(text, "kv_lora_rank", None)
+    try:
+        latent = getattr(text, "kv_lora_rank", None)
+    except RuntimeError:  # transformers: layers differ in it
+        return None
     return latent + text.qk_rope_head_dim if isinstance(latent, int) else None
 
 
