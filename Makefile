@@ -351,7 +351,7 @@ test-versions: .venv/core ## the fast tests with the oldest, a middle and the ne
 
 # ---- the rest ----
 
-notebooks: .venv/core .venv/notebooks ## run every notebook, with the default model
+notebooks: .venv/core .venv/notebooks ## run every notebook, with the default model: what it shows must be what is committed
 	$(BIN)/python notebooks/run.py
 
 lint: .venv/test ## ruff: rules and format
