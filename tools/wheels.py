@@ -104,6 +104,8 @@ PLATFORMS: dict[str, Platform | None] = {
     "win_amd64": Platform("x86_64-windows-gnu", "win-amd64", WINDOWS, NARROW),
     "any": None,
 }
+UNFINISHED = {"win_amd64"}
+"""Made when they are asked for only: tests/c/test_attend.c, built for Windows, fails in wine."""
 LINKED = {  # beside what auditwheel knows
     "macosx": re.compile(r"/usr/lib/libSystem\.B\.dylib"),
     "win": re.compile(r"(python3|kernel32|ntdll|api-ms-win-crt-[\w-]+)\.dll", re.IGNORECASE),
@@ -279,7 +281,7 @@ def main() -> int:
         sdist = Path(shutil.copy(built, arguments.out))
     print(f"{sdist.stat().st_size / 1000:5.0f} kB  {sdist.name}")
     failed = False
-    for platform in arguments.platforms or PLATFORMS:
+    for platform in arguments.platforms or [x for x in PLATFORMS if x not in UNFINISHED]:
         wheel = build(sdist, platform, arguments.out)
         print(f"{wheel.stat().st_size / 1000:5.0f} kB  {wheel.name}", flush=True)
         for complaint in complaints(wheel, platform):

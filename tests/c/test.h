@@ -9,6 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(_WIN32) /* where POSIX's has another name */
+#define setenv(name, value, overwrite) _putenv_s(name, value)
+#endif
+
 #include "guard.h"
 #include "run.h"
 
