@@ -178,19 +178,18 @@ def evict(
                 rank = rank / candidates.queries
             if value_weighted:
                 rank = rank * candidates.norms
-            kept_index, evicted_index = _choose(
-                candidates.positions.tolist(), rank.tolist(), sinks, heavy, recent
-            )
-            kept = _at(candidates, kept_index)
-            for i in evicted_index:
+            positions = candidates.positions.tolist()
+            at_kept, at_evicted = _choose(positions, rank.tolist(), sinks, heavy, recent)
+            kept = _at(candidates, at_kept)
+            for i in at_evicted:
                 evicted = _at(candidates, i)
                 if merge is None or not merge_evicted(kept, evicted, policy, D):
                     slots.lost[b, g] += evicted.scores.double()
             store.positions[:] = -1
             for name in PER_SLOT:
                 if getattr(store, name) is not None:
-                    getattr(store, name)[: len(kept_index)] = getattr(kept, name)
-            slots.free[b, g] = len(kept_index)
+                    getattr(store, name)[: len(at_kept)] = getattr(kept, name)
+            slots.free[b, g] = len(at_kept)
         slots.lengths[b] = seen
 
 

@@ -69,7 +69,7 @@ def step(
 
     keys = store.rows("keys", D)
     queries = query.reshape(B, G, H // G, D).float()
-    if table is not None:
+    if table is not None and ranks is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
         store.write(ranks, index, before, real)
         keys = rotated(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])

@@ -102,14 +102,9 @@ def merge_one(
     """
     slots = store.slots
     rows = (store.read_rows(x, last) for x in (slots.keys, slots.values))
+    key, value = (dequantised(x, keys.shape[-1]).float() for x in rows)
     bias = store.read(slots.bias, last)
-    evicted = EvictedKeys(
-        *(dequantised(x, keys.shape[-1]).float() for x in rows),
-        score,
-        bias,
-        queries.gather(-1, last),
-        evicts,
-    )
+    evicted = EvictedKeys(key, value, score, bias, queries.gather(-1, last), evicts)
     store.write(slots.bias, last, bias.masked_fill(evicts, 0))
     targets = MergeTargets.of(store, positions.scatter(-1, last, -1), policy, queries)
     dots = products(evicted.keys, keys.mT)[:, :, 0]

@@ -102,13 +102,13 @@ def simulate(
         S = Q + 1  # a step looks at a free slot, also in a row that is all prompt and keeps it
         slots = new_slots(keys, S, value_weighted=policy.value_weighted, merge=True)
         slots = slots._replace(budget=budget)
-        if stored_keys is not None:
+        if stored_keys is not None and stored_values is not None:
             stored = [x.new_zeros(B, G, S, x.shape[-1]) for x in (stored_keys, stored_values)]
             slots = slots._replace(keys=stored[0], values=stored[1])
         evict(keys, values, scores, early, slots, policy)
         _through_slots(text, position, slots)
         return
-    if stored_keys is not None:
+    if stored_keys is not None and stored_values is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
         keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
         text = text._replace(keys=keys, values=values)
@@ -198,18 +198,18 @@ def _through_slots(text: Text, position: Tensor, slots: Any) -> None:
     column = column[:, None].expand(B, G, Q + 1)
     answer = torch.empty_like(out[:, :1])
     for i in range(Q):
-        new = (x[:, :, i : i + 1] for x in text[:3])
+        query, key, value = (x[:, :, i : i + 1] for x in (text.query, text.keys, text.values))
         now = later[:, i : i + 1]
         eviction = step(
-            *new, now, slots, answer, text.scale, text.softcap, text.policy,
+            query, key, value, now, slots, answer, text.scale, text.softcap, text.policy,
             None, None, text.sink_logits,
         )  # fmt: skip
         part = out[:, i : i + 1]
         part.copy_(torch.where(now[..., None, None], answer, part))
         place = column.gather(-1, eviction.position.clamp(min=0).long())
-        for record, value in ((evicted_at, i + 1), (scores, eviction.score)):
+        for record, number in ((evicted_at, i + 1), (scores, eviction.score)):
             before = record.gather(-1, place)
-            record.scatter_(-1, place, torch.where(eviction.is_any, value, before))
+            record.scatter_(-1, place, torch.where(eviction.is_any, number, before))
     held = slots.positions.long()
     place = column.gather(-1, held.where(held >= 0, Q))
     padded = torch.cat([scores, scores[..., :1]], -1)

@@ -167,7 +167,7 @@ def as_stored(key: Tensor, value: Tensor | None, slots: Any) -> list[tuple[Tenso
     """Keys and values [B, G, n, D] as the slots hold them, each after the slots' rows of its kind;
     both at once where they are quantised alike, since that takes fifty operations, however few the
     rows."""
-    if slots.values is None:
+    if value is None:  # then the slots have none either
         return [(slots.keys, stored_like(key, slots.keys))]
     if slots.keys.dtype == torch.uint8 and slots.keys.shape == slots.values.shape:
         stored = stored_like(torch.cat([key, value]), slots.keys)
