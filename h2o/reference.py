@@ -76,7 +76,6 @@ def attend(
     come without their rotary embedding, stored keys are without it, and it is put on here.
     """
     policy = _policy(policy, fields)
-    decay = policy.decay
     B, H, Q, D = query.shape
     G = keys.shape[1]
     R = H // G
@@ -113,11 +112,9 @@ def attend(
                     queries = rotated(queries, rotary[seen - 1].double())
                 p = _probabilities(queries, key[:seen], bias[:seen], scale, softcap, sinks)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
-                faded = decay * score[:seen]
-                if policy.scores_largest:
-                    score[:seen] = torch.maximum(faded, p.amax(0))
-                else:
-                    score[:seen] = faded + p.sum(0)
+                given = p.amax(0) if policy.scores_largest else p.sum(0)
+                both = torch.maximum if policy.scores_largest else torch.add
+                score[:seen] = both(policy.decay * score[:seen], given)
             if slots is not None:
                 store.scores[held] = score[: len(held)].float()
             scores[b, g, new] = score[len(key) - len(new) :].float()
