@@ -206,9 +206,11 @@ $(CUDA)/%.o: tests/cuda/shim/%.cpp $(wildcard tests/cuda/shim/*.h) csrc/half.h
 	@mkdir -p $(@D)
 	$(patsubst -fsanitize=thread,-DSHIM_TSAN,$(CUDA_CXX)) -c $< -o $@
 
+# A GPU faults at a misaligned load; so does the emulation.
+ALIGNED := $(if $(findstring undefined,$(CFLAGS)),,-fsanitize=alignment -fsanitize-undefined-trap-on-error)
 $(CUDA)/kernels.o: csrc/cuda/kernels.cu tests/cuda/shim/shim.h $(CUDA_HEADERS)
 	@mkdir -p $(@D)
-	$(CUDA_CXX) -Itests/cuda/shim -x c++ -c $< -o $@
+	$(CUDA_CXX) $(ALIGNED) -Itests/cuda/shim -x c++ -c $< -o $@
 
 $(CUDA)/test_cuda: $(CUDA)/test_cuda.o $(CUDA_CORE)
 	$(CUDA_CXX) $^ -o $@ -lm -ldl
@@ -349,7 +351,7 @@ test-versions: .venv/core ## the fast tests with the oldest, a middle and the ne
 
 # ---- the rest ----
 
-notebooks: .venv/core .venv/notebooks ## run every notebook, with the default model
+notebooks: .venv/core .venv/notebooks ## run every notebook, with the default model: what it shows must be what is committed
 	$(BIN)/python notebooks/run.py
 
 lint: .venv/test ## ruff: rules and format

@@ -359,8 +359,8 @@ static int usable_table(const h2o_exchange *exchange, PyTypeObject *type,
     while (header != NULL && header->version.major != DL_MAJOR) {
         header = header->previous;
     }
-    const dl_exchange_api *found = (const dl_exchange_api *)header;
-    *api = found != NULL && found->borrow != NULL ? found : NULL;
+    const dl_exchange_api *table = (const dl_exchange_api *)header;
+    *api = table != NULL && table->borrow != NULL ? table : NULL;
     return 0;
 }
 

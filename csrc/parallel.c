@@ -121,25 +121,25 @@ static struct {
     int running;       /* threads that are taking part */
     int threads;
     bool busy; /* a caller has the pool */
-} own = {.lock = PTHREAD_MUTEX_INITIALIZER,
-         .wake = PTHREAD_COND_INITIALIZER,
-         .idle = PTHREAD_COND_INITIALIZER};
+} own_pool = {.lock = PTHREAD_MUTEX_INITIALIZER,
+              .wake = PTHREAD_COND_INITIALIZER,
+              .idle = PTHREAD_COND_INITIALIZER};
 
 static void *pool_thread(void *unused) {
     unsigned long seen = 0;
-    pthread_mutex_lock(&own.lock);
+    pthread_mutex_lock(&own_pool.lock);
     for (;;) {
-        while (!own.work || own.run == seen) {
-            pthread_cond_wait(&own.wake, &own.lock);
+        while (!own_pool.work || own_pool.run == seen) {
+            pthread_cond_wait(&own_pool.wake, &own_pool.lock);
         }
-        job *const work = own.work;
-        seen = own.run;
-        own.running++;
-        pthread_mutex_unlock(&own.lock);
+        job *const work = own_pool.work;
+        seen = own_pool.run;
+        own_pool.running++;
+        pthread_mutex_unlock(&own_pool.lock);
         take_part(work);
-        pthread_mutex_lock(&own.lock);
-        if (--own.running == 0) {
-            pthread_cond_signal(&own.idle);
+        pthread_mutex_lock(&own_pool.lock);
+        if (--own_pool.running == 0) {
+            pthread_cond_signal(&own_pool.idle);
         }
     }
     return unused;
@@ -147,32 +147,32 @@ static void *pool_thread(void *unused) {
 
 /* A thread that cannot be had is no error: the others take its workers. */
 static void start_threads(int wanted) {
-    while (own.threads < wanted && h2o_start_thread(pool_thread)) {
-        own.threads++;
+    while (own_pool.threads < wanted && h2o_start_thread(pool_thread)) {
+        own_pool.threads++;
     }
 }
 
 /* A second caller does not wait for the first: it does its workers itself. */
 static void run_on_own(job *work) {
-    pthread_mutex_lock(&own.lock);
-    if (own.busy) {
-        pthread_mutex_unlock(&own.lock);
+    pthread_mutex_lock(&own_pool.lock);
+    if (own_pool.busy) {
+        pthread_mutex_unlock(&own_pool.lock);
         return;
     }
-    own.busy = true;
+    own_pool.busy = true;
     start_threads(work->workers - 1);
-    own.work = work;
-    own.run++;
-    pthread_cond_broadcast(&own.wake);
-    pthread_mutex_unlock(&own.lock);
+    own_pool.work = work;
+    own_pool.run++;
+    pthread_cond_broadcast(&own_pool.wake);
+    pthread_mutex_unlock(&own_pool.lock);
     take_part(work);
-    pthread_mutex_lock(&own.lock);
-    own.work = NULL;
-    while (own.running > 0) {
-        pthread_cond_wait(&own.idle, &own.lock);
+    pthread_mutex_lock(&own_pool.lock);
+    own_pool.work = NULL;
+    while (own_pool.running > 0) {
+        pthread_cond_wait(&own_pool.idle, &own_pool.lock);
     }
-    own.busy = false;
-    pthread_mutex_unlock(&own.lock);
+    own_pool.busy = false;
+    pthread_mutex_unlock(&own_pool.lock);
 }
 
 static int own_threads(void) {
@@ -192,22 +192,22 @@ static int own_threads(void) {
 
 static void before_fork(void) {
     pthread_mutex_lock(&search_lock);
-    pthread_mutex_lock(&own.lock);
+    pthread_mutex_lock(&own_pool.lock);
 }
 
 static void after_fork_in_parent(void) {
-    pthread_mutex_unlock(&own.lock);
+    pthread_mutex_unlock(&own_pool.lock);
     pthread_mutex_unlock(&search_lock);
 }
 
 /* The child has one thread, whatever the pool's numbers were. */
 static void after_fork_in_child(void) {
     forked = true;
-    own.work = NULL;
-    own.running = own.threads = 0;
-    own.busy = false;
-    pthread_cond_init(&own.wake, NULL);
-    pthread_cond_init(&own.idle, NULL);
+    own_pool.work = NULL;
+    own_pool.running = own_pool.threads = 0;
+    own_pool.busy = false;
+    pthread_cond_init(&own_pool.wake, NULL);
+    pthread_cond_init(&own_pool.idle, NULL);
     after_fork_in_parent();
 }
 

@@ -48,9 +48,9 @@ static block *take(size_t bytes) {
     if (!best) {
         return NULL;
     }
-    block *const found = *best;
-    *best = found->next;
-    return found;
+    block *const fitting = *best;
+    *best = fitting->next;
+    return fitting;
 }
 
 /* Cuts off and returns the blocks behind those that may be kept. */
@@ -74,16 +74,16 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
  * in a prompt's workspace than the processor remembers addresses of. */
 static block *allocate(size_t bytes) {
     const size_t unit = bytes < HUGE_FROM ? ALIGNMENT : HUGE_PAGE;
-    const size_t whole = round_up(ALIGNMENT + bytes, unit);
-    block *const made = h2o_allocate(unit, whole);
-    if (!made) {
+    const size_t total = round_up(ALIGNMENT + bytes, unit);
+    block *const allocated = h2o_allocate(unit, total);
+    if (!allocated) {
         return NULL;
     }
     if (unit == HUGE_PAGE) {
-        h2o_prefer_huge_pages(made, whole);
+        h2o_prefer_huge_pages(allocated, total);
     }
-    made->bytes = whole - ALIGNMENT;
-    return made;
+    allocated->bytes = total - ALIGNMENT;
+    return allocated;
 }
 
 void *h2o_scratch_acquire(size_t bytes) {
@@ -108,14 +108,14 @@ void h2o_scratch_release(void *memory) {
     if (!memory) {
         return;
     }
-    block *const given = (block *)(void *)((char *)memory - ALIGNMENT);
-    if (given->bytes > KEEP_BYTES) {
-        h2o_free(given);
+    block *const workspace = (block *)(void *)((char *)memory - ALIGNMENT);
+    if (workspace->bytes > KEEP_BYTES) {
+        h2o_free(workspace);
         return;
     }
     lock_list();
-    given->next = released;
-    released = given;
+    workspace->next = released;
+    released = workspace;
     block *rest = trim();
     unlock_list();
     while (rest) {

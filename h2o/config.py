@@ -263,7 +263,7 @@ class H2OConfig:
         """(heavy, recent) of each key/value head of one layer's config; a single one if all have
         the same. `n` as of `tokens`."""
         if not isinstance(self.shares, LayerShares):
-            return [own.tokens(n) for own in self._heads]
+            return [head.tokens(n) for head in self._heads]
         heavy, recent = self.tokens(n)
         if self.sinks + heavy + recent >= UNLIMITED:
             return [(heavy, recent)]
@@ -295,7 +295,7 @@ class H2OConfig:
 
     def is_raised(self, n: int) -> bool:
         """Whether a fraction of n tokens comes to less than one, and `tokens` makes it one."""
-        return any(own.tokens(n) != own.truncated(n) for own in self._heads)
+        return any(head.tokens(n) != head.truncated(n) for head in self._heads)
 
     def _of_bytes(self, n: int) -> tuple[int, int]:
         """(heavy, recent) that fit, with the sinks and a free slot, into a part of the bytes."""
@@ -307,8 +307,8 @@ class H2OConfig:
         if part == 0:  # sinks alone
             return 0, 0
         rest = max(1, (int(part * n * full) - FIXED) // slot - 1 - self.sinks)
-        own = int(rest * recent / part)
-        return rest - own, own
+        recent = int(rest * recent / part)
+        return rest - recent, recent
 
     @property
     def _heads(self) -> list[H2OConfig]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from h2o.errors import UserError
 
-__all__ = ["ALONE", "Processes", "launched", "leave", "refuse_several"]
+__all__ = ["ALONE", "Processes", "finish", "launched", "refuse_several"]
 
 Piece, Result = TypeVar("Piece"), TypeVar("Result")
 
@@ -113,7 +113,7 @@ def _several() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def leave() -> None:
+def finish() -> None:
     """Ends the process group after a barrier, so that no connection closes while in use."""
     if launched.cache_info().currsize and launched().world > 1:
         from torch import distributed

@@ -94,8 +94,8 @@ def _float16(x: Tensor, *, up: bool, finite: Tensor | None) -> Tensor:
     tiny = (near == 0) & off  # to the first subnormal on that side
     bits = torch.where(off, bits + away.to(torch.int16), bits)
     bits = bits.masked_fill(tiny, 1 if up else -32767)
-    found = bits.view(torch.float16).clamp(-most, most)
-    return found if finite is None else found.masked_fill(~finite, torch.nan)
+    rounded = bits.view(torch.float16).clamp(-most, most)
+    return rounded if finite is None else rounded.masked_fill(~finite, torch.nan)
 
 
 def _ratio(x: Tensor, scale: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from h2o.policy import PAPER, Policy, PolicyFields, one_policy
 from h2o.quantisation import dequantised, stored_like
-from h2o.reference_merging import take_in
+from h2o.reference_merging import merge_evicted
 from h2o.rotary_embedding import rotated
 from h2o.sink_logits import softmax
 from h2o.slots import PER_SLOT, new_slots
@@ -109,10 +109,10 @@ def attend(
             group = slice(g * R, (g + 1) * R)
             sinks = None if sink_logits is None else sink_logits[group].double()
             for seen, column in enumerate(new.tolist(), start=len(key) - len(new) + 1):
-                asked = query[b, group, column].double()
+                queries = query[b, group, column].double()
                 if rotary is not None:
-                    asked = rotated(asked, rotary[seen - 1].double())
-                p = _probabilities(asked, key[:seen], bias[:seen], scale, softcap, sinks)
+                    queries = rotated(queries, rotary[seen - 1].double())
+                p = _probabilities(queries, key[:seen], bias[:seen], scale, softcap, sinks)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
                 faded = decay * score[:seen]
                 if policy.scores_largest:
@@ -170,26 +170,29 @@ def evict(
         for g in range(G if len(new) else 0):
             heavy, recent = _budget(slots.budget, b, g)
             store = _store(slots, b, g)
-            every = _candidates(store, keys[b, g, new], values[b, g, new], scores[b, g, new], seen)
-            every.queries = _queries(seen - 1 - every.positions.long(), decay)
+            candidates = _candidates(
+                store, keys[b, g, new], values[b, g, new], scores[b, g, new], seen
+            )
+            candidates.queries = _queries(seen - 1 - candidates.positions.long(), decay)
             if policy.scores_largest:  # one query has made the score
-                every.queries = torch.ones_like(every.queries)
-            rank = every.scores.double()
+                candidates.queries = torch.ones_like(candidates.queries)
+            rank = candidates.scores.double()
             if rank_by == "mean":
-                rank = rank / every.queries
+                rank = rank / candidates.queries
             if value_weighted:
-                rank = rank * every.norms
-            stay, leave = _choose(every.positions.tolist(), rank.tolist(), sinks, heavy, recent)
-            kept = _at(every, stay)
-            for i in leave:
-                left = _at(every, i)
-                if merge is None or not take_in(kept, left, policy, D):
-                    slots.lost[b, g] += left.scores.double()
+                rank = rank * candidates.norms
+            positions = candidates.positions.tolist()
+            at_kept, at_evicted = _choose(positions, rank.tolist(), sinks, heavy, recent)
+            kept = _at(candidates, at_kept)
+            for i in at_evicted:
+                evicted = _at(candidates, i)
+                if merge is None or not merge_evicted(kept, evicted, policy, D):
+                    slots.lost[b, g] += evicted.scores.double()
             store.positions[:] = -1
             for name in PER_SLOT:
                 if getattr(store, name) is not None:
-                    getattr(store, name)[: len(stay)] = getattr(kept, name)
-            slots.free[b, g] = len(stay)
+                    getattr(store, name)[: len(at_kept)] = getattr(kept, name)
+            slots.free[b, g] = len(at_kept)
         slots.lengths[b] = seen
 
 
@@ -208,15 +211,15 @@ def _candidates(
     }
     both = {}
     for name in PER_SLOT:
-        own = getattr(store, name)
-        both[name] = None if own is None else torch.cat([own[held], new[name]])
+        stored = getattr(store, name)
+        both[name] = None if stored is None else torch.cat([stored[held], new[name]])
     return SimpleNamespace(**both)
 
 
-def _at(every: SimpleNamespace, index: Any) -> SimpleNamespace:
+def _at(candidates: SimpleNamespace, index: Any) -> SimpleNamespace:
     """The candidates at an index, or at several: copies."""
-    index = torch.tensor(index, device=every.keys.device, dtype=torch.long)
-    fields = vars(every).items()
+    index = torch.tensor(index, device=candidates.keys.device, dtype=torch.long)
+    fields = vars(candidates).items()
     return SimpleNamespace(**{name: None if x is None else x[index] for name, x in fields})
 
 
@@ -238,8 +241,8 @@ def _choose(
         nan = rank[i] != rank[i]
         return nan, 0.0 if nan else -rank[i], position[i]
 
-    leave = sorted(sorted(candidates, key=worst_last)[heavy:])
-    return [i for i in range(count) if i not in leave], leave
+    evicted = sorted(sorted(candidates, key=worst_last)[heavy:])
+    return [i for i in range(count) if i not in evicted], evicted
 
 
 def _queries(age: Tensor, decay: float) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from h2o.policy import Policy
 from h2o.quantisation import dequantised, stored_like
 
-__all__ = ["most_similar", "take_in"]
+__all__ = ["merge_evicted", "most_similar"]
 
 FLOOR = 1e-9
 """Added to a key's mean score, so that keys without attention have weights as well."""
@@ -37,23 +37,24 @@ def most_similar(keys: Tensor, candidates: Tensor, key: Tensor, threshold: float
     return best if cosine[best] > threshold else None
 
 
-def take_in(kept: Any, left: Any, policy: Policy, D: int) -> bool:
-    """Merges an evicted key, `left`, into one of those `kept`; False where none is near enough.
+def merge_evicted(kept: Any, evicted: Any, policy: Policy, D: int) -> bool:
+    """Merges an evicted key into one of those `kept`; False where none is near enough.
 
     Both have keys and values as stored, scores, positions, bias, norms (or None) and `queries`, how
     many have made up each score: [K, ...] by ascending position, and the same of one key.
     """
     assert policy.merge is not None
-    key, value = (dequantised(x, D).double() for x in (left.keys, left.values))
+    key, value = (dequantised(x, D).double() for x in (evicted.keys, evicted.values))
     keys = dequantised(kept.keys, D).double()
     j = most_similar(keys, kept.positions >= policy.sinks, key, policy.merge)
     if j is None:
         return False
-    mine, other = (
+    kept_weight, evicted_weight = (
         score.double() / queries + FLOOR
-        for score, queries in ((kept.scores[j], kept.queries[j]), (left.scores, left.queries))
+        for score, queries in ((kept.scores[j], kept.queries[j]), (evicted.scores, evicted.queries))
     )
-    a, b = mine / (mine + other), other / (mine + other)
+    total = kept_weight + evicted_weight
+    a, b = kept_weight / total, evicted_weight / total
     if not (a + b).isfinite():
         return False
     merged = a * dequantised(kept.values[j], D).double() + b * value
@@ -61,9 +62,9 @@ def take_in(kept: Any, left: Any, policy: Policy, D: int) -> bool:
     kept.values[j] = stored_like(merged, kept.values)
     if kept.norms is not None:
         kept.norms[j] = merged.norm()
-    kept.bias[j] = torch.logaddexp(kept.bias[j].double(), left.bias.double())
+    kept.bias[j] = torch.logaddexp(kept.bias[j].double(), evicted.bias.double())
     if policy.scores_largest:
-        kept.scores[j] = torch.maximum(kept.scores[j], left.scores)
+        kept.scores[j] = torch.maximum(kept.scores[j], evicted.scores)
     else:
-        kept.scores[j] += left.scores.double() * (kept.queries[j] / left.queries)
+        kept.scores[j] += evicted.scores.double() * (kept.queries[j] / evicted.queries)
     return True

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -585,16 +586,7 @@ def shell(line, **kwargs):
         ("h2o generate --prompt $'\\xff\\xfe'", 2, "argument --prompt: not a text in UTF-8"),
         ("printf '\\xff' | h2o generate --prompt-file -", 2, "not a text in UTF-8"),
         ("h2o bench nope", 2, "unrecognized arguments: nope"),
-        ("h2o bench --rounds 0", 2, "--rounds: must be at least 1"),
-        ("h2o bench --tokens 0", 2, "--tokens: must be at least 1"),
-        ("h2o bench --prompts 512 0", 2, "--prompts: must be at least 1"),
-        ("h2o bench --threads 0", 2, "--threads: must be at least 1"),
         ("h2o eval --tasks copa --device nope", 1, "--device nope"),
-        ("h2o eval --tasks copa --limit 0", 2, "--limit 0"),
-        ("h2o eval --tasks copa --limit=-3", 2, "--limit -3"),
-        ("h2o eval --tasks copa --limit nan", 2, "--limit nan"),
-        ("h2o eval --tasks copa --compare ''", 2, "no settings to compare"),
-        ("h2o eval --tasks copa --compare full,foo", 2, "setting 'foo': unknown; there are full"),
     ],
 )
 def test_one_line_says_what_is_wrong(line, code, words):
@@ -603,6 +595,32 @@ def test_one_line_says_what_is_wrong(line, code, words):
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == bool(words)
     assert len(done.stderr) < 300
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("bench --rounds 0", "--rounds: must be at least 1"),
+        ("bench --tokens 0", "--tokens: must be at least 1"),
+        ("bench --prompts 512 0", "--prompts: must be at least 1"),
+        ("bench --threads 0", "--threads: must be at least 1"),
+        ("eval --tasks copa --limit 0", "--limit 0"),
+        ("eval --tasks copa --limit=-3", "--limit -3"),
+        ("eval --tasks copa --limit nan", "--limit nan"),
+        ("eval --tasks copa --compare ''", "no settings to compare"),
+        ("eval --tasks copa --compare full,foo", "setting 'foo': unknown; there are full"),
+    ],
+)
+def test_one_line_says_which_argument_is_wrong(line, words, capfd):
+    """As the process says it, which nothing of the shell's is needed for."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(shlex.split(line))
+    assert exit_.value.code == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert len(captured.err) < 300
 
 
 def test_bench_knows_first_that_it_cannot_write(tmp_path, capsys):

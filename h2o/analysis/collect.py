@@ -19,9 +19,11 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.attention_blocks import logit_blocks
+from h2o.errors import Unsupported
 from h2o.hf.attention_hook import Call, attending
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.support import transformers_layers
+from h2o.model_identity import latent_row
 
 __all__ = ["Attention", "attend", "forward", "full_layers", "sparsity", "watch"]
 
@@ -47,7 +49,13 @@ Visit = Callable[[int, Attention], Tensor]
 
 
 def full_layers(model: Any) -> list[int]:
-    """The layers with full attention. Raises: `Unsupported` for a model that h2o cannot serve."""
+    """The layers with full attention. Raises: `Unsupported` for a model that h2o cannot serve, or
+    whose heads have no keys of their own to measure."""
+    if latent_row(model.config) is not None:
+        raise Unsupported(
+            f"neither analysis nor calibration measures {model.config.model_type}: all heads of a "
+            "layer share its latents (multi-head latent attention)"
+        )
     return [i for i, x in enumerate(transformers_layers(model.config)) if kind_of(x) == "h2o"]
 
 

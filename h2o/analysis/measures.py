@@ -61,8 +61,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     y = y - y.mean(-1, keepdims=True)
     slope = (y @ x) / (x @ x)
     total = (y**2).sum(-1)
-    left = ((y - slope[..., None] * x) ** 2).sum(-1)
-    return slope, 1 - left / np.where(total > 0, total, 1.0)
+    residual = ((y - slope[..., None] * x) ** 2).sum(-1)
+    return slope, 1 - residual / np.where(total > 0, total, 1.0)
 
 
 def carriers(scores: np.ndarray, shares: tuple[float, ...] = SHARES) -> dict[float, np.ndarray]:

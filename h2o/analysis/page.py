@@ -71,7 +71,7 @@ def render(
 def data(a: MeasuredText, tokenizer: Any) -> str:
     """What the page's script reads: JSON, safe inside a <script>."""
     scores = np.stack([a.scores(layer, "query") for layer in a.layers])
-    left = np.stack([a.evicted_at(layer) for layer in a.layers])
+    evicted_at = np.stack([a.evicted_at(layer) for layer in a.layers])
     texts = pieces(tokenizer, a.ids)
     content = {
         "layers": a.layers,
@@ -84,7 +84,7 @@ def data(a: MeasuredText, tokenizer: Any) -> str:
             if text != label
         },
         "scores": _base64(scores.clip(0, np.finfo(np.float16).max).astype("<f2")),
-        "evicted_at": _base64(left.astype("<u2")),
+        "evicted_at": _base64(evicted_at.astype("<u2")),
     }
     return json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,23 +38,22 @@ core = SimpleNamespace(**{name: functools.partial(_core.call, name, "run") for n
 """The operations by the C core on the CPU; without it, by torch on any device."""
 
 
-def serving(
-    tensor: Any, of_cuda: Callable[[int, SimpleNamespace], SimpleNamespace] = cuda.serving
-) -> SimpleNamespace:
+def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
     """The backend for such a tensor: `OPERATIONS` by name, with the operands of `_core.call`.
 
     The first call for a CUDA device opens it: loads the kernels, checks them, writes the verdict
-    into the cache folder.
+    into the cache folder. Where it must not, a device that none has opened is left to torch.
     """
     on_cpu = getattr(tensor, "is_cpu", None)  # torch's word; others' tensors have none
     if on_cpu is None or not HAS_CORE or (on_cpu and not forced):
         return core
     if not forced and is_cuda(tensor):
-        return of_cuda(tensor.device.index, _portable())
+        choose = cuda.serving if opens else cuda.opened
+        return choose(tensor.device.index, _portable())
     return _portable()
 
 
-opened = functools.partial(serving, of_cuda=cuda.opened)
+opened = functools.partial(serving, opens=False)
 """As `serving`, for a decode step: looks a verdict up, and opens no device."""
 
 

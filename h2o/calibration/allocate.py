@@ -49,14 +49,14 @@ def allocate(budgets: Sequence[float], costs: np.ndarray, total: float) -> np.nd
         corners = hull(budgets, row)
         for a, b in itertools.pairwise(corners):
             steps.append((_slope(a, b), head, b[0] - a[0]))
-    left = total - keys.sum()
+    remaining = total - keys.sum()
     for _, head, width in sorted(steps):
-        taken = max(0.0, min(width, left))
+        taken = max(0.0, min(width, remaining))
         keys[head] += taken
-        left -= taken
-    if left > 0:  # no head is known to need more: all get the same on top
+        remaining -= taken
+    if remaining > 0:  # no head is known to need more: all get the same on top
         room = most - keys
-        keys += room * min(1.0, left / max(room.sum(), 1e-9))
+        keys += room * min(1.0, remaining / max(room.sum(), 1e-9))
     return keys
 
 

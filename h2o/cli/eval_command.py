@@ -20,7 +20,7 @@ from h2o.evaluate.setting import (
 from h2o.filesystem import make_writable
 from h2o.models import DTYPES, need_transformers, torch_device
 from h2o.packages import install_command
-from h2o.processes import launched, leave
+from h2o.processes import finish, launched
 from h2o.profile import Profile
 from h2o.result_cells import fingerprint
 
@@ -133,7 +133,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             tasks(args, settings, rest)
         else:
             say(texts(args, settings or [one]))
-        leave()
+        finish()
     except Misused as error:
         parser.error(str(error))
     except ValueError as error:

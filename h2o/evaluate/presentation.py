@@ -36,10 +36,10 @@ def apart(budgets: Iterable[float], least: float = 0.1) -> list[float]:
 
     least: part of the axis that a label takes.
     """
-    found = sorted({round(budget, 3) for budget in budgets if budget > 0}, reverse=True)
-    length = math.log(found[0] / found[-1]) if found else 0.0
-    ticks = found[:1]
-    for budget in found[1:]:
+    shown = sorted({round(budget, 3) for budget in budgets if budget > 0}, reverse=True)
+    length = math.log(shown[0] / shown[-1]) if shown else 0.0
+    ticks = shown[:1]
+    for budget in shown[1:]:
         if math.log(ticks[-1] / budget) >= least * length:
             ticks.append(budget)
     return ticks[::-1]

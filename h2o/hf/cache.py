@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from h2o import packages
 from h2o.config import H2OConfig, one_config
@@ -30,7 +30,7 @@ from h2o.hf import cache_file, crop, states
 from h2o.hf.conversation import Conversation, columns_left, refuse_broken
 from h2o.hf.from_dynamic_cache import take_over
 from h2o.hf.layer import H2OLayer
-from h2o.hf.layer_kinds import has_states, kind_of
+from h2o.hf.layer_kinds import HYBRIDS, has_states, kind_of
 from h2o.hf.layer_types import layers_of
 from h2o.hf.readable_cache import ReadableCache
 from h2o.hf.support import transformers_layers
@@ -76,6 +76,11 @@ class H2OCache(ReadableCache):
         Unsupported: (a ValueError) a model that h2o cannot serve, naming the reason.
     """
 
+    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> H2OCache:
+        if getattr(config, "model_type", None) == "minimax" and HYBRIDS:
+            from h2o.hf.minimax import MiniMaxH2OCache as cls
+        return super().__new__(cls)
+
     def __init__(
         self,
         config: Any,
@@ -90,11 +95,10 @@ class H2OCache(ReadableCache):
         h2o_config = one_config(h2o_config, parameters).for_model(config)
         full_layers = transformers_layers(config)
         conversation = Conversation(prompt_length, full_layers)
-        super().__init__(
-            layers=layers_of(
-                config, full_layers, h2o_config, conversation, trace=trace, compileable=compileable
-            )
+        layers = layers_of(
+            config, full_layers, h2o_config, conversation, trace=trace, compileable=compileable
         )
+        Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
         self.conversation = conversation
         self.model_shape = describe(config)
 

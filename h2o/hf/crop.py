@@ -19,7 +19,7 @@ from h2o.hf.layer_state import keys_of, restore, restore_keys, state_of
 __all__ = ["NO_RECORD", "LastPass", "crop"]
 
 NO_RECORD = (
-    "an H2OCache cannot go back on its own: what was evicted is gone. Call "
+    "an H2OCache cannot go back without a record: evicted keys cannot be restored. Call "
     "cache.activate_past_recording() before the forward pass of which tokens are to be taken back"
 )
 

@@ -133,7 +133,8 @@ class Expansion(NamedTuple):
 
     def answers(self, out: Tensor) -> Tensor:
         """Answers [B, Q, H, L + P] over rows as those over values: [B, Q, H, V]."""
-        return torch.einsum("bqhl,hvl->bqhv", out[..., : self.values.shape[2]], self.values)
+        latents = out[..., : self.values.shape[2]].to(self.values.dtype)
+        return torch.einsum("bqhl,hvl->bqhv", latents, self.values)
 
 
 def over_latents(call: Any, latent: Tensor) -> tuple[Any, Expansion]:

@@ -131,7 +131,8 @@ class LatentLayer(H2OLayer):
             mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
             sink_logits=tokens.sink_logits, policy=self.policy,
         )  # fmt: skip
-        return out[..., :V], scores.sum(1, keepdim=True)
+        over_heads = scores.amax if self.policy.scores_largest else scores.sum
+        return out[..., :V], over_heads(dim=1, keepdim=True)
 
     def _step(
         self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary

@@ -23,6 +23,7 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_with_states import with_states
 from h2o.hf.model_rotary import Rotary, has_rotary
+from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import latent_row
 
 __all__ = ["layers_of"]
@@ -80,8 +81,8 @@ def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:
         "merge: a merged latent would be another key and another value for each head": (
             h2o_config.merge is not None
         ),
-        'kv_dtype="int8-int4": keys and values are one row there; use "int8"': (
-            h2o_config.kv_dtype == "int8-int4"
+        f'kv_dtype="{h2o_config.kv_dtype}": keys and values are one row there; use "int8"': (
+            len(set(stored_bytes(h2o_config.kv_dtype, 32) or ())) > 1
         ),
         'positions="rolled": only a part of a row is rotated': h2o_config.positions != "original",
         "compileable=True": compileable,

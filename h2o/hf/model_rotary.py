@@ -57,8 +57,8 @@ def refusal(config: Any, *, windows: bool) -> str | None:
         return "its sliding-window layers keep their keys at original positions"
     if text.model_type not in ROLLED or config.model_type not in ROLLED | _READERS:
         return (
-            "nobody has shown yet that its rotary embedding can be taken off its keys; it has been "
-            f"for {', '.join(sorted(ROLLED))}"
+            "its rotary embedding has not been tested to come off its keys; tested are "
+            f"{', '.join(sorted(ROLLED))}"
         )
     return None
 

@@ -71,13 +71,13 @@ class PatchStack:
         if self.patches:
             return
         self.hook.remove()
-        own = self.model.__dict__
-        del own[_ATTRIBUTE]
+        attributes = self.model.__dict__
+        del attributes[_ATTRIBUTE]
         for name, before in self.before.items():
             if before is None:
-                own.pop(name, None)
+                attributes.pop(name, None)
             else:
-                own[name] = before
+                attributes[name] = before
 
     def serving(self) -> Patch | None:
         """The patch that serves a call of this context: the latest, but no block of another context
@@ -87,9 +87,9 @@ class PatchStack:
             RuntimeError: this context has entered none, and tasks have entered different ones.
         """
         patches = list(self.patches)  # another thread may end one
-        own = {block() for block in _entered.get()}
-        if not own.isdisjoint(patches):
-            return [patch for patch in patches if patch in own or not patch.is_block][-1]
+        entered = {block() for block in _entered.get()}
+        if not entered.isdisjoint(patches):
+            return [patch for patch in patches if patch in entered or not patch.is_block][-1]
         if not patches:
             return None
         latest = patches[-1]

@@ -15,7 +15,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from h2o.errors import Unsupported
 from h2o.hf import latent_attention, model_rotary
 from h2o.hf.layer_kinds import kind_of, type_refusal
-from h2o.model_identity import latent_row
 
 __all__ = ["Support", "refusal", "supports", "transformers_layers"]
 
@@ -180,8 +179,11 @@ def refusal(config: Any) -> str | None:
     for part in (text, config):
         if part.model_type in _ALTERED:
             return _ALTERED[part.model_type]
-    if _attribute(text, "kv_lora_rank") is not None and (reason := _latent_refusal(config)):
-        return reason
+    if _attribute(text, "kv_lora_rank") is not None:
+        if reason := _latent_refusal(config):
+            return reason
+    elif _attribute(text, "v_head_dim") not in (None, _attribute(text, "head_dim")):
+        return "its keys and values are of different sizes"
     if getattr(text, "num_kv_shared_layers", None):
         return "some layers attend to the keys of others (num_kv_shared_layers)"
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
@@ -192,7 +194,7 @@ def refusal(config: Any) -> str | None:
 
 def _latent_refusal(config: Any) -> str | None:
     """Why a model with multi-head latent attention cannot be served; or None."""
-    if latent_row(config) is None:
+    if not isinstance(_attribute(config.get_text_config(decoder=True), "kv_lora_rank"), int):
         return "its layers differ in their latent attention"
     if not all(map(latent_attention.expands_after_cache, _model_classes(config))):
         return "its multi-head latent attention does not cache latents as transformers' newer do"

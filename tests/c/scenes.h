@@ -21,6 +21,7 @@ static h2o_view columns(const h2o_view *view, int64_t begin, int64_t count) {
 typedef struct {
     h2o_dims dims; /* Q: of the whole text */
     h2o_dtype dtype;
+    h2o_dtype stored; /* in the slots, H2O_Q8 or H2O_Q4; H2O_NONE: dtype */
     int64_t prompt, chunk_at, chunk; /* prompt, steps, a chunk, steps */
     int32_t heavy, recent;
     h2o_policy policy;
@@ -85,8 +86,9 @@ static void free_text(const text *t) {
 
 static answer make_answer(const scene *s) {
     const h2o_dims *const d = &s->dims;
+    const h2o_dtype stored = s->stored == H2O_NONE ? s->dtype : s->stored;
     return (answer){make_layout(s->how, s->dtype, 4, d->B, d->Q, d->H, d->D, 2),
-                    make_slots(s->how, d, s->dtype, s->heavy, s->recent, s->policy.value_weighted,
+                    make_slots(s->how, d, stored, s->heavy, s->recent, s->policy.value_weighted,
                                h2o_merges(&s->policy))};
 }
 

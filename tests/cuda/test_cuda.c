@@ -26,6 +26,27 @@ static answer play(const h2o_ops *ops, const scene *s, const text *t, passage th
     return first;
 }
 
+/* Rows of bytes and a scale, at any address, with every alignment of a run of elements: a misaligned
+ * load ends the test. tests/core/test_stores.py judges the numbers. */
+static void test_quantised(h2o_dtype stored, int64_t D, h2o_policy policy) {
+    const scene s = {.dims = make_dims(2, 2, 2, 60, 50, D),
+                     .dtype = H2O_F16,
+                     .stored = stored,
+                     .prompt = 40,
+                     .chunk_at = 45,
+                     .chunk = 8,
+                     .heavy = 18,
+                     .recent = 16,
+                     .policy = policy,
+                     .scale = 0.1f,
+                     .how = SPREAD};
+    test_random random = {.state = (uint64_t)D};
+    const text t = make_text(&s, &random);
+    const answer conversation = play(&h2o_ops_generic, &s, &t, converse);
+    for_each_tensor(&conversation, &conversation, free_tensor);
+    free_text(&t);
+}
+
 int main(void) {
     static const h2o_dtype dtypes[] = {H2O_F32, H2O_F16, H2O_BF16};
     const h2o_policy plain = {.decay = 1.0f};
@@ -111,6 +132,10 @@ int main(void) {
     };
     h2o_error error;
     CHECK(h2o_init(&error) == H2O_OK);
+    test_quantised(H2O_Q8, 50, plain); /* rows of 52 bytes, ... */
+    test_quantised(H2O_Q8, 31, all);   /* ... of 33, ... */
+    test_quantised(H2O_Q8, 24, merging);
+    test_quantised(H2O_Q4, 96, all); /* ... and of 60 */
     /* ThreadSanitizer takes a hundred times as long: each scene runs in one dtype, that with NaN
      * and infinity in one of the tensor cores'. */
     for (size_t i = THREAD_SANITIZER ? 1 : 0; i < sizeof scenes / sizeof *scenes; i++) {

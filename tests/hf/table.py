@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from tests.hf import test_families
 from tests.hf.modes import MODES, POLICIES
-from tests.hf.tiny import FAMILIES, HYBRID, PURE
+from tests.hf.tiny import FAMILIES, HYBRID, PURE, WITH_STATES
 
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
@@ -49,17 +49,17 @@ def lines():
                 passes(test_families.test_each_row_is_the_row_alone, name, policy, side)
                 for side in ("left", "right")
             )
-            for policy in (POLICIES if name in PURE + HYBRID else ())
+            for policy in (POLICIES if name in PURE + HYBRID + WITH_STATES else ())
         }
         own = family.layers.count("h2o")
-        of = "all" if own == len(family.layers) else f"{own} of {len(family.layers)}, windows kept"
+        of = "all" if own == len(family.layers) else f"{own} of {len(family.layers)}, others kept"
         rows = cell(policies) if policies else "nothing to evict"
         print(f"{name}: {cell(modes)}; {rows}", file=sys.stderr)
         alike.setdefault(f"{of} | {cell(modes)} | {rows}", []).append(name)
     for results, names in alike.items():
         yield f"| {'; '.join(names)} | {results} |"
     yield ""
-    yield f"Modes: {', '.join(MODES)}. Policies: {', '.join(POLICIES)}."
+    yield f"The {len(MODES)} modes and {len(POLICIES)} policies are those of tests/hf/modes.py."
 
 
 def main() -> None:

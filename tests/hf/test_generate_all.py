@@ -243,7 +243,7 @@ def test_sliding_windows_are_refused():
 @pytest.mark.slow
 def test_the_default_model():
     """Texts, chats and stop strings, with the tokens of generate()."""
-    ours, tokenizer = models.load_default()
+    ours, tokenizer = models.load(attn_implementation="h2o")
     ours.set_attn_implementation("h2o")
     asked = ["The capital of France is", [{"role": "user", "content": "Say hello."}]]
     settings = GenerationConfig(stop_strings=["."], max_new_tokens=30, eos_token_id=2)

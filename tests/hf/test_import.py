@@ -31,18 +31,34 @@ def run(code: str, **kwargs) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import h2o, transformers",
-        "import transformers.modeling_utils, h2o",
-        "import h2o.hf.attention",
-        "import importlib.util, h2o; importlib.util.find_spec('transformers.modeling_utils')",
-    ],
+ORDERS = (
+    "import h2o, transformers",
+    "import transformers.modeling_utils, h2o",
+    "import h2o.hf.attention",
+    "import importlib.util, h2o; importlib.util.find_spec('transformers.modeling_utils')",
 )
-def test_name_is_registered_in_any_order(imports):
-    result = run(f"{imports}; {NAME_IS_KNOWN}; {FINDERS}")
-    assert result.stdout.split() == ["True", "True", "0"], result.stderr
+FORKS = """
+import os, sys
+import numpy, torch  # which take the longest, and of which no order says anything
+assert not {'h2o', 'transformers'} & set(sys.modules)
+for lines in sys.argv[1:]:
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        exec(lines)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, lines
+"""
+
+
+def test_name_is_registered_in_any_order():
+    """Each in a process of its own."""
+    lines = [f"{imports}; {NAME_IS_KNOWN}; {FINDERS}" for imports in ORDERS]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS, *lines], capture_output=True, text=True
+    )
+    assert result.stdout.split() == ["True", "True", "0"] * len(ORDERS), result.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_is_light():

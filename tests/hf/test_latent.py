@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, supports
@@ -70,7 +70,7 @@ def test_each_row_is_the_row_alone(name, chosen):
         assert [held(cache, i, b) for i in (0, 1)] == [held(alone, i, 0) for i in (0, 1)]
 
 
-@pytest.mark.parametrize("chosen", ["h2o", "fractions", "decayed", "int8", "value-weighted"])
+@pytest.mark.parametrize("chosen", ["h2o", "fractions", "decayed", "int8", "value-weighted", "max"])
 @pytest.mark.parametrize("name", LATENT)
 def test_simulation_is_the_cache(name, chosen):
     ours, config = model(name), small(chosen)
@@ -81,7 +81,7 @@ def test_simulation_is_the_cache(name, chosen):
         for i in range(20, 40):
             steps.append(ours(ids[:, i : i + 1], past_key_values=cache).logits)
         with h2o.simulated(
-            ours, config, prompt_len=20, ratio_of="prompt", trace=True
+            ours, config, prompt_length=20, ratio_of="prompt", trace=True
         ) as simulation:
             at_once = ours(ids, use_cache=False).logits
     torch.testing.assert_close(torch.cat(steps, 1), at_once, rtol=0, atol=2e-4)
@@ -265,6 +265,21 @@ def test_half_precision_is_near_float32():
 def test_settings_that_do_not_go_with_latents(settings, words):
     with pytest.raises(Unsupported, match=words):
         H2OCache(model("deepseek_v3").config, **SMALL, **settings)
+
+
+def test_heads_are_not_measured():
+    ours = model("deepseek_v3")
+    for measure in (h2o.calibrate, h2o.analyze):
+        with pytest.raises(Unsupported, match="all heads of a layer share its latents"):
+            measure(ours, prompts(64)[0])
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_refused(model_type):
+    config = AutoConfig.for_model(model_type)
+    assert "an indexer" in supports(config).reason
+    with pytest.raises(Unsupported, match="an indexer"):
+        H2OCache(config, **SMALL)
 
 
 def test_compiling_is_refused():

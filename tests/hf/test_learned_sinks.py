@@ -59,6 +59,13 @@ def test_they_are_served(name):
     assert found.layers == ("sliding", "h2o") * 2
 
 
+def test_keys_and_values_of_different_sizes_are_refused():
+    """As those of MiMo V2 Flash are."""
+    config = made("mimo_v2_flash").config
+    config.v_head_dim = 4
+    assert supports(config).reason == "its keys and values are of different sizes"
+
+
 @every_family
 def test_full_budget_is_the_full_cache(name):
     ours, theirs = made(name), made(name, "eager")

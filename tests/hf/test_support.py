@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import transformers
+from packaging import version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from h2o import H2OCache, H2OConfig, Unsupported, simulated, supports
+from h2o.hf.layer_kinds import HYBRIDS, kind_of
+from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -91,6 +97,27 @@ def test_every_config_of_transformers_is_answered():
             assert bool(found) == (found.reason == "") == bool(found.layers), name
     finally:
         logging.set_verbosity(before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("mapping", families.MAPPINGS)
+def test_of_every_family_of_transformers_is_said_whether_it_is_served(mapping):
+    """`python -m tests.hf.families docs/families.txt` says it of new ones: read it then."""
+    page = Path(__file__).parents[2] / "docs" / "families.txt"
+    written = families.written(page)[mapping]
+    if page.read_text().startswith(f"transformers {transformers.__version__}\n"):
+        assert families.said(mapping) == written
+    elif version.parse(transformers.__version__) > version.parse(page.read_text().split()[1]):
+        assert set(families.MAPPINGS[mapping]) <= set(written)
+
+
+@pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
+def test_the_cache_has_the_layers_that_supports_tells():
+    """Also of a config that does not name what it has: LFM2 without layer_types has no states."""
+    for changes in ({}, {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}):
+        config = AutoConfig.for_model("lfm2", **changes)
+        cache = H2OCache(config, **SMALL)
+        assert supports(config).layers == tuple(map(kind_of, cache.layers))
 
 
 def test_a_model_without_layers_to_cache():

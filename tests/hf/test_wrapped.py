@@ -54,6 +54,10 @@ def test_copies_of_an_enabled_model_are_enabled(duplicate):
     assert not twin._forward_pre_hooks
 
 
+STEPS = 4
+"""Of a compiled model: each makes a graph anew, and after eight torch goes on without."""
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compiled_models():
@@ -61,9 +65,9 @@ def test_compiled_models():
     compiled = torch.compile(plain, backend="eager")
     (ids,) = prompts(20)
     with patched(plain, **SMALL), torch.no_grad():
-        tokens, logits = greedy(plain, {"input_ids": ids}, 12), plain(ids).logits
+        tokens, logits = greedy(plain, {"input_ids": ids}, STEPS), plain(ids).logits
     with patched(compiled, **SMALL) as patch, torch.no_grad():
-        assert greedy(compiled, {"input_ids": ids}, 12).tolist() == tokens.tolist()
+        assert greedy(compiled, {"input_ids": ids}, STEPS).tolist() == tokens.tolist()
         out = compiled(ids)
         assert out.past_key_values is patch.cache
         torch.testing.assert_close(out.logits, logits)

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of transformers
 from h2o.hf.layer_kinds import HYBRIDS
+from tests.hf.modes import MODES
 from tests.torch.calls import TABLE
 
 needs_compiler = pytest.mark.skipif(
@@ -245,6 +246,12 @@ FAMILIES = {
                 lacks=_EMBEDS,
             ),
             Family("zaya"),
+            Family(
+                "minimax",
+                _LINEAR | _MOE | {"block_size": 8},
+                layers=_TWICE,
+                lacks=tuple(MODES),  # its own padded rows are not what they are alone
+            ),
         ]
         * HYBRIDS,
         Family("mistral-window", _SLIDING, model_type="mistral", layers=("sliding", "sliding")),

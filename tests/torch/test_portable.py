@@ -7,6 +7,7 @@ H2O_BACKEND=torch.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import os
 import subprocess
@@ -371,6 +372,41 @@ def test_a_step_takes_few_operations():
         counts.append(counter.count)
     assert counts[0] <= 70
     assert counts[1] <= 150, "keys and values are quantised at once"
+
+
+def test_torch_compile_takes_a_step_whole():
+    """As inductor gets it, whose own work takes a C++ compiler and minutes."""
+    graphs = []
+
+    def counted(graph, example):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
+
+    text = [torch.from_numpy(x) for x in inputs.drifting(4, B=2, H=4, G=2, N=20, D=32)]
+    held, answers = [], []
+    for step in (portable.step_by(counted), portable.step_by("")):
+        slots = ops.new_slots(text[1], [9, 11], 4, 4, merge=True)
+        out = torch.zeros(20, 2, 1, 4, 32)
+        for t in range(20):
+            tokens = [x[:, :, t : t + 1] for x in text]
+            policy = ops.Policy(merge=0.3, decay=0.9)
+            step(*tokens, None, slots, out[t], 0.2, 0.0, policy, None, None, None)
+        held.append(slots.positions)
+        answers.append(out)
+    assert len(graphs) == 1, "one, without a break, for all steps"
+    torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-5)
+    assert torch.equal(*held)
+
+
+def test_a_step_is_compiled_on_request(monkeypatch):
+    assert portable.step is portable.step_by("")
+    monkeypatch.setenv("H2O_COMPILE", "eager")
+    try:
+        assert importlib.reload(portable).step is not portable.step_by("")
+    finally:
+        monkeypatch.undo()
+        importlib.reload(portable)
+    assert portable.step is portable.step_by("")
 
 
 @pytest.mark.parametrize("capacity", [600, [600, 800]], ids=["even", "one axis"])

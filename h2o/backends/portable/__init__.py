@@ -13,15 +13,32 @@ A value that is infinite is so in the answers of `attend` and `simulate` whateve
 those of `step` it is NaN instead where the weight is 0 in the numbers that are multiplied, which
 are 16-bit floats on a GPU whose slots hold them.
 
+`H2O_COMPILE=inductor` in the environment, or another backend of torch.compile's, has it compile the
+decode step: a few launches instead of a hundred, after a first call of half a minute or more.
+
 Empty slots must hold finite values (as `new_slots` and all operations here leave them): they are
 multiplied by 0.
 
 Shape letters as in `h2o.ops`, and M queries of a key/value head, C keys that compete.
 """
 
-from h2o.backends.portable.decode import step
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from h2o.backends.portable import decode
 from h2o.backends.portable.eviction import evict
 from h2o.backends.portable.prefill import attend
 from h2o.backends.portable.simulated_text import simulate
 
-__all__ = ["attend", "evict", "simulate", "step"]
+__all__ = ["attend", "evict", "simulate", "step", "step_by"]
+
+
+def step_by(compiler: Any) -> Callable[..., Any]:
+    """`h2o.ops.step`, compiled by that backend of torch.compile's; "": as it is."""
+    return torch.compile(decode.step, backend=compiler) if compiler else decode.step
+
+
+step = step_by(os.environ.get("H2O_COMPILE", ""))

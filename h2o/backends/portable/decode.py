@@ -68,15 +68,15 @@ def step(
         norms = store.by_head(slots.norms, 0)
 
     keys = store.rows("keys", D)
-    asked = query.reshape(B, G, H // G, D).float()
-    if table is not None:
+    queries = query.reshape(B, G, H // G, D).float()
+    if table is not None and ranks is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
         store.write(ranks, index, before, real)
         keys = rotated(keys.float(), table[store.shaped(ranks).clamp(0, len(table) - 1)])
-        asked = rotated(asked, table[before])
+        queries = rotated(queries, table[before])
     positions = store.by_head(slots.positions, -1)
     # Scores are to be float32, and so must logits [B, G, R, S] be.
-    logits = capped(products(asked * scale, keys.mT, exact=True), softcap)
+    logits = capped(products(queries * scale, keys.mT, exact=True), softcap)
     if policy.merge is not None:
         logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)
@@ -102,8 +102,8 @@ def step(
     score = scores.gather(-1, last)
     dropped = evicts
     if policy.merge is not None:
-        queries = queries_of(policy, positions, seen)
-        merged = merge_one(store, last, evicts, positions, queries, keys.float(), policy)
+        counts = queries_of(policy, positions, seen)
+        merged = merge_one(store, last, evicts, score, positions, counts, keys.float(), policy)
         dropped = evicts & ~merged
     slots.lost.add_(torch.where(dropped, score, 0)[..., 0])
     store.write(slots.positions, last, position.masked_fill(evicts, -1))

@@ -52,7 +52,7 @@ def evict(
     ranks = rank_keys(policy, all_scores, positions, norms, seen, budget)
     is_kept = highest(ranks, positions, budget.k)
     is_evicted = (positions >= 0) & ~is_kept
-    if policy.merge is None:
+    if policy.merge is None or bias is None:
         lost = all_scores.masked_fill(~is_evicted, 0)
         _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms, bias)
     else:

@@ -49,8 +49,12 @@ class EvictedKeys(NamedTuple):
     def part(self, start: int, stop: int) -> EvictedKeys:
         return EvictedKeys(*(x[:, :, start:stop] for x in self))
 
+    def weights(self) -> Tensor:
+        """[B, G, N], which say how much of a merged key is theirs."""
+        return self.scores / self.queries + _FLOOR
+
     def least(self, threshold: float) -> Tensor:
-        """[B, G, N]: only likenesses above it are like enough."""
+        """[B, G, N]: `_most_similar` takes what is above it."""
         squares = self.keys.square().sum(-1) * threshold**2
         return squares.masked_fill(~self.is_key, torch.inf)
 
@@ -82,6 +86,7 @@ def merge_one(
     store: Store,
     last: Tensor,
     evicts: Tensor,
+    score: Tensor,
     positions: Tensor,
     queries: Tensor,
     keys: Tensor,
@@ -91,24 +96,22 @@ def merge_one(
     The bias of its slot is reset. Returns [B, G, 1] bool: whether it was merged.
 
     Args:
+        score: [B, G, 1], that key's.
         positions, queries: [B, G, S], of all that the head holds; see `MergeTargets`.
         keys: float32 [B, G or 1, S, D], what the store holds.
     """
     slots = store.slots
     rows = (store.read_rows(x, last) for x in (slots.keys, slots.values))
-    evicted = EvictedKeys(
-        *(dequantised(x, keys.shape[-1]).float() for x in rows),
-        *(store.read(x, last) for x in (slots.scores, slots.bias)),
-        queries.gather(-1, last),
-        evicts,
-    )
-    store.write(slots.bias, last, 0.0, evicts)
+    key, value = (dequantised(x, keys.shape[-1]).float() for x in rows)
+    bias = store.read(slots.bias, last)
+    evicted = EvictedKeys(key, value, score, bias, queries.gather(-1, last), evicts)
+    store.write(slots.bias, last, bias.masked_fill(evicts, 0))
     targets = MergeTargets.of(store, positions.scatter(-1, last, -1), policy, queries)
     dots = products(evicted.keys, keys.mT)[:, :, 0]
     squares = keys.square().sum(-1)
     assert policy.merge is not None
     index, is_near = _most_similar(dots, squares, evicted.least(policy.merge), targets)
-    return _merge_into(store, evicted, targets, index, is_near)
+    return _merge_into(store, evicted, evicted.weights(), targets, index, is_near)[0]
 
 
 def merge_all(
@@ -116,19 +119,24 @@ def merge_all(
 ) -> Tensor:
     """One after the other: [B, G, N] bool, which of them were merged."""
     B, G, N, D = evicted.keys.shape
-    least = evicted.least(threshold)
+    least, weights = evicted.least(threshold), evicted.weights()
     merged = []
     for start in range(0, N, BLOCK):
         block = evicted.part(start, min(start + BLOCK, N))
         keys = store.rows("keys", D).float()
         dots = products(block.keys, keys.mT)  # [B, G, n, S]
         squares = keys.square().sum(-1).expand(B, G, -1).clone()
-        for i in range(dots.shape[2]):
-            bar = least[:, :, start + i : start + i + 1]
-            index, is_near = _most_similar(dots[:, :, i], squares, bar, targets)
-            merged.append(_merge_into(store, block.part(i, i + 1), targets, index, is_near))
+        n = dots.shape[2]
+        for i in range(n):
+            now = slice(start + i, start + i + 1)
+            index, is_near = _most_similar(dots[:, :, i], squares, least[:, :, now], targets)
+            one = block.part(i, i + 1), weights[:, :, now]
+            is_merged, row = _merge_into(store, *one, targets, index, is_near)
+            merged.append(is_merged)
+            if i == n - 1:
+                break
             # What has changed is compared with the others of the block anew.
-            key = dequantised(store.read_rows(store.slots.keys, index), D).float()
+            key = dequantised(row, D).float()
             dots.scatter_(3, index[:, :, None].expand(*dots.shape[:3], 1), block.keys @ key.mT)
             squares.scatter_(2, index, key.square().sum(-1))
     return torch.cat(merged, -1)
@@ -145,40 +153,43 @@ def _most_similar(
         squares: [B, G or 1, S], squared norms.
         least: [B, G, 1], see `EvictedKeys.least`.
     """
-    likeness = dots * dots.abs() / squares
+    similarity = dots * dots.abs() / squares
     # Where one of the two is 0 or no number so is this, and not above anything.
-    likeness = torch.where((likeness > least) & targets.mergeable, likeness, -1.0)
-    best = likeness.amax(-1, keepdim=True)
-    order = torch.where(likeness == best, targets.order, _LAST)
+    similarity = torch.where((similarity > least) & targets.mergeable, similarity, -1.0)
+    best = similarity.amax(-1, keepdim=True)
+    order = torch.where(similarity == best, targets.order, _LAST)
     return order.min(-1, keepdim=True).indices, best > 0
 
 
 def _merge_into(
-    store: Store, evicted: EvictedKeys, targets: MergeTargets, index: Tensor, is_near: Tensor
-) -> Tensor:
-    """Merges one key of each head into the slot at `index` [B, G, 1] where it `is_near`: [B, G, 1]
-    bool, whether it was, which takes scores that are numbers."""
+    store: Store,
+    evicted: EvictedKeys,
+    evicted_weight: Tensor,
+    targets: MergeTargets,
+    index: Tensor,
+    is_near: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Merges one key of each head, of these `EvictedKeys.weights`, into the slot at `index`
+    [B, G, 1] where it `is_near`: [B, G, 1] bool, whether it was, which takes scores that are
+    numbers; and the rows of keys [B, G, 1, D or bytes] that these slots now hold."""
     slots = store.slots
     D = evicted.keys.shape[-1]
     score, bias = store.read(slots.scores, index), store.read(slots.bias, index)
     queries = targets.queries.gather(-1, index)
-    kept_weight, evicted_weight = (
-        score / queries + _FLOOR,
-        evicted.scores / evicted.queries + _FLOOR,
-    )
-    total = kept_weight + evicted_weight
-    kept_weight, evicted_weight = kept_weight / total, evicted_weight / total
-    merged = is_near & (kept_weight + evicted_weight).isfinite()
+    kept_weight = score / queries + _FLOOR
+    weights = torch.stack([kept_weight, evicted_weight]) / (kept_weight + evicted_weight)
+    total = torch.add(*weights.unbind())
+    merged = is_near & (total - total == 0)  # which says that it is finite
 
-    both = slots.keys, slots.values
-    kept_rows = [store.read_rows(rows, index) for rows in both]
-    key, value = (
-        kept_weight[..., None] * dequantised(row, D).float()
-        + evicted_weight[..., None] * evicted_row
-        for row, evicted_row in zip(kept_rows, (evicted.keys, evicted.values), strict=True)
-    )
-    for rows, new, old in zip(both, as_stored(key, value, slots), kept_rows, strict=True):
-        store.write_rows(rows, index, torch.where(merged[..., None], new, old))
+    before = [store.read_rows(rows, index) for rows in (slots.keys, slots.values)]
+    kept = (dequantised(row, D).float() for row in before)
+    # Kept and evicted, of each key and value: [2, 2, B, G, 1, D].
+    pairs = torch.stack([*kept, evicted.keys, evicted.values]).unflatten(0, (2, 2))
+    key, value = torch.add(*(pairs * weights[:, None, ..., None]).unbind()).unbind()
+    after = []
+    for (rows, new), old in zip(as_stored(key, value, slots), before, strict=True):
+        after.append(torch.where(merged[..., None], new, old))
+        store.write_rows(rows, index, after[-1])
     if slots.norms is not None:
         store.write(slots.norms, index, torch.linalg.vector_norm(value, dim=-1), merged)
     if targets.scores_largest:
@@ -187,4 +198,4 @@ def _merge_into(
         grown = score + evicted.scores * (queries / evicted.queries)
     store.write(slots.scores, index, torch.where(merged, grown, score))
     store.write(slots.bias, index, torch.where(merged, torch.logaddexp(bias, evicted.bias), bias))
-    return merged
+    return merged, after[0]

@@ -159,10 +159,10 @@ def dense(
             if stored is not None:
                 x[..., :S].masked_fill_(~stored.held[:, :, None, None], value)
 
-        asked = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)  # [B, G, R * n, D]
-        logits = asked @ keys[:, :, :stop].mT
+        scaled = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)  # [B, G, R * n, D]
+        logits = scaled @ keys[:, :, :stop].mT
         if stored is not None:
-            logits = torch.cat([products(asked, stored.keys.mT), logits], -1)
+            logits = torch.cat([products(scaled, stored.keys.mT), logits], -1)
         logits = capped(logits, softcap)
         if stored is not None and stored.bias is not None:
             logits[..., :S] += stored.bias[:, :, None]

@@ -49,13 +49,13 @@ def rank_keys(
     for what is no key (position -1).
 
     Args:
-        scores, positions, norms: [B, G, C]; no score is -0.
+        scores, positions, norms: [B, G, C]; no score is -0. None: norms do not count.
         lengths: [B, 1, 1] int64, tokens that the rows have seen, the newest included.
     """
     rank = scores
     if policy.rank_by == "mean":
         rank = rank / queries_of(policy, positions, lengths)
-    if policy.value_weighted:
+    if norms is not None:
         rank = rank * norms
     if rank is not scores:
         rank = rank + 0.0  # -0 is 0

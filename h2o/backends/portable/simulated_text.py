@@ -6,7 +6,7 @@ Shape letters as in `h2o.ops`: B rows, Q columns of the text.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,25 @@ from h2o.sink_logits import softmax
 from h2o.slots import new_slots
 
 __all__ = ["simulate"]
+
+
+class Text(NamedTuple):
+    """A text whose prompts are attended to, and where the answers of its other columns go."""
+
+    query: Tensor
+    """[B, H, Q, D]"""
+    keys: Tensor
+    """[B, G, Q, D]"""
+    values: Tensor
+    later: Tensor
+    """[B, Q] bool: columns after their rows' prompts"""
+    scale: float
+    softcap: float
+    policy: Policy
+    sink_logits: Tensor | None
+    out: Tensor
+    evicted_at: Tensor
+    scores: Tensor
 
 
 def simulate(
@@ -76,50 +95,35 @@ def simulate(
     end = (early * torch.arange(1, Q + 1, device=query.device)).amax(1)[:, None, None]
     evicted_at.copy_(torch.where(pruned, end, evicted_at))
     later = real & ~early
+    text = Text(
+        query, keys, values, later, scale, softcap, policy, sink_logits, out, evicted_at, scores
+    )
     if policy.merge is not None:
         S = Q + 1  # a step looks at a free slot, also in a row that is all prompt and keeps it
         slots = new_slots(keys, S, value_weighted=policy.value_weighted, merge=True)
         slots = slots._replace(budget=budget)
-        if stored_keys is not None:
+        if stored_keys is not None and stored_values is not None:
             stored = [x.new_zeros(B, G, S, x.shape[-1]) for x in (stored_keys, stored_values)]
             slots = slots._replace(keys=stored[0], values=stored[1])
         evict(keys, values, scores, early, slots, policy)
-        _through_slots(
-            query, keys, values, later, position, slots, policy, scale, softcap, sink_logits,
-            out, evicted_at, scores,
-        )  # fmt: skip
+        _through_slots(text, position, slots)
         return
-    if stored_keys is not None:
+    if stored_keys is not None and stored_values is not None:
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
         keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
-    _one_by_one(
-        query, keys, values, norms, later, places, is_kept, policy, limits, scale, softcap,
-        sink_logits, out, evicted_at, scores,
-    )  # fmt: skip
+        text = text._replace(keys=keys, values=values)
+    _one_by_one(text, norms, places, is_kept, limits)
 
 
 def _one_by_one(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    norms: Tensor | None,
-    later: Tensor,
-    places: Tensor,
-    held: Tensor,
-    policy: Policy,
-    limits: Budget,
-    scale: float,
-    softcap: float,
-    sink_logits: Tensor | None,
-    out: Tensor,
-    evicted_at: Tensor,
-    scores: Tensor,
+    text: Text, norms: Tensor | None, places: Tensor, held: Tensor, limits: Budget
 ) -> None:
     """The columns that are `later` [B, Q] than their rows' prompts, as decode steps.
 
     places: int32 [B, G, Q], positions. held: [B, G, Q] bool, which keys the prompt has kept.
     Logits and outputs are made for blocks of columns at a time.
     """
+    query, keys, values, later, scale, softcap, policy, sink_logits, out, evicted_at, scores = text
     _, H, Q, _ = query.shape
     G = keys.shape[1]
     R = H // G
@@ -131,8 +135,8 @@ def _one_by_one(
     values = unpadded.masked_fill(~unpadded.isfinite(), 0)
     for start in range(0, Q, rows):
         stop = min(start + rows, Q)
-        asked = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)
-        logits = capped(asked @ keys[:, :, :stop].mT, softcap)
+        scaled = (query[:, :, :, start:stop].float() * scale).flatten(2, 3)
+        logits = capped(scaled @ keys[:, :, :stop].mT, softcap)
         logits = logits.unflatten(2, (R, stop - start)).unbind(3)
         block = []
         near = held[..., :stop]
@@ -180,25 +184,12 @@ def _beyond(values: Tensor, evicted_at: Tensor) -> Tensor:
     return total
 
 
-def _through_slots(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    later: Tensor,
-    position: Tensor,
-    slots: Any,
-    policy: Policy,
-    scale: float,
-    softcap: float,
-    sink_logits: Tensor | None,
-    out: Tensor,
-    evicted_at: Tensor,
-    scores: Tensor,
-) -> None:
+def _through_slots(text: Text, position: Tensor, slots: Any) -> None:
     """As `_one_by_one`, by `step` over slots, which can hold merged keys.
 
     position: int64 [B, Q], -1 at a pad. slots: what is kept of the prompts, with room for all.
     """
+    later, out, evicted_at, scores = text.later, text.out, text.evicted_at, text.scores
     B, G, Q = scores.shape
     columns = torch.arange(Q, device=position.device).expand(B, Q)
     # By position the column; Q, which is none, for what has no position.
@@ -207,15 +198,18 @@ def _through_slots(
     column = column[:, None].expand(B, G, Q + 1)
     answer = torch.empty_like(out[:, :1])
     for i in range(Q):
-        new = (x[:, :, i : i + 1] for x in (query, keys, values))
+        query, key, value = (x[:, :, i : i + 1] for x in (text.query, text.keys, text.values))
         now = later[:, i : i + 1]
-        eviction = step(*new, now, slots, answer, scale, softcap, policy, None, None, sink_logits)
+        eviction = step(
+            query, key, value, now, slots, answer, text.scale, text.softcap, text.policy,
+            None, None, text.sink_logits,
+        )  # fmt: skip
         part = out[:, i : i + 1]
         part.copy_(torch.where(now[..., None, None], answer, part))
         place = column.gather(-1, eviction.position.clamp(min=0).long())
-        for record, value in ((evicted_at, i + 1), (scores, eviction.score)):
+        for record, number in ((evicted_at, i + 1), (scores, eviction.score)):
             before = record.gather(-1, place)
-            record.scatter_(-1, place, torch.where(eviction.is_any, value, before))
+            record.scatter_(-1, place, torch.where(eviction.is_any, number, before))
     held = slots.positions.long()
     place = column.gather(-1, held.where(held >= 0, Q))
     padded = torch.cat([scores, scores[..., :1]], -1)

@@ -93,8 +93,8 @@ class Store:
         beyond = values - finite  # 0 where it is finite
         if self.first is None:
             return finite, beyond.sum(2, keepdim=True)
-        own = beyond.new_zeros(len(values), len(self.first), values.shape[-1])
-        return finite, own.index_add_(1, self.head, beyond[:, 0])[:, :, None]
+        by_head = beyond.new_zeros(len(values), len(self.first), values.shape[-1])
+        return finite, by_head.index_add_(1, self.head, beyond[:, 0])[:, :, None]
 
     def answers_stored(self, p: Tensor, D: int) -> Tensor:
         """As `answers`, of the values that the slots hold.
@@ -136,7 +136,8 @@ class Store:
         if where is not None:
             new = torch.where(where, new, self.read(numbers, index))
         if isinstance(new, Tensor):
-            new = new.to(numbers.dtype).expand(index.shape)
+            new = new.to(numbers.dtype)
+            new = new if new.shape == index.shape else new.expand(index.shape)
         if self.first is not None:
             index = index[..., 0]
             new = new[..., 0] if isinstance(new, Tensor) else new
@@ -166,7 +167,7 @@ def as_stored(key: Tensor, value: Tensor | None, slots: Any) -> list[tuple[Tenso
     """Keys and values [B, G, n, D] as the slots hold them, each after the slots' rows of its kind;
     both at once where they are quantised alike, since that takes fifty operations, however few the
     rows."""
-    if slots.values is None:
+    if value is None:  # then the slots have none either
         return [(slots.keys, stored_like(key, slots.keys))]
     if slots.keys.dtype == torch.uint8 and slots.keys.shape == slots.values.shape:
         stored = stored_like(torch.cat([key, value]), slots.keys)

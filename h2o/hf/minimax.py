@@ -1,0 +1,34 @@
+"""An `H2OCache` for MiniMax, whose model accepts no cache but one of a class of its own.
+
+That class keeps the states of linear attention in a list beside its layers. Here they are in
+transformers' layers with states, as those of every other model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+from h2o.hf.cache import H2OCache
+
+__all__ = ["MiniMaxH2OCache"]
+
+
+class MiniMaxH2OCache(H2OCache, MiniMaxCache):
+    """What `H2OCache(config)` makes of MiniMax's config."""
+
+    __len__ = Cache.__len__
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The recurrent state of a layer, before it is changed."""
+        self.conversation.states_of(layer_idx)
+        state: Tensor | None = self.get_recurrent_state(layer_idx)
+        return state
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Any) -> None:
+        """The state after the new tokens."""
+        self.layers[layer_idx].has_previous_state[0] = True
+        self.update_recurrent_state(linear_cache, layer_idx)

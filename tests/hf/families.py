@@ -1,0 +1,85 @@
+"""docs/families.txt: whether h2o serves each family of transformers' own mapping, and why not.
+
+    python -m tests.hf.families                    prints it
+    python -m tests.hf.families docs/families.txt  writes it, after a change of transformers or h2o
+
+Asked are the families' default configs; of a few whose defaults no released model has, configs as
+released ones have them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import transformers
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging
+
+from h2o import supports
+
+MAPPINGS = {
+    "causal language models": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "models that read images too": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+}
+AS_RELEASED = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {
+        "layer_types": ["attention" if layer % 8 == 5 else "mamba" for layer in range(32)]
+    },
+}
+
+
+def verdict(name: str) -> str:
+    """One line about a family."""
+    try:
+        config = transformers.CONFIG_MAPPING[name](**AS_RELEASED.get(name, {}))
+    except Exception:  # each its own
+        return "refused: its config has no defaults of which a model could be made"
+    found = supports(config)
+    if not found:
+        return f"refused: {found.reason}"
+    return "served, " + str(found).partition("supported, ")[2].partition(";")[0]
+
+
+def said(mapping: str) -> dict[str, str]:
+    """Of every family of this version of transformers."""
+    return {name: verdict(name) for name in MAPPINGS[mapping]}
+
+
+def lines() -> Iterator[str]:
+    yield f"transformers {transformers.__version__}"
+    for mapping in MAPPINGS:
+        families = said(mapping)
+        served = sum(text.startswith("served") for text in families.values())
+        yield ""
+        yield f"{mapping}: {served} of {len(families)} families are served"
+        yield ""
+        for name, text in families.items():
+            yield f"{name}: {text}"
+
+
+def written(page: Path) -> dict[str, dict[str, str]]:
+    """{mapping: {family: what `verdict` said}} of a file."""
+    found: dict[str, dict[str, str]] = {}
+    for line in page.read_text("utf-8").splitlines():
+        name, _, text = line.partition(": ")
+        if name in MAPPINGS:
+            families = found.setdefault(name, {})
+        elif text:
+            families[name] = text
+    return found
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    text = "\n".join(lines()) + "\n"
+    if len(sys.argv) == 1:
+        print(text, end="")
+    else:
+        Path(sys.argv[1]).write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
