@@ -78,7 +78,9 @@ class H2OCache(ReadableCache):
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> H2OCache:
         if getattr(config, "model_type", None) == "minimax" and HYBRIDS:
-            from h2o.hf.minimax import MiniMaxH2OCache as cls
+            from h2o.hf.minimax import class_for
+
+            cls = class_for(cls)
         return super().__new__(cls)
 
     def __init__(

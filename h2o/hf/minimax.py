@@ -6,19 +6,24 @@ transformers' layers with states, as those of every other model.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from h2o.hf.cache import H2OCache
-
-__all__ = ["MiniMaxH2OCache"]
+__all__ = ["class_for"]
 
 
-class MiniMaxH2OCache(H2OCache, MiniMaxCache):
-    """What `H2OCache(config)` makes of MiniMax's config."""
+@functools.cache
+def class_for(cache_class: Any) -> Any:
+    """What `H2OCache` is for MiniMax's config: both its class and the model's."""
+    return type(cache_class.__name__, (_States, cache_class, MiniMaxCache), {})
+
+
+class _States:
+    """The model's names for what its layers with states do."""
 
     __len__ = Cache.__len__
 
