@@ -73,7 +73,7 @@ def test_the_simulation_is_the_cache(name):
     ours, (ids,) = model(name), prompts(36)
     cache = H2OCache(ours.config, **SMALL, trace=True)
     with torch.no_grad():
-        with simulated(ours, **SMALL, prompt_len=20, trace=True) as simulation:
+        with simulated(ours, **SMALL, prompt_length=20, trace=True) as simulation:
             expected = ours(ids, use_cache=False).logits
         full = ours(ids, use_cache=False).logits
         got = stepwise(ours, ids, 20, cache)
