@@ -37,7 +37,12 @@ def config_of(model_type: str, **more):
     [
         ("bart", {}, "encoder-decoder"),
         ("t5", {}, "encoder-decoder"),
-        ("deepseek_v3", {"num_key_value_heads": 4}, "multi-head latent attention"),
+        pytest.param(
+            "dots3_note_text",
+            {"num_key_value_heads": 4},
+            "latent attention is sparse",
+            marks=needs_states,
+        ),
         ("jetmoe", {}, "repeats the keys"),
         pytest.param("mamba", {}, "nothing to evict", marks=needs_states),
         ("gemma3n_text", {"num_hidden_layers": 4, "num_kv_shared_layers": 2}, "keys of others"),
