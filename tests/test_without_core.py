@@ -35,7 +35,8 @@ def by_torch(monkeypatch):
     """The operations in this process, as a build without the core has them."""
     operations = {x: functools.partial(without_core.call, x, "run") for x in backends.OPERATIONS}
     served = types.SimpleNamespace(**operations)
-    monkeypatch.setattr(backends, "serving", lambda tensor: served)
+    for name in ("serving", "opened"):
+        monkeypatch.setattr(backends, name, lambda tensor: served)
 
 
 def write(call):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from h2o import H2OCache, backends, ops
 from h2o.backends import cuda
+from h2o.hf.layer_kinds import kind_of
 from tests.hf.modes import POLICIES, TOKENS, policy
 from tests.hf.tiny import DEVICE, FAMILIES, batch, greedy, model, prompts
 from tests.inputs import drifting
@@ -222,7 +223,7 @@ def test_families_keep_what_they_keep_by_the_torch_backend(name):
     def run() -> Any:
         cache = H2OCache(ours.config, POLICIES["h2o"])
         tokens = greedy(ours, rows, TOKENS, past_key_values=cache).tolist()
-        own = [i for i, layer in enumerate(cache.layers) if not layer.is_sliding]
+        own = [i for i, layer in enumerate(cache.layers) if kind_of(layer) == "h2o"]
         return tokens, [cache.kept(i)[0].tolist() for i in own]
 
     with backends.by_torch():

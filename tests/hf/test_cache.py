@@ -71,9 +71,7 @@ def test_equals_the_oracle(name, padding):
         start, stop = stop, stop + columns
         query, key, value = tensors(text.cut(start, stop))
         piece = None if mask is None else torch.from_numpy(mask[:, start:stop])
-        expected, scores = reference.attend(
-            query, key, value, slots, mask=piece, decay=policy.decay
-        )
+        expected, scores = reference.attend(query, key, value, slots, mask=piece, **policy.ranking)
         reference.evict(key, value, scores, slots, mask=piece, **policy.ranking)
         np.testing.assert_allclose(out[:, start:stop], expected, rtol=0, atol=2e-5)
     for ours, theirs in zip(cache.kept(0), reference.kept(slots), strict=True):

@@ -23,15 +23,15 @@ from h2o.backends.portable import decode
 from h2o.hf.layer import H2OLayer
 from tests.devices import WAITS, elsewhere, moved
 from tests.hf.modes import POLICIES
-from tests.hf.tiny import FAMILIES, TWINS, model, slow_if
+from tests.hf.tiny import FAMILIES, TWINS, WITH_STATES, model, slow_if
 
 if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
     pytest.skip(
         "before torch 2.10 a tensor without memory cannot be shown", allow_module_level=True
     )
 
-OWN_KERNELS = {"mixtral", "qwen3_moe"}
-"""Families whose experts transformers itself runs in kernels that want the device to be there."""
+OWN_KERNELS = {"mixtral", "qwen3_moe", *WITH_STATES}
+"""Families whose experts or convolutions run in kernels that want the device to be there."""
 
 SERVED = [name for name in FAMILIES if "h2o" in FAMILIES[name].layers and name not in OWN_KERNELS]
 

@@ -74,7 +74,7 @@ def test_each_row_is_the_row_alone(name, chosen):
 @pytest.mark.parametrize("name", LATENT)
 def test_simulation_is_the_cache(name, chosen):
     ours, config = model(name), small(chosen)
-    ids = prompts(40)[0]
+    ids = prompts(40, seed=3)[0]  # whose largest scores are no ties
     cache = H2OCache(ours.config, config, trace=True)
     with torch.no_grad():
         steps = [ours(ids[:, :20], past_key_values=cache).logits]

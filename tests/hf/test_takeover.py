@@ -107,9 +107,7 @@ def test_a_small_budget_keeps_what_the_reference_keeps(name, new, padding):
         query, key, value = tensors(text.cut(start, stop))
         real = mask[:, start:stop]
         stored = everything if start == n else slots
-        expected, scores = reference.attend(
-            query, key, value, stored, mask=real, decay=policy.decay
-        )
+        expected, scores = reference.attend(query, key, value, stored, mask=real, **policy.ranking)
         if start == n:  # everything at once, pads where the foreign cache has them
             received = torch.zeros(3, 2, n)
             for b in range(3):
