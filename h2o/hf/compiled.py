@@ -102,7 +102,7 @@ def _schema() -> str:
     policy = [f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(Policy).items()]
     return (
         f"step(Tensor query, Tensor key, Tensor value, {', '.join(slots + policy)}, *, "
-        "Tensor? mask, float? scale, float softcap, Tensor? sink_logits) -> Tensor"
+        "Tensor? mask, float? scale, float softcap, Tensor? sink_logits=None) -> Tensor"
     )
 
 
