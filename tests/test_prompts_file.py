@@ -69,23 +69,23 @@ def test_a_second_run_goes_on(files):
 
 def test_killed_amid_many(files, tiny):  # noqa: F811
     command, prompts, output = files
-    lines = [json.dumps(f"prompt number {i}") for i in range(40)]
+    lines = [json.dumps(f"prompt number {i}") for i in range(16)]
     prompts.write_text("\n".join(lines), "utf-8")
-    command = [sys.executable, "-m", "h2o", *command, "--max-new-tokens", "40", "--rows", "3"]
+    command = [sys.executable, "-m", "h2o", *command, "--max-new-tokens", "30", "--rows", "3"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     end = time.monotonic() + DEADLINE
-    while not (output.exists() and output.read_bytes().count(b"\n") > 4):
+    while not (output.exists() and output.read_bytes().count(b"\n") > 1):
         assert time.monotonic() < end
         assert process.poll() is None
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     before = output.read_bytes().count(b"\n")
-    assert before < 40
+    assert before < 16
     assert (
         subprocess.run(command, capture_output=True, timeout=DEADLINE, check=False).returncode == 0
     )
-    assert sorted(answer["id"] for answer in answers(output)) == list(range(40))
+    assert sorted(answer["id"] for answer in answers(output)) == list(range(16))
 
 
 @pytest.mark.parametrize(
