@@ -40,7 +40,7 @@ int main(void) {
          .chunk_at = 120,
          .chunk = 7,
          .heavy = 60,
-         .recent = 30,
+         .recent = 31,
          .policy = all,
          .softcap = 5.0f,
          .scale = 0.1f,

@@ -32,6 +32,7 @@ def mask() -> np.ndarray:
     [
         (1, 5, {}),
         (4, 24, {}),
+        (8, 256, {}),
         (16, 576, {}),
         (3, 32, {"stepwise": False}),
         (2, 40, {"kv_dtype": "int8"}),
@@ -57,7 +58,7 @@ def test_as_with_values_that_are_the_keys(name, R, D, more):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize(("R", "D"), [(2, 24), (16, 576)])
+@pytest.mark.parametrize(("R", "D"), [(2, 24), (8, 256), (16, 576)])
 def test_a_simulated_text(R, D, kv_dtype, dtype):
     query, keys, _ = texts(R, D, dtype)
     prompt, budget = np.array([5, 30], np.int32), np.array([[6, 5]] * 2, np.int32)

@@ -48,7 +48,12 @@ static int run(h2o_operation operation, const void *params, const h2o_exec *exec
     const h2o_operation_row *const row = &h2o_operations[operation];
     h2o_params copy;
     cuda_plan plan;
+    const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
     (void)exec;
+    if (dims->D > CUDA_DEPTH) {
+        return h2o_fail(error, H2O_EBACKEND, "no kernel for a head dimension of %lld",
+                        (long long)dims->D);
+    }
     memcpy(&copy, params, row->size);
     memset((char *)&copy + row->counts, 0, sizeof(h2o_counts)); /* which the host cannot know */
     cuda_plan_call(operation, &copy, &plan);
