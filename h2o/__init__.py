@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.hf.patching import disable as disable
     from h2o.hf.patching import enable as enable
     from h2o.hf.patching import patched as patched
+    from h2o.hf.reading import read as read
     from h2o.hf.request import Request as Request
     from h2o.hf.request import Result as Result
     from h2o.hf.simulation import simulated as simulated
@@ -66,6 +67,7 @@ _LAZY = {
     "load": "h2o.models",
     "load_default": "h2o.models",
     "patched": "h2o.hf.patching",
+    "read": "h2o.hf.reading",
     "simulated": "h2o.hf.simulation",
     "simulation_mask": "h2o.published_masks",
     "supports": "h2o.hf.support",

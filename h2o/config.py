@@ -204,6 +204,11 @@ class H2OConfig:
         return Policy(*(getattr(self, name) for name in Policy._fields))
 
     @property
+    def after_reading(self) -> H2OConfig:
+        """What the cache of `h2o.read` goes on with: it ranks by the largest attention."""
+        return dataclasses.replace(self, rank_by="max", decay=1.0, value_weighted=False)
+
+    @property
     def needs_prompt_length(self) -> bool:
         """Whether a budget is a fraction. For layer budgets ask the layer's own config."""
         return any(isinstance(x, float) for x in flat((self.heavy, self.recent)))

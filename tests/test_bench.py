@@ -111,7 +111,7 @@ def test_caches_take_turns(tiny, monkeypatch):  # noqa: F811
         (["--model", "no/such/model"], 1, "cannot load the model 'no/such/model'"),
         (["--budgets", "1.5"], 2, "1.5"),
         (["--compare", "nonsense"], 2, "setting 'nonsense': unknown"),
-        (["--compare", "mask-local:0.1+0.1"], 2, "mask-local:0.1+0.1 is a simulation, no cache"),
+        (["--compare", "mask-local:0.1+0.1"], 2, "mask-local:0.1+0.1: a mask, no cache"),
         (["--output", "."], 2, "--output: . is a folder"),
     ],
 )

@@ -85,7 +85,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(str(error))
     for one in settings:
         if not one.dropping:
-            parser.error(f"argument --compare: {one.name} is a simulation, no cache")
+            parser.error(f"argument --compare {one.why_not_dropping}")
     full = setting.parse("full")
     options.request = Request(
         settings=[full, *(one for one in settings if one.variant != "full")],

@@ -188,7 +188,8 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         )
     what = "needles" if args.needle else "summaries"
     refuse(args, what, "protocol", "prompt_length", "ratio_of", protocol="drop")
-    need_caches(settings, f"{what} need one")
+    read_twice = [x for x in settings if args.needle and x.variant == "reread"]
+    need_caches([x for x in settings if x not in read_twice], f"{what} need one")
     if args.needle:
         from h2o.evaluate import needle
 
@@ -204,7 +205,7 @@ def need_caches(settings: list[Setting], hint: str) -> None:
     """Misused for settings that no real cache can do."""
     for setting in settings:
         if not setting.dropping:
-            raise Misused(f"{setting.name}: a mask, no cache; {hint}")
+            raise Misused(f"{setting.why_not_dropping}; {hint}")
 
 
 def check_protocol(args: argparse.Namespace, settings: list[Setting]) -> None:

@@ -32,7 +32,7 @@ def bytes_share(setting: Setting, model: Any, kept: int, seen: int, texts: int =
     """
     if setting.variant == "full" or not seen:
         return 100.0
-    config = setting.config.for_model(model)
+    config = setting.holding.for_model(model)
     try:
         size = key_size(getattr(model, "config", model))
     except ValueError:

@@ -29,6 +29,7 @@ from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
 from h2o.hf.new_cache import new_cache
+from h2o.hf.reading import read
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
 
@@ -122,8 +123,8 @@ def compare(
         the table, as text.
     """
     for setting in settings:
-        if not setting.dropping:
-            raise UserError(f"{setting.name}: a mask, no cache; it cannot answer")
+        if not setting.dropping and setting.variant != "reread":
+            raise UserError(f"{setting.why_not_dropping}; it cannot answer")
     text = read_text(file)
     cells = Cells(output / "needle.json", "h2o eval --needle", launched())
     model, tokenizer = models.load(
@@ -142,7 +143,9 @@ def compare(
             "protocol": "drop",
             "ratio_of": "prompt",
         }
-        work.append([(facts | x.describe(), partial(answered, model, x, *ids)) for x in settings])
+        work.append(
+            [(facts | x.describe(), partial(answered, model, x, *ids, tokenizer)) for x in settings]
+        )
     results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
     for row, row_results in zip(rows, cells.complete(work, "needles"), strict=True):
         for setting, result in zip(settings, row_results, strict=True):
@@ -185,10 +188,10 @@ def encode(tokenizer: Any, config: Any, row: Trial) -> tuple[torch.Tensor, ...]:
 
 def answered(
     model: Any, setting: Setting, document: torch.Tensor, question: torch.Tensor,
-    answer: torch.Tensor,
+    answer: torch.Tensor, tokenizer: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Whether greedy decoding would write the answer: as long as it does, feeding the answer is
-    the same as feeding what was decoded."""
+    the same as feeding what was decoded. `tokenizer`: for a second reading."""
     config = None if setting.variant == "full" else setting.config
     document, question, answer = (x.to(model.device) for x in (document, question, answer))
     n = document.shape[1]
@@ -196,14 +199,17 @@ def answered(
     start = time.perf_counter()
     decoded = []
     with torch.no_grad():
-        model.base_model(document, past_key_values=cache, use_cache=True)  # no logits needed
+        if setting.variant == "reread":
+            cache = read(model, document, setting.config, tokenizer=tokenizer)
+        else:
+            model.base_model(document, past_key_values=cache, use_cache=True)  # no logits needed
         for ids in (question, *answer[:, :-1].split(1, dim=1)):
             out = model(ids, past_key_values=cache, use_cache=True)
             decoded.append(out.logits[0, -1].argmax().item())
     return {
         "found": decoded == answer[0].tolist(),
         "seen": n,
-        "kept": setting.config.for_model(model).held(n),
+        "kept": setting.holding.for_model(model).held(n),
         "seconds": time.perf_counter() - start,
     }
 

@@ -64,7 +64,7 @@ def compare(
     """
     for setting in settings:
         if protocol == "drop" and not setting.dropping:
-            raise UserError(f"{setting.name}: a mask, no cache; use --protocol simulate")
+            raise UserError(f"{setting.why_not_dropping}; use --protocol simulate")
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity", launched())
     fit = check_fit(settings, full_cache=protocol == "drop")
     model, tokenizer = models.load(

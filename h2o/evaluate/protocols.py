@@ -51,7 +51,7 @@ def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | N
         raise ValueError(f"protocol is simulate or drop, not {protocol!r}")
     if protocol == "drop":
         if not setting.dropping:
-            raise ValueError(f"{setting.name}: a mask, no cache; use protocol=simulate")
+            raise ValueError(f"{setting.why_not_dropping}; use protocol=simulate")
         if prompt_length != 1 or ratio_of not in (None, "prompt"):
             raise ValueError(
                 "protocol=drop takes the context as prompt, and fractions of it: prompt_length and "

@@ -40,6 +40,8 @@ robust:BUDGET           H2OConfig.robust(BUDGET)
 robust-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes")
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
+reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (--needle only)
+reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (--needle only)
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
@@ -59,6 +61,8 @@ KINDS = (
     "robust-bytes",
     "calibrated",
     "calibrated-bytes",
+    "reread",
+    "reread-bytes",
     *(f"mask-{x}" for x in VARIANTS),
 )
 
@@ -72,14 +76,25 @@ class Setting:
     kind: str
     """What stands before the colon: settings of one kind and different budgets make a curve."""
     variant: str
-    """"full", "h2o", or one of `h2o.config.VARIANTS`."""
+    """"full", "h2o", "reread", or one of `h2o.config.VARIANTS`."""
     config: H2OConfig
     """H2OConfig.full() for "full"."""
 
     @property
     def dropping(self) -> bool:
-        """Whether a real cache can do it."""
+        """Whether a real cache can do it while it reads."""
         return self.variant in ("full", "h2o")
+
+    @property
+    def holding(self) -> H2OConfig:
+        """What the cache that answers has."""
+        return self.config.after_reading if self.variant == "reread" else self.config
+
+    @property
+    def why_not_dropping(self) -> str:
+        """What an error says of it."""
+        reason = "two readings, for --needle" if self.variant == "reread" else "a mask, no cache"
+        return f"{self.name}: {reason}"
 
     @property
     def sees_future(self) -> bool:
@@ -169,7 +184,7 @@ def parse(text: str) -> Setting:
         amounts = [parse_amount(part) for part in numbers.split("+")] if colon else []
         config, variant = _build(kind, amounts)
         if options:
-            if variant != "h2o":
+            if variant not in ("h2o", "reread"):
                 raise ValueError(f"{kind} has no options")
             config = dataclasses.replace(config, **dict(map(_option, options)))
     except (TypeError, ValueError) as error:
@@ -218,6 +233,10 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig.calibrated(budget), "h2o"
         case "calibrated-bytes", [budget]:
             return H2OConfig.calibrated(budget, of="bytes"), "h2o"
+        case "reread", [budget]:
+            return H2OConfig.robust(budget), "reread"
+        case "reread-bytes", [budget]:
+            return H2OConfig.robust(budget, of="bytes"), "reread"
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:

@@ -121,7 +121,7 @@ def compare(
     """
     for setting in settings:
         if not setting.dropping:
-            raise UserError(f"{setting.name}: a mask, no cache; it cannot generate")
+            raise UserError(f"{setting.why_not_dropping}; it cannot generate")
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:

@@ -146,6 +146,8 @@ class H2OLayer(LayerContents):
 
     def forward(self, tokens: NewTokens) -> Tensor:
         """As `attend`, for tokens in the dtype of the store; does not check the order of calls."""
+        if not self.holds_new:
+            return self._attention(tokens, self.slots)[0]
         if self.slots is None or self.unscored:
             return self._attend_prompt(tokens)
         if tokens.query.shape[2] != 1:
@@ -250,6 +252,21 @@ class H2OLayer(LayerContents):
                 seen.scores.copy_(scores_before)
             raise
         return out
+
+    def hold(
+        self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
+        by_row: list[list[tuple[int, int]]], source: LayerContents,
+    ) -> None:  # fmt: skip
+        """As after a prompt with these keys and values [B, G, K, D], mask [B, K], scores
+        [B, G, K] and budgets of each row and head, which `source` has read."""
+        widest = [self.config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
+        tokens = keys.shape[2]
+        room = Room(widest, self._capacities(widest, tokens))
+        slots = self._new_slots(keys, room.sizes, by_row)
+        ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
+        self._hold(slots, room)
+        self.row_size, self.seen = source.row_size, source.seen
+        self.prompt_columns, self.longest = source.seen, tokens
 
     def _new_slots(
         self, key: Tensor, sizes: list[int], by_row: list[list[tuple[int, int]]]

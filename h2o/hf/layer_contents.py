@@ -156,6 +156,7 @@ class LayerContents(CacheLayerMixin):
         self.prompt_columns = 0
         self.row_size = (0, 0)  # D, and bytes of an element as the model gives it
         self.unscored = False  # whether all keys are a DynamicCache's, whose scores are still 0
+        self.holds_new = True  # else a pass gives what is held scores, and nothing is stored
         self.raised = False  # whether a budget below one token was rounded up to one
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # where passes are recorded: a LastPass, see H2OLayer.crop

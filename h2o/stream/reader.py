@@ -47,7 +47,7 @@ def endless(setting: Setting, positions: str = "rolled") -> H2OConfig:
     Raises: UserError for what is no cache, and for fractions: there is no length to take them of.
     """
     if not setting.dropping:
-        raise UserError(f"{setting.name}: a mask, no cache")
+        raise UserError(setting.why_not_dropping)
     config = dataclasses.replace(setting.config, positions=positions)
     if config.needs_prompt_length:
         raise UserError(f"{setting.name}: give numbers of tokens; a stream has no length")

@@ -1,0 +1,149 @@
+"""A cache that holds a whole document is cut to a budget, once, over all layers and heads.
+
+Shape letters: B batch rows, G key/value heads of a layer, K tokens of the longest row, D head
+dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.config import H2OConfig
+from h2o.hf import prompt_budget, slot_layout, tensor_parallel
+from h2o.hf.cache import H2OCache
+from h2o.hf.layer import H2OLayer
+from h2o.policy import Policy
+
+__all__ = ["RECENT", "cut"]
+
+RECENT = 8
+"""The newest keys of each head, which are kept whatever their rank."""
+
+Budgets = list[list[tuple[int, int]]]
+"""(heavy, recent) of each row and each head of a layer"""
+
+
+def cut(
+    whole: H2OCache,
+    model_config: Any,
+    config: H2OConfig,
+    attention: list[Tensor],
+    largest: list[Tensor],
+    by_attention: float,
+) -> H2OCache:
+    """What the budget keeps of `whole`, which is empty afterwards.
+
+    Of each head's budget sinks and the newest `RECENT` keys come first; `by_attention` of the rest
+    goes to the highest ranks by the config's own policy. What all heads of all layers have left
+    goes to the largest of `largest`.
+
+    Args:
+        whole: without a budget.
+        config: budgets, storage, and the policy of `attention`.
+        attention, largest: [B, G, K] float32 of each of its H2O layers: scores by that policy, and
+            the largest attention of any one query, which is the score from then on.
+        by_attention: in [0, 1].
+    """
+    cache = H2OCache(model_config, config.after_reading)
+    cache.conversation.copied = True
+    layers = [
+        (source, layer)
+        for source, layer in zip(whole.layers, cache.layers, strict=True)
+        if isinstance(layer, H2OLayer)
+    ]
+    first, kept, spare = [], [], []
+    for (source, layer), scores in zip(layers, attention, strict=True):
+        held = _Held.of(source)
+        own, left = _parted(_budgets_of(layer, source, held.mask), by_attention)
+        first.append(own)
+        kept.append(_kept(held, scores, config.policy, own))
+        spare.append(left)
+    places = [sum(row) for row in zip(*spare, strict=True)]
+    more = _won(places, kept, largest)
+    for (source, layer), own, chosen, scores, won in zip(
+        layers, first, kept, largest, more, strict=True
+    ):
+        budget = [
+            [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
+            for heads in zip(own, won, strict=True)
+        ]
+        # What is kept by attention ranks above all others, whose scores are at most 1.
+        layer.hold(*_Held.of(source), scores + 2.0 * chosen, budget, source)
+        layer.slots.scores.sub_(2.0 * (layer.slots.scores >= 2.0))
+        source.empty()
+    return cache
+
+
+class _Held(NamedTuple):
+    """All that a layer holds, by ascending position."""
+
+    keys: Tensor
+    """[B, G, K, D]"""
+    values: Tensor | None
+    """[B, G, K, D], or None where the keys are the values"""
+    mask: Tensor
+    """[B, K] bool, False behind the last token of a row"""
+
+    @classmethod
+    def of(cls, layer: H2OLayer) -> _Held:
+        names = ("keys",) if layer.shared else ("keys", "values")
+        fields = {"positions": -1.0, **dict.fromkeys(names, 0.0)}
+        positions, *rows = slot_layout.held(layer.slots, layer.room.sizes, **fields)
+        return cls(rows[0], None if layer.shared else rows[1], positions[:, 0] >= 0)
+
+
+def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
+    """As the layer's prompt would get them, with an entry for each head."""
+    heads = source.slots.free.shape[1]
+    rows = prompt_budget.budget_of(
+        layer.config, None, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
+        (*source.row_size, layer.rows_per_token),
+    ).by_row  # fmt: skip
+    return [row * heads if len(row) == 1 else row for row in rows]
+
+
+def _parted(budgets: Budgets, by_attention: float) -> tuple[Budgets, list[int]]:
+    """The budgets of the first reading, and how many places each row has left for the second."""
+    first, left = [], []
+    for row in budgets:
+        recents = [min(r, RECENT) for _, r in row]
+        rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
+        heavies = [int(n * by_attention) for n in rest]
+        first.append(list(zip(heavies, recents, strict=True)))
+        left.append(sum(rest) - sum(heavies))
+    return first, left
+
+
+def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tensor:
+    """[B, G, K] bool: what evicting by a policy would leave, and what is no key."""
+    keys, values, mask = held
+    widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*budgets, strict=True)]
+    sizes = slot_layout.capacities(widest, keys.shape[2])
+    slots = slot_layout.with_capacities(
+        keys, sizes, value_weighted=policy.value_weighted, shared=values is None
+    )
+    slots.budget.copy_(torch.tensor(budgets, dtype=torch.int32).squeeze(1))
+    ops.evict(keys, values, scores, slots, mask=mask, policy=policy._replace(merge=None))
+    positions = slot_layout.by_head(slots, sizes, "positions", -1).long()
+    kept = torch.zeros(*scores.shape[:2], 1 + scores.shape[2], device=scores.device).bool()
+    return kept.scatter_(2, positions + 1, True)[..., 1:] | ~mask[:, None]
+
+
+def _won(places: list[int], kept: list[Tensor], largest: list[Tensor]) -> list[list[list[int]]]:
+    """How many more keys each layer keeps of each row and head, where a row has so many places."""
+    won = []
+    for b, count in enumerate(places):
+        waiting = torch.stack(
+            [x[b].masked_fill(own[b], -1.0) for x, own in zip(largest, kept, strict=True)]
+        )
+        L, G, K = waiting.shape
+        candidates = int((waiting >= 0).sum())
+        best = waiting.flatten().topk(min(count, candidates)).indices
+        counts = torch.bincount(best // K, minlength=L * G)
+        counts += max(0, count - candidates) // (L * G)  # for what comes later
+        won.append(counts.view(L, G).tolist())
+    return list(map(list, zip(*won, strict=True)))

@@ -1,0 +1,198 @@
+"""`h2o.read`: a document is read twice before anything of it is evicted.
+
+What a later question will ask for often gets no attention while the document is read, and a ranking
+by attention evicts it. So the model repeats the document with all keys still there: what it looks
+up to write each token again is what an answer would look up (Kim et al., "KVzip", NeurIPS 2025,
+arXiv:2505.23416). Then the cache is cut once (`h2o.hf.cut`), the places of all layers and heads
+going to the largest of these weights.
+
+Shape letters: B batch rows, G key/value heads, N columns of the document, Q of one forward pass,
+K tokens of the longest row. A column is a place in the padded batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from h2o.config import H2OConfig, one_config
+from h2o.errors import Unsupported
+from h2o.hf import slot_layout, states, tensor_parallel
+from h2o.hf.cache import H2OCache
+from h2o.hf.cut import cut
+from h2o.hf.layer import H2OLayer
+from h2o.hf.layer_kinds import has_states
+from h2o.policy import Policy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from h2o.config_fields import ConfigFields
+
+__all__ = ["CHUNK", "REPEAT", "read"]
+
+REPEAT = "\n\nRepeat the previous context exactly.\n"
+"""What asks for the repetition; the paper's words."""
+CHUNK = 2048
+"""Columns of the document in one forward pass."""
+OVERLAP = 8
+"""Columns of the last piece with which the next piece of the repetition begins."""
+
+
+@torch.no_grad()
+def read(
+    model: Any,
+    input_ids: Tensor,
+    h2o_config: H2OConfig | None = None,
+    *,
+    tokenizer: Any = None,
+    attention_mask: Tensor | None = None,
+    repeat: str | Tensor = REPEAT,
+    by_attention: float = 0.5,
+    progress: Callable[[int, int], Any] | None = None,
+    **parameters: Unpack[ConfigFields],
+) -> H2OCache:
+    """A cache of a document that holds what questions about it will need, whatever they are.
+
+    ```python
+    ids = tokenizer(document, return_tensors="pt").input_ids
+    config = h2o.H2OConfig.robust(0.1, of="bytes")
+    cache = h2o.read(model, ids, config, tokenizer=tokenizer)
+    for question in questions:  # each with the document's ids before it
+        model.generate(question, past_key_values=cache.fork())
+    ```
+
+    The document is read, repeated, and cut once. A part of the budget goes to the keys that the
+    config's own policy ranks highest after the first reading, in equal parts or by `shares`; the
+    rest to those, of all layers and heads together, to which any one query and head gave the most
+    attention while repeating. From then on the cache ranks by the largest attention. Until the cut
+    every key of the document is held in the model's dtype, and the time is that of a prompt more
+    than twice as long.
+
+    Args:
+        model: a causal language model of transformers with attn_implementation="h2o".
+        input_ids: [B, N] of the document, as the later prompts begin: with a chat template, if
+            these have one.
+        h2o_config, parameters: as for `H2OCache`; fractions are of the document.
+        tokenizer: for `repeat`, where that is a text.
+        attention_mask: [B, N], 0 at a pad.
+        repeat: what asks for the repetition: a text, or token ids [n].
+        by_attention: part of the budget, in [0, 1], for the config's own policy.
+        progress: called with the columns read so far and the columns to read.
+
+    Returns:
+        The cache: save, fork and ask it as any other.
+
+    Raises:
+        Unsupported: cache-relative positions; a model that is cut over several processes.
+        ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range.
+    """
+    if not 0 <= by_attention <= 1:
+        raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
+    config = one_config(h2o_config, parameters)
+    if config.positions != "original":
+        raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')
+    if isinstance(repeat, str):
+        if tokenizer is None:
+            raise ValueError("h2o.read needs the tokenizer, or token ids as repeat")
+        repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if mask.shape != input_ids.shape or input_ids.ndim != 2:
+        raise ValueError(
+            f"input_ids {list(input_ids.shape)} and attention_mask {list(mask.shape)} must both be "
+            "[B, N]"
+        )
+    ids, mask, repeat = (x.to(model.device) for x in (input_ids, mask.bool(), repeat))
+    reader = _Reader(model, ids, mask, progress)
+    attention = reader.document(config.policy)
+    others = _other_layers(reader.cache)
+    largest = reader.repetition(repeat.reshape(1, -1), others)
+    cache = cut(reader.cache, model.config, config, attention, largest, by_attention)
+    _put_other_layers(cache, others)
+    return cache
+
+
+class _Reader:
+    """A document in a cache that holds all of it."""
+
+    def __init__(
+        self, model: Any, ids: Tensor, mask: Tensor, progress: Callable[[int, int], Any] | None
+    ) -> None:
+        self.model, self.ids, self.mask = model, ids, mask
+        self.cache = H2OCache(model.config, H2OConfig.full())
+        self.layers = [x for x in self.cache.layers if isinstance(x, H2OLayer)]
+        self.progress = progress or (lambda done, whole: None)
+
+    def document(self, policy: Policy) -> list[Tensor]:
+        """Reads it; scores [B, G, K] of each layer by this policy."""
+        for layer in self.layers:
+            layer.policy = policy._replace(value_weighted=False, merge=None)
+        N = self.ids.shape[1]
+        for begin in range(0, N, CHUNK):
+            piece = slice(begin, begin + CHUNK)
+            self._pass(self.ids[:, piece], self.mask[:, piece], self.mask[:, :begin])
+            self.progress(min(N, begin + CHUNK), 2 * N)
+        if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
+            raise Unsupported("h2o.read does not serve a model that is cut over several processes")
+        return self._scores()
+
+    def repetition(self, request: Tensor, others: dict[int, Any]) -> list[Tensor]:
+        """Repeats it; the largest attention [B, G, K] that each key got, of each layer."""
+        for layer in self.layers:
+            layer.policy = Policy(rank_by="max")
+            layer.slots.scores.zero_()
+            layer.holds_new = False
+        request = request.expand(len(self.ids), -1)
+        N = self.ids.shape[1]
+        for begin in range(0, N, CHUNK):
+            piece = slice(max(0, begin - OVERLAP), begin + CHUNK)
+            ids = torch.cat([request, self.ids[:, piece]], 1)
+            mask = torch.cat([torch.ones_like(request).bool(), self.mask[:, piece]], 1)
+            self._pass(ids, mask, self.mask)
+            _put_other_layers(self.cache, others)
+            self.progress(N + min(N, begin + CHUNK), 2 * N)
+        return self._scores()
+
+    def _pass(self, ids: Tensor, mask: Tensor, before: Tensor) -> None:
+        """A forward pass over columns [B, Q] after those of the mask `before`."""
+        model = self.model.base_model  # nobody needs logits
+        more = {}
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
+            more["position_ids"] = positions.clamp(min=0)
+        model(
+            ids,
+            attention_mask=torch.cat([before, mask], 1),
+            past_key_values=self.cache,
+            use_cache=True,
+            **more,
+        )
+
+    def _scores(self) -> list[Tensor]:
+        return [slot_layout.held(x.slots, x.room.sizes, scores=0.0)[0] for x in self.layers]
+
+
+def _other_layers(cache: H2OCache) -> dict[int, Any]:
+    """Copies of what layers have beside keys of full attention, by layer: windows and states."""
+    others: dict[int, Any] = {}
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, H2OLayer):
+            others[index] = copy.deepcopy(layer)
+        elif has_states(layer):
+            copies = {name: x.clone() for name, x in states.tensors_of(layer).items()}
+            others[index] = copies, states.numbers_of(layer)
+    return others
+
+
+def _put_other_layers(cache: H2OCache, others: dict[int, Any]) -> None:
+    """The layers of a cache become what `_other_layers` has copied."""
+    for index, other in copy.deepcopy(others).items():
+        if isinstance(cache.layers[index], H2OLayer):
+            states.put(cache.layers[index], *other)
+        else:
+            cache.layers[index] = other

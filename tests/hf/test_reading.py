@@ -1,0 +1,156 @@
+"""h2o.read: two readings, one cut; judged by the attention weights that transformers computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import h2o
+from h2o import H2OCache, H2OConfig, Unsupported
+from h2o.hf import reading
+from h2o.hf.cut import RECENT
+from tests.hf.tiny import batch, greedy, model, prompts, shared
+
+REQUEST = torch.tensor([5, 9, 2])
+"""Token ids that ask for the repetition."""
+BUDGET = H2OConfig(heavy=20, recent=10, sinks=2)
+
+
+def weights_of(name, text):
+    """Attention [layers, G, heads of a group, n, n] that transformers gives a text [1, n]."""
+    theirs = shared(name, "eager")
+    with torch.no_grad():
+        each = torch.stack(theirs(text, output_attentions=True).attentions)[:, 0]
+    grouped = name != "gpt_neox"
+    G = theirs.config.num_key_value_heads if grouped else theirs.config.num_attention_heads
+    return each.unflatten(1, (G, -1))
+
+
+def expected(name, document, budget, by_attention, chunk=reading.CHUNK):
+    """Positions that each head of each layer keeps, as lists, and their scores [layers, G, n]."""
+    n = document.shape[1]
+    first = weights_of(name, document).sum((2, 3))
+    pieces = [
+        document[:, max(0, begin - reading.OVERLAP) : begin + chunk] for begin in range(0, n, chunk)
+    ]
+    largest = [
+        weights_of(name, torch.cat([document, REQUEST[None], piece], 1))[..., n:, :n].amax((2, 3))
+        for piece in pieces
+    ]
+    largest = torch.stack(largest).amax(0)
+    L, G, _ = largest.shape
+    rest = budget.heavy + budget.recent - RECENT
+    own = int(rest * by_attention)
+    kept = torch.zeros(L, G, n, dtype=torch.bool)
+    kept[..., : budget.sinks] = kept[..., n - RECENT :] = True
+    among = first.masked_fill(kept, -1).topk(own).indices
+    kept.scatter_(2, among, True)
+    places = largest.masked_fill(kept, -1).flatten().topk((rest - own) * L * G).indices
+    kept.view(-1)[places] = True
+    return [[row.nonzero()[:, 0].tolist() for row in layer] for layer in kept], largest
+
+
+def positions(cache, row=0):
+    """As `expected` has them."""
+    return [
+        [[p for p in head if p >= 0] for head in layer.kept().positions[row].tolist()]
+        for layer in cache.layers
+    ]
+
+
+@pytest.mark.parametrize("by_attention", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox"])
+def test_what_is_kept(name, by_attention):
+    (document,) = prompts(70)
+    cache = h2o.read(
+        shared(name), document, BUDGET, repeat=REQUEST, by_attention=by_attention
+    )  # fmt: skip
+    kept, largest = expected(name, document, BUDGET, by_attention)
+    assert positions(cache) == kept
+    for layer, scores in zip(cache.layers, largest, strict=True):
+        for g, (at, got) in enumerate(zip(*(x[0] for x in layer.kept()), strict=True)):
+            real = at >= 0
+            torch.testing.assert_close(got[real], scores[g, at[real]], rtol=1e-4, atol=1e-6)
+
+
+def test_long_documents_are_read_and_repeated_in_pieces(monkeypatch):
+    monkeypatch.setattr(reading, "CHUNK", 32)
+    (document,) = prompts(70)
+    told = []
+    cache = h2o.read(
+        shared("llama"), document, BUDGET, repeat=REQUEST, progress=lambda *x: told.append(x)
+    )
+    assert positions(cache) == expected("llama", document, BUDGET, 0.5, chunk=32)[0]
+    assert told == [(32, 140), (64, 140), (70, 140), (102, 140), (134, 140), (140, 140)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_batch_are_readings_of_their_own(side):
+    """Documents of several lengths, with fractions: budgets, choices and answers are each row's."""
+    ours, documents = shared("llama"), prompts(70, 41, 58)
+    config = H2OConfig(heavy=0.3, recent=0.2, kv_dtype="int8")
+    padded = batch(documents, side)
+    together = h2o.read(
+        ours, padded["input_ids"], config, attention_mask=padded["attention_mask"], repeat=REQUEST
+    )
+    for row, document in enumerate(documents):
+        alone = h2o.read(ours, document, config, repeat=REQUEST)
+        assert positions(together, row) == positions(alone)
+
+
+def test_it_goes_on_as_any_other_cache(tmp_path):
+    """Forks, files, budgets that are held and the ranking by the largest attention."""
+    ours = model("llama")
+    (document,) = prompts(70)
+    cache = h2o.read(ours, document, BUDGET, repeat=REQUEST)
+    assert cache.layers[0].policy.rank_by == "max"
+    question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
+    fork = cache.fork()
+    answer = greedy(ours, question, past_key_values=fork)
+    budget = BUDGET.heavy + BUDGET.recent + BUDGET.sinks
+    heads = [n for layer in fork.report().layers for n in layer.kept_by_head[0]]
+    assert sum(heads) == budget * len(heads)
+    assert len(set(heads)) > 1
+    assert fork.get_seq_length() == 70 + 5 + 15
+    cache.save(tmp_path / "read.safetensors", ours)
+    loaded = H2OCache.load(tmp_path / "read.safetensors", ours)
+    assert torch.equal(greedy(ours, question, past_key_values=loaded), answer)
+    assert torch.equal(greedy(ours, question, past_key_values=cache), answer)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "opt", "gemma3", "mistral-window", "qwen3_next", "falcon_h1", "deepseek_v3"]
+)
+def test_with_room_for_all_it_answers_as_the_full_cache(name):
+    """Windows and states are those behind the document, not behind its repetition."""
+    ours, (document,) = model(name), prompts(70)
+    question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
+    cache = h2o.read(ours, document, H2OConfig.full(), repeat=REQUEST)
+    theirs = DynamicCache(config=ours.config)
+    wanted = greedy(model(name, "eager"), question, past_key_values=theirs)
+    assert torch.equal(greedy(ours, question, past_key_values=cache), wanted)
+
+
+def test_room_that_a_short_document_leaves_is_for_what_follows():
+    ours, (document,) = model("llama"), prompts(12)
+    cache = h2o.read(ours, document, BUDGET, repeat=REQUEST)
+    assert all(x == list(range(12)) for layer in positions(cache) for x in layer)
+    question = {"input_ids": torch.cat([document, *prompts(50, seed=3)], 1)}
+    greedy(ours, question, past_key_values=cache)
+    heads = [n for layer in cache.report().layers for n in layer.kept_by_head[0]]
+    assert heads == [BUDGET.heavy + BUDGET.recent + BUDGET.sinks] * len(heads)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "needs the tokenizer"),
+        ({"repeat": REQUEST, "by_attention": 1.5}, ValueError, "by_attention is 1.5"),
+        ({"repeat": REQUEST, "attention_mask": torch.ones(1, 3)}, ValueError, "must both be"),
+        ({"repeat": REQUEST, "positions": "rolled"}, Unsupported, 'positions="rolled"'),
+    ],
+)
+def test_refusals(arguments, error, message):
+    with pytest.raises(error, match=message):
+        h2o.read(shared("llama"), prompts(20)[0], heavy=4, recent=4, **arguments)
