@@ -62,6 +62,8 @@ def cut(
         first.append(own)
         kept.append(_kept(held, scores, config.policy, own))
         spare.append(left)
+    if not layers:
+        return cache
     places = [sum(row) for row in zip(*spare, strict=True)]
     more = _won(places, kept, largest)
     for (source, layer), own, chosen, scores, won in zip(
@@ -136,14 +138,15 @@ def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tens
 def _won(places: list[int], kept: list[Tensor], largest: list[Tensor]) -> list[list[list[int]]]:
     """How many more keys each layer keeps of each row and head, where a row has so many places."""
     won = []
+    heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may lie on several
     for b, count in enumerate(places):
-        waiting = torch.stack(
-            [x[b].masked_fill(own[b], -1.0) for x, own in zip(largest, kept, strict=True)]
-        )
-        L, G, K = waiting.shape
+        unkept = [
+            x[b].masked_fill(own[b], -1.0).to(device) for x, own in zip(largest, kept, strict=True)
+        ]
+        waiting = torch.cat(unkept)
         candidates = int((waiting >= 0).sum())
         best = waiting.flatten().topk(min(count, candidates)).indices
-        counts = torch.bincount(best // K, minlength=L * G)
-        counts += max(0, count - candidates) // (L * G)  # for what comes later
-        won.append(counts.view(L, G).tolist())
+        counts = torch.bincount(best // waiting.shape[1], minlength=len(waiting))
+        counts += max(0, count - candidates) // len(waiting)  # for what comes later
+        won.append([part.tolist() for part in counts.split(heads)])
     return list(map(list, zip(*won, strict=True)))
