@@ -60,8 +60,8 @@ def generate_all(
 
     Args:
         model: a causal language model of transformers, in eval mode.
-        prompts: texts, chats, token ids or `Request`s; may be an endless iterator, of which as many
-            are taken as there are rows.
+        prompts: texts, chats, token ids or a `Request` each; may be an endless iterator, of which
+            as many are taken as there are rows.
         h2o_config, parameters: as for `H2OCache`. Fractions are of each prompt.
         rows: how many requests at a time.
         bytes: instead of `rows`, what all rows may take together, all tensors of the cache counted.

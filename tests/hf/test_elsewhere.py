@@ -30,7 +30,7 @@ if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         "before torch 2.10 a tensor without memory cannot be shown", allow_module_level=True
     )
 
-OWN_KERNELS = {"mixtral", "qwen3_moe", *WITH_STATES}
+OWN_KERNELS = {"gpt_oss", "mixtral", "qwen3_moe", *WITH_STATES}
 """Families whose experts or convolutions run in kernels that want the device to be there."""
 
 SERVED = [name for name in FAMILIES if "h2o" in FAMILIES[name].layers and name not in OWN_KERNELS]
