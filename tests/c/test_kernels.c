@@ -149,10 +149,11 @@ int main(void) {
     CHECK(setenv("H2O_THREADS", "3", 1) == 0 && h2o_init(&error) == H2O_OK);
     for (size_t l = 0; l < LEVELS; l++) {
         for (size_t i = 0; has_level(levels[l]->name) && i < sizeof scenes / sizeof *scenes; i++) {
-            for (int type = 0; type < 3; type++) {
+            for (size_t type = 0; type < 3; type++) {
+                if (is_left_out(l + i, type)) continue;
                 scene s = scenes[i];
                 s.dtype = dtypes[type];
-                test_scene(levels[l], &s, (uint64_t)type + 1, play);
+                test_scene(levels[l], &s, type + 1, play);
             }
         }
     }

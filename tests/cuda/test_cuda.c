@@ -136,11 +136,10 @@ int main(void) {
     test_quantised(H2O_Q8, 31, all);   /* ... of 33, ... */
     test_quantised(H2O_Q8, 24, merging);
     test_quantised(H2O_Q4, 96, all); /* ... and of 60 */
-    /* ThreadSanitizer takes a hundred times as long: each scene runs in one dtype, that with NaN
-     * and infinity in one of the tensor cores'. */
+    /* ThreadSanitizer, which takes a hundred times as long, does without the largest. */
     for (size_t i = THREAD_SANITIZER ? 1 : 0; i < sizeof scenes / sizeof *scenes; i++) {
         for (size_t type = 0; type < 3; type++) {
-            if (THREAD_SANITIZER && type != (i + 1) % 3) continue;
+            if (is_left_out(i + 1, type)) continue;
             if (ONE_DTYPE && dtypes[type] != H2O_F16) continue;
             scene s = scenes[i];
             s.dtype = dtypes[type];
