@@ -3,7 +3,8 @@
 What a later question will ask for often gets no attention while the document is read, and a ranking
 by attention evicts it. So the model repeats the document with all keys still there: what it looks
 up to write each token again is what an answer would look up (Kim et al., "KVzip", NeurIPS 2025,
-arXiv:2505.23416). Then the cache is cut once (`h2o.hf.cut`), the places of all layers and heads
+arXiv:2505.23416); or its own queries are asked once more, which takes no second forward pass
+(`h2o.hf.echo`). Then the cache is cut once (`h2o.hf.cut`), the places of all layers and heads
 going to the largest of these weights.
 
 Shape letters: B batch rows, G key/value heads, N columns of the document, Q of one forward pass,
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout, states, tensor_parallel
 from h2o.hf.cache import H2OCache
-from h2o.hf.cut import cut
+from h2o.hf.cut import RECENT, cut
+from h2o.hf.echo import Echo
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states
 from h2o.policy import Policy
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
 
     from h2o.config_fields import ConfigFields
 
-__all__ = ["CHUNK", "REPEAT", "read"]
+__all__ = ["CHUNK", "REPEAT", "ScoredBy", "read"]
+
+ScoredBy = Literal["repeat", "echo"]
+"""What tells which keys a later question may need."""
 
 REPEAT = "\n\nRepeat the previous context exactly.\n"
 """What asks for the repetition; the paper's words."""
@@ -52,6 +57,7 @@ def read(
     *,
     tokenizer: Any = None,
     attention_mask: Tensor | None = None,
+    scored_by: ScoredBy = "repeat",
     repeat: str | Tensor = REPEAT,
     by_attention: float = 0.5,
     progress: Callable[[int, int], Any] | None = None,
@@ -94,10 +100,12 @@ def read(
     """
     if not 0 <= by_attention <= 1:
         raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
+    if scored_by not in get_args(ScoredBy):
+        raise ValueError(f"scored_by is {', '.join(get_args(ScoredBy))}, not {scored_by!r}")
     config = one_config(h2o_config, parameters)
     if config.positions != "original":
         raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')
-    if isinstance(repeat, str):
+    if isinstance(repeat, str) and scored_by == "repeat":
         if tokenizer is None:
             raise ValueError("h2o.read needs the tokenizer, or token ids as repeat")
         repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
@@ -107,12 +115,22 @@ def read(
             f"input_ids {list(input_ids.shape)} and attention_mask {list(mask.shape)} must both be "
             "[B, N]"
         )
-    ids, mask, repeat = (x.to(model.device) for x in (input_ids, mask.bool(), repeat))
-    reader = _Reader(model, ids, mask, progress)
-    attention = reader.document(config.policy)
-    others = _other_layers(reader.cache)
-    largest = reader.repetition(repeat.reshape(1, -1), others)
-    cache = cut(reader.cache, model.config, config, attention, largest, by_attention)
+    ids, mask = input_ids.to(model.device), mask.bool().to(model.device)
+    passes = 2 if scored_by == "repeat" else 1
+    reader = _Reader(model, ids, mask, passes, progress)
+    recent: int | None = RECENT
+    if scored_by == "echo":
+        echo = Echo(model, mask)
+        with echo.heard(model, reader.layers):
+            attention = reader.document(config.policy)
+        others = _other_layers(reader.cache)
+        largest = [echo.scores(layer) for layer in reader.layers]
+        recent = None
+    else:
+        attention = reader.document(config.policy)
+        others = _other_layers(reader.cache)
+        largest = reader.repetition(repeat.to(model.device).reshape(1, -1), others)
+    cache = cut(reader.cache, model.config, config, attention, largest, by_attention, recent)
     _put_other_layers(cache, others)
     return cache
 
@@ -121,9 +139,11 @@ class _Reader:
     """A document in a cache that holds all of it."""
 
     def __init__(
-        self, model: Any, ids: Tensor, mask: Tensor, progress: Callable[[int, int], Any] | None
-    ) -> None:
+        self, model: Any, ids: Tensor, mask: Tensor, passes: int,
+        progress: Callable[[int, int], Any] | None,
+    ) -> None:  # fmt: skip
         self.model, self.ids, self.mask = model, ids, mask
+        self.columns = passes * ids.shape[1]
         self.cache = H2OCache(model.config, H2OConfig.full())
         self.layers = [x for x in self.cache.layers if isinstance(x, H2OLayer)]
         self.progress = progress or (lambda done, whole: None)
@@ -136,7 +156,7 @@ class _Reader:
         for begin in range(0, N, CHUNK):
             piece = slice(begin, begin + CHUNK)
             self._pass(self.ids[:, piece], self.mask[:, piece], self.mask[:, :begin])
-            self.progress(min(N, begin + CHUNK), 2 * N)
+            self.progress(min(N, begin + CHUNK), self.columns)
         if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
             raise Unsupported("h2o.read does not serve a model that is cut over several processes")
         return self._scores()
@@ -155,7 +175,7 @@ class _Reader:
             mask = torch.cat([torch.ones_like(request).bool(), self.mask[:, piece]], 1)
             self._pass(ids, mask, self.mask)
             _put_other_layers(self.cache, others)
-            self.progress(N + min(N, begin + CHUNK), 2 * N)
+            self.progress(N + min(N, begin + CHUNK), self.columns)
         return self._scores()
 
     def _pass(self, ids: Tensor, mask: Tensor, before: Tensor) -> None:

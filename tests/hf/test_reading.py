@@ -39,16 +39,22 @@ def expected(name, document, budget, by_attention, chunk=reading.CHUNK):
         for piece in pieces
     ]
     largest = torch.stack(largest).amax(0)
-    L, G, _ = largest.shape
-    rest = budget.heavy + budget.recent - RECENT
+    return choice(first, largest, budget, by_attention, RECENT), largest
+
+
+def choice(first, largest, budget, by_attention, recent):
+    """Positions that each head of each layer keeps, as lists, with scores [layers, G, n] of the
+    first reading and of what else is to be kept."""
+    L, G, n = largest.shape
+    rest = budget.heavy + budget.recent - recent
     own = int(rest * by_attention)
     kept = torch.zeros(L, G, n, dtype=torch.bool)
-    kept[..., : budget.sinks] = kept[..., n - RECENT :] = True
+    kept[..., : budget.sinks] = kept[..., n - recent :] = True
     among = first.masked_fill(kept, -1).topk(own).indices
     kept.scatter_(2, among, True)
     places = largest.masked_fill(kept, -1).flatten().topk((rest - own) * L * G).indices
     kept.view(-1)[places] = True
-    return [[row.nonzero()[:, 0].tolist() for row in layer] for layer in kept], largest
+    return [[row.nonzero()[:, 0].tolist() for row in layer] for layer in kept]
 
 
 def positions(cache, row=0):
