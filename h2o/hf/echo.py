@@ -42,9 +42,9 @@ ENTRIES = 1 << 23
 
 
 class Echo:
-    """The queries of a document, each layer's held until all keys are there.
+    """The queries of a document, those of each layer held until all keys are there.
 
-    They take as much memory as a layer's keys, times R.
+    They take R times the memory of the keys.
     """
 
     def __init__(self, model: Any, mask: Tensor) -> None:
@@ -53,30 +53,36 @@ class Echo:
         Raises:
             Unsupported: positions of this model are not rotary, or not known to be plain rotations.
         """
-        self.config, self.mask = model.config, mask
+        self.config, self.mask = unwrapped(model).config, mask
         self.lengths: list[int] = mask.sum(1).tolist()
         try:
-            self.rotary = Rotary(unwrapped(model).config, served=SERVED, asked='scored_by="echo"')
-            if self.rotary.by_length and max(self.lengths) >= self.rotary.unchanged:
-                raise Unsupported(
-                    f'scored_by="echo": beyond {self.rotary.unchanged} tokens the angles of this '
-                    "model depend on the length of the text"
-                )
+            self.rotary = Rotary(self.config, served=SERVED, asked='scored_by="echo"')
+            self._refuse_longer(max(self.lengths))
         except Unsupported as error:
             raise Unsupported(f'{error}; scored_by="repeat" can serve it') from None
-        self.calls: dict[int, list[Call]] = {}
+        self.angles = [self.rotary.shift(n) for n in self.lengths]
+        self.queries: dict[int, list[Tensor]] = {}
+        self.logits: dict[int, dict[str, Any]] = {}
+
+    def _refuse_longer(self, n: int) -> None:
+        if self.rotary.by_length and n >= self.rotary.unchanged:
+            raise Unsupported(
+                f'scored_by="echo": beyond {self.rotary.unchanged} tokens the angles of this model '
+                "depend on the length of the text"
+            )
 
     @contextmanager
     def heard(self, model: Any, layers: list[H2OLayer]) -> Iterator[None]:
         """Within the block the queries of these layers are noted."""
 
         def note(call: Call) -> Tensor:
-            out = call.full()
-            # Its output and tensors that nobody needs must not live on with it.
-            nothing = call.value[:, :, :0]
-            kept = call._replace(key=nothing, value=nothing, full=lambda: nothing)
-            self.calls.setdefault(call.layer, []).append(kept)
-            return out
+            self.queries.setdefault(call.layer, []).append(call.query)
+            self.logits[call.layer] = {
+                "scale": call.scale,
+                "softcap": call.softcap,
+                "sink_logits": call.sink_logits,
+            }
+            return call.full()
 
         with attending(model, [layer.layer_idx for layer in layers], note):
             yield
@@ -84,23 +90,18 @@ class Echo:
     def scores(self, layer: H2OLayer) -> Tensor:
         """[B, G, K] float32 of a layer that holds all keys; its queries are gone afterwards."""
         positions, keys = slot_layout.held(layer.slots, layer.room.sizes, positions=-1.0, keys=0.0)
-        calls = self.calls.pop(layer.layer_idx)
-        query = torch.cat([call.query for call in calls], dim=2)
+        query = torch.cat(self.queries.pop(layer.layer_idx), dim=2)
+        rotated = has_rotary(self.config, layer.layer_idx)
         mask = self.mask.to(query.device)
         found = torch.zeros(positions.shape, dtype=torch.float32, device=query.device)
-        for b, n in enumerate(self.lengths):
+        for b, (n, angles) in enumerate(zip(self.lengths, self.angles, strict=True)):
             found[b, :, :n] = largest(
                 self.rotary.halves(query[b][:, mask[b]]),
                 self.rotary.halves(keys[b, :, :n]),
-                self._angles(layer.layer_idx, n, query.device),
-                scale=calls[0].scale,
-                softcap=calls[0].softcap,
-                sink_logits=calls[0].sink_logits,
+                angles.to(query.device) if rotated else None,
+                **self.logits[layer.layer_idx],
             )
         return found
-
-    def _angles(self, layer: int, n: int, device: torch.device) -> Tensor | None:
-        return self.rotary.shift(n, device) if has_rotary(self.config, layer) else None
 
 
 def largest(

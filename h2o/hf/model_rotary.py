@@ -110,7 +110,8 @@ class Rotary:
         by_type = "layer_type" in inspect.signature(self.module.forward).parameters
         self._layer_type = {"layer_type": _FULL} if by_type else {}
         rope = text.rope_parameters.get(_FULL, text.rope_parameters)
-        self.by_length = rope.get("rope_type", "default") in _BY_LENGTH
+        kind = rope["rope_type"] if by_type else getattr(self.module, "rope_type", "default")
+        self.by_length = kind in _BY_LENGTH
         self.most = text.max_position_embeddings
         self.unchanged = rope.get("original_max_position_embeddings") or self.most
         self.adjacent = False  # whether pairs are adjacent elements
@@ -125,8 +126,9 @@ class Rotary:
         """Finds which elements are pairs: adjacent ones, or i and i + D / 2."""
         one = torch.ones(1, 1, dtype=torch.long, device="cpu")
         D = self._cos_sin(one, torch.float32)[0].shape[-1]
-        frequencies = getattr(self.module, "inv_freq", None)  # of some, each cosine is there once
-        self.width = D = D if frequencies is None else 2 * len(frequencies)
+        if (frequencies := getattr(self.module, "inv_freq", None)) is not None:
+            D = 2 * len(frequencies)  # some models have each cosine once
+        self.width = D
         row = torch.eye(1, D, dtype=torch.float32, device="cpu")[None, None]
         partners = self._applied(row, one).flatten()[1:].nonzero()[:, 0] + 1
         if partners.tolist() not in ([1], [D // 2]) or D % 2:
@@ -166,14 +168,14 @@ class Rotary:
             self._table = self._table.to(device)
         return self._table
 
-    def shift(self, distance: int, device: Any) -> Tensor:
+    def shift(self, distance: int) -> Tensor:
         """Angles [2, F] float32 that rotate what is in `halves` on by so many positions.
 
         Models that scale what they rotate have done so already, and the angles do not again.
         """
         ids = torch.tensor([[distance]], dtype=torch.long, device="cpu")
         angles = self._angles(ids, torch.float32)[0, 0, 0]
-        return (angles / torch.linalg.vector_norm(angles, dim=0)).to(device)
+        return angles / torch.linalg.vector_norm(angles, dim=0)
 
     def off(self, ids: Tensor, dtype: torch.dtype, layer: int) -> Tensor | None:
         """Angles [B or 1, 1, Q, 2, F] that undo the model's rotation at position_ids [B or 1, Q],

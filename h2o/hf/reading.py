@@ -59,7 +59,7 @@ def read(
     attention_mask: Tensor | None = None,
     scored_by: ScoredBy = "repeat",
     repeat: str | Tensor = REPEAT,
-    by_attention: float = 0.5,
+    by_attention: float | None = None,
     progress: Callable[[int, int], Any] | None = None,
     **parameters: Unpack[ConfigFields],
 ) -> H2OCache:
@@ -80,6 +80,12 @@ def read(
     every key of the document is held in the model's dtype, and the time is that of a prompt more
     than twice as long.
 
+    With `scored_by="echo"` nothing is repeated, and no tokenizer is needed. The queries of the
+    document itself are asked again as if they stood behind it, and a key's attention is that from
+    its own token and the four before it (`h2o.hf.echo`). This takes about the time that attention
+    takes in a prompt, and until the cut every query is held too. The config's recent keys are all
+    kept. Models of rotary positions only.
+
     Args:
         model: a causal language model of transformers with attn_implementation="h2o".
         input_ids: [B, N] of the document, as the later prompts begin: with a chat template, if
@@ -87,28 +93,31 @@ def read(
         h2o_config, parameters: as for `H2OCache`; fractions are of the document.
         tokenizer: for `repeat`, where that is a text.
         attention_mask: [B, N], 0 at a pad.
+        scored_by: what says which keys later questions may need: "repeat" or "echo".
         repeat: what asks for the repetition: a text, or token ids [n].
-        by_attention: part of the budget, in [0, 1], for the config's own policy.
+        by_attention: part of the budget, in [0, 1], for the config's own policy; None: 0.5 with
+            "repeat", 0 with "echo".
         progress: called with the columns read so far and the columns to read.
 
     Returns:
         The cache: save, fork and ask it as any other.
 
     Raises:
-        Unsupported: cache-relative positions; a model that is cut over several processes.
-        ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range.
+        Unsupported: cache-relative positions; a model that is cut over several processes, or that
+            "echo" does not serve.
+        ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range;
+            another `scored_by`.
     """
-    if not 0 <= by_attention <= 1:
-        raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
     if scored_by not in get_args(ScoredBy):
         raise ValueError(f"scored_by is {', '.join(get_args(ScoredBy))}, not {scored_by!r}")
+    if by_attention is None:
+        by_attention = 0.5 if scored_by == "repeat" else 0.0
+    if not 0 <= by_attention <= 1:
+        raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
     config = one_config(h2o_config, parameters)
     if config.positions != "original":
         raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')
-    if isinstance(repeat, str) and scored_by == "repeat":
-        if tokenizer is None:
-            raise ValueError("h2o.read needs the tokenizer, or token ids as repeat")
-        repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    request = None if scored_by == "echo" else _request(repeat, tokenizer).to(model.device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if mask.shape != input_ids.shape or input_ids.ndim != 2:
         raise ValueError(
@@ -116,23 +125,31 @@ def read(
             "[B, N]"
         )
     ids, mask = input_ids.to(model.device), mask.bool().to(model.device)
-    passes = 2 if scored_by == "repeat" else 1
-    reader = _Reader(model, ids, mask, passes, progress)
-    recent: int | None = RECENT
-    if scored_by == "echo":
+    if request is None:
+        reader = _Reader(model, ids, mask, 1, progress)
         echo = Echo(model, mask)
         with echo.heard(model, reader.layers):
             attention = reader.document(config.policy)
         others = _other_layers(reader.cache)
         largest = [echo.scores(layer) for layer in reader.layers]
-        recent = None
     else:
+        reader = _Reader(model, ids, mask, 2, progress)
         attention = reader.document(config.policy)
         others = _other_layers(reader.cache)
-        largest = reader.repetition(repeat.to(model.device).reshape(1, -1), others)
+        largest = reader.repetition(request, others)
+    recent = None if scored_by == "echo" else RECENT
     cache = cut(reader.cache, model.config, config, attention, largest, by_attention, recent)
     _put_other_layers(cache, others)
     return cache
+
+
+def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
+    """Token ids [1, n] of what asks for the repetition."""
+    if isinstance(repeat, str):
+        if tokenizer is None:
+            raise ValueError("h2o.read needs the tokenizer, or token ids as repeat")
+        repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return torch.as_tensor(repeat).reshape(1, -1)
 
 
 class _Reader:
