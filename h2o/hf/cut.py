@@ -60,7 +60,8 @@ def cut(
     first, kept, spare = [], [], []
     for (source, layer), scores in zip(layers, attention, strict=True):
         held = _Held.of(source)
-        own, left = _parted(_budgets_of(layer, source, held.mask), by_attention, recent)
+        budgets = _budgets_of(layer, source, held.mask)
+        own, left = _parted(budgets, config.sinks, by_attention, recent)
         first.append(own)
         kept.append(_kept(held, scores, config.policy, own))
         spare.append(left)
@@ -110,13 +111,18 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     return [row * heads if len(row) == 1 else row for row in rows]
 
 
-def _parted(budgets: Budgets, by_attention: float, recent: int | None) -> tuple[Budgets, list[int]]:
+def _parted(
+    budgets: Budgets, sinks: int, by_attention: float, most_recent: int | None
+) -> tuple[Budgets, list[int]]:
     """The budgets of the first reading, and how many places each row has left for the second."""
     first, left = [], []
     for row in budgets:
-        recents = [r if recent is None else min(r, recent) for _, r in row]
+        recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
         rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
-        heavies = [int(n * by_attention) for n in rest]
+        heavies = [
+            int(n * by_attention) or int(sinks + recent == 0)  # no head is left without a key
+            for n, recent in zip(rest, recents, strict=True)
+        ]
         first.append(list(zip(heavies, recents, strict=True)))
         left.append(sum(rest) - sum(heavies))
     return first, left

@@ -13,7 +13,7 @@ batch, n tokens of a row, K of the longest row, D head dimension, F rotary angle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout
-from h2o.hf.attention_hook import Call, attending
+from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer
 from h2o.hf.model_rotary import ROLLED, Rotary, has_rotary, turned
 from h2o.hf.patch_lock import unwrapped
@@ -72,20 +72,29 @@ class Echo:
             )
 
     @contextmanager
-    def heard(self, model: Any, layers: list[H2OLayer]) -> Iterator[None]:
-        """Within the block the queries of these layers are noted."""
+    def heard(self, layers: list[H2OLayer]) -> Iterator[None]:
+        """Within the block what these layers are asked is noted.
 
-        def note(call: Call) -> Tensor:
-            self.queries.setdefault(call.layer, []).append(call.query)
-            self.logits[call.layer] = {
-                "scale": call.scale,
-                "softcap": call.softcap,
-                "sink_logits": call.sink_logits,
-            }
-            return call.full()
+        The layers are of one reader's own cache, so that any number of threads may read with one
+        model; `h2o.hf.attention_hook` would change the model.
+        """
 
-        with attending(model, [layer.layer_idx for layer in layers], note):
+        def noting(layer: H2OLayer, forward: Callable[[NewTokens], Tensor]) -> Any:
+            def note(tokens: NewTokens) -> Tensor:
+                self.queries.setdefault(layer.layer_idx, []).append(tokens.query)
+                names = ("scale", "softcap", "sink_logits")
+                self.logits[layer.layer_idx] = {x: getattr(tokens, x) for x in names}
+                return forward(tokens)
+
+            return note
+
+        for layer in layers:
+            vars(layer)["forward"] = noting(layer, layer.forward)
+        try:
             yield
+        finally:
+            for layer in layers:
+                del vars(layer)["forward"]
 
     def scores(self, layer: H2OLayer) -> Tensor:
         """[B, G, K] float32 of a layer that holds all keys; its queries are gone afterwards."""
