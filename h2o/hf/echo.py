@@ -72,24 +72,24 @@ class Echo:
             )
 
     @contextmanager
-    def heard(self, layers: list[H2OLayer]) -> Iterator[None]:
-        """Within the block what these layers are asked is noted.
+    def recording(self, layers: list[H2OLayer]) -> Iterator[None]:
+        """Within the block the queries that these layers get are recorded.
 
         The layers are of one reader's own cache, so that any number of threads may read with one
         model; `h2o.hf.attention_hook` would change the model.
         """
 
-        def noting(layer: H2OLayer, forward: Callable[[NewTokens], Tensor]) -> Any:
-            def note(tokens: NewTokens) -> Tensor:
+        def recorder(layer: H2OLayer, forward: Callable[[NewTokens], Tensor]) -> Any:
+            def record(tokens: NewTokens) -> Tensor:
                 self.queries.setdefault(layer.layer_idx, []).append(tokens.query)
                 names = ("scale", "softcap", "sink_logits")
                 self.logits[layer.layer_idx] = {x: getattr(tokens, x) for x in names}
                 return forward(tokens)
 
-            return note
+            return record
 
         for layer in layers:
-            vars(layer)["forward"] = noting(layer, layer.forward)
+            vars(layer)["forward"] = recorder(layer, layer.forward)
         try:
             yield
         finally:

@@ -128,7 +128,7 @@ def read(
     if request is None:
         reader = _Reader(model, ids, mask, 1, progress)
         echo = Echo(model, mask)
-        with echo.heard(reader.layers):
+        with echo.recording(reader.layers):
             attention = reader.document(config.policy)
         others = _other_layers(reader.cache)
         largest = [echo.scores(layer) for layer in reader.layers]
