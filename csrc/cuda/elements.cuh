@@ -78,22 +78,59 @@ template <int N> DEVICE void load_vectors(const char *const p[N], h2o_dtype type
     }
 }
 
-/* RUN bytes by the widest loads that their alignment allows: quantised rows have odd addresses. */
-DEVICE void load_bytes(const char *p, uint8_t x[RUN]) {
-    if (is_aligned_to(p, 4)) {
-        const uint32_t word[2] = {*(const uint32_t *)p, *(const uint32_t *)(p + 4)};
+/* The bits of N addresses together: all are multiples of a power of two if these are. */
+template <int N> DEVICE uintptr_t all_bits(const char *const p[N]) {
+    uintptr_t bits = 0;
+    UNROLL
+    for (int i = 0; i < N; i++) bits |= (uintptr_t)p[i];
+    return bits;
+}
+
+enum { WORDS = RUN / 4 };
+
+/* RUN bytes of each of N rows, four in a word, by the widest loads that all of them allow:
+ * quantised rows have odd addresses. */
+template <int N> DEVICE void load_bytes(const char *const p[N], uint32_t word[N][WORDS]) {
+    const uintptr_t bits = all_bits<N>(p);
+    if (bits % 4 == 0) {
         UNROLL
-        for (int i = 0; i < RUN; i++) x[i] = (uint8_t)(word[i / 4] >> i % 4 * 8);
-    } else if (is_aligned_to(p, 2)) {
+        for (int i = 0; i < N * WORDS; i++) {
+            word[i / WORDS][i % WORDS] = ((const uint32_t *)p[i / WORDS])[i % WORDS];
+        }
+    } else if (bits % 2 == 0) {
         UNROLL
-        for (int i = 0; i < RUN; i += 2) {
-            const uint16_t half = *(const uint16_t *)(p + i);
-            x[i] = (uint8_t)half;
-            x[i + 1] = (uint8_t)(half >> 8);
+        for (int i = 0; i < N * WORDS; i++) {
+            const uint16_t *const half = (const uint16_t *)p[i / WORDS] + i % WORDS * 2;
+            word[i / WORDS][i % WORDS] = half[0] | (uint32_t)half[1] << 16;
         }
     } else {
         UNROLL
-        for (int i = 0; i < RUN; i++) x[i] = (uint8_t)p[i];
+        for (int i = 0; i < N * WORDS; i++) {
+            const uint8_t *const byte = (const uint8_t *)p[i / WORDS] + i % WORDS * 4;
+            word[i / WORDS][i % WORDS] =
+                byte[0] | byte[1] << 8 | byte[2] << 16 | (uint32_t)byte[3] << 24;
+        }
+    }
+}
+
+DEVICE uint8_t byte_of(const uint32_t word[WORDS], int i) {
+    return (uint8_t)(word[i / 4] >> i % 4 * 8);
+}
+
+/* COUNT numbers of 16 bits at each of N addresses, likewise. */
+template <int N, int COUNT>
+DEVICE void load_halves(const char *const p[N], uint16_t half[N][COUNT]) {
+    if (all_bits<N>(p) % 2 == 0) {
+        UNROLL
+        for (int i = 0; i < N * COUNT; i++) {
+            half[i / COUNT][i % COUNT] = ((const uint16_t *)p[i / COUNT])[i % COUNT];
+        }
+    } else {
+        UNROLL
+        for (int i = 0; i < N * COUNT; i++) {
+            const uint8_t *const byte = (const uint8_t *)p[i / COUNT] + i % COUNT * 2;
+            half[i / COUNT][i % COUNT] = (uint16_t)(byte[0] | byte[1] << 8);
+        }
     }
 }
 

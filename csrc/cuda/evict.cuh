@@ -1,5 +1,6 @@
 /* evict.cuh - takes Q new keys of each head into its slots and evicts what exceeds the budget k.
- * One block for each of the B * G heads.
+ * One block for each of the B * G heads; rows of a long prompt are moved by more, in a launch of
+ * their own.
  *
  *   1. Selection among stored and new keys (evict_list.cuh).
  *   2. If evicted keys are merged: their list by position, stored rows saved to the workspace.
@@ -14,6 +15,7 @@
 #define H2O_CUDA_EVICT_CUH
 
 #include "evict_list.cuh"
+#include "move_rows.cuh"
 
 /* ---- Moving -------------------------------------------------------------- */
 
@@ -33,24 +35,30 @@ DEVICE int64_t list_moves(const evict_item *item, int64_t kept, select_buffer *b
     return lower(vacant, count);
 }
 
-/* Stores candidate i in slot `to`; by a warp. */
-DEVICE void move_candidate(const evict_item *item, int64_t i, int64_t to) {
+/* Moves of keys, or of values. */
+DEVICE row_moves moves_of(const evict_item *item, bool values, int64_t count) {
     const slot_store *const store = &item->store;
-    char *const key = store->keys + to * store->key_stride;
-    char *const value = store->values + to * store->value_stride;
-    const bool shared = store_is_shared(store);
-    if (is_new(item, i)) {
-        const int64_t q = column_of(item, i);
-        store_row(key, store->key_type, row_of(item->keys, item->b, item->g, q), item->D);
-        if (!shared)
-            store_row(value, store->value_type, row_of(item->values, item->b, item->g, q), item->D);
-    } else {
-        copy_row(key, store->keys + i * store->key_stride, h2o_row_bytes(store->key_type, item->D));
-        if (!shared)
-            copy_row(value, store->values + i * store->value_stride,
-                     h2o_row_bytes(store->value_type, item->D));
-    }
-    if (threadIdx.x % 32 == 0) {
+    const h2o_view *const tensor = values ? item->values : item->keys;
+    row_moves moves = {};
+    moves.rows = values ? store->values : store->keys;
+    moves.stride = values ? store->value_stride : store->key_stride;
+    moves.type = values ? store->value_type : store->key_type;
+    moves.first = row_of(tensor, item->b, item->g, 0);
+    moves.pitch = tensor->stride[2] * h2o_dtype_size(tensor->dtype);
+    moves.slots = item->head.slots;
+    moves.D = item->D;
+    moves.count = count;
+    moves.sources = item->sources;
+    moves.destinations = item->destinations;
+    return moves;
+}
+
+/* Everything of a key but its rows. */
+DEVICE void move_records(const evict_item *item, int64_t moves) {
+    const slot_store *const store = &item->store;
+    NO_UNROLL
+    for (int64_t m = threadIdx.x; m < moves; m += blockDim.x) {
+        const int64_t i = item->sources[m], to = item->destinations[m];
         store->scores[to] = score_of(item, i);
         store->positions[to] = position_of(item, i);
         if (store->norms) store->norms[to] = norm_of_candidate(item, i);
@@ -68,13 +76,18 @@ DEVICE void clear_slots(const slot_store *store, int64_t begin, int64_t end) {
 }
 
 DEVICE void move_all(const evict_item *item, int64_t moves, int64_t kept) {
+    move_records(item, moves);
     NO_UNROLL
-    for (int64_t m = threadIdx.x / 32; m < moves; m += blockDim.x / 32) {
-        move_candidate(item, item->sources[m], item->destinations[m]);
+    for (int values = 0; !item->rows_wait && values <= !store_is_shared(&item->store); values++) {
+        const row_moves rows = moves_of(item, values != 0, moves);
+        move_rows(&rows, block_share{0, 1});
     }
     sync_block();
     clear_slots(&item->store, kept, item->head.slots);
-    if (threadIdx.x == 0) *item->free_slot = (int32_t)kept;
+    if (threadIdx.x == 0) {
+        *item->free_slot = (int32_t)kept;
+        *item->moves = (int32_t)moves;
+    }
 }
 
 /* ---- Merging ------------------------------------------------------------- */
@@ -209,5 +222,18 @@ KERNEL(h2o_cuda_evict, h2o_evict_params) {
     }
 }
 EXPORT_KERNEL(h2o_cuda_evict, h2o_evict_params)
+
+/* The rows, where evict has left them to this. Grid: twice the blocks that share a head's moves, of
+ * which the second half moves values, G, B. */
+KERNEL(h2o_cuda_move, h2o_evict_params) {
+    const h2o_evict_params *const p = &params;
+    const int64_t blocks = gridDim.x / 2, index = blockIdx.x % blocks;
+    const bool values = blockIdx.x >= blocks;
+    const evict_item item = open_rows(p, workspace, blockIdx.z, blockIdx.y);
+    if (values && store_is_shared(&item.store)) return;
+    const row_moves rows = moves_of(&item, values, *item.moves);
+    move_rows(&rows, block_share{index, blocks});
+}
+EXPORT_KERNEL(h2o_cuda_move, h2o_evict_params)
 
 #endif

@@ -27,12 +27,13 @@ typedef struct {
     int32_t *free_slot;
     uint32_t *rank_keys; /* see evict_layout, from here on */
     uint8_t *marks;
-    int32_t *token_index, *destinations, *sources, *evicted;
+    int32_t *token_index, *destinations, *sources, *moves, *evicted;
     float *norms;
     h2o_member *members;
     char *saved;
     int64_t row;
-    char *shared; /* memory for evict_buffers */
+    bool rows_wait; /* for the kernel that moves them */
+    char *shared;   /* memory for evict_buffers */
 } evict_item;
 
 /* In shared memory. */
@@ -61,33 +62,42 @@ DEVICE void lay_out_workspace(evict_item *item, const evict_layout *at, char *wo
     item->norms = (float *)(workspace + at->norms) + head_index * item->Q;
     item->destinations = (int32_t *)(workspace + at->destinations) + head_index * S;
     item->sources = (int32_t *)(workspace + at->sources) + head_index * candidates;
+    item->moves = (int32_t *)(workspace + at->moves) + head_index;
     item->evicted = (int32_t *)(workspace + at->evicted) + head_index * candidates;
     item->members = (h2o_member *)(workspace + at->members) + head_index * stored;
     item->saved = workspace + at->saved + head_index * stored * at->row;
     item->row = at->row;
 }
 
-DEVICE evict_item open_evict(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g,
-                             char *shared) {
+/* What moving rows has to know. */
+DEVICE evict_item open_rows(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g) {
     const evict_layout at = cuda_evict_call(p);
     evict_item item = {};
-    item.policy = &p->policy;
     item.keys = &p->keys;
     item.values = &p->values;
-    item.scores = &p->scores;
-    item.mask = &p->mask;
     item.b = b;
     item.g = g;
     item.Q = p->dims.Q;
     item.D = p->dims.D;
+    item.head = read_extent(&p->slots, g);
+    item.store = open_store(&p->slots, b, &item.head, p->dims.D);
+    lay_out_workspace(&item, &at, workspace, b * p->dims.G + g);
+    return item;
+}
+
+DEVICE evict_item open_evict(const h2o_evict_params *p, char *workspace, int64_t b, int64_t g,
+                             char *shared) {
+    evict_item item = open_rows(p, workspace, b, g);
+    item.policy = &p->policy;
+    item.scores = &p->scores;
+    item.mask = &p->mask;
     item.tokens = p->dims.Q;
     item.length = read_length(&p->slots.lengths, b, p->dims.Q);
     item.head = read_head(&p->slots, b, g, &p->policy, item.length);
-    item.store = open_store(&p->slots, b, &item.head, p->dims.D);
     item.lost = (double *)h2o_at(&p->slots.lost, b, g, 0);
     item.free_slot = (int32_t *)h2o_at(&p->slots.free, b, g, 0);
+    item.rows_wait = cuda_move_blocks(p) > 0;
     item.shared = shared;
-    lay_out_workspace(&item, &at, workspace, b * p->dims.G + g);
     return item;
 }
 

@@ -22,6 +22,8 @@ enum {
 #else
     EVICT_THREADS = 256,
 #endif
+    MOVE_THREADS = 128,
+    MOVE_ROWS = 32, /* keys, or values, for each block that moves them */
     ATTEND_THREADS = 128,
     ATTEND_TILE = 32, /* queries, and keys, of a tile of logits; */
     MATRIX_ROWS = 64, /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
@@ -129,8 +131,9 @@ H2O_INLINE unsigned cuda_prepare_shared(void) { return 4096; }
 /* A head has slots + Q candidates: its slots, then the columns of new tokens. */
 typedef struct {
     int64_t slots;       /* of a head at most */
-    size_t heads_done;   /* [B] u32: finished heads of a row; cleared before the launch */
-    size_t cleared;      /* bytes of these */
+    size_t heads_done;   /* [B] u32: finished heads of a row; both cleared before the launch */
+    size_t moves;        /* [B][G] i32: moves listed, see destinations */
+    size_t cleared;      /* bytes of these two */
     size_t rank_keys;    /* [B][G][slots + Q] u32: ranks as ordered integers, see policy.h */
     size_t marks;        /* [B][G][slots + Q] u8: see evict_list.cuh */
     size_t token_index;  /* [B][G][Q] i32: tokens before a column, -1: a pad */
@@ -158,6 +161,7 @@ H2O_INLINE evict_layout cuda_evict_layout(const h2o_dims *d, int64_t S, int64_t 
     const bool merges = policy->merge > 0.0f;
     at.slots = S;
     at.heads_done = cuda_take(&at.bytes, B, sizeof(uint32_t));
+    at.moves = cuda_take(&at.bytes, heads, sizeof(int32_t));
     at.cleared = at.bytes;
     at.rank_keys = cuda_take(&at.bytes, heads * (S + Q), sizeof(uint32_t));
     at.marks = cuda_take(&at.bytes, heads * (S + Q), 1);
@@ -176,6 +180,16 @@ H2O_INLINE evict_layout cuda_evict_layout(const h2o_dims *d, int64_t S, int64_t 
 H2O_INLINE evict_layout cuda_evict_call(const h2o_evict_params *p) {
     const int64_t row = cuda_row_bytes(&p->slots.keys, &p->slots.values, p->dims.D);
     return cuda_evict_layout(&p->dims, cuda_slots(&p->slots), row, &p->policy);
+}
+
+/* Blocks that share the keys that move into a head's slots, and so many again for the values.
+ * 0: the head's own block moves both. It does so where few can move, and where evicted keys are
+ * merged into what has been moved. */
+H2O_INLINE int64_t cuda_move_blocks(const h2o_evict_params *p) {
+    const int64_t axis = cuda_slots(&p->slots), Q = p->dims.Q;
+    const int64_t slots = h2o_given(&p->slots.starts) ? cuda_ceil(axis, p->dims.G) : axis;
+    const int64_t blocks = cuda_ceil(slots < Q ? slots : Q, MOVE_ROWS);
+    return p->policy.merge > 0.0f || blocks < 2 ? 0 : blocks;
 }
 
 /* Bytes of a block's shared memory: evict_buffers of evict_list.cuh. */

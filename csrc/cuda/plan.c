@@ -2,11 +2,12 @@
 #include "plan.h"
 
 enum { KINDS = 3, SIZES = 3 }; /* any floats, float16, bfloat16; head dimensions */
-enum { PREPARE, EVICT, STEP, SIMULATE_PREPARE, SIMULATE, FORWARD, SUMS = FORWARD + KINDS * SIZES };
+enum { PREPARE, EVICT, MOVE, STEP, SIMULATE_PREPARE, SIMULATE, FORWARD, SUMS = FORWARD + KINDS * SIZES };
 
 const char *const cuda_kernel_names[CUDA_KERNELS] = {
     "h2o_cuda_prepare",
     "h2o_cuda_evict",
+    "h2o_cuda_move",
     "h2o_cuda_step",
     "h2o_cuda_simulate_prepare",
     "h2o_cuda_simulate",
@@ -76,6 +77,8 @@ static void plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
     *plan = (cuda_plan){.workspace = at.bytes, .cleared = at.cleared};
     add_launch(plan, EVICT, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
                cuda_evict_shared());
+    add_launch(plan, MOVE, params, sizeof *params, 2 * cuda_move_blocks(params), d->G, d->B,
+               MOVE_THREADS, 0);
 }
 
 static void plan_step(const h2o_step_params *params, cuda_plan *plan) {

@@ -2,7 +2,8 @@
  * shapes of a checked call alone; no tensor is read.
  *
  *     attend        prepare, forward, sums
- *     evict, step   one kernel
+ *     evict         evict, move (where many rows can move)
+ *     step          one kernel
  *     simulate      prepare, forward, sums, simulate */
 #ifndef H2O_CUDA_PLAN_H
 #define H2O_CUDA_PLAN_H
@@ -10,7 +11,7 @@
 #include "../operations.h"
 #include "kernels.h"
 
-enum { CUDA_MOST_LAUNCHES = 4, CUDA_KERNELS = 23 };
+enum { CUDA_MOST_LAUNCHES = 4, CUDA_KERNELS = 24 };
 
 /* The names of all kernels. Those for tensor cores in bfloat16 are there from compute capability 8.0
  * on only. */

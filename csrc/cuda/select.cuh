@@ -42,6 +42,43 @@ DEVICE int64_t compact(int64_t n, int64_t first, select_buffer *buffer, PICKS pi
     return first;
 }
 
+/* The next digit of the nth highest, where bins[] counts digits, and which of those with it that
+ * is; by a warp. Lane 0 has the 8 highest bins, lane 1 the next, and so on: shuffles sum up those
+ * of the lanes before, and the lane whose bins reach n looks at each. */
+DEVICE void find_digit(select_buffer *buffer, int shift) {
+    enum { BINS = SELECT_BINS / 32 };
+    const int lane = threadIdx.x % 32, highest = SELECT_BINS - 1 - BINS * lane;
+    const int32_t n = buffer->nth;
+    int32_t bins[BINS], own = 0;
+    UNROLL
+    for (int i = 0; i < BINS; i++) {
+        bins[i] = (int32_t)buffer->bins[highest - i];
+        own += bins[i];
+    }
+    int32_t before = 0, all = own;
+    UNROLL
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const int32_t others = shfl_xor(all, offset);
+        if (lane & offset) before += others;
+        all += others;
+    }
+    const uint32_t reached = warp_ballot(n <= before + own);
+    sync_warp(); /* all lanes have read what changes below */
+    const int first = reached ? popcount((reached & (0u - reached)) - 1) : 31;
+    if (lane != first) return;
+    int digit = highest;
+    int32_t nth = n - before;
+    UNROLL
+    for (int i = 0; i < BINS - 1; i++) {
+        if (digit == highest - i && nth > bins[i]) {
+            nth -= bins[i];
+            digit--;
+        }
+    }
+    buffer->nth = nth;
+    buffer->known |= (uint32_t)digit << shift;
+}
+
 /* The nth highest, counted from 1, of key(i) for those i < n with picks(i), of which there are at
  * least nth; *among is how many of those equal to it belong to the nth highest. Radix select: each
  * pass counts those that agree with the digits known so far by their next digit. */
@@ -65,13 +102,7 @@ DEVICE uint32_t nth_highest(int64_t n, int64_t nth, int64_t *among, select_buffe
             if ((k & mask) == known) count_shared(&buffer->bins[k >> shift & 255]);
         }
         sync_block();
-        if (threadIdx.x == 0) {
-            int digit = 255;
-            while (digit > 0 && buffer->nth > (int32_t)buffer->bins[digit]) {
-                buffer->nth -= (int32_t)buffer->bins[digit--];
-            }
-            buffer->known = known | (uint32_t)digit << shift;
-        }
+        if (threadIdx.x / 32 == 0) find_digit(buffer, shift);
         mask |= 255u << shift;
         sync_block();
     }

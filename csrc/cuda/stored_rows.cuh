@@ -80,8 +80,31 @@ struct q8_rows {
 
     template <int N>
     DEVICE_METHOD void load(const char *const row[N], int64_t d, int64_t D, float x[N][RUN]) const {
+        const char *numbers[N], *scales[N];
+        uint32_t word[N][WORDS] = {};
+        uint16_t scale[N][1];
         UNROLL
-        for (int i = 0; i < N; i++) load_run(row[i], d, D, x[i]);
+        for (int i = 0; i < N; i++) {
+            numbers[i] = row[i] + d;
+            scales[i] = row[i] + D;
+        }
+        if (d + RUN <= D) {
+            load_bytes<N>(numbers, word);
+        } else {
+            UNROLL
+            for (int i = 0; i < N * RUN; i++) {
+                const int e = i % RUN;
+                const uint32_t byte = d + e < D ? (uint8_t)numbers[i / RUN][e] : 0;
+                word[i / RUN][e / 4] |= byte << e % 4 * 8;
+            }
+        }
+        load_halves<N, 1>(scales, scale);
+        UNROLL
+        for (int i = 0; i < N * RUN; i++) {
+            const int e = i % RUN;
+            const float number = (float)(int8_t)byte_of(word[i / RUN], e);
+            x[i / RUN][e] = d + e < D ? f16_to_float(scale[i / RUN][0]) * number : 0.0f;
+        }
     }
 
     DEVICE_METHOD float element(const char *row, int64_t d, int64_t D) const {
@@ -109,20 +132,6 @@ struct q8_rows {
     DEVICE_METHOD void store_floats(char *row, const float *x, int64_t D) const {
         store(row, element_ref{(const char *)x, H2O_F32, 1}, D);
     }
-
-  private:
-    DEVICE_METHOD void load_run(const char *row, int64_t d, int64_t D, float x[RUN]) const {
-        const float scale = load_scalar(row + D, H2O_F16);
-        uint8_t bytes[RUN] = {};
-        if (d + RUN <= D) {
-            load_bytes(row + d, bytes);
-        } else {
-            UNROLL
-            for (int i = 0; i < RUN; i++) bytes[i] = d + i < D ? (uint8_t)row[d + i] : 0;
-        }
-        UNROLL
-        for (int i = 0; i < RUN; i++) x[i] = d + i < D ? scale * (float)(int8_t)bytes[i] : 0.0f;
-    }
 };
 
 /* Rows of D half bytes, and a scale and a minimum for each group; D is a multiple of a group. */
@@ -131,8 +140,23 @@ struct q4_rows {
 
     template <int N>
     DEVICE_METHOD void load(const char *const row[N], int64_t d, int64_t D, float x[N][RUN]) const {
+        const int shift = d % H2O_GROUP >= H2O_GROUP / 2 ? 4 : 0;
+        const char *numbers[N], *scales[N];
+        uint32_t word[N][WORDS];
+        uint16_t scale_minimum[N][2];
         UNROLL
-        for (int i = 0; i < N; i++) load_run(row[i], d, D, x[i]);
+        for (int i = 0; i < N; i++) {
+            numbers[i] = row[i] + d / H2O_GROUP * (H2O_GROUP / 2) + d % (H2O_GROUP / 2);
+            scales[i] = row[i] + D / 2 + d / H2O_GROUP * 4;
+        }
+        load_bytes<N>(numbers, word);
+        load_halves<N, 2>(scales, scale_minimum);
+        UNROLL
+        for (int i = 0; i < N * RUN; i++) {
+            const uint16_t *const both = scale_minimum[i / RUN];
+            const int number = byte_of(word[i / RUN], i % RUN) >> shift & 15;
+            x[i / RUN][i % RUN] = fmaf((float)number, f16_to_float(both[0]), f16_to_float(both[1]));
+        }
     }
 
     /* Each lane has one element of a group. */
@@ -153,20 +177,6 @@ struct q4_rows {
 
     DEVICE_METHOD void store_floats(char *row, const float *x, int64_t D) const {
         store(row, element_ref{(const char *)x, H2O_F32, 1}, D);
-    }
-
-  private:
-    DEVICE_METHOD void load_run(const char *row, int64_t d, int64_t D, float x[RUN]) const {
-        const char *const scale_minimum = row + D / 2 + d / H2O_GROUP * 4;
-        const int shift = d % H2O_GROUP >= H2O_GROUP / 2 ? 4 : 0;
-        const float scale = load_scalar(scale_minimum, H2O_F16);
-        const float minimum = load_scalar(scale_minimum + 2, H2O_F16);
-        uint8_t bytes[RUN];
-        load_bytes(row + d / H2O_GROUP * (H2O_GROUP / 2) + d % (H2O_GROUP / 2), bytes);
-        UNROLL
-        for (int i = 0; i < RUN; i++) {
-            x[i] = fmaf((float)(bytes[i] >> shift & 15), scale, minimum);
-        }
     }
 };
 
@@ -216,15 +226,33 @@ DEVICE void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D)
     by_stored_dtype(stored, [&](auto rows) { rows.store_floats(row, x, D); });
 }
 
+/* Calls use(word) with a word as wide as all addresses and strides allow, whose bits `bits` has. */
+template <typename USE> DEVICE void by_words(uint64_t bits, USE use) {
+    if (bits % 16 == 0) {
+        use(vec16{});
+    } else if (bits % 8 == 0) {
+        use((uint64_t)0);
+    } else if (bits % 4 == 0) {
+        use((uint32_t)0);
+    } else if (bits % 2 == 0) {
+        use((uint16_t)0);
+    } else {
+        use((uint8_t)0);
+    }
+}
+
 /* Copies a stored row. */
 DEVICE void copy_row(char *to, const char *from, int64_t bytes) {
-    const bool aligned = is_aligned(to) && is_aligned(from);
-    const int64_t vectors = aligned ? bytes / 16 : 0;
-    NO_UNROLL
-    for (int64_t i = threadIdx.x % 32; i < vectors; i += 32)
-        store16(to + 16 * i, load16(from + 16 * i));
-    NO_UNROLL
-    for (int64_t i = 16 * vectors + threadIdx.x % 32; i < bytes; i += 32) to[i] = from[i];
+    by_words((uintptr_t)to | (uintptr_t)from, [&](auto word) {
+        typedef decltype(word) WORD;
+        const int64_t words = bytes / (int64_t)sizeof(WORD);
+        NO_UNROLL
+        for (int64_t i = threadIdx.x % 32; i < words; i += 32)
+            ((WORD *)to)[i] = ((const WORD *)from)[i];
+        NO_UNROLL
+        for (int64_t i = words * (int64_t)sizeof(WORD) + threadIdx.x % 32; i < bytes; i += 32)
+            to[i] = from[i];
+    });
 }
 
 /* The L2 norm of a row, the same for all lanes. */

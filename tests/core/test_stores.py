@@ -90,3 +90,68 @@ def test_simulation(kv_dtype, prompt):
         for g in range(3):
             held = talk.kept[-1][0][b, g]
             assert (evicted_at[b, g, held[held >= 0]] == N).all()
+
+
+def unaligned(x: np.ndarray, offset: int, pitch: int) -> np.ndarray:
+    """The same [B, G, N, D], `offset` elements past a multiple of 64 bytes, rows `pitch` apart."""
+    B, G, N, _ = x.shape
+    size = x.dtype.itemsize
+    memory = np.zeros(offset + B * G * N * pitch + 64 // size, x.dtype)
+    memory = memory[-memory.ctypes.data % 64 // size + offset :]
+    view = memory[: B * G * N * pitch].reshape(B, G, N, pitch)[..., : x.shape[-1]]
+    view[:] = x
+    return view
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("D", [1, 9, 40, 128, 250])
+@pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])
+def test_rows_move_as_they_are_from_and_to_any_address(D, offset, dtype):
+    """A prompt whose rows several blocks move, and a chunk."""
+    N, Q, S, k = 190, 150, 100, 70
+    text = inputs.drifting(3, B=2, G=2, N=N, D=D)
+    keys, values = (
+        unaligned(x.astype(dtype), near, -(-D // 8) * 8 + near)
+        for x, near in zip(text[1:], (offset, 0), strict=True)
+    )
+    slots = ops.new_slots(keys, S, k - 10, 10)
+    slots = slots._replace(keys=unaligned(slots.keys, 0, -(-D // 16) * 16))
+    slots = slots._replace(values=unaligned(slots.values, offset, D + offset))
+    scores = np.random.default_rng(D).random((2, 2, N), np.float32)
+    for new in (slice(0, Q), slice(Q, N)):
+        ops.evict(keys[:, :, new], values[:, :, new], scores[:, :, new].copy(), slots)
+        assert ((slots.positions >= 0).sum(-1) == k).all()
+        for b, g in np.ndindex(2, 2):
+            held = slots.positions[b, g, :k]
+            np.testing.assert_array_equal(slots.keys[b, g, :k], keys[b, g, held])
+            np.testing.assert_array_equal(slots.values[b, g, :k], values[b, g, held])
+            np.testing.assert_array_equal(slots.scores[b, g, :k], scores[b, g, held])
+
+
+@pytest.mark.parametrize("D", [32, 33, 40, 50, 64, 128])
+@pytest.mark.parametrize("kind", ["int8", "int8-int4"])
+def test_quantised_rows_move_as_they_are(D, kind):
+    """The key beyond the budget goes where one is missing, at addresses of every alignment."""
+    if kind != "int8" and D % 32:
+        pytest.skip("int4 has groups of 32")
+    k = 40
+    text = inputs.drifting(4, B=1, G=2, N=k + 2, D=D)
+    keys, values = text.keys[:, :, : k + 1], text.values[:, :, : k + 1]
+    for hole in range(17):
+        slots = ops.new_slots(keys, k + 1, k + 1, 0, kv_dtype=kind)
+        ops.evict(keys, values, np.ones((1, 2, k + 1), np.float32), slots)
+        before = slots.keys.copy(), slots.values.copy()
+        slots.positions[..., hole] = -1
+        slots.scores[..., hole] = 0
+        slots.free[:] = hole
+        slots.budget[:] = [k, 0]
+        worst = np.full((1, 2, 1), -1, np.float32)
+        ops.evict(text.keys[:, :, -1:], text.values[:, :, -1:], worst, slots)
+        for g in range(2):
+            np.testing.assert_array_equal(
+                slots.positions[0, g], [*range(hole), k, *range(hole + 1, k), -1]
+            )
+            for now, then in zip((slots.keys, slots.values), before, strict=True):
+                np.testing.assert_array_equal(now[0, g, hole], then[0, g, k])
+                np.testing.assert_array_equal(now[0, g, :hole], then[0, g, :hole])
+                np.testing.assert_array_equal(now[0, g, hole + 1 : k], then[0, g, hole + 1 : k])

@@ -1,0 +1,118 @@
+/* move_rows.cuh - moves keys, or values, of a head into its slots, as evict has listed them.
+ *
+ * Rows of bytes are copied by the widest words that every address of the call allows, found once;
+ * as many threads as a row has words copy it, and each has COPY_AHEAD rows on their way before
+ * it writes the first. Rows that have to be quantised or gathered are stored by a warp each.
+ *
+ * No slot is both read and written by a list of moves, so neither their order nor the number of
+ * blocks that share them matters. */
+#ifndef H2O_CUDA_MOVE_ROWS_CUH
+#define H2O_CUDA_MOVE_ROWS_CUH
+
+#include "stored_rows.cuh"
+
+enum { COPY_AHEAD = 4 };
+
+/* Move m takes candidate sources[m] (a slot, or slots + the column of a new token) to slot
+ * destinations[m]. */
+typedef struct {
+    char *rows; /* of the slots, `stride` bytes apart */
+    int64_t stride;
+    h2o_dtype type;    /* of these */
+    element_ref first; /* the first new row, ... */
+    int64_t pitch;     /* ... and bytes from one to the next */
+    int64_t slots, D, count;
+    const int32_t *sources, *destinations;
+} row_moves;
+
+/* One of `count` blocks that share the moves. */
+typedef struct {
+    int64_t index, count;
+} block_share;
+
+DEVICE const char *source_of(const row_moves *moves, int64_t i) {
+    return i < moves->slots ? moves->rows + i * moves->stride
+                            : moves->first.data + (i - moves->slots) * moves->pitch;
+}
+
+/* Whether a new row has the bytes that its slot will have. */
+DEVICE bool is_copied(const row_moves *moves) {
+    return moves->type == moves->first.type && moves->first.stride == 1;
+}
+
+/* Threads that copy a row of so many words: a power of two. */
+DEVICE int copiers(int64_t words) {
+    int threads = 32;
+    while (threads / 2 >= words && threads > 1) threads /= 2;
+    return threads;
+}
+
+template <typename WORD> DEVICE void copy_moves(const row_moves *moves, block_share share) {
+    const int64_t bytes = h2o_row_bytes(moves->type, moves->D);
+    const int64_t whole = bytes / (int64_t)sizeof(WORD), rest = bytes % (int64_t)sizeof(WORD);
+    const int threads = copiers(whole > rest ? whole : rest);
+    const int lane = threadIdx.x % threads, team = threadIdx.x / threads;
+    const int64_t teams = blockDim.x / threads, batch = teams * COPY_AHEAD;
+    NO_UNROLL
+    for (int64_t m = share.index * batch + team; m < moves->count; m += share.count * batch) {
+        const char *from[COPY_AHEAD];
+        char *to[COPY_AHEAD] = {};
+        UNROLL
+        for (int i = 0; i < COPY_AHEAD; i++) {
+            const int64_t at = m + i * teams;
+            from[i] = nullptr;
+            if (at >= moves->count) continue;
+            from[i] = source_of(moves, moves->sources[at]);
+            to[i] = moves->rows + moves->destinations[at] * moves->stride;
+        }
+        NO_UNROLL
+        for (int64_t w = lane; w < whole; w += threads) {
+            WORD x[COPY_AHEAD] = {};
+            UNROLL
+            for (int i = 0; i < COPY_AHEAD; i++) {
+                if (from[i]) x[i] = ((const WORD *)from[i])[w];
+            }
+            UNROLL
+            for (int i = 0; i < COPY_AHEAD; i++) {
+                if (from[i]) ((WORD *)to[i])[w] = x[i];
+            }
+        }
+        NO_UNROLL
+        for (int64_t c = bytes - rest + lane; c < bytes; c += threads) {
+            UNROLL
+            for (int i = 0; i < COPY_AHEAD; i++) {
+                if (from[i]) to[i][c] = from[i][c];
+            }
+        }
+    }
+}
+
+/* By a warp for each row. */
+DEVICE void store_moves(const row_moves *moves, block_share share) {
+    const int64_t warps = blockDim.x / 32;
+    NO_UNROLL
+    for (int64_t m = share.index * warps + threadIdx.x / 32; m < moves->count;
+         m += share.count * warps) {
+        const int64_t i = moves->sources[m];
+        char *const to = moves->rows + moves->destinations[m] * moves->stride;
+        if (i < moves->slots) {
+            copy_row(to, source_of(moves, i), h2o_row_bytes(moves->type, moves->D));
+        } else {
+            const element_ref row = {source_of(moves, i), moves->first.type, moves->first.stride};
+            store_row(to, moves->type, row, moves->D);
+        }
+    }
+}
+
+/* A block's share of the moves. */
+DEVICE void move_rows(const row_moves *moves, block_share share) {
+    if (!is_copied(moves)) {
+        store_moves(moves, share);
+        return;
+    }
+    const uint64_t addresses = (uintptr_t)moves->rows | (uint64_t)moves->stride |
+                               (uintptr_t)moves->first.data | (uint64_t)moves->pitch;
+    by_words(addresses, [&](auto word) { copy_moves<decltype(word)>(moves, share); });
+}
+
+#endif
