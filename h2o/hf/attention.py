@@ -26,6 +26,7 @@ from transformers.utils.output_capturing import _active_collector
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import AttentionCall
 from h2o.hf.layer import H2OLayer
+from h2o.hf.shared_keys import Pads, pads_of
 from h2o.sink_logits import softmax
 
 __all__ = [
@@ -76,6 +77,7 @@ def h2o_attention_forward(
         Unsupported: a model asks for what h2o does not do.
         RuntimeError: an `H2OCache` in training.
     """
+    attention_mask = pads_of(attention_mask)
     layer: H2OLayer | None = getattr(key, "h2o_layer", None)
     if layer is not None:
         call = AttentionCall(
@@ -204,7 +206,10 @@ def h2o_mask(
             f"attention_mask has {length} columns; {q_offset + q_length} are needed: "
             f"{q_offset} tokens seen and {q_length} new ones"
         )
-    return attention_mask[:, length - kv_length :]
+    mask = attention_mask[:, length - kv_length :]
+    if q_length > 1 and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
+        return Pads.over(mask, q_length)
+    return mask
 
 
 def _dense_mask(

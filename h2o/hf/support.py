@@ -13,7 +13,7 @@ import transformers
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import Unsupported
-from h2o.hf import latent_attention, model_rotary
+from h2o.hf import latent_attention, model_rotary, shared_keys
 from h2o.hf.layer_kinds import kind_of, type_refusal
 
 __all__ = ["Support", "refusal", "supports", "transformers_layers"]
@@ -185,7 +185,8 @@ def refusal(config: Any) -> str | None:
     elif _attribute(text, "v_head_dim") not in (None, _attribute(text, "head_dim")):
         return "its keys and values are of different sizes"
     if getattr(text, "num_kv_shared_layers", None):
-        return "some layers attend to the keys of others (num_kv_shared_layers)"
+        if reason := shared_keys.refusal(text):
+            return reason
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if reason := type_refusal(kind):
             return f"layer {index} is {kind}, which is {reason}"
