@@ -51,9 +51,14 @@ class _Attended(NamedTuple):
     in_step: bool
     """Whether by `ops.step`, whose token reads itself as it is stored"""
 
+    @property
+    def _merges(self) -> bool:
+        """Whether attention, by a step, changes keys that are held."""
+        return self.in_step and self.slots is not None and self.slots.bias is not None
+
     def to(self, device: torch.device) -> _Attended:
         """For a later layer: its own copies of all that attention writes to."""
-        slots = None if self.slots is None else _copy(self.slots, without=_ROWS)
+        slots = None if self.slots is None else _copy(self.slots, rows=self._merges)
         if device == self.tokens.key.device:
             return self._replace(slots=slots)
         if slots is not None:
@@ -136,25 +141,24 @@ class SharedKeysLayer(H2OLayer):
     def _step(
         self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
     ) -> Tensor:
-        merges = self.config.merge is not None
-        self._attended = _Attended(tokens, _copy(slots, without=() if merges else _ROWS), True)
+        before = _copy(slots, rows=slots.bias is not None)
+        self._attended = _Attended(tokens, before, in_step=True)
         return super()._step(tokens, slots, out, **rotary)
 
     def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
         before = None
         if slots is not None:
-            overwritten = self.holds_new and not self.unscored
-            before = _copy(slots, without=() if overwritten else _ROWS)
-        self._attended = _Attended(tokens, before, False)
+            before = _copy(slots, rows=self.holds_new and not self.unscored)
+        self._attended = _Attended(tokens, before, in_step=False)
         return super()._attention(tokens, slots)
 
 
-def _copy(slots: ops.Slots, without: Sequence[str]) -> ops.Slots:
-    """With copies of the tensors that operations write to, but for these fields."""
+def _copy(slots: ops.Slots, *, rows: bool) -> ops.Slots:
+    """With copies of the tensors that operations write to, keys and values only with `rows`."""
     copied = {
         name: x.clone()
         for name, x in slots._asdict().items()
-        if x is not None and KINDS[name].written and name not in without
+        if x is not None and KINDS[name].written and (rows or name not in _ROWS)
     }
     return slots._replace(**copied)
 
