@@ -77,10 +77,10 @@ class SharedKeysLayer(H2OLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """See `H2OLayer.update`. The keys carry this layer to other devices too."""
+        """See `H2OLayer.update`. Keys that are plain tensors carry this layer to other devices."""
         key, value = super().update(key_states, value_states, *args, **kwargs)
         self._attended = None
-        return TracedTensor.of(key, h2o_layer=self), value
+        return TracedTensor.of(key, h2o_layer=self) if type(key) is Tensor else key, value
 
     def attend(self, call: AttentionCall) -> Tensor:
         """As `H2OLayer.attend`, for this layer; for one that reuses its keys attention alone,

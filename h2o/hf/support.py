@@ -197,7 +197,7 @@ def _latent_refusal(config: Any) -> str | None:
     """Why a model with multi-head latent attention cannot be served; or None."""
     if not isinstance(_attribute(config.get_text_config(decoder=True), "kv_lora_rank"), int):
         return "its layers differ in their latent attention"
-    if not all(map(latent_attention.expands_after_cache, _model_classes(config))):
+    if not any(map(latent_attention.expands_after_cache, _model_classes(config))):
         return "its multi-head latent attention does not cache latents as transformers' newer do"
     return latent_attention.refusal(config.get_text_config(decoder=True))
 

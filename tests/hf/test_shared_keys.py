@@ -25,7 +25,7 @@ from tests.hf.tiny import batch, greedy, model, prompts
 
 pytestmark = pytest.mark.skipif(not SHARES_KEYS, reason="a newer transformers shares keys so")
 SMALL = {"heavy": 6, "recent": 6}
-NAMES = ["gemma3n", "gemma4"]
+NAMES = ["gemma3n_text", "gemma4_text"]
 SHARED, PLAIN = 2, 0
 """The layers by h2o: one whose keys layers 4 and 5 attend to, and one with keys of its own."""
 SIMULATED = [name for name in POLICIES if name not in ("merge", "shares")]
@@ -140,7 +140,7 @@ def test_what_is_said_of_them(name):
     assert reusing(ours.config) == {SHARED: (4, 5)}
     found = supports(ours)
     assert str(found).startswith(
-        f"{name}_text: supported, 2 of 6 layers by h2o, 1 keep their own sliding window, "
+        f"{name}: supported, 2 of 6 layers by h2o, 1 keep their own sliding window, "
         '3 store nothing; positions="rolled": not'
     )
     cache = H2OCache(ours.config, **SMALL)
@@ -213,7 +213,7 @@ def test_the_simulation_is_the_cache(name, chosen):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("chosen", ["h2o", "int8"])
 def test_rows_of_a_simulation_are_the_rows_alone(chosen, side):
-    ours, rows = model("gemma4"), prompts(20, 30)
+    ours, rows = model("gemma4_text"), prompts(20, 30)
     padded = batch(rows, side)
     mask = padded["attention_mask"]
     padded["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
@@ -231,7 +231,7 @@ def test_what_is_not_simulated():
     for more in ({"merge": 0.3}, {"variant": "local"}):
         with (
             pytest.raises(Unsupported, match="keys of others"),
-            simulated(model("gemma4"), **SMALL, **more),
+            simulated(model("gemma4_text"), **SMALL, **more),
         ):
             pass
 
@@ -248,7 +248,7 @@ def test_pieces_of_a_text_with_a_budget_for_all(name, pieces):
 @pytest.mark.parametrize("pieces", [[30], [20, 10], [20, *[1] * 10]])
 def test_the_last_queries_alone_are_the_last_of_all(pieces):
     """generate() asks for the last logits, and then Gemma 4 leaves all other queries out."""
-    ours, (ids,) = model("gemma4"), prompts(30)
+    ours, (ids,) = model("gemma4_text"), prompts(30)
     whole, last = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
     with torch.no_grad():
         for piece in ids.split(pieces, 1):
@@ -317,7 +317,7 @@ def test_documents_are_read_and_heads_measured(name):
 
 def test_a_pass_ends_with_the_last_layer_that_attends():
     """Before that no other thread may begin one."""
-    ours, (ids,) = model("gemma4"), prompts(20)
+    ours, (ids,) = model("gemma4_text"), prompts(20)
     cache = H2OCache(ours.config, **SMALL)
     found = []
 
@@ -343,7 +343,7 @@ def test_a_pass_ends_with_the_last_layer_that_attends():
 
 
 def test_a_pass_that_broke_off_in_a_later_layer():
-    ours, (ids,) = model("gemma4"), prompts(30)
+    ours, (ids,) = model("gemma4_text"), prompts(30)
     cache, whole = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
     pieces = ids.split([20, 1, 9], 1)
     hook = ours.model.layers[4].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -381,7 +381,7 @@ def test_settings_that_do_not_go_with_shared_keys(name, settings, words):
 
 def test_a_model_that_is_cut_over_processes_is_refused(monkeypatch):
     monkeypatch.setattr(shared_keys_layer.tensor_parallel, "part", lambda module: (1, 2))
-    ours = model("gemma4")
+    ours = model("gemma4_text")
     monkeypatch.setattr(H2OLayer, "_in_form_of_store", lambda self, q, k, v, call: 1 / 0)
     layer = H2OCache(ours.config, **SMALL).layers[SHARED]
     key, value = layer.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))

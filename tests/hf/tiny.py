@@ -98,7 +98,7 @@ _SHARING = ("h2o", "sliding", "h2o", "none", "none", "none")
 _GEMMA_3N = {
     **_SLIDING, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8, "altup_num_inputs": 2,
-    "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 4,
+    "activation_sparsity_pattern": [0.0] * 6,
     "layer_types": [f"{kind}_attention" for kind in "full sliding full sliding full full".split()],
 }  # fmt: skip
 _GEMMA_4 = {name: _GEMMA_3N[name] for name in list(_GEMMA_3N)[:4]}
@@ -265,8 +265,29 @@ FAMILIES = {
         ]
         * HYBRIDS,
         *[
-            Family("gemma3n", _GEMMA_3N, model_type="gemma3n_text", layers=_SHARING),
-            Family("gemma4", _GEMMA_4, model_type="gemma4_text", layers=_SHARING),
+            Family("gemma3n_text", _GEMMA_3N, layers=_SHARING),
+            Family("gemma4_text", _GEMMA_4, layers=_SHARING),
+            Family(
+                "gemma4",
+                _GEMMA_4,
+                model_type="gemma4_text",
+                layers=_SHARING,
+                vision={
+                    **_EYE,
+                    "patch_size": 2,
+                    "pooling_kernel_size": 2,
+                    "position_embedding_size": 8,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 2,
+                    "head_dim": 8,
+                },
+                image={
+                    "pixel_values": _PIXELS.reshape(1, 16, 12),
+                    "image_position_ids": torch.cartesian_prod(*[torch.arange(4)] * 2)[None],
+                },
+                lacks=_EMBEDS,
+            ),
         ]
         * SHARES_KEYS,
         Family("mistral-window", _SLIDING, model_type="mistral", layers=("sliding", "sliding")),
