@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from h2o.errors import Unsupported
@@ -312,6 +312,13 @@ def switch(model: Any, name: str) -> None:
             and go on as before.
     """
     if not model._can_set_attn_implementation():
+        # What reads images may have code of its own, and the language model within it none.
+        text = model.config.get_text_config(decoder=True)
+        parts = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model)
+        language = next((x for x in parts if x.config is text is not model.config), None)
+        if language is not None:
+            switch(language, name)
+            return
         raise Unsupported(
             f"h2o cannot serve {type(model).__name__}: it has attention code of its own instead "
             "of transformers' AttentionInterface"

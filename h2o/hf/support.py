@@ -96,7 +96,7 @@ def supports(model: Any) -> Support:
     classes = _model_classes(config)
     if not classes:
         return Support(model_type, False, "transformers has no causal language model of it", ())
-    if not all(model_class._can_set_attn_implementation() for model_class in classes):
+    if not classes[-1]._can_set_attn_implementation():  # of a part, where that is the language
         return Support(
             model_type, False, "it has attention code of its own instead of AttentionInterface", ()
         )
