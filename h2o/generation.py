@@ -57,6 +57,7 @@ def generate(
     *,
     max_new_tokens: int,
     progress: Progress,
+    document: int = 0,
     compile: bool = False,
     stream: Callable[[str], None] | None = None,
 ) -> tuple[Run, list[int]]:
@@ -66,6 +67,7 @@ def generate(
         mode: the name that the run gets, and the progress line shows.
         config: of the cache, None for transformers' own.
         ids: int64 [1, n], the prompt.
+        document: how many of the first tokens an H2OCache is to hold by `h2o.read`.
         compile: compile the decode step of an H2OCache, before the clock starts.
         stream: is called with the text piece by piece as it grows; without it the progress line
             shows the text's end.
@@ -78,7 +80,11 @@ def generate(
     import torch
 
     compiled = compile and config is not None
+    begin = time.perf_counter()
     cache = _new_cache(model, config, ids.shape[1], compiled)
+    if document and config is not None:
+        cache = _read(model, tokenizer, ids[:, :document], config, mode, progress)
+    reading = time.perf_counter() - begin if document else 0.0
     how: dict[str, Any] = {"do_sample": False}
     if compiled:
         progress.say(f"{mode}: compiling the decode step, which takes a minute or two")
@@ -102,6 +108,7 @@ def generate(
         for hook in hooks:
             hook.remove()
     prefill, *steps = streamer.seconds
+    prefill += reading
     run = Run(
         mode=mode,
         text=streamer.text,
@@ -125,6 +132,17 @@ def _new_cache(model: Any, config: H2OConfig | None, tokens: int, compiled: bool
         if compiled:
             raise UserError(f"--compile: {error}") from error
         raise
+
+
+def _read(
+    model: Any, tokenizer: Any, ids: Any, config: H2OConfig, mode: str, progress: Progress
+) -> Any:
+    from h2o.hf.reading import read
+
+    def say(done: int, columns: int) -> None:
+        progress.update(f"{mode}: read twice, {done} of {columns} tokens")
+
+    return read(model, ids, config, tokenizer=tokenizer, progress=say)
 
 
 def compiling() -> dict[str, Any]:

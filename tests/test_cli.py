@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o import H2OConfig, Profile, cli
+from h2o import H2OConfig, Profile, cli, load, read
 from h2o.cli import cache_options
 from h2o.config import PRESETS
 from h2o.evaluate import setting
@@ -389,6 +389,27 @@ def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):
     one = generated(capsys, *options, "--prompt", f"Now:\n\n{PROMPT}")
     assert both["prompt_tokens"] == one["prompt_tokens"] == len(PROMPT) + 6
     assert both["runs"][0]["text"] == one["runs"][0]["text"]
+
+
+def test_a_document_read_twice(tiny, tmp_path, capsys):
+    """It comes before the prompt, and the cache is that of h2o.read."""
+    (tmp_path / "document").write_text(PROMPT, "utf-8")
+    options = ["--model", tiny, "--max-new-tokens", "9", "--heavy", "20", "--recent", "20"]
+    asked = [*options, "--prompt", "Now?", "--prompt-file", str(tmp_path / "document")]
+    run = generated(capsys, *asked, "--reread")["runs"][0]
+
+    model, tokenizer = load(tiny)
+    model.set_attn_implementation("h2o")
+    ids = tokenizer(f"{PROMPT}\n\nNow?", return_tensors="pt").input_ids
+    document = ids[:, : len(PROMPT)]
+    cache = read(model, document, heavy=20, recent=20, tokenizer=tokenizer)
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    assert run["text"] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    assert run["kv_bytes_held"] == cache.report().total.bytes_held
+    assert run["text"] != generated(capsys, *asked)["runs"][0]["text"]
+    with pytest.raises(SystemExit):
+        cli.main(["generate", *options, "--prompt", "Now?", "--reread"])
+    assert "wants a --prompt-file and a --prompt" in capsys.readouterr().err
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(tiny):

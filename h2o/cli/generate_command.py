@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
     add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
         "option a shipped article of 2100 tokens with a question about it")  # fmt: skip
+    add("--reread", action="store_true", help="read --prompt-file twice before anything of it is "
+        "evicted (h2o.read); --prompt, a question about it, comes after it")  # fmt: skip
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how").add_argument
@@ -59,6 +61,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.prompt_file is not None:
         options.document = texts.read(parser, "--prompt-file", options.prompt_file)
     texts.checked(parser, "--prompt", options.prompt)
+    if options.reread and (options.prompt is None) != (options.document is None):
+        parser.error("argument --reread: wants a --prompt-file and a --prompt, or neither")
+    if options.reread and options.compile:
+        parser.error("argument --compile: not allowed with argument --reread")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -86,9 +92,12 @@ def generate(options: argparse.Namespace) -> Result:
     from h2o.progress import Progress
 
     shipped, progress = is_shipped(options), Progress(quiet=options.json)
-    parts = (texts.article(), QUESTION) if shipped else (options.prompt, options.document)
-    text = "\n\n".join(part.strip() for part in parts if part and part.strip())
-    if not text:
+    parts = [texts.article(), QUESTION] if shipped else [options.prompt, options.document]
+    if options.reread and not shipped:
+        parts.reverse()
+    parts = [part.strip() for part in parts if part and part.strip()]
+    text = "\n\n".join(parts)
+    if len(parts) < 1 + options.reread:
         raise UserError("the prompt is empty")
     fit = check_fit([from_config(options.config)])
     model, tokenizer = models.load(options.model, dtype=options.dtype, say=progress.say, check=fit)
@@ -102,6 +111,10 @@ def generate(options: argparse.Namespace) -> Result:
             f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
         )
     progress.say(f"reading a prompt of {tokens} tokens")
+    document = 0
+    if options.reread:
+        start = models.encode(tokenizer, parts[0], chat)
+        document = generation.leading_agreement(start[0].tolist(), ids[0].tolist())
     generation.warm_up(model, ids)
     config = options.config
     runs: list[Run] = []
@@ -112,6 +125,7 @@ def generate(options: argparse.Namespace) -> Result:
             mode, cache, model, tokenizer, ids,
             max_new_tokens=options.max_new_tokens,
             progress=progress,
+            document=document,
             compile=options.compile,
             stream=None if options.json or options.compare else write,
         )  # fmt: skip
