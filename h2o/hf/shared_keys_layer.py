@@ -70,6 +70,8 @@ class _Attended(NamedTuple):
 class SharedKeysLayer(H2OLayer):
     """An `H2OLayer` with keys that the layers `reused_by` attend to."""
 
+    _attended: _Attended | None
+
     def __init__(self, *args: Any, reused_by: Sequence[int], **kwargs: Any) -> None:
         self.reused_by = tuple(reused_by)
         super().__init__(*args, **kwargs)
@@ -104,10 +106,15 @@ class SharedKeysLayer(H2OLayer):
             return Undifferentiable.apply(out, call.query, call.key, call.value, call.sink_logits)
         return out
 
+    def crop(self, tokens: int) -> None:
+        """See `H2OCache.crop`."""
+        super().crop(tokens)
+        self._attended = None  # of the pass that was run again
+
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
         super().reset()
-        self._attended: _Attended | None = None
+        self._attended = None
 
     def _attend_later(self, call: AttentionCall, attended: _Attended) -> Tensor:
         """A later layer's attention, [B, P, H, D]."""
@@ -167,7 +174,7 @@ def _last_queries(query: Tensor, given: NewTokens, call: AttentionCall) -> Tenso
     """Attention of the last queries [B, H, P, D] of a prompt, [B, P, H, D]."""
     B, _, P, _ = query.shape
     Q = given.key.shape[2]
-    mask = None
+    mask: Any = None
     if P > 1 or given.mask is not None:
         mask = sdpa_mask(
             batch_size=B, q_length=P, kv_length=Q, q_offset=Q - P,

@@ -105,8 +105,8 @@ def simulated(
         raise Unsupported(f"{what}: not simulated where layers attend to the keys of others")
     simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass, shared)
     tracing = latents_traced(unwrapped(model))
-    layers = [*simulation.layers(), *itertools.chain(*shared.values())]
-    with attending(model, layers, simulation.attend), tracing:
+    attended = [*simulation.layers(), *itertools.chain(*shared.values())]
+    with attending(model, attended, simulation.attend), tracing:
         yield simulation
 
 

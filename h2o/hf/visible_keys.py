@@ -40,7 +40,7 @@ class VisibleKeys(NamedTuple):
         key, value = call.key.detach().float(), call.value.detach().float()
         stored = None
         if sizes := stored_bytes(self.kv_dtype, key.shape[-1]):
-            stored = [_stored(x, bytes_) for x, bytes_ in zip((key, value), sizes, strict=True)]
+            stored = _stored(key, sizes[0]), _stored(value, sizes[1])
             in_prompt = self._in_prompt(call, N)
         parts = []
         for first in range(0, P, ROWS):

@@ -35,7 +35,7 @@ AS_DECODERS = (
     "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm "
     "roc_bert xlm-roberta xlm-roberta-xl xmod"
 ).split()
-"""Encoders that are causal language models with config.is_decoder=True: test_support.py has them."""
+"""Encoders that config.is_decoder=True makes causal language models: see test_support.py."""
 
 
 def verdict(name: str) -> str:

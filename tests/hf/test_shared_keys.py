@@ -301,6 +301,7 @@ def test_assisted_decoding_takes_tokens_back(name):
     cache = H2OCache(ours.config, H2OConfig.full())
     cache.activate_past_recording()
     looked_up = greedy(ours, row, 24, past_key_values=cache, prompt_lookup_num_tokens=3)
+    assert cache.layers[SHARED]._attended is None
     assert looked_up.tolist() == plain.tolist()
 
 
