@@ -63,8 +63,8 @@ class _Attended(NamedTuple):
             return self._replace(slots=slots)
         if slots is not None:
             slots = ops.Slots(*(None if x is None else x.to(device) for x in slots))
-        tokens = NewTokens(*(x.to(device) if isinstance(x, Tensor) else x for x in self.tokens))
-        return self._replace(tokens=tokens, slots=slots)
+        fields: Any = (x.to(device) if isinstance(x, Tensor) else x for x in self.tokens)
+        return self._replace(tokens=NewTokens(*fields), slots=slots)
 
 
 class SharedKeysLayer(H2OLayer):
@@ -131,6 +131,7 @@ class SharedKeysLayer(H2OLayer):
             query=query, scale=call.scale, softcap=call.softcap, sink_logits=sinks
         )
         if in_step:
+            assert slots is not None
             out = super()._step(tokens, slots, None)
         else:
             out, _ = super()._attention(tokens, slots)
@@ -174,14 +175,14 @@ def _last_queries(query: Tensor, given: NewTokens, call: AttentionCall) -> Tenso
     """Attention of the last queries [B, H, P, D] of a prompt, [B, P, H, D]."""
     B, _, P, _ = query.shape
     Q = given.key.shape[2]
-    mask: Any = None
+    more: dict[str, Any] = {"attention_mask": None}
     if P > 1 or given.mask is not None:
-        mask = sdpa_mask(
+        more["attention_mask"] = sdpa_mask(
             batch_size=B, q_length=P, kv_length=Q, q_offset=Q - P,
             attention_mask=given.mask, device=query.device,
         )  # fmt: skip
     out: Tensor
     out, _ = sdpa_attention_forward(
-        call.module, query, given.key, given.value, mask, scaling=call.scale, is_causal=False
+        call.module, query, given.key, given.value, scaling=call.scale, is_causal=False, **more
     )
     return out
