@@ -61,7 +61,7 @@ class Pads(Tensor):
 
 def pads_of(mask: Tensor | None) -> Tensor | None:
     """Of an attention function's mask: [B, N] out of `Pads`, any other as it is."""
-    if not isinstance(mask, Pads):
+    if mask is None or type(mask) is not Pads:
         return mask
     with torch._C.DisableTorchFunctionSubclass():
         return mask[:, 0, 0].as_subclass(Tensor)
