@@ -5,6 +5,10 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Two processes test at a time, on two cores often: threads of torch that wait in a loop for
+# milliseconds keep the other one from running.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 settings.register_profile(
     "h2o",
     deadline=None,

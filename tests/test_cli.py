@@ -739,6 +739,20 @@ def test_an_empty_prompt_is_noticed_before_the_model_is_loaded(capsys):
     assert "the prompt is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("user", "wanted"),
+    [({}, cli.SPIN_COUNT), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_do_not_wait_in_loops_unless_told(user, wanted, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["generate", "--prompt", " "]) == 1
+    assert os.environ.get("GOMP_SPINCOUNT") == wanted
+
+
 @pytest.mark.parametrize("prompt", ["H", "Hi", "Hello"])
 def test_short_prompts_under_fractions(tiny, capsys, prompt):
     options = ["--model", tiny, "--prompt", prompt, "--max-new-tokens", "6", "--compare"]

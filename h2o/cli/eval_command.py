@@ -188,8 +188,8 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         )
     what = "needles" if args.needle else "summaries"
     refuse(args, what, "protocol", "prompt_length", "ratio_of", protocol="drop")
-    read_twice = [x for x in settings if args.needle and x.variant == "reread"]
-    need_caches([x for x in settings if x not in read_twice], f"{what} need one")
+    read = [x for x in settings if args.needle and x.scored_by]
+    need_caches([x for x in settings if x not in read], f"{what} need one")
     if args.needle:
         from h2o.evaluate import needle
 

@@ -123,7 +123,7 @@ def compare(
         the table, as text.
     """
     for setting in settings:
-        if not setting.dropping and setting.variant != "reread":
+        if not setting.dropping and not setting.scored_by:
             raise UserError(f"{setting.why_not_dropping}; it cannot answer")
     text = read_text(file)
     cells = Cells(output / "needle.json", "h2o eval --needle", launched())
@@ -199,8 +199,9 @@ def answered(
     start = time.perf_counter()
     decoded = []
     with torch.no_grad():
-        if setting.variant == "reread":
-            cache = read(model, document, setting.config, tokenizer=tokenizer)
+        if setting.scored_by:
+            how = {"scored_by": setting.scored_by, "tokenizer": tokenizer}
+            cache = read(model, document, setting.config, **how)
         else:
             model.base_model(document, past_key_values=cache, use_cache=True)  # no logits needed
         for ids in (question, *answer[:, :-1].split(1, dim=1)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from h2o.budgets import parse_amount
 from h2o.config import VARIANTS, H2OConfig
@@ -42,6 +42,8 @@ calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one 
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (--needle only)
 reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (--needle only)
+echo:BUDGET             the same, with the second reading replaced by echo (--needle only)
+echo-bytes:BUDGET       the same with of="bytes" (--needle only)
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
@@ -63,8 +65,14 @@ KINDS = (
     "calibrated-bytes",
     "reread",
     "reread-bytes",
+    "echo",
+    "echo-bytes",
     *(f"mask-{x}" for x in VARIANTS),
 )
+
+
+SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat", "echo": "echo"}
+"""Variants that `h2o.read` makes, and what it is told."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Setting:
     kind: str
     """What stands before the colon: settings of one kind and different budgets make a curve."""
     variant: str
-    """"full", "h2o", "reread", or one of `h2o.config.VARIANTS`."""
+    """"full", "h2o", "reread", "echo", or one of `h2o.config.VARIANTS`."""
     config: H2OConfig
     """H2OConfig.full() for "full"."""
 
@@ -86,15 +94,19 @@ class Setting:
         return self.variant in ("full", "h2o")
 
     @property
+    def scored_by(self) -> Literal["repeat", "echo"] | None:
+        """What `h2o.read` is told; None: the setting is none of `h2o.read`."""
+        return SCORED_BY.get(self.variant)
+
+    @property
     def holding(self) -> H2OConfig:
         """What the cache that answers has."""
-        return self.config.after_reading if self.variant == "reread" else self.config
+        return self.config.after_reading if self.scored_by else self.config
 
     @property
     def why_not_dropping(self) -> str:
         """What an error says of it."""
-        reason = "two readings, for --needle" if self.variant == "reread" else "a mask, no cache"
-        return f"{self.name}: {reason}"
+        return f"{self.name}: {'h2o.read, for --needle' if self.scored_by else 'a mask, no cache'}"
 
     @property
     def sees_future(self) -> bool:
@@ -184,7 +196,7 @@ def parse(text: str) -> Setting:
         amounts = [parse_amount(part) for part in numbers.split("+")] if colon else []
         config, variant = _build(kind, amounts)
         if options:
-            if variant not in ("h2o", "reread"):
+            if variant not in ("h2o", *SCORED_BY):
                 raise ValueError(f"{kind} has no options")
             config = dataclasses.replace(config, **dict(map(_option, options)))
     except (TypeError, ValueError) as error:
@@ -233,10 +245,10 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig.calibrated(budget), "h2o"
         case "calibrated-bytes", [budget]:
             return H2OConfig.calibrated(budget, of="bytes"), "h2o"
-        case "reread", [budget]:
-            return H2OConfig.robust(budget), "reread"
-        case "reread-bytes", [budget]:
-            return H2OConfig.robust(budget, of="bytes"), "reread"
+        case "reread" | "echo", [budget]:
+            return H2OConfig.robust(budget), kind
+        case "reread-bytes" | "echo-bytes", [budget]:
+            return H2OConfig.robust(budget, of="bytes"), kind.removesuffix("-bytes")
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:

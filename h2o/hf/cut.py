@@ -34,10 +34,11 @@ def cut(
     attention: list[Tensor],
     largest: list[Tensor],
     by_attention: float,
+    recent: int | None = RECENT,
 ) -> H2OCache:
     """What the budget keeps of `whole`, which is empty afterwards.
 
-    Of each head's budget sinks and the newest `RECENT` keys come first; `by_attention` of the rest
+    Of each head's budget sinks and the newest `recent` keys come first; `by_attention` of the rest
     goes to the highest ranks by the config's own policy. What all heads of all layers have left
     goes to the largest of `largest`.
 
@@ -47,6 +48,7 @@ def cut(
         attention, largest: [B, G, K] float32 of each of its H2O layers: scores by that policy, and
             the largest attention of any one query, which is the score from then on.
         by_attention: in [0, 1].
+        recent: at most so many of the recent keys that the config has; None: all of these.
     """
     cache = H2OCache(model_config, config.after_reading)
     cache.conversation.copied = True
@@ -58,7 +60,8 @@ def cut(
     first, kept, spare = [], [], []
     for (source, layer), scores in zip(layers, attention, strict=True):
         held = _Held.of(source)
-        own, left = _parted(_budgets_of(layer, source, held.mask), by_attention)
+        budgets = _budgets_of(layer, source, held.mask)
+        own, left = _parted(budgets, config.sinks, by_attention, recent)
         first.append(own)
         kept.append(_kept(held, scores, config.policy, own))
         spare.append(left)
@@ -108,13 +111,18 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     return [row * heads if len(row) == 1 else row for row in rows]
 
 
-def _parted(budgets: Budgets, by_attention: float) -> tuple[Budgets, list[int]]:
+def _parted(
+    budgets: Budgets, sinks: int, by_attention: float, most_recent: int | None
+) -> tuple[Budgets, list[int]]:
     """The budgets of the first reading, and how many places each row has left for the second."""
     first, left = [], []
     for row in budgets:
-        recents = [min(r, RECENT) for _, r in row]
+        recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
         rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
-        heavies = [int(n * by_attention) for n in rest]
+        heavies = [
+            int(n * by_attention) or int(sinks + recent == 0)  # no head is left without a key
+            for n, recent in zip(rest, recents, strict=True)
+        ]
         first.append(list(zip(heavies, recents, strict=True)))
         left.append(sum(rest) - sum(heavies))
     return first, left

@@ -1,10 +1,10 @@
 """A model's rotary embedding: the rotation of keys is undone, and done again at other positions.
 
-`h2o.hf.cache_relative` needs it. Rotary embeddings (Su et al., "RoFormer: Enhanced Transformer with
-Rotary Position Embedding", 2021) turn pairs of a key's elements by angles that grow with its
-position. Which elements are pairs, how many there are and what the angles are differs between
-models, so all of it is asked of the model's modeling file: of its rotary module and of its
-`apply_rotary_pos_emb`.
+`h2o.hf.cache_relative` needs it, and `h2o.hf.echo` rotates queries on. Rotary embeddings (Su et
+al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021) turn pairs of a key's
+elements by angles that grow with its position. Which elements are pairs, how many there are and
+what the angles are differs between models, so all of it is asked of the model's modeling file: of
+its rotary module and of its `apply_rotary_pos_emb`.
 
 Shape letters: B batch rows, Q tokens, P positions, D head dimension, F angles: of D elements 2 F
 turn.
@@ -36,6 +36,9 @@ the rotation of a key can be undone."""
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on how long the text is."""
 
+_FULL = "full_attention"
+"""Whose angles are meant, of a model that has others in layers with a window."""
+
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
     """x [..., D] turned by angles [..., 2, F]: element i with element F + i; of x's dtype."""
@@ -46,10 +49,10 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([*parts, x[..., 2 * F :]], dim=-1)
 
 
-def refusal(config: Any, *, windows: bool) -> str | None:
-    """Why keys of a model with this config cannot have cache-relative positions; or None.
+def refusal(config: Any, *, windows: bool = False, served: frozenset[str] = ROLLED) -> str | None:
+    """Why keys of a model with this config cannot be rotated again; or None.
 
-    `windows`: whether layers of it have a sliding window.
+    `windows`: whether layers of it have a sliding window. `served`: model types that can.
     """
     text = config.get_text_config(decoder=True)
     if not getattr(text, "rope_parameters", None):
@@ -58,10 +61,10 @@ def refusal(config: Any, *, windows: bool) -> str | None:
         return "some layers attend to the keys of others"
     if windows:
         return "its sliding-window layers keep their keys at original positions"
-    if text.model_type not in ROLLED or config.model_type not in ROLLED | _READERS:
+    if text.model_type not in served or config.model_type not in served | _READERS:
         return (
             "its rotary embedding has not been tested to come off its keys; tested are "
-            f"{', '.join(sorted(ROLLED))}"
+            f"{', '.join(sorted(served))}"
         )
     return None
 
@@ -83,9 +86,18 @@ class Rotary:
         Unsupported: naming the reason.
     """
 
-    def __init__(self, config: Any, *, windows: bool = False) -> None:
-        if reason := refusal(config, windows=windows):
-            raise Unsupported(f'positions="rolled" cannot serve {config.model_type}: {reason}')
+    def __init__(
+        self,
+        config: Any,
+        *,
+        windows: bool = False,
+        served: frozenset[str] = ROLLED,
+        asked: str = 'positions="rolled"',
+    ) -> None:
+        """`windows`, `served`: as for `refusal`. `asked`: what errors say was asked for."""
+        self.asked = asked
+        if reason := refusal(config, windows=windows, served=served):
+            raise Unsupported(f"{asked} cannot serve {config.model_type}: {reason}")
         text = config.get_text_config(decoder=True)
         model = transformers.AutoModelForCausalLM._model_mapping[type(text)]
         self.modeling = model.__module__
@@ -98,8 +110,13 @@ class Rotary:
             raise self._unknown(config, f"{len(kinds)} rotary embeddings")
         with torch.device("cpu"):
             self.module = kinds[0](text)
-        self.by_length = getattr(self.module, "rope_type", "default") in _BY_LENGTH
+        by_type = "layer_type" in inspect.signature(self.module.forward).parameters
+        self._layer_type = {"layer_type": _FULL} if by_type else {}
+        rope = text.rope_parameters.get(_FULL, text.rope_parameters)
+        kind = rope["rope_type"] if by_type else getattr(self.module, "rope_type", "default")
+        self.by_length = kind in _BY_LENGTH
         self.most = text.max_position_embeddings
+        self.unchanged = rope.get("original_max_position_embeddings") or self.most
         self.adjacent = False  # whether pairs are adjacent elements
         self.width = 0  # elements that are rotated, 2 F
         self._table: Tensor | None = None
@@ -111,7 +128,10 @@ class Rotary:
     def _find_pairs(self, config: Any) -> None:
         """Finds which elements are pairs: adjacent ones, or i and i + D / 2."""
         one = torch.ones(1, 1, dtype=torch.long, device="cpu")
-        self.width = D = self._cos_sin(one, torch.float32)[0].shape[-1]
+        D = self._cos_sin(one, torch.float32)[0].shape[-1]
+        if (frequencies := getattr(self.module, "inv_freq", None)) is not None:
+            D = 2 * len(frequencies)  # some models have each cosine once
+        self.width = D
         row = torch.eye(1, D, dtype=torch.float32, device="cpu")[None, None]
         partners = self._applied(row, one).flatten()[1:].nonzero()[:, 0] + 1
         if partners.tolist() not in ([1], [D // 2]) or D % 2:
@@ -126,8 +146,8 @@ class Rotary:
 
     def _unknown(self, config: Any, actual: str) -> Unsupported:
         return Unsupported(
-            f'positions="rolled" cannot serve {config.model_type}: of {self.modeling} h2o expected '
-            f"one rotary embedding that turns pairs of elements, and found {actual}"
+            f"{self.asked} cannot serve {config.model_type}: of {self.modeling} h2o expected one "
+            f"rotary embedding that turns pairs of elements, and found {actual}"
         )
 
     def halves(self, x: Tensor) -> Tensor:
@@ -150,6 +170,15 @@ class Rotary:
         if device is not None and self._table.device != device:
             self._table = self._table.to(device)
         return self._table
+
+    def shift(self, distance: int) -> Tensor:
+        """Angles [2, F] float32 that rotate what is in `halves` on by so many positions.
+
+        Models that scale what they rotate have done so already, and the angles do not again.
+        """
+        ids = torch.tensor([[distance]], dtype=torch.long, device="cpu")
+        angles = self._angles(ids, torch.float32)[0, 0, 0]
+        return angles / torch.linalg.vector_norm(angles, dim=0)
 
     def off(self, ids: Tensor, dtype: torch.dtype, layer: int) -> Tensor | None:
         """Angles [B or 1, 1, Q, 2, F] that undo the model's rotation at position_ids [B or 1, Q],
@@ -201,4 +230,5 @@ class Rotary:
     def _cos_sin(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # Modules whose angles depend on the length change with each call: so a copy.
         module = copy.deepcopy(self.module) if self.by_length else self.module
-        return module.to(ids.device)(torch.zeros(1, dtype=dtype, device=ids.device), ids)
+        x = torch.zeros(1, dtype=dtype, device=ids.device)
+        return module.to(ids.device)(x, ids, **self._layer_type)

@@ -3,7 +3,8 @@
 What a later question will ask for often gets no attention while the document is read, and a ranking
 by attention evicts it. So the model repeats the document with all keys still there: what it looks
 up to write each token again is what an answer would look up (Kim et al., "KVzip", NeurIPS 2025,
-arXiv:2505.23416). Then the cache is cut once (`h2o.hf.cut`), the places of all layers and heads
+arXiv:2505.23416); or its own queries are asked once more, which takes no second forward pass
+(`h2o.hf.echo`). Then the cache is cut once (`h2o.hf.cut`), the places of all layers and heads
 going to the largest of these weights.
 
 Shape letters: B batch rows, G key/value heads, N columns of the document, Q of one forward pass,
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout, states, tensor_parallel
 from h2o.hf.cache import H2OCache
-from h2o.hf.cut import cut
+from h2o.hf.cut import RECENT, cut
+from h2o.hf.echo import Echo
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states
 from h2o.policy import Policy
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
 
     from h2o.config_fields import ConfigFields
 
-__all__ = ["CHUNK", "REPEAT", "read"]
+__all__ = ["CHUNK", "REPEAT", "ScoredBy", "read"]
+
+ScoredBy = Literal["repeat", "echo"]
+"""What tells which keys a later question may need."""
 
 REPEAT = "\n\nRepeat the previous context exactly.\n"
 """What asks for the repetition; the paper's words."""
@@ -52,8 +57,9 @@ def read(
     *,
     tokenizer: Any = None,
     attention_mask: Tensor | None = None,
+    scored_by: ScoredBy = "repeat",
     repeat: str | Tensor = REPEAT,
-    by_attention: float = 0.5,
+    by_attention: float | None = None,
     progress: Callable[[int, int], Any] | None = None,
     **parameters: Unpack[ConfigFields],
 ) -> H2OCache:
@@ -74,6 +80,12 @@ def read(
     every key of the document is held in the model's dtype, and the time is that of a prompt more
     than twice as long.
 
+    With `scored_by="echo"` nothing is repeated, and no tokenizer is needed. The queries of the
+    document itself are asked again as if they stood behind it, and a key's attention is that from
+    its own token and the four before it (`h2o.hf.echo`). This takes about the time that attention
+    takes in a prompt, and until the cut every query is held too. The config's recent keys are all
+    kept. Models of rotary positions only.
+
     Args:
         model: a causal language model of transformers with attn_implementation="h2o".
         input_ids: [B, N] of the document, as the later prompts begin: with a chat template, if
@@ -81,49 +93,74 @@ def read(
         h2o_config, parameters: as for `H2OCache`; fractions are of the document.
         tokenizer: for `repeat`, where that is a text.
         attention_mask: [B, N], 0 at a pad.
+        scored_by: what says which keys later questions may need: "repeat" or "echo".
         repeat: what asks for the repetition: a text, or token ids [n].
-        by_attention: part of the budget, in [0, 1], for the config's own policy.
+        by_attention: part of the budget, in [0, 1], for the config's own policy; None: 0.5 with
+            "repeat", 0 with "echo".
         progress: called with the columns read so far and the columns to read.
 
     Returns:
         The cache: save, fork and ask it as any other.
 
     Raises:
-        Unsupported: cache-relative positions; a model that is cut over several processes.
-        ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range.
+        Unsupported: cache-relative positions; a model that is cut over several processes, or that
+            "echo" does not serve.
+        ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range;
+            another `scored_by`.
     """
+    if scored_by not in get_args(ScoredBy):
+        raise ValueError(f"scored_by is {', '.join(get_args(ScoredBy))}, not {scored_by!r}")
+    if by_attention is None:
+        by_attention = 0.5 if scored_by == "repeat" else 0.0
     if not 0 <= by_attention <= 1:
         raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
     config = one_config(h2o_config, parameters)
     if config.positions != "original":
         raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')
-    if isinstance(repeat, str):
-        if tokenizer is None:
-            raise ValueError("h2o.read needs the tokenizer, or token ids as repeat")
-        repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    request = None if scored_by == "echo" else _request(repeat, tokenizer).to(model.device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if mask.shape != input_ids.shape or input_ids.ndim != 2:
         raise ValueError(
             f"input_ids {list(input_ids.shape)} and attention_mask {list(mask.shape)} must both be "
             "[B, N]"
         )
-    ids, mask, repeat = (x.to(model.device) for x in (input_ids, mask.bool(), repeat))
-    reader = _Reader(model, ids, mask, progress)
-    attention = reader.document(config.policy)
-    others = _other_layers(reader.cache)
-    largest = reader.repetition(repeat.reshape(1, -1), others)
-    cache = cut(reader.cache, model.config, config, attention, largest, by_attention)
+    ids, mask = input_ids.to(model.device), mask.bool().to(model.device)
+    if request is None:
+        reader = _Reader(model, ids, mask, 1, progress)
+        echo = Echo(model, mask)
+        with echo.heard(reader.layers):
+            attention = reader.document(config.policy)
+        others = _other_layers(reader.cache)
+        largest = [echo.scores(layer) for layer in reader.layers]
+    else:
+        reader = _Reader(model, ids, mask, 2, progress)
+        attention = reader.document(config.policy)
+        others = _other_layers(reader.cache)
+        largest = reader.repetition(request, others)
+    recent = None if scored_by == "echo" else RECENT
+    cache = cut(reader.cache, model.config, config, attention, largest, by_attention, recent)
     _put_other_layers(cache, others)
     return cache
+
+
+def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
+    """Token ids [1, n] of what asks for the repetition."""
+    if isinstance(repeat, str):
+        if tokenizer is None:
+            raise ValueError("h2o.read needs the tokenizer, or token ids as repeat")
+        repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return torch.as_tensor(repeat).reshape(1, -1)
 
 
 class _Reader:
     """A document in a cache that holds all of it."""
 
     def __init__(
-        self, model: Any, ids: Tensor, mask: Tensor, progress: Callable[[int, int], Any] | None
-    ) -> None:
+        self, model: Any, ids: Tensor, mask: Tensor, passes: int,
+        progress: Callable[[int, int], Any] | None,
+    ) -> None:  # fmt: skip
         self.model, self.ids, self.mask = model, ids, mask
+        self.columns = passes * ids.shape[1]
         self.cache = H2OCache(model.config, H2OConfig.full())
         self.layers = [x for x in self.cache.layers if isinstance(x, H2OLayer)]
         self.progress = progress or (lambda done, whole: None)
@@ -136,7 +173,7 @@ class _Reader:
         for begin in range(0, N, CHUNK):
             piece = slice(begin, begin + CHUNK)
             self._pass(self.ids[:, piece], self.mask[:, piece], self.mask[:, :begin])
-            self.progress(min(N, begin + CHUNK), 2 * N)
+            self.progress(min(N, begin + CHUNK), self.columns)
         if any(layer.part != tensor_parallel.WHOLE for layer in self.layers):
             raise Unsupported("h2o.read does not serve a model that is cut over several processes")
         return self._scores()
@@ -155,7 +192,7 @@ class _Reader:
             mask = torch.cat([torch.ones_like(request).bool(), self.mask[:, piece]], 1)
             self._pass(ids, mask, self.mask)
             _put_other_layers(self.cache, others)
-            self.progress(N + min(N, begin + CHUNK), 2 * N)
+            self.progress(N + min(N, begin + CHUNK), self.columns)
         return self._scores()
 
     def _pass(self, ids: Tensor, mask: Tensor, before: Tensor) -> None:

@@ -74,14 +74,17 @@ def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
 
 def test_compare(folder, tmp_path, capsys, monkeypatch):
     settings = ["full", "h2o:500+0", "robust-bytes:0.2", "reread:500", "reread-bytes:0.2"]
+    settings += ["echo:500", "echo-bytes:0.2"]
     arguments = ["--compare", ",".join(settings), "--lengths", "60,110", "--limit", 1]
     assert run(folder, tmp_path, *arguments) == 0
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert [rows[name][1] for name in settings[:2]] == ["100.0%"] * 2
     assert rows["full"][3:-2] == rows["h2o:500+0"][3:-2] == rows["reread:500"][3:-2]
+    assert rows["echo:500"][3:-2] == rows["full"][3:-2]
+    assert rows["echo-bytes:0.2"][1:3] == rows["reread-bytes:0.2"][1:3]
     cells = json.loads((tmp_path / "out" / "needle.json").read_text())["cells"]
-    assert len(cells) == 5 * 2 * len(needle.DEPTHS)
+    assert len(cells) == len(settings) * 2 * len(needle.DEPTHS)
     for cell in cells:
         assert {"model", "versions", "length", "depth", "setting"} <= set(cell["facts"])
     monkeypatch.setattr(needle, "answered", lambda *_: 1 / 0)  # nothing is measured again

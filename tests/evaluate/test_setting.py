@@ -35,6 +35,9 @@ from h2o.profile import _all_shipped
         ("authors:7", "authors", "h2o", H2OConfig(3, 4)),
         ("robust:0.3", "robust", "h2o", H2OConfig.robust(0.3)),
         ("robust:64", "robust", "h2o", H2OConfig.robust(64)),
+        ("reread:0.3", "reread", "reread", H2OConfig.robust(0.3)),
+        ("echo:64", "echo", "echo", H2OConfig.robust(64)),
+        ("echo-bytes:0.1", "echo-bytes", "echo", H2OConfig.robust(0.1, of="bytes")),
         ("mask-local:0.1+0.1", "mask-local", "local", H2OConfig(0.1, 0.1)),
         ("mask-global:0.1+0.1", "mask-global", "global", H2OConfig(0.1, 0.1)),
         ("mask-flexgen:9+8", "mask-flexgen", "flexgen", H2OConfig(9, 8)),
@@ -55,6 +58,14 @@ def test_parse(text, kind, variant, config):
     assert config is None or setting.config == config
     assert setting.dropping == (variant in ("full", "h2o"))
     assert setting.describe()["setting"] == text
+
+
+def test_what_h2o_read_makes_is_for_needles():
+    for text, scored_by in (("reread:0.1", "repeat"), ("echo:0.1", "echo"), ("robust:0.1", None)):
+        assert parse(text).scored_by == scored_by
+    assert parse("echo:0.1/sinks=2").config.sinks == 2
+    assert parse("echo:0.1").why_not_dropping == "echo:0.1: h2o.read, for --needle"
+    assert parse("echo:0.1").holding.rank_by == "max"
 
 
 def test_what_sees_the_future_is_marked():

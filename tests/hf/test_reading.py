@@ -39,16 +39,22 @@ def expected(name, document, budget, by_attention, chunk=reading.CHUNK):
         for piece in pieces
     ]
     largest = torch.stack(largest).amax(0)
-    L, G, _ = largest.shape
-    rest = budget.heavy + budget.recent - RECENT
+    return choice(first, largest, budget, by_attention, RECENT), largest
+
+
+def choice(first, largest, budget, by_attention, recent):
+    """Positions that each head of each layer keeps, as lists, with scores [layers, G, n] of the
+    first reading and of what else is to be kept."""
+    L, G, n = largest.shape
+    rest = budget.heavy + budget.recent - recent
     own = int(rest * by_attention)
     kept = torch.zeros(L, G, n, dtype=torch.bool)
-    kept[..., : budget.sinks] = kept[..., n - RECENT :] = True
+    kept[..., : budget.sinks] = kept[..., n - recent :] = True
     among = first.masked_fill(kept, -1).topk(own).indices
     kept.scatter_(2, among, True)
     places = largest.masked_fill(kept, -1).flatten().topk((rest - own) * L * G).indices
     kept.view(-1)[places] = True
-    return [[row.nonzero()[:, 0].tolist() for row in layer] for layer in kept], largest
+    return [[row.nonzero()[:, 0].tolist() for row in layer] for layer in kept]
 
 
 def positions(cache, row=0):
@@ -72,6 +78,17 @@ def test_what_is_kept(name, by_attention):
         for g, (at, got) in enumerate(zip(*(x[0] for x in layer.kept()), strict=True)):
             real = at >= 0
             torch.testing.assert_close(got[real], scores[g, at[real]], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scored_by", ["repeat", "echo"])
+def test_no_head_is_left_without_a_key(scored_by):
+    """Where neither sinks nor recent keys nor the config's policy have a part of the budget."""
+    (document,) = prompts(70)
+    how = {"repeat": REQUEST, "by_attention": 0.0, "scored_by": scored_by}
+    cache = h2o.read(shared("qwen3"), document, H2OConfig(heavy=2, recent=0), **how)
+    heads = [len(head) for layer in positions(cache) for head in layer]
+    assert min(heads) >= 1
+    assert sum(heads) == 2 * len(heads)
 
 
 def test_long_documents_are_read_and_repeated_in_pieces(monkeypatch):

@@ -1,0 +1,214 @@
+"""h2o.read(scored_by="echo"): judged by the queries and keys of transformers' own attention, each
+query at the position where echo asks it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+
+import h2o
+from h2o import H2OConfig, Unsupported
+from h2o.hf import echo, reading
+from h2o.hf.layer import H2OLayer
+from h2o.hf.layer_kinds import HYBRIDS
+from tests.hf.test_reading import BUDGET, choice, positions, weights_of
+from tests.hf.test_rolled import SCALED, scaled
+from tests.hf.tiny import DEVICE, FAMILIES, Family, batch, greedy, model, prompts, shared
+
+SERVED = {family.model_type or name: family for name, family in FAMILIES.items()}
+SERVED |= {"glm": Family("glm"), "glm4": Family("glm4")}
+SERVED = {name: family for name, family in SERVED.items() if name in echo.SERVED}
+MORE = {f"llama, {kind}": scaled(kind) for kind in SCALED} | {
+    "smollm3, a layer without rotation": Family("smollm3", {"no_rope_layers": [1, 0]}),
+    "phi, half of each head": Family("phi", {"partial_rotary_factor": 0.5}),
+    "gemma2, a low cap": Family(
+        "gemma2",
+        FAMILIES["gemma2"].config | {"attn_logit_softcapping": 2.0},
+        layers=FAMILIES["gemma2"].layers,
+    ),
+}
+EVERY = SERVED | MORE
+
+
+def made(name):
+    torch.manual_seed(5)
+    built = AutoModelForCausalLM.from_config(EVERY[name].build_config()).eval().to(DEVICE)
+    built.set_attn_implementation("h2o")
+    for module in built.modules():
+        if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
+            torch.nn.init.normal_(module.sinks, std=20)
+    return built
+
+
+def attention_of(theirs, document, shift):
+    """What each layer's attention is given by transformers for tokens at positions from `shift`
+    on: module, query, key [1, heads, n, D] and keyword arguments, by layer."""
+    given = {}
+
+    def function(module, query, key, value, mask, **kwargs):
+        given[module.layer_idx] = module, query[0], key[0], kwargs
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        return eager(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("test_echo", function)
+    AttentionMaskInterface.register("test_echo", eager_mask)
+    theirs = copy.deepcopy(theirs)
+    theirs.set_attn_implementation("test_echo")
+    ids = shift + torch.arange(document.shape[1], device=DEVICE)[None]
+    with torch.no_grad():
+        theirs.base_model(document, position_ids=ids, use_cache=False)
+    return given
+
+
+def expected(theirs, document, layers):
+    """Scores [G, n] float64 of each of these layers."""
+    n = document.shape[1]
+    here, behind = (attention_of(theirs, document, shift) for shift in (0, n))
+    scores = []
+    for layer in layers:
+        module, _, keys, how = here[layer]
+        queries, keys = behind[layer][1].double(), keys.double()
+        G = len(keys)
+        logits = queries @ keys.repeat_interleave(len(queries) // G, 0).mT
+        logits *= how.get("scaling") or queries.shape[-1] ** -0.5
+        if softcap := how.get("softcap"):
+            logits = softcap * torch.tanh(logits / softcap)
+        if (sinks := getattr(module, "sinks", None)) is not None:
+            column = sinks.detach().double()[:, None, None].expand(-1, n, 1)
+            logits = torch.cat([logits, column], -1)
+        weights = logits.softmax(-1)[..., :n]
+        row, key = torch.arange(n)[:, None], torch.arange(n)
+        just_before = ((key - row >= 0) & (key - row <= 4)).to(weights.device)
+        scores.append((weights * just_before).unflatten(0, (G, -1)).amax((1, 2)))
+    return scores
+
+
+def scores_of(cache, row=0):
+    """[G, n] of each H2O layer of a cache that holds all of a document."""
+    scores = []
+    for layer in cache.layers:
+        if isinstance(layer, H2OLayer):
+            kept = layer.kept()
+            real = kept.positions[row, 0] >= 0
+            assert (kept.positions[row][:, real] == torch.arange(real.sum(), device=DEVICE)).all()
+            scores.append(kept.scores[row][:, real])
+    return scores
+
+
+def full_layers(cache):
+    return [i for i, layer in enumerate(cache.layers) if isinstance(layer, H2OLayer)]
+
+
+def agree(cache, theirs, document, row=0):
+    for got, wanted in zip(
+        scores_of(cache, row), expected(theirs, document, full_layers(cache)), strict=True
+    ):
+        torch.testing.assert_close(got.double(), wanted, rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.skipif(not HYBRIDS, reason="this version of transformers does not serve all of them")
+def test_every_model_type_is_tried():
+    assert set(SERVED) == echo.SERVED
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_scores(name):
+    ours, (document,) = made(name), prompts(50)
+    cache = h2o.read(ours, document, H2OConfig.full(), scored_by="echo")
+    agree(cache, ours, document)
+    assert ours.config._attn_implementation == "h2o"
+
+
+def test_scores_of_long_documents(monkeypatch):
+    """Read in pieces, and asked some rows at a time."""
+    monkeypatch.setattr(reading, "CHUNK", 32)
+    ours, (document,) = shared("llama"), prompts(70)
+    monkeypatch.setattr(echo, "ENTRIES", 3 * 70 * ours.config.num_attention_heads)
+    told, passes = [], []
+    hook = ours.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    cache = h2o.read(
+        ours, document, H2OConfig.full(), scored_by="echo", progress=lambda *x: told.append(x)
+    )
+    hook.remove()
+    agree(cache, ours, document)
+    assert told == [(32, 70), (64, 70), (70, 70)]
+    assert len(passes) == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "phi", "gemma2"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_batch_are_documents_of_their_own(name, side, monkeypatch):
+    """Each is asked from behind its own end, and no pad counts."""
+    monkeypatch.setattr(reading, "CHUNK", 32)
+    ours, documents = shared(name), prompts(70, 41, 58)
+    padded = batch(documents, side)
+    ids, mask = padded["input_ids"], padded["attention_mask"]
+    cache = h2o.read(ours, ids, H2OConfig.full(), attention_mask=mask, scored_by="echo")
+    for row, document in enumerate(documents):
+        agree(cache, ours, document, row)
+
+
+@pytest.mark.parametrize("by_attention", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "smollm3"])
+def test_what_is_kept(name, by_attention):
+    """All of the config's recent keys, and what the scores choose of all layers and heads."""
+    ours, (document,) = shared(name), prompts(70)
+    cache = h2o.read(ours, document, BUDGET, scored_by="echo", by_attention=by_attention)
+    first = weights_of(name, document).sum((2, 3))
+    scores = torch.stack(expected(ours, document, full_layers(cache))).float()
+    assert positions(cache) == choice(first, scores, BUDGET, by_attention, BUDGET.recent)
+    assert cache.layers[0].policy.rank_by == "max"
+    for layer, scored in zip(cache.layers, scores, strict=True):
+        for g, (at, got) in enumerate(zip(*(x[0] for x in layer.kept()), strict=True)):
+            real = at >= 0
+            torch.testing.assert_close(got[real], scored[g, at[real]], rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "gpt_oss", *["qwen3_next", "falcon_h1"] * HYBRIDS]
+)
+def test_with_room_for_all_it_answers_as_the_full_cache(name):
+    ours, (document,) = model(name), prompts(70)
+    question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
+    cache = h2o.read(ours, document, H2OConfig.full(), scored_by="echo")
+    theirs = DynamicCache(config=ours.config)
+    wanted = greedy(model(name, "eager"), question, past_key_values=theirs)
+    assert torch.equal(greedy(ours, question, past_key_values=cache), wanted)
+
+
+def test_threads_read_with_one_model():
+    """Each hears its own queries only, also where the model is patched."""
+    ours, documents = model("llama", "sdpa"), prompts(70, 50, 60, 40)
+
+    def kept(document):
+        return positions(h2o.read(ours, document, BUDGET, scored_by="echo"))
+
+    with h2o.patched(ours, BUDGET), ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(kept, documents * 3)) == list(map(kept, documents)) * 3
+
+
+@pytest.mark.parametrize(
+    "name", ["opt", "gpt2", "deepseek_v3", *["granitemoehybrid", "zamba2"] * HYBRIDS]
+)
+def test_models_that_it_does_not_serve(name):
+    with pytest.raises(Unsupported, match=r'scored_by="echo" cannot serve .*scored_by="repeat"'):
+        h2o.read(shared(name), prompts(20)[0], BUDGET, scored_by="echo")
+
+
+def test_angles_that_change_with_the_length():
+    ours = made("llama, longrope")
+    h2o.read(ours, prompts(127)[0], BUDGET, scored_by="echo")
+    with pytest.raises(Unsupported, match=r'beyond 128 tokens .*scored_by="repeat"'):
+        h2o.read(ours, prompts(128)[0], BUDGET, scored_by="echo")
+
+
+def test_another_name():
+    with pytest.raises(ValueError, match="scored_by is repeat, echo, not 'reread'"):
+        h2o.read(shared("llama"), prompts(20)[0], BUDGET, scored_by="reread")
