@@ -53,7 +53,7 @@ def describe(config: Any) -> dict[str, Any]:
     text = _text_config(config)
     shape: dict[str, Any] = {}
     for name in SHAPE:
-        value = getattr(text, name, None)
+        value = _of_full_attention(text, name)
         if isinstance(value, int | str):
             shape[name] = value
     heads = shape.get("num_attention_heads")
@@ -87,6 +87,15 @@ def latent_row(config: Any) -> int | None:
     except RuntimeError:  # transformers: layers differ in it
         return None
     return latent + text.qk_rope_head_dim if isinstance(latent, int) else None
+
+
+def _of_full_attention(text: Any, name: str) -> Any:
+    """An attribute of a config; where layers differ in it, that of those with full attention."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # transformers: layers differ in it
+        layer = list(text.layer_types).index("full_attention")
+        return getattr(text.per_layer_config[layer], name, None)
 
 
 def _text_config(config: Any) -> Any:

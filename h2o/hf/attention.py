@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import AttentionCall
 from h2o.hf.layer import H2OLayer
+from h2o.hf.shared_keys import Pads, pads_of
 from h2o.sink_logits import softmax
 
 __all__ = [
@@ -76,6 +77,7 @@ def h2o_attention_forward(
         Unsupported: a model asks for what h2o does not do.
         RuntimeError: an `H2OCache` in training.
     """
+    attention_mask = pads_of(attention_mask)
     layer: H2OLayer | None = getattr(key, "h2o_layer", None)
     if layer is not None:
         call = AttentionCall(
@@ -204,7 +206,10 @@ def h2o_mask(
             f"attention_mask has {length} columns; {q_offset + q_length} are needed: "
             f"{q_offset} tokens seen and {q_length} new ones"
         )
-    return attention_mask[:, length - kv_length :]
+    mask = attention_mask[:, length - kv_length :]
+    if q_length > 1 and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
+        return Pads.over(mask, q_length)
+    return mask
 
 
 def _dense_mask(
@@ -307,6 +312,13 @@ def switch(model: Any, name: str) -> None:
             and go on as before.
     """
     if not model._can_set_attn_implementation():
+        # What reads images may have code of its own, and the language model within it none.
+        text = model.config.get_text_config(decoder=True)
+        parts = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model)
+        language = next((x for x in parts if x.config is text is not model.config), None)
+        if language is not None:
+            switch(language, name)
+            return
         raise Unsupported(
             f"h2o cannot serve {type(model).__name__}: it has attention code of its own instead "
             "of transformers' AttentionInterface"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from h2o.hf import attention
 from h2o.hf.attention_call import as_autocast, as_operand
 from h2o.hf.patch_lock import PatchLock, unwrapped
+from h2o.hf.shared_keys import pads_of
 
 __all__ = ["Call", "attending"]
 
@@ -79,6 +80,7 @@ def attending(
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         layer = shared.layer(module)
+        attention_mask = pads_of(attention_mask)
 
         def full() -> Tensor:
             return attention.h2o_attention_forward(

@@ -33,6 +33,7 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS, has_states, kind_of
 from h2o.hf.layer_types import layers_of
 from h2o.hf.readable_cache import ReadableCache
+from h2o.hf.shared_keys import reusing
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import describe
 
@@ -96,7 +97,8 @@ class H2OCache(ReadableCache):
         packages.warn_without_core()
         h2o_config = one_config(h2o_config, parameters).for_model(config)
         full_layers = transformers_layers(config)
-        conversation = Conversation(prompt_length, full_layers)
+        last = max((later[-1] for later in reusing(config).values()), default=0)
+        conversation = Conversation(prompt_length, full_layers, last)
         layers = layers_of(
             config, full_layers, h2o_config, conversation, trace=trace, compileable=compileable
         )

@@ -36,7 +36,10 @@ class Conversation:
     its thread, without waiting, and the last one gives it back.
     """
 
-    def __init__(self, prompt_length: Any = None, layers: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, prompt_length: Any = None, layers: Sequence[Any] = (), last: int = 0
+    ) -> None:
+        """`last`: the last layer that attends to keys of an earlier one, if any does."""
         if hasattr(prompt_length, "tolist"):  # a tensor or an array
             prompt_length = prompt_length.tolist()
         if prompt_length is not None and not isinstance(prompt_length, Sequence):
@@ -51,8 +54,8 @@ class Conversation:
         """Tokens of the whole prompt, where it is known to come in chunks."""
         kinds = [kind_of(layer) for layer in layers] or ["h2o"]
         storing = [index for index, kind in enumerate(kinds) if kind != "none"]
-        self.first, self.last = storing[0], storing[-1]
-        """The layers that store something first and last in a forward pass."""
+        self.first, self.last = storing[0], max(storing[-1], last)
+        """The layers that come first and last to the cache in a forward pass."""
         self._has_states = any(map(has_states, layers))
         self._ends_in_states = kinds[self.last] == "states"
         self.copied = False

@@ -21,63 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from h2o.errors import Unsupported
+from h2o.hf.traced_tensor import TracedTensor, plain
 
 __all__ = [
     "Expansion",
-    "TracedLatent",
     "expands_after_cache",
     "latents_traced",
     "over_latents",
-    "plain",
     "refusal",
 ]
-
-
-class TracedLatent(Tensor):
-    """A latent whose attributes go over to all that is computed from it, `expand_kv`'s keys too.
-
-    So these carry the layer of the cache that the latent came from, as other keys do, and nothing
-    is shared between threads or left behind by a forward pass that breaks off.
-    """
-
-    @staticmethod
-    def of(latent: Tensor, /, **attributes: Any) -> Tensor:
-        """A view of a latent with these attributes."""
-        return _with(latent[:], attributes)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        attributes = next(_traced(args), {})
-        with torch._C.DisableTorchFunctionSubclass():
-            made = function(*args, **(kwargs or {}))
-        if isinstance(made, Tensor):
-            return _with(made, attributes)
-        if type(made) in (tuple, list):
-            return type(made)(_with(x, attributes) if isinstance(x, Tensor) else x for x in made)
-        return made
-
-
-def _traced(args: Any) -> Iterator[dict[str, Any]]:
-    """Attributes of the latents among the arguments of an operation."""
-    for x in args:
-        if isinstance(x, TracedLatent):
-            yield vars(x)
-        elif isinstance(x, tuple | list):
-            yield from _traced(x)
-
-
-def _with(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
-    traced = tensor if isinstance(tensor, TracedLatent) else tensor.as_subclass(TracedLatent)
-    vars(traced).update(attributes)
-    return traced
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """A tensor without its attributes."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(Tensor)
 
 
 @contextmanager
@@ -85,7 +37,7 @@ def latents_traced(model: nn.Module) -> Iterator[None]:
     """Within the block keys that `expand_kv` makes have the attribute `latent` [B, 1, N, L]."""
 
     def trace(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return TracedLatent.of(args[0], latent=plain(args[0])), *args[1:]
+        return TracedTensor.of(args[0], latent=plain(args[0])), *args[1:]
 
     hooks = [
         module.kv_b_proj.register_forward_pre_hook(trace)

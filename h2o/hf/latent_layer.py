@@ -19,9 +19,10 @@ from h2o import ops
 from h2o.errors import Unsupported
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import AttentionCall, NewTokens
-from h2o.hf.latent_attention import Expansion, TracedLatent, plain
+from h2o.hf.latent_attention import Expansion
 from h2o.hf.layer import H2OLayer
 from h2o.hf.slot_layout import Room
+from h2o.hf.traced_tensor import TracedTensor, plain
 
 __all__ = ["LatentLayer"]
 
@@ -53,7 +54,7 @@ class LatentLayer(H2OLayer):
         rows = self._joined(key_states, value_states)
         super().update(rows, rows)
         self._rows = rows.detach()
-        return TracedLatent.of(key_states, h2o_layer=self), value_states
+        return TracedTensor.of(key_states, h2o_layer=self), value_states
 
     def attend(self, call: AttentionCall) -> Tensor:
         """As `H2OLayer.attend`, given the new tokens' expanded keys and values; [B, Q, H, V]."""

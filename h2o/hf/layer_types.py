@@ -23,6 +23,8 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_with_states import with_states
 from h2o.hf.model_rotary import Rotary, has_rotary
+from h2o.hf.shared_keys import reusing
+from h2o.hf.shared_keys_layer import SharedKeysLayer
 from h2o.kv_dtype import stored_bytes
 from h2o.model_identity import latent_row
 
@@ -55,6 +57,9 @@ def layers_of(
     latent = latent_row(config) and config.get_text_config(decoder=True).kv_lora_rank
     if latent:
         _refuse_latents(h2o_config, compileable)
+    shared = reusing(config)
+    if shared and compileable:
+        raise Unsupported("compileable=True does not go with layers that attend to others' keys")
     rotary = None
     if h2o_config.positions == "rolled":
         rotary = Rotary(config, windows=any(windows))
@@ -69,6 +74,8 @@ def layers_of(
             arguments.append(rotary)
         elif latent:
             layer_class = functools.partial(LatentLayer, latent=latent)
+        elif index in shared:
+            layer_class = functools.partial(SharedKeysLayer, reused_by=shared[index])
         if has_states(layer):
             layer_class = with_states(layer_class, layer.number_of_states)
         placed[index] = layer_class(*arguments, trace=trace)

@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor
 
 from h2o.errors import Unsupported
+from h2o.hf.shared_keys import reusing
 
 __all__ = ["ROLLED", "Rotary", "refusal", "turned"]
 
@@ -56,6 +57,8 @@ def refusal(config: Any, *, windows: bool = False, served: frozenset[str] = ROLL
     text = config.get_text_config(decoder=True)
     if not getattr(text, "rope_parameters", None):
         return "it has no rotary position embedding"
+    if reusing(config):
+        return "some layers attend to the keys of others"
     if windows:
         return "its sliding-window layers keep their keys at original positions"
     if text.model_type not in served or config.model_type not in served | _READERS:

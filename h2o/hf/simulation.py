@@ -10,6 +10,8 @@ Shape letters: B batch rows, H query heads, G key/value heads, N columns of the 
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,9 @@ from h2o.hf.attention_hook import Call, attending
 from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.patch_lock import unwrapped
+from h2o.hf.shared_keys import reusing
 from h2o.hf.support import transformers_layers
+from h2o.hf.visible_keys import VisibleKeys
 from h2o.policy import Policy
 
 if TYPE_CHECKING:
@@ -95,9 +99,14 @@ def simulated(
         config.for_layer(i, len(layers)) if kind_of(layer) == "h2o" else None
         for i, layer in enumerate(layers)
     ]
-    simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass)
+    shared = reusing(model.config)
+    if shared and (variant != "h2o" or config.merge is not None):
+        what = f"variant {variant!r}" if variant != "h2o" else "merge"
+        raise Unsupported(f"{what}: not simulated where layers attend to the keys of others")
+    simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass, shared)
     tracing = latents_traced(unwrapped(model))
-    with attending(model, simulation.layers(), simulation.attend), tracing:
+    attended = [*simulation.layers(), *itertools.chain(*shared.values())]
+    with attending(model, attended, simulation.attend), tracing:
         yield simulation
 
 
@@ -116,12 +125,15 @@ class Simulation:
         ratio_of: str,
         trace: bool,
         mass: bool,
+        shared: dict[int, tuple[int, ...]],
     ) -> None:
         self._budgets, self._variant = budgets, variant
         self._prompt_length, self._ratio_of = prompt_length, ratio_of
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
         self._scores: dict[int, Tensor] | None = {} if trace else None
         self._mass: dict[int, Tensor] | None = {} if mass else None
+        self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
+        self._here = threading.local()  # of layers whose keys others attend to, their VisibleKeys
 
     def layers(self) -> list[int]:
         """The layers that are simulated: those with full attention."""
@@ -158,6 +170,10 @@ class Simulation:
 
     def attend(self, call: Call) -> Tensor:
         """What an H2O cache's layer would give, [B, N, H, D]; for `h2o.hf.attention_hook`."""
+        if (of := self._reuses.get(call.layer)) is not None:
+            visible: VisibleKeys = vars(self._here)[str(of)]
+            _refuse(call, visible.evicted_at.shape[2])
+            return _undifferentiable(visible.attend(call), call)
         if (latent := getattr(call.key, "latent", None)) is not None:
             call, expansion = over_latents(call, latent)
             return expansion.answers(self._attend(call, shared=True))
@@ -169,13 +185,7 @@ class Simulation:
         config = self._budgets[call.layer]
         assert config is not None
         B, _, N, _ = query.shape
-        if call.cached or key.shape[2] != N:
-            raise ValueError(
-                "simulated() answers for whole texts: call model(input_ids, attention_mask) "
-                "without a cache of earlier tokens; to generate, use an H2OCache"
-            )
-        if call.module.training or call.dropout:
-            raise RuntimeError("simulated() is for inference: call model.eval()")
+        _refuse(call, N)
         lengths = [N] * B
         if mask is not None and (config.needs_prompt_length or mask.is_cpu):  # else all the same
             lengths = mask.sum(1).tolist()
@@ -202,6 +212,9 @@ class Simulation:
             )
             if self._scores is not None:
                 self._scores[call.layer] = scores
+            if call.layer in self._reuses.values():
+                visible = VisibleKeys(evicted_at, prompts, config.kv_dtype)
+                vars(self._here)[str(call.layer)] = visible
         elif call.softcap:
             raise Unsupported(f"variant {self._variant!r} has no soft-capped logits")
         elif call.sink_logits is not None:
@@ -213,9 +226,7 @@ class Simulation:
             self._evicted_at[call.layer] = evicted_at
         if self._mass is not None:
             self._mass[call.layer] = _retained(q, k, mask, evicted_at, call.scale, call.softcap)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-            out = Undifferentiable.apply(out, query, key, value)
-        return out
+        return _undifferentiable(out, call)
 
     def _resolve(
         self, config: H2OConfig, lengths: list[int]
@@ -272,6 +283,24 @@ def check(
         raise ValueError(
             f'variant {variant!r} has no prompt: leave prompt_length at 1 and ratio_of at "text"'
         )
+
+
+def _refuse(call: Call, tokens: int) -> None:
+    """Raises what keeps a call of so many tokens from being simulated."""
+    if call.cached or call.key.shape[2] != tokens:
+        raise ValueError(
+            "simulated() answers for whole texts: call model(input_ids, attention_mask) "
+            "without a cache of earlier tokens; to generate, use an H2OCache"
+        )
+    if call.module.training or call.dropout:
+        raise RuntimeError("simulated() is for inference: call model.eval()")
+
+
+def _undifferentiable(out: Tensor, call: Call) -> Tensor:
+    inputs = call.query, call.key, call.value
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        out = Undifferentiable.apply(out, *inputs)
+    return out
 
 
 def _asked_for(values: dict[int, Tensor] | None, argument: str, layer: int) -> Tensor:

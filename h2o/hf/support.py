@@ -13,7 +13,7 @@ import transformers
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from h2o.errors import Unsupported
-from h2o.hf import latent_attention, model_rotary
+from h2o.hf import latent_attention, model_rotary, shared_keys
 from h2o.hf.layer_kinds import kind_of, type_refusal
 
 __all__ = ["Support", "refusal", "supports", "transformers_layers"]
@@ -96,7 +96,7 @@ def supports(model: Any) -> Support:
     classes = _model_classes(config)
     if not classes:
         return Support(model_type, False, "transformers has no causal language model of it", ())
-    if not all(model_class._can_set_attn_implementation() for model_class in classes):
+    if not classes[-1]._can_set_attn_implementation():  # of a part, where that is the language
         return Support(
             model_type, False, "it has attention code of its own instead of AttentionInterface", ()
         )
@@ -185,7 +185,8 @@ def refusal(config: Any) -> str | None:
     elif _attribute(text, "v_head_dim") not in (None, _attribute(text, "head_dim")):
         return "its keys and values are of different sizes"
     if getattr(text, "num_kv_shared_layers", None):
-        return "some layers attend to the keys of others (num_kv_shared_layers)"
+        if reason := shared_keys.refusal(text):
+            return reason
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if reason := type_refusal(kind):
             return f"layer {index} is {kind}, which is {reason}"
@@ -196,7 +197,7 @@ def _latent_refusal(config: Any) -> str | None:
     """Why a model with multi-head latent attention cannot be served; or None."""
     if not isinstance(_attribute(config.get_text_config(decoder=True), "kv_lora_rank"), int):
         return "its layers differ in their latent attention"
-    if not all(map(latent_attention.expands_after_cache, _model_classes(config))):
+    if not any(map(latent_attention.expands_after_cache, _model_classes(config))):
         return "its multi-head latent attention does not cache latents as transformers' newer do"
     return latent_attention.refusal(config.get_text_config(decoder=True))
 

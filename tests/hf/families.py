@@ -18,6 +18,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from h2o import supports
+from h2o.hf.support import Support
 
 MAPPINGS = {
     "causal language models": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -30,6 +31,12 @@ AS_RELEASED = {
     },
 }
 
+AS_DECODERS = (
+    "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm "
+    "roc_bert xlm-roberta xlm-roberta-xl xmod"
+).split()
+"""Encoders that config.is_decoder=True makes causal language models: see test_support.py."""
+
 
 def verdict(name: str) -> str:
     """One line about a family."""
@@ -38,9 +45,17 @@ def verdict(name: str) -> str:
     except Exception:  # each its own
         return "refused: its config has no defaults of which a model could be made"
     found = supports(config)
-    if not found:
-        return f"refused: {found.reason}"
-    return "served, " + str(found).partition("supported, ")[2].partition(";")[0]
+    if found:
+        return f"served, {_layers(found)}"
+    if name in AS_DECODERS:
+        config.is_decoder = True
+        if as_decoder := supports(config):
+            return f"served with config.is_decoder=True, {_layers(as_decoder)}"
+    return f"refused: {found.reason}"
+
+
+def _layers(found: Support) -> str:
+    return str(found).partition("supported, ")[2].partition(";")[0]
 
 
 def said(mapping: str) -> dict[str, str]:
@@ -52,9 +67,11 @@ def lines() -> Iterator[str]:
     yield f"transformers {transformers.__version__}"
     for mapping in MAPPINGS:
         families = said(mapping)
-        served = sum(text.startswith("served") for text in families.values())
+        served = sum(text.startswith("served,") for text in families.values())
+        decoders = sum(text.startswith("served with") for text in families.values())
+        more = f", {decoders} more as decoders" if decoders else ""
         yield ""
-        yield f"{mapping}: {served} of {len(families)} families are served"
+        yield f"{mapping}: {served} of {len(families)} families are served{more}"
         yield ""
         for name, text in families.items():
             yield f"{name}: {text}"

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, supports
@@ -249,6 +249,34 @@ def test_half_precision_is_near_float32():
             got = half(piece, past_key_values=cache).logits.float()
             theirs = half(piece, past_key_values=full).logits.float()
             assert (got - wanted).abs().mean() < 1.5 * (theirs - wanted).abs().mean() + 1e-3
+
+
+def test_a_language_model_within_one_that_reads_images():
+    """Kimi K2.5's layers are DeepSeek V3's."""
+    config = AutoConfig.for_model(
+        "kimi_k25",
+        text_config=LATENT["deepseek_v3"].build_config().to_dict(),
+        vision_config={
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4,
+        },
+        projection_hidden_size=16,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    assert supports(config).layers == ("h2o", "h2o")
+    torch.manual_seed(1)
+    ours = AutoModelForImageTextToText.from_config(config).eval()
+    rows = prompts(17, 23)
+    expected = greedy(ours, batch(rows), 32)
+    ours.set_attn_implementation("h2o")
+    cache = H2OCache(ours.config, H2OConfig.full())
+    assert greedy(ours, batch(rows), 32, past_key_values=cache).tolist() == expected.tolist()
+    cache = H2OCache(ours.config, **SMALL)
+    together = greedy(ours, batch(rows), 12, past_key_values=cache).tolist()
+    assert cache.kept(0)[0].shape == (2, 1, 12)
+    for row, tokens in zip(rows, together, strict=True):
+        alone = H2OCache(ours.config, **SMALL)
+        assert greedy(ours, {"input_ids": row}, 12, past_key_values=alone).tolist() == [tokens]
 
 
 # ---- Refused -----------------------------------------------------------------------------------

@@ -8,16 +8,20 @@ import pytest
 import torch
 import transformers
 from packaging import version
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.utils import logging
 
-from h2o import H2OCache, H2OConfig, Unsupported, simulated, supports
+from h2o import H2OCache, H2OConfig, Unsupported, patched, simulated, supports
 from h2o.hf.layer_kinds import HYBRIDS, kind_of
 from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
-ENCODERS = ["bert", "roberta", "electra"]
 
 
 def encoder(name: str, **more):
@@ -30,9 +34,10 @@ def encoder(name: str, **more):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", families.AS_DECODERS)
 def test_encoders_are_refused_and_as_decoders_served(name):
-    both_ways, decoder = encoder(name), encoder(name, is_decoder=True)
+    more = {"languages": ["en_XX"], "default_language": "en_XX"} if name == "xmod" else {}
+    both_ways, decoder = encoder(name, **more), encoder(name, is_decoder=True, **more)
     assert "looks both ways" in supports(both_ways.config).reason
     with pytest.raises(Unsupported, match=r"config\.is_decoder=True"):
         H2OCache(both_ways.config, **SMALL)
@@ -58,6 +63,41 @@ def test_attention_that_turns_out_to_look_both_ways():
         decoder(ids, past_key_values=H2OCache(decoder.config, **SMALL))
     with pytest.raises(Unsupported, match="looks both ways"), simulated(decoder, **SMALL):
         decoder(ids, use_cache=False)
+
+
+def test_a_language_model_beside_attention_code_of_the_images_own():
+    """GOT-OCR2: transformers cannot set the attention of the whole, but of the part."""
+    config = AutoConfig.for_model(
+        "got_ocr2",
+        text_config=FAMILIES["qwen2"].build_config().to_dict(),
+        vision_config={
+            "hidden_size": 16, "output_channels": 16, "num_hidden_layers": 1, "mlp_dim": 16,
+            "num_attention_heads": 2, "image_size": 64, "patch_size": 16,
+            "global_attn_indexes": [0],
+        },
+        image_token_id=96, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    found = supports(config)
+    assert found.layers == ("h2o", "h2o")
+    torch.manual_seed(0)
+    ours = AutoModelForImageTextToText.from_config(config).eval()
+    inputs = batch([row.clamp(max=95) for row in prompts(17, 23)])
+    inputs["input_ids"][:, -9] = 96
+    inputs["pixel_values"] = torch.linspace(-9, 9, 2 * 3 * 64 * 64).sin().view(2, 3, 64, 64)
+    expected = greedy(ours, inputs, 32).tolist()
+    with patched(ours, H2OConfig.full()):
+        assert ours.config.text_config._attn_implementation == "h2o"
+        assert greedy(ours, inputs, 32).tolist() == expected
+    assert ours.config.text_config._attn_implementation == "sdpa"
+    with patched(ours, **SMALL):
+        small = greedy(ours, inputs, 32)
+    assert small.tolist() != expected
+    ours.set_attn_implementation("h2o")
+    cache = H2OCache(config, **SMALL)
+    assert torch.equal(greedy(ours, inputs, 32, past_key_values=cache), small)
+    assert cache.kept(1)[0].shape == (2, 2, 12)
+    with simulated(ours, **SMALL), torch.no_grad():
+        ours(**inputs, use_cache=False)
 
 
 def test_prefix_language_models_are_refused():

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of transformers
 from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.shared_keys import SHARES_KEYS
 from tests.hf.modes import MODES
 from tests.torch.calls import TABLE
 
@@ -93,6 +94,15 @@ _CONV = {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2}
 _BLOCKS = {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8}
 _TWICE = ("states", "h2o") * 2
 _EMBEDS = ("inputs_embeds",)
+_SHARING = ("h2o", "sliding", "h2o", "none", "none", "none")
+_GEMMA_3N = {
+    **_SLIDING, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8, "altup_num_inputs": 2,
+    "activation_sparsity_pattern": [0.0] * 6,
+    "layer_types": [f"{kind}_attention" for kind in "full sliding full sliding full full".split()],
+}  # fmt: skip
+_GEMMA_4 = {name: _GEMMA_3N[name] for name in list(_GEMMA_3N)[:4]}
+_GEMMA_4 |= {"layer_types": _GEMMA_3N["layer_types"], "global_head_dim": 16}
 _PIXELS = torch.linspace(-1, 1, 192).sin()
 
 FAMILIES = {
@@ -254,6 +264,32 @@ FAMILIES = {
             ),
         ]
         * HYBRIDS,
+        *[
+            Family("gemma3n_text", _GEMMA_3N, layers=_SHARING),
+            Family("gemma4_text", _GEMMA_4, layers=_SHARING),
+            Family(
+                "gemma4",
+                _GEMMA_4,
+                model_type="gemma4_text",
+                layers=_SHARING,
+                vision={
+                    **_EYE,
+                    "patch_size": 2,
+                    "pooling_kernel_size": 2,
+                    "position_embedding_size": 8,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 2,
+                    "head_dim": 8,
+                },
+                image={
+                    "pixel_values": _PIXELS.reshape(1, 16, 12),
+                    "image_position_ids": torch.cartesian_prod(*[torch.arange(4)] * 2)[None],
+                },
+                lacks=_EMBEDS,
+            ),
+        ]
+        * SHARES_KEYS,
         Family("mistral-window", _SLIDING, model_type="mistral", layers=("sliding", "sliding")),
     ]
 }

@@ -1,0 +1,63 @@
+"""`TracedTensor`: attributes that all computed from a tensor has too.
+
+A cache says by an attribute of a key which layer it came from. Where the model computes with the
+key before it attends (it expands a latent, or brings the key to another device) the attribute
+must come along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["TracedTensor", "plain"]
+
+
+class TracedTensor(Tensor):
+    """A tensor whose attributes go over to all that is computed from it.
+
+    So keys made of it carry the layer of the cache that it came from, as other keys do, and nothing
+    is shared between threads or left behind by a forward pass that breaks off.
+    """
+
+    @staticmethod
+    def of(tensor: Tensor, /, **attributes: Any) -> Tensor:
+        """A view of a tensor with these attributes."""
+        return _with(tensor[:], attributes)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        attributes = next(_traced(args), {})
+        with torch._C.DisableTorchFunctionSubclass():
+            made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            return _with(made, attributes)
+        if type(made) in (tuple, list):
+            return type(made)(_with(x, attributes) if isinstance(x, Tensor) else x for x in made)
+        return made
+
+
+def _traced(args: Any) -> Iterator[dict[str, Any]]:
+    """Attributes of the traced tensors among the arguments of an operation."""
+    for x in args:
+        if isinstance(x, TracedTensor):
+            yield vars(x)
+        elif isinstance(x, tuple | list):
+            yield from _traced(x)
+
+
+def _with(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
+    traced = tensor if isinstance(tensor, TracedTensor) else tensor.as_subclass(TracedTensor)
+    vars(traced).update(attributes)
+    return traced
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor without its attributes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)

@@ -1,0 +1,395 @@
+"""Layers that attend to the keys of an earlier one (Gemma 3n, 4): what they see, what is refused.
+
+The cross with modes and policies is that of test_families.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, DynamicCache
+
+import h2o
+from h2o import H2OCache, H2OConfig, Unsupported, simulated, supports
+from h2o.hf import shared_keys_layer
+from h2o.hf.attention_call import AttentionCall
+from h2o.hf.layer import H2OLayer
+from h2o.hf.shared_keys import SHARES_KEYS, reusing
+from h2o.hf.shared_keys_layer import SharedKeysLayer
+from tests.hf.modes import POLICIES
+from tests.hf.tiny import batch, greedy, model, prompts
+
+pytestmark = pytest.mark.skipif(not SHARES_KEYS, reason="a newer transformers shares keys so")
+SMALL = {"heavy": 6, "recent": 6}
+NAMES = ["gemma3n_text", "gemma4_text"]
+SHARED, PLAIN = 2, 0
+"""The layers by h2o: one whose keys layers 4 and 5 attend to, and one with keys of its own."""
+SIMULATED = [name for name in POLICIES if name not in ("merge", "shares")]
+
+
+def stepwise(ours, ids, cache, pieces):
+    """Logits of a text that is fed in pieces."""
+    with torch.no_grad():
+        return torch.cat([ours(x, past_key_values=cache).logits for x in ids.split(pieces, 1)], 1)
+
+
+# ---- One layer ---------------------------------------------------------------------------------
+
+H, G, D = 4, 2, 8
+OWN, LATER, LAST = (
+    SimpleNamespace(layer_idx=i, training=False, num_key_value_groups=H // G) for i in range(3)
+)
+
+
+def a_pass(layer, Q, seed, B=2, mask=None):
+    """The layer's own answer to random tokens, and that of a later layer with the same queries."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, heads, Q, D, generator=generator) for heads in (H, G, G))
+    key, value = layer.update(k, v)
+    own = layer.attend(AttentionCall(OWN, q, key, value, mask))
+    held = [None if x is None else x.clone() for x in layer.slots]
+    later = [
+        layer.attend(AttentionCall(module, q[:, :, -P:], key, value))
+        for module, P in ((LATER, Q), (LAST, 1))
+    ]
+    for x, y in zip(held, layer.slots, strict=True):
+        assert x is y is None or torch.equal(x, y)  # nothing is scored or evicted
+    return own, later
+
+
+@pytest.mark.parametrize("chosen", [name for name in POLICIES if name != "shares"])
+def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
+    """In a prompt, in steps from before the budget is full until long after, and in chunks."""
+    layer = SharedKeysLayer(POLICIES[chosen].for_layer(0, 2), reused_by=[1, 2])
+    for seed, Q in enumerate([7, *[1] * 20, 5, *[1] * 9, 11, 1, 1]):
+        own, (all_queries, last) = a_pass(layer, Q, seed)
+        assert torch.equal(all_queries, own)
+        torch.testing.assert_close(last, own[:, -1:], rtol=0, atol=2e-6)
+
+
+def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
+    layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1, 2])
+    for seed, Q in enumerate([20, 6, 1, 1, 20, 1]):
+        mask = torch.ones(2, Q, dtype=torch.bool)
+        mask[0, : Q // 2 + (seed == 3)] = False
+        own, (all_queries, last) = a_pass(layer, Q, seed, mask=mask)
+        real = mask[:, -1]
+        assert torch.equal(all_queries[mask], own[mask])
+        torch.testing.assert_close(last[real], own[real, -1:], rtol=0, atol=2e-6)
+
+
+def test_keys_that_came_from_a_dynamic_cache():
+    for Q in (1, 4):
+        layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1, 2])
+        layer.take_over(torch.randn(2, G, 20, D), torch.randn(2, G, 20, D), None)
+        own, (all_queries, _) = a_pass(layer, Q, 0)
+        assert torch.equal(all_queries, own)
+        own, (all_queries, _) = a_pass(layer, 1, 1)
+        assert torch.equal(all_queries, own)
+
+
+def test_keys_on_another_device_still_know_their_layer():
+    """accelerate moves them on where the next layers lie elsewhere."""
+    layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1])
+    key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
+    moved = key.to("meta")
+    assert moved.h2o_layer is layer
+    layer.attend(AttentionCall(OWN, torch.randn(1, H, 5, D), key, value))
+    key, value = layer.update(torch.randn(1, G, 1, D), torch.randn(1, G, 1, D))
+    layer.attend(AttentionCall(OWN, torch.randn(1, H, 1, D), key, value))
+    there = layer._attended.to(torch.device("meta"))
+    tensors = [x for x in (*there.tokens, *there.slots) if isinstance(x, torch.Tensor)]
+    assert {x.device.type for x in tensors} == {"meta"}
+    assert layer.slots.keys.device.type == "cpu"
+
+
+def test_nothing_is_kept_of_a_pass_that_is_over():
+    layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1])
+    key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
+    query = torch.randn(1, H, 5, D)
+    layer.attend(AttentionCall(OWN, query, key, value))
+    layer.attend(AttentionCall(LATER, query, key, value))
+    assert layer._attended is None
+    with pytest.raises(RuntimeError, match=r"layer 1 attends to keys of layer 0 .* is over"):
+        layer.attend(AttentionCall(LATER, query, key, value))
+
+
+def test_training_is_refused_in_later_layers_too():
+    layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1])
+    key, value = layer.update(torch.randn(1, G, 5, D), torch.randn(1, G, 5, D))
+    query = torch.randn(1, H, 5, D, requires_grad=True)
+    layer.attend(AttentionCall(OWN, query, key, value))
+    training = SimpleNamespace(layer_idx=1, training=True)
+    with pytest.raises(RuntimeError, match="for inference"):
+        layer.attend(AttentionCall(training, query, key, value))
+    out = layer.attend(AttentionCall(LATER, query, key, value))
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        out.sum().backward()
+
+
+# ---- Models ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_said_of_them(name):
+    ours = model(name)
+    assert reusing(ours.config) == {SHARED: (4, 5)}
+    found = supports(ours)
+    assert str(found).startswith(
+        f"{name}: supported, 2 of 6 layers by h2o, 1 keep their own sliding window, "
+        '3 store nothing; positions="rolled": not'
+    )
+    cache = H2OCache(ours.config, **SMALL)
+    assert [type(cache.layers[i]) for i in (PLAIN, SHARED)] == [H2OLayer, SharedKeysLayer]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "later"),
+    [("ffssf", {1: (4,)}), ("fsfss", {}), ("fsfsf", {2: (4,)})],
+)
+def test_which_layers_attend_to_whose_keys(kinds, later):
+    """Sliding windows that are shared stay transformers' own."""
+    names = {"f": "full_attention", "s": "sliding_attention"}
+    config = AutoConfig.for_model(
+        "gemma3n_text",
+        num_hidden_layers=5,
+        num_kv_shared_layers=2,
+        layer_types=[names[kind] for kind in kinds],
+        activation_sparsity_pattern=[0.0] * 5,
+    )
+    assert reusing(config) == later
+    config.num_kv_shared_layers = 0
+    assert reusing(config) == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_for_all_gives_the_full_caches_tokens(name):
+    ours, theirs = model(name), model(name, "sdpa")
+    inputs = batch(prompts(17, 23))
+    expected = greedy(theirs, inputs, 32)
+    cache = H2OCache(ours.config, H2OConfig.full())
+    assert greedy(ours, inputs, 32, past_key_values=cache).tolist() == expected.tolist()
+    assert greedy(ours, inputs, 32).tolist() == expected.tolist()  # with a DynamicCache
+    assert len(expected.unique()) > 10
+
+
+@pytest.mark.parametrize("chosen", ["h2o", "merge", "int8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_rows_alone_and_the_budget_holds(name, chosen):
+    ours, rows = model(name), prompts(17, 30)
+    cache = H2OCache(ours.config, POLICIES[chosen])
+    tokens = greedy(ours, batch(rows), 12, past_key_values=cache)
+    budget = 11 if chosen == "merge" else 12 if chosen == "h2o" else 10
+    for b, row in enumerate(rows):
+        alone = H2OCache(ours.config, POLICIES[chosen])
+        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
+        assert tokens[b].tolist() == expected[0].tolist()
+    for layer in (PLAIN, SHARED):
+        assert (cache.kept(layer)[0] >= 0).sum(-1).unique().tolist() == [budget]
+
+
+@pytest.mark.parametrize("chosen", SIMULATED)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_simulation_is_the_cache(name, chosen):
+    ours, config, (ids,) = model(name), POLICIES[chosen], prompts(36, seed=3)
+    cache = H2OCache(ours.config, config, trace=True)
+    settings = {"prompt_length": 20, "ratio_of": "prompt", "trace": True}
+    with torch.no_grad():
+        with simulated(ours, config, **settings) as simulation:
+            expected = ours(ids, use_cache=False).logits
+        full = ours(ids, use_cache=False).logits
+    got = stepwise(ours, ids, cache, [20, *[1] * 16])
+    apart = (full - expected).abs().max()
+    assert (got - expected).abs().max() < 1e-3 * apart
+    assert simulation.layers() == [PLAIN, SHARED]
+    for layer in simulation.layers():
+        assert torch.equal(simulation.evicted_at(layer), cache.evicted_at(layer))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("chosen", ["h2o", "int8"])
+def test_rows_of_a_simulation_are_the_rows_alone(chosen, side):
+    ours, rows = model("gemma4_text"), prompts(20, 30)
+    padded = batch(rows, side)
+    mask = padded["attention_mask"]
+    padded["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    with simulated(ours, POLICIES[chosen], prompt_length=9), torch.no_grad():
+        together = ours(**padded, use_cache=False).logits
+        alone = [ours(row, use_cache=False).logits for row in rows]
+        last = ours(**padded, use_cache=False, logits_to_keep=1).logits
+    for b, expected in enumerate(alone):
+        got = together[b][mask[b].bool()]
+        torch.testing.assert_close(got, expected[0], rtol=0, atol=2e-4)
+    torch.testing.assert_close(last, together[:, -1:], rtol=0, atol=2e-4)
+
+
+def test_what_is_not_simulated():
+    for more in ({"merge": 0.3}, {"variant": "local"}):
+        with (
+            pytest.raises(Unsupported, match="keys of others"),
+            simulated(model("gemma4_text"), **SMALL, **more),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("pieces", [[36], [20, 16], [9, 9, 9, 9], [20, *[1] * 16], [1] * 36])
+@pytest.mark.parametrize("name", NAMES)
+def test_pieces_of_a_text_with_a_budget_for_all(name, pieces):
+    ours, (ids,) = model(name), prompts(36)
+    expected = stepwise(model(name, "sdpa"), ids, DynamicCache(config=ours.config), [36])
+    got = stepwise(ours, ids, H2OCache(ours.config, H2OConfig.full()), pieces)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("pieces", [[30], [20, 10], [20, *[1] * 10]])
+def test_the_last_queries_alone_are_the_last_of_all(pieces):
+    """generate() asks for the last logits, and then Gemma 4 leaves all other queries out."""
+    ours, (ids,) = model("gemma4_text"), prompts(30)
+    whole, last = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        for piece in ids.split(pieces, 1):
+            expected = ours(piece, past_key_values=whole).logits[:, -1:]
+            got = ours(piece, past_key_values=last, logits_to_keep=1).logits
+            torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
+    for layer in (PLAIN, SHARED):
+        assert torch.equal(whole.kept(layer)[0], last.kept(layer)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
+    ours, (document, question) = model(name), prompts(30, 6)
+    cache = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        ours(document, past_key_values=cache)
+    cache.save(tmp_path / "document.safetensors", ours)
+    both = {"input_ids": torch.cat([document, question], 1)}
+    caches = [
+        cache.fork(),
+        copy.deepcopy(cache),
+        H2OCache.load(tmp_path / "document.safetensors", ours),
+        cache,
+    ]
+    answers = [greedy(ours, both, 10, past_key_values=x).tolist() for x in caches]
+    assert answers.count(answers[0]) == 4
+    cache.reset()
+    again = H2OCache(ours.config, **SMALL)
+    expected = greedy(ours, both, 10, past_key_values=again).tolist()
+    assert greedy(ours, both, 10, past_key_values=cache).tolist() == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dynamic_cache_goes_on(name):
+    ours, theirs, (ids,) = model(name), model(name, "sdpa"), prompts(30)
+    full = DynamicCache(config=ours.config)
+    with torch.no_grad():
+        theirs(ids[:, :20], past_key_values=full)
+    cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
+    expected = stepwise(theirs, ids[:, 20:], full, [4, *[1] * 6])
+    got = stepwise(ours, ids[:, 20:], cache, [4, *[1] * 6])
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_assisted_decoding_takes_tokens_back(name):
+    ours = model(name)
+    row = {"input_ids": prompts(8)[0].repeat(1, 4)}
+    plain = greedy(ours, row, 24, past_key_values=H2OCache(ours.config, H2OConfig.full()))
+    cache = H2OCache(ours.config, H2OConfig.full())
+    cache.activate_past_recording()
+    looked_up = greedy(ours, row, 24, past_key_values=cache, prompt_lookup_num_tokens=3)
+    assert cache.layers[SHARED]._attended is None
+    assert looked_up.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_are_read_and_heads_measured(name):
+    ours, (ids,) = model(name), prompts(40)
+    cache = h2o.read(ours, ids, H2OConfig(**SMALL), repeat=torch.tensor([5, 6]))
+    more = {"input_ids": torch.cat([ids, prompts(3)[0]], 1)}
+    assert greedy(ours, more, 4, past_key_values=cache).shape == (1, 4)
+    ids = prompts(256)[0]
+    assert len(h2o.calibrate(ours, ids, window=128, refine=0).shares[0]) == 6
+    h2o.analyze(ours, ids)
+
+
+def test_a_pass_ends_with_the_last_layer_that_attends():
+    """Before that no other thread may begin one."""
+    ours, (ids,) = model("gemma4_text"), prompts(20)
+    cache = H2OCache(ours.config, **SMALL)
+    found = []
+
+    def begin(*_):
+        def other():
+            try:
+                cache.get_mask_sizes(1, 0)
+            except RuntimeError as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    hook = ours.model.layers[5].register_forward_pre_hook(begin)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+    hook.remove()
+    assert "another thread" in found[0]
+    assert not cache.conversation.under_way
+    begin()
+    assert len(found) == 1
+
+
+def test_a_pass_that_broke_off_in_a_later_layer():
+    ours, (ids,) = model("gemma4_text"), prompts(30)
+    cache, whole = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
+    pieces = ids.split([20, 1, 9], 1)
+    hook = ours.model.layers[4].register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad():
+        with pytest.raises(ZeroDivisionError):
+            ours(pieces[0], past_key_values=cache)
+        hook.remove()
+        ours(pieces[0], past_key_values=whole)
+        for piece in pieces[1:]:  # all keys had been stored
+            got, expected = (ours(piece, past_key_values=x).logits for x in (cache, whole))
+            assert torch.equal(got, expected)
+
+
+# ---- Configs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_text"])
+def test_layers_may_have_heads_of_another_size(name):
+    """Where transformers would not tell which of the sizes is meant: those of full attention."""
+    config = AutoConfig.for_model(name)
+    assert supports(config)
+    cache = H2OCache(config, H2OConfig.robust(0.2, of="bytes"))
+    assert cache.model_shape["head_dim"] == 512
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"positions": "rolled"}, "keys of others"), ({"compileable": True}, "others' keys|sliding")],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_that_do_not_go_with_shared_keys(name, settings, words):
+    with pytest.raises(Unsupported, match=words):
+        H2OCache(model(name).config, **SMALL, **settings)
+
+
+def test_a_model_that_is_cut_over_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(shared_keys_layer.tensor_parallel, "part", lambda module: (1, 2))
+    ours = model("gemma4_text")
+    monkeypatch.setattr(H2OLayer, "_in_form_of_store", lambda self, q, k, v, call: 1 / 0)
+    layer = H2OCache(ours.config, **SMALL).layers[SHARED]
+    key, value = layer.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
+    with pytest.raises(Unsupported, match="cut over processes"):
+        layer.attend(AttentionCall(OWN, torch.randn(1, 4, 5, 16), key, value))
+
+
+def test_models_that_draft_for_another_are_refused():
+    config = AutoConfig.for_model("gemma4_unified_assistant")
+    assert "keys of another model, for which it drafts" in supports(config).reason
