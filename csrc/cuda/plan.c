@@ -2,7 +2,8 @@
 #include "plan.h"
 
 enum { KINDS = 3, SIZES = 3 }; /* any floats, float16, bfloat16; head dimensions */
-enum { PREPARE, EVICT, MOVE, STEP, SIMULATE_PREPARE, SIMULATE, FORWARD, SUMS = FORWARD + KINDS * SIZES };
+enum { PREPARE, EVICT, MOVE, STEP, SIMULATE_PREPARE, SIMULATE, FORWARD };
+enum { SUMS = FORWARD + KINDS * SIZES };
 
 const char *const cuda_kernel_names[CUDA_KERNELS] = {
     "h2o_cuda_prepare",

@@ -82,7 +82,8 @@ struct q8_rows {
     DEVICE_METHOD void load(const char *const row[N], int64_t d, int64_t D, float x[N][RUN]) const {
         const char *numbers[N], *scales[N];
         uint32_t word[N][WORDS] = {};
-        uint16_t scale[N][1];
+        uint16_t half[N][1];
+        float scale[N];
         UNROLL
         for (int i = 0; i < N; i++) {
             numbers[i] = row[i] + d;
@@ -98,12 +99,14 @@ struct q8_rows {
                 word[i / RUN][e / 4] |= byte << e % 4 * 8;
             }
         }
-        load_halves<N, 1>(scales, scale);
+        load_halves<N, 1>(scales, half);
+        UNROLL
+        for (int i = 0; i < N; i++) scale[i] = f16_to_float(half[i][0]);
         UNROLL
         for (int i = 0; i < N * RUN; i++) {
             const int e = i % RUN;
             const float number = (float)(int8_t)byte_of(word[i / RUN], e);
-            x[i / RUN][e] = d + e < D ? f16_to_float(scale[i / RUN][0]) * number : 0.0f;
+            x[i / RUN][e] = d + e < D ? scale[i / RUN] * number : 0.0f;
         }
     }
 
@@ -143,19 +146,24 @@ struct q4_rows {
         const int shift = d % H2O_GROUP >= H2O_GROUP / 2 ? 4 : 0;
         const char *numbers[N], *scales[N];
         uint32_t word[N][WORDS];
-        uint16_t scale_minimum[N][2];
+        uint16_t half[N][2];
+        float scale[N], minimum[N];
         UNROLL
         for (int i = 0; i < N; i++) {
             numbers[i] = row[i] + d / H2O_GROUP * (H2O_GROUP / 2) + d % (H2O_GROUP / 2);
             scales[i] = row[i] + D / 2 + d / H2O_GROUP * 4;
         }
         load_bytes<N>(numbers, word);
-        load_halves<N, 2>(scales, scale_minimum);
+        load_halves<N, 2>(scales, half);
+        UNROLL
+        for (int i = 0; i < N; i++) {
+            scale[i] = f16_to_float(half[i][0]);
+            minimum[i] = f16_to_float(half[i][1]);
+        }
         UNROLL
         for (int i = 0; i < N * RUN; i++) {
-            const uint16_t *const both = scale_minimum[i / RUN];
             const int number = byte_of(word[i / RUN], i % RUN) >> shift & 15;
-            x[i / RUN][i % RUN] = fmaf((float)number, f16_to_float(both[0]), f16_to_float(both[1]));
+            x[i / RUN][i % RUN] = fmaf((float)number, scale[i / RUN], minimum[i / RUN]);
         }
     }
 
