@@ -19,6 +19,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of transformers
+from h2o.hf.latent_attention import expands_after_cache
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.shared_keys import SHARES_KEYS
 from tests.hf.modes import MODES
@@ -332,6 +333,7 @@ LATENT = {
         Family("axk1", {**_LATENT_MOE, "v_head_dim": 20}),
         Family("longcat_flash", _LONGCAT),
     ]
+    * expands_after_cache(transformers.DeepseekV3ForCausalLM)  # older ones cache what they expand
 }
 """Of multi-head latent attention; one with so many heads that a step is a product of matrices, one
 whose values have the size of its keys."""
