@@ -51,7 +51,7 @@ def cut(
         recent: at most so many of the recent keys that the config has; None: all of these.
     """
     cache = H2OCache(model_config, config.after_reading)
-    cache.conversation.copied = True
+    cache.pass_state.copied = True
     layers = [
         (source, layer)
         for source, layer in zip(whole.layers, cache.layers, strict=True)
@@ -97,7 +97,7 @@ class _Held(NamedTuple):
     def of(cls, layer: H2OLayer) -> _Held:
         names = ("keys",) if layer.shared else ("keys", "values")
         fields = {"positions": -1.0, **dict.fromkeys(names, 0.0)}
-        positions, *rows = slot_layout.held(layer.slots, layer.room.sizes, **fields)
+        positions, *rows = slot_layout.held(layer.slots, layer.capacity.sizes, **fields)
         return cls(rows[0], None if layer.shared else rows[1], positions[:, 0] >= 0)
 
 

@@ -98,7 +98,9 @@ class Echo:
 
     def scores(self, layer: H2OLayer) -> Tensor:
         """[B, G, K] float32 of a layer that holds all keys; its queries are gone afterwards."""
-        positions, keys = slot_layout.held(layer.slots, layer.room.sizes, positions=-1.0, keys=0.0)
+        positions, keys = slot_layout.held(
+            layer.slots, layer.capacity.sizes, positions=-1.0, keys=0.0
+        )
         query = torch.cat(self.queries.pop(layer.layer_idx), dim=2)
         rotated = has_rotary(self.config, layer.layer_idx)
         mask = self.mask.to(query.device)

@@ -40,7 +40,7 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
             positions.
     """
     if not isinstance(cache, DynamicCache):
-        hint = "; it is one already, fork() it" if hasattr(cache, "conversation") else ""
+        hint = "; it is one already, fork() it" if hasattr(cache, "pass_state") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
     if any(isinstance(layer, CacheRelativeLayer) for layer in layers):
         raise Unsupported(

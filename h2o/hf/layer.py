@@ -31,11 +31,11 @@ from h2o.hf.attention_call import (
     as_autocast,
     as_operand,
 )
-from h2o.hf.conversation import Conversation, columns_left
 from h2o.hf.crop import NO_RECORD, LastPass
 from h2o.hf.layer_contents import LayerContents
 from h2o.hf.layer_state import restore, state_of
-from h2o.hf.slot_layout import Room
+from h2o.hf.pass_state import PassState, columns_left
+from h2o.hf.slot_layout import Capacity
 
 __all__ = ["H2OLayer"]
 
@@ -50,14 +50,14 @@ class H2OLayer(LayerContents):
         self,
         config: H2OConfig | None = None,
         layer_idx: int = 0,
-        conversation: Conversation | None = None,
+        pass_state: PassState | None = None,
         *,
         trace: bool = False,
     ) -> None:
         super().__init__()
         self.config = config or H2OConfig()
         self.layer_idx = layer_idx
-        self.conversation = conversation or Conversation()
+        self.pass_state = pass_state or PassState()
         self.policy = self.config.policy
         self.traced = trace
         self.record_past = False  # transformers' name for it
@@ -77,7 +77,7 @@ class H2OLayer(LayerContents):
             RuntimeError: an earlier layer's keys never got there.
             ValueError: another batch size, number of heads or shape.
         """
-        self.conversation.refuse_interrupted()
+        self.pass_state.refuse_interrupted()
         if self.slots is None:
             if key_states.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
@@ -102,7 +102,7 @@ class H2OLayer(LayerContents):
         # graph must stay, so that attention can refuse them.
         key = key_states[:] if key_states.requires_grad else key_states.detach()
         key.h2o_layer = self
-        self.conversation.waiting = self.layer_idx
+        self.pass_state.waiting = self.layer_idx
         return key, value_states
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -127,7 +127,7 @@ class H2OLayer(LayerContents):
         except Exception:
             self.forget_update()
             raise
-        if self.conversation.waiting != self.layer_idx:
+        if self.pass_state.waiting != self.layer_idx:
             raise RuntimeError(
                 f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
                 "cannot be used where forward passes are repeated (gradient checkpointing)"
@@ -141,7 +141,7 @@ class H2OLayer(LayerContents):
                 self.forget_update()
             raise  # what is stored and not in the trace counts as an interrupt
         self.last = last
-        self.conversation.attended(self.layer_idx)
+        self.pass_state.attended(self.layer_idx)
         return out if out.dtype == dtype else out.to(dtype)
 
     def forward(self, tokens: NewTokens) -> Tensor:
@@ -156,7 +156,7 @@ class H2OLayer(LayerContents):
 
     def forget_update(self) -> None:
         """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
-        self.conversation.take_back(self.layer_idx)
+        self.pass_state.take_back(self.layer_idx)
 
     def _refuse(self, call: AttentionCall) -> None:
         """Raises what keeps this layer from serving a call."""
@@ -190,8 +190,8 @@ class H2OLayer(LayerContents):
     def _attend_one(self, tokens: NewTokens) -> Tensor:
         """A decode step."""
         slots = self.slots
-        if self.room.tokens <= self.longest:
-            slots = self._with_room(self.longest + 1)
+        if self.capacity.tokens <= self.longest:
+            slots = self._with_capacity(self.longest + 1)
         out = self._step(tokens, slots, None if self._out is None else torch.empty_like(self._out))
         self._out = out
         self.longest += 1
@@ -202,21 +202,21 @@ class H2OLayer(LayerContents):
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
         B, G, Q, _ = tokens.key.shape
         unscored = self.slots
-        counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.conversation)
+        counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.pass_state)
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
         budget = prompt_budget.budget_of(
-            self.config, self.conversation.prompt_length, counts, G, self.part,
+            self.config, self.pass_state.prompt_length, counts, G, self.part,
             (*self.row_size, self.rows_per_token),
         )  # fmt: skip
-        room = Room(budget.widest, self._capacities(budget.widest, max(counts)))
-        slots = self._new_slots(tokens.key, room.sizes, budget.by_row)
+        capacity = Capacity(budget.widest, self._capacities(budget.widest, max(counts)))
+        slots = self._new_slots(tokens.key, capacity.sizes, budget.by_row)
         out = self._attend_and_evict(tokens, unscored, slots)
-        self._hold(slots, room)
+        self._hold(slots, capacity)
         self.raised = budget.raised
         self.unscored = False
         if unscored is None:
-            self.conversation.copied = False  # the copy was of an empty cache
+            self.pass_state.copied = False  # the copy was of an empty cache
         self.prompt_columns = self.seen + Q
         self.longest = max(counts)
         self._count(Q, tokens.mask)
@@ -226,8 +226,8 @@ class H2OLayer(LayerContents):
         """A later forward pass of several tokens: a chunk of the prompt, a chat turn."""
         Q = tokens.key.shape[2]
         if self.seen == self.prompt_columns and not self.record_past:
-            prompt_budget.refuse_chunk(self.config, self.conversation, self.seen, Q)
-        slots = self._with_room(self.longest + Q)
+            prompt_budget.refuse_chunk(self.config, self.pass_state, self.seen, Q)
+        slots = self._with_capacity(self.longest + Q)
         out = self._attend_and_evict(tokens, slots, slots)
         self.longest += Q
         self._count(Q, tokens.mask)
@@ -261,10 +261,10 @@ class H2OLayer(LayerContents):
         [B, G, K] and budgets of each row and head, which `source` has read."""
         widest = [self.config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
         tokens = keys.shape[2]
-        room = Room(widest, self._capacities(widest, tokens))
-        slots = self._new_slots(keys, room.sizes, by_row)
+        capacity = Capacity(widest, self._capacities(widest, tokens))
+        slots = self._new_slots(keys, capacity.sizes, by_row)
         ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
-        self._hold(slots, room)
+        self._hold(slots, capacity)
         self.row_size, self.seen = source.row_size, source.seen
         self.prompt_columns, self.longest = source.seen, tokens
 

@@ -17,12 +17,12 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
-from h2o.hf.conversation import Conversation
 from h2o.hf.latent_layer import LatentLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_with_states import with_states
 from h2o.hf.model_rotary import Rotary, has_rotary
+from h2o.hf.pass_state import PassState
 from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_keys_layer import SharedKeysLayer
 from h2o.kv_dtype import stored_bytes
@@ -35,7 +35,7 @@ def layers_of(
     config: Any,
     layers: Sequence[CacheLayerMixin],
     h2o_config: H2OConfig,
-    conversation: Conversation,
+    pass_state: PassState,
     *,
     trace: bool,
     compileable: bool,
@@ -67,7 +67,7 @@ def layers_of(
     for index, layer in enumerate(layers):
         if kind_of(layer) != "h2o":
             continue
-        arguments = [h2o_config.for_layer(index, len(layers)), index, conversation]
+        arguments = [h2o_config.for_layer(index, len(layers)), index, pass_state]
         layer_class: Any = CompileableLayer if compileable else H2OLayer
         if rotary is not None and has_rotary(config, index):
             layer_class = CacheRelativeLayer

@@ -211,7 +211,7 @@ class _Reader:
         )
 
     def _scores(self) -> list[Tensor]:
-        return [slot_layout.held(x.slots, x.room.sizes, scores=0.0)[0] for x in self.layers]
+        return [slot_layout.held(x.slots, x.capacity.sizes, scores=0.0)[0] for x in self.layers]
 
 
 def _other_layers(cache: H2OCache) -> dict[int, Any]:

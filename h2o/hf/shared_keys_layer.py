@@ -101,7 +101,7 @@ class SharedKeysLayer(H2OLayer):
             out = self._attend_later(call, self._attended.to(call.query.device))
         if call.module.layer_idx == self.reused_by[-1]:
             self._attended = None
-            self.conversation.attended(self.reused_by[-1])
+            self.pass_state.attended(self.reused_by[-1])
         if call.wants_gradients():
             return Undifferentiable.apply(out, call.query, call.key, call.value, call.sink_logits)
         return out
