@@ -160,8 +160,10 @@ class _Check:
             ("bias", policy.merge is not None, "merge"),
         ):
             if not attends and (tensors[name] is not None) != wanted:
-                given = "given" if tensors[name] is not None else "None"
-                raise ValueError(f"slots.{name}: is {given}, but {why} is {getattr(policy, why)}")
+                presence = "given" if tensors[name] is not None else "None"
+                raise ValueError(
+                    f"slots.{name}: is {presence}, but {why} is {getattr(policy, why)}"
+                )
         return Slots(**tensors)
 
     def tensor(

@@ -7,7 +7,7 @@ layers together stands here: making a cache, copying, saving, cropping; what a c
 asked in readable_cache.py.
 
 Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A
-column is a place in the padded batch; a position is a token's index in its own
+column is an index in the padded batch; a position is a token's index in its own
 row, pads not counted.
 """
 

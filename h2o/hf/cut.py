@@ -1,4 +1,4 @@
-"""A cache that holds a whole document is cut to a budget, once, over all layers and heads.
+"""A cache that holds all keys of a document is pruned to a budget, once, over all its heads.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the longest row, D head
 dimension.
@@ -28,7 +28,7 @@ Budgets = list[list[tuple[int, int]]]
 
 
 def cut(
-    whole: H2OCache,
+    full_cache: H2OCache,
     model_config: Any,
     config: H2OConfig,
     attention: list[Tensor],
@@ -36,14 +36,14 @@ def cut(
     by_attention: float,
     recent: int | None = RECENT,
 ) -> H2OCache:
-    """What the budget keeps of `whole`, which is empty afterwards.
+    """What the budget keeps of `full_cache`, which is empty afterwards.
 
     Of each head's budget sinks and the newest `recent` keys come first; `by_attention` of the rest
     goes to the highest ranks by the config's own policy. What all heads of all layers have left
     goes to the largest of `largest`.
 
     Args:
-        whole: without a budget.
+        full_cache: without a budget.
         config: budgets, storage, and the policy of `attention`.
         attention, largest: [B, G, K] float32 of each of its H2O layers: scores by that policy, and
             the largest attention of any one query, which is the score from then on.
@@ -54,27 +54,27 @@ def cut(
     cache.pass_state.copied = True
     layers = [
         (source, layer)
-        for source, layer in zip(whole.layers, cache.layers, strict=True)
+        for source, layer in zip(full_cache.layers, cache.layers, strict=True)
         if isinstance(layer, H2OLayer)
     ]
     first, kept, spare = [], [], []
     for (source, layer), scores in zip(layers, attention, strict=True):
         held = _Held.of(source)
         budgets = _budgets_of(layer, source, held.mask)
-        own, left = _parted(budgets, config.sinks, by_attention, recent)
-        first.append(own)
-        kept.append(_kept(held, scores, config.policy, own))
+        first_budget, left = _parted(budgets, config.sinks, by_attention, recent)
+        first.append(first_budget)
+        kept.append(_kept(held, scores, config.policy, first_budget))
         spare.append(left)
     if not layers:
         return cache
-    places = [sum(row) for row in zip(*spare, strict=True)]
-    more = _won(places, kept, largest)
-    for (source, layer), own, chosen, scores, won in zip(
+    free_slots = [sum(row) for row in zip(*spare, strict=True)]
+    more = _won(free_slots, kept, largest)
+    for (source, layer), first_budget, chosen, scores, won in zip(
         layers, first, kept, largest, more, strict=True
     ):
         budget = [
             [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
-            for heads in zip(own, won, strict=True)
+            for heads in zip(first_budget, won, strict=True)
         ]
         # What is kept by attention ranks above all others, whose scores are at most 1.
         layer.hold(*_Held.of(source), scores + 2.0 * chosen, budget, source)
@@ -114,7 +114,7 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
 def _parted(
     budgets: Budgets, sinks: int, by_attention: float, most_recent: int | None
 ) -> tuple[Budgets, list[int]]:
-    """The budgets of the first reading, and how many places each row has left for the second."""
+    """The budgets of the first reading, and how many slots of each row it leaves to the second."""
     first, left = [], []
     for row in budgets:
         recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
@@ -143,13 +143,14 @@ def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tens
     return kept.scatter_(2, positions + 1, True)[..., 1:] | ~mask[:, None]
 
 
-def _won(places: list[int], kept: list[Tensor], largest: list[Tensor]) -> list[list[list[int]]]:
-    """How many more keys each layer keeps of each row and head, where a row has so many places."""
+def _won(free_slots: list[int], kept: list[Tensor], largest: list[Tensor]) -> list[list[list[int]]]:
+    """How many more keys each layer keeps of each row and head, by free slots of a row."""
     won = []
     heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may lie on several
-    for b, count in enumerate(places):
+    for b, count in enumerate(free_slots):
         unkept = [
-            x[b].masked_fill(own[b], -1.0).to(device) for x, own in zip(largest, kept, strict=True)
+            x[b].masked_fill(is_kept[b], -1.0).to(device)
+            for x, is_kept in zip(largest, kept, strict=True)
         ]
         waiting = torch.cat(unkept)
         candidates = int((waiting >= 0).sum())

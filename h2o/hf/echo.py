@@ -104,15 +104,15 @@ class Echo:
         query = torch.cat(self.queries.pop(layer.layer_idx), dim=2)
         rotated = has_rotary(self.config, layer.layer_idx)
         mask = self.mask.to(query.device)
-        found = torch.zeros(positions.shape, dtype=torch.float32, device=query.device)
+        scores = torch.zeros(positions.shape, dtype=torch.float32, device=query.device)
         for b, (n, angles) in enumerate(zip(self.lengths, self.angles, strict=True)):
-            found[b, :, :n] = largest(
+            scores[b, :, :n] = largest(
                 self.rotary.halves(query[b][:, mask[b]]),
                 self.rotary.halves(keys[b, :, :n]),
                 angles.to(query.device) if rotated else None,
                 **self.logits[layer.layer_idx],
             )
-        return found
+        return scores
 
 
 def largest(
@@ -129,7 +129,7 @@ def largest(
     H, n, D = query.shape
     G = len(keys)
     grouped, transposed = query.unflatten(0, (G, H // G)), keys.float()[:, None].mT
-    found = torch.zeros(G, n, dtype=torch.float32, device=keys.device)
+    scores = torch.zeros(G, n, dtype=torch.float32, device=keys.device)
     rows = max(1, ENTRIES // max(1, H * n))
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows].float()
@@ -144,6 +144,6 @@ def largest(
             near = logits.diagonal(offset, -2, -1)  # of row first + i the key at offset + i
             count = near.shape[-1]
             weights = (near - total[..., :count]).exp().amax(1)
-            place = found[:, offset : offset + count]
-            torch.maximum(place, weights, out=place)
-    return found
+            part = scores[:, offset : offset + count]
+            torch.maximum(part, weights, out=part)
+    return scores

@@ -144,5 +144,5 @@ class LatentLayer(H2OLayer):
         return self._answers(super()._step(tokens, slots, None, **rotary))
 
     def _answers(self, out: Tensor) -> Tensor:
-        """Of a pass that `crop` runs again nobody reads them."""
+        """Of a pass that `crop` runs again they are not read."""
         return out if self._pass is None else self._pass.expansion.answers(out)

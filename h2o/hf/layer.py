@@ -9,7 +9,7 @@ A prompt, a later piece of several tokens and a decode step are three ways
 through `forward`; each attends, evicts by the config's policy, and stores.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
-D head dimension. A column is a place in the padded batch; a position is a
+D head dimension. A column is an index in the padded batch; a position is a
 token's index in its own row, pads not counted.
 """
 

@@ -5,7 +5,7 @@ transformers lengths, mask sizes and the selection of rows for beam search; for 
 and the report.
 
 Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
-dimension, K keys held. A column is a place in the padded batch; a position is a token's index in
+dimension, K keys held. A column is an index in the padded batch; a position is a token's index in
 its own row, pads not counted.
 """
 

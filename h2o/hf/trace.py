@@ -21,7 +21,7 @@ class Trace:
 
     A key that was merged into another counts as evicted.
 
-    Columns are places in the padded batch, positions count a row's real tokens.
+    Columns are indices in the padded batch, positions count a row's real tokens.
     """
 
     def __init__(self) -> None:
