@@ -183,7 +183,7 @@ int h2o_fail_kernels(const h2o_view *leader, h2o_error *error) {
 
 /* Gives dimensions of size 1, whose stride says nothing, the stride of C order,
  * so that kernels may look at strides alone. */
-static void settle_strides(h2o_view *view) {
+static void normalise_strides(h2o_view *view) {
     uint64_t inner = 1;
     for (int32_t i = view->ndim - 1; i >= 0; i--) {
         if (view->shape[i] == 1) {
@@ -235,7 +235,7 @@ static bool is_injective(const h2o_view *view) {
 
 static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
     h2o_view *view = rule->view;
-    settle_strides(view);
+    normalise_strides(view);
     if (!find_range(view, bytes)) {
         char shape[100];
         return h2o_fail(error, H2O_EVALUE, "%s: of shape %s is larger than any memory", view->name,
@@ -427,8 +427,8 @@ static int share_values(h2o_view *values, const h2o_view *keys, h2o_slots *slots
 static int share_text_values(h2o_simulate_params *p, h2o_error *error) {
     if (h2o_given(&p->values)) return H2O_OK;
     if (h2o_merges(&p->policy) || h2o_given(&p->stored_values)) {
-        return h2o_fail(error, H2O_EVALUE, "%s: is None, which does not go with %s",
-                        p->values.name, h2o_merges(&p->policy) ? "merge" : p->stored_values.name);
+        return h2o_fail(error, H2O_EVALUE, "%s: is None, which does not go with %s", p->values.name,
+                        h2o_merges(&p->policy) ? "merge" : p->stored_values.name);
     }
     p->stored_values = p->stored_keys;
     return share_values(&p->values, &p->keys, NULL, error);

@@ -223,7 +223,7 @@ def test_a_ranking_touches_few_files():
 def test_a_stored_dtype_touches_few_files():
     """In C what goes by a type of rows is made from the lists of types.h."""
     named = {name for name, text in C.items() if re.search(r"\bH2O_Q[84]\b", text)}
-    assert named <= {"csrc/types.h", "csrc/cpu/stored.h", "csrc/cuda/stored_rows.cuh"}
+    assert named <= {"csrc/types.h", "csrc/cpu/stored_rows.h", "csrc/cuda/stored_rows.cuh"}
     spelled = {name for name, text in PYTHON.items() if '"int8-int4"' in without_prose(text)}
     assert spelled <= {"h2o/kv_dtype.py", "h2o/backends/kernel_check.py"}
 

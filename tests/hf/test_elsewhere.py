@@ -106,7 +106,7 @@ def test_slots_that_grow(shares, kv_dtype):
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma3"])
 def test_padding(name):
-    """With numbers of tokens nobody needs to know how long each row is."""
+    """With numbers of tokens no row's length need be known."""
     with there(name) as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6, sinks=1)
         converse(ours, cache, torch.ones(2, 20, dtype=torch.long))

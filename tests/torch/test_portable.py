@@ -62,7 +62,7 @@ def assert_same_history(talk: Conversation, wanted: Conversation) -> None:
     np.testing.assert_allclose(talk.slots.lost, wanted.slots.lost, rtol=1e-5, atol=1e-5)
 
 
-# ---- Who serves whom ---------------------------------------------------------------------------
+# ---- Which backend serves ----------------------------------------------------------------------
 
 
 def test_the_core_serves_the_cpu_unless_told_otherwise():
