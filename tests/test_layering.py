@@ -77,7 +77,7 @@ def test_sources_are_found():
     """An empty list would make every rule hold."""
     assert {"csrc/h2o.h", "csrc/policy.c", "csrc/module.c", "csrc/exchange.c"} <= set(C)
     assert {"h2o/ops.py", "h2o/hf/cache.py", "h2o/config.py", "h2o/cli/__init__.py"} <= set(PYTHON)
-    assert '"run.h"' in includes(C["csrc/check.c"])
+    assert '"operands.h"' in includes(C["csrc/check.c"])
     assert importers("h2o._core")
     assert importers("transformers")
 
@@ -99,11 +99,12 @@ def test_pure_rooms_include_only_their_own_headers_and_libc():
         f"{name}.h"
         for name in (
             *("h2o", "target", "types", "half", "guard", "policy", "quantise", "store"),
-            "operations",
+            *("operations", "tables", "operands"),
         )
     }
     own = {f"{folder}{name}" for name in shared | {"run.h", "system.h"} for folder in ("", "../")}
-    files = {"policy.c", "check.c", "counts.c", "error.c", "operations.c"}
+    files = {"policy.c", "check.c", "counts.c", "error.c", "tables.c"}
+    files |= {f"{name}.c" for name in OPERATIONS}
     pure = {f"csrc/{name}" for name in shared | files}
     intrinsics = {"<immintrin.h>", "<emmintrin.h>", "<arm_neon.h>"}
     for name, text in C.items():
@@ -198,11 +199,11 @@ def test_the_policy_is_declared_once():
     """Its fields are listed in one table of C and one of Python; others go by these."""
     fields = Policy._fields
     assert tuple(FIELDS) == tuple(PolicyFields.__annotations__) == fields
-    table = C["csrc/operations.c"]
+    table = C["csrc/tables.c"]
     assert tuple(re.findall(r'\{\.name = "(\w+)",\s+\.kind = H2O_FIELD', table)) == fields
     files = {**C, **PYTHON, **sources("h2o", ".pyi")}
     listing = {name for name, text in files.items() if len(quoted(text, fields)) > 3}
-    assert listing == {"csrc/operations.c", "h2o/policy.py"}
+    assert listing == {"csrc/tables.c", "h2o/policy.py"}
 
 
 def test_a_ranking_touches_few_files():
@@ -216,7 +217,7 @@ def test_a_ranking_touches_few_files():
     spelled = {name for name, text in files.items() if quoted(text, names) == set(names)}
     numbered = {name for name, text in C.items() if re.search(r"\bH2O_RANK_[A-Z]+\b", text)}
     assert spelled | numbered == {
-        "csrc/h2o.h", "csrc/operations.c", "csrc/policy.h", "h2o/config.py", "h2o/policy.py",
+        "csrc/h2o.h", "csrc/policy.h", "csrc/tables.c", "h2o/config.py", "h2o/policy.py",
     }  # fmt: skip
 
 
@@ -248,7 +249,7 @@ def test_the_fields_of_slots_are_listed_once():
 
 
 def test_an_operation_is_declared_once():
-    """Its operands in one table; Python and C agree on what operations there are."""
+    """In a file of its own, and in a list that Python and C agree on; what serves all names none."""
     names = re.findall(r"X\((\w+), [A-Z]+\)", without_comments(C["csrc/operations.h"]))
     assert tuple(names) == OPERATIONS
     spread = {
@@ -256,15 +257,15 @@ def test_an_operation_is_declared_once():
         for name, text in C.items()
         if len(set(re.findall(r"\bH2O_(ATTEND|EVICT|STEP|SIMULATE)\b", without_comments(text)))) > 1
     }
-    assert spread == {"csrc/check.c"}  # where each asks for its operands' checks
+    assert not spread
 
 
 def test_operands_without_a_core_are_those_of_the_core():
     """Names, shapes, dtypes and what is written, as the tables of C have them. A mask may be bool,
     which NumPy and torch keep in the bytes of uint8; a step's Q is 1."""
     rows = re.findall(
-        r'TENSOR(?:_AS)?\((\w+), (?:"[\w.]+", )?([\w.]+), "(\w+)",\s*(\w+),([^)]*)\)',
-        C["csrc/operations.c"].partition("/* ---- Operands")[2],
+        r'H2O_TENSOR(?:_AS)?\((\w+), (?:"[\w.]+", )?([\w.]+), "(\w+)",\s*(\w+),([^)]*)\)',
+        "".join(C[f"csrc/{name}.c"] for name in OPERATIONS),
     )
     by_operation = {name: [] for name in OPERATIONS}
     for operation, field, letters, dtype, flags in rows:

@@ -10,7 +10,7 @@
 #ifndef H2O_CUDA_KERNELS_H
 #define H2O_CUDA_KERNELS_H
 
-#include "../h2o.h"
+#include "../operations.h"
 
 enum {
     CUDA_DEPTH = 256,   /* the largest head dimension */
