@@ -249,7 +249,7 @@ def test_the_fields_of_slots_are_listed_once():
 
 
 def test_an_operation_is_declared_once():
-    """In a file of its own, and in a list that Python and C agree on; what serves all names none."""
+    """In a file of its own, and a list that Python and C agree on; what serves all names none."""
     names = re.findall(r"X\((\w+), [A-Z]+\)", without_comments(C["csrc/operations.h"]))
     assert tuple(names) == OPERATIONS
     spread = {

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.decode import step
-from h2o.backends.portable.eviction import evict
-from h2o.backends.portable.prefill import capped, dense, rows_of
+from h2o.backends.portable.attend import capped, dense, rows_of
+from h2o.backends.portable.evict import evict
 from h2o.backends.portable.ranking import Budget, budget_of, highest, lowest, rank_keys
 from h2o.backends.portable.slot_rows import row_norms
+from h2o.backends.portable.step import eager_step
 from h2o.policy import Policy
 from h2o.quantisation import dequantised
 from h2o.sink_logits import softmax
@@ -200,7 +200,7 @@ def _through_slots(text: Text, position: Tensor, slots: Any) -> None:
     for i in range(Q):
         query, key, value = (x[:, :, i : i + 1] for x in (text.query, text.keys, text.values))
         now = later[:, i : i + 1]
-        eviction = step(
+        eviction = eager_step(
             query, key, value, now, slots, answer, text.scale, text.softcap, text.policy,
             None, None, text.sink_logits,
         )  # fmt: skip
