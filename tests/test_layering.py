@@ -260,6 +260,22 @@ def test_an_operation_is_declared_once():
     assert not spread
 
 
+def test_an_operation_touches_few_files():
+    """Beside the files of its name: what names all others has to name the next one."""
+    naming = set()
+    for name, text in {**C, **PYTHON}.items():
+        code = without_comments(text) if name in C else without_prose(text)
+        word = r"\b(plan_|H2O_|h2o_cuda_)?{}(_params|\.inc|\.cuh)?\b"
+        named = [x for x in OPERATIONS if re.search(word.format(x), code, re.IGNORECASE)]
+        if named == list(OPERATIONS) and Path(name).stem not in OPERATIONS:
+            naming.add(name)
+    assert naming == {
+        "csrc/operations.h", "csrc/cpu/table.inc", "csrc/cuda/kernels.cu", "csrc/cuda/plan.c",
+        "h2o/ops.py", "h2o/reference.py", "h2o/backends/kernel_check.py",
+        "h2o/backends/without_core.py",
+    }  # fmt: skip
+
+
 def test_operands_without_a_core_are_those_of_the_core():
     """Names, shapes, dtypes and what is written, as the tables of C have them. A mask may be bool,
     which NumPy and torch keep in the bytes of uint8; a step's Q is 1."""
