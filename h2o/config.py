@@ -7,7 +7,7 @@ or a test can speak about policies without loading a model.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 from h2o.budgets import (
     UNLIMITED,
@@ -24,7 +24,7 @@ from h2o.config_fields import ConfigFields, Of, Positions
 from h2o.head_budgets import LayerShares, check_shares, table
 from h2o.kv_dtype import FIXED, QUANTISED, KvDtype, fewest_bits, per_token
 from h2o.model_identity import describe, key_size, latent_row
-from h2o.policy import Policy, RankBy, checked
+from h2o.policy import Policy, Ranking, check_echo, checked
 from h2o.profile import Profile
 
 __all__ = ["PRESETS", "UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
@@ -61,9 +61,12 @@ class H2OConfig:
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", ICLR 2024)."""
-    rank_by: RankBy = "sum"
+    rank_by: Ranking = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage. "max": the largest attention that any one query and head has given it."""
+    age is no advantage. "max": the largest attention that any one query and head has given it.
+    "echo": what the text's own queries look for when they are asked again from behind it
+    (`h2o.hf.echo`): a guess at what questions will look for that have not come yet. A score is made
+    when its key comes and stays. Models of rotary positions only."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""
@@ -100,8 +103,11 @@ class H2OConfig:
         put = object.__setattr__  # frozen: what users gave becomes plain Python numbers
         for name in ("heavy", "recent"):
             put(self, name, budget_of(name, getattr(self, name)))
-        for name, value in checked(self.policy)._asdict().items():
+        policy = Policy(*(getattr(self, name) for name in Policy._fields))
+        for name, value in checked(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
+        if self.by_echo:
+            check_echo(policy, self.positions)
         if self.kv_dtype not in (None, "auto", *QUANTISED):
             names = '", "'.join(("auto", *QUANTISED[:-1]))
             raise ValueError(
@@ -200,8 +206,15 @@ class H2OConfig:
 
     @property
     def policy(self) -> Policy:
-        """What the operations of `h2o.ops` are given beside the slots."""
-        return Policy(*(getattr(self, name) for name in Policy._fields))
+        """What the operations of `h2o.ops` are given beside the slots; of scores that the layers
+        make themselves, one that ranks by these as they are."""
+        policy = Policy(*(getattr(self, name) for name in Policy._fields))
+        return policy._replace(rank_by="max") if self.by_echo else policy
+
+    @property
+    def by_echo(self) -> bool:
+        """Whether scores are made by `h2o.hf.echo_layer` rather than by attention."""
+        return self.rank_by == "echo"
 
     @property
     def after_reading(self) -> H2OConfig:

@@ -23,6 +23,9 @@ __all__ = ["State", "keys_of", "restore", "restore_keys", "state_of"]
 _NUMBERS = ("seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "part")
 """Of an `H2OLayer`, beside its slots, their room and the trace."""
 
+_ASKED = "asked"
+"""The queries that an `EchoLayer` remembers."""
+
 _SLOTS, _TRACE, _STATES = "slots.", "trace.", "states."  # what names of tensors begin with
 
 
@@ -60,6 +63,8 @@ def keys_of(layer: Any) -> State:
         tensors = _named(_SLOTS, layer.slots._asdict())
     if layer.trace is not None:
         tensors |= _named(_TRACE, vars(layer.trace))
+    if layer.asked is not None:
+        tensors[_ASKED] = layer.asked
     numbers = {name: getattr(layer, name) for name in _NUMBERS}
     return State(tensors, numbers | {"widest": layer.room.widest})
 
@@ -99,6 +104,8 @@ def restore_keys(layer: Any, state: State) -> None:
     for name in _NUMBERS:
         setattr(layer, name, numbers[name])
     layer.row_size, layer.part = tuple(layer.row_size), tuple(layer.part)
+    if _ASKED in state.tensors:
+        layer.asked = state.tensors[_ASKED]
     if layer.trace is not None:
         vars(layer.trace).update(_unnamed(_TRACE, state.tensors))
 
