@@ -70,17 +70,19 @@ class EchoLayer(H2OLayer):
         self, tokens: NewTokens, seen: ops.Slots | None, slots: ops.Slots
     ) -> Tensor:
         if seen is None:
-            out, self.asked = self.echo.first(tokens, slots, self.policy)
+            done = self.echo.first(tokens, slots, self.policy)
         else:
             asked = self._asked_like(tokens)
-            out, self.asked = self.echo.chunk(tokens, asked, slots, self.room.sizes, self.policy)
-        return out
+            done = self.echo.chunk(tokens, asked, slots, self.room.sizes, self.policy)
+        self.asked = done.asked
+        return done.out
 
     def _step(
         self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
     ) -> Tensor:
-        out, self.asked = self.echo.step(tokens, self._asked_like(tokens), slots, self.policy)
-        return out
+        done = self.echo.step(tokens, self._asked_like(tokens), slots, self.policy)
+        self.asked = done.asked
+        return done.out
 
     def _asked_like(self, tokens: NewTokens) -> Tensor:
         """What is remembered, in the dtype of a pass: autocast may have begun or ended."""

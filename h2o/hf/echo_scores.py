@@ -18,7 +18,7 @@ q new tokens of a row, K keys held, D head dimension.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from h2o.hf.model_rotary import Rotary, has_rotary, turned
 from h2o.policy import Policy
 from h2o.quantisation import dequantised, stored_like
 
-__all__ = ["LATER", "EchoScores", "echo_rotary", "newly_found"]
+__all__ = ["LATER", "EchoScores", "Pass", "echo_rotary", "newly_found"]
 
 LATER = 256
 """How many positions later queries are asked again whose text has no end yet."""
@@ -56,6 +56,17 @@ def echo_rotary(config: Any) -> Rotary:
             f'{error}; use rank_by="max", or h2o.read(scored_by="repeat") for a document'
         ) from None
     return rotary
+
+
+class Pass(NamedTuple):
+    """What a forward pass of one layer has made, beside what the slots hold after it."""
+
+    out: Tensor
+    """[B, Q, H, D]"""
+    scores: Tensor
+    """[B, G, Q] float32, of the new keys"""
+    asked: Tensor
+    """[B, H, BEFORE, D], as `EchoScores.remembered` makes it"""
 
 
 class EchoScores:
@@ -132,36 +143,32 @@ class EchoScores:
         index = order[:, None].expand(-1, again.shape[1], -1, again.shape[-1])
         return torch.cat([asked, again], dim=2).gather(2, index)
 
-    def first(self, tokens: NewTokens, slots: ops.Slots, policy: Policy) -> tuple[Tensor, Tensor]:
-        """A first pass into empty slots: its output [B, Q, H, D], and what to remember of it."""
+    def first(self, tokens: NewTokens, slots: ops.Slots, policy: Policy) -> Pass:
+        """A first pass into empty slots."""
         out = _attention(tokens, None)
-        return out, self._stored(tokens, self.of_prompt(tokens), None, slots, policy)
+        return self._stored(tokens, out, self.of_prompt(tokens), None, slots, policy)
 
     def chunk(
         self, tokens: NewTokens, asked: Tensor, slots: ops.Slots, sizes: list[int], policy: Policy
-    ) -> tuple[Tensor, Tensor]:
-        """As `first` for tokens behind what the slots hold."""
-        out, scores = _attention(tokens, slots), self.of_chunk(tokens, asked, slots, sizes)
-        return out, self._stored(tokens, scores, asked, slots, policy)
+    ) -> Pass:
+        """A pass over several tokens behind what the slots hold."""
+        out = _attention(tokens, slots)
+        scores = self.of_chunk(tokens, asked, slots, sizes)
+        return self._stored(tokens, out, scores, asked, slots, policy)
 
-    def step(
-        self, tokens: NewTokens, asked: Tensor, slots: ops.Slots, policy: Policy
-    ) -> tuple[Tensor, Tensor]:
-        """As `chunk` for one token of each row, which reads itself as it is stored."""
-        out, scores = (
-            _attention(_as_stored(tokens, slots), slots),
-            self.of_one(tokens, asked, slots),
-        )
-        return out, self._stored(tokens, scores, asked, slots, policy)
+    def step(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots, policy: Policy) -> Pass:
+        """A pass over one token of each row, which reads itself as it is stored."""
+        out = _attention(_as_stored(tokens, slots), slots)
+        return self._stored(tokens, out, self.of_one(tokens, asked, slots), asked, slots, policy)
 
     def _stored(
-        self, tokens: NewTokens, scores: Tensor, asked: Tensor | None, slots: ops.Slots,
-        policy: Policy,
-    ) -> Tensor:  # fmt: skip
-        """What to remember, once the slots hold what the budget keeps."""
-        remembered = self.remembered(tokens, asked)
+        self, tokens: NewTokens, out: Tensor, scores: Tensor, asked: Tensor | None,
+        slots: ops.Slots, policy: Policy,
+    ) -> Pass:  # fmt: skip
+        """Once the slots hold what the budget keeps."""
+        done = Pass(out, scores, self.remembered(tokens, asked))
         ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
-        return remembered
+        return done
 
     def _again(self, query: Tensor) -> Tensor:
         """Queries [B, H, Q, D], rotated on by `LATER` positions, of the same dtype."""
