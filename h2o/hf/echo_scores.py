@@ -48,8 +48,8 @@ def echo_rotary(config: Any) -> Rotary:
         rotary = Rotary(config, served=SERVED, asked='rank_by="echo"')
         if rotary.by_length:
             raise Unsupported(
-                f'rank_by="echo" cannot serve {config.model_type} with {rotary.module.rope_type} '
-                "angles, which depend on the length of the text"
+                f'rank_by="echo" cannot serve {config.model_type}: the angles of this model depend '
+                "on the length of the text"
             )
     except Unsupported as error:
         raise Unsupported(
@@ -250,8 +250,12 @@ def _without_scores(slots: ops.Slots) -> ops.Slots:
 
 def _as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
     """New tokens as they are read from the slots."""
-    if slots.keys.dtype != torch.uint8:
+    if slots.keys.dtype != torch.uint8 or tokens.value is None:
         return tokens
-    rows = (tokens.key, slots.keys), (tokens.value, slots.values)
-    key, value = (dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype) for x, store in rows)
-    return tokens._replace(key=key, value=value)
+
+    def read_back(x: Tensor, store: Tensor) -> Tensor:
+        return dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype)
+
+    return tokens._replace(
+        key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)
+    )

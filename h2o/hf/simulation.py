@@ -231,7 +231,7 @@ class Simulation:
         config: H2OConfig, layer: int,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
-        if config.by_echo:
+        if self._rotary is not None:
             echo = EchoScores(self._rotary, self._model_config, layer)
             return echo_simulation.simulate(
                 text, prompts, by_row, echo, config.policy, config.kv_dtype
