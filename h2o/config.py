@@ -21,7 +21,7 @@ from h2o.budgets import (
     spread,
 )
 from h2o.config_fields import ConfigFields, Of, Positions
-from h2o.head_budgets import LayerShares, check_shares, table
+from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
 from h2o.kv_dtype import FIXED, QUANTISED, KvDtype, fewest_bits, per_token
 from h2o.model_identity import describe, key_size, latent_row
 from h2o.policy import Policy, Ranking, check_echo, checked
@@ -87,7 +87,9 @@ class H2OConfig:
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
-    h2o for this model. None: all the same."""
+    h2o for this model. "scores": when the prompt has been read, the heavy hitters of all layers and
+    heads together are those of the highest rank; until then all of its keys are held. "layer": the
+    same within each layer. None: all the same."""
     of: Of = "keys"
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
@@ -119,7 +121,7 @@ class H2OConfig:
                 'of="bytes" takes fractions, one heavy and one recent for all layers and heads, '
                 f"not heavy={self.heavy!r} and recent={self.recent!r}"
             )
-        named = isinstance(self.shares, str) and self.shares == "shipped"
+        named = isinstance(self.shares, str) and self.shares in ("shipped", *BY_RANK)
         if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
         self._check_shared()
@@ -217,6 +219,11 @@ class H2OConfig:
         return self.rank_by == "echo"
 
     @property
+    def shares_by_rank(self) -> bool:
+        """Whether the ranks of a prompt's keys say how its heads share the budget."""
+        return isinstance(self.shares, str) and self.shares in BY_RANK
+
+    @property
     def after_reading(self) -> H2OConfig:
         """What the cache of `h2o.read` goes on with: it ranks by the largest attention."""
         return dataclasses.replace(self, rank_by="max", decay=1.0, value_weighted=False)
@@ -234,7 +241,7 @@ class H2OConfig:
         """
         shares, slot, kv_dtype = self.shares, self.slot, self.kv_dtype
         config = getattr(model, "config", model)
-        if isinstance(shares, str):
+        if isinstance(shares, str) and shares == "shipped":
             shares = Profile.shipped(model)
             if shares is None:
                 raise ValueError(
@@ -272,7 +279,9 @@ class H2OConfig:
             of_layer(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )
         shares = None
-        if self.shares is not None:
+        if self.shares_by_rank:
+            shares = self.shares
+        elif self.shares is not None:
             check_shares(self.shares, layers)
             shares = LayerShares(self.shares, layer)
         return dataclasses.replace(self, heavy=heavy, recent=recent, shares=shares)

@@ -66,23 +66,31 @@ class EchoLayer(H2OLayer):
     def _bytes_asked(self) -> int:
         return 0 if self.asked is None else self.asked.numel() * self.asked.element_size()
 
-    def _attend_and_evict(
-        self, tokens: NewTokens, seen: ops.Slots | None, slots: ops.Slots
-    ) -> Tensor:
-        if seen is None:
-            done = self.echo.first(tokens, slots, self.policy)
+    def forward(self, tokens: NewTokens) -> Tensor:
+        """As `H2OLayer.forward`."""
+        asked = self.asked
+        try:
+            return super().forward(tokens)
+        except Exception:
+            self.asked = asked
+            raise
+
+    def _attend_and_score(
+        self, tokens: NewTokens, slots: ops.Slots | None
+    ) -> tuple[Tensor, Tensor]:
+        if slots is None:
+            out, scores, self.asked = self.echo.prompt(tokens)
         else:
             asked = self._asked_like(tokens)
-            done = self.echo.chunk(tokens, asked, slots, self.room.sizes, self.policy)
-        self.asked = done.asked
-        return done.out
+            out, scores, self.asked = self.echo.chunk(tokens, asked, slots, self.room.sizes)
+        return out, scores
 
     def _step(
         self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
     ) -> Tensor:
-        done = self.echo.step(tokens, self._asked_like(tokens), slots, self.policy)
-        self.asked = done.asked
-        return done.out
+        out, scores, self.asked = self.echo.step(tokens, self._asked_like(tokens), slots)
+        ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=self.policy)
+        return out
 
     def _asked_like(self, tokens: NewTokens) -> Tensor:
         """What is remembered, in the dtype of a pass: autocast may have begun or ended."""

@@ -59,7 +59,7 @@ def echo_rotary(config: Any) -> Rotary:
 
 
 class Pass(NamedTuple):
-    """What a forward pass of one layer has made, beside what the slots hold after it."""
+    """What a forward pass of one layer makes; the slots, and their scores, are as before."""
 
     out: Tensor
     """[B, Q, H, D]"""
@@ -143,32 +143,19 @@ class EchoScores:
         index = order[:, None].expand(-1, again.shape[1], -1, again.shape[-1])
         return torch.cat([asked, again], dim=2).gather(2, index)
 
-    def first(self, tokens: NewTokens, slots: ops.Slots, policy: Policy) -> Pass:
-        """A first pass into empty slots."""
-        out = _attention(tokens, None)
-        return self._stored(tokens, out, self.of_prompt(tokens), None, slots, policy)
+    def prompt(self, tokens: NewTokens) -> Pass:
+        """A first pass."""
+        return Pass(_attention(tokens, None), self.of_prompt(tokens), self.remembered(tokens, None))
 
-    def chunk(
-        self, tokens: NewTokens, asked: Tensor, slots: ops.Slots, sizes: list[int], policy: Policy
-    ) -> Pass:
+    def chunk(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots, sizes: list[int]) -> Pass:
         """A pass over several tokens behind what the slots hold."""
-        out = _attention(tokens, slots)
-        scores = self.of_chunk(tokens, asked, slots, sizes)
-        return self._stored(tokens, out, scores, asked, slots, policy)
+        out, scores = _attention(tokens, slots), self.of_chunk(tokens, asked, slots, sizes)
+        return Pass(out, scores, self.remembered(tokens, asked))
 
-    def step(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots, policy: Policy) -> Pass:
+    def step(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots) -> Pass:
         """A pass over one token of each row, which reads itself as it is stored."""
         out = _attention(_as_stored(tokens, slots), slots)
-        return self._stored(tokens, out, self.of_one(tokens, asked, slots), asked, slots, policy)
-
-    def _stored(
-        self, tokens: NewTokens, out: Tensor, scores: Tensor, asked: Tensor | None,
-        slots: ops.Slots, policy: Policy,
-    ) -> Pass:  # fmt: skip
-        """Once the slots hold what the budget keeps."""
-        done = Pass(out, scores, self.remembered(tokens, asked))
-        ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
-        return done
+        return Pass(out, self.of_one(tokens, asked, slots), self.remembered(tokens, asked))
 
     def _again(self, query: Tensor) -> Tensor:
         """Queries [B, H, Q, D], rotated on by `LATER` positions, of the same dtype."""
@@ -253,7 +240,7 @@ def _as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
     if slots.keys.dtype != torch.uint8 or tokens.value is None:
         return tokens
 
-    def read_back(x: Tensor, store: Tensor) -> Tensor:
+    def read_back(x: Tensor, store: Any) -> Tensor:
         return dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype)
 
     return tokens._replace(

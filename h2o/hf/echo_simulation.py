@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from h2o import ops
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.echo_scores import EchoScores
@@ -53,14 +54,16 @@ def simulate(
     slots.budget.copy_(torch.tensor(by_row, dtype=torch.int32).squeeze(1))
     history = _History(B, G, N, device)
 
-    out, scores, asked = echo.first(text._replace(mask=early), slots, policy)
+    out, scores, asked = echo.prompt(text._replace(mask=early))
+    ops.evict(text.key, text.value, scores, slots, mask=early, policy=policy)
     columns = torch.arange(1, N + 1, device=device)
     seen = (early * columns).amax(1)
     history.record(slot_layout.by_head(slots, sizes, "positions", -1), slots.lengths, seen)
     late = real & ~early
     for i in late.any(0).nonzero()[:, 0].tolist():
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
-        answer, score, asked = echo.step(one, asked, slots, policy)
+        answer, score, asked = echo.step(one, asked, slots)
+        ops.evict(one.key, one.value, score, slots, mask=one.mask, policy=policy)
         out[:, i : i + 1] += answer  # 0 where it is of no row
         scores[..., i : i + 1] += score
         seen.fill_(i + 1)

@@ -25,6 +25,7 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_with_states import with_states
 from h2o.hf.model_rotary import Rotary, has_rotary
+from h2o.hf.one_budget import OneBudget
 from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_keys_layer import SharedKeysLayer
 from h2o.kv_dtype import stored_bytes
@@ -86,7 +87,19 @@ def layers_of(
         if has_states(layer):
             layer_class = with_states(layer_class, layer.number_of_states)
         placed[index] = layer_class(*arguments, **more)
+    if h2o_config.shares_by_rank:
+        _share_by_rank([x for x in placed if isinstance(x, H2OLayer)], h2o_config)
     return placed
+
+
+def _share_by_rank(layers: list[H2OLayer], h2o_config: H2OConfig) -> None:
+    """Gives layers the one budget that they share."""
+    if not layers:
+        return
+    indices = [layer.layer_idx for layer in layers]
+    one_budget = OneBudget(indices, within_layer=h2o_config.shares == "layer")
+    for layer in layers:
+        layer.one_budget = one_budget
 
 
 def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:

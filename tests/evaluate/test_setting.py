@@ -109,7 +109,7 @@ def test_refused(text):
 def test_every_field_of_a_config_can_be_written():
     """Before the slashes, after them, or by the kind of a setting."""
     fields = [field.name for field in dataclasses.fields(H2OConfig)]
-    before, by_kind = {"heavy", "recent"}, {"shares", "slot"}
+    before, by_kind = {"heavy", "recent"}, {"slot"}
     assert {*OPTIONS} == {*fields} - before - by_kind
     assert OPTIONS[: len(Policy._fields)] == Policy._fields
     written = "h2o:4+5/decay=0.5/merge=0.8/kv_dtype=int8"
