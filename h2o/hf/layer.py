@@ -234,18 +234,12 @@ class H2OLayer(LayerContents):
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Keeps what budgets of each row, and of each head or all, have room for."""
-        widest = [self.config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
-        tokens = max(prompt.counts)
-        room = Room(widest, self._capacities(widest, tokens))
-        slots = self._new_slots(prompt.keys, room.sizes, by_row)
-        ops.evict(
-            prompt.keys, prompt.values, prompt.scores, slots, mask=prompt.mask, policy=self.policy
-        )
-        if self.slots is None:
+        was_empty = self.slots is None
+        self._keep(*prompt[:4], by_row, max(prompt.counts))
+        if was_empty:
             self.conversation.copied = False  # the copy was of an empty cache
-        self._hold(slots, room)
         self.raised, self.unscored = prompt.raised, False
-        self.prompt_columns, self.longest = self.seen + prompt.columns, tokens
+        self.prompt_columns = self.seen + prompt.columns
         self._count(prompt.columns, prompt.column_mask)
 
     def _attend_chunk(self, tokens: NewTokens) -> Tensor:
@@ -282,14 +276,22 @@ class H2OLayer(LayerContents):
     ) -> None:  # fmt: skip
         """As after a prompt with these keys and values [B, G, K, D], mask [B, K], scores
         [B, G, K] and budgets of each row and head, which `source` has read."""
+        self._keep(keys, values, mask, scores, by_row, keys.shape[2])
+        self.row_size, self.seen = source.row_size, source.seen
+        self.prompt_columns = source.seen
+
+    def _keep(
+        self, keys: Tensor, values: Tensor | None, mask: Tensor | None, scores: Tensor,
+        by_row: Budgets, tokens: int,
+    ) -> None:  # fmt: skip
+        """Makes slots that hold what the budgets have room for, of rows of at most so many
+        tokens."""
         widest = [self.config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
-        tokens = keys.shape[2]
         room = Room(widest, self._capacities(widest, tokens))
         slots = self._new_slots(keys, room.sizes, by_row)
         ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
         self._hold(slots, room)
-        self.row_size, self.seen = source.row_size, source.seen
-        self.prompt_columns, self.longest = source.seen, tokens
+        self.longest = tokens
 
     def _new_slots(self, key: Tensor, sizes: list[int], by_row: Budgets) -> ops.Slots:
         slots = slot_layout.with_capacities(
