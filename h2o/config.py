@@ -22,9 +22,9 @@ from h2o.budgets import (
 )
 from h2o.config_fields import ConfigFields, Of, Positions
 from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
-from h2o.kv_dtype import FIXED, QUANTISED, KvDtype, fewest_bits, per_token
-from h2o.model_identity import describe, key_size, latent_row
-from h2o.policy import Policy, Ranking, check_echo, checked
+from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, per_token
+from h2o.model_identity import describe, group_size, key_size, latent_row
+from h2o.policy import BEFORE, Policy, Ranking, check_echo, checked
 from h2o.profile import Profile
 
 __all__ = ["PRESETS", "UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
@@ -63,10 +63,8 @@ class H2OConfig:
     Language Models with Attention Sinks", ICLR 2024)."""
     rank_by: Ranking = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage. "max": the largest attention that any one query and head has given it.
-    "echo": what the text's own queries look for when they are asked again from behind it
-    (`h2o.hf.echo`): a guess at what questions will look for that have not come yet. A score is made
-    when its key comes and stays. Models of rotary positions only."""
+    age is no advantage. "max": the largest attention of any one query and head. "echo": what the
+    text's own queries look for when they are asked again (rotary positions only)."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""
@@ -87,14 +85,13 @@ class H2OConfig:
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
-    h2o for this model. "scores": when the prompt has been read, the heavy hitters of all layers and
-    heads together are those of the highest rank; until then all of its keys are held. "layer": the
-    same within each layer. None: all the same."""
+    h2o for this model. "scores": the heavy hitters of a prompt are the highest ranks of all layers
+    and heads together, and all is held until then. "layer": of each layer. None: all the same."""
     of: Of = "keys"
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
     that a slot needs counted, sinks included; as many keys are kept as fit."""
-    slot: tuple[int, int] | None = None
+    slot: tuple[int, ...] | None = None
     """Bytes of a token in a full cache and in a slot; `for_model` finds it where it is needed."""
     positions: Positions = "original"
     """"original": a key stays at the position that it came at, as in the paper. "rolled": a key's
@@ -208,14 +205,13 @@ class H2OConfig:
 
     @property
     def policy(self) -> Policy:
-        """What the operations of `h2o.ops` are given beside the slots; of scores that the layers
-        make themselves, one that ranks by these as they are."""
+        """What the operations of `h2o.ops` are given beside the slots."""
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         return policy._replace(rank_by="max") if self.by_echo else policy
 
     @property
     def by_echo(self) -> bool:
-        """Whether scores are made by `h2o.hf.echo_layer` rather than by attention."""
+        """Whether layers make the scores, rather than attention."""
         return self.rank_by == "echo"
 
     @property
@@ -255,6 +251,8 @@ class H2OConfig:
         if self.of == "bytes":
             merges = self.merge is not None
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
+            if self.by_echo:  # the queries that a layer remembers
+                slot = (*slot, slot[0] // 2 * BEFORE * group_size(config))
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
@@ -267,8 +265,10 @@ class H2OConfig:
         full = rows * D * element
         if self.slot is None or self.slot[0] == full:
             return self
-        grown = full - self.slot[0] if self.kv_dtype is None else 0
-        return dataclasses.replace(self, slot=(full, self.slot[1] + grown))
+        before, each, *queries = self.slot
+        grown = full - before if self.kv_dtype is None else 0
+        beside = (x * full // before for x in queries)
+        return dataclasses.replace(self, slot=(full, each + grown, *beside))
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
@@ -328,12 +328,11 @@ class H2OConfig:
         """(heavy, recent) that fit, with the sinks and a free slot, into a part of the bytes."""
         if self.slot is None:
             raise ValueError('of="bytes": ask config.for_model(model) first')
-        full, slot = self.slot
         heavy, recent = self._amounts
         part = heavy + recent
         if part == 0:  # sinks alone
             return 0, 0
-        rest = max(1, (int(part * n * full) - FIXED) // slot - 1 - self.sinks)
+        rest = fitting(int(part * n * self.slot[0]), self.slot, self.sinks)
         recent = int(rest * recent / part)
         return rest - recent, recent
 

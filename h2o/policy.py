@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args
 from h2o.budgets import tokens_of
 
 __all__ = [
+    "BEFORE",
     "FIELDS",
     "PAPER",
     "Field",
@@ -30,6 +31,8 @@ RankBy = Literal["sum", "mean", "max"]
 """What the operations rank by: how attention makes the score of a key."""
 Ranking = Literal["sum", "mean", "max", "echo"]
 """What a cache can rank by: of "echo" its layers make the scores, and give them to `evict`."""
+BEFORE = 4
+"""How many tokens before a key "echo" looks at, beside its own."""
 
 
 class Policy(NamedTuple):

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from h2o import reference
-from h2o.policy import Policy
+from h2o.policy import BEFORE, Policy
 from h2o.quantisation import dequantised, stored_like
 from h2o.sink_logits import softmax
 from h2o.slots import Slots
 
-__all__ = ["BEFORE", "LATER", "forward"]
+__all__ = ["LATER", "forward"]
 
-BEFORE = 4
-"""How many tokens before a key its score looks at, beside its own."""
 LATER = 256
 """How many positions later the queries of what follows a prompt are asked."""
 

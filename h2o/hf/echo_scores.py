@@ -27,9 +27,9 @@ from h2o import ops
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.echo import BEFORE, ENTRIES, SERVED, largest
+from h2o.hf.echo import ENTRIES, SERVED, largest
 from h2o.hf.model_rotary import Rotary, has_rotary, turned
-from h2o.policy import Policy
+from h2o.policy import BEFORE, Policy
 from h2o.quantisation import dequantised, stored_like
 
 __all__ = ["LATER", "EchoScores", "Pass", "echo_rotary", "newly_found"]

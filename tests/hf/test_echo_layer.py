@@ -274,6 +274,22 @@ def test_queries_that_are_remembered_are_counted():
     assert counted[1] - counted[0] == more
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_budget_in_bytes_counts_them_too(dtype):
+    """Whatever dtype the config tells of."""
+    ours, (ids,) = model("llama").to(dtype), prompts(100)
+    more = {"heavy": 0.4, "recent": 0.2, "of": "bytes", "sinks": 1, "kv_dtype": "int8"}
+    held = {}
+    for rank_by in ("max", "echo"):
+        cache = H2OCache(ours.config, rank_by=rank_by, **more)
+        with torch.no_grad():
+            ours(ids, past_key_values=cache)
+        total = cache.report().total
+        held[rank_by] = total.bytes_held + total.bytes_bookkeeping
+        assert held[rank_by] <= 0.6 * total.bytes_full
+    assert held["echo"] > held["max"] - 2 * 2 * 200  # a slot or so is lost in rounding down
+
+
 # ---- What it refuses ---------------------------------------------------------------------------
 
 
