@@ -123,7 +123,9 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
             raise ValueError(f"--preset has a --budget, and no {spelled(name)}")
     budget = FIFTH if options.budget is None else options.budget
     shares = fields.pop("shares", None)
-    if shares in BY_RANK and options.preset != "calibrated":
+    if shares in BY_RANK:
+        if options.preset == "calibrated":
+            raise ValueError(f"--preset calibrated shares by a profile, not by --profile {shares}")
         fields["shares"], shares = shares, None
     if shares is not None and options.preset != "calibrated":
         raise ValueError(f"--profile goes with --preset calibrated, not with {options.preset}")
