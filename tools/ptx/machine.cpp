@@ -152,14 +152,14 @@ static void open_warp(warp &w, const kernel &k, unsigned first) {
 
 /* When an instruction can start and when its results are there, in round trips. Within a basic
  * block the compiler is taken to start loads as soon as their addresses are known. */
-static void advance(warp &w, const instruction &i) {
+static void advance(warp &w, instruction &i) {
     float start = w.entry;
     if (i.guard) start = std::max(start, w.ready[(size_t)std::abs(i.guard) - 1]);
     for (size_t n = (size_t)i.results; n < i.at.size(); n++) {
         start = std::max(start, w.ready[(size_t)i.at[n]]);
     }
-    const bool travels = i.space == GLOBAL && i.results > 0;
-    for (int n = 0; n < i.results; n++) w.ready[(size_t)i.at[(size_t)n]] = start + travels;
+    for (int n = 0; n < i.results; n++) w.ready[(size_t)i.at[(size_t)n]] = start + i.travels;
+    i.travels = false;
     w.latest = std::max(w.latest, start);
 }
 
@@ -209,9 +209,10 @@ static void run_warp(warp &w, kernel &k) {
             mask = next_lanes(w, k, &pc);
             if (pc != before || mask != others) continue;
         }
-        i.issued++;
-        advance(w, i);
         const uint32_t taken = lanes_where(w, i.guard, mask);
+        i.issued++;
+        if (taken && i.role != BARRIER) i.run(w, i, taken);
+        advance(w, i);
         if (i.role == BRANCH) {
             if (taken == mask) {
                 pc = i.target;
@@ -239,7 +240,6 @@ static void run_warp(warp &w, kernel &k) {
             set_counters(w, ALL, pc);
             return;
         }
-        if (taken) i.run(w, i, taken);
         if (i.role == COPY) w.landing = std::max(w.landing, w.latest + 1.0f);
         if (i.role == FENCE) w.entry = w.latest;
     }

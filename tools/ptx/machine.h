@@ -33,6 +33,7 @@ struct instruction {
     std::vector<int> at; /* operands: slots */
     bool leads;          /* lanes may meet here */
     bool all;            /* an operation of the whole warp */
+    bool travels;        /* it has touched global memory just now */
     enum role role;
     uint64_t issued, wavefronts, sectors, bytes; /* counts of a launch */
 };

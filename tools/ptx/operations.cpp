@@ -202,7 +202,8 @@ static void resolve(warp &w, instruction &i, int slot, enum space space, int byt
     });
     if (in_shared) i.wavefronts += wavefronts(at, in_shared, bytes);
     if (space == PARAM || (space == GENERIC && at[__builtin_ctz(mask)] - params < 4096)) return;
-    if (in_shared != mask) count_global(i, at, mask & ~in_shared, bytes);
+    i.travels = in_shared != mask;
+    if (i.travels) count_global(i, at, mask & ~in_shared, bytes);
 }
 
 template <class T> static void load(warp &w, instruction &i, u32 mask) {
