@@ -59,17 +59,25 @@ REGISTERS = 65536
 
 
 def registers(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread of each kernel in a cubin, an ELF file: bits 24 to 31 of the info of
-    the section that has the kernel's code."""
+    """Registers of a thread of each kernel in a cubin, an ELF file. Its section .nv.info has
+    attributes; number 0x2f is a symbol's index and the registers of that kernel."""
     begin, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
-    sections = [struct.unpack_from("<IIQQQQII", cubin, begin + i * size) for i in range(count)]
-    texts = sections[names][4]
-    found = {}
-    for name, _, _, _, _, _, _, info in sections:
-        at = texts + name
-        text = cubin[at : cubin.index(b"\0", at)].decode()
-        if text.startswith(".text."):
-            found[text.removeprefix(".text.")] = info >> 24
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, begin + i * size) for i in range(count)]
+
+    def text(at: int) -> str:
+        return cubin[at : cubin.index(b"\0", at)].decode()
+
+    named = {text(sections[names][4] + section[0]): section for section in sections}
+    info, symbols = named[".nv.info"], named[".symtab"]
+    strings = sections[symbols[6]][4]
+    found, at = {}, info[4]
+    while at < info[4] + info[5]:
+        form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+        if (form, attribute) == (4, 0x2F):
+            symbol, registers = struct.unpack_from("<II", cubin, at + 4)
+            (name,) = struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)
+            found[text(strings + name)] = registers
+        at += 4 + (length if form == 4 else 0)  # other forms hold their value in `length`
     return found
 
 

@@ -127,6 +127,7 @@ class Kernel:
                     self.add(statement)
                 except (KeyError, IndexError, ValueError) as error:
                     raise UnknownPTX(f"{name}: {statement}") from error
+        self.fold()
         self.lines = [f"kernel {name} {size} {len(self.slots)}", *self.begin]
         for words in self.code:
             words[7] = str(self.labels[words[7]]) if words[7] in self.labels else words[7]
@@ -218,6 +219,30 @@ class Kernel:
             results = 1 + (operation == "setp" and "|" in operands[0])
             values = self.positive(operands[results:], guard)
             self.emit(".".join([operation, *parts]), guard, operands[:results], values)
+
+    def fold(self) -> None:
+        """Additions of a constant to what is an address only cost nothing: the constant becomes
+        the offset of the load, store or copy."""
+        constants = {words.split()[1] for words in self.begin if words.startswith("const")}
+        other: set[str] = set()  # slots that are read as more than an address
+        before = -1
+        while before != len(other):
+            before = len(other)
+            folded = []
+            for words in reversed(self.code):
+                operation, results = words[0].partition(".")[0], int(words[4])
+                written, read = words[8 : 8 + results], words[8 + results :]
+                if operation in ("load", "store", "ldmatrix", "copy"):
+                    other.update(read[2 if operation == "copy" else 1 :])
+                elif not other.intersection(written) and (
+                    words[0] in ("mov.u64", "cvt.u32.u64", "cvta.to.shared")
+                    or (words[0] in ("add.u64", "add.u32") and constants.intersection(read))
+                ):
+                    folded.append(words)
+                else:
+                    other.update(read)
+        for words in folded:
+            words[2] = "0"
 
     def positive(self, operands: list[str], guard: int) -> list[str]:
         """With the negation of !%p as an instruction of its own."""

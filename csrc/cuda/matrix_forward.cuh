@@ -162,7 +162,7 @@ DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPT
         if (is_past(at, columns)) break; /* nobody asks for its bias */
         if (load_bias(item, at->stored, at->first, columns, buffer->bias)) break;
     }
-    fetch_matrix<DEPTH, columns>(buffer->columns[0], item->p->dims.D, &at->keys, at->first, NULL);
+    fetch_matrix<DEPTH, columns>(buffer->columns[0], item, &at->keys, at->stored, at->first, NULL);
     close_copies();
     return true;
 }
@@ -171,8 +171,8 @@ DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPT
 template <int DEPTH>
 DEVICE void fetch_values(const attend_item *item, const key_tile *at,
                          matrix_buffer<DEPTH> *buffer) {
-    fetch_matrix<DEPTH, matrix_buffer<DEPTH>::COLUMNS>(buffer->columns[1], item->p->dims.D,
-                                                       &at->values, at->first,
+    fetch_matrix<DEPTH, matrix_buffer<DEPTH>::COLUMNS>(buffer->columns[1], item, &at->values,
+                                                       at->stored, at->first,
                                                        at->stored ? buffer->bias : NULL);
     close_copies();
 }
@@ -254,7 +254,7 @@ DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned
     matrix_softmax<DEPTH> softmax = {};
     softmax.row_max[0] = softmax.row_max[1] = -INFINITY;
     const row_source queries = token_source(&item, &p->query, h);
-    fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, p->dims.D, &queries, query, NULL);
+    fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, &item, &queries, false, query, NULL);
     forward_keys<DEPTH, TYPE>(&item, query, buffer, &softmax);
     write_matrix_outputs<DEPTH, TYPE>(&item, h, query, &softmax);
 }

@@ -14,7 +14,7 @@ DEVICE void fetch_queries(const attend_item *item, const row_source *queries, in
                           int64_t query, int stage, matrix_buffer<DEPTH> *buffer) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     const int64_t token = query + threadIdx.x;
-    fetch_matrix<DEPTH, columns>(buffer->columns[stage], item->p->dims.D, queries, query, NULL);
+    fetch_matrix<DEPTH, columns>(buffer->columns[stage], item, queries, false, query, NULL);
     if (threadIdx.x < (unsigned)columns && token < item->tokens) {
         const int64_t from = h * item->p->dims.Q + token;
         copy_async<4>(&buffer->row_max[stage][threadIdx.x], item->row_max + from);
@@ -78,7 +78,7 @@ DEVICE void sum_over_queries(const attend_item *item, bool stored, int64_t first
     const int64_t tiles = cuda_ceil(item->tokens - begin, columns);
     const row_source keys = key_source(item, stored);
     row_source queries = token_source(item, &item->p->query, item->g * R);
-    fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, item->p->dims.D, &keys, first, NULL);
+    fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, item, &keys, stored, first, NULL);
     fetch_queries<DEPTH>(item, &queries, item->g * R, begin, 0, buffer);
     int stage = 0;
     for (int64_t r = 0; r < R; r++) {
