@@ -113,7 +113,7 @@ def _load(index: int) -> str | None:
         return reason
     try:
         _core.load("cuda", _image(FATBIN.read_bytes()), index)
-    except (OSError, RuntimeError, MemoryError, ImportError, EOFError) as error:
+    except (OSError, RuntimeError, MemoryError, ImportError) as error:
         return str(error)
     return None
 
@@ -126,9 +126,12 @@ def _image(file: bytes) -> bytes:
 
     decompressor = lzma.LZMADecompressor()
     try:
-        return decompressor.decompress(file) + decompressor.unused_data
+        image = decompressor.decompress(file)
     except lzma.LZMAError as error:
         raise OSError(f"kernels.fatbin cannot be read: {error}") from error
+    if not decompressor.eof:
+        raise OSError("kernels.fatbin cannot be read: its end is not there")
+    return image + decompressor.unused_data
 
 
 def _line(error: Exception) -> str:
