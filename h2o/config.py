@@ -260,18 +260,15 @@ class H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
         many rows: a key and a value, which may be less than a key, or one that is both.
 
-        A full cache would hold them so. What a model's config says of its dtype is what it was
-        loaded in: `model.to(torch.bfloat16)` and autocast do not change that.
+        What a model's config says of its dtype is what it was loaded in, whatever it is now.
         """
         full = round(rows * D * element)
         if self.slot is None or self.slot[0] == full:
             return self
         before, each, *queries = self.slot
-        grown = 0
-        if self.kv_dtype is None:
-            grown = round((full - before) * math.ceil(rows) / rows)
+        grown = (full - before) * math.ceil(rows) / rows if self.kv_dtype is None else 0
         beside = (x * full // before for x in queries)
-        return dataclasses.replace(self, slot=(full, each + grown, *beside))
+        return dataclasses.replace(self, slot=(full, each + round(grown), *beside))
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
