@@ -85,7 +85,7 @@ def refuse(vllm_config: VllmConfig) -> None:
         "multi-head latent attention": (model.use_mla, "its keys are no heads of their own"),
         f"--kv-cache-dtype {cache.cache_dtype}": (
             cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"),
-            'say {"kv_dtype": "int8"} or "int8-int4" in the entry h2o',
+            'give kv_dtype in the entry h2o',
         ),
         "a KV connector": (vllm_config.kv_transfer_config, "pages cannot be shared or moved"),
         "vLLM's V2 model runner": (

@@ -1,0 +1,61 @@
+"""What is refused when an engine starts, and what the reason says."""
+
+from __future__ import annotations
+
+import pytest
+
+import h2o.vllm
+from tests.vllm.engines import engine, tiny
+
+SMALL = {"heavy": 8, "recent": 8}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    tiny("llama", folder, head_dim=32)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("entry", "options", "message"),
+    [
+        ({"heavy": 8, "window": 8}, {}, "unknown parameter 'window'"),
+        (64, {}, "must be an object"),
+        ({"heavy": [8, 8, 8], "recent": 8}, {}, "3 amounts, but the model has 2 layers"),
+        (SMALL, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: give kv_dtype"),
+        (
+            SMALL,
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                                    "prompt_lookup_max": 3}},
+            "speculative decoding: drafts",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_are_refused_with_the_reason(llama, entry, options, message):
+    with pytest.raises((TypeError, ValueError), match=message), engine(llama, entry, **options):
+        pass
+
+
+def test_sliding_windows_are_refused(tmp_path):
+    tiny("mistral", tmp_path, sliding_window=16, head_dim=32)
+    with pytest.raises(ValueError, match="sliding window"), engine(tmp_path, SMALL):
+        pass
+
+
+def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):
+    from vllm.v1.attention import selector
+
+    monkeypatch.setattr(h2o.vllm, "TESTED", ("0.31",))
+    h2o.vllm.register()
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"tested with vLLM 0\.31 and this is 0\.32"):
+            with engine(llama, SMALL):
+                pass
+        with engine(llama) as llm:
+            assert llm is not None
+    finally:
+        monkeypatch.undo()
+        h2o.vllm.register()
+        selector._cached_get_attn_backend.cache_clear()
