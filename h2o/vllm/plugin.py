@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
@@ -85,7 +86,7 @@ def refuse(vllm_config: VllmConfig) -> None:
         "multi-head latent attention": (model.use_mla, "its keys are no heads of their own"),
         f"--kv-cache-dtype {cache.cache_dtype}": (
             cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"),
-            'give kv_dtype in the entry h2o',
+            "give kv_dtype in the entry h2o",
         ),
         "a KV connector": (vllm_config.kv_transfer_config, "pages cannot be shared or moved"),
         "vLLM's V2 model runner": (
@@ -117,6 +118,8 @@ class Requests(LogitsProcessor):
         self.rows: dict[int, Request] = {}
         self.wanted = entry_of(vllm_config) is not None
         if self.wanted:
+            if not current_platform.is_cpu():
+                raise ValueError("h2o serves vLLM's CPU build so far, no GPUs")
             self.of_config[vllm_config.instance_id] = self
 
     def update_state(self, batch_update: Any) -> None:
