@@ -60,7 +60,7 @@ class PageBudget:
     def by_head(
         self, layer: int, keys: torch.Tensor, prompt: int, config: H2OConfig | None = None
     ) -> list[tuple[int, int]]:
-        """(heavy, recent) of each head of a layer, or one for all.
+        """(heavy, recent) of each head of a layer, or one for all; never more than a page holds.
 
         Args:
             keys: like [B, G, any, D].
@@ -69,15 +69,31 @@ class PageBudget:
 
         Raises: ValueError for another number of layers or heads.
         """
-        of_layer = (config or self.config).for_layer(layer, self.layers)
+        kept = self._kept(layer, keys)
+        budgets = self._by_head(config or self.config, layer, keys, prompt)
+        if len(budgets) < len(kept):
+            budgets = budgets * len(kept)
+        rooms = [k - self.config.sinks for k in kept]
+        return [
+            (min(heavy, room - min(recent, room)), min(recent, room))
+            for (heavy, recent), room in zip(budgets, rooms, strict=True)
+        ]
+
+    def _by_head(
+        self, config: H2OConfig, layer: int, keys: torch.Tensor, prompt: int
+    ) -> list[tuple[int, int]]:
+        of_layer = config.for_layer(layer, self.layers)
         of_layer = of_layer.for_keys(keys.shape[-1], keys.element_size())
         return levelled([of_layer.head_tokens(prompt)], keys.shape[1], self.part)[0]
 
+    def _kept(self, layer: int, keys: torch.Tensor) -> list[int]:
+        """Keys of each head, or of all, that a page holds."""
+        budgets = self._by_head(self.config, layer, keys, self.longest)
+        return [self.config.sinks + sum(budget) for budget in budgets]
+
     def empty_page(self, layer: int, keys: torch.Tensor) -> ops.Slots:
         """Slots of one row for what the longest request keeps in a layer, and its next token."""
-        budgets = self.by_head(layer, keys, self.longest)
-        kept = [min(self.config.sinks + sum(budget), self.longest) for budget in budgets]
-        sizes = [k + 1 for k in kept]
+        sizes = [min(k, self.longest) + 1 for k in self._kept(layer, keys)]
         return ops.new_slots(
             keys[:1],
             sizes[0] if len(sizes) == 1 else sizes,

@@ -224,9 +224,9 @@ class PagedLayer:
             return
         rows = steps.end - steps.first
         q, k, v = (
-            x.new_zeros(rows, *x.shape[1:], 1)
-            .transpose(2, 3)
-            .index_copy_(0, steps.places, x[steps.tokens].unsqueeze(2))
+            x.new_zeros(rows, x.shape[1], 1, x.shape[2]).index_copy_(
+                0, steps.places, x[steps.tokens].unsqueeze(2)
+            )
             for x in (query, key, value)
         )
         result = out.new_empty(rows, 1, *out.shape[1:])

@@ -10,6 +10,7 @@ in blocks, so vLLM's slot mapping is not used, and nothing of a page can be shar
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
+from h2o.budgets import amount_of
+from h2o.config import H2OConfig
 from h2o.vllm.page_budget import PageBudget, config_of
 from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_rows import Batch, PagedLayer, Request, plan
@@ -51,19 +54,22 @@ def entry_of(vllm_config: VllmConfig) -> Any:
     return additional.get(ENTRY) if isinstance(additional, dict) else None
 
 
+def served_config(vllm_config: VllmConfig) -> H2OConfig:
+    """What the entry "h2o" says, for this model. Raises: TypeError, ValueError for a wrong one."""
+    return config_of(entry_of(vllm_config)).for_model(vllm_config.model_config.hf_text_config)
+
+
 def budget_of(vllm_config: VllmConfig) -> PageBudget:
-    """What the entry "h2o" says for this model and rank.
+    """The budgets of this model's layers, or of this rank's part of them.
 
     Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not served.
     """
-    config = config_of(entry_of(vllm_config))
     refuse(vllm_config)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
-    rank = parallel.rank % ranks
-    config = config.for_model(model.hf_text_config)
+    part = parallel.rank % ranks, ranks
     layers = model.get_num_layers(parallel)
-    return PageBudget(config, layers, model.max_model_len, (rank, ranks))
+    return PageBudget(served_config(vllm_config), layers, model.max_model_len, part)
 
 
 def refuse(vllm_config: VllmConfig) -> None:
@@ -124,7 +130,11 @@ class Requests(LogitsProcessor):
 
     def update_state(self, batch_update: Any) -> None:
         if self.wanted:
-            process_dict_updates(self.rows, batch_update, _request)
+            process_dict_updates(self.rows, batch_update, self.request)
+
+    def request(self, params: Any, prompt: list[int] | None, answer: list[int]) -> Request | None:
+        """A new request; None where its prompt's length is not known."""
+        return None if prompt is None else Request(len(prompt))
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits
@@ -133,8 +143,45 @@ class Requests(LogitsProcessor):
         return True
 
 
-def _request(params: Any, prompt: list[int] | None, answer: list[int]) -> Request | None:
-    return None if prompt is None else Request(len(prompt))
+class Budgets(Requests):
+    """The same, for requests that say their own budget in `vllm_xargs`: h2o_heavy and h2o_recent,
+    as `H2OConfig` has them. What is more than a page holds is cut off.
+
+    Made by `--logits-processors h2o.vllm.plugin:Budgets`, so that vLLM asks it of each request
+    before that is taken.
+    """
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises ValueError for a wrong budget, which becomes the answer 400."""
+        arguments = sampling_params.extra_args or {}
+        names = [name for name in arguments if name.startswith("h2o_")]
+        if unknown := sorted({*names} - {"h2o_heavy", "h2o_recent"}):
+            raise ValueError(f"{unknown[0]}: a request has h2o_heavy and h2o_recent")
+        try:
+            for name in names:
+                amount_of(name, arguments[name])
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        self.config = served_config(vllm_config) if self.wanted else None
+
+    def request(self, params: Any, prompt: list[int] | None, answer: list[int]) -> Request | None:
+        arguments = params.extra_args or {}
+        amounts = {
+            name.removeprefix("h2o_"): arguments[name]
+            for name in ("h2o_heavy", "h2o_recent")
+            if name in arguments
+        }
+        if prompt is None or self.config is None or not amounts:
+            return super().request(params, prompt, answer)
+        try:
+            return Request(len(prompt), dataclasses.replace(self.config, **amounts))
+        except (TypeError, ValueError) as error:  # here it would end the server
+            logger.warning("h2o: a request gets the server's budget: %s", error)
+            return super().request(params, prompt, answer)
 
 
 def register_requests() -> None:

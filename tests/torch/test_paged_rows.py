@@ -191,6 +191,16 @@ def test_pages_far_apart_make_several_calls():
     assert steps[1].tokens == slice(2, 4)
 
 
+def test_a_request_has_its_own_budget_within_its_page():
+    keys = torch.empty(1, G, 1, D)
+    budget = PageBudget(H2OConfig(9, 7, 2), LAYERS, LONGEST)
+    for asked, kept in (((3, 4), (3, 4)), ((50, 4), (12, 4)), ((9, 50), (0, 16)), ((0, 0), (0, 0))):
+        config = H2OConfig(*asked, 2)
+        assert budget.by_head(LAYER, keys, 40, config) == [kept]
+    of_heads = PageBudget(CONFIGS["of heads"], LAYERS, LONGEST)
+    assert of_heads.by_head(LAYER, keys, 40, H2OConfig(8, 6)) == [(7, 6), (8, 6)]
+
+
 def test_a_page_is_as_large_as_its_fields():
     page = PageBudget(CONFIGS["everything"], LAYERS, LONGEST).empty_page(0, torch.empty(1, G, 1, D))
     assert sum(x.nbytes for x in page if x is not None) <= page_bytes(page)

@@ -7,6 +7,9 @@ import pytest
 import h2o.vllm
 from tests.vllm.engines import engine, tiny
 
+EngineArgs = pytest.importorskip("vllm").EngineArgs
+from h2o.vllm import plugin  # noqa: E402 - where vLLM is
+
 SMALL = {"heavy": 8, "recent": 8}
 
 
@@ -24,17 +27,26 @@ def llama(tmp_path_factory):
         (64, {}, "must be an object"),
         ({"heavy": [8, 8, 8], "recent": 8}, {}, "3 amounts, but the model has 2 layers"),
         (SMALL, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: give kv_dtype"),
-        (
-            SMALL,
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
-                                    "prompt_lookup_max": 3}},
-            "speculative decoding: drafts",
-        ),
     ],
-)  # fmt: skip
+)
 def test_settings_are_refused_with_the_reason(llama, entry, options, message):
     with pytest.raises((TypeError, ValueError), match=message), engine(llama, entry, **options):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism: pages have the size"),
+        ({"tensor_parallel_size": 4}, "2 key/value heads on 4 tensor parallel ranks"),
+    ],
+)
+def test_ways_of_splitting_a_model_are_refused(llama, options, message):
+    """By the config that its processes would get."""
+    arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
+    config = EngineArgs(**arguments, additional_config={"h2o": SMALL}, **options)
+    with pytest.raises(ValueError, match=message):
+        plugin.refuse(config.create_engine_config())
 
 
 def test_sliding_windows_are_refused(tmp_path):
@@ -59,3 +71,12 @@ def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):
         monkeypatch.undo()
         h2o.vllm.register()
         selector._cached_get_attn_backend.cache_clear()
+
+
+def test_drafts_are_refused(llama):
+    """The last of this process: drafts bring llvmlite along, over whose modules vLLM trips when
+    the next engine starts."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with pytest.raises(ValueError, match="speculative decoding: drafts"):
+        with engine(llama, SMALL, speculative_config=drafts):
+            pass

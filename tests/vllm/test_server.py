@@ -50,6 +50,7 @@ def server(llama, tmp_path_factory):
         "model": llama[0], "served-model-name": "tiny", "port": port, "host": "127.0.0.1",
         "dtype": "float32", "max-model-len": 256, "max-num-seqs": 32,
         "kv-cache-memory-bytes": 2_000_000, "additional-config": json.dumps({"h2o": SMALL}),
+        "logits-processors": "h2o.vllm.plugin:Budgets",
     }  # fmt: skip
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     with log.open("w") as output:
@@ -122,6 +123,31 @@ def test_clients_are_answered_as_an_h2o_cache_answers(server, llama):
     answers = together(server, requests)
     assert [x == y for x, y in zip(answers, wanted, strict=True)] == [True] * CLIENTS
     assert metric(server, "num_preemptions_total") == 0
+
+
+def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
+    requests = texts(6, 4)
+    for asked, config in (((4, 3), H2OConfig(4, 3)), ((90, 5), H2OConfig(11, 5))):
+        arguments = dict(zip(("h2o_heavy", "h2o_recent"), asked, strict=True))
+        answers = together(server, requests, vllm_xargs=arguments)
+        assert answers == alone(llama[1], requests, config, NEW)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"h2o_heavy": "a lot"}, "h2o_heavy must be a number of tokens"),
+        ({"h2o_heavy": -3}, "h2o_heavy must be from 0"),
+        ({"h2o_recent": 1.5}, "h2o_recent=1.5: a float is a fraction"),
+        ({"h2o_heav": 3}, "h2o_heav: a request has h2o_heavy and h2o_recent"),
+    ],
+)
+def test_wrong_budgets_are_errors_of_the_client(server, arguments, reason):
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60, max_retries=0)
+    with pytest.raises(openai.BadRequestError, match=reason):
+        client.completions.create(
+            model="tiny", prompt=[5, 6], max_tokens=4, extra_body={"vllm_xargs": arguments}
+        )
 
 
 def test_clients_that_leave_change_nothing(server, llama):
