@@ -102,12 +102,13 @@ def together(server: str, requests: list, **options) -> list:
     """The answers of as many clients as requests, all at once; every other one is a stream."""
 
     async def run():
-        client = openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="none", timeout=300)
-        calls = [
-            answered(client, prompt, **{"stream": i % 2 == 0} | options)
-            for i, prompt in enumerate(requests)
-        ]
-        return await asyncio.gather(*calls)
+        address = f"{server}/v1"
+        async with openai.AsyncOpenAI(base_url=address, api_key="none", timeout=300) as client:
+            calls = [
+                answered(client, prompt, **{"stream": i % 2 == 0} | options)
+                for i, prompt in enumerate(requests)
+            ]
+            return await asyncio.gather(*calls)
 
     return asyncio.run(run())
 
