@@ -16,6 +16,7 @@ import torch
 from h2o import ops
 from h2o.config import H2OConfig, one_config
 from h2o.head_budgets import levelled
+from h2o.vllm.page_store import page_bytes
 
 __all__ = ["PageBudget", "config_of"]
 
@@ -101,3 +102,9 @@ class PageBudget:
             kv_dtype=self.config.kv_dtype,
             merge=self.config.merge is not None,
         )
+
+    def page_bytes(self, keys: torch.Tensor) -> int:
+        """Bytes of a page: what the widest layer needs on any rank, since vLLM has all the same."""
+        ranks = self.part[1]
+        parts = [dataclasses.replace(self, part=(rank, ranks)) for rank in range(ranks)]
+        return max(page_bytes(x.empty_page(i, keys)) for x in parts for i in range(self.layers))

@@ -31,7 +31,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from h2o.budgets import amount_of
 from h2o.config import H2OConfig
 from h2o.vllm.page_budget import PageBudget, config_of
-from h2o.vllm.page_store import PageStore, page_bytes
+from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_rows import Batch, PagedLayer, Request, plan
 
 __all__ = ["H2OAttentionBackend", "register_requests"]
@@ -212,8 +212,7 @@ class PageSpec(CircularBufferSpec):
 def page_spec(spec: AttentionSpec, budget: PageBudget) -> PageSpec:
     """The page of a layer whose keys and values vLLM describes by `spec`."""
     keys = torch.empty(1, spec.num_kv_heads, 1, spec.head_size, dtype=spec.dtype)
-    pages = (budget.empty_page(layer, keys) for layer in range(budget.layers))
-    content = max(map(page_bytes, pages))
+    content = budget.page_bytes(keys)
     full = budget.longest * spec.num_kv_heads * 2 * spec.head_size * spec.dtype.itemsize
     logger.info_once(
         "h2o: a request takes %d bytes a layer; with all keys it would take up to %d", content, full

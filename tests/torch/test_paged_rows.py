@@ -201,6 +201,15 @@ def test_a_request_has_its_own_budget_within_its_page():
     assert of_heads.by_head(LAYER, keys, 40, H2OConfig(8, 6)) == [(7, 6), (8, 6)]
 
 
+def test_pages_are_as_large_as_the_widest_layer_needs_on_any_rank():
+    keys = torch.empty(1, G, 1, D)
+    config = H2OConfig([[9, 9, 2, 2], [1, 1, 30, 40], [9, 9, 2, 2]], 4)
+    ranks = [PageBudget(config, LAYERS, LONGEST, (rank, 2)) for rank in range(2)]
+    widest = ranks[1].empty_page(1, keys)
+    assert widest.starts.tolist() == [0, 35, 80]
+    assert {rank.page_bytes(keys) for rank in ranks} == {page_bytes(widest)}
+
+
 def test_a_page_is_as_large_as_its_fields():
     page = PageBudget(CONFIGS["everything"], LAYERS, LONGEST).empty_page(0, torch.empty(1, G, 1, D))
     assert sum(x.nbytes for x in page if x is not None) <= page_bytes(page)
