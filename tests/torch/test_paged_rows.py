@@ -183,9 +183,9 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
 
 
 def test_pages_far_apart_make_several_calls():
-    starts, lengths, pages = [0, 1, 2, 3, 4], [50, 60, 70, 80], [3, 2 + GAP, 30, 31]
+    starts, lengths, pages = [0, 1, 2, 3, 4], [50, 60, 70, 80], [3, 3 + GAP, 200, 201]
     steps = plan(starts, lengths, pages, lambda row: None, {}).steps
-    assert [(x.first, x.end) for x in steps] == [(3, 3 + GAP), (30, 32)]
+    assert [(x.first, x.end) for x in steps] == [(3, 4 + GAP), (200, 202)]
     assert steps[0].mask.sum() == 2
     assert steps[1].mask is None
     assert steps[1].tokens == slice(2, 4)

@@ -1,5 +1,5 @@
 """python tests/vllm/ranks.py FOLDER RANKS ENTRY: the tokens that so many tensor parallel ranks
-answer, as JSON on the last line."""
+answer, as a line of JSON."""
 
 from __future__ import annotations
 
