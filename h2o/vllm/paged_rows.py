@@ -17,6 +17,7 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
+from h2o.policy import Policy
 from h2o.vllm.page_budget import PageBudget
 from h2o.vllm.page_store import PageStore
 
@@ -45,6 +46,8 @@ class Piece(NamedTuple):
     begin: int
     end: int
     page: int
+    length: int
+    """tokens of the request with these"""
     request: Request
     opens: bool
     """whether the prompt begins here"""
@@ -107,7 +110,7 @@ def plan(
             begun.pop(page, None)
         elif opens:
             begun[page] = None
-        pieces.append(Piece(begin, end, page, request, opens, ends))
+        pieces.append(Piece(begin, end, page, length, request, opens, ends))
     here = set(pages)
     late = [page for page in begun if page not in here][:-IDLE]
     for page in late:
@@ -183,14 +186,28 @@ class PagedLayer:
         if piece.opens and piece.ends:
             self._attend(query, key, value, None, out, self._new_page(page, key, request))
             return
-        if held is None:
-            weighted = self.policy.value_weighted
-            held = ops.new_slots(key, request.prompt + 1, value_weighted=weighted)
+        held = self._room_for(max(request.prompt, piece.length), key, held)
         self._attend(query, key, value, held, out, held)
         if piece.ends:
             self._cut(page, held, request)
         else:
             self.uncut[page] = held, request
+
+    def _room_for(self, tokens: int, keys: Tensor, held: ops.Slots | None) -> ops.Slots:
+        """Slots for so many tokens, none of which is evicted, with what is held. More than the
+        prompt come where vLLM has a request that it had put off read again, with its answer."""
+        if held is not None and held.scores.shape[-1] >= tokens:
+            return held
+        slots = ops.new_slots(keys, tokens, value_weighted=self.policy.value_weighted)
+        if held is not None:
+            self._store(held, slots, self.policy._replace(merge=None))
+        return slots
+
+    def _store(self, held: ops.Slots, slots: ops.Slots, policy: Policy) -> None:
+        """Takes what is held, of which nothing was evicted, into empty slots."""
+        n = int(held.lengths[0])
+        keys, values, scores = (x[:, :, :n] for x in (held.keys, held.values, held.scores))
+        ops.evict(keys, values, scores, slots, policy=policy)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor,
@@ -211,10 +228,7 @@ class PagedLayer:
 
     def _cut(self, page: int, held: ops.Slots, request: Request) -> None:
         """Puts what the budget keeps of a prompt into its page."""
-        n = int(held.lengths[0])
-        keys, values, scores = (x[:, :, :n] for x in (held.keys, held.values, held.scores))
-        slots = self._new_page(page, keys, request)
-        ops.evict(keys, values, scores, slots, policy=self.policy)
+        self._store(held, self._new_page(page, held.keys, request), self.policy)
 
     def _steps(self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         slots = self.store.rows(steps.first, steps.end)

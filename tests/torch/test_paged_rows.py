@@ -182,6 +182,19 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
     assert len(layer.uncut) == len(begun) == IDLE
 
 
+@pytest.mark.parametrize("name", ["tokens", "everything", "merged"])
+def test_a_request_that_is_read_again_with_its_answer(name):
+    """As vLLM does with one that it had put off: more tokens come than the prompt has."""
+    layer, begun, each = paged(CONFIGS[name]), {}, talk(7, 40, 80)
+    each.page = 4
+    for n in (30, 30, *[1] * 20):
+        feed(layer, begun, [(each, n)])
+    each.prompt = 60
+    wanted, slots = alone(CONFIGS[name], each)
+    torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
+    assert torch.equal(layer.store.rows(4, 5).positions, slots.positions)
+
+
 def test_pages_far_apart_make_several_calls():
     starts, lengths, pages = [0, 1, 2, 3, 4], [50, 60, 70, 80], [3, 3 + GAP, 200, 201]
     steps = plan(starts, lengths, pages, lambda row: None, {}).steps
