@@ -77,6 +77,11 @@ def refuse(vllm_config: VllmConfig) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     cache = vllm_config.cache_config
     reasons = {
+        "other platforms than the CPU": (
+            not current_platform.is_cpu(),
+            "none was tested so far",
+        ),
+        "layers with states": (model.is_hybrid, "their pages and h2o's were not tried together"),
         "speculative decoding": (
             vllm_config.speculative_config,
             "drafts that are not accepted would have evicted keys already",
@@ -124,8 +129,7 @@ class Requests(LogitsProcessor):
         self.rows: dict[int, Request] = {}
         self.wanted = entry_of(vllm_config) is not None
         if self.wanted:
-            if not current_platform.is_cpu():
-                raise ValueError("h2o serves vLLM's CPU build so far, no GPUs")
+            refuse(vllm_config)  # for models whose layers never ask for this module's backend
             self.of_config[vllm_config.instance_id] = self
 
     def update_state(self, batch_update: Any) -> None:
@@ -211,6 +215,11 @@ class PageSpec(CircularBufferSpec):
 
 def page_spec(spec: AttentionSpec, budget: PageBudget) -> PageSpec:
     """The page of a layer whose keys and values vLLM describes by `spec`."""
+    if spec.head_size_v != spec.head_size:
+        raise ValueError(
+            f"h2o does not serve keys of {spec.head_size} elements with values of "
+            f"{spec.head_size_v} in vLLM"
+        )
     keys = torch.empty(1, spec.num_kv_heads, 1, spec.head_size, dtype=spec.dtype)
     content = budget.page_bytes(keys)
     full = budget.longest * spec.num_kv_heads * 2 * spec.head_size * spec.dtype.itemsize

@@ -57,6 +57,14 @@ def test_prompts_in_chunks_are_cut_at_their_end(llama):
         assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**SMALL))
 
 
+@pytest.mark.slow
+def test_compiled_layers_answer_the_same(llama):
+    """Attention is one operation to the compiler, which takes minutes."""
+    folder, model = llama
+    with engine(folder, SMALL, enforce_eager=False) as llm:
+        assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**SMALL))
+
+
 def test_all_keys_are_dense_attention_and_without_the_entry_nothing_is_ours(llama):
     folder, _ = llama
     with engine(folder, {"heavy": UNLIMITED, "recent": 0}) as llm:

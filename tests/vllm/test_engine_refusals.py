@@ -49,9 +49,16 @@ def test_ways_of_splitting_a_model_are_refused(llama, options, message):
         plugin.refuse(config.create_engine_config())
 
 
-def test_sliding_windows_are_refused(tmp_path):
-    tiny("mistral", tmp_path, sliding_window=16, head_dim=32)
-    with pytest.raises(ValueError, match="sliding window"), engine(tmp_path, SMALL):
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("mistral", {"sliding_window": 16}, "layers with a sliding window"),
+        ("deepseek_v3", {}, "multi-head latent attention"),
+    ],
+)
+def test_kinds_of_attention_are_refused(name, config, message, tmp_path):
+    tiny(name, tmp_path, **config)
+    with pytest.raises(ValueError, match=message), engine(tmp_path, SMALL):
         pass
 
 
