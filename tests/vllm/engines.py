@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from h2o import H2OCache, H2OConfig
-from tests.hf.tiny import FAMILIES, VOCABULARY
+from tests.hf.tiny import FAMILIES, LATENT, VOCABULARY
 
 LENGTHS = (5, 100, 40, 1, 17, 60, 33, 90, 3, 64)
 NEW = 24
@@ -30,7 +30,7 @@ def tiny(name: str, folder: Path, **config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
-    built = FAMILIES[name].build_config()
+    built = (FAMILIES | LATENT)[name].build_config()
     for field, value in config.items():
         setattr(built, field, value)
     model = AutoModelForCausalLM.from_config(built).eval().float()

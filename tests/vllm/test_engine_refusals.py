@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
 
 import h2o.vllm
 from tests.vllm.engines import engine, tiny
@@ -46,6 +47,20 @@ def test_ways_of_splitting_a_model_are_refused(llama, options, message):
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL}, **options)
     with pytest.raises(ValueError, match=message):
+        plugin.refuse(config.create_engine_config())
+
+
+def test_models_with_states_are_refused(tmp_path):
+    """By the config alone."""
+    config = AutoConfig.for_model(
+        "lfm2", vocab_size=97, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, intermediate_size=48, layer_types=["conv", "full_attention"],
+        architectures=["Lfm2ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    arguments = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 256}
+    config = EngineArgs(**arguments, additional_config={"h2o": SMALL})
+    with pytest.raises(ValueError, match="layers with states"):
         plugin.refuse(config.create_engine_config())
 
 
