@@ -7,7 +7,6 @@ or a test can speak about policies without loading a model.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, get_args
 
 from h2o.budgets import (
@@ -23,7 +22,7 @@ from h2o.budgets import (
 )
 from h2o.config_fields import ConfigFields, Of, Positions
 from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
-from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, per_token
+from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, per_token
 from h2o.model_identity import describe, group_size, key_size, latent_row
 from h2o.policy import BEFORE, Policy, Ranking, check_echo, checked
 from h2o.profile import Profile
@@ -266,12 +265,8 @@ class H2OConfig:
         full = round(rows * D * element)
         if self.slot is None or self.slot[0] == full:
             return self
-        before, each, *queries = self.slot
-        grown = 0
-        if self.kv_dtype is None:
-            grown = round((full - before) * math.ceil(rows) / rows)
-        beside = (x * full // before for x in queries)
-        return dataclasses.replace(self, slot=(full, each + grown, *beside))
+        slot = in_elements(self.slot, full, rows, self.kv_dtype)
+        return dataclasses.replace(self, slot=slot)
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.

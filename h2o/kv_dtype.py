@@ -9,7 +9,16 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-__all__ = ["FIXED", "QUANTISED", "KvDtype", "fewest_bits", "fitting", "per_token", "stored_bytes"]
+__all__ = [
+    "FIXED",
+    "QUANTISED",
+    "KvDtype",
+    "fewest_bits",
+    "fitting",
+    "in_elements",
+    "per_token",
+    "stored_bytes",
+]
 
 FIXED = 32
 """Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
@@ -66,3 +75,13 @@ def per_token(
     stored = stored_bytes(kv_dtype, D)
     held = whole * D * element if stored is None else sum(stored[:whole])
     return round(rows * D * element), held + 8 + 4 * (value_weighted + merges)
+
+
+def in_elements(
+    slot: Sequence[int], full: int, rows: float, kv_dtype: str | None
+) -> tuple[int, ...]:
+    """The same slot where a token takes `full` bytes in a full cache, since its elements are of
+    another size."""
+    before, each, *more = slot
+    grown = round((full - before) * math.ceil(rows) / rows) if kv_dtype is None else 0
+    return full, each + grown, *(x * full // before for x in more)
