@@ -18,7 +18,7 @@ from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
 from h2o.policy import Policy
 
-__all__ = ["RECENT", "cut"]
+__all__ = ["RECENT", "pruned"]
 
 RECENT = 8
 """The newest keys of each head, which are kept whatever their rank."""
@@ -27,7 +27,7 @@ Budgets = list[list[tuple[int, int]]]
 """(heavy, recent) of each row and each head of a layer"""
 
 
-def cut(
+def pruned(
     full_cache: H2OCache,
     model_config: Any,
     config: H2OConfig,
