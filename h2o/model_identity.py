@@ -25,6 +25,7 @@ __all__ = [
     "attention_difference",
     "describe",
     "difference",
+    "group_size",
     "key_size",
     "latent_row",
     "of_files",
@@ -76,6 +77,13 @@ def key_size(config: Any) -> tuple[int, int, int]:
         raise ValueError('of="bytes" needs a model whose config tells its head dimension')
     dtype = str(getattr(_text_config(config), "dtype", None) or getattr(config, "dtype", None))
     return D, 2 if dtype.endswith(("float16", "half")) else 4, 1 if latent else 2
+
+
+def group_size(config: Any) -> int:
+    """Query heads that share a key/value head."""
+    shape = describe(config)
+    heads = shape.get("num_attention_heads") or 1
+    return int(heads // (shape.get("num_key_value_heads") or heads))
 
 
 def latent_row(config: Any) -> int | None:

@@ -26,11 +26,10 @@ from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer
 from h2o.hf.model_rotary import ROLLED, Rotary, has_rotary, turned
 from h2o.hf.patch_lock import unwrapped
+from h2o.policy import BEFORE
 
-__all__ = ["BEFORE", "SERVED", "Echo", "largest"]
+__all__ = ["SERVED", "Echo", "largest"]
 
-BEFORE = 4
-"""How many tokens before a key its score looks at, beside its own."""
 SERVED = ROLLED | frozenset(
     "gemma2 gemma3_text glm glm4 gpt_oss qwen3_next olmo_hybrid bamba lfm2 lfm2_moe falcon_h1 "
     "minimax".split()

@@ -140,7 +140,7 @@ class LatentLayer(H2OLayer):
     ) -> Tensor:
         # A quantised store's new rows are read as they are stored, which only a step does.
         if tokens.query.shape[1] >= MANY and self.config.kv_dtype is None:
-            return self._attend_and_evict(tokens, slots, slots)
+            return self._attend_and_evict(tokens, slots)
         return self._answers(super()._step(tokens, slots, None, **rotary))
 
     def _answers(self, out: Tensor) -> Tensor:

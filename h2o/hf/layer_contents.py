@@ -43,6 +43,8 @@ class LayerContents(CacheLayerMixin):
     supports_early_init = False
     shared = False
     """Whether the keys are the values too, so that the slots have no values."""
+    asked: Tensor | None = None
+    """[B, H, n, D], queries of each row's last tokens (`h2o.hf.echo_scores`); of an `EchoLayer`"""
 
     config: H2OConfig
     layer_idx: int
@@ -182,6 +184,8 @@ class LayerContents(CacheLayerMixin):
             changed = {name: None if x is None else change(x) for name, x in rows.items()}
             self._hold(self.slots._replace(**changed), self.capacity)
             self.last = None  # of other rows
+            if self.asked is not None:
+                self.asked = change(self.asked)
             if self.trace is not None:
                 self.trace.each(change)
 

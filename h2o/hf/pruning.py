@@ -16,15 +16,13 @@ from h2o.config import H2OConfig
 from h2o.hf import prompt_budget, slot_layout, tensor_parallel
 from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
+from h2o.hf.one_budget import Budgets, each_head, parted, won
 from h2o.policy import Policy
 
 __all__ = ["RECENT", "pruned"]
 
 RECENT = 8
 """The newest keys of each head, which are kept whatever their rank."""
-
-Budgets = list[list[tuple[int, int]]]
-"""(heavy, recent) of each row and each head of a layer"""
 
 
 def pruned(
@@ -61,20 +59,20 @@ def pruned(
     for (source, layer), scores in zip(layers, attention, strict=True):
         held = _Held.of(source)
         budgets = _budgets_of(layer, source, held.mask)
-        first_budget, left = _parted(budgets, config.sinks, by_attention, recent)
+        first_budget, left = parted(budgets, config.sinks, by_attention, recent)
         first.append(first_budget)
         kept.append(_kept(held, scores, config.policy, first_budget))
         spare.append(left)
     if not layers:
         return cache
     free_slots = [sum(row) for row in zip(*spare, strict=True)]
-    more = _won(free_slots, kept, largest)
-    for (source, layer), first_budget, chosen, scores, won in zip(
+    more = won(free_slots, kept, largest)
+    for (source, layer), first_budget, chosen, scores, counts in zip(
         layers, first, kept, largest, more, strict=True
     ):
         budget = [
             [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
-            for heads in zip(first_budget, won, strict=True)
+            for heads in zip(first_budget, counts, strict=True)
         ]
         # What is kept by attention ranks above all others, whose scores are at most 1.
         layer.hold(*_Held.of(source), scores + 2.0 * chosen, budget, source)
@@ -108,24 +106,7 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
         layer.config, None, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
         (*source.row_size, layer.rows_per_token),
     ).by_row  # fmt: skip
-    return [row * heads if len(row) == 1 else row for row in rows]
-
-
-def _parted(
-    budgets: Budgets, sinks: int, by_attention: float, most_recent: int | None
-) -> tuple[Budgets, list[int]]:
-    """The budgets of the first reading, and how many slots of each row it leaves to the second."""
-    first, left = [], []
-    for row in budgets:
-        recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
-        rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
-        heavies = [
-            int(n * by_attention) or int(sinks + recent == 0)  # no head is left without a key
-            for n, recent in zip(rest, recents, strict=True)
-        ]
-        first.append(list(zip(heavies, recents, strict=True)))
-        left.append(sum(rest) - sum(heavies))
-    return first, left
+    return each_head(rows, heads)
 
 
 def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tensor:
@@ -141,21 +122,3 @@ def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tens
     positions = slot_layout.by_head(slots, sizes, "positions", -1).long()
     kept = torch.zeros(*scores.shape[:2], 1 + scores.shape[2], device=scores.device).bool()
     return kept.scatter_(2, positions + 1, True)[..., 1:] | ~mask[:, None]
-
-
-def _won(free_slots: list[int], kept: list[Tensor], largest: list[Tensor]) -> list[list[list[int]]]:
-    """How many more keys each layer keeps of each row and head, by free slots of a row."""
-    won = []
-    heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may lie on several
-    for b, count in enumerate(free_slots):
-        unkept = [
-            x[b].masked_fill(is_kept[b], -1.0).to(device)
-            for x, is_kept in zip(largest, kept, strict=True)
-        ]
-        waiting = torch.cat(unkept)
-        candidates = int((waiting >= 0).sum())
-        best = waiting.flatten().topk(min(count, candidates)).indices
-        counts = torch.bincount(best // waiting.shape[1], minlength=len(waiting))
-        counts += max(0, count - candidates) // len(waiting)  # for what comes later
-        won.append([part.tolist() for part in counts.split(heads)])
-    return list(map(list, zip(*won, strict=True)))
