@@ -114,10 +114,8 @@ class H2OConfig:
             )
         _check_of(self.of)
         if self.of == "bytes" and not all(isinstance(x, float) for x in self._amounts):
-            raise ValueError(
-                'of="bytes" takes fractions, one heavy and one recent for all layers and heads, '
-                f"not heavy={self.heavy!r} and recent={self.recent!r}"
-            )
+            wanted = 'of="bytes" takes fractions, one heavy and one recent for all layers and heads'
+            raise ValueError(f"{wanted}, not heavy={self.heavy!r} and recent={self.recent!r}")
         named = isinstance(self.shares, str) and self.shares in ("shipped", *BY_RANK)
         if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
@@ -367,10 +365,9 @@ class H2OConfig:
 
     def _check_total(self) -> None:
         """A budget that is 0 whatever the prompt, in any layer, is an error now."""
-        amounts = (self.heavy, self.recent)
-        if self.sinks or any(callable(amount) for amount in amounts):
+        if self.sinks or any(callable(amount) for amount in self._amounts):
             return
-        rows = spread(amounts, "layer of the model")
+        rows = spread(self._amounts, "layer of the model")
         pairs = [pair for row in rows for pair in spread(row, "key/value head of a layer")]
         if any(heavy == 0 and recent == 0 for heavy, recent in pairs):
             raise ValueError(
