@@ -11,6 +11,7 @@ CUDA toolkit, or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
 
 from __future__ import annotations
 
+import lzma
 import re
 import shutil
 import site
@@ -52,6 +53,8 @@ def kernels(fatbin: str, tool: str) -> list[Kernel]:
     """Every kernel in the file, once for each architecture that it is compiled for."""
 
     code = re.sub(rb"h2o-kernels-[0-9a-f]{16}\Z", b"", Path(fatbin).read_bytes())
+    if code.startswith(b"\xfd7zXZ\0"):
+        code = lzma.decompress(code)
 
     def dump(option: str) -> str:
         with tempfile.NamedTemporaryFile(suffix=".fatbin") as file:  # without the Makefile's word

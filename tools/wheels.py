@@ -34,7 +34,7 @@ import ziglang
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 1_000_000  # bytes, ...
-LARGEST_WITH_KERNELS = 6_000_000  # ... with those for GPUs, which compress to a quarter in a wheel
+LARGEST_WITH_KERNELS = 6_000_000  # ... with those for GPUs
 FATBIN = ROOT / "h2o" / "kernels.fatbin"
 ZIG = Path(ziglang.__file__).parent / "zig"
 

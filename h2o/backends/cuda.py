@@ -31,6 +31,9 @@ __all__ = ["check", "describe", "opened", "serving"]
 FATBIN = Path(__file__).parent.with_name("kernels.fatbin")
 """The kernels, for every architecture; no part of a plain build."""
 
+XZ = b"\xfd7zXZ\0"
+"""What a file begins with that `tools/compile_kernels.py` has compressed."""
+
 _lock = threading.Lock()
 _serving: dict[int, SimpleNamespace] = {}
 """By device index the operations that serve it, once that is decided."""
@@ -109,10 +112,26 @@ def _load(index: int) -> str | None:
     if reason is not None:
         return reason
     try:
-        _core.load("cuda", FATBIN.read_bytes(), index)
-    except (OSError, RuntimeError, MemoryError) as error:
+        _core.load("cuda", _image(FATBIN.read_bytes()), index)
+    except (OSError, RuntimeError, MemoryError, ImportError) as error:
         return str(error)
     return None
+
+
+def _image(file: bytes) -> bytes:
+    """The kernels as the driver takes them, which the file may hold compressed, with its word."""
+    if not file.startswith(XZ):
+        return file
+    import lzma  # which a Python of one's own making may lack
+
+    decompressor = lzma.LZMADecompressor()
+    try:
+        image = decompressor.decompress(file)
+    except lzma.LZMAError as error:
+        raise OSError(f"kernels.fatbin cannot be read: {error}") from error
+    if not decompressor.eof:
+        raise OSError("kernels.fatbin cannot be read: its end is not there")
+    return image + decompressor.unused_data
 
 
 def _line(error: Exception) -> str:

@@ -129,6 +129,7 @@ def _refuse_other_heads(h2o_config: H2OConfig, compileable: bool) -> None:
     """Raises `Unsupported` for what does not go with `h2o.hf.other_heads`."""
     for reason, holds in {
         'positions="rolled"': h2o_config.positions != "original",
+        'rank_by="echo"': h2o_config.by_echo,
         "compileable=True": compileable,
     }.items():
         if holds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import lzma
 import warnings
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_kernels", lambda by_torch: carried(driver, make(by_torch)))
     monkeypatch.setattr(cuda, "_device", lambda index: "cpu")
     monkeypatch.setattr(cuda, "_cannot_check", lambda: False)
-    monkeypatch.setattr(cuda, "_settle", driver.wait)
+    monkeypatch.setattr(cuda, "_synchronise", driver.wait)
     # test_launch.py has them all, as they are
     monkeypatch.setattr(kernel_check, "CASES", (kernel_check.Case(16, torch.float32),))
     monkeypatch.setattr(kernel_check, "SHORT", kernel_check.Size(10, 3, 1, 4, 2))
@@ -162,7 +163,7 @@ def test_a_failure_of_what_the_program_queued_is_not_the_kernels(device, built, 
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "_settle", settle)
+        patch.setattr(cuda, "_synchronise", settle)
         with pytest.warns(RuntimeWarning, match="could not be checked.*illegal memory access"):
             assert serving() == "torch"
     assert not (built.parent / "cache").exists()
@@ -176,6 +177,17 @@ def test_a_file_of_kernels_that_cannot_be_read_is_explained(device, built, monke
     built.mkdir()
     assert serving() == "torch"
     assert "Is a directory" in ops.info()["backends"]["cuda"]
+
+
+def test_compressed_kernels_are_expanded(device, built):
+    built.write_bytes(lzma.compress(IMAGE[:64]) + IMAGE[64:])
+    assert cuda._image(built.read_bytes()) == IMAGE
+    assert serving() == "C"
+    for cut in (40, 60):  # amid the stream, and before its end
+        built.write_bytes(lzma.compress(bytes(1000) + IMAGE[:64])[:cut] + IMAGE[64:])
+        forget()
+        with pytest.warns(RuntimeWarning, match=r"kernels\.fatbin cannot be read"):
+            assert serving() == "torch"
 
 
 def test_the_programs_settings_of_torch_are_set_aside(device):
