@@ -22,7 +22,7 @@ from h2o.budgets import (
 )
 from h2o.config_fields import ConfigFields, Of, Positions
 from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
-from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, per_token
+from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, key_bytes, per_token
 from h2o.model_identity import describe, group_size, key_size, latent_row
 from h2o.policy import BEFORE, Policy, Ranking, check_echo, checked
 from h2o.profile import Profile
@@ -78,9 +78,8 @@ class H2OConfig:
     kv_dtype: KvDtype | None = None
     """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
-    (compare Liu et al., "KIVI", ICML 2024); "auto", "int8-int4" where the model's head dimension
-    is a multiple of 32, else "int8". Scores stay float32. The new tokens of one forward pass
-    see each other as they are; later ones read what is stored."""
+    (compare Liu et al., "KIVI", ICML 2024); "auto", the second where the model's head dimension is
+    a multiple of 32. The new tokens of one forward pass see each other as they are."""
     shares: Any = None
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
@@ -205,7 +204,7 @@ class H2OConfig:
 
     @property
     def policy(self) -> Policy:
-        """What the operations of `h2o.ops` are given beside the slots."""
+        """What the operations of `h2o.ops` are given."""
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         return policy._replace(rank_by="max") if self.by_echo else policy
 
@@ -252,7 +251,8 @@ class H2OConfig:
             merges = self.merge is not None
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
             if self.by_echo:  # the queries that a layer remembers
-                slot = (*slot, slot[0] // 2 * BEFORE * group_size(config))
+                each = key_bytes(*key_size(config)[:2], kv_dtype)
+                slot = (*slot, BEFORE * group_size(config) * each)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
@@ -267,7 +267,7 @@ class H2OConfig:
             return self
         before, each, *queries = self.slot
         grown = full - before if self.kv_dtype is None else 0
-        beside = (x * full // before for x in queries)
+        beside = (x if self.kv_dtype else x * full // before for x in queries)
         return dataclasses.replace(self, slot=(full, each + grown, *beside))
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:

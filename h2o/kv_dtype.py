@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-__all__ = ["FIXED", "QUANTISED", "KvDtype", "fewest_bits", "fitting", "per_token", "stored_bytes"]
+__all__ = [
+    "FIXED",
+    "QUANTISED",
+    "KvDtype",
+    "fewest_bits",
+    "fitting",
+    "key_bytes",
+    "per_token",
+    "stored_bytes",
+]
 
 FIXED = 32
 """Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
@@ -38,6 +47,12 @@ def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
             'use "int8"'
         )
     return D + 2, D // 2 + D // 8
+
+
+def key_bytes(D: int, element: int, kv_dtype: str | None) -> int:
+    """Bytes of a key of D elements that have so many bytes each, or of a query stored like it."""
+    stored = stored_bytes(kv_dtype, D)
+    return D * element if stored is None else stored[0]
 
 
 def fewest_bits(D: int | None) -> str:
