@@ -184,8 +184,8 @@ CUDA := build/cuda
 CUDA_FLAGS := -fno-math-errno -fno-trapping-math -fPIC -pthread -DH2O_GENERIC_ONLY -Icsrc -Itests/c $(CFLAGS)
 CUDA_CC := $(CC) -std=c11 -Wall -Wextra -Werror $(CUDA_FLAGS)
 CUDA_CXX := $(CXX) -std=gnu++20 -Wall -Werror $(CUDA_FLAGS)
-CUDA_CORE := $(addprefix $(CUDA)/,$(addsuffix .o,call check counts devices dispatch error operations \
-	parallel policy scratch system plan driver launch emulated kernels fiber shim matrix))
+CUDA_CORE := $(patsubst csrc/%.c,$(CUDA)/%.o,$(filter-out $(PYTHON_SOURCES),$(wildcard csrc/*.c))) \
+	$(addprefix $(CUDA)/,$(addsuffix .o,plan driver launch emulated kernels fiber shim matrix))
 .SECONDARY: $(CUDA_CORE)
 CUDA_PROGRAMS := test_shim test_cuda
 

@@ -1,4 +1,4 @@
-"""A cache that holds a whole document is cut to a budget, once, over all layers and heads.
+"""A cache that holds all keys of a document is pruned to a budget, once, over all its heads.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the longest row, D head
 dimension.
@@ -26,7 +26,7 @@ RECENT = 8
 
 
 def cut(
-    whole: H2OCache,
+    full_cache: H2OCache,
     model_config: Any,
     config: H2OConfig,
     attention: list[Tensor],
@@ -34,14 +34,14 @@ def cut(
     by_attention: float,
     recent: int | None = RECENT,
 ) -> H2OCache:
-    """What the budget keeps of `whole`, which is empty afterwards.
+    """What the budget keeps of `full_cache`, which is empty afterwards.
 
     Of each head's budget sinks and the newest `recent` keys come first; `by_attention` of the rest
     goes to the highest ranks by the config's own policy. What all heads of all layers have left
     goes to the largest of `largest`.
 
     Args:
-        whole: without a budget.
+        full_cache: without a budget.
         config: budgets, storage, and the policy of `attention`.
         attention, largest: [B, G, K] float32 of each of its H2O layers: scores by that policy, and
             the largest attention of any one query, which is the score from then on.
@@ -49,30 +49,30 @@ def cut(
         recent: at most so many of the recent keys that the config has; None: all of these.
     """
     cache = H2OCache(model_config, config.after_reading)
-    cache.conversation.copied = True
+    cache.pass_state.copied = True
     layers = [
         (source, layer)
-        for source, layer in zip(whole.layers, cache.layers, strict=True)
+        for source, layer in zip(full_cache.layers, cache.layers, strict=True)
         if isinstance(layer, H2OLayer)
     ]
     first, kept, spare = [], [], []
     for (source, layer), scores in zip(layers, attention, strict=True):
         held = _Held.of(source)
         budgets = _budgets_of(layer, source, held.mask)
-        own, left = parted(budgets, config.sinks, by_attention, recent)
-        first.append(own)
-        kept.append(_kept(held, scores, config.policy, own))
+        first_budget, left = parted(budgets, config.sinks, by_attention, recent)
+        first.append(first_budget)
+        kept.append(_kept(held, scores, config.policy, first_budget))
         spare.append(left)
     if not layers:
         return cache
-    places = [sum(row) for row in zip(*spare, strict=True)]
-    more = won(places, kept, largest)
-    for (source, layer), own, chosen, scores, counts in zip(
+    free_slots = [sum(row) for row in zip(*spare, strict=True)]
+    more = won(free_slots, kept, largest)
+    for (source, layer), first_budget, chosen, scores, counts in zip(
         layers, first, kept, largest, more, strict=True
     ):
         budget = [
             [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
-            for heads in zip(own, counts, strict=True)
+            for heads in zip(first_budget, counts, strict=True)
         ]
         # What is kept by attention ranks above all others, whose scores are at most 1.
         layer.hold(*_Held.of(source), scores + 2.0 * chosen, budget, source)
@@ -95,7 +95,7 @@ class _Held(NamedTuple):
     def of(cls, layer: H2OLayer) -> _Held:
         names = ("keys",) if layer.shared else ("keys", "values")
         fields = {"positions": -1.0, **dict.fromkeys(names, 0.0)}
-        positions, *rows = slot_layout.held(layer.slots, layer.room.sizes, **fields)
+        positions, *rows = slot_layout.held(layer.slots, layer.capacity.sizes, **fields)
         return cls(rows[0], None if layer.shared else rows[1], positions[:, 0] >= 0)
 
 

@@ -82,7 +82,9 @@ class EchoLayer(H2OLayer):
             out, scores, self.asked = self.echo.prompt(tokens)
         else:
             assert self.asked is not None
-            out, scores, self.asked = self.echo.chunk(tokens, self.asked, slots, self.room.sizes)
+            out, scores, self.asked = self.echo.chunk(
+                tokens, self.asked, slots, self.capacity.sizes
+            )
         return out, scores
 
     def _step(

@@ -98,7 +98,7 @@ class EchoScores:
     ) -> Tensor:
         """[B, G, Q] float32 of new tokens behind what the slots hold; 0 at a pad.
 
-        `asked`: of the tokens before, as `remembered` makes it; `sizes`: as `Room.sizes`.
+        `asked`: of the tokens before, as `remembered` makes it; `sizes`: as `Capacity.sizes`.
         """
         B, G, Q, D = tokens.key.shape
         again = self._again(tokens.query)

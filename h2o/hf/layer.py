@@ -9,7 +9,7 @@ A prompt, a later piece of several tokens and a decode step are three ways
 through `forward`; each attends, evicts by the config's policy, and stores.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
-D head dimension. A column is a place in the padded batch; a position is a
+D head dimension. A column is an index in the padded batch; a position is a
 token's index in its own row, pads not counted.
 """
 
@@ -31,12 +31,12 @@ from h2o.hf.attention_call import (
     as_autocast,
     as_operand,
 )
-from h2o.hf.conversation import Conversation, columns_left
 from h2o.hf.crop import NO_RECORD, LastPass
 from h2o.hf.layer_contents import LayerContents
 from h2o.hf.layer_state import restore, state_of
 from h2o.hf.one_budget import Budgets, OneBudget, Prompt
-from h2o.hf.slot_layout import Room
+from h2o.hf.pass_state import PassState, columns_left
+from h2o.hf.slot_layout import Capacity
 
 __all__ = ["H2OLayer"]
 
@@ -51,14 +51,14 @@ class H2OLayer(LayerContents):
         self,
         config: H2OConfig | None = None,
         layer_idx: int = 0,
-        conversation: Conversation | None = None,
+        pass_state: PassState | None = None,
         *,
         trace: bool = False,
     ) -> None:
         super().__init__()
         self.config = config or H2OConfig()
         self.layer_idx = layer_idx
-        self.conversation = conversation or Conversation()
+        self.pass_state = pass_state or PassState()
         self.policy = self.config.policy
         self.traced = trace
         self.record_past = False  # transformers' name for it
@@ -79,7 +79,7 @@ class H2OLayer(LayerContents):
             RuntimeError: an earlier layer's keys never got there.
             ValueError: another batch size, number of heads or shape.
         """
-        self.conversation.refuse_interrupted()
+        self.pass_state.refuse_interrupted()
         if self.slots is None:
             if key_states.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
@@ -104,7 +104,7 @@ class H2OLayer(LayerContents):
         # graph must stay, so that attention can refuse them.
         key = key_states[:] if key_states.requires_grad else key_states.detach()
         key.h2o_layer = self
-        self.conversation.waiting = self.layer_idx
+        self.pass_state.waiting = self.layer_idx
         return key, value_states
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -129,7 +129,7 @@ class H2OLayer(LayerContents):
         except Exception:
             self.forget_update()
             raise
-        if self.conversation.waiting != self.layer_idx:
+        if self.pass_state.waiting != self.layer_idx:
             raise RuntimeError(
                 f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
                 "cannot be used where forward passes are repeated (gradient checkpointing)"
@@ -143,7 +143,7 @@ class H2OLayer(LayerContents):
                 self.forget_update()
             raise  # what is stored and not in the trace counts as an interrupt
         self.last = last
-        self.conversation.attended(self.layer_idx)
+        self.pass_state.attended(self.layer_idx)
         return out if out.dtype == dtype else out.to(dtype)
 
     def forward(self, tokens: NewTokens) -> Tensor:
@@ -158,7 +158,7 @@ class H2OLayer(LayerContents):
 
     def forget_update(self) -> None:
         """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
-        self.conversation.take_back(self.layer_idx)
+        self.pass_state.take_back(self.layer_idx)
 
     def _refuse(self, call: AttentionCall) -> None:
         """Raises what keeps this layer from serving a call."""
@@ -192,8 +192,8 @@ class H2OLayer(LayerContents):
     def _attend_one(self, tokens: NewTokens) -> Tensor:
         """A decode step."""
         slots = self.slots
-        if self.room.tokens <= self.longest:
-            slots = self._with_room(self.longest + 1)
+        if self.capacity.tokens <= self.longest:
+            slots = self._with_capacity(self.longest + 1)
         out = self._step(tokens, slots, None if self._out is None else torch.empty_like(self._out))
         self._out = out
         self.longest += 1
@@ -204,11 +204,11 @@ class H2OLayer(LayerContents):
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
         B, G, Q, _ = tokens.key.shape
         unscored = self.slots
-        counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.conversation)
+        counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.pass_state)
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
         budget = prompt_budget.budget_of(
-            self.config, self.conversation.prompt_length, counts, G, self.part,
+            self.config, self.pass_state.prompt_length, counts, G, self.part,
             (*self.row_size, self.rows_per_token),
         )  # fmt: skip
         scores_before = None if unscored is None else unscored.scores.clone()
@@ -237,7 +237,7 @@ class H2OLayer(LayerContents):
         was_empty = self.slots is None
         self._keep(*prompt[:4], by_row, max(prompt.counts))
         if was_empty:
-            self.conversation.copied = False  # the copy was of an empty cache
+            self.pass_state.copied = False  # the copy was of an empty cache
         self.raised, self.unscored = prompt.raised, False
         self.prompt_columns = self.seen + prompt.columns
         self._count(prompt.columns, prompt.column_mask)
@@ -246,8 +246,8 @@ class H2OLayer(LayerContents):
         """A later forward pass of several tokens: a chunk of the prompt, a chat turn."""
         Q = tokens.key.shape[2]
         if self.seen == self.prompt_columns and not self.record_past:
-            prompt_budget.refuse_chunk(self.config, self.conversation, self.seen, Q)
-        out = self._attend_and_evict(tokens, self._with_room(self.longest + Q))
+            prompt_budget.refuse_chunk(self.config, self.pass_state, self.seen, Q)
+        out = self._attend_and_evict(tokens, self._with_capacity(self.longest + Q))
         self.longest += Q
         self._count(Q, tokens.mask)
         return out
@@ -287,10 +287,10 @@ class H2OLayer(LayerContents):
         """Makes slots that hold what the budgets have room for, of rows of at most so many
         tokens."""
         widest = [self.config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
-        room = Room(widest, self._capacities(widest, tokens))
-        slots = self._new_slots(keys, room.sizes, by_row)
+        capacity = Capacity(widest, self._capacities(widest, tokens))
+        slots = self._new_slots(keys, capacity.sizes, by_row)
         ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
-        self._hold(slots, room)
+        self._hold(slots, capacity)
         self.longest = tokens
 
     def _new_slots(self, key: Tensor, sizes: list[int], by_row: Budgets) -> ops.Slots:

@@ -17,7 +17,6 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
-from h2o.hf.conversation import Conversation
 from h2o.hf.echo_layer import EchoLayer
 from h2o.hf.echo_scores import EchoScores, echo_rotary
 from h2o.hf.latent_layer import LatentLayer
@@ -26,6 +25,7 @@ from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_with_states import with_states
 from h2o.hf.model_rotary import Rotary, has_rotary
 from h2o.hf.one_budget import OneBudget
+from h2o.hf.pass_state import PassState
 from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_keys_layer import SharedKeysLayer
 from h2o.kv_dtype import stored_bytes
@@ -38,7 +38,7 @@ def layers_of(
     config: Any,
     layers: Sequence[CacheLayerMixin],
     h2o_config: H2OConfig,
-    conversation: Conversation,
+    pass_state: PassState,
     *,
     trace: bool,
     compileable: bool,
@@ -72,7 +72,7 @@ def layers_of(
     for index, layer in enumerate(layers):
         if kind_of(layer) != "h2o":
             continue
-        arguments = [h2o_config.for_layer(index, len(layers)), index, conversation]
+        arguments = [h2o_config.for_layer(index, len(layers)), index, pass_state]
         layer_class: Any = CompileableLayer if compileable else H2OLayer
         more: dict[str, Any] = {"trace": trace}
         if h2o_config.by_echo and rotary is not None:

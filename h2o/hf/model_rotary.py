@@ -61,7 +61,7 @@ def refusal(config: Any, *, windows: bool = False, served: frozenset[str] = ROLL
         return "some layers attend to the keys of others"
     if windows:
         return "its sliding-window layers keep their keys at original positions"
-    if text.model_type not in served or config.model_type not in served | _READERS:
+    if text.model_type not in served or config.model_type not in served | _PLAIN_POSITIONS:
         return (
             "its rotary embedding has not been tested to come off its keys; tested are "
             f"{', '.join(sorted(served))}"
@@ -69,7 +69,7 @@ def refusal(config: Any, *, windows: bool = False, served: frozenset[str] = ROLL
     return None
 
 
-_READERS = frozenset({"llava"})
+_PLAIN_POSITIONS = frozenset({"llava"})
 """Multimodal models whose language model gets plain positions 0, 1, 2, ..."""
 
 

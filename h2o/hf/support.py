@@ -22,7 +22,7 @@ _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
 _BIAS = "it adds a bias to the attention logits that depends on positions"
 
-_ALTERED = {
+_UNSERVED_TYPES = {
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
     "gemma4_unified": _PATTERN,
@@ -177,8 +177,8 @@ def refusal(config: Any) -> str | None:
             "needs config.is_decoder=True"
         )
     for part in (text, config):
-        if part.model_type in _ALTERED:
-            return _ALTERED[part.model_type]
+        if part.model_type in _UNSERVED_TYPES:
+            return _UNSERVED_TYPES[part.model_type]
     if _attribute(text, "kv_lora_rank") is not None:
         if reason := _latent_refusal(config):
             return reason

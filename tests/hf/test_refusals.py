@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from transformers.modeling_utils import AttentionInterface
 
 from h2o import H2OCache, Unsupported, patched, supports
-from h2o.hf.conversation import CROPS_TO_LENGTH
 from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.pass_state import CROPS_TO_LENGTH
 from h2o.hf.shared_keys import SHARES_KEYS
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts

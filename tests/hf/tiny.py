@@ -18,8 +18,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of transformers
 from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.pass_state import CROPS_TO_LENGTH  # true of the older versions of transformers
 from h2o.hf.shared_keys import SHARES_KEYS
 from tests.hf.modes import MODES
 from tests.torch.calls import TABLE
