@@ -7,6 +7,7 @@ or a test can speak about policies without loading a model.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, get_args
 
 from h2o.budgets import (
@@ -135,8 +136,7 @@ class H2OConfig:
     ) -> H2OConfig:
         """`authors`, `robust` or `calibrated` by name; `profile` is for the last.
 
-        Raises: ValueError for another name, and for a profile without "calibrated".
-        """
+        Raises: ValueError for another name, and for a profile without "calibrated"."""
         if name not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {name!r}")
         if name == "calibrated":
@@ -220,7 +220,7 @@ class H2OConfig:
 
     @property
     def after_reading(self) -> H2OConfig:
-        """What the cache of `h2o.read` goes on with: it ranks by the largest attention."""
+        """What the cache of `h2o.read` goes on with."""
         return dataclasses.replace(self, rank_by="max", decay=1.0, value_weighted=False)
 
     @property
@@ -251,24 +251,24 @@ class H2OConfig:
             merges = self.merge is not None
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
             if self.by_echo:  # the queries that a layer remembers
-                each = key_bytes(*key_size(config)[:2], kv_dtype)
-                slot = (*slot, BEFORE * group_size(config) * each)
+                query = key_bytes(*key_size(config)[:2], kv_dtype)
+                slot = (*slot, BEFORE * group_size(config) * query)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
-    def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
+    def for_keys(self, D: int, element: int, rows: float = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
-        many rows: a key and a value, or one that is both.
+        many rows: a key and a value, which may be less than a key, or one that is both.
 
-        A full cache would hold them so. What a model's config says of its dtype is what it was
-        loaded in: `model.to(torch.bfloat16)` and autocast do not change that.
+        A model's config says which dtype it was loaded in, not what `model.to` made of it.
         """
-        full = rows * D * element
+        full = round(rows * D * element)
         if self.slot is None or self.slot[0] == full:
             return self
         before, each, *queries = self.slot
-        grown = full - before if self.kv_dtype is None else 0
-        beside = (x if self.kv_dtype else x * full // before for x in queries)
-        return dataclasses.replace(self, slot=(full, each + grown, *beside))
+        if self.kv_dtype is None:
+            each += round((full - before) * math.ceil(rows) / rows)
+            queries = [round(x * full / before) for x in queries]
+        return dataclasses.replace(self, slot=(full, each, *queries))
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
