@@ -22,7 +22,15 @@ from h2o.budgets import (
 )
 from h2o.config_fields import ConfigFields, Of, Positions
 from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
-from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, per_token
+from h2o.kv_dtype import (
+    QUANTISED,
+    KvDtype,
+    fewest_bits,
+    fitting,
+    in_elements,
+    key_bytes,
+    per_token,
+)
 from h2o.model_identity import describe, group_size, key_size, latent_row
 from h2o.policy import BEFORE, Policy, Ranking, check_echo, checked
 from h2o.profile import Profile
@@ -78,9 +86,8 @@ class H2OConfig:
     kv_dtype: KvDtype | None = None
     """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
-    (compare Liu et al., "KIVI", ICML 2024); "auto", "int8-int4" where the model's head dimension
-    is a multiple of 32, else "int8". Scores stay float32. The new tokens of one forward pass
-    see each other as they are; later ones read what is stored."""
+    (compare Liu et al., "KIVI", ICML 2024); "auto", the second where the model's head dimension is
+    a multiple of 32. The new tokens of one forward pass see each other as they are."""
     shares: Any = None
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
@@ -134,8 +141,7 @@ class H2OConfig:
     ) -> H2OConfig:
         """`authors`, `robust` or `calibrated` by name; `profile` is for the last.
 
-        Raises: ValueError for another name, and for a profile without "calibrated".
-        """
+        Raises: ValueError for another name, and for a profile without "calibrated"."""
         if name not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {name!r}")
         if name == "calibrated":
@@ -203,7 +209,7 @@ class H2OConfig:
 
     @property
     def policy(self) -> Policy:
-        """What the operations of `h2o.ops` are given beside the slots."""
+        """What the operations of `h2o.ops` are given."""
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         return policy._replace(rank_by="max") if self.by_echo else policy
 
@@ -219,7 +225,7 @@ class H2OConfig:
 
     @property
     def after_reading(self) -> H2OConfig:
-        """What the cache of `h2o.read` goes on with: it ranks by the largest attention."""
+        """What the cache of `h2o.read` goes on with."""
         return dataclasses.replace(self, rank_by="max", decay=1.0, value_weighted=False)
 
     @property
@@ -250,15 +256,15 @@ class H2OConfig:
             merges = self.merge is not None
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
             if self.by_echo:  # the queries that a layer remembers
-                slot = (*slot, slot[0] // 2 * BEFORE * group_size(config))
+                query = key_bytes(*key_size(config)[:2], kv_dtype)
+                slot = (*slot, BEFORE * group_size(config) * query)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def for_keys(self, D: int, element: int, rows: float = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
         many rows: a key and a value, which may be less than a key, or one that is both.
 
-        A full cache would hold them so. What a model's config says of its dtype is what it was
-        loaded in: `model.to(torch.bfloat16)` and autocast do not change that.
+        A model's config says which dtype it was loaded in, not what `model.to` made of it.
         """
         full = round(rows * D * element)
         if self.slot is None or self.slot[0] == full:

@@ -16,6 +16,7 @@ __all__ = [
     "fewest_bits",
     "fitting",
     "in_elements",
+    "key_bytes",
     "per_token",
     "stored_bytes",
 ]
@@ -48,6 +49,12 @@ def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
             'use "int8"'
         )
     return D + 2, D // 2 + D // 8
+
+
+def key_bytes(D: int, element: int, kv_dtype: str | None) -> int:
+    """Bytes of a key of D elements that have so many bytes each, or of a query stored like it."""
+    stored = stored_bytes(kv_dtype, D)
+    return D * element if stored is None else stored[0]
 
 
 def fewest_bits(D: int | None) -> str:
@@ -83,5 +90,7 @@ def in_elements(
     """The same slot where a token takes `full` bytes in a full cache, since its elements are of
     another size."""
     before, each, *more = slot
-    grown = round((full - before) * math.ceil(rows) / rows) if kv_dtype is None else 0
-    return full, each + grown, *(x * full // before for x in more)
+    if kv_dtype is None:
+        each += round((full - before) * math.ceil(rows) / rows)
+        more = [round(x * full / before) for x in more]
+    return full, each, *more
