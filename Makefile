@@ -11,7 +11,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda balance test-neon test-windows test-python test-portable test-hf test-vllm test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance test-neon test-windows test-python test-portable test-hf test-vllm test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -184,8 +184,9 @@ CUDA := build/cuda
 CUDA_FLAGS := -fno-math-errno -fno-trapping-math -fPIC -pthread -DH2O_GENERIC_ONLY -Icsrc -Itests/c $(CFLAGS)
 CUDA_CC := $(CC) -std=c11 -Wall -Wextra -Werror $(CUDA_FLAGS)
 CUDA_CXX := $(CXX) -std=gnu++20 -Wall -Werror $(CUDA_FLAGS)
-CUDA_CORE := $(patsubst csrc/%.c,$(CUDA)/%.o,$(filter-out $(PYTHON_SOURCES),$(wildcard csrc/*.c))) \
-	$(addprefix $(CUDA)/,$(addsuffix .o,plan driver launch emulated kernels fiber shim matrix))
+CUDA_HOST := $(patsubst csrc/%.c,$(CUDA)/%.o,$(filter-out $(PYTHON_SOURCES),$(wildcard csrc/*.c))) \
+	$(addprefix $(CUDA)/,$(addsuffix .o,plan driver launch emulated))
+CUDA_CORE := $(CUDA_HOST) $(addprefix $(CUDA)/,$(addsuffix .o,kernels fiber shim matrix))
 .SECONDARY: $(CUDA_CORE)
 CUDA_PROGRAMS := test_shim test_cuda
 
@@ -248,10 +249,47 @@ test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 		-m "not slow" $(CUDA_TESTS) \
 		-k "not large_store and not oracle and not (simulation_is_the_cache and core1) and not 16-576"
 
+# The PTX that the compiler for GPUs wrote, run a warp at a time (tools/ptx) in the place of the
+# emulation: it has what only that compiler sees, and is counted. Needs PyPI, as `make cuda` does.
+PTX := build/ptx
+PTX_CORE := $(CUDA_HOST) $(PTX)/machine.o $(PTX)/operations.o
+PTX_PROGRAMS := $(addprefix build/kernels/compute_,75.program 80.program)
+PTX_CUBINS := $(addprefix build/kernels/sm_,75.cubin 80.cubin 89.cubin 90.cubin)
+.SECONDARY: $(PTX_PROGRAMS:.program=.ptx)
+
+$(PTX)/%.o: tools/ptx/%.cpp tools/ptx/machine.h csrc/half.h
+	@mkdir -p $(@D)
+	$(CXX) -std=gnu++20 -O2 -Wall -Wextra -Werror -ffp-contract=off -fPIC -Icsrc -c $< -o $@
+
+$(PTX)/libmachine.so: $(PTX)/machine.o $(PTX)/operations.o
+	$(CXX) -shared $^ -o $@
+
+build/kernels/%.program: build/kernels/%.ptx tools/ptx_program.py
+	$(PYTHON) tools/ptx_program.py $< $@
+
+$(PTX)/test_cuda: $(CUDA)/test_cuda.o $(PTX_CORE)
+	$(CUDA_CXX) $^ -o $@ -lm -ldl
+
+$(PTX)/lib: $(PACKAGED) $(PTX_CORE)
+	$(call PACKAGE,$(CUDA_CC),$(PTX_CORE) -lstdc++)
+
+test-ptx: $(PTX)/test_cuda $(PTX_PROGRAMS) ## the C tests of the kernels for GPUs, on the PTX of CUDA's compiler
+	H2O_PTX=build/kernels/compute_75.program $(PTX)/test_cuda
+	H2O_PTX=build/kernels/compute_80.program $(PTX)/test_cuda
+
+cuda-counts: $(PTX)/lib $(PTX_PROGRAMS) $(PTX_CUBINS) ## what a launch of each kernel issues, touches and waits for, and a model's time, as JSON
+	@$(BIN)/python tools/cuda_counts.py
+
+cuda-counts-check: $(PTX)/lib $(PTX_PROGRAMS) ## fails where a count has grown by a tenth against tools/cuda_counts.json
+	@$(BIN)/python tools/cuda_counts.py --check
+
 # The same tests where there is a GPU, with H2O_TEST_DEVICE (tests/cuda/carry.py): arrays go there
-# and back, models live there. The last part wants compute-sanitizer, a package of PyPI too.
+# and back, models live there. The last part wants compute-sanitizer, a package of PyPI too, which
+# puts it where no PATH leads. Errors of the driver's functions are the core's to judge: that a
+# kernel is not there for a device, for one, or what torch asks of an older driver.
 GPU_TESTS := $(CUDA_TESTS) tests/gpu tests/hf/test_portable.py tests/hf/test_families.py tests/hf/test_compiled.py
-SANITIZER := compute-sanitizer
+PACKAGED_SANITIZER = $(firstword $(wildcard $(BIN)/../lib/python*/site-packages/nvidia/*/bin/compute-sanitizer))
+SANITIZER = $(or $(shell command -v compute-sanitizer),$(PACKAGED_SANITIZER),compute-sanitizer)
 test-gpu: .venv/core .venv/test ## the kernels on a GPU: the same tests, models, graphs, NVIDIA's sanitizers
 	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('torch finds no CUDA device here')"
 	$(MAKE) cuda
@@ -259,9 +297,9 @@ test-gpu: .venv/core .venv/test ## the kernels on a GPU: the same tests, models,
 	H2O_TEST_DEVICE=cuda $(BIN)/python -m pytest -q $(PYTEST_MARKS) -W default \
 		-W "error:the torch backend serves:RuntimeWarning" $(GPU_TESTS)
 	@set -e; if command -v $(SANITIZER); then for tool in memcheck racecheck synccheck initcheck; do \
-		$(SANITIZER) --tool $$tool --kernel-name kns=h2o_cuda --error-exitcode 1 \
+		$(SANITIZER) --tool $$tool --report-api-errors no --kernel-name kns=h2o_cuda --error-exitcode 1 \
 			$(BIN)/python -m h2o info --check; done; \
-	else echo "no $(SANITIZER), so what it would find is not looked for: pip install nvidia-cuda-sanitizer-api"; fi
+	else echo "no $(SANITIZER), so what it would find is not looked for: $(BIN)/pip install nvidia-cuda-sanitizer-api"; fi
 
 test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user-static
 	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \

@@ -7,6 +7,7 @@ or a test can speak about policies without loading a model.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, get_args
 
 from h2o.budgets import (
@@ -255,18 +256,20 @@ class H2OConfig:
                 slot = (*slot, slot[0] // 2 * BEFORE * group_size(config))
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
-    def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
+    def for_keys(self, D: int, element: int, rows: float = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
-        many rows: a key and a value, or one that is both.
+        many rows: a key and a value, which may be less than a key, or one that is both.
 
         A full cache would hold them so. What a model's config says of its dtype is what it was
         loaded in: `model.to(torch.bfloat16)` and autocast do not change that.
         """
-        full = rows * D * element
+        full = round(rows * D * element)
         if self.slot is None or self.slot[0] == full:
             return self
         before, each, *queries = self.slot
-        grown = full - before if self.kv_dtype is None else 0
+        grown = 0
+        if self.kv_dtype is None:
+            grown = round((full - before) * math.ceil(rows) / rows)
         beside = (x * full // before for x in queries)
         return dataclasses.replace(self, slot=(full, each + grown, *beside))
 

@@ -5,6 +5,7 @@ Plain numbers, no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -55,13 +56,13 @@ def fitting(budget: int, slot: Sequence[int], sinks: int) -> int:
 
 
 def per_token(
-    D: int, element: int, rows: int, kv_dtype: str | None, value_weighted: bool, merges: bool
+    D: int, element: int, rows: float, kv_dtype: str | None, value_weighted: bool, merges: bool
 ) -> tuple[int, ...]:
     """Bytes of a token for one key/value head: in a full cache, whose elements have `element`
     bytes each, and in a slot with score, position, norm and bias. `rows`: 2, key and value, or 1
-    that is both.
+    that is both; between them where a value is less than a key, which is stored as one.
     """
-    full = rows * D * element
+    whole = math.ceil(rows)
     stored = stored_bytes(kv_dtype, D)
-    held = full if stored is None else sum(stored[:rows])
-    return full, held + 8 + 4 * (value_weighted + merges)
+    held = whole * D * element if stored is None else sum(stored[:whole])
+    return round(rows * D * element), held + 8 + 4 * (value_weighted + merges)

@@ -18,8 +18,23 @@
 /* A tile of keys: stored ones first, then new ones up to the last query's own. */
 typedef struct {
     bool stored;
-    int64_t first, end; /* end: of the new keys */
+    int64_t first;
+    int64_t end;  /* of the new keys, ... */
+    int64_t past; /* ... and of those that every query sees */
+    row_source keys, values;
 } key_tile;
+
+DEVICE void open_keys(const attend_item *item, bool stored, key_tile *at) {
+    at->stored = stored;
+    at->first = 0;
+    at->keys = key_source(item, stored);
+    at->values = value_source(item, stored);
+}
+
+/* Whether every query sees every key of a tile, and none has a bias. */
+DEVICE bool is_past(const key_tile *at, int columns) {
+    return !at->stored && at->first + columns <= at->past;
+}
 
 /* A lane's part of the running softmax of two queries, 8 rows apart: row max m, its share of the
  * row sum l, accumulated P V. */
@@ -70,7 +85,13 @@ DEVICE void update_matrix_softmax(const key_tile *at, int64_t query,
     }
 }
 
-DEVICE float masked_to_zero(float weight) { return weight < 0.0f ? 0.0f : weight; } /* NaN stays */
+template <int TILES> DEVICE void masked_to_zero(float c[TILES][4]) {
+    UNROLL
+    for (int i = 0; i < TILES * 4; i++) {
+        float *const x = &c[i / 4][i % 4];
+        *x = *x < 0.0f ? 0.0f : *x; /* NaN stays */
+    }
+}
 
 /* Step 3: O += P V. */
 template <int DEPTH, h2o_dtype TYPE>
@@ -84,7 +105,7 @@ DEVICE void accumulate_matrix_values(const matrix_buffer<DEPTH> *buffer,
         UNROLL
         for (int i = 0; i < 4; i++) {
             const float *const pair = &c[k / 8 + i / 2][i % 2 * 2];
-            a[i] = pack<TYPE>(masked_to_zero(pair[0]), masked_to_zero(pair[1]));
+            a[i] = pack<TYPE>(pair[0], pair[1]);
         }
         UNROLL
         for (int d = 0; d < DEPTH; d += 16) {
@@ -136,25 +157,23 @@ template <int DEPTH>
 DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPTH> *buffer) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     for (;; at->first += columns) {
-        if (at->stored && at->first >= item->slots) *at = key_tile{false, 0, at->end};
+        if (at->stored && at->first >= item->slots) open_keys(item, false, at);
         if (!at->stored && at->first >= at->end) return false;
+        if (is_past(at, columns)) break; /* nobody asks for its bias */
         if (load_bias(item, at->stored, at->first, columns, buffer->bias)) break;
     }
-    fetch_matrix<DEPTH, columns>(buffer->columns[0], item->p->dims.D,
-                                 [&](int i) { return key_row(item, at->stored, at->first + i); });
+    fetch_matrix<DEPTH, columns>(buffer->columns[0], item, &at->keys, at->stored, at->first, NULL);
     close_copies();
     return true;
 }
 
 /* Starts the copy of the tile's values; zeros for those of no key. */
-template <int DEPTH, h2o_dtype TYPE>
+template <int DEPTH>
 DEVICE void fetch_values(const attend_item *item, const key_tile *at,
                          matrix_buffer<DEPTH> *buffer) {
-    fetch_matrix<DEPTH, matrix_buffer<DEPTH>::COLUMNS>(
-        buffer->columns[1], item->p->dims.D, [&](int i) {
-            if (buffer->bias[i] == INFINITY) return element_ref{NULL, TYPE, 1};
-            return value_row(item, at->stored, at->first + i);
-        });
+    fetch_matrix<DEPTH, matrix_buffer<DEPTH>::COLUMNS>(buffer->columns[1], item, &at->values,
+                                                       at->stored, at->first,
+                                                       at->stored ? buffer->bias : NULL);
     close_copies();
 }
 
@@ -164,28 +183,33 @@ template <int DEPTH, h2o_dtype TYPE>
 DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<DEPTH> *buffer,
                          matrix_softmax<DEPTH> *softmax) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
-    key_tile at = {true, 0, lower(query + MATRIX_ROWS, item->tokens)};
+    key_tile at = {};
+    at.end = lower(query + MATRIX_ROWS, item->tokens);
+    at.past = query + 1;
+    open_keys(item, item->slots > 0, &at);
     bool more = fetch_keys<DEPTH>(item, &at, buffer);
     while (more) {
         float c[columns / 8][4];
         wait_copies<0>();
         sync_block(); /* the previous values have been used */
-        fetch_values<DEPTH, TYPE>(item, &at, buffer);
+        fetch_values<DEPTH>(item, &at, buffer);
         matrix_dots<DEPTH, TYPE>(buffer, buffer->columns[0], c);
         dots_to_logits<columns / 8>(c, item->p->scale, item->p->softcap);
-        const bool precedes = at.stored || at.first + columns <= query + 1; /* all queries */
-        if (precedes && !at.stored) {
+        const bool past = is_past(&at, columns);
+        if (past) {
             update_matrix_softmax<DEPTH, true>(&at, query, buffer, c, softmax);
         } else {
             update_matrix_softmax<DEPTH, false>(&at, query, buffer, c, softmax);
         }
         wait_copies<0>();
         sync_block(); /* the keys have been used */
-        const bool slow = (TYPE == H2O_F16 || !precedes) &&
+        const bool slow = (TYPE == H2O_F16 || (!past && !at.stored)) &&
                           block_any(!finite_part<DEPTH, TYPE, columns>(buffer->columns[1]));
         if (slow) {
             accumulate_nonfinite<DEPTH, TYPE>(buffer, c, softmax);
             sync_block();
+        } else if (!past) {
+            masked_to_zero<columns / 8>(c);
         }
         at.first += columns;
         more = fetch_keys<DEPTH>(item, &at, buffer);
@@ -229,8 +253,8 @@ DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned
     if (query >= item.tokens) return;
     matrix_softmax<DEPTH> softmax = {};
     softmax.row_max[0] = softmax.row_max[1] = -INFINITY;
-    fetch_matrix<DEPTH, MATRIX_ROWS>(
-        buffer->rows, p->dims.D, [&](int i) { return token_row(&item, &p->query, h, query + i); });
+    const row_source queries = token_source(&item, &p->query, h);
+    fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, &item, &queries, false, query, NULL);
     forward_keys<DEPTH, TYPE>(&item, query, buffer, &softmax);
     write_matrix_outputs<DEPTH, TYPE>(&item, h, query, &softmax);
 }

@@ -10,13 +10,11 @@
 
 /* Starts the copy of a tile of queries of one head with their row max and factors. */
 template <int DEPTH>
-DEVICE void fetch_queries(const attend_item *item, int64_t h, int64_t query, int stage,
-                          matrix_buffer<DEPTH> *buffer) {
+DEVICE void fetch_queries(const attend_item *item, const row_source *queries, int64_t h,
+                          int64_t query, int stage, matrix_buffer<DEPTH> *buffer) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     const int64_t token = query + threadIdx.x;
-    fetch_matrix<DEPTH, columns>(buffer->columns[stage], item->p->dims.D, [&](int i) {
-        return token_row(item, &item->p->query, h, query + i);
-    });
+    fetch_matrix<DEPTH, columns>(buffer->columns[stage], item, queries, false, query, NULL);
     if (threadIdx.x < (unsigned)columns && token < item->tokens) {
         const int64_t from = h * item->p->dims.Q + token;
         copy_async<4>(&buffer->row_max[stage][threadIdx.x], item->row_max + from);
@@ -78,9 +76,10 @@ DEVICE void sum_over_queries(const attend_item *item, bool stored, int64_t first
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     const int64_t R = item->p->dims.R, begin = stored ? 0 : first;
     const int64_t tiles = cuda_ceil(item->tokens - begin, columns);
-    fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, item->p->dims.D,
-                                     [&](int i) { return key_row(item, stored, first + i); });
-    fetch_queries<DEPTH>(item, item->g * R, begin, 0, buffer);
+    const row_source keys = key_source(item, stored);
+    row_source queries = token_source(item, &item->p->query, item->g * R);
+    fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, item, &keys, stored, first, NULL);
+    fetch_queries<DEPTH>(item, &queries, item->g * R, begin, 0, buffer);
     int stage = 0;
     for (int64_t r = 0; r < R; r++) {
         for (int64_t i = 0; i < tiles; i++) {
@@ -88,7 +87,8 @@ DEVICE void sum_over_queries(const attend_item *item, bool stored, int64_t first
             wait_copies<0>();
             sync_block(); /* the previous tile has been used */
             if (!last || r + 1 < R) {
-                fetch_queries<DEPTH>(item, item->g * R + r + last,
+                if (last) queries = token_source(item, &item->p->query, item->g * R + r + 1);
+                fetch_queries<DEPTH>(item, &queries, item->g * R + r + last,
                                      begin + (last ? 0 : i + 1) * columns, 1 - stage, buffer);
             }
             add_matrix_column_sums<DEPTH, TYPE>(item, stored, first, begin + i * columns, stage,

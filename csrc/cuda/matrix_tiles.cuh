@@ -51,57 +51,99 @@ DEVICE vec16 load_halves(element_ref row, int64_t d, int64_t D) {
     return x;
 }
 
-/* Loads the tile whose rows are row(i), data NULL where there is none: aligned runs by copies that
- * the caller waits for, others at once. */
-template <int DEPTH, int ROWS, typename ROW>
-DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], int64_t D, ROW row) {
+/* Where rows are, looked up once: number i is at data + i * pitch. */
+typedef struct {
+    const char *data;
+    int64_t pitch;  /* bytes */
+    int32_t stride; /* of elements; 0: 1, and runs are at multiples of their size */
+} row_source;
+
+DEVICE row_source open_rows(const char *data, int64_t pitch, int64_t stride) {
+    const bool aligned = stride == 1 && pitch % 16 == 0 && is_aligned(data);
+    return row_source{data, pitch, aligned ? 0 : (int32_t)stride};
+}
+
+/* Of a tensor [B,.,Q,D]. */
+DEVICE row_source token_source(const attend_item *item, const h2o_view *from, int64_t h) {
+    const element_ref row = row_of(from, item->b, h, 0);
+    return open_rows(row.data, 2 * from->stride[2], row.stride);
+}
+
+DEVICE row_source key_source(const attend_item *item, bool stored) {
+    return stored ? open_rows(item->store.keys, item->store.key_stride, 1)
+                  : token_source(item, &item->p->keys, item->g);
+}
+
+DEVICE row_source value_source(const attend_item *item, bool stored) {
+    return stored ? open_rows(item->store.values, item->store.value_stride, 1)
+                  : token_source(item, &item->p->values, item->g);
+}
+
+/* Loads the tile of slots, or of tokens, from `first` on, zeros where there is none, or where the
+ * row's bias, if that is given, says that there is no key: aligned runs by copies that the caller
+ * waits for, others at once. */
+template <int DEPTH, int ROWS>
+DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item *item,
+                         const row_source *source, bool stored, int64_t first, const float *bias) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs, each = ROWS / step;
-    const int first = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
-    const char *from[each];
-    bool strided = false;
-    UNROLL
-    for (int k = 0; k < each; k++) {
-        const element_ref x = row(first + k * step);
-        from[k] = d < D ? x.data : NULL;
-        if (!from[k]) continue;
-        from[k] += 2 * d;
-        strided = strided || x.stride != 1 || d + RUN > D || !is_aligned(from[k]);
-    }
-    if (strided) {
+    const int top = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
+    /* Devices whose copies wait hold the rows of a turn in registers, and have few left. */
+    const int turn = CAPABILITY < 80 && DEPTH > 128 ? 2 : each;
+    const int64_t D = item->p->dims.D, count = stored ? item->slots : item->tokens;
+    /* without pads a token's index is its column, and `columns` need not be read */
+    const bool listed = !stored && h2o_given(&item->p->mask);
+    const char *from = source->data + 2 * d;
+    if (source->stride != 0 || (d < D && d + RUN > D)) {
         NO_UNROLL
-        for (int k = 0; k < each; k++) {
-            const element_ref x = row(first + k * step);
-            store16(&tile[first + k * step][d], x.data ? load_halves(x, d, D) : vec16{});
+        for (int k = top; k < ROWS; k += step) {
+            const int64_t i = first + k;
+            element_ref row = {NULL, H2O_F16, source->stride != 0 ? source->stride : 1};
+            if (i < count && !(bias && bias[k] == INFINITY)) {
+                row.data = source->data + (listed ? item->columns[i] : i) * source->pitch;
+            }
+            store16(&tile[k][d], row.data ? load_halves(row, d, D) : vec16{});
         }
-        return;
-    }
-    UNROLL
-    for (int k = 0; k < each; k++) {
-        uint16_t *const to = &tile[first + k * step][d];
-        if (from[k]) {
-            copy_async<16>(to, from[k]);
-        } else {
-            store16(to, vec16{});
+    } else if (first + ROWS <= count && !listed && !bias && d < D) {
+        from += (first + top) * source->pitch;
+        NO_UNROLL
+        for (int begin = 0; begin < each; begin += turn) {
+            UNROLL
+            for (int k = begin; k < begin + turn; k++, from += step * source->pitch) {
+                copy_async<16>(&tile[top + k * step][d], from);
+            }
+        }
+    } else {
+        NO_UNROLL
+        for (int begin = 0; begin < each; begin += turn) {
+            UNROLL
+            for (int k = begin; k < begin + turn; k++) {
+                const int64_t i = first + top + k * step;
+                const bool empty = bias && bias[top + k * step] == INFINITY;
+                if (i < count && d < D && !empty) {
+                    const int64_t row = listed ? item->columns[i] : i;
+                    copy_async<16>(&tile[top + k * step][d], from + row * source->pitch);
+                } else {
+                    store16(&tile[top + k * step][d], vec16{});
+                }
+            }
         }
     }
 }
 
-DEVICE bool is_finite(uint32_t halves, h2o_dtype type) {
-    const uint32_t exponent = type == H2O_BF16 ? 0x7f80 : 0x7c00;
-    return (halves & exponent) != exponent && (halves >> 16 & exponent) != exponent;
-}
-
-/* Whether this thread's share of a tile's elements is finite. */
+/* Whether this thread's share of a tile's elements is finite. Where an exponent is all ones, one
+ * more in its last place carries into the sign, which is left out before. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
 DEVICE bool finite_part(const uint16_t (*tile)[DEPTH + MATRIX_GAP]) {
+    const uint32_t exponents = TYPE == H2O_BF16 ? 0x7f807f80 : 0x7c007c00;
+    const uint32_t last = TYPE == H2O_BF16 ? 0x00800080 : 0x04000400;
     const int runs = DEPTH / RUN;
-    bool finite = true;
+    uint32_t carries = 0;
     for (int i = threadIdx.x; i < ROWS * runs; i += ATTEND_THREADS) {
         const vec16 x = load16(&tile[i / runs][i % runs * RUN]);
         UNROLL
-        for (int j = 0; j < 4; j++) finite = finite && is_finite(x.w[j], TYPE);
+        for (int j = 0; j < 4; j++) carries |= (x.w[j] & exponents) + last;
     }
-    return finite;
+    return (carries & 0x80008000) == 0;
 }
 
 /* ---- Products ------------------------------------------------------------ */

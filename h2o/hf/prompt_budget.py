@@ -50,7 +50,7 @@ def budget_of(
     counts: list[int],
     heads: int,
     part: tuple[int, int],
-    row_size: tuple[int, int, int],
+    row_size: tuple[int, int, float],
 ) -> PromptBudget:
     """The budgets of a layer.
 

@@ -44,7 +44,7 @@ def config_of(model_type: str, **more):
             "latent attention is sparse",
             marks=needs_states,
         ),
-        ("jetmoe", {}, "repeats the keys"),
+        ("doge", {}, "attention pattern of its own"),
         pytest.param("mamba", {}, "nothing to evict", marks=needs_states),
         pytest.param(
             "gemma4_unified_assistant",
