@@ -35,10 +35,17 @@ def config_of(entry: Any) -> H2OConfig:
     fields = {name: _plain(value) for name, value in entry.items()}
     preset = fields.pop("preset", None)
     config = one_config(None, fields) if preset is None else H2OConfig.preset(preset, **fields)
-    if config.positions != "original":
-        raise ValueError(
-            'positions="rolled" is not served by vLLM, whose layers rotate keys by their positions'
-        )
+    refused = {
+        'positions="rolled"': (config.positions == "rolled", "keys come rotated"),
+        'rank_by="echo"': (config.by_echo, "queries come rotated, and none is remembered"),
+        f"shares={config.shares!r:.40}": (
+            config.shares_by_rank,
+            "a layer's page cannot grow by what the others' keys rank",
+        ),
+    }
+    for what, (present, reason) in refused.items():
+        if present:
+            raise ValueError(f"{what} is not served by h2o in vLLM: {reason}")
     return config
 
 

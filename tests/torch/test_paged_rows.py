@@ -237,7 +237,9 @@ def test_a_page_is_as_large_as_its_fields():
         ({"heavy": "a lot"}, "heavy must be a number of tokens"),
         ({"heavy": 64, "window": 3}, "unknown parameter 'window'"),
         ({"heavy": 0, "recent": 0}, "keeps nothing"),
-        ({"heavy": 64, "positions": "rolled"}, "rolled.* is not served by vLLM"),
+        ({"heavy": 64, "positions": "rolled"}, "rolled.* is not served.* in vLLM: keys come"),
+        ({"heavy": 64, "rank_by": "echo"}, "echo.* is not served.* in vLLM: queries come"),
+        ({"heavy": 64, "shares": "layer"}, "layer.* is not served.* in vLLM: a layer's page"),
         ({"preset": "best", "budget": 64}, "preset must be one of"),
     ],
 )
