@@ -269,8 +269,7 @@ class H2OConfig:
         full = round(rows * D * element)
         if self.slot is None or self.slot[0] == full:
             return self
-        slot = in_elements(self.slot, full, rows, self.kv_dtype)
-        return dataclasses.replace(self, slot=slot)
+        return dataclasses.replace(self, slot=in_elements(self.slot, full, rows, self.kv_dtype))
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
