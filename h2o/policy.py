@@ -1,6 +1,6 @@
 """Which keys are kept: the policy, one record that travels whole from the caller to the kernels.
 
-A field of it is written here and in `csrc/operations.c` (`h2o_policy_fields`), in the same order,
+A field of it is written here and in `csrc/tables.c` (`h2o_policy_fields`), in the same order,
 and nowhere else: what takes options of the policy, or shows them, reads `FIELDS`. Imports neither
 torch nor NumPy.
 """

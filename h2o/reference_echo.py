@@ -89,13 +89,21 @@ def forward(
         for g in range(G):
             new, asked = keys[b, g, real], queries[b].unflatten(0, (G, H // G))[g]  # [R, t + n, D]
             held = None if is_prompt else _held_keys(slots, b, g, D)
+
+            def later(i: int, t: int = t, asked: Tensor = asked) -> Tensor:
+                """Query i, read back where it came in an earlier pass and is stored in bytes."""
+                turned = turn(asked[:, i], LATER)
+                if i >= t or slots.keys.dtype != torch.uint8:
+                    return turned
+                return dequantised(stored_like(turned, slots.keys), D)
+
             for j, column in enumerate(real.tolist()):
                 near = range(max(0, t + j - BEFORE), t + j + 1)
                 if held is None:
                     found = [weight(turn(asked[:, i], n), g, new, j) for i in near]
                 else:
                     visible = torch.cat([held, new[: j + 1].to(held.dtype)])
-                    found = [weight(turn(asked[:, i], LATER), g, visible, -1) for i in near]
+                    found = [weight(later(i), g, visible, -1) for i in near]
                 scores[b, g, column] = max(found)
     given = policy._replace(rank_by="max", decay=1.0, merge=None)
     reference.evict(keys, values, scores, slots, mask=mask, policy=given)

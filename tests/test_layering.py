@@ -335,6 +335,13 @@ def test_transformers_is_imported_where_it_is_served():
         assert name in allowed or name.startswith(folders), name
 
 
+def test_vllm_is_known_to_its_plugin():
+    """And what is served there knows nothing of transformers' caches."""
+    files = {f"h2o/vllm/{name}.py" for name in ("__init__", "plugin", "untested")}
+    assert importers("vllm") == files
+    assert not {name for name in importers("h2o.hf") if name.startswith("h2o/vllm/")}
+
+
 FLOORS = 9
 """Rooms, which are the folders and the files at the top of the package, stand on one another."""
 
@@ -342,7 +349,7 @@ SERVING = {
     "attention_blocks", "backends", "budgets", "config", "config_fields", "draw", "errors",
     "filesystem", "former_names", "head_budgets", "hf", "kv_dtype", "model_identity", "models",
     "ops", "packages", "policy", "profile", "published_masks", "quantisation", "rotary_embedding",
-    "sink_logits", "slots", "tensors",
+    "sink_logits", "slots", "tensors", "vllm",
 }  # fmt: skip
 """The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
 measure one, or are commands."""

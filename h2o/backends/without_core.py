@@ -64,7 +64,7 @@ OPERANDS = {
     "stored_values": Operand("BGQD", optional=True, dtype="uint8"),
     "sink_logits": Operand("H", optional=True, dtype="float32"),
 }
-"""As the tables of `csrc/operations.c` have them, which tests compare."""
+"""As the rows of `csrc/<operation>.c` have them, which tests compare."""
 
 
 @functools.cache

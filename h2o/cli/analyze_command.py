@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from h2o.cli import texts
-from h2o.cli.cache_options import OPTIONS, add_cache_options, config_from
+from h2o.cli.cache_options import (
+    OPTIONS,
+    add_cache_options,
+    add_dtype,
+    add_model,
+    config_from,
+)
 
 DESCRIPTION = """\
 What a model attends to in a text, and what an H2O cache would keep of it: the H2O paper's
@@ -31,13 +37,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.description, p.epilog = DESCRIPTION, EPILOG
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     add = p.add_argument
-    add("--model", metavar="NAME", help="hub name, folder or .gguf file; default: the embedded "
-        "SmolLM2-135M-Instruct")  # fmt: skip
+    add_model(add)
     add("--text", metavar="FILE", help="plain text, - for stdin; default: the shipped article")
     add("--output", type=Path, default=Path("h2o-analysis.html"), metavar="PAGE.html",
         help="(%(default)s)")  # fmt: skip
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-        help="auto: as the model was saved")  # fmt: skip
+    add_dtype(add)
     add("--tokens", type=int, metavar="N", help="only the first so many of the text; default: as "
         "many as the model has positions")  # fmt: skip
     add_cache_options(p, CACHE_FIELDS)

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from h2o.cli.cache_options import add_dtype, add_model
+
 if TYPE_CHECKING:
     from h2o.evaluate.speed import Result
 
@@ -21,9 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "python -m benchmarks."
     )
     add = parser.add_argument_group("what to time").add_argument
-    add("--model", metavar="NAME", help="hub name, folder or .gguf file (SmolLM2-135M-Instruct)")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-        help="auto: as the model was saved")  # fmt: skip
+    add_model(add)
+    add_dtype(add)
     add("--device", default="cpu", metavar="NAME", help="where the model runs: cpu, cuda, cuda:1, "
         "mps, ... (%(default)s)")  # fmt: skip
     add("--prompts", nargs="+", type=int, default=[512, 2048, 4096], metavar="N",

@@ -1,5 +1,5 @@
-"""The options that say what a cache keeps: fields of H2OConfig and presets, declared once for all
-commands.
+"""Options that several commands have: the model and its dtype, and what a cache keeps, which are
+fields of H2OConfig and presets.
 
 Those of the policy come from `h2o.policy.FIELDS`, so that a new field has its option without more.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from h2o.budgets import Amount, parse_amount
@@ -21,6 +21,8 @@ from h2o.profile import Profile
 __all__ = [
     "OPTIONS",
     "add_cache_options",
+    "add_dtype",
+    "add_model",
     "asked",
     "config_from",
     "preset_setting",
@@ -70,6 +72,25 @@ FIFTH = 0.2
 def spelled(name: str) -> str:
     """The option of a field: --rank-by of rank_by."""
     return f"--{SPELLED.get(name, name).replace('_', '-')}"
+
+
+def add_model(add: Callable[..., Any]) -> None:
+    """--model, where one is embedded; `add` is the add_argument of a parser or group."""
+    add(
+        "--model",
+        metavar="NAME",
+        help="hub name, folder or .gguf file; default: the embedded SmolLM2-135M-Instruct",
+    )
+
+
+def add_dtype(add: Callable[..., Any], more: str = "") -> None:
+    """--dtype, one that h2o computes in; `more` is added to the help."""
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help=f"auto: as the model was saved{more}",
+    )
 
 
 def add_cache_options(

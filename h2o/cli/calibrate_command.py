@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h2o.cli import texts
+from h2o.cli.cache_options import add_dtype, add_model
 
 DESCRIPTION = """\
 Measures which heads of a model need more of a cache than others, on texts of your choice, and
@@ -25,12 +26,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.description, p.epilog = DESCRIPTION, EPILOG
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     add = p.add_argument
-    add("--model", metavar="NAME", help="hub name, folder or .gguf file; default: the embedded "
-        "SmolLM2-135M-Instruct")  # fmt: skip
+    add_model(add)
     add("--text", required=True, nargs="+", metavar="FILE", help="plain texts, - for stdin")
     add("--output", required=True, type=Path, metavar="PROFILE.json")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-        help="auto: as the model was saved; bfloat16 is faster on new processors")  # fmt: skip
+    add_dtype(add, "; bfloat16 is faster on new processors")
     add("--window", type=int, default=1024, metavar="N",
         help="texts are read in windows of so many tokens (%(default)s)")  # fmt: skip
     add("--windows", type=int, metavar="N", help="only so many, spread over the texts")

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from h2o.cli import prompts_file, texts
-from h2o.cli.cache_options import add_cache_options, config_from
+from h2o.cli.cache_options import add_cache_options, add_dtype, add_model, config_from
 from h2o.cli.comparison import Result
 from h2o.config import H2OConfig
 from h2o.errors import UserError
@@ -28,7 +28,7 @@ TENTH = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to generate from").add_argument
-    add("--model", metavar="NAME", help="hub name, folder or .gguf file (SmolLM2-135M-Instruct)")
+    add_model(add)
     add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
     add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
         "option a shipped article of 2100 tokens with a question about it")  # fmt: skip
@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how").add_argument
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-        help="auto: as the model was saved")  # fmt: skip
+    add_dtype(add)
     add("--max-new-tokens", type=int, default=120, metavar="N", help="(%(default)s)")
     add("--compare", action="store_true", help="show it beside the full cache, a preset in a "
         "tenth of its bytes, and `local`, the same budget without heavy hitters")  # fmt: skip

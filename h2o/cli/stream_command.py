@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from h2o.cli import texts
-from h2o.cli.cache_options import add_cache_options, preset_setting
+from h2o.cli.cache_options import add_cache_options, add_dtype, add_model, preset_setting
 from h2o.filesystem import atomic_write, writable
 
 if TYPE_CHECKING:
@@ -47,10 +47,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--chunk", type=int, default=1, metavar="N", help="tokens of a forward pass: more are "
         "faster, and evicted together (%(default)s)")  # fmt: skip
     add("--every", type=int, default=500, metavar="N", help="a point for so many (%(default)s)")
-    add("--model", metavar="NAME", help="hub name, folder or .gguf file; default: the embedded "
-        "SmolLM2-135M-Instruct")  # fmt: skip
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-        help="auto: as the model was saved")  # fmt: skip
+    add_model(add)
+    add_dtype(add)
     add("--output", type=Path, default=Path("h2o-stream.json"), metavar="FILE.json",
         help="the numbers, and FILE.png beside it (%(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print the numbers as well")

@@ -81,18 +81,16 @@ class EchoLayer(H2OLayer):
         if slots is None:
             out, scores, self.asked = self.echo.prompt(tokens)
         else:
-            asked = self._asked_like(tokens)
-            out, scores, self.asked = self.echo.chunk(tokens, asked, slots, self.capacity.sizes)
+            assert self.asked is not None
+            out, scores, self.asked = self.echo.chunk(
+                tokens, self.asked, slots, self.capacity.sizes
+            )
         return out, scores
 
     def _step(
         self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
     ) -> Tensor:
-        out, scores, self.asked = self.echo.step(tokens, self._asked_like(tokens), slots)
+        assert self.asked is not None
+        out, scores, self.asked = self.echo.step(tokens, self.asked, slots)
         ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=self.policy)
         return out
-
-    def _asked_like(self, tokens: NewTokens) -> Tensor:
-        """What is remembered, in the dtype of a pass: autocast may have begun or ended."""
-        assert self.asked is not None
-        return self.asked.to(tokens.query.dtype)

@@ -30,7 +30,7 @@ from h2o.hf.attention_call import NewTokens
 from h2o.hf.echo import ENTRIES, SERVED, largest
 from h2o.hf.model_rotary import Rotary, has_rotary, turned
 from h2o.policy import BEFORE, Policy
-from h2o.quantisation import dequantised, stored_like
+from h2o.quantisation import dequantised, quantised, stored_like
 
 __all__ = ["LATER", "EchoScores", "Pass", "echo_rotary", "newly_found"]
 
@@ -66,15 +66,17 @@ class Pass(NamedTuple):
     scores: Tensor
     """[B, G, Q] float32, of the new keys"""
     asked: Tensor
-    """[B, H, BEFORE, D], as `EchoScores.remembered` makes it"""
+    """[B, H, BEFORE, D or bytes], as `EchoScores.remembered` makes it"""
 
 
 class EchoScores:
     """Makes the scores of one layer."""
 
-    def __init__(self, rotary: Rotary, config: Any, layer: int) -> None:
-        """`config`: the model's."""
+    def __init__(self, rotary: Rotary, config: Any, layer: int, kv_dtype: str | None) -> None:
+        """`config`: the model's. `kv_dtype`: where keys are stored in eight bits, queries that are
+        remembered are too."""
         self.rotary, self.rotated = rotary, has_rotary(config, layer)
+        self.quantises = kv_dtype is not None
         self._later: Tensor | None = None  # angles by which queries are rotated on
 
     def of_prompt(self, tokens: NewTokens) -> Tensor:
@@ -100,6 +102,7 @@ class EchoScores:
         """
         B, G, Q, D = tokens.key.shape
         again = self._again(tokens.query)
+        asked = dequantised(asked, D).to(again.dtype)
         positions, keys = slot_layout.held(slots, sizes, positions=-1.0, keys=0.0)
         keys = dequantised(keys, D)
         scores = torch.zeros(B, G, Q, dtype=torch.float32, device=keys.device)
@@ -115,6 +118,7 @@ class EchoScores:
         """As `of_chunk` for one new token of each row, by the kernels: the queries of one head and
         several tokens are to them as many heads of one token."""
         again = self._again(tokens.query)
+        asked = dequantised(asked, again.shape[-1]).to(again.dtype)
         missing = BEFORE - torch.arange(BEFORE, device=asked.device) > slots.lengths[:, None]
         before = torch.where(missing[:, None, :, None], again, asked)
         queries = torch.cat([before, again], dim=2).flatten(1, 2)[:, :, None]  # [B, H * 5, 1, D]
@@ -128,12 +132,16 @@ class EchoScores:
         return scores
 
     def remembered(self, tokens: NewTokens, asked: Tensor | None) -> Tensor:
-        """[B, H, BEFORE, D] queries of each row's last tokens, rotated on; of a row with fewer
-        tokens the first ones have no meaning. `asked`: the same before these tokens."""
-        again = self._again(tokens.query)
+        """[B, H, BEFORE, D or bytes] queries of each row's last tokens, rotated on; of a row with
+        fewer tokens the first ones have no meaning. `asked`: the same before these tokens."""
+        last = tokens.query[:, :, -BEFORE:] if tokens.mask is None else tokens.query
+        again = self._again(last)
+        B, H, Q, D = again.shape
+        if self.quantises:
+            again = quantised(again.reshape(-1, D), 8).view(B, H, Q, -1)
         if asked is None:
-            B, H, _, D = again.shape
-            asked = again.new_zeros(B, H, BEFORE, D)
+            asked = again.new_zeros(B, H, BEFORE, again.shape[-1])
+        asked = asked.to(again.dtype)  # autocast may have begun or ended
         if tokens.mask is None:
             return torch.cat([asked, again], dim=2)[:, :, -BEFORE:]
         # Real columns last, in their order: the last ones of a row are then its last tokens.

@@ -76,19 +76,25 @@ class _History:
 
     def __init__(self, B: int, G: int, N: int, device: torch.device) -> None:
         self.position = torch.arange(N, device=device)
-        self.left = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
+        self.evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
 
     def record(self, positions: Tensor, lengths: Tensor, columns: Tensor) -> None:
         """Keys that are not among `positions` [B, G, S] were evicted when rows [B] had seen so many
         tokens and columns."""
         N = len(self.position)
-        held = torch.zeros(*self.left.shape[:2], N + 1, dtype=torch.bool, device=self.left.device)
+        held = torch.zeros(
+            *self.evicted_after.shape[:2], N + 1, dtype=torch.bool, device=self.evicted_after.device
+        )
         held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
-        gone = (self.position < lengths[:, None, None]) & ~held[..., :N] & (self.left < 0)
-        self.left = torch.where(gone, columns[:, None, None].int(), self.left)
+        evicted = (
+            (self.position < lengths[:, None, None]) & ~held[..., :N] & (self.evicted_after < 0)
+        )
+        self.evicted_after = torch.where(evicted, columns[:, None, None].int(), self.evicted_after)
 
     def evicted_at(self, real: Tensor, order: Tensor) -> Tensor:
         """int32 [B, G, N] by column; `real` [B, N] bool, `order` [B, N] positions."""
         N = len(self.position)
-        left = self.left.gather(2, order.clamp(min=0)[:, None].expand_as(self.left))
+        left = self.evicted_after.gather(
+            2, order.clamp(min=0)[:, None].expand_as(self.evicted_after)
+        )
         return torch.where(left < 0, N, left) * real[:, None]

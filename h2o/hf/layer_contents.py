@@ -44,7 +44,7 @@ class LayerContents(CacheLayerMixin):
     shared = False
     """Whether the keys are the values too, so that the slots have no values."""
     asked: Tensor | None = None
-    """[B, H, n, D], queries of each row's last tokens (`h2o.hf.echo_scores`); of an `EchoLayer`"""
+    """[B, H, n, D or bytes], queries of each row's last tokens; of an `EchoLayer`"""
 
     config: H2OConfig
     layer_idx: int

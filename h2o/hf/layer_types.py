@@ -80,7 +80,10 @@ def layers_of(
         layer_class: Any = CompileableLayer if compileable else H2OLayer
         more: dict[str, Any] = {"trace": trace}
         if h2o_config.by_echo and rotary is not None:
-            layer_class, more["echo"] = EchoLayer, EchoScores(rotary, config, index)
+            layer_class, more["echo"] = (
+                EchoLayer,
+                EchoScores(rotary, config, index, h2o_config.kv_dtype),
+            )
         elif rotary is not None and has_rotary(config, index):
             layer_class = CacheRelativeLayer
             arguments.append(rotary)

@@ -4,7 +4,7 @@ What a later question will ask for often gets no attention while the document is
 by attention evicts it. So the model repeats the document with all keys still there: what it looks
 up to write each token again is what an answer would look up (Kim et al., "KVzip", NeurIPS 2025,
 arXiv:2505.23416); or its own queries are asked once more, which takes no second forward pass
-(`h2o.hf.echo`). Then the cache is pruned once (`h2o.hf.cut`), the slots of all layers and heads
+(`h2o.hf.echo`). Then the cache is pruned once (`h2o.hf.pruning`), the slots of all layers and heads
 going to the largest of these weights.
 
 Shape letters: B batch rows, G key/value heads, N columns of the document, Q of one forward pass,
@@ -25,10 +25,10 @@ from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout, states, tensor_parallel
 from h2o.hf.cache import H2OCache
-from h2o.hf.cut import RECENT, cut
 from h2o.hf.echo import Echo
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states
+from h2o.hf.pruning import RECENT, pruned
 from h2o.policy import Policy
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def read(
         others = _other_layers(reader.cache)
         largest = reader.repetition(request, others)
     recent = None if scored_by == "echo" else RECENT
-    cache = cut(reader.cache, model.config, config, attention, largest, by_attention, recent)
+    cache = pruned(reader.cache, model.config, config, attention, largest, by_attention, recent)
     _put_other_layers(cache, others)
     return cache
 

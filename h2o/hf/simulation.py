@@ -232,7 +232,7 @@ class Simulation:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
         if self._rotary is not None:
-            echo = EchoScores(self._rotary, self._model_config, layer)
+            echo = EchoScores(self._rotary, self._model_config, layer, config.kv_dtype)
             return echo_simulation.simulate(
                 text, prompts, by_row, echo, config.policy, config.kv_dtype
             )

@@ -242,7 +242,7 @@ def test_tokens_are_taken_back():
         for cache in caches:
             ours(ids[:, :30], past_key_values=cache)
         ours(ids[:, 30:36], past_key_values=caches[0])
-        caches[0].crop(33 if h2o.hf.conversation.CROPS_TO_LENGTH else -3)
+        caches[0].crop(33 if h2o.hf.pass_state.CROPS_TO_LENGTH else -3)
         ours(ids[:, 30:33], past_key_values=caches[1])
         logits = [ours(ids[:, 33:34], past_key_values=cache).logits for cache in caches]
     assert torch.equal(*logits)

@@ -192,7 +192,7 @@ def test_tokens_of_a_prompt_are_taken_back():
     cache.activate_past_recording()
     with torch.no_grad():
         ours(document, past_key_values=cache)
-        cache.crop(50 if h2o.hf.conversation.CROPS_TO_LENGTH else -10)
+        cache.crop(50 if h2o.hf.pass_state.CROPS_TO_LENGTH else -10)
     alone, _ = read(ours, document[:, :50], **SMALL, rank_by="echo", shares="scores")
     assert positions(cache) == positions(alone)
 

@@ -9,8 +9,8 @@ from transformers import DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported
 from h2o.hf import reading
-from h2o.hf.cut import RECENT
 from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.pruning import RECENT
 from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])

@@ -19,13 +19,13 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.one_budget import Budgets, each_head, parted, won
 from h2o.policy import Policy
 
-__all__ = ["RECENT", "cut"]
+__all__ = ["RECENT", "pruned"]
 
 RECENT = 8
 """The newest keys of each head, which are kept whatever their rank."""
 
 
-def cut(
+def pruned(
     full_cache: H2OCache,
     model_config: Any,
     config: H2OConfig,
