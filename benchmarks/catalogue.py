@@ -10,6 +10,7 @@ from . import (
     decode_tables,
     engine_tables,
     eviction_tables,
+    latent_table,
     memory_table,
     model_tables,
     random_model_tables,
@@ -84,6 +85,10 @@ TABLES = (
     Table(
         "uneven", store_tables.uneven,
         cpu="P16: a decode step over heads of uneven size, against even ones",
+    ),
+    Table(
+        "latents", latent_table.latents,
+        cpu="P23: a decode step of latent attention with its projections, against transformers",
     ),
     Table("overhead", decode_tables.overhead, cpu="P9: one call on tiny tensors"),
     Table(

@@ -60,7 +60,7 @@ EXPORT void fma_f32(int64_t begin, int64_t end, void *context)
 
 /* Products of bf16 pairs, summed in fp32. A processor without an instruction
  * for that converts to fp32 first, so its peak is that of fp32. A matrix unit has
- * 16 x 16 sums of 16 pairs a turn: for those whom the system lets use it (machine.py). */
+ * 16 x 16 sums of 16 pairs a turn: where the system lets programs use it (machine.py). */
 #if defined(__AMX_BF16__)
 EXPORT const int64_t fma_bf16_flops = 2 * 4 * 16 * 16 * 32;
 EXPORT void fma_bf16(int64_t begin, int64_t end, void *context)

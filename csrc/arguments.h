@@ -1,9 +1,9 @@
-/* arguments.h - the arguments of a call from Python, by the tables of operations.h. */
+/* arguments.h - the arguments of a call from Python, by the tables of tables.h. */
 #ifndef H2O_ARGUMENTS_H
 #define H2O_ARGUMENTS_H
 
 #include "exchange.h"
-#include "operations.h"
+#include "tables.h"
 
 /* Each returns 0, or -1 and a Python exception that names the argument. */
 int h2o_parse_int32(const char *name, PyObject *object, int32_t *number);

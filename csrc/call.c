@@ -3,6 +3,7 @@
  * h2o_close releases the memory. */
 #include "devices.h"
 #include "run.h"
+#include "tables.h"
 
 static int get_memory(const char *op, void **memory, size_t bytes, h2o_error *error) {
     if (bytes > 0 && (*memory = h2o_scratch_acquire(bytes)) == NULL) {
@@ -23,7 +24,7 @@ static int check_offer(const char *op, const h2o_call *call, size_t bytes, h2o_e
 }
 
 int h2o_validate(void *params, h2o_call *call, h2o_error *error) {
-    const h2o_operation_row *const row = &h2o_operations[call->operation];
+    const h2o_operation_row *const row = h2o_operations[call->operation];
     const h2o_view *const leader = h2o_leader(row, params);
     int status = row->check(params, error);
     if (status != H2O_OK) return status;
@@ -43,7 +44,7 @@ int h2o_measure(void *params, h2o_call *call, size_t *bytes, h2o_error *error) {
     const int status = h2o_validate(params, call, error);
     if (status != H2O_OK) return status;
     if (call->table == NULL) {
-        return h2o_fail_kernels(h2o_leader(&h2o_operations[call->operation], params), error);
+        return h2o_fail_kernels(h2o_leader(h2o_operations[call->operation], params), error);
     }
     if (call->exec.workers == 0) call->exec.workers = h2o_threads();
     if (call->exec.run == NULL) call->exec.run = h2o_parallel;
@@ -52,7 +53,7 @@ int h2o_measure(void *params, h2o_call *call, size_t *bytes, h2o_error *error) {
 }
 
 int h2o_open(void *params, h2o_call *call, h2o_error *error) {
-    const char *const op = h2o_operations[call->operation].name;
+    const char *const op = h2o_operations[call->operation]->name;
     size_t bytes = 0;
     const int status = h2o_measure(params, call, &bytes, error);
     if (status != H2O_OK) return status;

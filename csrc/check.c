@@ -1,6 +1,6 @@
-/* check.c - what a call must satisfy before a kernel sees it.
+/* check.c - what a call's operands must satisfy before a kernel sees them: see operands.h.
  *
- * The rows of operations.h state what each tensor must be: the shape in letters,
+ * The rows of an operation state what each tensor must be: the shape in letters,
  * the dtype, whether it is written. Letters get their sizes from the first
  * tensor that has them, and every later one must agree. The numbers in tensors
  * that kernels use as indices or counts are counts.c's.
@@ -9,8 +9,8 @@
  * to its last byte, may not touch that of any other tensor of the call. This
  * also refuses some that are interleaved without sharing an element.
  */
+#include "operands.h"
 #include "policy.h"
-#include "run.h"
 
 #include <float.h>
 #include <inttypes.h>
@@ -20,7 +20,7 @@
 
 /* ---- Rules ------------------------------------------------------------- */
 
-/* An operand's tensor, and what its row of operations.h asks of it in this call. */
+/* An operand's tensor, and what its row of the operation asks of it in this call. */
 typedef struct {
     h2o_view *view;
     const char *letters;
@@ -123,7 +123,7 @@ static int check_shape(const rule *rule, h2o_dims *dims, h2o_error *error) {
         const int64_t number = letter == '+' ? dims->G + 1 : letter - '0';
         int64_t *size = size_of(dims, letter);
         if (bytes && i == view->ndim - 1) {
-            size = NULL; /* check_rows looks at it */
+            size = NULL; /* h2o_check_rows looks at it */
         } else if (size == NULL ? got != number : *size != 0 && got != *size) {
             return fail_shape(rule, dims, error);
         }
@@ -183,7 +183,7 @@ int h2o_fail_kernels(const h2o_view *leader, h2o_error *error) {
 
 /* Gives dimensions of size 1, whose stride says nothing, the stride of C order,
  * so that kernels may look at strides alone. */
-static void settle_strides(h2o_view *view) {
+static void normalise_strides(h2o_view *view) {
     uint64_t inner = 1;
     for (int32_t i = view->ndim - 1; i >= 0; i--) {
         if (view->shape[i] == 1) {
@@ -235,7 +235,7 @@ static bool is_injective(const h2o_view *view) {
 
 static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
     h2o_view *view = rule->view;
-    settle_strides(view);
+    normalise_strides(view);
     if (!find_range(view, bytes)) {
         char shape[100];
         return h2o_fail(error, H2O_EVALUE, "%s: of shape %s is larger than any memory", view->name,
@@ -315,9 +315,7 @@ static int check_tensors(const rule *all, int count, h2o_dims *dims, h2o_error *
 
 /* ---- Scalars ----------------------------------------------------------- */
 
-/* Logits are computed in base 2, as log2(e) * scale * q.k, or with a softcap as
- * log2(e) * softcap * tanh(scale / softcap * q.k): these factors must be numbers. */
-static int check_logits(float scale, float softcap, h2o_error *error) {
+int h2o_check_logits(float scale, float softcap, h2o_error *error) {
     static const float LARGEST = FLT_MAX / 1.5f;
     if (!(fabsf(scale) <= LARGEST)) {
         return h2o_fail(error, H2O_EVALUE, "scale: is %g, wanted a number of at most %g either way",
@@ -377,9 +375,7 @@ static const char *rows_text(int64_t D, char text[100]) {
     return text;
 }
 
-/* Whether quantised keys and values have rows that are some quantisation of D elements, and
- * both are quantised or neither is. */
-static int check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_error *error) {
+int h2o_check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_error *error) {
     const h2o_view *const views[] = {keys, values};
     for (int i = 0; i < 2; i++) {
         const h2o_view *const view = views[i];
@@ -403,10 +399,7 @@ static int check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h
     return H2O_OK;
 }
 
-/* Where the slots have no values (latent attention), their keys are the values too, and new tokens
- * come without any: from here on both names stand for the keys. slots: NULL if there are none. */
-static int share_values(h2o_view *values, const h2o_view *keys, h2o_slots *slots,
-                        h2o_error *error) {
+int h2o_share_values(h2o_view *values, const h2o_view *keys, h2o_slots *slots, h2o_error *error) {
     const bool shared = !h2o_given(values);
     if (slots != NULL && h2o_given(&slots->values) == shared) {
         const h2o_view *const none = shared ? values : &slots->values;
@@ -423,19 +416,7 @@ static int share_values(h2o_view *values, const h2o_view *keys, h2o_slots *slots
     return H2O_OK;
 }
 
-/* The same of a text. */
-static int share_text_values(h2o_simulate_params *p, h2o_error *error) {
-    if (h2o_given(&p->values)) return H2O_OK;
-    if (h2o_merges(&p->policy) || h2o_given(&p->stored_values)) {
-        return h2o_fail(error, H2O_EVALUE, "%s: is None, which does not go with %s",
-                        p->values.name, h2o_merges(&p->policy) ? "merge" : p->stored_values.name);
-    }
-    p->stored_values = p->stored_keys;
-    return share_values(&p->values, &p->keys, NULL, error);
-}
-
-/* Whether norms and bias come exactly when they are needed. */
-static int check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error *error) {
+int h2o_check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error *error) {
     const bool weighted = policy->value_weighted, merges = h2o_merges(policy);
     if (h2o_given(&slots->norms) != weighted) {
         return h2o_fail(error, H2O_EVALUE, "%s: is %s, but value_weighted is %s", slots->norms.name,
@@ -448,29 +429,7 @@ static int check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_er
     return H2O_OK;
 }
 
-/* Whether table and ranks come together, and the table's angles fit into a row. A merged key
- * has no rank of its own. */
-static int check_rotary(const h2o_rotary *rotary, const h2o_slots *slots, const h2o_dims *dims,
-                        h2o_error *error) {
-    if (h2o_given(&rotary->table) && h2o_given(&slots->bias)) {
-        return h2o_fail(error, H2O_EVALUE, "%s: is given, but keys that are merged cannot roll",
-                        rotary->table.name);
-    }
-    if (h2o_given(&rotary->table) != h2o_given(&rotary->ranks)) {
-        return h2o_fail(error, H2O_EVALUE, "%s: is %s, but %s is %s", rotary->ranks.name,
-                        h2o_given(&rotary->ranks) ? "given" : "None", rotary->table.name,
-                        h2o_given(&rotary->table) ? "given" : "None");
-    }
-    if (2 * dims->F > dims->D) {
-        return h2o_fail(error, H2O_EVALUE,
-                        "%s: has %" PRId64 " angles, which turn %" PRId64
-                        " elements of rows that have %" PRId64,
-                        rotary->table.name, dims->F, 2 * dims->F, dims->D);
-    }
-    return H2O_OK;
-}
-
-/* ---- Operations -------------------------------------------------------- */
+/* ---- Operands ---------------------------------------------------------- */
 
 static const char *letters_of(const h2o_operand *operand, const h2o_view *view, bool uneven) {
     if (operand->flags & H2O_PER_SLOT && uneven) return operand->letters[3] ? "BTD" : "BT";
@@ -502,9 +461,7 @@ static int add_slots(const h2o_operand *operand, h2o_slots *slots, rule *rules) 
     return count;
 }
 
-/* The policy and all tensors of a call; finds the sizes. */
-static int check_operands(h2o_operation operation, void *params, h2o_error *error) {
-    const h2o_operation_row *const row = &h2o_operations[operation];
+int h2o_check_operands(const h2o_operation_row *row, void *params, h2o_error *error) {
     h2o_dims *const dims = (h2o_dims *)(void *)((char *)params + row->dims);
     rule rules[H2O_MOST_TENSORS];
     int count = 0, status = H2O_OK;
@@ -524,66 +481,4 @@ static int check_operands(h2o_operation operation, void *params, h2o_error *erro
         }
     }
     return status != H2O_OK ? status : check_tensors(rules, count, dims, error);
-}
-
-/* Whether keys are of a type that the step can rotate. */
-static int check_rotated(const h2o_rotary *rotary, const h2o_view *keys, int64_t D,
-                         h2o_error *error) {
-    const h2o_dtype stored = h2o_stored_type(keys, D);
-    if (h2o_given(&rotary->table) && !h2o_row_rotates(stored)) {
-        return h2o_fail(error, H2O_ETYPE, "%s: has %s rows, which rotary cannot rotate; use int8",
-                        keys->name, h2o_dtype_name(stored));
-    }
-    return H2O_OK;
-}
-
-int h2o_check_attend(void *operands, h2o_error *error) {
-    h2o_attend_params *const params = operands;
-    int status;
-    if ((status = check_logits(params->scale, params->softcap, error)) ||
-        (status = check_operands(H2O_ATTEND, params, error)) ||
-        (status = share_values(&params->values, &params->keys,
-                               params->has_slots ? &params->slots : NULL, error)) ||
-        !params->has_slots) {
-        return status;
-    }
-    return check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error);
-}
-
-int h2o_check_evict(void *operands, h2o_error *error) {
-    h2o_evict_params *const params = operands;
-    int status;
-    if ((status = check_operands(H2O_EVICT, params, error)) ||
-        (status = share_values(&params->values, &params->keys, &params->slots, error)) ||
-        (status = check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error))) {
-        return status;
-    }
-    return check_needed(&params->slots, &params->policy, error);
-}
-
-int h2o_check_step(void *operands, h2o_error *error) {
-    h2o_step_params *const params = operands;
-    const h2o_rotary *const rotary = &params->rotary;
-    int status;
-    if ((status = check_logits(params->scale, params->softcap, error)) ||
-        (status = check_operands(H2O_STEP, params, error)) ||
-        (status = share_values(&params->value, &params->key, &params->slots, error)) ||
-        (status = check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error)) ||
-        (status = check_rotary(rotary, &params->slots, &params->dims, error)) ||
-        (status = check_rotated(rotary, &params->slots.keys, params->dims.D, error))) {
-        return status;
-    }
-    params->dims.Q = 1;
-    return check_needed(&params->slots, &params->policy, error);
-}
-
-int h2o_check_simulate(void *operands, h2o_error *error) {
-    h2o_simulate_params *const params = operands;
-    int status;
-    if ((status = check_logits(params->scale, params->softcap, error)) ||
-        (status = check_operands(H2O_SIMULATE, params, error)) ||
-        (status = share_text_values(params, error))) {
-        return status;
-    }
-    return check_rows(&params->stored_keys, &params->stored_values, params->dims.D, error);
 }

@@ -15,7 +15,7 @@
 #include <Python.h>
 
 #include "dlpack_abi.h"
-#include "operations.h"
+#include "tables.h"
 
 /* Types whose exchange table has been looked up. Part of the module's state,
  * and the types are kept alive: an address alone could come to mean another

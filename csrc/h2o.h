@@ -1,7 +1,7 @@
 /* h2o.h - the internal contract of the C core.
  *
- * Status codes, the error record, the tensor view, the records of slots and policy, one
- * parameter struct per operation; operations.h has the tables that a call goes by, run.h
+ * Status codes, the error record, the tensor view, the records of slots and policy;
+ * operations.h has the operations, tables.h the tables that a call goes by, run.h
  * what carries it out. A call travels
  *
  *     arguments.c (parse) -> exchange.c (views) -> call.c: check.c, counts.c -> kernel
@@ -99,7 +99,7 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
  * filled; they lie within slots 0..held; if the hole among these held + 1 is
  * not the last one it is free[b,g]. So the step that fills free[b,g] finds
  * slots 0..held all filled. Empty slots have position -1.
- * X(name, shape, dtype, flags of operations.h), in the order of h2o.slots.Slots. */
+ * X(name, shape, dtype, flags of tables.h), in the order of h2o.slots.Slots. */
 #define H2O_SLOTS_FIELDS(X)                                                                        \
     /* rows f32/f16/bf16, or u8 rows of quantise.h */                                              \
     X(keys, "BGSD", H2O_NONE, H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)  \
@@ -133,7 +133,7 @@ typedef struct {
 typedef enum { H2O_RANK_SUM = 0, H2O_RANK_MEAN = 1, H2O_RANK_MAX = 2 } h2o_rank_by;
 
 /* Budgets are per row and live in the slots. What each field means, policy.h knows; how it is
- * spelt and what it may be, h2o_policy_fields of operations.h. */
+ * spelt and what it may be, h2o_policy_fields of tables.h. */
 typedef struct {
     int32_t sinks;
     h2o_rank_by rank_by;
@@ -171,108 +171,5 @@ typedef struct {
 H2O_INLINE int64_t h2o_column(const h2o_row *row, int64_t i) {
     return row->columns ? row->columns[i] : i;
 }
-
-/* ---- Operations -------------------------------------------------------- */
-
-/* sink_logits, where they are given, are what each query head has in the denominator of every
- * softmax beside the logits of the keys (learned attention sinks; OpenAI, "gpt-oss-120b &
- * gpt-oss-20b Model Card", 2025, arXiv:2508.10925). No value belongs to one, and a row's weights
- * sum to less than 1. -infinity: none; +infinity: all weights are 0. */
-
-/* attend: new query i sees every stored key and new keys j <= i that are no
- * pads. Writes out, writes scores of the new keys, and updates slots.scores in
- * place to decay^n * score + what the n real new queries gave (or the larger of the two). */
-typedef struct {
-    h2o_view query;  /* [B,H,Q,D] */
-    h2o_view keys;   /* [B,G,Q,D] new keys */
-    h2o_view values; /* [B,G,Q,D] new values */
-    h2o_view mask;   /* [B,Q] u8, optional */
-    bool has_slots;  /* of which those that are H2O_ATTENDED */
-    h2o_slots slots;
-    h2o_view out;         /* [B,Q,H,D], 0 where the query is a pad */
-    h2o_view scores;      /* [B,G,Q] f32, 0 where the key is a pad */
-    h2o_view sink_logits; /* [H] f32, optional */
-    float scale;          /* logits = softcap(scale * q.k) + bias */
-    float softcap;        /* 0: none; else cap * tanh(logit / cap) */
-    h2o_policy policy;    /* of which it reads rank_by and decay */
-    h2o_dims dims;
-    h2o_counts counts;
-} h2o_attend_params;
-
-/* evict: takes the new keys with the scores that attend gave them into the
- * slots; what the budget has no room for, stored or new, is dropped, or merged.
- * A stored key that is kept keeps its slot, unless that lies beyond the last one
- * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
- * be at least min(k, held + new) for every row. */
-typedef struct {
-    h2o_view keys;   /* [B,G,Q,D] */
-    h2o_view values; /* [B,G,Q,D] */
-    h2o_view scores; /* [B,G,Q] f32 */
-    h2o_view mask;   /* [B,Q] u8, optional */
-    h2o_slots slots;
-    h2o_policy policy;
-    h2o_dims dims;
-    h2o_counts counts;
-} h2o_evict_params;
-
-/* Rolled positions: keys are stored before their rotary embedding, and rotated
- * by their rank among the keys held whenever they are read. Elements i < F and
- * F + i of a row turn by angle i; those from 2 F on stay as they are. */
-typedef struct {
-    h2o_view table; /* [P,2,F] f32, cosines and sines of the angles of each rank; optional */
-    h2o_view ranks; /* [B,G,S] i32, -1 empty; given exactly with the table, kept up to date */
-} h2o_rotary;
-
-/* An evicted key; position -1: none was evicted. */
-typedef struct {
-    int32_t position;
-    float score;
-} h2o_eviction;
-
-/* step: one decode step in one call. Writes the new key and value into the
- * free slot, attends over all held slots and itself, adds the weights to the
- * scores, and, where the row now holds more than its budget, empties the slot
- * that the policy names and makes it the free one. A row whose token is masked
- * stays as it is and its output is 0. */
-typedef struct {
-    h2o_view query; /* [B,H,1,D] */
-    h2o_view key;   /* [B,G,1,D] */
-    h2o_view value; /* [B,G,1,D] */
-    h2o_view mask;  /* [B,1] u8, optional */
-    h2o_slots slots;
-    h2o_view out;            /* [B,1,H,D] */
-    h2o_rotary rotary;       /* optional; query and key then come without theirs */
-    h2o_view sink_logits;    /* [H] f32, optional, as in attend */
-    h2o_eviction *evictions; /* [B*G], optional: the key that each head evicts */
-    h2o_policy policy;
-    float scale;
-    float softcap;
-    h2o_dims dims;
-    h2o_counts counts;
-} h2o_step_params;
-
-/* simulate: what a cache that is fed prompt[b] tokens at once and the others
- * one by one would answer, in one call over the whole text. evicted_at[b,g,j]
- * is the first row (column number, pads counted) that no longer sees key j, Q
- * if none, 0 for a pad; scores are those at the end, or at eviction. */
-typedef struct {
-    h2o_view query;         /* [B,H,Q,D] the whole text */
-    h2o_view keys;          /* [B,G,Q,D] */
-    h2o_view values;        /* [B,G,Q,D] */
-    h2o_view mask;          /* [B,Q] u8, optional */
-    h2o_view prompt;        /* [B] i32, real tokens before the first eviction, >= 1 */
-    h2o_view budget;        /* [B,2] or [B,G,2] i32: heavy, recent */
-    h2o_view stored_keys;   /* optional: what a quantised store would hold of each token, */
-    h2o_view stored_values; /* [B,G,Q] rows of quantise.h, by position */
-    h2o_view sink_logits;   /* [H] f32, optional, as in attend */
-    h2o_view out;           /* [B,Q,H,D] */
-    h2o_view evicted_at;    /* [B,G,Q] i32 */
-    h2o_view scores;        /* [B,G,Q] f32 */
-    h2o_policy policy;
-    float scale;
-    float softcap;
-    h2o_dims dims;
-    h2o_counts counts;
-} h2o_simulate_params;
 
 #endif

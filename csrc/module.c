@@ -89,7 +89,7 @@ static int read_request(const module_state *state, PyObject *const *args, Py_ssi
     if (mode < 0) return -1;
     r->operation = (h2o_operation)operation;
     r->mode = (call_mode)mode;
-    r->row = &h2o_operations[operation];
+    r->row = h2o_operations[operation];
     const Py_ssize_t wanted = r->row->operand_count + modes[mode].more;
     if (count - 2 != wanted) {
         PyErr_Format(PyExc_TypeError, "%s: takes %zd arguments, got %zd", r->row->name, wanted,
@@ -287,7 +287,7 @@ static PyMethodDef methods[] = {
 
 static int intern_names(module_state *state) {
     for (int i = 0; i < H2O_OPERATIONS; i++) {
-        state->operations[i] = PyUnicode_InternFromString(h2o_operations[i].name);
+        state->operations[i] = PyUnicode_InternFromString(h2o_operations[i]->name);
         if (state->operations[i] == NULL) return -1;
     }
     for (int i = 0; i < MODES; i++) {

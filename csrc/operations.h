@@ -1,12 +1,116 @@
-/* operations.h - the operations, and the records that travel through them, as tables: arguments.c
- * parses a call by them, check.c checks it, call.c carries it out. What is to be known of an
- * operand, a field of the policy or one of the slots is written in its row and nowhere else. */
+/* operations.h - the operations: what each computes, its parameters, and their list, by which everything
+ * else is made that is to be there for each (tables.h, kernels of CPU and devices). */
 #ifndef H2O_OPERATIONS_H
 #define H2O_OPERATIONS_H
 
 #include "h2o.h"
 
-/* X(name, NAME): h2o_<name>_params, H2O_<NAME>. */
+/* ---- Parameters -------------------------------------------------------- */
+
+/* sink_logits, where they are given, are what each query head has in the denominator of every
+ * softmax beside the logits of the keys (learned attention sinks; OpenAI, "gpt-oss-120b &
+ * gpt-oss-20b Model Card", 2025, arXiv:2508.10925). No value belongs to one, and a row's weights
+ * sum to less than 1. -infinity: none; +infinity: all weights are 0. */
+
+/* attend: new query i sees every stored key and new keys j <= i that are no
+ * pads. Writes out, writes scores of the new keys, and updates slots.scores in
+ * place to decay^n * score + what the n real new queries gave (or the larger of the two). */
+typedef struct {
+    h2o_view query;  /* [B,H,Q,D] */
+    h2o_view keys;   /* [B,G,Q,D] new keys */
+    h2o_view values; /* [B,G,Q,D] new values */
+    h2o_view mask;   /* [B,Q] u8, optional */
+    bool has_slots;  /* of which those that are H2O_ATTENDED */
+    h2o_slots slots;
+    h2o_view out;         /* [B,Q,H,D], 0 where the query is a pad */
+    h2o_view scores;      /* [B,G,Q] f32, 0 where the key is a pad */
+    h2o_view sink_logits; /* [H] f32, optional */
+    float scale;          /* logits = softcap(scale * q.k) + bias */
+    float softcap;        /* 0: none; else cap * tanh(logit / cap) */
+    h2o_policy policy;    /* of which it reads rank_by and decay */
+    h2o_dims dims;
+    h2o_counts counts;
+} h2o_attend_params;
+
+/* evict: takes the new keys with the scores that attend gave them into the
+ * slots; what the budget has no room for, stored or new, is dropped, or merged.
+ * A stored key that is kept keeps its slot, unless that lies beyond the last one
+ * in use. Advances lengths, adds the dropped scores to lost, sets free. S must
+ * be at least min(k, held + new) for every row. */
+typedef struct {
+    h2o_view keys;   /* [B,G,Q,D] */
+    h2o_view values; /* [B,G,Q,D] */
+    h2o_view scores; /* [B,G,Q] f32 */
+    h2o_view mask;   /* [B,Q] u8, optional */
+    h2o_slots slots;
+    h2o_policy policy;
+    h2o_dims dims;
+    h2o_counts counts;
+} h2o_evict_params;
+
+/* Rolled positions: keys are stored before their rotary embedding, and rotated
+ * by their rank among the keys held whenever they are read. Elements i < F and
+ * F + i of a row turn by angle i; those from 2 F on stay as they are. */
+typedef struct {
+    h2o_view table; /* [P,2,F] f32, cosines and sines of the angles of each rank; optional */
+    h2o_view ranks; /* [B,G,S] i32, -1 empty; given exactly with the table, kept up to date */
+} h2o_rotary;
+
+/* An evicted key; position -1: none was evicted. */
+typedef struct {
+    int32_t position;
+    float score;
+} h2o_eviction;
+
+/* step: one decode step in one call. Writes the new key and value into the
+ * free slot, attends over all held slots and itself, adds the weights to the
+ * scores, and, where the row now holds more than its budget, empties the slot
+ * that the policy names and makes it the free one. A row whose token is masked
+ * stays as it is and its output is 0. */
+typedef struct {
+    h2o_view query; /* [B,H,1,D] */
+    h2o_view key;   /* [B,G,1,D] */
+    h2o_view value; /* [B,G,1,D] */
+    h2o_view mask;  /* [B,1] u8, optional */
+    h2o_slots slots;
+    h2o_view out;            /* [B,1,H,D] */
+    h2o_rotary rotary;       /* optional; query and key then come without theirs */
+    h2o_view sink_logits;    /* [H] f32, optional, as in attend */
+    h2o_eviction *evictions; /* [B*G], optional: the key that each head evicts */
+    h2o_policy policy;
+    float scale;
+    float softcap;
+    h2o_dims dims;
+    h2o_counts counts;
+} h2o_step_params;
+
+/* simulate: what a cache that is fed prompt[b] tokens at once and the others
+ * one by one would answer, in one call over the whole text. evicted_at[b,g,j]
+ * is the first row (column number, pads counted) that no longer sees key j, Q
+ * if none, 0 for a pad; scores are those at the end, or at eviction. */
+typedef struct {
+    h2o_view query;         /* [B,H,Q,D] the whole text */
+    h2o_view keys;          /* [B,G,Q,D] */
+    h2o_view values;        /* [B,G,Q,D] */
+    h2o_view mask;          /* [B,Q] u8, optional */
+    h2o_view prompt;        /* [B] i32, real tokens before the first eviction, >= 1 */
+    h2o_view budget;        /* [B,2] or [B,G,2] i32: heavy, recent */
+    h2o_view stored_keys;   /* optional: what a quantised store would hold of each token, */
+    h2o_view stored_values; /* [B,G,Q] rows of quantise.h, by position */
+    h2o_view sink_logits;   /* [H] f32, optional, as in attend */
+    h2o_view out;           /* [B,Q,H,D] */
+    h2o_view evicted_at;    /* [B,G,Q] i32 */
+    h2o_view scores;        /* [B,G,Q] f32 */
+    h2o_policy policy;
+    float scale;
+    float softcap;
+    h2o_dims dims;
+    h2o_counts counts;
+} h2o_simulate_params;
+
+/* ---- The list ---------------------------------------------------------- */
+
+/* X(name, NAME): h2o_<name>_params, H2O_<NAME>; its file is <name>.c. */
 #define H2O_EACH_OPERATION(X)                                                                      \
     X(attend, ATTEND)                                                                              \
     X(evict, EVICT)                                                                                \
@@ -23,97 +127,5 @@ typedef union {
     H2O_EACH_OPERATION(H2O_MEMBER)
 } h2o_params;
 #undef H2O_MEMBER
-
-/* ---- Operands ---------------------------------------------------------- */
-
-typedef enum {
-    H2O_OPERAND_TENSOR, /* h2o_view */
-    H2O_OPERAND_SLOTS,  /* h2o_slots; H2O_ATTENDED: only such fields, H2O_OPTIONAL: or none */
-    H2O_OPERAND_POLICY, /* h2o_policy */
-    H2O_OPERAND_FLOAT,
-} h2o_operand_kind;
-
-/* What a call asks of a tensor. */
-enum {
-    H2O_OPTIONAL = 1, /* may be absent */
-    H2O_WRITTEN = 2,
-    H2O_DENSE = 4,     /* the last stride must be 1: kernels read whole vectors */
-    H2O_STORED = 8,    /* floats as the others, or bytes: rows of a quantised store */
-    H2O_PER_SLOT = 16, /* GS is T where the slots' starts are given */
-    H2O_PER_HEAD = 32, /* G may be missing: all heads have the same */
-    H2O_ATTENDED = 64, /* of slots: attend reads it ... */
-    H2O_SCORED = 128,  /* ... and writes to it, as it does to no other */
-};
-
-typedef struct {
-    const char *name;
-    h2o_operand_kind kind;
-    size_t offset;       /* of it in the operation's parameters, or in h2o_slots */
-    const char *letters; /* one for each dimension; a digit stands for itself, + for G + 1 */
-    h2o_dtype dtype;     /* H2O_NONE: the floating dtype of the call */
-    unsigned flags;
-    size_t present; /* slots that are H2O_OPTIONAL: where the bool lies that says they are there */
-} h2o_operand;
-
-enum { H2O_SLOTS_COUNT = 11, H2O_MOST_TENSORS = 20 /* of a call, its workspace included */ };
-extern const h2o_operand h2o_slots_fields[H2O_SLOTS_COUNT];
-
-/* The same address in a call's parameters. */
-H2O_INLINE void *h2o_operand_at(void *params, const h2o_operand *operand) {
-    return (char *)params + operand->offset;
-}
-
-/* ---- Policy ------------------------------------------------------------ */
-
-typedef enum {
-    H2O_FIELD_INT32,
-    H2O_FIELD_FLOAT,
-    H2O_FIELD_BOOL,
-    H2O_FIELD_CHOICE, /* the index of a name */
-    H2O_FIELD_OPTION, /* float above 0, which stands for none */
-} h2o_field_kind;
-
-typedef struct {
-    const char *name;
-    h2o_field_kind kind;
-    size_t offset; /* in h2o_policy */
-    double least, most;
-    bool below;                 /* it must be less than most */
-    const char *wanted;         /* these limits, for messages */
-    const char *const *choices; /* NULL-ended */
-} h2o_policy_field;
-
-enum { H2O_POLICY_COUNT = 5 };
-extern const h2o_policy_field h2o_policy_fields[H2O_POLICY_COUNT]; /* as in h2o.policy.Policy */
-
-/* ---- Operations -------------------------------------------------------- */
-
-/* An operation: its operands as they come, the first of which says where the call runs. */
-typedef struct {
-    const char *name;
-    size_t size, dims, counts, mask; /* of its parameters, and where these lie in them */
-    const h2o_operand *operands;
-    int operand_count;
-    int (*check)(void *params, h2o_error *error);
-    int (*count)(void *params, void *memory, h2o_error *error);
-} h2o_operation_row;
-
-extern const h2o_operation_row h2o_operations[H2O_OPERATIONS];
-
-H2O_INLINE const h2o_view *h2o_leader(const h2o_operation_row *row, const void *params) {
-    return (const h2o_view *)(const void *)((const char *)params + row->operands[0].offset);
-}
-
-/* check.c, h2o_check_<name>: shapes, dtypes, layouts and scalars of the operation's parameters;
- * fills in dims. counts.c, h2o_count_<name>: reads the small tensors of a checked call, once, into
- * memory of h2o_counts_bytes, checks what they say and fills in counts. */
-#define H2O_DECLARE(name, NAME)                                                                    \
-    int h2o_check_##name(void *params, h2o_error *error);                                          \
-    int h2o_count_##name(void *params, void *memory, h2o_error *error);
-H2O_EACH_OPERATION(H2O_DECLARE)
-#undef H2O_DECLARE
-
-size_t h2o_counts_bytes(const h2o_dims *dims, const h2o_view *mask);
-int h2o_fail_kernels(const h2o_view *leader, h2o_error *error); /* its device has none */
 
 #endif

@@ -154,9 +154,9 @@ typedef struct {
     int32_t position;
 } h2o_member;
 
-/* own * the kept key + other * the evicted one, and what the slot then has. */
+/* The weights of the kept and the evicted key in their merged row, and what the slot then has. */
 typedef struct {
-    float own, other, score, bias;
+    float kept_weight, evicted_weight, score, bias;
     bool possible; /* the weights are numbers */
 } h2o_merged;
 
@@ -167,12 +167,11 @@ H2O_INLINE h2o_merged h2o_policy_merge(const h2o_ranking *ranking, h2o_member ke
     const float evicted_queries = h2o_policy_queries(ranking, evicted.position);
     const float a = kept.score / kept_queries + floor, b = evicted.score / evicted_queries + floor;
     const float most = kept.bias > evicted.bias ? kept.bias : evicted.bias;
-    h2o_merged merged = {.own = a / (a + b), .other = b / (a + b)};
-    const float sum = merged.own + merged.other;
+    h2o_merged merged = {.kept_weight = a / (a + b), .evicted_weight = b / (a + b)};
+    const float sum = merged.kept_weight + merged.evicted_weight;
     merged.possible = sum - sum == 0.0f;
-    merged.score = ranking->largest
-                       ? h2o_larger(kept.score, evicted.score)
-                       : kept.score + evicted.score * (kept_queries / evicted_queries);
+    merged.score = ranking->largest ? h2o_larger(kept.score, evicted.score)
+                                    : kept.score + evicted.score * (kept_queries / evicted_queries);
     merged.bias = most + logf(expf(kept.bias - most) + expf(evicted.bias - most));
     return merged;
 }
@@ -252,8 +251,8 @@ H2O_INLINE h2o_candidate h2o_policy_candidate(const h2o_ranking *ranking, int64_
     }
     int32_t victim = 0;
     for (int32_t i = 0; i < count; i++) {
-        const int32_t found = (keys[i] == lowest) & ((uint32_t)positions[i] == newest);
-        const int32_t index = i & -found;
+        const int32_t is_worst = (keys[i] == lowest) & ((uint32_t)positions[i] == newest);
+        const int32_t index = i & -is_worst;
         victim = index > victim ? index : victim;
     }
     const h2o_candidate worst = {lowest, newest, victim};

@@ -73,13 +73,13 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 /* Large ones in huge pages, where the system lets programs ask for them: there are more small ones
  * in a prompt's workspace than the processor remembers addresses of. */
 static block *allocate(size_t bytes) {
-    const size_t unit = bytes < HUGE_FROM ? ALIGNMENT : HUGE_PAGE;
-    const size_t total = round_up(ALIGNMENT + bytes, unit);
-    block *const allocated = h2o_allocate(unit, total);
+    const size_t alignment = bytes < HUGE_FROM ? ALIGNMENT : HUGE_PAGE;
+    const size_t total = round_up(ALIGNMENT + bytes, alignment);
+    block *const allocated = h2o_allocate(alignment, total);
     if (!allocated) {
         return NULL;
     }
-    if (unit == HUGE_PAGE) {
+    if (alignment == HUGE_PAGE) {
         h2o_prefer_huge_pages(allocated, total);
     }
     allocated->bytes = total - ALIGNMENT;
@@ -92,16 +92,16 @@ void *h2o_scratch_acquire(size_t bytes) {
     }
     pthread_once(&once, survive_fork);
     lock_list();
-    block *found = take(bytes);
+    block *acquired = take(bytes);
     unlock_list();
-    if (!found) {
-        found = allocate(bytes);
+    if (!acquired) {
+        acquired = allocate(bytes);
     }
-    if (!found) {
+    if (!acquired) {
         return NULL;
     }
-    guard_open((char *)found + ALIGNMENT, found->bytes);
-    return (char *)found + ALIGNMENT;
+    guard_open((char *)acquired + ALIGNMENT, acquired->bytes);
+    return (char *)acquired + ALIGNMENT;
 }
 
 void h2o_scratch_release(void *memory) {

@@ -40,9 +40,9 @@ void h2o_yield(void) { SwitchToThread(); }
 bool h2o_start_thread(void *(*function)(void *)) { return start_detached(function); }
 
 int h2o_processors(void) {
-    DWORD_PTR own = 0, all = 0;
-    const BOOL known = GetProcessAffinityMask(GetCurrentProcess(), &own, &all);
-    const int count = known ? __builtin_popcountll(own) : 0; /* of one group: at most 64 */
+    DWORD_PTR usable = 0, all = 0;
+    const BOOL known = GetProcessAffinityMask(GetCurrentProcess(), &usable, &all);
+    const int count = known ? __builtin_popcountll(usable) : 0; /* of one group: at most 64 */
     return count > 0 ? count : 1;
 }
 
@@ -114,9 +114,9 @@ void *h2o_open_library(const char *windows, const char *other, const char **reas
 void h2o_close_library(void *library) { FreeLibrary(library); }
 
 static void *address_of(void *library, const char *symbol) {
-    const FARPROC found = GetProcAddress(library, symbol);
+    const FARPROC function = GetProcAddress(library, symbol);
     void *address;
-    memcpy(&address, &found, sizeof address);
+    memcpy(&address, &function, sizeof address);
     return address;
 }
 

@@ -14,7 +14,7 @@
 /* Lets another thread have the processor. */
 void h2o_yield(void);
 
-/* A thread that nobody joins, and that leaves signals to the application's. False where none is to
+/* A thread that is never joined, and that leaves signals to the application's. False where none is to
  * be had. */
 bool h2o_start_thread(void *(*function)(void *));
 

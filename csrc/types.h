@@ -6,7 +6,7 @@
  * and type_size, are the same idea.)
  *
  * A new row type is a line in each list, here; what host and devices have to agree on in
- * quantise.h; and how its rows are written and read, in cpu/stored.h and for devices. */
+ * quantise.h; and how its rows are written and read, in cpu/stored_rows.h and for devices. */
 #ifndef H2O_TYPES_H
 #define H2O_TYPES_H
 

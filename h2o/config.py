@@ -7,7 +7,8 @@ or a test can speak about policies without loading a model.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, get_args
 
 from h2o.budgets import (
     UNLIMITED,
@@ -21,10 +22,10 @@ from h2o.budgets import (
     spread,
 )
 from h2o.config_fields import ConfigFields, Of, Positions
-from h2o.head_budgets import LayerShares, check_shares, table
-from h2o.kv_dtype import FIXED, QUANTISED, KvDtype, fewest_bits, per_token
-from h2o.model_identity import describe, key_size, latent_row
-from h2o.policy import Policy, RankBy, checked
+from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
+from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, per_token
+from h2o.model_identity import describe, group_size, key_size, latent_row
+from h2o.policy import BEFORE, Policy, Ranking, check_echo, checked
 from h2o.profile import Profile
 
 __all__ = ["PRESETS", "UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
@@ -61,9 +62,10 @@ class H2OConfig:
     sinks: int = 0
     """First tokens of the row that are never evicted (Xiao et al., "Efficient Streaming
     Language Models with Attention Sinks", ICLR 2024)."""
-    rank_by: RankBy = "sum"
+    rank_by: Ranking = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage. "max": the largest attention that any one query and head has given it."""
+    age is no advantage. "max": the largest attention of any one query and head. "echo": what the
+    text's own queries look for when they are asked again (rotary positions only)."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""
@@ -84,12 +86,13 @@ class H2OConfig:
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
-    h2o for this model. None: all the same."""
+    h2o for this model. "scores": the heavy hitters of a prompt are the highest ranks of all layers
+    and heads together, and all is held until then. "layer": of each layer. None: all the same."""
     of: Of = "keys"
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
     that a slot needs counted, sinks included; as many keys are kept as fit."""
-    slot: tuple[int, int] | None = None
+    slot: tuple[int, ...] | None = None
     """Bytes of a token in a full cache and in a slot; `for_model` finds it where it is needed."""
     positions: Positions = "original"
     """"original": a key stays at the position that it came at, as in the paper. "rolled": a key's
@@ -100,8 +103,11 @@ class H2OConfig:
         put = object.__setattr__  # frozen: what users gave becomes plain Python numbers
         for name in ("heavy", "recent"):
             put(self, name, budget_of(name, getattr(self, name)))
-        for name, value in checked(self.policy)._asdict().items():
+        policy = Policy(*(getattr(self, name) for name in Policy._fields))
+        for name, value in checked(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
+        if self.by_echo:
+            check_echo(policy, self.positions)
         if self.kv_dtype not in (None, "auto", *QUANTISED):
             names = '", "'.join(("auto", *QUANTISED[:-1]))
             raise ValueError(
@@ -113,7 +119,7 @@ class H2OConfig:
                 'of="bytes" takes fractions, one heavy and one recent for all layers and heads, '
                 f"not heavy={self.heavy!r} and recent={self.recent!r}"
             )
-        named = isinstance(self.shares, str) and self.shares == "shipped"
+        named = isinstance(self.shares, str) and self.shares in ("shipped", *BY_RANK)
         if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
         self._check_shared()
@@ -201,7 +207,18 @@ class H2OConfig:
     @property
     def policy(self) -> Policy:
         """What the operations of `h2o.ops` are given beside the slots."""
-        return Policy(*(getattr(self, name) for name in Policy._fields))
+        policy = Policy(*(getattr(self, name) for name in Policy._fields))
+        return policy._replace(rank_by="max") if self.by_echo else policy
+
+    @property
+    def by_echo(self) -> bool:
+        """Whether layers make the scores, rather than attention."""
+        return self.rank_by == "echo"
+
+    @property
+    def shares_by_rank(self) -> bool:
+        """Whether the ranks of a prompt's keys say how its heads share the budget."""
+        return isinstance(self.shares, str) and self.shares in BY_RANK
 
     @property
     def after_reading(self) -> H2OConfig:
@@ -221,7 +238,7 @@ class H2OConfig:
         """
         shares, slot, kv_dtype = self.shares, self.slot, self.kv_dtype
         config = getattr(model, "config", model)
-        if isinstance(shares, str):
+        if isinstance(shares, str) and shares == "shipped":
             shares = Profile.shipped(model)
             if shares is None:
                 raise ValueError(
@@ -235,20 +252,26 @@ class H2OConfig:
         if self.of == "bytes":
             merges = self.merge is not None
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
+            if self.by_echo:  # the queries that a layer remembers
+                slot = (*slot, slot[0] // 2 * BEFORE * group_size(config))
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
-    def for_keys(self, D: int, element: int, rows: int = 2) -> H2OConfig:
+    def for_keys(self, D: int, element: int, rows: float = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
-        many rows: a key and a value, or one that is both.
+        many rows: a key and a value, which may be less than a key, or one that is both.
 
         A full cache would hold them so. What a model's config says of its dtype is what it was
         loaded in: `model.to(torch.bfloat16)` and autocast do not change that.
         """
-        full = rows * D * element
+        full = round(rows * D * element)
         if self.slot is None or self.slot[0] == full:
             return self
-        grown = full - self.slot[0] if self.kv_dtype is None else 0
-        return dataclasses.replace(self, slot=(full, self.slot[1] + grown))
+        before, each, *queries = self.slot
+        grown = 0
+        if self.kv_dtype is None:
+            grown = round((full - before) * math.ceil(rows) / rows)
+        beside = (x * full // before for x in queries)
+        return dataclasses.replace(self, slot=(full, each + grown, *beside))
 
     def for_layer(self, layer: int, layers: int) -> H2OConfig:
         """This config with the amounts of one of the model's `layers` layers, counted from 0.
@@ -259,7 +282,9 @@ class H2OConfig:
             of_layer(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )
         shares = None
-        if self.shares is not None:
+        if self.shares_by_rank:
+            shares = self.shares
+        elif self.shares is not None:
             check_shares(self.shares, layers)
             shares = LayerShares(self.shares, layer)
         return dataclasses.replace(self, heavy=heavy, recent=recent, shares=shares)
@@ -306,12 +331,11 @@ class H2OConfig:
         """(heavy, recent) that fit, with the sinks and a free slot, into a part of the bytes."""
         if self.slot is None:
             raise ValueError('of="bytes": ask config.for_model(model) first')
-        full, slot = self.slot
         heavy, recent = self._amounts
         part = heavy + recent
         if part == 0:  # sinks alone
             return 0, 0
-        rest = max(1, (int(part * n * full) - FIXED) // slot - 1 - self.sinks)
+        rest = fitting(int(part * n * self.slot[0]), self.slot, self.sinks)
         recent = int(rest * recent / part)
         return rest - recent, recent
 

@@ -23,7 +23,7 @@ class ConfigFields(PolicyFields, total=False):
     kv_dtype: KvDtype | None
     shares: Any
     of: Of
-    slot: tuple[int, int] | None
+    slot: tuple[int, ...] | None
     positions: Positions
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 __all__ = [
+    "BY_RANK",
     "LEAST",
     "HasShares",
     "LayerShares",
@@ -24,6 +25,9 @@ __all__ = [
     "levelled",
     "table",
 ]
+
+BY_RANK = ("scores", "layer")
+"""`shares` by which a prompt's places go to the highest ranks (`h2o.hf.one_budget`)."""
 
 LEAST = 8
 """Tokens that a head keeps at least, sinks included, where the budget allows it."""
@@ -59,7 +63,8 @@ def table(shares: Any) -> Table | HasShares:
     if isinstance(rows, str) or not isinstance(rows, Sequence) or not all(map(_is_row, rows)):
         raise TypeError(
             "shares must be numbers [layers, key/value heads] (lists or an array), an "
-            f'h2o.Profile (h2o.Profile.load(path)) or "shipped", not {shares!r:.60}'
+            'h2o.Profile (h2o.Profile.load(path)), "shipped", "scores" or "layer", not '
+            f"{shares!r:.60}"
         )
     numbers = tuple(tuple(float(x) for x in row) for row in rows)
     if not numbers or len({len(row) for row in numbers}) != 1 or not numbers[0]:

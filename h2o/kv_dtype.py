@@ -5,9 +5,11 @@ Plain numbers, no torch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
-__all__ = ["FIXED", "QUANTISED", "KvDtype", "fewest_bits", "per_token", "stored_bytes"]
+__all__ = ["FIXED", "QUANTISED", "KvDtype", "fewest_bits", "fitting", "per_token", "stored_bytes"]
 
 FIXED = 32
 """Bytes of a head beside its slots: free slot, budget, lost mass, a part of the row's length."""
@@ -44,14 +46,23 @@ def fewest_bits(D: int | None) -> str:
     return "int8-int4" if isinstance(D, int) and D % 32 == 0 else "int8"
 
 
+def fitting(budget: int, slot: Sequence[int], sinks: int) -> int:
+    """Keys beside the sinks that fit, with a free slot, into so many bytes of a head; at least 1.
+
+    `slot`: as `per_token`, and bytes of what the head holds beside its slots, if there is more.
+    """
+    _, each, *more = slot
+    return max(1, (budget - FIXED - sum(more)) // each - 1 - sinks)
+
+
 def per_token(
-    D: int, element: int, rows: int, kv_dtype: str | None, value_weighted: bool, merges: bool
-) -> tuple[int, int]:
+    D: int, element: int, rows: float, kv_dtype: str | None, value_weighted: bool, merges: bool
+) -> tuple[int, ...]:
     """Bytes of a token for one key/value head: in a full cache, whose elements have `element`
     bytes each, and in a slot with score, position, norm and bias. `rows`: 2, key and value, or 1
-    that is both.
+    that is both; between them where a value is less than a key, which is stored as one.
     """
-    full = rows * D * element
+    whole = math.ceil(rows)
     stored = stored_bytes(kv_dtype, D)
-    held = full if stored is None else sum(stored[:rows])
-    return full, held + 8 + 4 * (value_weighted + merges)
+    held = whole * D * element if stored is None else sum(stored[:whole])
+    return round(rows * D * element), held + 8 + 4 * (value_weighted + merges)

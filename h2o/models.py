@@ -124,9 +124,9 @@ def encode(tokenizer: Any, text: str, chat: bool) -> Any:
         return tokenizer(text, return_tensors="pt")["input_ids"]
     if tokenizer.chat_template is None:
         raise UserError("--chat: this model's tokenizer has no chat template")
-    turn = {"role": "user", "content": text}
+    message = {"role": "user", "content": text}
     return tokenizer.apply_chat_template(
-        [turn], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )["input_ids"]
 
 

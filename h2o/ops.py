@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from h2o import backends
 from h2o.policy import PAPER, Policy, PolicyFields, one_policy
 from h2o.slots import Slots, new_slots, sizes_of_keys
-from h2o.tensors import empty, four_sizes, full, grad_enabled
+from h2o.tensors import default_scale, empty, four_sizes, full, grad_enabled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -128,6 +128,14 @@ def attend(
     is infinite there, but may be NaN where its weight is too small for a float32 (a logit
     some 87 below the row's highest), since 0 times infinity is NaN.
     """
+    if grad_enabled():
+        _refuse_grad(
+            slots, query=query, keys=keys, values=values, out=out, scores=scores,
+            sink_logits=sink_logits,
+        )  # fmt: skip
+    if fields:
+        policy = one_policy(policy, fields)
+    backend = backends.serving(query)
     sizes, key_sizes = four_sizes(query), four_sizes(keys)
     if sizes is not None and key_sizes is not None:
         B, H, Q, D = sizes
@@ -136,15 +144,8 @@ def attend(
         if scores is None:
             scores = empty(query, (B, key_sizes[1], Q), "float32")
     if scale is None:
-        scale = _default_scale(query, sizes)
-    if grad_enabled():
-        _refuse_grad(
-            slots, query=query, keys=keys, values=values, out=out, scores=scores,
-            sink_logits=sink_logits,
-        )  # fmt: skip
-    if fields:
-        policy = one_policy(policy, fields)
-    backends.serving(query).attend(
+        scale = default_scale(query, sizes)
+    backend.attend(
         query, keys, values, mask, slots, out, scores, scale, softcap, policy, sink_logits
     )
     return out, scores
@@ -230,19 +231,20 @@ def step(
     Returns:
         out
     """
+    if grad_enabled():
+        _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
+    if fields:
+        policy = one_policy(policy, fields)
+    backend = backends.opened(query)
     sizes = four_sizes(query)
     if sizes is not None:
         B, H, Q, D = sizes
         if out is None:
             out = empty(query, (B, Q, H, D))
     if scale is None:
-        scale = _default_scale(query, sizes)
-    if grad_enabled():
-        _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
+        scale = default_scale(query, sizes)
     table, ranks = (None, None) if rotary is None else rotary
-    if fields:
-        policy = one_policy(policy, fields)
-    backends.opened(query).step(
+    backend.step(
         query, key, value, mask, slots, out, scale, softcap, policy, table, ranks, sink_logits
     )
     return out
@@ -289,6 +291,17 @@ def simulate(
         (column number, pads counted) that no longer sees the key, Q if none, 0
         for a pad; [B, G, Q] float32, the score at the end or at eviction.
     """
+    if grad_enabled():
+        _refuse_grad(
+            None, query=query, keys=keys, values=values, out=out, scores=scores,
+            sink_logits=sink_logits,
+        )  # fmt: skip
+    if fields:
+        policy = one_policy(policy, fields)
+    backend = backends.serving(query)
+    stored_keys = stored_values = None
+    if kv_dtype is not None:
+        stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
     sizes, key_sizes = four_sizes(query), four_sizes(keys)
     if sizes is not None and key_sizes is not None:
         (B, H, Q, D), G = sizes, key_sizes[1]
@@ -299,31 +312,12 @@ def simulate(
         if scores is None:
             scores = empty(query, (B, G, Q), "float32")
     if scale is None:
-        scale = _default_scale(query, sizes)
-    if grad_enabled():
-        _refuse_grad(
-            None, query=query, keys=keys, values=values, out=out, scores=scores,
-            sink_logits=sink_logits,
-        )  # fmt: skip
-    stored_keys = stored_values = None
-    if kv_dtype is not None:
-        stored_keys, stored_values = _quantised(keys, values, mask, kv_dtype)
-    if fields:
-        policy = one_policy(policy, fields)
-    backends.serving(query).simulate(
+        scale = default_scale(query, sizes)
+    backend.simulate(
         query, keys, values, mask, prompt, budget, out, evicted_at, scores,
         scale, softcap, policy, stored_keys, stored_values, sink_logits,
     )  # fmt: skip
     return out, evicted_at, scores
-
-
-def _default_scale(query: Tensor, sizes: tuple[int, int, int, int] | None) -> float | None:
-    """1 / sqrt(D). None, which the core refuses, where D cannot be asked for; any number for a
-    query that it will refuse anyway."""
-    if sizes is not None:
-        return max(1, sizes[3]) ** -0.5
-    unsized = hasattr(query, "__dlpack__") and not hasattr(type(query), "shape")
-    return None if unsized else 1.0
 
 
 def _quantised(keys: Tensor, values: Tensor, mask: Tensor | None, kv_dtype: str) -> Any:

@@ -88,8 +88,8 @@ def check() -> None:
 
 def has_core() -> bool:
     """Whether the compiled core can be found, and this is no build without it."""
-    found = importlib.util.find_spec("h2o._core") is not None
-    return found and not (PACKAGE / PURE_BUILD).is_file()
+    is_there = importlib.util.find_spec("h2o._core") is not None
+    return is_there and not (PACKAGE / PURE_BUILD).is_file()
 
 
 @functools.cache

@@ -8,14 +8,31 @@ torch nor NumPy.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from h2o.budgets import tokens_of
 
-__all__ = ["FIELDS", "PAPER", "Field", "Policy", "PolicyFields", "RankBy", "checked", "one_policy"]
+__all__ = [
+    "BEFORE",
+    "FIELDS",
+    "PAPER",
+    "Field",
+    "Policy",
+    "PolicyFields",
+    "RankBy",
+    "Ranking",
+    "check_echo",
+    "checked",
+    "one_policy",
+]
 
 RankBy = Literal["sum", "mean", "max"]
+"""What the operations rank by: how attention makes the score of a key."""
+Ranking = Literal["sum", "mean", "max", "echo"]
+"""What a cache can rank by: of "echo" its layers make the scores, and give them to `evict`."""
+BEFORE = 4
+"""How many tokens before a key "echo" looks at, beside its own."""
 
 
 class Policy(NamedTuple):
@@ -49,7 +66,7 @@ class PolicyFields(TypedDict, total=False):
     """The fields of a `Policy` as keyword arguments of a function."""
 
     sinks: int
-    rank_by: RankBy
+    rank_by: Ranking
     decay: float
     value_weighted: bool
     merge: float | None
@@ -77,9 +94,9 @@ def _truth(text: str) -> bool:
 FIELDS: dict[str, Field] = {
     "sinks": Field(int, None, "N", "first tokens (%(default)s)"),
     "rank_by": Field(
-        str, ("sum", "mean", "max"), None,
-        "accumulated attention, the same per query that has seen the key, or the largest that "
-        "one query gave (%(default)s)",
+        str, get_args(Ranking), None,
+        "accumulated attention, the same per query that has seen the key, the largest that one "
+        "query gave, or what the text's own queries look for when they come again (%(default)s)",
     ),
     "decay": Field(
         float, None, "D", "what remains of a score after one more token, 0 to 1 (%(default)s)"
@@ -94,15 +111,14 @@ FIELDS: dict[str, Field] = {
 """By the names, and in the order, of the fields of `Policy`."""
 
 
-def checked(policy: Policy) -> Policy:
-    """The same in plain Python numbers.
+def checked(policy: Policy, choices: Sequence[str] = get_args(RankBy)) -> Policy:
+    """The same in plain Python numbers; `choices` is what it may rank by.
 
     Raises: TypeError for a thing that is no number (a bool is none), ValueError for a number out
     of range.
     """
     _, rank_by, decay, value_weighted, merge = policy
     sinks = tokens_of("sinks", policy.sinks)
-    choices = FIELDS["rank_by"].choices or ()
     if rank_by not in choices:
         *others, last = (f'"{name}"' for name in choices)
         raise ValueError(f"rank_by must be {', '.join(others)} or {last}, not {rank_by!r}")
@@ -115,6 +131,20 @@ def checked(policy: Policy) -> Policy:
     if merge is not None:
         merge = _cosine(merge)
     return Policy(sinks, rank_by, float(decay), value_weighted, merge)
+
+
+def check_echo(policy: Policy, positions: str) -> None:
+    """ValueError for what does not go with scores that are made once, when their keys come."""
+    reasons = {
+        "decay: a score is made when its key comes, and does not fade": policy.decay != 1,
+        "merge: a merged key gets other attention than its parts": policy.merge is not None,
+        'positions="rolled": queries are asked again at positions of the text': (
+            positions != "original"
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f'rank_by="echo" does not go with {reason}')
 
 
 def _cosine(value: Any) -> float:

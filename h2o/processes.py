@@ -58,9 +58,9 @@ class Processes:
     ) -> Iterator[tuple[Piece, Result]]:
         """(piece, its result) in order, on every process; each works on every world-th piece."""
         for start in range(0, len(pieces), self.world):
-            turn = pieces[start : start + self.world]
-            result = work(turn[self.rank]) if self.rank < len(turn) else None
-            yield from zip(turn, self.everyone(result), strict=False)  # type: ignore[arg-type]
+            round_ = pieces[start : start + self.world]
+            result = work(round_[self.rank]) if self.rank < len(round_) else None
+            yield from zip(round_, self.everyone(result), strict=False)  # type: ignore[arg-type]
 
     def agree(self, facts: Sequence[dict[str, Any]]) -> None:
         """Raises: UserError that names what a process has found otherwise than the first one."""

@@ -1,6 +1,6 @@
 """Keys and values in fewer bits: what a quantised store holds of each, in plain torch.
 
-The rows are those of the C core (`csrc/cpu/stored.h`), equal bit for bit. Symmetric bytes per token
+The rows are those of the C core (`csrc/cpu/stored_rows.h`), bit for bit. Symmetric bytes per token
 for keys and groups with a minimum for values: compare Liu et al., "KIVI: A Tuning-Free Asymmetric
 2bit Quantization for KV Cache", ICML 2024.
 

@@ -112,9 +112,9 @@ def attend(
                     queries = rotated(queries, rotary[seen - 1].double())
                 p = _probabilities(queries, key[:seen], bias[:seen], scale, softcap, sinks)
                 out[b, column, group] = (p @ value[:seen]).to(out.dtype)
-                given = p.amax(0) if policy.scores_largest else p.sum(0)
+                received = p.amax(0) if policy.scores_largest else p.sum(0)
                 both = torch.maximum if policy.scores_largest else torch.add
-                score[:seen] = both(policy.decay * score[:seen], given)
+                score[:seen] = both(policy.decay * score[:seen], received)
             if slots is not None:
                 store.scores[held] = score[: len(held)].float()
             scores[b, g, new] = score[len(key) - len(new) :].float()

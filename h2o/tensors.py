@@ -1,4 +1,4 @@
-"""New tensors like a given one: of its library (NumPy, torch, ...), on its device, of its dtype."""
+"""What the operations ask of a tensor of any library: its sizes, and new ones like it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["empty", "four_sizes", "full", "grad_enabled"]
+__all__ = ["default_scale", "empty", "four_sizes", "full", "grad_enabled"]
 
 Tensor = Any  # whatever speaks DLPack
 
@@ -19,6 +19,15 @@ def four_sizes(tensor: Tensor) -> tuple[int, int, int, int] | None:
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
     return a, b, c, d
+
+
+def default_scale(query: Tensor, sizes: tuple[int, int, int, int] | None) -> float | None:
+    """1 / sqrt(D). None, which the core refuses, where D cannot be asked for; any number for a
+    query that it will refuse anyway."""
+    if sizes is not None:
+        return max(1, sizes[3]) ** -0.5
+    unsized = hasattr(query, "__dlpack__") and not hasattr(type(query), "shape")
+    return None if unsized else 1.0
 
 
 _NO_MEMORY = ("allocate memory", "out of memory", "size calculation overflowed")

@@ -49,6 +49,7 @@ def quick(tmp_path, *arguments: str) -> dict:
         ("bits", ["P14"] * 4),
         ("merging", ["P15"] * 6),
         ("uneven", ["P16"] * 2),
+        ("latents", ["P23"] * 2),
         ("overhead", ["P9"] * 3),
         ("portable", ["P20"] * 4),
         ("threads", ["threads"] * 4),

@@ -343,6 +343,7 @@ def test_a_config_is_what_the_options_say():
         ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("rank_by", "mean", "mean"),
         ("decay", "0.5", 0.5), ("merge", "0.8", 0.8), ("positions", "rolled", "rolled"),
         ("kv_dtype", "int8", "int8"), ("shares", "shipped", "shipped"),
+        ("rank_by", "echo", "echo"), ("shares", "scores", "scores"),
     ):  # fmt: skip
         options = parser.parse_args([cache_options.spelled(name), text])
         assert cache_options.config_from(options) == H2OConfig(**{name: value})
@@ -371,9 +372,12 @@ def test_a_preset_is_what_the_options_say(tmp_path):
         profile = Profile.load(name)
         own = said(f"--preset calibrated --profile {name}")
         assert own == H2OConfig.calibrated(0.2, profile)
+    shared = dataclasses.replace(H2OConfig.robust(0.2), rank_by="echo", shares="scores")
+    assert said("--preset robust --rank-by echo --profile scores") == shared
     assert said("--heavy 0.05 --recent 0.05 --of bytes") == H2OConfig.authors(0.1, of="bytes")
     for wrong in (
         "--budget 0.1", "--preset robust --heavy 0.1", "--preset authors --profile shipped",
+        "--preset calibrated --profile scores",
         "--preset robust --budget 64 --of bytes", "--preset robust --budget 2.0",
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"^[^\n]+$"):

@@ -8,11 +8,12 @@ import ast
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from h2o.backends import OPERATIONS, without_core
-from h2o.policy import FIELDS, Policy, PolicyFields
+from h2o.policy import FIELDS, Policy, PolicyFields, RankBy
 from h2o.slots import KINDS, Slots
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,7 +78,7 @@ def test_sources_are_found():
     """An empty list would make every rule hold."""
     assert {"csrc/h2o.h", "csrc/policy.c", "csrc/module.c", "csrc/exchange.c"} <= set(C)
     assert {"h2o/ops.py", "h2o/hf/cache.py", "h2o/config.py", "h2o/cli/__init__.py"} <= set(PYTHON)
-    assert '"run.h"' in includes(C["csrc/check.c"])
+    assert '"operands.h"' in includes(C["csrc/check.c"])
     assert importers("h2o._core")
     assert importers("transformers")
 
@@ -99,11 +100,12 @@ def test_pure_rooms_include_only_their_own_headers_and_libc():
         f"{name}.h"
         for name in (
             *("h2o", "target", "types", "half", "guard", "policy", "quantise", "store"),
-            "operations",
+            *("operations", "tables", "operands"),
         )
     }
     own = {f"{folder}{name}" for name in shared | {"run.h", "system.h"} for folder in ("", "../")}
-    files = {"policy.c", "check.c", "counts.c", "error.c", "operations.c"}
+    files = {"policy.c", "check.c", "counts.c", "error.c", "tables.c"}
+    files |= {f"{name}.c" for name in OPERATIONS}
     pure = {f"csrc/{name}" for name in shared | files}
     intrinsics = {"<immintrin.h>", "<emmintrin.h>", "<arm_neon.h>"}
     for name, text in C.items():
@@ -198,16 +200,19 @@ def test_the_policy_is_declared_once():
     """Its fields are listed in one table of C and one of Python; others go by these."""
     fields = Policy._fields
     assert tuple(FIELDS) == tuple(PolicyFields.__annotations__) == fields
-    table = C["csrc/operations.c"]
+    table = C["csrc/tables.c"]
     assert tuple(re.findall(r'\{\.name = "(\w+)",\s+\.kind = H2O_FIELD', table)) == fields
     files = {**C, **PYTHON, **sources("h2o", ".pyi")}
     listing = {name for name, text in files.items() if len(quoted(text, fields)) > 3}
-    assert listing == {"csrc/operations.c", "h2o/policy.py"}
+    assert listing == {"csrc/tables.c", "h2o/policy.py"}
 
 
 def test_a_ranking_touches_few_files():
     """What names two rankings has to name a third, docstrings included; what computes it too."""
-    names = FIELDS["rank_by"].choices
+    names = get_args(RankBy)
+    by_layers = set(FIELDS["rank_by"].choices) - set(names)  # of which the kernels know nothing
+    assert by_layers == {"echo"}
+    assert not [name for name, text in C.items() if quoted(text, by_layers)]
     files = {
         name: text
         for name, text in {**C, **PYTHON}.items()
@@ -216,14 +221,14 @@ def test_a_ranking_touches_few_files():
     spelled = {name for name, text in files.items() if quoted(text, names) == set(names)}
     numbered = {name for name, text in C.items() if re.search(r"\bH2O_RANK_[A-Z]+\b", text)}
     assert spelled | numbered == {
-        "csrc/h2o.h", "csrc/operations.c", "csrc/policy.h", "h2o/config.py", "h2o/policy.py",
+        "csrc/h2o.h", "csrc/policy.h", "csrc/tables.c", "h2o/config.py", "h2o/policy.py",
     }  # fmt: skip
 
 
 def test_a_stored_dtype_touches_few_files():
     """In C what goes by a type of rows is made from the lists of types.h."""
     named = {name for name, text in C.items() if re.search(r"\bH2O_Q[84]\b", text)}
-    assert named <= {"csrc/types.h", "csrc/cpu/stored.h", "csrc/cuda/stored_rows.cuh"}
+    assert named <= {"csrc/types.h", "csrc/cpu/stored_rows.h", "csrc/cuda/stored_rows.cuh"}
     spelled = {name for name, text in PYTHON.items() if '"int8-int4"' in without_prose(text)}
     assert spelled <= {"h2o/kv_dtype.py", "h2o/backends/kernel_check.py"}
 
@@ -248,7 +253,7 @@ def test_the_fields_of_slots_are_listed_once():
 
 
 def test_an_operation_is_declared_once():
-    """Its operands in one table; Python and C agree on what operations there are."""
+    """In a file of its own, and a list that Python and C agree on; what serves all names none."""
     names = re.findall(r"X\((\w+), [A-Z]+\)", without_comments(C["csrc/operations.h"]))
     assert tuple(names) == OPERATIONS
     spread = {
@@ -256,15 +261,31 @@ def test_an_operation_is_declared_once():
         for name, text in C.items()
         if len(set(re.findall(r"\bH2O_(ATTEND|EVICT|STEP|SIMULATE)\b", without_comments(text)))) > 1
     }
-    assert spread == {"csrc/check.c"}  # where each asks for its operands' checks
+    assert not spread
+
+
+def test_an_operation_touches_few_files():
+    """Beside the files of its name: what names all others has to name the next one."""
+    naming = set()
+    for name, text in {**C, **PYTHON}.items():
+        code = without_comments(text) if name in C else without_prose(text)
+        word = r"\b(plan_|H2O_|h2o_cuda_)?{}(_params|\.inc|\.cuh)?\b"
+        named = [x for x in OPERATIONS if re.search(word.format(x), code, re.IGNORECASE)]
+        if named == list(OPERATIONS) and Path(name).stem not in OPERATIONS:
+            naming.add(name)
+    assert naming == {
+        "csrc/operations.h", "csrc/cpu/table.inc", "csrc/cuda/kernels.cu", "csrc/cuda/plan.c",
+        "h2o/ops.py", "h2o/reference.py", "h2o/backends/kernel_check.py",
+        "h2o/backends/without_core.py",
+    }  # fmt: skip
 
 
 def test_operands_without_a_core_are_those_of_the_core():
     """Names, shapes, dtypes and what is written, as the tables of C have them. A mask may be bool,
     which NumPy and torch keep in the bytes of uint8; a step's Q is 1."""
     rows = re.findall(
-        r'TENSOR(?:_AS)?\((\w+), (?:"[\w.]+", )?([\w.]+), "(\w+)",\s*(\w+),([^)]*)\)',
-        C["csrc/operations.c"].partition("/* ---- Operands")[2],
+        r'H2O_TENSOR(?:_AS)?\((\w+), (?:"[\w.]+", )?([\w.]+), "(\w+)",\s*(\w+),([^)]*)\)',
+        "".join(C[f"csrc/{name}.c"] for name in OPERATIONS),
     )
     by_operation = {name: [] for name in OPERATIONS}
     for operation, field, letters, dtype, flags in rows:
@@ -294,7 +315,8 @@ def test_core_is_imported_where_backends_are_chosen():
 
 def test_nothing_that_serves_leans_on_the_oracle():
     """It is written to be read, and is what others are judged by."""
-    assert not importers("h2o.reference")
+    assert importers("h2o.reference") == {"h2o/reference_echo.py"}
+    assert not importers("h2o.reference_echo")
     assert importers("h2o.reference_merging") == {"h2o/reference.py"}
 
 
@@ -313,6 +335,13 @@ def test_transformers_is_imported_where_it_is_served():
         assert name in allowed or name.startswith(folders), name
 
 
+def test_vllm_is_known_to_its_plugin():
+    """And what is served there knows nothing of transformers' caches."""
+    files = {f"h2o/vllm/{name}.py" for name in ("__init__", "plugin", "untested")}
+    assert importers("vllm") == files
+    assert not {name for name in importers("h2o.hf") if name.startswith("h2o/vllm/")}
+
+
 FLOORS = 9
 """Rooms, which are the folders and the files at the top of the package, stand on one another."""
 
@@ -320,7 +349,7 @@ SERVING = {
     "attention_blocks", "backends", "budgets", "config", "config_fields", "draw", "errors",
     "filesystem", "former_names", "head_budgets", "hf", "kv_dtype", "model_identity", "models",
     "ops", "packages", "policy", "profile", "published_masks", "quantisation", "rotary_embedding",
-    "sink_logits", "slots", "tensors",
+    "sink_logits", "slots", "tensors", "vllm",
 }  # fmt: skip
 """The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
 measure one, or are commands."""

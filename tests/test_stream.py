@@ -242,7 +242,7 @@ def test_a_chat_goes_on_beyond_its_budget():
     talk = Chat(ours, tokenizer, H2OConfig(24, 40, sinks=4, positions="rolled"))
     first = "".join(talk.reply("What is the capital of France?", 30))
     assert "Paris" in first
-    assert talk.turn("And?") == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    assert talk.message("And?") == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
     for said in ("Tell me about rivers.", "And about mountains?", "Thanks."):
         assert "".join(talk.reply(said, 30)).strip()
     assert talk.cache.get_seq_length() > 100

@@ -1,7 +1,7 @@
 /* rows.h - single rows of D elements, wherever they lie: copies and norms.
  *
  * A row is a token's key, value or query: of a caller's tensor, at any stride, or of a store
- * (stored.h), whose rows may be quantised. */
+ * (stored_rows.h), whose rows may be quantised. */
 #ifndef H2O_ROWS_H
 #define H2O_ROWS_H
 

@@ -1,6 +1,6 @@
 /* scores.h - how the score of a key grows by the attention that it receives: by the sum of the
  * weights that queries and heads give it, or, where `largest` (h2o_scores_largest), to the largest
- * of them. NaN, once it has come, stays. */
+ * of them. NaN stays NaN. */
 #ifndef H2O_SCORES_H
 #define H2O_SCORES_H
 
@@ -12,29 +12,29 @@ VEC vf larger_weight(vf a, vf weight) {
     return vf_less(weight, vf_set1(INFINITY), vf_max(weight, a), weight);
 }
 
-/* What two sets of queries give together. */
-VEC vf given_by_both(vf a, vf b, const bool largest) {
+/* What a key receives from two sets of queries together. */
+VEC vf received_together(vf a, vf b, const bool largest) {
     return largest ? larger_weight(a, b) : vf_add(a, b);
 }
 
-/* What queries give of whom one more has the weight e * factor. */
-VEC vf given_by_more(vf given, vf e, vf factor, const bool largest) {
-    return largest ? larger_weight(given, vf_mul(e, factor)) : vf_fma(e, factor, given);
+/* What a key receives from some queries and one more, whose weight is e * factor. */
+VEC vf received_with(vf received, vf e, vf factor, const bool largest) {
+    return largest ? larger_weight(received, vf_mul(e, factor)) : vf_fma(e, factor, received);
 }
 
-/* What the R heads of a query give, of whom head r has the weights e[r * ld] * factors[r]. */
-VEC vf given_by_heads(const float *e, int64_t ld, const float *factors, int64_t R,
-                      const bool largest) {
-    vf given = vf_zero();
+/* What keys receive from the R heads of a query; head r's weights are e[r * ld] * factors[r]. */
+VEC vf received_from_heads(const float *e, int64_t ld, const float *factors, int64_t R,
+                           const bool largest) {
+    vf received = vf_zero();
     for (int64_t r = 0; r < R; r++) {
-        given = given_by_more(given, vf_load(e + r * ld), vf_set1(factors[r]), largest);
+        received = received_with(received, vf_load(e + r * ld), vf_set1(factors[r]), largest);
     }
-    return given;
+    return received;
 }
 
-/* A score that has faded by `decay`, once queries have given so much. */
-VEC vf score_after(vf score, vf decay, vf given, const bool largest) {
-    return largest ? larger_weight(vf_mul(score, decay), given) : vf_fma(score, decay, given);
+/* A score times `decay`, and what its key has received since. */
+VEC vf score_after(vf score, vf decay, vf received, const bool largest) {
+    return largest ? larger_weight(vf_mul(score, decay), received) : vf_fma(score, decay, received);
 }
 
 #endif

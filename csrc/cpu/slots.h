@@ -5,7 +5,7 @@
 
 #include "../policy.h"
 #include "../store.h"
-#include "stored.h"
+#include "stored_rows.h"
 
 /* Writes key and value of the new token at axis Q index `column` to a slot. */
 static inline void store_token(const slot_store *store, int64_t slot, const h2o_view *keys,

@@ -116,8 +116,8 @@ static int open_library(h2o_error *error) {
     void *const library = h2o_open_library("nvcuda.dll", "libcuda.so.1", &reason);
     if (library == NULL) return h2o_fail(error, H2O_EBACKEND, "no driver (%s)", reason);
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
-        const bool found = h2o_find_symbol(library, entries[i].name, entries[i].entry);
-        if (!found && !entries[i].later) {
+        const bool has_entry = h2o_find_symbol(library, entries[i].name, entries[i].entry);
+        if (!has_entry && !entries[i].later) {
             h2o_close_library(library);
             return h2o_fail(error, H2O_EBACKEND,
                             "the driver has no %s: it is older than 525, which h2o needs",
@@ -183,8 +183,8 @@ bool cuda_has(int ordinal, const cuda_plan *plan) {
         (require_library(&error) != H2O_OK || ask_limits(ordinal, &error) != H2O_OK)) {
         return true;
     }
-    bool fits = atomic_load_explicit(&capabilities[ordinal], memory_order_acquire) >=
-                plan->capability;
+    bool fits =
+        atomic_load_explicit(&capabilities[ordinal], memory_order_acquire) >= plan->capability;
     const int shared = atomic_load_explicit(&shared_memory[ordinal], memory_order_relaxed);
     for (int i = 0; i < plan->count; i++) fits = fits && plan->launch[i].shared <= (unsigned)shared;
     return fits;

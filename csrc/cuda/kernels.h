@@ -10,7 +10,7 @@
 #ifndef H2O_CUDA_KERNELS_H
 #define H2O_CUDA_KERNELS_H
 
-#include "../h2o.h"
+#include "../operations.h"
 
 enum {
     CUDA_DEPTH = 256,   /* the largest head dimension */
@@ -28,7 +28,7 @@ enum {
     ATTEND_TILE = 32, /* queries, and keys, of a tile of logits; */
     MATRIX_ROWS = 64, /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
     STEP_HEADS = 4,   /* query heads for which a key is loaded once */
-    STEP_AHEAD = 4,   /* slots whose rows a thread loads before it uses the first */
+    STEP_LOADS = 4,   /* slots whose rows a thread loads before it uses the first */
     TEAM = 8,         /* threads that compute a dot product together */
     RUN = 8           /* elements of a row that a thread reads at a time */
 };

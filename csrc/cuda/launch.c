@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "../tables.h"
 #include "driver.h"
 #include "plan.h"
 
@@ -41,7 +42,7 @@ static bool is_served(const h2o_operation_row *row, const void *params) {
 }
 
 static size_t workspace(h2o_operation operation, const void *params, const h2o_exec *exec) {
-    const h2o_operation_row *const row = &h2o_operations[operation];
+    const h2o_operation_row *const row = h2o_operations[operation];
     cuda_plan plan;
     (void)exec;
     if (!is_served(row, params)) return H2O_UNSERVED;
@@ -63,7 +64,7 @@ static int launch(const cuda_plan *plan, int32_t device, const h2o_exec *exec, h
 
 static int run(h2o_operation operation, const void *params, const h2o_exec *exec,
                h2o_error *error) {
-    const h2o_operation_row *const row = &h2o_operations[operation];
+    const h2o_operation_row *const row = h2o_operations[operation];
     h2o_params copy;
     cuda_plan plan;
     memcpy(&copy, params, row->size);

@@ -91,7 +91,7 @@ DEVICE nearest_key find_nearest(const slot_store *store, const evicted_key *e, i
     return nearest;
 }
 
-/* row = x = both->own * row + both->other * evicted; by a warp. */
+/* row = x = kept_weight * row + evicted_weight * evicted; by a warp. */
 DEVICE void merge_row(char *row, h2o_dtype type, const h2o_merged *both, const float *evicted,
                       int64_t D, float *x) {
     NO_UNROLL
@@ -100,7 +100,7 @@ DEVICE void merge_row(char *row, h2o_dtype type, const h2o_merged *both, const f
         load_stored(row, type, d, D, kept);
         UNROLL
         for (int i = 0; i < RUN; i++) {
-            x[d + i] = fmaf(both->other, evicted[d + i], both->own * kept[i]);
+            x[d + i] = fmaf(both->evicted_weight, evicted[d + i], both->kept_weight * kept[i]);
         }
     }
     sync_warp();

@@ -1,7 +1,7 @@
 /* move_rows.cuh - moves keys, or values, of a head into its slots, as evict has listed them.
  *
  * Rows of bytes are copied by the widest words that every address of the call allows, found once;
- * as many threads as a row has words copy it, and each has COPY_AHEAD rows on their way before
+ * as many threads as a row has words copy it, and each has COPY_LOADS rows on their way before
  * it writes the first. Rows that have to be quantised or gathered are stored by a warp each.
  *
  * No slot is both read and written by a list of moves, so neither their order nor the number of
@@ -11,7 +11,7 @@
 
 #include "stored_rows.cuh"
 
-enum { COPY_AHEAD = 4 };
+enum { COPY_LOADS = 4 };
 
 /* Move m takes candidate sources[m] (a slot, or slots + the column of a new token) to slot
  * destinations[m]. */
@@ -49,16 +49,16 @@ DEVICE int copiers(int64_t words) {
 
 template <typename WORD> DEVICE void copy_moves(const row_moves *moves, block_share share) {
     const int64_t bytes = h2o_row_bytes(moves->type, moves->D);
-    const int64_t whole = bytes / (int64_t)sizeof(WORD), rest = bytes % (int64_t)sizeof(WORD);
-    const int threads = copiers(whole > rest ? whole : rest);
+    const int64_t words = bytes / (int64_t)sizeof(WORD), tail = bytes % (int64_t)sizeof(WORD);
+    const int threads = copiers(words > tail ? words : tail);
     const int lane = threadIdx.x % threads, team = threadIdx.x / threads;
-    const int64_t teams = blockDim.x / threads, batch = teams * COPY_AHEAD;
+    const int64_t teams = blockDim.x / threads, batch = teams * COPY_LOADS;
     NO_UNROLL
     for (int64_t m = share.index * batch + team; m < moves->count; m += share.count * batch) {
-        const char *from[COPY_AHEAD];
-        char *to[COPY_AHEAD] = {};
+        const char *from[COPY_LOADS];
+        char *to[COPY_LOADS] = {};
         UNROLL
-        for (int i = 0; i < COPY_AHEAD; i++) {
+        for (int i = 0; i < COPY_LOADS; i++) {
             const int64_t at = m + i * teams;
             from[i] = nullptr;
             if (at >= moves->count) continue;
@@ -66,21 +66,21 @@ template <typename WORD> DEVICE void copy_moves(const row_moves *moves, block_sh
             to[i] = moves->rows + moves->destinations[at] * moves->stride;
         }
         NO_UNROLL
-        for (int64_t w = lane; w < whole; w += threads) {
-            WORD x[COPY_AHEAD] = {};
+        for (int64_t w = lane; w < words; w += threads) {
+            WORD x[COPY_LOADS] = {};
             UNROLL
-            for (int i = 0; i < COPY_AHEAD; i++) {
+            for (int i = 0; i < COPY_LOADS; i++) {
                 if (from[i]) x[i] = ((const WORD *)from[i])[w];
             }
             UNROLL
-            for (int i = 0; i < COPY_AHEAD; i++) {
+            for (int i = 0; i < COPY_LOADS; i++) {
                 if (from[i]) ((WORD *)to[i])[w] = x[i];
             }
         }
         NO_UNROLL
-        for (int64_t c = bytes - rest + lane; c < bytes; c += threads) {
+        for (int64_t c = bytes - tail + lane; c < bytes; c += threads) {
             UNROLL
-            for (int i = 0; i < COPY_AHEAD; i++) {
+            for (int i = 0; i < COPY_LOADS; i++) {
                 if (from[i]) to[i][c] = from[i][c];
             }
         }

@@ -8,7 +8,6 @@
 #ifndef H2O_CUDA_PLAN_H
 #define H2O_CUDA_PLAN_H
 
-#include "../operations.h"
 #include "kernels.h"
 
 enum { CUDA_MOST_LAUNCHES = 4, CUDA_KERNELS = 24 };

@@ -49,20 +49,20 @@ DEVICE void find_digit(select_buffer *buffer, int shift) {
     enum { BINS = SELECT_BINS / 32 };
     const int lane = threadIdx.x % 32, highest = SELECT_BINS - 1 - BINS * lane;
     const int32_t n = buffer->nth;
-    int32_t bins[BINS], own = 0;
+    int32_t bins[BINS], lane_sum = 0;
     UNROLL
     for (int i = 0; i < BINS; i++) {
         bins[i] = (int32_t)buffer->bins[highest - i];
-        own += bins[i];
+        lane_sum += bins[i];
     }
-    int32_t before = 0, all = own;
+    int32_t before = 0, all = lane_sum;
     UNROLL
     for (int offset = 1; offset < 32; offset *= 2) {
         const int32_t others = shfl_xor(all, offset);
         if (lane & offset) before += others;
         all += others;
     }
-    const uint32_t reached = warp_ballot(n <= before + own);
+    const uint32_t reached = warp_ballot(n <= before + lane_sum);
     sync_warp(); /* all lanes have read what changes below */
     const int first = reached ? popcount((reached & (0u - reached)) - 1) : 31;
     if (lane != first) return;

@@ -1,7 +1,7 @@
 /* step_logits.cuh - logits of a decode step: q.k of R query heads with the slots of one part.
  *
  * STEP_HEADS queries at a time lie in shared memory as floats [STEP_HEADS, D]; each team of
- * threads reads a slot's key once for all of them (STEP_AHEAD slots at a time, to hide latency)
+ * threads reads a slot's key once for all of them (STEP_LOADS slots at a time, to hide latency)
  * and writes the logits to weights [slots, R] in the workspace.
  *
  * With cache-relative positions, keys are stored without their rotary embedding: query and keys
@@ -105,16 +105,16 @@ DEVICE void part_logits(const step_item *item, int64_t r, int64_t begin, int64_t
     const slot_store *const store = &item->store;
     const int64_t depth = cuda_depth(item->D);
     if (!item->rotary) {
-        logits_by<STEP_AHEAD>(
+        logits_by<STEP_LOADS>(
             item, r, begin, end, [&](const int64_t *slot, float (*sum)[STEP_HEADS]) {
-                const char *row[STEP_AHEAD];
+                const char *row[STEP_LOADS];
                 UNROLL
-                for (int i = 0; i < STEP_AHEAD; i++)
+                for (int i = 0; i < STEP_LOADS; i++)
                     row[i] = store->keys + slot[i] * store->key_stride;
                 const auto load = [&](int64_t d, float (*x)[RUN]) {
-                    load_rows<STEP_AHEAD>(row, store->key_type, d, item->D, x);
+                    load_rows<STEP_LOADS>(row, store->key_type, d, item->D, x);
                 };
-                row_dots<STEP_AHEAD, STEP_HEADS>(item->D, query, depth, load, sum);
+                row_dots<STEP_LOADS, STEP_HEADS>(item->D, query, depth, load, sum);
             });
         return;
     }

@@ -44,17 +44,17 @@ DEVICE void accumulate_part(const step_item *item, int64_t r, int64_t part, int6
     const int64_t runs = cuda_depth(item->D) / RUN, rows = blockDim.x / runs;
     const int64_t row = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
     float sum[STEP_HEADS][RUN] = {};
-    for (int64_t first = begin + row; first < end && row < rows; first += STEP_AHEAD * rows) {
-        const char *value[STEP_AHEAD];
-        float x[STEP_AHEAD][RUN];
+    for (int64_t first = begin + row; first < end && row < rows; first += STEP_LOADS * rows) {
+        const char *value[STEP_LOADS];
+        float x[STEP_LOADS][RUN];
         UNROLL
-        for (int k = 0; k < STEP_AHEAD; k++) {
+        for (int k = 0; k < STEP_LOADS; k++) {
             value[k] =
                 item->store.values + lower(first + k * rows, end - 1) * item->store.value_stride;
         }
-        load_rows<STEP_AHEAD>(value, item->store.value_type, d, item->D, x);
+        load_rows<STEP_LOADS>(value, item->store.value_type, d, item->D, x);
         UNROLL
-        for (int k = 0; k < STEP_AHEAD; k++) {
+        for (int k = 0; k < STEP_LOADS; k++) {
             const int64_t s = first + k * rows;
             if (s >= end) continue;
             UNROLL

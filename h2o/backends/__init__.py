@@ -81,7 +81,7 @@ def _portable() -> SimpleNamespace:
     from h2o.backends import portable
 
     def checked(name: str) -> Any:
-        run = getattr(portable, name)
+        run = portable.operation(name)
 
         def operation(*operands: Any) -> None:
             with cuda.current(operands[0]):

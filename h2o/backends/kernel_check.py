@@ -56,7 +56,7 @@ class Case:
     kv_dtype: str | None = None
     value_weighted: bool = False
     merge: float | None = None
-    own: bool = False
+    ragged: bool = False
     """heads with numbers of slots of their own"""
     pads: bool = False
     softcap: float = 0.0
@@ -74,14 +74,14 @@ class Case:
         facts += [f"{self.size.prompt} tokens"] if self.long else []
         facts += [self.kv_dtype] if self.kv_dtype else []
         facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
-        flags = ("value_weighted", "merge", "own", "pads", "learned_sinks")
+        flags = ("value_weighted", "merge", "ragged", "pads", "learned_sinks")
         return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
 
 
 CASES = (
     Case(64, torch.float32),
     Case(80, torch.float16, kv_dtype="int8", pads=True),
-    Case(128, torch.bfloat16, value_weighted=True, own=True),
+    Case(128, torch.bfloat16, value_weighted=True, ragged=True),
     Case(256, torch.bfloat16, kv_dtype="int8-int4"),
     Case(64, torch.bfloat16, merge=0.3),
     Case(64, torch.bfloat16, softcap=2.0),
@@ -89,7 +89,7 @@ CASES = (
     Case(64, torch.bfloat16, learned_sinks=True),
     Case(48, torch.float32, learned_sinks=True, pads=True),
     Case(160, torch.float16, value_weighted=True),
-    Case(128, torch.bfloat16, own=True, long=True),
+    Case(128, torch.bfloat16, ragged=True, long=True),
     Case(64, torch.float16, pads=True, softcap=20.0, long=True),
 )
 
@@ -103,15 +103,15 @@ def mistakes(kernels: Any, by_torch: Any, device: Any) -> list[str]:
 
     Raises: what ends the check and says nothing about the kernels, such as torch.OutOfMemoryError.
     """
-    found: list[str] = []
+    texts: list[str] = []
     with _default_settings(torch.device(device)):
         for seed, case in enumerate(CASES):
             text = _first_mistake(kernels, by_torch, case, torch.device(device), seed)
             if text is not None:
-                found.append(f"{text} ({case.name})")
+                texts.append(f"{text} ({case.name})")
             if text is not None and " fails: " in text:
                 break  # after a fault CUDA refuses all that follows
-    return found
+    return texts
 
 
 @contextlib.contextmanager
@@ -136,19 +136,19 @@ def _default_settings(device: torch.device) -> Iterator[None]:
 
 
 def _first_mistake(
-    kernels: Any, judge: Any, case: Case, device: torch.device, seed: int
+    kernels: Any, by_torch: Any, case: Case, device: torch.device, seed: int
 ) -> str | None:
     """The first: what follows from a wrong state says nothing."""
     name = "the text"
     try:
         for name, arguments, results in _calls(case, device, seed):
-            own = _mapped(arguments, Tensor.clone)
-            getattr(kernels, name)(*own)
-            getattr(judge, name)(*arguments)
+            copies = _mapped(arguments, Tensor.clone)
+            getattr(kernels, name)(*copies)
+            getattr(by_torch, name)(*arguments)
             wrong = [
                 label
-                for label, mine, theirs in results(own, arguments)
-                if not _equal(mine, theirs, TOLERANCE[case.dtype])
+                for label, actual, expected in results(copies, arguments)
+                if not _equal(actual, expected, TOLERANCE[case.dtype])
             ]
             if wrong:
                 return f"{name} gets {', '.join(wrong)} wrong"
@@ -180,16 +180,16 @@ def _mapped(arguments: Any, function: Callable[[Tensor], Tensor]) -> list[Any]:
     return [Slots(*_mapped(x, function)) if isinstance(x, Slots) else x for x in mapped]
 
 
-def _equal(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
-    if not mine.is_floating_point():
-        return bool(torch.equal(mine, theirs))
-    mine, theirs = mine.double(), theirs.double()
-    largest = theirs.abs().amax().clamp(min=1.0)
-    return bool(((mine - theirs).abs() <= tolerance * largest).all())
+def _equal(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    if not actual.is_floating_point():
+        return bool(torch.equal(actual, expected))
+    actual, expected = actual.double(), expected.double()
+    largest = expected.abs().amax().clamp(min=1.0)
+    return bool(((actual - expected).abs() <= tolerance * largest).all())
 
 
 def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
-    """(operation, arguments, results): results(own, arguments) pairs what both have written."""
+    """(operation, arguments, results): results(copies, arguments) pairs what both have written."""
     H, D = G * R, case.D
     prompt, chunk, steps, heavy, recent = case.size
     total = prompt + chunk + steps
@@ -203,7 +203,7 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
     policy = Policy(SINKS, decay=decay, value_weighted=case.value_weighted, merge=case.merge)
     capacity = SINKS + heavy + recent + chunk
     slots = new_slots(
-        keys, [capacity, capacity + 3] if case.own else capacity, heavy, recent,
+        keys, [capacity, capacity + 3] if case.ragged else capacity, heavy, recent,
         value_weighted=case.value_weighted, kv_dtype=case.kv_dtype, merge=case.merge is not None,
     )  # fmt: skip
 
@@ -215,12 +215,12 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         out = number(B, last - first, H, D, dtype=case.dtype)
         scores = number(B, G, last - first)
         new = (keys[:, :, now].contiguous(), values[:, :, now].contiguous())
-        mine = mask[:, now].contiguous() if case.pads else None
+        pads = mask[:, now].contiguous() if case.pads else None
         stored = slots if first else None
-        arguments = (query[:, :, now], *new, mine, stored, out, scores)
+        arguments = (query[:, :, now], *new, pads, stored, out, scores)
         arguments = (*arguments, scale, softcap, policy, sinks)
         yield "attend", arguments, _attended
-        yield "evict", (*new, scores, mine, slots, policy), lambda a, b: _slots(a[4], b[4], D)
+        yield "evict", (*new, scores, pads, slots, policy), lambda a, b: _slots(a[4], b[4], D)
     for t in range(prompt + chunk, total):
         now = slice(t, t + 1)
         out = number(B, 1, H, D, dtype=case.dtype)
@@ -232,10 +232,10 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         yield from _simulation(case, (query, keys, values), mask, numbers, sinks, number)
 
 
-def _attended(mine: Any, theirs: Any) -> list[tuple[str, Tensor, Tensor]]:
-    pairs = [("out", mine[5], theirs[5]), ("scores", mine[6], theirs[6])]
-    if mine[4] is not None:
-        pairs.append(("slots.scores", mine[4].scores, theirs[4].scores))
+def _attended(actual: Any, expected: Any) -> list[tuple[str, Tensor, Tensor]]:
+    pairs = [("out", actual[5], expected[5]), ("scores", actual[6], expected[6])]
+    if actual[4] is not None:
+        pairs.append(("slots.scores", actual[4].scores, expected[4].scores))
     return pairs
 
 
@@ -257,12 +257,12 @@ def _simulation(
     yield "simulate", arguments, lambda a, b: list(zip(names, a[6:9], b[6:9], strict=True))
 
 
-def _slots(mine: Slots, theirs: Slots, D: int) -> list[tuple[str, Tensor, Tensor]]:
+def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Tensor]]:
     """What an operation has written. Which slot a key got is left to each; so they are sorted."""
-    a, b = _sorted(mine, D), _sorted(theirs, D)
+    a, b = _sorted(actual, D), _sorted(expected, D)
     pairs = [(f"slots.{field}", a[field], b[field]) for field in a]
     return pairs + [
-        (f"slots.{field}", getattr(mine, field), getattr(theirs, field))
+        (f"slots.{field}", getattr(actual, field), getattr(expected, field))
         for field, kind in KINDS.items()
         if kind.written and field not in (*PER_SLOT, "free")
     ]
@@ -273,22 +273,24 @@ def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
     positions, free = slots.positions, slots.free.long()
     by_head = positions.long()
     if slots.starts is not None:  # heads one after the other, as they are
-        places = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
-        by_head = by_head + (torch.searchsorted(slots.starts[1:], places, right=True) << 32)
+        slot = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
+        by_head = by_head + (torch.searchsorted(slots.starts[1:], slot, right=True) << 32)
         free = free + slots.starts[:-1]
     order = by_head.argsort(-1)
     empty = positions.gather(-1, order) < 0
-    found = {"free": positions.gather(-1, free if free.ndim == positions.ndim else free[..., None])}
+    contents = {
+        "free": positions.gather(-1, free if free.ndim == positions.ndim else free[..., None])
+    }
     for field in PER_SLOT:
         x = getattr(slots, field)
         if x is None:
             continue
         if x.ndim > order.ndim:
             x = x.gather(-2, order[..., None].expand(*order.shape, x.shape[-1]))
-            found[field] = dequantised(x, D).masked_fill(empty[..., None], 0)
+            contents[field] = dequantised(x, D).masked_fill(empty[..., None], 0)
         else:
-            found[field] = x.gather(-1, order).masked_fill(empty, -1)
-    return found
+            contents[field] = x.gather(-1, order).masked_fill(empty, -1)
+    return contents
 
 
 def _text(case: Case, tokens: int, device: torch.device, seed: int) -> tuple[Tensor, ...]:

@@ -72,7 +72,7 @@ def parameters(operation: str) -> tuple[str, ...]:
     """The operands of an operation by name, in order."""
     from h2o.backends import portable
 
-    return tuple(inspect.signature(getattr(portable, operation)).parameters)
+    return tuple(inspect.signature(portable.operation(operation)).parameters)
 
 
 def info() -> dict[str, Any]:
@@ -93,8 +93,10 @@ def call(operation: str, mode: str, /, *operands: Any) -> None:
 
     Raises: ValueError, TypeError, BufferError as `h2o.ops` says; ImportError without torch.
     """
+    from h2o.backends import portable
+
     try:
-        from h2o.backends import portable
+        run = portable.operation(operation)
     except ModuleNotFoundError as error:
         needed = f"torch, which is missing: {packages.install_command('hf')}"
         raise ImportError(f"{packages.WITHOUT_CORE}; they need {needed}") from error
@@ -104,7 +106,7 @@ def call(operation: str, mode: str, /, *operands: Any) -> None:
     named = dict(zip(names, operands, strict=True))
     _Check(operation).whole(named)
     if mode == "run":
-        getattr(portable, operation)(*named.values())
+        run(*named.values())
 
 
 class _Check:
@@ -160,8 +162,10 @@ class _Check:
             ("bias", policy.merge is not None, "merge"),
         ):
             if not attends and (tensors[name] is not None) != wanted:
-                given = "given" if tensors[name] is not None else "None"
-                raise ValueError(f"slots.{name}: is {given}, but {why} is {getattr(policy, why)}")
+                presence = "given" if tensors[name] is not None else "None"
+                raise ValueError(
+                    f"slots.{name}: is {presence}, but {why} is {getattr(policy, why)}"
+                )
         return Slots(**tensors)
 
     def tensor(

@@ -146,13 +146,13 @@ def calibrate(
     ]
     table = np.mean([x["costs"] for x in alone], axis=0)
     tables: dict[float, np.ndarray] = {}
-    turn = itertools.cycle(chosen)
+    in_order = itertools.cycle(chosen)
     shares = np.ones(table.shape[:2])
     for fraction in reversed(fractions):
         if fraction not in low or not tables or min(tables) not in low:
             shares = _shares(table, grid, fraction, window)
         if fraction in low:  # begins where the next higher budget has ended
-            read = [[next(turn) for _ in range(min(READ, len(chosen)))] for _ in range(STEPS)]
+            read = [[next(in_order) for _ in range(min(READ, len(chosen)))] for _ in range(STEPS)]
             for pieces in read:
                 shares = _step(model, shares, fraction, window, pieces, once)
         tables[fraction] = shares
@@ -210,8 +210,8 @@ def windows_of(input_ids: Any, window: int, limit: int | None) -> Iterator[Windo
         [of_text[i * len(of_text) // number] for i in range(number)]
         for of_text, number in zip(pieces, numbers, strict=True)
     ]
-    for turn in itertools.zip_longest(*spread):
-        yield from (piece for piece in turn if piece is not None)
+    for of_each in itertools.zip_longest(*spread):
+        yield from (piece for piece in of_each if piece is not None)
 
 
 def _texts(input_ids: Any) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from h2o.budgets import Amount, parse_amount
 from h2o.config import PRESETS, H2OConfig
+from h2o.head_budgets import BY_RANK
 from h2o.kv_dtype import QUANTISED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
@@ -50,7 +51,8 @@ OPTIONS: dict[str, Field] = {
     "shares": Field(
         str, None, "FILE",
         "share the budget among heads as `h2o calibrate` found it; shipped: the profile that "
-        "comes with h2o for the model",
+        "comes with h2o for the model; scores: as the prompt's highest ranks lie among all layers "
+        "and heads; layer: among the heads of each layer",
     ),
 }  # fmt: skip
 """By the names of H2OConfig's fields."""
@@ -112,7 +114,7 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
     go together, OSError for a profile that cannot be read.
     """
     fields = asked(options)
-    if fields.get("shares", "shipped") != "shipped":
+    if fields.get("shares", "shipped") not in ("shipped", *BY_RANK):
         fields["shares"] = Profile.load(fields["shares"])
     if not has_preset(options):
         return H2OConfig(**fields)
@@ -121,6 +123,10 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
             raise ValueError(f"--preset has a --budget, and no {spelled(name)}")
     budget = FIFTH if options.budget is None else options.budget
     shares = fields.pop("shares", None)
+    if shares in BY_RANK:
+        if options.preset == "calibrated":
+            raise ValueError(f"--preset calibrated shares by a profile, not by --profile {shares}")
+        fields["shares"], shares = shares, None
     if shares is not None and options.preset != "calibrated":
         raise ValueError(f"--profile goes with --preset calibrated, not with {options.preset}")
     profile = None if shares == "shipped" else shares

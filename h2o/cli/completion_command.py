@@ -59,10 +59,10 @@ def script() -> str:
     listed = [case("", ["--help", "--version", *commands])]
     choices = []
     for command in cli.COMMANDS:
-        own = argparse.ArgumentParser(add_help=True)
-        importlib.import_module(command.module).add_arguments(own)
+        parser = argparse.ArgumentParser(add_help=True)
+        importlib.import_module(command.module).add_arguments(parser)
         options: list[str] = []
-        for action in own._actions:
+        for action in parser._actions:
             long = [name for name in action.option_strings if name.startswith("--")]
             options += long[:1]  # the others are former spellings
             if action.choices is not None:

@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_bytes(text: str) -> int:
     """64MB is 64,000,000."""
     number = text.strip().upper().rstrip("KMGTB")
-    unit = text.strip().upper()[len(number) :]
+    suffix = text.strip().upper()[len(number) :]
     try:
-        return int(float(number) * UNITS[unit])
+        return int(float(number) * UNITS[suffix])
     except (KeyError, ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no number of bytes, such as 64MB or 2GB"
@@ -215,10 +215,10 @@ def _done(output: Path, settings: str) -> set[str | int]:
     if not output.exists():
         return set()
     content = output.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
+    complete_lines = content[: content.rfind(b"\n") + 1]
     answers = []
     try:
-        answers = [json.loads(line) for line in whole.decode().split("\n") if line]
+        answers = [json.loads(line) for line in complete_lines.decode().split("\n") if line]
         others = {answer["settings"] for answer in answers} - {settings}
         done = {answer["id"] for answer in answers if answer["finish_reason"] != "error"}
     except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
@@ -229,7 +229,7 @@ def _done(output: Path, settings: str) -> set[str | int]:
             "remove it"
         )
     good = [answer for answer in answers if answer["finish_reason"] != "error"]
-    if len(whole) < len(content) or len(good) < len(answers):
+    if len(complete_lines) < len(content) or len(good) < len(answers):
         with atomic_write(output) as draft:
             draft.write_text("".join(map(_as_line, good)), "utf-8")
     return done

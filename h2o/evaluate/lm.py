@@ -139,7 +139,7 @@ class H2OLM(HFLM):
         self._rank, self._world_size = 0, 1
         if self.backend != "causal":
             raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
-        self._own_attention = self.model.config._attn_implementation
+        self._attention_before = self.model.config._attn_implementation
         self.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
 
     @accepts_former(prompt_len="prompt_length")
@@ -165,7 +165,7 @@ class H2OLM(HFLM):
         self.journal = journal
         self.setting, self.protocol, self.prompt_length = setting, protocol, prompt_length
         self.tally = Tally()
-        wanted = "h2o" if protocol == "drop" else self._own_attention
+        wanted = "h2o" if protocol == "drop" else self._attention_before
         if self.model.config._attn_implementation != wanted:
             switch(self.model, wanted)
 
@@ -212,16 +212,16 @@ class H2OLM(HFLM):
             disable=disable_tqdm or not self.processes.first,
             desc=self.setting.name,
         ) as bar:
-            for places, scored in self.workers.shared(
-                batches, lambda places: score([requests[i] for i in places])
+            for indices, scored in self.workers.shared(
+                batches, lambda indices: score([requests[i] for i in indices])
             ):
-                for i, answer in zip(places, scored, strict=True):
+                for i, answer in zip(indices, scored, strict=True):
                     request = requests[i]
                     answers[i] = answer
                     known.put(request, answer)
                     if request[0] is not None:
                         self.cache_hook.add_partial("loglikelihood", request[0], answer)
-                bar.update(len(places))
+                bar.update(len(indices))
         return answers
 
     def loglikelihood_rolling(
@@ -250,22 +250,22 @@ class H2OLM(HFLM):
         if self.workers.world == 1:
             return super().generate_until(requests, disable_tqdm)
         sorted_ = Collator(
-            [(*request.args, place) for place, request in enumerate(requests)],
+            [(*request.args, index) for index, request in enumerate(requests)],
             sort_fn=lambda x: (-len(self.tok_encode(x[0])), x[0]),
             group_by="gen_kwargs",
             group_fn=lambda x: x[1],
         )
         batches = list(sorted_.get_batched(n=self._batch_size()))
-        places = [
-            place for x in batches[self.workers.rank :: self.workers.world] for *_, place in x
+        indices = [
+            index for x in batches[self.workers.rank :: self.workers.world] for *_, index in x
         ]
         texts = (
-            super().generate_until([requests[i] for i in places], disable_tqdm) if places else []
+            super().generate_until([requests[i] for i in indices], disable_tqdm) if indices else []
         )
-        by_place = dict(zip(places, texts, strict=True))
-        for more in self.workers.everyone(by_place):
-            by_place |= more
-        return [by_place[place] for place in range(len(requests))]
+        by_index = dict(zip(indices, texts, strict=True))
+        for more in self.workers.everyone(by_index):
+            by_index |= more
+        return [by_index[index] for index in range(len(requests))]
 
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))

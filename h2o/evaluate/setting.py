@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from h2o.budgets import parse_amount
 from h2o.config import VARIANTS, H2OConfig
+from h2o.head_budgets import BY_RANK
 from h2o.policy import FIELDS
 from h2o.profile import Profile
 from h2o.result_cells import fingerprint
@@ -24,9 +25,9 @@ __all__ = [
     "with_profile",
 ]
 
-OPTIONS = (*FIELDS, "positions", "kv_dtype", "of")
-"""Fields of H2OConfig that may follow after slashes. Budgets stand before these, and what is left
-of the fields (`shares`) is said by the kind."""
+OPTIONS = (*FIELDS, "positions", "kv_dtype", "of", "shares")
+"""Fields of H2OConfig that may follow after slashes. Budgets stand before these, and a profile as
+`shares` is said by the kind."""
 
 GRAMMAR = f"""\
 full                    every key is kept
@@ -50,7 +51,7 @@ mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
 follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
-Only real caches can have positions=rolled."""
+Only real caches can have positions=rolled and shares=scores or layer."""
 
 KINDS = (
     "full",
@@ -215,7 +216,8 @@ def from_options(variant: str = "h2o", **policy: Any) -> Setting:
     if variant not in ("h2o", *VARIANTS):
         raise ValueError(f"variant is full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
     config = H2OConfig(**policy)
-    options = "".join(f"/{name}={policy[name]}" for name in OPTIONS if name in policy)
+    named = [x for x in OPTIONS if x in policy and (x != "shares" or config.shares_by_rank)]
+    options = "".join(f"/{name}={policy[name]}" for name in named)
     kind = variant if variant == "h2o" else f"mask-{variant}"
     return Setting(f"{kind}:{config.heavy}+{config.recent}{options}", kind, variant, config)
 
@@ -225,6 +227,8 @@ def from_config(config: H2OConfig) -> Setting:
     if not isinstance(config, H2OConfig):
         raise TypeError(f"expected an H2OConfig, not {config!r}")
     plain, fields = dataclasses.asdict(H2OConfig()), dataclasses.asdict(config)
+    if not config.shares_by_rank:
+        fields["shares"] = None
     options = "".join(f"/{name}={fields[name]}" for name in OPTIONS if fields[name] != plain[name])
     return Setting(f"h2o:{config.heavy}+{config.recent}{options}", "h2o", "h2o", config)
 
@@ -276,6 +280,8 @@ def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name not in OPTIONS:
         raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
+    if name == "shares" and value not in BY_RANK:
+        raise ValueError(f"shares is {' or '.join(BY_RANK)} here, not {value!r}")
     if name not in FIELDS:
         return name, value
     try:

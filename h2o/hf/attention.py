@@ -262,7 +262,7 @@ def _softmax_attention(
     weights = softmax(logits, sinks, torch.float32).to(query.dtype)
     if dropout:
         weights = nn.functional.dropout(weights, dropout)
-    return (weights @ value[:, :, None]).reshape(B, H, Q, D).transpose(1, 2).contiguous()
+    return (weights @ value[:, :, None]).reshape(B, H, Q, -1).transpose(1, 2).contiguous()
 
 
 ROWS = 512

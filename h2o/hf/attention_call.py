@@ -91,9 +91,13 @@ class NewTokens(NamedTuple):
 
     def first(self, columns: int) -> NewTokens:
         """The first of them."""
-        query, key = (x[:, :, :columns] for x in (self.query, self.key))
-        value = None if self.value is None else self.value[:, :, :columns]
-        mask = None if self.mask is None else self.mask[:, :columns]
+        return self.columns(0, columns)
+
+    def columns(self, begin: int, end: int) -> NewTokens:
+        """Those that stand in columns `begin` to `end` - 1."""
+        query, key = (x[:, :, begin:end] for x in (self.query, self.key))
+        value = None if self.value is None else self.value[:, :, begin:end]
+        mask = None if self.mask is None else self.mask[:, begin:end]
         return self._replace(query=query, key=key, value=value, mask=mask)
 
 

@@ -7,7 +7,7 @@ layers together stands here: making a cache, copying, saving, cropping; what a c
 asked in readable_cache.py.
 
 Shape letters: B batch rows, G key/value heads, K keys held, N columns seen. A
-column is a place in the padded batch; a position is a token's index in its own
+column is an index in the padded batch; a position is a token's index in its own
 row, pads not counted.
 """
 
@@ -27,11 +27,11 @@ from h2o import packages
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import cache_file, crop, states
-from h2o.hf.conversation import Conversation, columns_left, refuse_broken
 from h2o.hf.from_dynamic_cache import take_over
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS, has_states, kind_of
 from h2o.hf.layer_types import layers_of
+from h2o.hf.pass_state import PassState, columns_left, refuse_broken
 from h2o.hf.readable_cache import ReadableCache
 from h2o.hf.shared_keys import reusing
 from h2o.hf.support import transformers_layers
@@ -98,12 +98,12 @@ class H2OCache(ReadableCache):
         h2o_config = one_config(h2o_config, parameters).for_model(config)
         full_layers = transformers_layers(config)
         last = max((later[-1] for later in reusing(config).values()), default=0)
-        conversation = Conversation(prompt_length, full_layers, last)
+        pass_state = PassState(prompt_length, full_layers, last)
         layers = layers_of(
-            config, full_layers, h2o_config, conversation, trace=trace, compileable=compileable
+            config, full_layers, h2o_config, pass_state, trace=trace, compileable=compileable
         )
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
-        self.conversation = conversation
+        self.pass_state = pass_state
         self.model_shape = describe(config)
 
     @classmethod
@@ -175,7 +175,7 @@ class H2OCache(ReadableCache):
         fork = copy.deepcopy(self)
         if rows != 1:
             fork.batch_repeat_interleave(rows)
-            fork.conversation.repeat(rows)
+            fork.pass_state.repeat(rows)
         return fork
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
@@ -229,15 +229,15 @@ class H2OCache(ReadableCache):
             loaded._refuse_broken()
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
-        loaded.conversation.copied = True
+        loaded.pass_state.copied = True
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Called once before a forward pass: the place to notice that the last one broke off."""
         if torch.compiler.is_compiling():
             return super().get_mask_sizes(query_length, layer_idx)
-        self.conversation.refuse_other_thread()
-        if not self.is_compileable or self.conversation.under_way:
+        self.pass_state.refuse_other_thread()
+        if not self.is_compileable or self.pass_state.under_way:
             self._refuse_parted()
         if query_length == 0:
             raise ValueError(
@@ -267,8 +267,8 @@ class H2OCache(ReadableCache):
         Raises:
             RuntimeError: another thread's layer is at work on it.
         """
-        if self.conversation.waiting is not None:
-            self.conversation.refuse_other_thread()
+        if self.pass_state.waiting is not None:
+            self.pass_state.refuse_other_thread()
         super().reset()
         for layer in self.layers:  # transformers' own may keep zeros
             if kind_of(layer) == "sliding":
@@ -276,7 +276,7 @@ class H2OCache(ReadableCache):
                 layer.is_initialized = False
             if has_states(layer):
                 states.forget(layer)
-        self.conversation.reset()
+        self.pass_state.reset()
 
     def crop(self, tokens: int) -> None:
         """Takes back the last tokens; all of them is `reset()`.
@@ -292,7 +292,7 @@ class H2OCache(ReadableCache):
 
         Whatever the error, all layers are what they were before.
         """
-        self.conversation.refuse_other_thread()
+        self.pass_state.refuse_other_thread()
         left = columns_left(tokens, seen := int(self.get_seq_length()))
         if left == 0:
             self.reset()
@@ -302,8 +302,8 @@ class H2OCache(ReadableCache):
 
     def _refuse_broken(self) -> None:
         """Raises RuntimeError where a forward pass broke off, or another thread's is under way."""
-        self.conversation.refuse_other_thread()
-        self.conversation.refuse_interrupted()
+        self.pass_state.refuse_other_thread()
+        self.pass_state.refuse_interrupted()
         self._refuse_parted()
 
     def _refuse_parted(self) -> None:
@@ -311,7 +311,7 @@ class H2OCache(ReadableCache):
         refuse_broken(
             [int(x.get_seq_length()) for x in self.layers if isinstance(x, CacheLayerMixin)]
         )
-        self.conversation.refuse_parted_states()
+        self.pass_state.refuse_parted_states()
 
     def activate_past_recording(self) -> None:
         """From now on the last forward pass can be taken back by `crop`.
@@ -335,28 +335,28 @@ class H2OCache(ReadableCache):
                 f"layer {layer_idx} was given a cache of {len(self.layers)} layers: "
                 "make the H2OCache from the config of the model that it is used with"
             )
-        conversation = self.conversation
-        conversation.enter()
+        pass_state = self.pass_state
+        pass_state.enter()
         layer = self.layers[layer_idx]
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:
-            if layer_idx == conversation.first and conversation.waiting is None:
-                conversation.leave()  # nothing has begun
+            if layer_idx == pass_state.first and pass_state.waiting is None:
+                pass_state.leave()  # nothing has begun
             raise
         if not isinstance(layer, H2OLayer):  # which has stored them by now
-            conversation.attended(layer_idx)
+            pass_state.attended(layer_idx)
         return keys_and_values
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         """Called by each layer that has states, before it changes them."""
-        self.conversation.states_of(layer_idx)
+        self.pass_state.states_of(layer_idx)
         state: Tensor | None = super().get_conv_state(layer_idx, *args, **kwargs)
         return state
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was, in every layer."""
-        self.conversation.refuse_other_thread()
+        self.pass_state.refuse_other_thread()
         super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -48,7 +48,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "model": cache.model_shape,
             "weights": {} if model is None else sample(model),
             "settings": _settings(cache.layers),
-            "prompt_length": cache.conversation.prompt_length,
+            "prompt_length": cache.pass_state.prompt_length,
             "layers": [state.numbers for state in states],
         }
     )

@@ -21,10 +21,10 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import AttentionCall, NewTokens
-from h2o.hf.conversation import Conversation
 from h2o.hf.layer import H2OLayer
 from h2o.hf.model_rotary import Rotary, turned
-from h2o.hf.slot_layout import Room
+from h2o.hf.pass_state import PassState
+from h2o.hf.slot_layout import Capacity
 from h2o.quantisation import dequantised
 
 __all__ = ["CacheRelativeLayer", "at_zero", "attend", "ranks"]
@@ -37,13 +37,13 @@ class CacheRelativeLayer(H2OLayer):
         self,
         config: H2OConfig,
         layer_idx: int,
-        conversation: Conversation,
+        pass_state: PassState,
         rotary: Rotary,
         *,
         trace: bool = False,
     ) -> None:
         self.rotary = rotary
-        super().__init__(config, layer_idx, conversation, trace=trace)
+        super().__init__(config, layer_idx, pass_state, trace=trace)
 
     def _in_form_of_store(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
@@ -64,19 +64,21 @@ class CacheRelativeLayer(H2OLayer):
         self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
     ) -> Tensor:
         if self._ranks is None:
-            self._ranks = ranks(slots, self.room.sizes)
-        table = self.rotary.table(min(self.longest, max(self.room.widest)) + 1, slots.keys.device)
+            self._ranks = ranks(slots, self.capacity.sizes)
+        table = self.rotary.table(
+            min(self.longest, max(self.capacity.widest)) + 1, slots.keys.device
+        )
         return super()._step(tokens, slots, out, rotary=ops.Rotary(table, self._ranks))
 
     def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
         self._ranks = None  # invalid after the eviction that follows
         most = None
         if tokens.mask is None:
-            most = min(self.longest, max(self.room.widest)) + tokens.query.shape[2]
+            most = min(self.longest, max(self.capacity.widest)) + tokens.query.shape[2]
         return attend(
             *tokens[:3],
             slots,
-            self.room.sizes,
+            self.capacity.sizes,
             rotary=self.rotary,
             mask=tokens.mask,
             most=most,
@@ -86,8 +88,8 @@ class CacheRelativeLayer(H2OLayer):
             policy=self.policy,
         )
 
-    def _hold(self, slots: ops.Slots | None, room: Room) -> None:
-        super()._hold(slots, room)
+    def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
+        super()._hold(slots, capacity)
         self._ranks: Tensor | None = None  # [B, G, S] int32; None: to be computed
 
 
@@ -120,8 +122,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """`h2o.ops.attend` of queries and keys, new and stored, that are rotated by rank before it.
 
-    `sizes`: as `Room.sizes` of the slots. `most`: how many keys any query sees; None: it is read
-    off the tensors, which waits for their device.
+    `sizes`: as `Capacity.sizes` of the slots. `most`: how many keys any query sees; None: it is
+    read off the tensors, which waits for their device.
     """
     H, Q = query.shape[1:3]
     G = key.shape[1]

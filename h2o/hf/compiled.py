@@ -20,7 +20,7 @@ from h2o.config import UNLIMITED
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer
-from h2o.hf.slot_layout import Room
+from h2o.hf.slot_layout import Capacity
 from h2o.policy import Policy, RankBy
 from h2o.slots import KINDS
 
@@ -73,8 +73,8 @@ class CompileableLayer(H2OLayer):
             )
         return slot_layout.capacities(widest, max(widest))
 
-    def _hold(self, slots: ops.Slots | None, room: Room) -> None:
-        super()._hold(slots, room)
+    def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
+        super()._hold(slots, capacity)
         if slots is not None:
             self._columns = self._columns.to(slots.keys.device)
             for tensor in (self._columns, *slots):

@@ -59,7 +59,7 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
             remembered.
     """
     h2o_layers = [layer for layer in layers if kind_of(layer) == "h2o"]
-    theirs = [layer for layer in layers if kind_of(layer) in ("sliding", "states")]
+    other_layers = [layer for layer in layers if kind_of(layer) in ("sliding", "states")]
     with_states = [layer for layer in layers if has_states(layer)]
     shorter = left < seen
     for layer in h2o_layers if shorter else []:
@@ -74,7 +74,7 @@ def crop(layers: Sequence[Any], tokens: int, seen: int, left: int) -> None:
     try:
         for layer in h2o_layers:
             layer.crop(tokens)
-        for layer in theirs:  # which may refuse it
+        for layer in other_layers:  # which may refuse it
             if shorter or getattr(layer, "record_past", False):
                 layer.crop(tokens)
     except BaseException:

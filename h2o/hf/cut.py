@@ -1,4 +1,4 @@
-"""A cache that holds a whole document is cut to a budget, once, over all layers and heads.
+"""A cache that holds all keys of a document is pruned to a budget, once, over all its heads.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the longest row, D head
 dimension.
@@ -16,6 +16,7 @@ from h2o.config import H2OConfig
 from h2o.hf import prompt_budget, slot_layout, tensor_parallel
 from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
+from h2o.hf.one_budget import Budgets, each_head, parted, won
 from h2o.policy import Policy
 
 __all__ = ["RECENT", "cut"]
@@ -23,12 +24,9 @@ __all__ = ["RECENT", "cut"]
 RECENT = 8
 """The newest keys of each head, which are kept whatever their rank."""
 
-Budgets = list[list[tuple[int, int]]]
-"""(heavy, recent) of each row and each head of a layer"""
-
 
 def cut(
-    whole: H2OCache,
+    full_cache: H2OCache,
     model_config: Any,
     config: H2OConfig,
     attention: list[Tensor],
@@ -36,14 +34,14 @@ def cut(
     by_attention: float,
     recent: int | None = RECENT,
 ) -> H2OCache:
-    """What the budget keeps of `whole`, which is empty afterwards.
+    """What the budget keeps of `full_cache`, which is empty afterwards.
 
     Of each head's budget sinks and the newest `recent` keys come first; `by_attention` of the rest
     goes to the highest ranks by the config's own policy. What all heads of all layers have left
     goes to the largest of `largest`.
 
     Args:
-        whole: without a budget.
+        full_cache: without a budget.
         config: budgets, storage, and the policy of `attention`.
         attention, largest: [B, G, K] float32 of each of its H2O layers: scores by that policy, and
             the largest attention of any one query, which is the score from then on.
@@ -51,30 +49,30 @@ def cut(
         recent: at most so many of the recent keys that the config has; None: all of these.
     """
     cache = H2OCache(model_config, config.after_reading)
-    cache.conversation.copied = True
+    cache.pass_state.copied = True
     layers = [
         (source, layer)
-        for source, layer in zip(whole.layers, cache.layers, strict=True)
+        for source, layer in zip(full_cache.layers, cache.layers, strict=True)
         if isinstance(layer, H2OLayer)
     ]
     first, kept, spare = [], [], []
     for (source, layer), scores in zip(layers, attention, strict=True):
         held = _Held.of(source)
         budgets = _budgets_of(layer, source, held.mask)
-        own, left = _parted(budgets, config.sinks, by_attention, recent)
-        first.append(own)
-        kept.append(_kept(held, scores, config.policy, own))
+        first_budget, left = parted(budgets, config.sinks, by_attention, recent)
+        first.append(first_budget)
+        kept.append(_kept(held, scores, config.policy, first_budget))
         spare.append(left)
     if not layers:
         return cache
-    places = [sum(row) for row in zip(*spare, strict=True)]
-    more = _won(places, kept, largest)
-    for (source, layer), own, chosen, scores, won in zip(
+    free_slots = [sum(row) for row in zip(*spare, strict=True)]
+    more = won(free_slots, kept, largest)
+    for (source, layer), first_budget, chosen, scores, counts in zip(
         layers, first, kept, largest, more, strict=True
     ):
         budget = [
             [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
-            for heads in zip(own, won, strict=True)
+            for heads in zip(first_budget, counts, strict=True)
         ]
         # What is kept by attention ranks above all others, whose scores are at most 1.
         layer.hold(*_Held.of(source), scores + 2.0 * chosen, budget, source)
@@ -97,7 +95,7 @@ class _Held(NamedTuple):
     def of(cls, layer: H2OLayer) -> _Held:
         names = ("keys",) if layer.shared else ("keys", "values")
         fields = {"positions": -1.0, **dict.fromkeys(names, 0.0)}
-        positions, *rows = slot_layout.held(layer.slots, layer.room.sizes, **fields)
+        positions, *rows = slot_layout.held(layer.slots, layer.capacity.sizes, **fields)
         return cls(rows[0], None if layer.shared else rows[1], positions[:, 0] >= 0)
 
 
@@ -108,24 +106,7 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
         layer.config, None, mask.sum(1).tolist(), heads, tensor_parallel.WHOLE,
         (*source.row_size, layer.rows_per_token),
     ).by_row  # fmt: skip
-    return [row * heads if len(row) == 1 else row for row in rows]
-
-
-def _parted(
-    budgets: Budgets, sinks: int, by_attention: float, most_recent: int | None
-) -> tuple[Budgets, list[int]]:
-    """The budgets of the first reading, and how many places each row has left for the second."""
-    first, left = [], []
-    for row in budgets:
-        recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
-        rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
-        heavies = [
-            int(n * by_attention) or int(sinks + recent == 0)  # no head is left without a key
-            for n, recent in zip(rest, recents, strict=True)
-        ]
-        first.append(list(zip(heavies, recents, strict=True)))
-        left.append(sum(rest) - sum(heavies))
-    return first, left
+    return each_head(rows, heads)
 
 
 def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tensor:
@@ -141,20 +122,3 @@ def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tens
     positions = slot_layout.by_head(slots, sizes, "positions", -1).long()
     kept = torch.zeros(*scores.shape[:2], 1 + scores.shape[2], device=scores.device).bool()
     return kept.scatter_(2, positions + 1, True)[..., 1:] | ~mask[:, None]
-
-
-def _won(places: list[int], kept: list[Tensor], largest: list[Tensor]) -> list[list[list[int]]]:
-    """How many more keys each layer keeps of each row and head, where a row has so many places."""
-    won = []
-    heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may lie on several
-    for b, count in enumerate(places):
-        unkept = [
-            x[b].masked_fill(own[b], -1.0).to(device) for x, own in zip(largest, kept, strict=True)
-        ]
-        waiting = torch.cat(unkept)
-        candidates = int((waiting >= 0).sum())
-        best = waiting.flatten().topk(min(count, candidates)).indices
-        counts = torch.bincount(best // waiting.shape[1], minlength=len(waiting))
-        counts += max(0, count - candidates) // len(waiting)  # for what comes later
-        won.append([part.tolist() for part in counts.split(heads)])
-    return list(map(list, zip(*won, strict=True)))

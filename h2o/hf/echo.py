@@ -26,11 +26,10 @@ from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer
 from h2o.hf.model_rotary import ROLLED, Rotary, has_rotary, turned
 from h2o.hf.patch_lock import unwrapped
+from h2o.policy import BEFORE
 
-__all__ = ["BEFORE", "SERVED", "Echo", "largest"]
+__all__ = ["SERVED", "Echo", "largest"]
 
-BEFORE = 4
-"""How many tokens before a key its score looks at, beside its own."""
 SERVED = ROLLED | frozenset(
     "gemma2 gemma3_text glm glm4 gpt_oss qwen3_next olmo_hybrid bamba lfm2 lfm2_moe falcon_h1 "
     "minimax".split()
@@ -98,19 +97,21 @@ class Echo:
 
     def scores(self, layer: H2OLayer) -> Tensor:
         """[B, G, K] float32 of a layer that holds all keys; its queries are gone afterwards."""
-        positions, keys = slot_layout.held(layer.slots, layer.room.sizes, positions=-1.0, keys=0.0)
+        positions, keys = slot_layout.held(
+            layer.slots, layer.capacity.sizes, positions=-1.0, keys=0.0
+        )
         query = torch.cat(self.queries.pop(layer.layer_idx), dim=2)
         rotated = has_rotary(self.config, layer.layer_idx)
         mask = self.mask.to(query.device)
-        found = torch.zeros(positions.shape, dtype=torch.float32, device=query.device)
+        scores = torch.zeros(positions.shape, dtype=torch.float32, device=query.device)
         for b, (n, angles) in enumerate(zip(self.lengths, self.angles, strict=True)):
-            found[b, :, :n] = largest(
+            scores[b, :, :n] = largest(
                 self.rotary.halves(query[b][:, mask[b]]),
                 self.rotary.halves(keys[b, :, :n]),
                 angles.to(query.device) if rotated else None,
                 **self.logits[layer.layer_idx],
             )
-        return found
+        return scores
 
 
 def largest(
@@ -127,7 +128,7 @@ def largest(
     H, n, D = query.shape
     G = len(keys)
     grouped, transposed = query.unflatten(0, (G, H // G)), keys.float()[:, None].mT
-    found = torch.zeros(G, n, dtype=torch.float32, device=keys.device)
+    scores = torch.zeros(G, n, dtype=torch.float32, device=keys.device)
     rows = max(1, ENTRIES // max(1, H * n))
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows].float()
@@ -142,6 +143,6 @@ def largest(
             near = logits.diagonal(offset, -2, -1)  # of row first + i the key at offset + i
             count = near.shape[-1]
             weights = (near - total[..., :count]).exp().amax(1)
-            place = found[:, offset : offset + count]
-            torch.maximum(place, weights, out=place)
-    return found
+            part = scores[:, offset : offset + count]
+            torch.maximum(part, weights, out=part)
+    return scores

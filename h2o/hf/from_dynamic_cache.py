@@ -40,7 +40,7 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
             positions.
     """
     if not isinstance(cache, DynamicCache):
-        hint = "; it is one already, fork() it" if hasattr(cache, "conversation") else ""
+        hint = "; it is one already, fork() it" if hasattr(cache, "pass_state") else ""
         raise TypeError(f"expected a filled DynamicCache, not {type(cache).__name__}{hint}")
     if any(isinstance(layer, CacheRelativeLayer) for layer in layers):
         raise Unsupported(
@@ -49,42 +49,42 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
         )
     B, n = _sizes(cache, len(layers))
     mask = _mask(attention_mask, B, n)
-    for index, (theirs, ours) in enumerate(zip(cache.layers, layers, strict=True)):
-        if kind_of(theirs) is None:
+    for index, (source, layer) in enumerate(zip(cache.layers, layers, strict=True)):
+        if kind_of(source) is None:
             raise Unsupported(
-                f"layer {index} of the DynamicCache is a {type(theirs).__name__}, which is neither "
+                f"layer {index} of the DynamicCache is a {type(source).__name__}, which is neither "
                 "full nor sliding-window attention"
             )
-        if has_states(theirs) != has_states(ours) or hasattr(theirs, "keys") != hasattr(
-            ours, "keys"
+        if has_states(source) != has_states(layer) or hasattr(source, "keys") != hasattr(
+            layer, "keys"
         ):
             raise ValueError(
-                f"layer {index} of the DynamicCache is a {type(theirs).__name__}, and the config "
+                f"layer {index} of the DynamicCache is a {type(source).__name__}, and the config "
                 "tells of another: give the config of the model that filled it"
             )
-        if has_states(theirs):
-            held = {name: x.detach().clone() for name, x in states.tensors_of(theirs).items()}
-            states.put(ours, held, states.numbers_of(theirs))
-        if kind_of(ours) in ("states", "none"):
+        if has_states(source):
+            held = {name: x.detach().clone() for name, x in states.tensors_of(source).items()}
+            states.put(layer, held, states.numbers_of(source))
+        if kind_of(layer) in ("states", "none"):
             continue
-        needed = n if isinstance(ours, H2OLayer) else min(n, ours.sliding_window - 1)
-        if theirs.keys.shape[2] < needed:
+        needed = n if isinstance(layer, H2OLayer) else min(n, layer.sliding_window - 1)
+        if source.keys.shape[2] < needed:
             raise ValueError(
-                f"layer {index} of the DynamicCache holds {theirs.keys.shape[2]} of {n} keys, and "
+                f"layer {index} of the DynamicCache holds {source.keys.shape[2]} of {n} keys, and "
                 f"the config tells of attention to {needed}: give the config of the model that "
                 "filled it"
             )
-        keys, values = theirs.keys.detach(), theirs.values.detach()
-        if not isinstance(ours, H2OLayer):
-            ours.update(keys, values)
-            ours.cumulative_length = n
+        keys, values = source.keys.detach(), source.values.detach()
+        if not isinstance(layer, H2OLayer):
+            layer.update(keys, values)
+            layer.cumulative_length = n
             continue
         if keys.dtype not in _DTYPES:
             raise TypeError(
                 f"layer {index} of the DynamicCache is in {keys.dtype}: h2o computes in float32, "
                 "float16 and bfloat16"
             )
-        ours.take_over(keys, values, None if mask is None else mask.to(keys.device))
+        layer.take_over(keys, values, None if mask is None else mask.to(keys.device))
 
 
 def _sizes(cache: DynamicCache, layers: int) -> tuple[int, int]:

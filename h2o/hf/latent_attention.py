@@ -112,8 +112,8 @@ def _weight(projection: nn.Module, L: int, like: Tensor) -> Tensor:
         weight = projection.weight.detach()
         if type(weight) is Tensor and not weight.is_meta and weight.device == like.device:
             return weight.to(like.dtype)
-    unit = torch.eye(L, dtype=like.dtype, device=like.device)
-    return plain(projection(unit)).detach().to(like.dtype).T.contiguous()
+    identity = torch.eye(L, dtype=like.dtype, device=like.device)
+    return plain(projection(identity)).detach().to(like.dtype).T.contiguous()
 
 
 def refusal(text: Any) -> str | None:

@@ -21,7 +21,7 @@ from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import AttentionCall, NewTokens
 from h2o.hf.latent_attention import Expansion
 from h2o.hf.layer import H2OLayer
-from h2o.hf.slot_layout import Room
+from h2o.hf.slot_layout import Capacity
 from h2o.hf.traced_tensor import TracedTensor, plain
 
 __all__ = ["LatentLayer"]
@@ -87,8 +87,8 @@ class LatentLayer(H2OLayer):
             )
         return torch.cat([latents, rotated.to(latents.dtype)], dim=-1)
 
-    def _hold(self, slots: ops.Slots | None, room: Room) -> None:
-        super()._hold(slots, room)
+    def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
+        super()._hold(slots, capacity)
         if slots is not None:  # as a DynamicCache has them
             self.keys, self.values = slots.keys.tensor_split([self.latent], dim=-1)
 
@@ -140,9 +140,9 @@ class LatentLayer(H2OLayer):
     ) -> Tensor:
         # A quantised store's new rows are read as they are stored, which only a step does.
         if tokens.query.shape[1] >= MANY and self.config.kv_dtype is None:
-            return self._attend_and_evict(tokens, slots, slots)
+            return self._attend_and_evict(tokens, slots)
         return self._answers(super()._step(tokens, slots, None, **rotary))
 
     def _answers(self, out: Tensor) -> Tensor:
-        """Of a pass that `crop` runs again nobody reads them."""
+        """Of a pass that `crop` runs again they are not read."""
         return out if self._pass is None else self._pass.expansion.answers(out)

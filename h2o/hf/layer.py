@@ -9,7 +9,7 @@ A prompt, a later piece of several tokens and a decode step are three ways
 through `forward`; each attends, evicts by the config's policy, and stores.
 
 Shape letters: B batch rows, H query heads, G key/value heads, Q new tokens,
-D head dimension. A column is a place in the padded batch; a position is a
+D head dimension. A column is an index in the padded batch; a position is a
 token's index in its own row, pads not counted.
 """
 
@@ -31,11 +31,12 @@ from h2o.hf.attention_call import (
     as_autocast,
     as_operand,
 )
-from h2o.hf.conversation import Conversation, columns_left
 from h2o.hf.crop import NO_RECORD, LastPass
 from h2o.hf.layer_contents import LayerContents
 from h2o.hf.layer_state import restore, state_of
-from h2o.hf.slot_layout import Room
+from h2o.hf.one_budget import Budgets, OneBudget, Prompt
+from h2o.hf.pass_state import PassState, columns_left
+from h2o.hf.slot_layout import Capacity
 
 __all__ = ["H2OLayer"]
 
@@ -50,18 +51,19 @@ class H2OLayer(LayerContents):
         self,
         config: H2OConfig | None = None,
         layer_idx: int = 0,
-        conversation: Conversation | None = None,
+        pass_state: PassState | None = None,
         *,
         trace: bool = False,
     ) -> None:
         super().__init__()
         self.config = config or H2OConfig()
         self.layer_idx = layer_idx
-        self.conversation = conversation or Conversation()
+        self.pass_state = pass_state or PassState()
         self.policy = self.config.policy
         self.traced = trace
         self.record_past = False  # transformers' name for it
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
+        self.one_budget: OneBudget | None = None  # of layers that share by rank
         self.reset()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
@@ -77,7 +79,7 @@ class H2OLayer(LayerContents):
             RuntimeError: an earlier layer's keys never got there.
             ValueError: another batch size, number of heads or shape.
         """
-        self.conversation.refuse_interrupted()
+        self.pass_state.refuse_interrupted()
         if self.slots is None:
             if key_states.shape[0] == 0:
                 raise ValueError("an H2OCache needs at least one row, not a batch of 0")
@@ -102,7 +104,7 @@ class H2OLayer(LayerContents):
         # graph must stay, so that attention can refuse them.
         key = key_states[:] if key_states.requires_grad else key_states.detach()
         key.h2o_layer = self
-        self.conversation.waiting = self.layer_idx
+        self.pass_state.waiting = self.layer_idx
         return key, value_states
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -127,7 +129,7 @@ class H2OLayer(LayerContents):
         except Exception:
             self.forget_update()
             raise
-        if self.conversation.waiting != self.layer_idx:
+        if self.pass_state.waiting != self.layer_idx:
             raise RuntimeError(
                 f"attention of layer {self.layer_idx} ran twice for the same keys: an H2OCache "
                 "cannot be used where forward passes are repeated (gradient checkpointing)"
@@ -141,7 +143,7 @@ class H2OLayer(LayerContents):
                 self.forget_update()
             raise  # what is stored and not in the trace counts as an interrupt
         self.last = last
-        self.conversation.attended(self.layer_idx)
+        self.pass_state.attended(self.layer_idx)
         return out if out.dtype == dtype else out.to(dtype)
 
     def forward(self, tokens: NewTokens) -> Tensor:
@@ -156,7 +158,7 @@ class H2OLayer(LayerContents):
 
     def forget_update(self) -> None:
         """Takes back an `update` whose keys attention refuses; nothing was stored yet."""
-        self.conversation.take_back(self.layer_idx)
+        self.pass_state.take_back(self.layer_idx)
 
     def _refuse(self, call: AttentionCall) -> None:
         """Raises what keeps this layer from serving a call."""
@@ -190,8 +192,8 @@ class H2OLayer(LayerContents):
     def _attend_one(self, tokens: NewTokens) -> Tensor:
         """A decode step."""
         slots = self.slots
-        if self.room.tokens <= self.longest:
-            slots = self._with_room(self.longest + 1)
+        if self.capacity.tokens <= self.longest:
+            slots = self._with_capacity(self.longest + 1)
         out = self._step(tokens, slots, None if self._out is None else torch.empty_like(self._out))
         self._out = out
         self.longest += 1
@@ -202,75 +204,96 @@ class H2OLayer(LayerContents):
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
         B, G, Q, _ = tokens.key.shape
         unscored = self.slots
-        counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.conversation)
+        counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.pass_state)
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
         budget = prompt_budget.budget_of(
-            self.config, self.conversation.prompt_length, counts, G, self.part,
+            self.config, self.pass_state.prompt_length, counts, G, self.part,
             (*self.row_size, self.rows_per_token),
         )  # fmt: skip
-        room = Room(budget.widest, self._capacities(budget.widest, max(counts)))
-        slots = self._new_slots(tokens.key, room.sizes, budget.by_row)
-        out = self._attend_and_evict(tokens, unscored, slots)
-        self._hold(slots, room)
-        self.raised = budget.raised
-        self.unscored = False
-        if unscored is None:
-            self.conversation.copied = False  # the copy was of an empty cache
-        self.prompt_columns = self.seen + Q
-        self.longest = max(counts)
-        self._count(Q, tokens.mask)
+        scores_before = None if unscored is None else unscored.scores.clone()
+        try:
+            out, scores = self._attend_and_score(tokens, unscored)
+            prompt = Prompt(
+                tokens.key, tokens.value, tokens.mask, scores, counts, Q, tokens.mask,
+                budget.by_row, budget.raised,
+            )  # fmt: skip
+            if unscored is not None:
+                keys, values, mask = slot_layout.together(unscored, *prompt[:3])
+                scores = torch.cat([unscored.scores, scores], dim=2)
+                prompt = prompt._replace(keys=keys, values=values, mask=mask, scores=scores)
+            if self.one_budget is None:
+                self.store(prompt, budget.by_row)
+            else:
+                self.one_budget.take(self, prompt)
+        except Exception:  # the scores are all that attend has touched
+            if unscored is not None:
+                unscored.scores.copy_(scores_before)
+            raise
         return out
+
+    def store(self, prompt: Prompt, by_row: Budgets) -> None:
+        """Keeps what budgets of each row, and of each head or all, have room for."""
+        was_empty = self.slots is None
+        self._keep(*prompt[:4], by_row, max(prompt.counts))
+        if was_empty:
+            self.pass_state.copied = False  # the copy was of an empty cache
+        self.raised, self.unscored = prompt.raised, False
+        self.prompt_columns = self.seen + prompt.columns
+        self._count(prompt.columns, prompt.column_mask)
 
     def _attend_chunk(self, tokens: NewTokens) -> Tensor:
         """A later forward pass of several tokens: a chunk of the prompt, a chat turn."""
         Q = tokens.key.shape[2]
         if self.seen == self.prompt_columns and not self.record_past:
-            prompt_budget.refuse_chunk(self.config, self.conversation, self.seen, Q)
-        slots = self._with_room(self.longest + Q)
-        out = self._attend_and_evict(tokens, slots, slots)
+            prompt_budget.refuse_chunk(self.config, self.pass_state, self.seen, Q)
+        out = self._attend_and_evict(tokens, self._with_capacity(self.longest + Q))
         self.longest += Q
         self._count(Q, tokens.mask)
         return out
 
-    def _attend_and_evict(
-        self, tokens: NewTokens, seen: ops.Slots | None, slots: ops.Slots
-    ) -> Tensor:
-        """Attends over the slots `seen` and the new tokens, and stores what the budget keeps of
-        both in `slots`, which are the same or empty. When it raises, `seen` is as it was."""
-        scores_before = None if seen is None else seen.scores.clone()
+    def _attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
+        """Attends over the slots and the new tokens, and keeps what the budget has room for of
+        both. When it raises, the slots are as they were."""
+        scores_before = slots.scores.clone()
         try:
-            stored = tokens.key, tokens.value, tokens.mask
-            if taken_over := seen is not None and seen is not slots:
-                stored = slot_layout.together(seen, *stored)
-            out, scores = self._attention(tokens, seen)
-            if taken_over:
-                scores = torch.cat([seen.scores, scores], dim=2)
-            ops.evict(*stored[:2], scores, slots, mask=stored[2], policy=self.policy)
+            out, scores = self._attend_and_score(tokens, slots)
+            ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=self.policy)
         except Exception:  # the scores are all that attend has touched
-            if seen is not None:
-                seen.scores.copy_(scores_before)
+            slots.scores.copy_(scores_before)
             raise
         return out
 
+    def _attend_and_score(
+        self, tokens: NewTokens, slots: ops.Slots | None
+    ) -> tuple[Tensor, Tensor]:
+        """Output [B, Q, H, D] and scores [B, G, Q] of the new keys."""
+        return self._attention(tokens, slots)
+
     def hold(
         self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
-        by_row: list[list[tuple[int, int]]], source: LayerContents,
+        by_row: Budgets, source: LayerContents,
     ) -> None:  # fmt: skip
         """As after a prompt with these keys and values [B, G, K, D], mask [B, K], scores
         [B, G, K] and budgets of each row and head, which `source` has read."""
-        widest = [self.config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
-        tokens = keys.shape[2]
-        room = Room(widest, self._capacities(widest, tokens))
-        slots = self._new_slots(keys, room.sizes, by_row)
-        ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
-        self._hold(slots, room)
+        self._keep(keys, values, mask, scores, by_row, keys.shape[2])
         self.row_size, self.seen = source.row_size, source.seen
-        self.prompt_columns, self.longest = source.seen, tokens
+        self.prompt_columns = source.seen
 
-    def _new_slots(
-        self, key: Tensor, sizes: list[int], by_row: list[list[tuple[int, int]]]
-    ) -> ops.Slots:
+    def _keep(
+        self, keys: Tensor, values: Tensor | None, mask: Tensor | None, scores: Tensor,
+        by_row: Budgets, tokens: int,
+    ) -> None:  # fmt: skip
+        """Makes slots that hold what the budgets have room for, of rows of at most so many
+        tokens."""
+        widest = [self.config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
+        capacity = Capacity(widest, self._capacities(widest, tokens))
+        slots = self._new_slots(keys, capacity.sizes, by_row)
+        ops.evict(keys, values, scores, slots, mask=mask, policy=self.policy)
+        self._hold(slots, capacity)
+        self.longest = tokens
+
+    def _new_slots(self, key: Tensor, sizes: list[int], by_row: Budgets) -> ops.Slots:
         slots = slot_layout.with_capacities(
             key,
             sizes,
@@ -332,6 +355,12 @@ class H2OLayer(LayerContents):
         if self.last is None:
             raise NotImplementedError(NO_RECORD)
         self.last.refuse(left, self.seen)
+
+    def reset(self) -> None:
+        """Empties the layer and frees its memory."""
+        super().reset()
+        if self.one_budget is not None:
+            self.one_budget.forget()
 
     def activate_past_recording(self) -> None:
         """See `H2OCache.activate_past_recording`."""

@@ -5,7 +5,7 @@ transformers lengths, mask sizes and the selection of rows for beam search; for 
 and the report.
 
 Shape letters: B batch rows, G key/value heads, S slots, n columns of another cache, D head
-dimension, K keys held. A column is a place in the padded batch; a position is a token's index in
+dimension, K keys held. A column is an index in the padded batch; a position is a token's index in
 its own row, pads not counted.
 """
 
@@ -22,10 +22,10 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout
-from h2o.hf.conversation import Conversation
 from h2o.hf.kept import Kept
+from h2o.hf.pass_state import PassState
 from h2o.hf.report import LayerReport
-from h2o.hf.slot_layout import Room
+from h2o.hf.slot_layout import Capacity
 from h2o.hf.trace import Trace
 from h2o.quantisation import dequantised
 from h2o.slots import PER_ROW
@@ -43,10 +43,12 @@ class LayerContents(CacheLayerMixin):
     supports_early_init = False
     shared = False
     """Whether the keys are the values too, so that the slots have no values."""
+    asked: Tensor | None = None
+    """[B, H, n, D], queries of each row's last tokens (`h2o.hf.echo_scores`); of an `EchoLayer`"""
 
     config: H2OConfig
     layer_idx: int
-    conversation: Conversation
+    pass_state: PassState
     traced: bool
 
     def take_over(self, keys: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
@@ -57,7 +59,7 @@ class LayerContents(CacheLayerMixin):
         self._refuse_shapes(keys, values)
         self.row_size = keys.shape[-1], keys.element_size()
         slots = slot_layout.filled(keys, values, mask, value_weighted=self.config.value_weighted)
-        self._hold(slots, Room(self.room.widest, slot_layout.sizes(slots)))
+        self._hold(slots, Capacity(self.capacity.widest, slot_layout.sizes(slots)))
         self.unscored = True
         self._count(keys.shape[2], mask)
 
@@ -75,31 +77,31 @@ class LayerContents(CacheLayerMixin):
             raise ValueError(f"a row is to be taken from a batch of {source.batch_size} rows")
         if self.slots is None:
             self.row_size, self.seen = source.row_size, source.seen
-            self._hold(slot_layout.rows_like(source.slots, rows), source.room)
-        room, others = self.room, source.room
-        widest = list(map(max, room.widest, others.widest))
+            self._hold(slot_layout.rows_like(source.slots, rows), source.capacity)
+        capacity, others = self.capacity, source.capacity
+        widest = list(map(max, capacity.widest, others.widest))
         needed = slot_layout.capacities(widest, longest)
-        sizes = list(map(max, needed, room.sizes, others.sizes))
+        sizes = list(map(max, needed, capacity.sizes, others.sizes))
         slots = self.slots
-        if sizes != room.sizes:
-            slots = slot_layout.enlarged(slots, room.sizes, sizes)
+        if sizes != capacity.sizes:
+            slots = slot_layout.enlarged(slots, capacity.sizes, sizes)
         joining = source.slots
         if sizes != others.sizes:
             joining = slot_layout.enlarged(joining, others.sizes, sizes)
         slot_layout.put_row(slots, row, joining)
-        self._hold(slots, Room(widest, sizes))
+        self._hold(slots, Capacity(widest, sizes))
         self.longest = longest
 
     def row_bytes(self) -> int:
         """Bytes of all tensors that a row takes once its budget is full."""
-        widest = self.room.widest
+        widest = self.capacity.widest
         return slot_layout.row_bytes(self.slots, slot_layout.capacities(widest, max(widest)))
 
     def _count(self, Q: int, mask: Tensor | None) -> None:
         """Q more columns have been seen."""
         self.seen += Q
         if self.trace is not None:
-            self.trace.record(self.slots, self.room.sizes, Q, mask)
+            self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
     def _refuse_shapes(self, keys: Tensor, values: Tensor | None) -> None:
         if values is not None and keys.shape != values.shape:
@@ -108,17 +110,19 @@ class LayerContents(CacheLayerMixin):
                 f"{tuple(values.shape)}: h2o needs one head dimension for both"
             )
 
-    def _with_room(self, tokens: int) -> ops.Slots:
+    def _with_capacity(self, tokens: int) -> ops.Slots:
         """The slots, enlarged where rows of so many tokens and the next one might not fit."""
-        if tokens > self.room.tokens:
-            room = self.room.larger(tokens)
-            self._hold(slot_layout.enlarged(self.slots, self.room.sizes, room.sizes), room)
+        if tokens > self.capacity.tokens:
+            capacity = self.capacity.larger(tokens)
+            self._hold(
+                slot_layout.enlarged(self.slots, self.capacity.sizes, capacity.sizes), capacity
+            )
         return self.slots
 
-    def _hold(self, slots: ops.Slots | None, room: Room) -> None:
+    def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
         """Sets the layer's slots. transformers' tools look for the attributes keys and values."""
         self.slots = slots
-        self.room = room
+        self.capacity = capacity
         self.keys = None if slots is None else slots.keys
         self.values = None if slots is None else slots.values
         self.is_initialized = slots is not None
@@ -150,7 +154,7 @@ class LayerContents(CacheLayerMixin):
 
     def empty(self) -> None:
         """As `reset`; of a layer that has states beside its keys, these stay."""
-        self._hold(None, Room([0], []))
+        self._hold(None, Capacity([0], []))
         self.seen = 0
         self.longest = 0  # upper bound of the tokens of the longest row
         self.prompt_columns = 0
@@ -160,7 +164,7 @@ class LayerContents(CacheLayerMixin):
         self.raised = False  # whether a budget below one token was rounded up to one
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # where passes are recorded: a LastPass, see H2OLayer.crop
-        self.conversation.waiting = None
+        self.pass_state.waiting = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was: keys, scores, positions and budgets."""
@@ -178,8 +182,10 @@ class LayerContents(CacheLayerMixin):
         if self.slots is not None:
             rows = {name: getattr(self.slots, name) for name in PER_ROW}
             changed = {name: None if x is None else change(x) for name, x in rows.items()}
-            self._hold(self.slots._replace(**changed), self.room)
+            self._hold(self.slots._replace(**changed), self.capacity)
             self.last = None  # of other rows
+            if self.asked is not None:
+                self.asked = change(self.asked)
             if self.trace is not None:
                 self.trace.each(change)
 
@@ -195,19 +201,19 @@ class LayerContents(CacheLayerMixin):
         """What is held: see `H2OCache.kept`."""
         if self.slots is None:
             return Kept(_empty(3, torch.int64), _empty(3))
-        return Kept(*slot_layout.held(self.slots, self.room.sizes, positions=-1, scores=0))
+        return Kept(*slot_layout.held(self.slots, self.capacity.sizes, positions=-1, scores=0))
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, K, D] in the order of `kept`; 0 where fewer are held."""
         if self.slots is None:
             return _empty(4), _empty(4)
         fields = ("keys",) if self.shared else ("keys", "values")
-        rows = slot_layout.held(self.slots, self.room.sizes, **dict.fromkeys(fields, 0.0))
+        rows = slot_layout.held(self.slots, self.capacity.sizes, **dict.fromkeys(fields, 0.0))
         keys, values = (dequantised(rows[i], self.row_size[0]) for i in (0, -1))
         return keys, values
 
     @property
-    def rows_per_token(self) -> int:
+    def rows_per_token(self) -> float:
         """Of each key/value head: a key and a value, or one that is both."""
         return 1 if self.shared else 2
 
@@ -218,13 +224,12 @@ class LayerContents(CacheLayerMixin):
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            bytes_full=self.rows_per_token
-            * self.seen
-            * self.slots.free.numel()
-            * math.prod(self.row_size),
+            bytes_full=round(
+                self.rows_per_token * self.seen * self.slots.free.numel() * math.prod(self.row_size)
+            ),
             raised=self.raised,
             unscored=self.unscored,
-            **slot_layout.figures(self.slots, self.room.sizes, self.config.sinks),
+            **slot_layout.figures(self.slots, self.capacity.sizes, self.config.sinks),
         )
 
 

@@ -15,15 +15,21 @@ from torch import Tensor
 from h2o import ops
 from h2o.hf import states
 from h2o.hf.layer_kinds import has_states, kind_of
-from h2o.hf.slot_layout import Room, sizes
+from h2o.hf.slot_layout import Capacity, sizes
 from h2o.hf.tensor_parallel import WHOLE
 
 __all__ = ["State", "keys_of", "restore", "restore_keys", "state_of"]
 
 _NUMBERS = ("seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "part")
-"""Of an `H2OLayer`, beside its slots, their room and the trace."""
+"""Of an `H2OLayer`, beside its slots, their capacity and the trace."""
 
-_SLOTS, _TRACE, _STATES = "slots.", "trace.", "states."  # what names of tensors begin with
+_ASKED = "asked"
+"""The queries that an `EchoLayer` remembers."""
+
+_SLOTS, _STATES = "slots.", "states."  # what names of tensors begin with
+
+_TRACE = {"trace.real": "real", "trace.left": "evicted_after"}
+"""Names of tensors, as files have them, and the attributes of a `Trace`."""
 
 
 class State(NamedTuple):
@@ -59,9 +65,12 @@ def keys_of(layer: Any) -> State:
     if layer.slots is not None:
         tensors = _named(_SLOTS, layer.slots._asdict())
     if layer.trace is not None:
-        tensors |= _named(_TRACE, vars(layer.trace))
+        trace = {name: getattr(layer.trace, field) for name, field in _TRACE.items()}
+        tensors |= _named("", trace)
+    if layer.asked is not None:
+        tensors[_ASKED] = layer.asked
     numbers = {name: getattr(layer, name) for name in _NUMBERS}
-    return State(tensors, numbers | {"widest": layer.room.widest})
+    return State(tensors, numbers | {"widest": layer.capacity.widest})
 
 
 def restore(layer: Any, state: State) -> None:
@@ -94,13 +103,16 @@ def restore_keys(layer: Any, state: State) -> None:
     slots = ops.Slots(**fields) if fields else None
     if slots is not None:  # what was held elsewhere may go on with a step
         ops.open_device(slots.keys)
-    layer._hold(slots, Room(list(state.numbers["widest"]), sizes(slots) if slots else []))
+    layer._hold(slots, Capacity(list(state.numbers["widest"]), sizes(slots) if slots else []))
     numbers = {"part": WHOLE, **state.numbers}  # which the first files do not have
     for name in _NUMBERS:
         setattr(layer, name, numbers[name])
     layer.row_size, layer.part = tuple(layer.row_size), tuple(layer.part)
+    if _ASKED in state.tensors:
+        layer.asked = state.tensors[_ASKED]
     if layer.trace is not None:
-        vars(layer.trace).update(_unnamed(_TRACE, state.tensors))
+        for name in _TRACE.keys() & state.tensors.keys():
+            setattr(layer.trace, _TRACE[name], state.tensors[name])
 
 
 def _named(prefix: str, tensors: dict[str, Any]) -> dict[str, Tensor]:

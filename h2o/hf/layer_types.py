@@ -17,12 +17,16 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
-from h2o.hf.conversation import Conversation
+from h2o.hf.echo_layer import EchoLayer
+from h2o.hf.echo_scores import EchoScores, echo_rotary
 from h2o.hf.latent_layer import LatentLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_with_states import with_states
 from h2o.hf.model_rotary import Rotary, has_rotary
+from h2o.hf.one_budget import OneBudget
+from h2o.hf.other_heads import OtherHeadsLayer, width_of
+from h2o.hf.pass_state import PassState
 from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_keys_layer import SharedKeysLayer
 from h2o.kv_dtype import stored_bytes
@@ -35,7 +39,7 @@ def layers_of(
     config: Any,
     layers: Sequence[CacheLayerMixin],
     h2o_config: H2OConfig,
-    conversation: Conversation,
+    pass_state: PassState,
     *,
     trace: bool,
     compileable: bool,
@@ -53,33 +57,55 @@ def layers_of(
     """
     windows = [kind_of(layer) == "sliding" for layer in layers]
     if compileable:
-        _refuse_compiling(windows, h2o_config.positions, trace)
+        _refuse_compiling(windows, h2o_config, trace)
     latent = latent_row(config) and config.get_text_config(decoder=True).kv_lora_rank
     if latent:
         _refuse_latents(h2o_config, compileable)
+    width = width_of(config)
+    if width is not None:
+        _refuse_other_heads(h2o_config, compileable)
     shared = reusing(config)
     if shared and compileable:
         raise Unsupported("compileable=True does not go with layers that attend to others' keys")
     rotary = None
     if h2o_config.positions == "rolled":
         rotary = Rotary(config, windows=any(windows))
+    if h2o_config.by_echo:
+        rotary = echo_rotary(config)
     placed = list(layers)
     for index, layer in enumerate(layers):
         if kind_of(layer) != "h2o":
             continue
-        arguments = [h2o_config.for_layer(index, len(layers)), index, conversation]
+        arguments = [h2o_config.for_layer(index, len(layers)), index, pass_state]
         layer_class: Any = CompileableLayer if compileable else H2OLayer
-        if rotary is not None and has_rotary(config, index):
+        more: dict[str, Any] = {"trace": trace}
+        if h2o_config.by_echo and rotary is not None:
+            layer_class, more["echo"] = EchoLayer, EchoScores(rotary, config, index)
+        elif rotary is not None and has_rotary(config, index):
             layer_class = CacheRelativeLayer
             arguments.append(rotary)
         elif latent:
             layer_class = functools.partial(LatentLayer, latent=latent)
+        elif width is not None:
+            layer_class = functools.partial(OtherHeadsLayer, width=width)
         elif index in shared:
             layer_class = functools.partial(SharedKeysLayer, reused_by=shared[index])
         if has_states(layer):
             layer_class = with_states(layer_class, layer.number_of_states)
-        placed[index] = layer_class(*arguments, trace=trace)
+        placed[index] = layer_class(*arguments, **more)
+    if h2o_config.shares_by_rank:
+        _share_by_rank([x for x in placed if isinstance(x, H2OLayer)], h2o_config)
     return placed
+
+
+def _share_by_rank(layers: list[H2OLayer], h2o_config: H2OConfig) -> None:
+    """Gives layers the one budget that they share."""
+    if not layers:
+        return
+    indices = [layer.layer_idx for layer in layers]
+    one_budget = OneBudget(indices, within_layer=h2o_config.shares == "layer")
+    for layer in layers:
+        layer.one_budget = one_budget
 
 
 def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:
@@ -99,12 +125,23 @@ def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:
             raise Unsupported(f"multi-head latent attention does not go with {reason}")
 
 
-def _refuse_compiling(windows: list[bool], positions: str, trace: bool) -> None:
+def _refuse_other_heads(h2o_config: H2OConfig, compileable: bool) -> None:
+    """Raises `Unsupported` for what does not go with `h2o.hf.other_heads`."""
+    for reason, holds in {
+        'positions="rolled"': h2o_config.positions != "original",
+        "compileable=True": compileable,
+    }.items():
+        if holds:
+            raise Unsupported(f"keys unlike values, or repeated, do not go with {reason}")
+
+
+def _refuse_compiling(windows: list[bool], h2o_config: H2OConfig, trace: bool) -> None:
     """Raises `Unsupported` for what changes its shape from step to step. `windows`: of each layer,
     whether it has a sliding window."""
     reasons = {
         "layers with a sliding window, which grow as they go": any(windows),
-        'positions="rolled", whose angles are looked up anew': positions != "original",
+        'positions="rolled", whose angles are looked up anew': h2o_config.positions != "original",
+        'rank_by="echo", whose steps are several operations': h2o_config.by_echo,
         "trace=True, whose record grows": trace,
     }
     for reason, holds in reasons.items():

@@ -15,6 +15,7 @@ from torch import Tensor
 from h2o.hf import states
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
+from h2o.hf.echo_layer import EchoLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import States, StatesAndKeys
 
@@ -59,10 +60,14 @@ class _CacheRelativeLayer(_States, CacheRelativeLayer, StatesAndKeys): ...
 class _CompileableLayer(_States, CompileableLayer, StatesAndKeys): ...
 
 
+class _EchoLayer(_States, EchoLayer, StatesAndKeys): ...
+
+
 _CLASSES = {
     H2OLayer: _H2OLayer,
     CacheRelativeLayer: _CacheRelativeLayer,
     CompileableLayer: _CompileableLayer,
+    EchoLayer: _EchoLayer,
 }
 
 

@@ -29,7 +29,7 @@ class _States:
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """The recurrent state of a layer, before it is changed."""
-        self.conversation.states_of(layer_idx)
+        self.pass_state.states_of(layer_idx)
         state: Tensor | None = self.get_recurrent_state(layer_idx)
         return state
 

@@ -61,7 +61,7 @@ def refusal(config: Any, *, windows: bool = False, served: frozenset[str] = ROLL
         return "some layers attend to the keys of others"
     if windows:
         return "its sliding-window layers keep their keys at original positions"
-    if text.model_type not in served or config.model_type not in served | _READERS:
+    if text.model_type not in served or config.model_type not in served | _PLAIN_POSITIONS:
         return (
             "its rotary embedding has not been tested to come off its keys; tested are "
             f"{', '.join(sorted(served))}"
@@ -69,7 +69,7 @@ def refusal(config: Any, *, windows: bool = False, served: frozenset[str] = ROLL
     return None
 
 
-_READERS = frozenset({"llava"})
+_PLAIN_POSITIONS = frozenset({"llava"})
 """Multimodal models whose language model gets plain positions 0, 1, 2, ..."""
 
 
@@ -156,6 +156,14 @@ class Rotary:
             return x
         D = self.width
         return torch.cat([x[..., 0:D:2], x[..., 1:D:2], x[..., D:]], dim=-1)
+
+    def unhalved(self, x: Tensor) -> Tensor:
+        """What `halves` has made x [..., D] of."""
+        if not self.adjacent:
+            return x
+        D = self.width
+        pairs = x[..., :D].unflatten(-1, (2, D // 2)).mT.flatten(-2)
+        return torch.cat([pairs, x[..., D:]], dim=-1)
 
     def table(self, ranks: int, device: Any = None) -> Tensor:
         """Angles of positions 0 to P - 1, [P, 2, F] float32, P >= `ranks`.

@@ -88,7 +88,7 @@ class PatchLock:
         return len(alive) == 2 and alive[0] is not alive[1]
 
     def _has(self, config: Any) -> bool:
-        return any(own is config for own, _ in self.first)
+        return any(locked is config for locked, _ in self.first)
 
     def _excludes(self, other: PatchLock) -> bool:
         if other.thread is None or not other.thread.is_alive():
@@ -111,7 +111,7 @@ def _current_task() -> weakref.ref[asyncio.Task[Any]] | None:
 
 def _said_at_first(config: Any) -> str:
     """The attention implementation of a config before any lock that is held."""
-    said = [name for lock in _held for own, name in lock.first if own is config]
+    said = [name for lock in _held for locked, name in lock.first if locked is config]
     name: str = said[0] if said else config._attn_implementation
     return name
 

@@ -1,6 +1,6 @@
 """What a patched model has in place of its own methods: its patches, of which one serves a call.
 
-Three things of the one model instance are changed, and put back when its last patch is gone: the
+Three things of the one model instance are changed, and put back when its last patch is removed: the
 method with which `generate()` makes its cache, the one with which it makes its logits processors,
 and a hook that gives direct forward passes a cache. The patches come and go in any order.
 """
@@ -41,7 +41,9 @@ class PatchStack:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.patches: list[Patch] = []
-        self.place = list(inspect.signature(model.forward).parameters).index("past_key_values")
+        self.cache_index = list(inspect.signature(model.forward).parameters).index(
+            "past_key_values"
+        )
         replaced = {PREPARE: self.prepare_cache, _PROCESSORS: self.logits_processors}
         self.before = {name: model.__dict__.get(name) for name in replaced}
         model.__dict__.update(replaced, **{_ATTRIBUTE: self})
@@ -109,8 +111,8 @@ class PatchStack:
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Instead of `GenerationMixin._prepare_cache_for_generation`."""
-        given = model_kwargs.get("past_key_values") is not None
-        patch = None if given or generation_config.use_cache is False else self.serving()
+        has_cache = model_kwargs.get("past_key_values") is not None
+        patch = None if has_cache or generation_config.use_cache is False else self.serving()
         if patch is None:
             return self._original(PREPARE)(generation_config, model_kwargs, *args, **kwargs)
         if getattr(generation_config, "is_assistant", False):
@@ -159,7 +161,7 @@ class PatchStack:
     def _with_cache(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("past_key_values") is not None or model.training:
             return None
-        if len(args) > self.place:  # given by position
+        if len(args) > self.cache_index:  # given by position
             return None
         use_cache = kwargs.get("use_cache")
         if use_cache is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.head_budgets import levelled
-from h2o.hf.conversation import Conversation
+from h2o.hf.pass_state import PassState
 
 __all__ = ["PromptBudget", "budget_of", "counted", "refuse_chunk"]
 
@@ -30,14 +30,14 @@ class PromptBudget(NamedTuple):
 
 
 def counted(
-    mask: Tensor | None, B: int, Q: int, config: H2OConfig, conversation: Conversation
+    mask: Tensor | None, B: int, Q: int, config: H2OConfig, pass_state: PassState
 ) -> list[int]:
     """Tokens of each of B rows of a first pass of Q columns, by their mask [B, Q].
 
     Q for all where nothing but the room they may take depends on it, and counting them would have
     to wait for the device.
     """
-    needed = config.needs_prompt_length and conversation.prompt_length is None
+    needed = config.needs_prompt_length and pass_state.prompt_length is None
     if mask is None or not (needed or mask.is_cpu):
         return [Q] * B
     tokens: list[int] = mask.sum(1).tolist()
@@ -50,7 +50,7 @@ def budget_of(
     counts: list[int],
     heads: int,
     part: tuple[int, int],
-    row_size: tuple[int, int, int],
+    row_size: tuple[int, int, float],
 ) -> PromptBudget:
     """The budgets of a layer.
 
@@ -94,7 +94,7 @@ def _lengths(
     return counts
 
 
-def refuse_chunk(config: H2OConfig, conversation: Conversation, seen: int, new: int) -> None:
+def refuse_chunk(config: H2OConfig, pass_state: PassState, seen: int, new: int) -> None:
     """A second forward of several tokens, with no decode step before it, is a chunk.
 
     Not so in a copy: what is copied and then asked is a prompt, whatever follows.
@@ -102,11 +102,7 @@ def refuse_chunk(config: H2OConfig, conversation: Conversation, seen: int, new: 
     Raises:
         ValueError: the budget is a fraction, and the prompt's length was not given.
     """
-    if (
-        config.needs_prompt_length
-        and conversation.prompt_length is None
-        and not conversation.copied
-    ):
+    if config.needs_prompt_length and pass_state.prompt_length is None and not pass_state.copied:
         raise ValueError(
             f"this looks like the second chunk of a prompt, but the budget is a fraction of "
             f"the whole prompt. If it is one, give H2OCache(..., prompt_length="

@@ -4,11 +4,11 @@ What a later question will ask for often gets no attention while the document is
 by attention evicts it. So the model repeats the document with all keys still there: what it looks
 up to write each token again is what an answer would look up (Kim et al., "KVzip", NeurIPS 2025,
 arXiv:2505.23416); or its own queries are asked once more, which takes no second forward pass
-(`h2o.hf.echo`). Then the cache is cut once (`h2o.hf.cut`), the places of all layers and heads
+(`h2o.hf.echo`). Then the cache is pruned once (`h2o.hf.cut`), the slots of all layers and heads
 going to the largest of these weights.
 
 Shape letters: B batch rows, G key/value heads, N columns of the document, Q of one forward pass,
-K tokens of the longest row. A column is a place in the padded batch.
+K tokens of the longest row. A column is an index in the padded batch.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class _Reader:
         self.columns = passes * ids.shape[1]
         self.cache = H2OCache(model.config, H2OConfig.full())
         self.layers = [x for x in self.cache.layers if isinstance(x, H2OLayer)]
-        self.progress = progress or (lambda done, whole: None)
+        self.progress = progress or (lambda done, total: None)
 
     def document(self, policy: Policy) -> list[Tensor]:
         """Reads it; scores [B, G, K] of each layer by this policy."""
@@ -197,7 +197,7 @@ class _Reader:
 
     def _pass(self, ids: Tensor, mask: Tensor, before: Tensor) -> None:
         """A forward pass over columns [B, Q] after those of the mask `before`."""
-        model = self.model.base_model  # nobody needs logits
+        model = self.model.base_model  # without logits
         more = {}
         if "position_ids" in inspect.signature(model.forward).parameters:
             positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
@@ -211,7 +211,7 @@ class _Reader:
         )
 
     def _scores(self) -> list[Tensor]:
-        return [slot_layout.held(x.slots, x.room.sizes, scores=0.0)[0] for x in self.layers]
+        return [slot_layout.held(x.slots, x.capacity.sizes, scores=0.0)[0] for x in self.layers]
 
 
 def _other_layers(cache: H2OCache) -> dict[int, Any]:

@@ -101,7 +101,7 @@ class SharedKeysLayer(H2OLayer):
             out = self._attend_later(call, self._attended.to(call.query.device))
         if call.module.layer_idx == self.reused_by[-1]:
             self._attended = None
-            self.conversation.attended(self.reused_by[-1])
+            self.pass_state.attended(self.reused_by[-1])
         if call.wants_gradients():
             return Undifferentiable.apply(out, call.query, call.key, call.value, call.sink_logits)
         return out
@@ -118,16 +118,16 @@ class SharedKeysLayer(H2OLayer):
 
     def _attend_later(self, call: AttentionCall, attended: _Attended) -> Tensor:
         """A later layer's attention, [B, P, H, D]."""
-        given, slots, in_step = attended
+        new, slots, in_step = attended
         query, *_ = as_autocast(call.query, plain(call.key), call.value)
-        P, Q, dtype = query.shape[2], given.key.shape[2], query.dtype
-        query = query.detach().to(given.key.dtype)
+        P, Q, dtype = query.shape[2], new.key.shape[2], query.dtype
+        query = query.detach().to(new.key.dtype)
         sinks = as_operand(call.sink_logits)
         if slots is None and P < Q and not call.softcap and sinks is None:
-            return _last_queries(query, given, call).to(dtype)
+            return _last_queries(query, new, call).to(dtype)
         if P < Q:  # the operations want a query of each new token
             query = torch.nn.functional.pad(query, (0, 0, Q - P, 0))
-        tokens = given._replace(
+        tokens = new._replace(
             query=query, scale=call.scale, softcap=call.softcap, sink_logits=sinks
         )
         if in_step:
@@ -171,18 +171,18 @@ def _copy(slots: ops.Slots, *, rows: bool) -> ops.Slots:
     return slots._replace(**copied)
 
 
-def _last_queries(query: Tensor, given: NewTokens, call: AttentionCall) -> Tensor:
+def _last_queries(query: Tensor, new: NewTokens, call: AttentionCall) -> Tensor:
     """Attention of the last queries [B, H, P, D] of a prompt, [B, P, H, D]."""
     B, _, P, _ = query.shape
-    Q = given.key.shape[2]
+    Q = new.key.shape[2]
     more: dict[str, Any] = {"attention_mask": None}
-    if P > 1 or given.mask is not None:
+    if P > 1 or new.mask is not None:
         more["attention_mask"] = sdpa_mask(
             batch_size=B, q_length=P, kv_length=Q, q_offset=Q - P,
-            attention_mask=given.mask, device=query.device,
+            attention_mask=new.mask, device=query.device,
         )  # fmt: skip
     out: Tensor
     out, _ = sdpa_attention_forward(
-        call.module, query, given.key, given.value, scaling=call.scale, is_causal=False, **more
+        call.module, query, new.key, new.value, scaling=call.scale, is_causal=False, **more
     )
     return out

@@ -25,11 +25,13 @@ from h2o.config import VARIANTS, H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.former_names import accepts_former
 from h2o.head_budgets import levelled
-from h2o.hf import tensor_parallel
-from h2o.hf.attention_call import Undifferentiable
+from h2o.hf import echo_simulation, tensor_parallel
+from h2o.hf.attention_call import NewTokens, Undifferentiable
 from h2o.hf.attention_hook import Call, attending
+from h2o.hf.echo_scores import EchoScores, echo_rotary
 from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
+from h2o.hf.model_rotary import Rotary
 from h2o.hf.patch_lock import unwrapped
 from h2o.hf.shared_keys import reusing
 from h2o.hf.support import transformers_layers
@@ -103,7 +105,10 @@ def simulated(
     if shared and (variant != "h2o" or config.merge is not None):
         what = f"variant {variant!r}" if variant != "h2o" else "merge"
         raise Unsupported(f"{what}: not simulated where layers attend to the keys of others")
-    simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass, shared)
+    rotary = echo_rotary(model.config) if config.by_echo else None
+    simulation = Simulation(
+        budgets, variant, prompt_length, ratio_of, trace, mass, shared, model.config, rotary
+    )
     tracing = latents_traced(unwrapped(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
     with attending(model, attended, simulation.attend), tracing:
@@ -126,13 +131,18 @@ class Simulation:
         trace: bool,
         mass: bool,
         shared: dict[int, tuple[int, ...]],
+        model_config: Any,
+        rotary: Rotary | None,
     ) -> None:
+        """`rotary`: of a config that ranks by echo."""
         self._budgets, self._variant = budgets, variant
         self._prompt_length, self._ratio_of = prompt_length, ratio_of
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
         self._scores: dict[int, Tensor] | None = {} if trace else None
         self._mass: dict[int, Tensor] | None = {} if mass else None
         self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
+        self._model_config = model_config
+        self._rotary = rotary
         self._here = threading.local()  # of layers whose keys others attend to, their VisibleKeys
 
     def layers(self) -> list[int]:
@@ -193,23 +203,11 @@ class Simulation:
         prompts, budgets = self._resolve(config, lengths)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._variant == "h2o":
-            out, evicted_at, scores = ops.simulate(
-                q,
-                k,
-                None if shared else v,
-                torch.tensor(prompts, dtype=torch.int32, device=q.device),
-                torch.tensor(
-                    levelled(budgets, k.shape[1], tensor_parallel.part(call.module)),
-                    dtype=torch.int32,
-                    device=q.device,
-                ).squeeze(1),
-                mask=mask,
-                scale=call.scale,
-                softcap=call.softcap,
-                sink_logits=call.sink_logits,
-                kv_dtype=config.kv_dtype,
-                policy=config.policy,
+            by_row = levelled(budgets, k.shape[1], tensor_parallel.part(call.module))
+            text = NewTokens(
+                q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
             )
+            out, evicted_at, scores = self._through_cache(text, prompts, by_row, config, call.layer)
             if self._scores is not None:
                 self._scores[call.layer] = scores
             if call.layer in self._reuses.values():
@@ -227,6 +225,30 @@ class Simulation:
         if self._mass is not None:
             self._mass[call.layer] = _retained(q, k, mask, evicted_at, call.scale, call.softcap)
         return _undifferentiable(out, call)
+
+    def _through_cache(
+        self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
+        config: H2OConfig, layer: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`h2o.ops.simulate` of the tokens of a whole text."""
+        if self._rotary is not None:
+            echo = EchoScores(self._rotary, self._model_config, layer)
+            return echo_simulation.simulate(
+                text, prompts, by_row, echo, config.policy, config.kv_dtype
+            )
+        device = text.query.device
+        simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
+            *text[:3],
+            torch.tensor(prompts, dtype=torch.int32, device=device),
+            torch.tensor(by_row, dtype=torch.int32, device=device).squeeze(1),
+            mask=text.mask,
+            scale=text.scale,
+            softcap=text.softcap,
+            sink_logits=text.sink_logits,
+            kv_dtype=config.kv_dtype,
+            policy=config.policy,
+        )
+        return simulated
 
     def _resolve(
         self, config: H2OConfig, lengths: list[int]
@@ -264,6 +286,11 @@ def check(
         raise ValueError(
             "a simulation cannot roll positions: in one forward pass every key has one. Use "
             'positions="original", or the real cache (h2o.patched, --protocol drop)'
+        )
+    if config.shares_by_rank:
+        raise ValueError(
+            f'shares="{config.shares}" cannot be simulated: how heads share depends on all ranks '
+            "of a prompt, of layers behind too. Use the real cache (h2o.patched, --protocol drop)"
         )
     plain = (config.policy, config.shares, config.kv_dtype) == (Policy(), None, None)
     if variant != "h2o" and not plain:

@@ -2,7 +2,7 @@
 
 `h2o.slots` defines slots, and the operations fill them. With per-head budgets heads have different
 numbers of slots, which lie one head after the other on one axis. The layer keeps those numbers as a
-plain list, `Room.sizes`: to read them from a device would make a decode step wait for it.
+plain list, `Capacity.sizes`: to read them from a device would make a decode step wait for it.
 
 Shape letters: B batch rows, G key/value heads, S slots, Q new tokens, D head
 dimension, n columns of another cache, K keys held.
@@ -21,7 +21,7 @@ from h2o import ops
 from h2o.slots import PER_ROW, PER_SLOT
 
 __all__ = [
-    "Room",
+    "Capacity",
     "by_head",
     "capacities",
     "enlarged",
@@ -39,7 +39,7 @@ __all__ = [
 
 
 @dataclasses.dataclass
-class Room:
+class Capacity:
     """The capacity of a layer's slots. Lists have an entry for each head, or one for all."""
 
     widest: list[int]
@@ -53,13 +53,13 @@ class Room:
         self.tokens: float = min(short, default=math.inf)
         """Up to this many tokens in a row the next one still fits."""
 
-    def larger(self, tokens: int) -> Room:
-        """Room for rows of so many tokens and the next one, and some more: of many slots a
+    def larger(self, tokens: int) -> Capacity:
+        """Capacity for rows of so many tokens and the next one, and some more: of many slots a
         sixteenth, since copying them so rarely costs next to nothing beside reading them."""
         needed = capacities(self.widest, tokens)
         pairs = zip(self.widest, self.sizes, strict=True)
         grown = [min(k + 1, s + max(min(s // 2, 48), s // 16)) for k, s in pairs]
-        return Room(self.widest, list(map(max, needed, grown, self.sizes)))
+        return Capacity(self.widest, list(map(max, needed, grown, self.sizes)))
 
 
 def capacities(widest: list[int], tokens: int) -> list[int]:
@@ -76,7 +76,7 @@ def sizes(slots: ops.Slots) -> list[int]:
 
 
 def with_capacities(keys: Tensor, sizes: list[int], **kind: Any) -> ops.Slots:
-    """New slots for keys like [B, G, any, D]; `sizes` as `Room.sizes`, others as `new_slots`."""
+    """New slots for keys like [B, G, any, D]; `sizes`: `Capacity.sizes`; others as `new_slots`."""
     return ops.new_slots(keys, sizes[0] if len(sizes) == 1 else sizes, **kind)
 
 

@@ -22,7 +22,7 @@ _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
 _BIAS = "it adds a bias to the attention logits that depends on positions"
 
-_ALTERED = {
+_UNSERVED_TYPES = {
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
     "gemma4_unified": _PATTERN,
@@ -30,7 +30,6 @@ _ALTERED = {
     "hrm_text": "it runs its layers several times for each token, with a cache for each time",
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
-    "jetmoe": "it repeats the keys between cache and attention",
     "mllama": "its cross-attention layers keep the keys of images in the cache",
     "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
@@ -177,13 +176,13 @@ def refusal(config: Any) -> str | None:
             "needs config.is_decoder=True"
         )
     for part in (text, config):
-        if part.model_type in _ALTERED:
-            return _ALTERED[part.model_type]
+        if part.model_type in _UNSERVED_TYPES:
+            return _UNSERVED_TYPES[part.model_type]
     if _attribute(text, "kv_lora_rank") is not None:
         if reason := _latent_refusal(config):
             return reason
-    elif _attribute(text, "v_head_dim") not in (None, _attribute(text, "head_dim")):
-        return "its keys and values are of different sizes"
+    elif _has_wider_values(text):
+        return "its values are larger than its keys"
     if getattr(text, "num_kv_shared_layers", None):
         if reason := shared_keys.refusal(text):
             return reason
@@ -200,6 +199,12 @@ def _latent_refusal(config: Any) -> str | None:
     if not any(map(latent_attention.expands_after_cache, _model_classes(config))):
         return "its multi-head latent attention does not cache latents as transformers' newer do"
     return latent_attention.refusal(config.get_text_config(decoder=True))
+
+
+def _has_wider_values(text: Any) -> bool:
+    """Whether they are; of layers that differ in it that is not known."""
+    value, key = _attribute(text, "v_head_dim"), _attribute(text, "head_dim")
+    return value is not None and not (isinstance(value, int) and value <= (key or 0))
 
 
 def _attribute(config: Any, name: str) -> Any:

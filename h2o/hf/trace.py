@@ -21,13 +21,13 @@ class Trace:
 
     A key that was merged into another counts as evicted.
 
-    Columns are places in the padded batch, positions count a row's real tokens.
+    Columns are indices in the padded batch, positions count a row's real tokens.
     """
 
     def __init__(self) -> None:
         self.real: Tensor | None = None
         """[B, N] bool: columns that are no pads"""
-        self.left: Tensor | None = None
+        self.evicted_after: Tensor | None = None
         """[B, G, N] int32, by position: columns seen when the key was evicted, or -1"""
 
     def record(self, slots: ops.Slots, sizes: list[int], Q: int, mask: Tensor | None) -> None:
@@ -37,29 +37,29 @@ class Trace:
         real = slots.lengths.new_ones((B, Q), dtype=torch.bool)
         if mask is not None:
             real.copy_(mask)  # a copy: the mask is the caller's
-        left = slots.positions.new_full((B, G, Q), -1)
+        evicted_after = slots.positions.new_full((B, G, Q), -1)
         if self.real is not None:
             real = torch.cat([self.real, real], dim=1)
-            left = torch.cat([self.left, left], dim=2)
+            evicted_after = torch.cat([self.evicted_after, evicted_after], dim=2)
         N = real.shape[1]
-        held = torch.zeros((B, G, N + 1), dtype=torch.bool, device=left.device)
+        held = torch.zeros((B, G, N + 1), dtype=torch.bool, device=evicted_after.device)
         held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
-        position = torch.arange(N, device=left.device)
+        position = torch.arange(N, device=evicted_after.device)
         seen = position < slots.lengths[:, None, None]
-        left.masked_fill_(seen & ~held[..., :N] & (left < 0), N)
-        self.real, self.left = real, left
+        evicted_after.masked_fill_(seen & ~held[..., :N] & (evicted_after < 0), N)
+        self.real, self.evicted_after = real, evicted_after
 
     def evicted_at(self) -> Tensor:
         """int32 [B, G, N]: see `h2o.H2OCache.evicted_at`."""
-        if self.real is None or self.left is None:
+        if self.real is None or self.evicted_after is None:
             return torch.zeros(0, 0, 0, dtype=torch.int32, device="cpu")
         N = self.real.shape[1]
-        position = (self.real.cumsum(1) - 1).clamp(min=0)[:, None].expand_as(self.left)
-        left = self.left.gather(2, position)
-        left[left < 0] = N
-        return left * self.real[:, None]
+        position = (self.real.cumsum(1) - 1).clamp(min=0)[:, None].expand_as(self.evicted_after)
+        evicted_after = self.evicted_after.gather(2, position)
+        evicted_after[evicted_after < 0] = N
+        return evicted_after * self.real[:, None]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:
         """Batch rows were selected or repeated."""
-        if self.real is not None and self.left is not None:
-            self.real, self.left = change(self.real), change(self.left)
+        if self.real is not None and self.evicted_after is not None:
+            self.real, self.evicted_after = change(self.real), change(self.evicted_after)

@@ -39,7 +39,7 @@ class Chat:
 
     def reply(self, said: str, max_new_tokens: int = 200) -> Iterator[str]:
         """What the model answers to the next turn, piece by piece, chosen greedily."""
-        ids = self.tokenizer(self.turn(said), add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(self.message(said), add_special_tokens=False)["input_ids"]
         answer: list[int] = []
         shown = ""
         while True:
@@ -57,7 +57,7 @@ class Chat:
                 break
             ids = [token]
 
-    def turn(self, said: str) -> str:
+    def message(self, said: str) -> str:
         """The next turn as the template has it: all of it at first, later what is new."""
         user = {"role": "user", "content": said}
         if not self.cache.get_seq_length():

@@ -40,9 +40,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """The picture of a result of `h2o stream`, as PNG. ImportError without matplotlib."""
     figure = need("matplotlib.figure").Figure(figsize=(9, 6.5), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
-    places = (grid[0, :], grid[1, 0], grid[1, 1])
-    for place, (field, label, scale) in zip(places, PANELS, strict=True):
-        plot(result, figure.add_subplot(place), field, label, scale)
+    cells = (grid[0, :], grid[1, 0], grid[1, 1])
+    for cell, (field, label, scale) in zip(cells, PANELS, strict=True):
+        plot(result, figure.add_subplot(cell), field, label, scale)
     chunk = f", {result['chunk']} at a time" if result["chunk"] > 1 else ""
     figure.suptitle(f"{result['model']}: {result['text']}{chunk}, {result['positions']} positions")
     figure.savefig(path, dpi=120, format="png")

@@ -86,7 +86,7 @@ static inline void fill_tensor(const h2o_view *view, float drift, test_random *r
 /* ---- Slots ------------------------------------------------------------- */
 
 /* An empty store of rows of that type, H2O_Q8 or H2O_Q4 for rows of bytes. Scores and biases of
- * empty slots are NaN, as nobody may read them. */
+ * empty slots are NaN, as they may not be read. */
 static inline h2o_slots make_slots(layout how, const h2o_dims *d, h2o_dtype stored, int32_t heavy,
                                    int32_t recent, bool weighted, bool merging) {
     const h2o_dtype dtype = stored > H2O_U8 ? H2O_U8 : stored;

@@ -76,7 +76,7 @@ TENSOR_FROM = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(D
 
 
 def _python_api(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of Python's C API, whose types nobody else can change."""
+    """A function of Python's C API, whose types no other code can change."""
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
@@ -140,7 +140,7 @@ class Producer:
             if on_delete is not None:
                 on_delete()
 
-        def destroy(capsule: int) -> None:  # what nobody took, its producer gives back
+        def destroy(capsule: int) -> None:  # what was not taken, its producer gives back
             if not self._name.startswith(b"used_") and _is_valid(capsule, self._name):
                 delete(0)
 

@@ -9,6 +9,7 @@
 
 #include "cuda/plan.h"
 #include "run.h"
+#include "tables.h"
 
 int shim_launch(const char *name, const void *params, size_t size, char *workspace,
                 const unsigned grid[3], unsigned block, unsigned shared);
@@ -45,7 +46,7 @@ static size_t workspace(h2o_operation operation, const void *params, const h2o_e
 
 static int run(h2o_operation operation, const void *params, const h2o_exec *exec,
                h2o_error *error) {
-    const h2o_operation_row *const row = &h2o_operations[operation];
+    const h2o_operation_row *const row = h2o_operations[operation];
     h2o_params copy;
     cuda_plan plan;
     const h2o_dims *const dims = (const void *)((const char *)params + row->dims);

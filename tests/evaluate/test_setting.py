@@ -98,6 +98,8 @@ def test_what_sees_the_future_is_marked():
         "h2o:0.2/sinks=few",
         "h2o:0.2/rank_by=best",
         "h2o:0.2/decay=2",
+        "h2o:0.2/shares=shipped",
+        "h2o:0.2/rank_by=echo/merge=0.8",
         "h2o:0.2/value_weighted=perhaps",
     ],
 )
@@ -109,7 +111,7 @@ def test_refused(text):
 def test_every_field_of_a_config_can_be_written():
     """Before the slashes, after them, or by the kind of a setting."""
     fields = [field.name for field in dataclasses.fields(H2OConfig)]
-    before, by_kind = {"heavy", "recent"}, {"shares", "slot"}
+    before, by_kind = {"heavy", "recent"}, {"slot"}
     assert {*OPTIONS} == {*fields} - before - by_kind
     assert OPTIONS[: len(Policy._fields)] == Policy._fields
     written = "h2o:4+5/decay=0.5/merge=0.8/kv_dtype=int8"
@@ -118,6 +120,12 @@ def test_every_field_of_a_config_can_be_written():
     assert from_config(config).name == written
     assert from_options(heavy=4, recent=5, decay=0.5, merge=0.8, kv_dtype="int8").name == written
     assert parse("h2o:4+5/positions=rolled").config.positions == "rolled"
+    written = "h2o:4+5/rank_by=echo/shares=scores"
+    config = H2OConfig(4, 5, rank_by="echo", shares="scores")
+    assert parse(written).config == config
+    assert from_config(config).name == from_options(
+        heavy=4, recent=5, rank_by="echo", shares="scores"
+    ).name == written  # fmt: skip
 
 
 def test_budgets():

@@ -105,7 +105,7 @@ def test_retained_mass_of_each_token(both):
 
 
 def test_merged_keys_count_as_gone():
-    """And the page says so: a part of them lives on, which nobody can measure by the key."""
+    """And the page says so: a part of them lives on, which cannot be measured by the key."""
     model = tiny.model("llama", "eager")
     ids = text(tokens=N)
     parameters = {"heavy": 6, "recent": 6, "merge": 0.2}

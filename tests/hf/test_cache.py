@@ -275,8 +275,8 @@ def test_a_copy_in_use_goes_on_alone(twin):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     torch.testing.assert_close(other.kept(0), kept, rtol=0, atol=0)
     torch.testing.assert_close(other.evicted_at(0), cache.evicted_at(0), rtol=0, atol=0)
-    assert other.conversation is not cache.conversation
-    assert other.layers[0].conversation is other.conversation
+    assert other.pass_state is not cache.pass_state
+    assert other.layers[0].pass_state is other.pass_state
 
 
 def rows(text, index):

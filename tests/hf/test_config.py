@@ -86,7 +86,7 @@ def test_is_frozen_and_pickles():
         ({"heavy": 1.5}, ValueError, "for a number of tokens give an int"),
         ({"heavy": -0.1}, ValueError, r"must be in \[0, 1\]"),
         ({"recent": float("nan")}, ValueError, r"must be in \[0, 1\]"),
-        ({"rank_by": "maks"}, ValueError, 'rank_by must be "sum", "mean" or "max", not'),
+        ({"rank_by": "maks"}, ValueError, 'rank_by must be "sum", "mean", "max" or "echo", not'),
         ({"decay": 1.1}, ValueError, "decay must be in"),
         ({"decay": float("nan")}, ValueError, "decay must be in"),
         ({"decay": "1"}, TypeError, "decay must be a number"),

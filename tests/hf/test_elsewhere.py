@@ -19,7 +19,7 @@ from torch import Tensor
 
 import h2o
 from h2o import H2OCache, ops
-from h2o.backends.portable import decode
+from h2o.backends.portable import step
 from h2o.hf.layer import H2OLayer
 from tests.devices import WAITS, elsewhere, moved
 from tests.hf.modes import POLICIES
@@ -106,7 +106,7 @@ def test_slots_that_grow(shares, kv_dtype):
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma3"])
 def test_padding(name):
-    """With numbers of tokens nobody needs to know how long each row is."""
+    """With numbers of tokens no row's length need be known."""
     with there(name) as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6, sinks=1)
         converse(ours, cache, torch.ones(2, 20, dtype=torch.long))
@@ -205,13 +205,13 @@ def test_a_read_in_the_step_is_caught(seed, monkeypatch):
     with there() as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6)
         ours(ids(2, 20), past_key_values=cache)
-        honest = decode.lowest
+        honest = step.lowest
 
         def seeded(keys: Tensor, positions: Tensor) -> Tensor:
             SEEDS[seed](positions)
             return honest(keys, positions)
 
-        monkeypatch.setattr(decode, "lowest", seeded)
+        monkeypatch.setattr(step, "lowest", seeded)
         with pytest.raises(RuntimeError, match=WAITS if seed != "another device" else "devices"):
             ours(ids(2, 1), past_key_values=cache)
 

@@ -52,9 +52,13 @@ POLICY_CASES = [
 queries, keys and values, and these have the same shapes."""
 
 
+EAGER = ("gemma2", "gpt_oss", "mimo_v2_flash")
+"""Families that ask for soft-capped logits or learned sinks, which sdpa lacks."""
+
+
 def peer(name: str):
     """The model under transformers' own attention: sdpa, where that can do what it asks for."""
-    return shared(name, "eager" if name in ("gemma2", "gpt_oss") else "sdpa")
+    return shared(name, "eager" if name in EAGER else "sdpa")
 
 
 def generation(ours) -> set[str]:

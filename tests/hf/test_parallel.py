@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from h2o import H2OCache, Profile
 from h2o.head_budgets import levelled
 from h2o.hf import tensor_parallel
+from h2o.hf.layer_kinds import HYBRIDS
 from h2o.model_identity import describe, sample
 from tests.hf import cut, gathered
 from tests.hf.tiny import Family, prompts
@@ -33,6 +34,10 @@ FAMILIES = {
     "llama": Family("llama", HEADS),
     "qwen3": Family("qwen3", HEADS),
 }
+if HYBRIDS:  # whose states every process has
+    linear = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8}
+    linear |= {"linear_value_head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    FAMILIES["qwen3_5_text"] = Family("qwen3_5_text", HEADS | linear)
 
 
 @pytest.mark.slow

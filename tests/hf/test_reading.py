@@ -10,7 +10,8 @@ import h2o
 from h2o import H2OCache, H2OConfig, Unsupported
 from h2o.hf import reading
 from h2o.hf.cut import RECENT
-from tests.hf.tiny import batch, greedy, model, prompts, shared
+from h2o.hf.layer_kinds import HYBRIDS
+from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])
 """Token ids that ask for the repetition."""
@@ -137,7 +138,12 @@ def test_it_goes_on_as_any_other_cache(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "opt", "gemma3", "mistral-window", "qwen3_next", "falcon_h1", "deepseek_v3"]
+    "name",
+    [
+        *("llama", "opt", "gemma3", "mistral-window"),
+        *["qwen3_next", "falcon_h1"] * HYBRIDS,
+        *["deepseek_v3"] * bool(LATENT),
+    ],
 )
 def test_with_room_for_all_it_answers_as_the_full_cache(name):
     """Windows and states are those behind the document, not behind its repetition."""

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from transformers.modeling_utils import AttentionInterface
 
 from h2o import H2OCache, Unsupported, patched, supports
-from h2o.hf.conversation import CROPS_TO_LENGTH
 from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.pass_state import CROPS_TO_LENGTH
 from h2o.hf.shared_keys import SHARES_KEYS
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
@@ -44,7 +44,7 @@ def config_of(model_type: str, **more):
             "latent attention is sparse",
             marks=needs_states,
         ),
-        ("jetmoe", {}, "repeats the keys"),
+        ("doge", {}, "attention pattern of its own"),
         pytest.param("mamba", {}, "nothing to evict", marks=needs_states),
         pytest.param(
             "gemma4_unified_assistant",

@@ -363,14 +363,14 @@ def test_states_are_whole():
     ours = model("llama")
     (ids,) = prompts(40)
     anew = {
-        "room",
+        "capacity",
         "keys",
         "values",
         "is_initialized",
         "batch_size",
         "_out",
         "_ranks",
-        "conversation",
+        "pass_state",
     }
     for positions in ("original", "rolled"):
         config = H2OConfig(**SMALL, positions=positions)

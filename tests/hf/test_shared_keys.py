@@ -338,7 +338,7 @@ def test_a_pass_ends_with_the_last_layer_that_attends():
         ours(ids, past_key_values=cache)
     hook.remove()
     assert "another thread" in found[0]
-    assert not cache.conversation.under_way
+    assert not cache.pass_state.under_way
     begin()
     assert len(found) == 1
 

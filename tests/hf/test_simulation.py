@@ -135,7 +135,7 @@ def prove(
             seen = (column < stop) & (evicted_at[layer][0] > stop)
             for head, positions in enumerate(kept[0]):
                 own = positions[positions >= 0]
-                if stop < N:  # whom the last row drops evicted_at does not tell, nobody being after
+                if stop < N:  # what the last row evicts is not in evicted_at
                     assert torch.equal(own, column[seen[head]]), stop
                 else:
                     assert (evicted_at[layer][0, head, own] == N).all()

@@ -18,8 +18,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from h2o.hf.conversation import CROPS_TO_LENGTH  # true of the older versions of transformers
+from h2o.hf.latent_attention import expands_after_cache
 from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.pass_state import CROPS_TO_LENGTH  # true of the older versions of transformers
 from h2o.hf.shared_keys import SHARES_KEYS
 from tests.hf.modes import MODES
 from tests.torch.calls import TABLE
@@ -85,6 +86,7 @@ class Family:
 
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4}
 _SLIDING = {"sliding_window": 10}
+_FULL_FIRST = {"layer_types": ["full_attention", "sliding_attention"] * 2}
 _EYE = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": SPREAD, "image_size": 8}
 _LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
 _LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2}
@@ -290,6 +292,15 @@ FAMILIES = {
             ),
         ]
         * SHARES_KEYS,
+        Family("jetmoe", _MOE),  # which repeats its keys between cache and attention
+        *[
+            Family(  # whose values are smaller than its keys
+                "mimo_v2_flash",
+                {**_SLIDING, **_MOE, **_FULL_FIRST, "v_head_dim": 4, "n_routed_experts": 4},
+                layers=("h2o", "sliding") * 2,
+            )
+        ]
+        * ("mimo_v2_flash" in transformers.CONFIG_MAPPING),
         Family("mistral-window", _SLIDING, model_type="mistral", layers=("sliding", "sliding")),
     ]
 }
@@ -322,6 +333,7 @@ LATENT = {
         Family("axk1", {**_LATENT_MOE, "v_head_dim": 20}),
         Family("longcat_flash", _LONGCAT),
     ]
+    * expands_after_cache(transformers.DeepseekV3ForCausalLM)  # older ones cache what they expand
 }
 """Of multi-head latent attention; one with so many heads that a step is a product of matrices, one
 whose values have the size of its keys."""

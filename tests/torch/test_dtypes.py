@@ -131,7 +131,7 @@ def rms(x: np.ndarray) -> float:
 
 
 def in_plain_torch(scenario: Scenario, engine, given: Text, want: Answers):
-    """Attention as one would write it in this dtype, where the truth says who sees whom.
+    """Attention as one would write it in this dtype, where the oracle says which key a query sees.
 
     Scores are float32 and grow call by call, as every cache would have it.
     """

@@ -118,7 +118,7 @@ def test_memory_goes_with_the_budgets():
 
 
 def test_slots_of_other_strides_and_with_gaps():
-    """What lies between two heads' slots is nobody's and stays as it is."""
+    """What lies between two heads' slots belongs to no head and stays as it is."""
     policy, text = POLICIES["value-weighted"], whole()
     budget = BUDGETS[0][None].repeat(2, axis=0)
     plain = Conversation(ENGINES["core"], text, policy, budget=budget)

@@ -83,7 +83,7 @@ def test_the_formula_of_the_largest(module):
 
 @every_module
 def test_who_cannot_be_merged_is_dropped(module):
-    """Sinks take nobody in; nor does a key of norm 0, or one that is not a number."""
+    """No key is merged into a sink, nor into a key of norm 0, or one that is not a number."""
     keys = torch.tensor([[2.0, 0.0], [0.0, 0.0], [torch.nan, 1.0], [1.0, 0.0], [0.0, 1.0]])
     keys = keys[None, None]
     values, scores = torch.ones_like(keys), torch.tensor([[[1.0, 1.0, 1.0, 0.25, 1.0]]])
@@ -96,7 +96,7 @@ def test_who_cannot_be_merged_is_dropped(module):
 @every_module
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["leaves", "receives"])
 def test_scores_that_are_no_numbers_weigh_nothing(module, bad):
-    """A key of which nobody knows how much it counts is neither merged nor merged into."""
+    """A key whose weight is unknown is neither merged nor merged into."""
     keys = torch.tensor([[1.0, 0.2], [1.0, 0.0], [0.0, 1.0]])[None, None]
     slots = ops.new_slots(keys, 3, heavy=2, merge=True)
     scores = torch.tensor([[[0.25, 1.0, 2.0]]])

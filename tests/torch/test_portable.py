@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from h2o import backends, ops
-from h2o.backends import portable
-from h2o.backends.portable import merging, prefill, slot_rows
+from h2o.backends.portable import attend, merging, slot_rows, step
 from tests import inputs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR, Call
@@ -62,7 +61,7 @@ def assert_same_history(talk: Conversation, wanted: Conversation) -> None:
     np.testing.assert_allclose(talk.slots.lost, wanted.slots.lost, rtol=1e-5, atol=1e-5)
 
 
-# ---- Who serves whom ---------------------------------------------------------------------------
+# ---- Which backend serves ----------------------------------------------------------------------
 
 
 def test_the_core_serves_the_cpu_unless_told_otherwise():
@@ -96,7 +95,8 @@ def test_forced_calls_reach_the_backend(name, monkeypatch):
         raise NotImplementedError("reached")
 
     backends._portable.cache_clear()
-    monkeypatch.setattr(portable, name, reached)
+    file = importlib.import_module(f"h2o.backends.portable.{name}")
+    monkeypatch.setattr(file, name, reached)
     try:
         with backends.by_torch(), pytest.raises(NotImplementedError, match="reached"):
             make(name).run()
@@ -164,7 +164,7 @@ def test_any_scenario_is_as_with_the_core(scenario):
 def test_blocks_of_any_size(size, monkeypatch):
     text = inputs.drifting(22, B=2, H=6, G=2, N=N, D=32, sink=True)
     wanted = Conversation(core(), text, POLICIES["everything"], mask=padded()).feed_all(CALLS)
-    monkeypatch.setattr(prefill, "BLOCK", size)
+    monkeypatch.setattr(attend, "BLOCK", size)
     talk = Conversation(torch_engine(), text, POLICIES["everything"], mask=padded())
     assert_same_history(talk.feed_all(CALLS), wanted)
 
@@ -285,7 +285,7 @@ def test_values_that_are_not_finite_show_where_they_are_seen():
 def test_simulated_infinities_are_the_oracles(merge, kv_dtype, size, monkeypatch):
     """With their signs, for as long as they are held; two of them of different signs are NaN."""
     if size is not None:
-        monkeypatch.setattr(prefill, "BLOCK", size)
+        monkeypatch.setattr(attend, "BLOCK", size)
     text = inputs.drifting(8, B=2, H=4, G=2, N=N, D=32)
     mask = padded()
     inf = np.inf
@@ -348,7 +348,7 @@ def test_memory_is_no_square():
             ops.attend(x, x, x)
         largest.append(max(event.self_cpu_memory_usage for event in profiler.events()))
     assert largest[0] <= 4 * 2 * 1024 * 1024
-    assert largest[1] <= 4 * prefill.BLOCK
+    assert largest[1] <= 4 * attend.BLOCK
 
 
 @pytest.mark.skipif(not TABLE, reason="an older torch makes more operations of the same calls")
@@ -384,13 +384,13 @@ def test_torch_compile_takes_a_step_whole():
 
     text = [torch.from_numpy(x) for x in inputs.drifting(4, B=2, H=4, G=2, N=20, D=32)]
     held, answers = [], []
-    for step in (portable.step_by(counted), portable.step_by("")):
+    for run in (step.step_by(counted), step.step_by("")):
         slots = ops.new_slots(text[1], [9, 11], 4, 4, merge=True)
         out = torch.zeros(20, 2, 1, 4, 32)
         for t in range(20):
             tokens = [x[:, :, t : t + 1] for x in text]
             policy = ops.Policy(merge=0.3, decay=0.9)
-            step(*tokens, None, slots, out[t], 0.2, 0.0, policy, None, None, None)
+            run(*tokens, None, slots, out[t], 0.2, 0.0, policy, None, None, None)
         held.append(slots.positions)
         answers.append(out)
     assert len(graphs) == 1, "one, without a break, for all steps"
@@ -399,14 +399,14 @@ def test_torch_compile_takes_a_step_whole():
 
 
 def test_a_step_is_compiled_on_request(monkeypatch):
-    assert portable.step is portable.step_by("")
+    assert step.step is step.step_by("")
     monkeypatch.setenv("H2O_COMPILE", "eager")
     try:
-        assert importlib.reload(portable).step is not portable.step_by("")
+        assert importlib.reload(step).step is not step.step_by("")
     finally:
         monkeypatch.undo()
-        importlib.reload(portable)
-    assert portable.step is portable.step_by("")
+        importlib.reload(step)
+    assert step.step is step.step_by("")
 
 
 @pytest.mark.parametrize("capacity", [600, [600, 800]], ids=["even", "one axis"])

@@ -1,7 +1,7 @@
 """The operations of `h2o.ops` in plain torch, for devices that the C core has no kernels for.
 
-`h2o.backends` calls these functions with the positional arguments of their namesakes in `_core`,
-after the core's own checks. They work on any device that torch has and never wait for it: nothing
+`h2o.backends` calls them with the positional arguments of their namesakes in `_core`, after the
+core's own checks. They work on any device that torch has and never wait for it: nothing
 reads a tensor's numbers on the host, and shapes follow from shapes alone. What the checks cannot
 read on such a device (lengths, budgets, free slots) is taken as it is.
 
@@ -22,23 +22,17 @@ multiplied by 0.
 Shape letters as in `h2o.ops`, and M queries of a key/value head, C keys that compete.
 """
 
-import os
+import importlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from h2o.backends.portable import decode
-from h2o.backends.portable.eviction import evict
-from h2o.backends.portable.prefill import attend
-from h2o.backends.portable.simulated_text import simulate
-
-__all__ = ["attend", "evict", "simulate", "step", "step_by"]
+__all__ = ["operation"]
 
 
-def step_by(compiler: Any) -> Callable[..., Any]:
-    """`h2o.ops.step`, compiled by that backend of torch.compile's; "": as it is."""
-    return torch.compile(decode.step, backend=compiler) if compiler else decode.step
+def operation(name: str) -> Callable[..., Any]:
+    """The operation of that name, which is in the file of that name.
 
-
-step = step_by(os.environ.get("H2O_COMPILE", ""))
+    Raises: ModuleNotFoundError without torch.
+    """
+    function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{name}"), name)
+    return function

@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "h2o.h"
+#include "operations.h"
 #include "shim.h"
 
 enum {

@@ -1,4 +1,4 @@
-/* stored.h - a store's rows by their type: written from elements, read as vectors of floats.
+/* stored_rows.h - a store's rows by their type: written from elements, read as vectors of floats.
  *
  * The one place of the CPU's kernels that knows what a type's rows are made of (csrc/types.h
  * lists the types, csrc/quantise.h says what quantised rows hold). Each type has here
@@ -11,8 +11,8 @@
  * and the functions below that take a type choose among them. Where the type is a constant, as in
  * the kernels' instances (one for each type, made with the list H2O_ROWS), nothing is left of the
  * choice. */
-#ifndef H2O_STORED_H
-#define H2O_STORED_H
+#ifndef H2O_STORED_ROWS_H
+#define H2O_STORED_ROWS_H
 
 #include "../quantise.h"
 #include "rows.h"

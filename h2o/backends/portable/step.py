@@ -6,24 +6,26 @@ Shape letters as in `h2o.ops`, R = H / G.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2o.backends.portable.attend import capped
 from h2o.backends.portable.merging import merge_one
-from h2o.backends.portable.prefill import capped
 from h2o.backends.portable.ranking import budget_of, lowest, queries_of, rank_keys
 from h2o.backends.portable.slot_rows import Store, as_stored, products, row_norms
 from h2o.policy import Policy
 from h2o.rotary_embedding import rotated
 from h2o.sink_logits import softmax
 
-__all__ = ["Eviction", "step"]
+__all__ = ["Eviction", "eager_step", "step", "step_by"]
 
 
 class Eviction(NamedTuple):
-    """The key that each head evicts in a step, which `simulated_text` records."""
+    """The key that each head evicts in a step, which `simulate` records."""
 
     is_any: Tensor
     """[B, 1 or G, 1] bool: whether there is one"""
@@ -33,7 +35,7 @@ class Eviction(NamedTuple):
     """[B, G, 1] float32"""
 
 
-def step(
+def eager_step(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
@@ -116,3 +118,11 @@ def step(
     slots.free.copy_(free if real is None else torch.where(real[..., 0], free, slots.free))
     slots.lengths.add_(1 if real is None else real[:, 0, 0])
     return Eviction(evicts, position, score)
+
+
+def step_by(compiler: Any) -> Callable[..., Eviction]:
+    """`eager_step`, compiled by that backend of torch.compile's; "": as it is."""
+    return torch.compile(eager_step, backend=compiler) if compiler else eager_step
+
+
+step = step_by(os.environ.get("H2O_COMPILE", ""))

@@ -1,6 +1,6 @@
 """State that the layers of one `H2OCache` share: how far a forward pass has come, and whose it is.
 
-A `Conversation` records which layer's new keys have not reached attention yet, which thread runs
+A `PassState` records which layer's new keys have not reached attention yet, which thread runs
 the forward pass, and how long the prompt is. With it a cache detects a pass that broke off, keys
 that never reached h2o's attention, and a second thread in between.
 """
@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from h2o.hf.layer_kinds import has_states, kind_of
 
-__all__ = ["Conversation", "columns_left", "refuse_broken"]
+__all__ = ["PassState", "columns_left", "refuse_broken"]
 
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicCache.crop).parameters
 """Before transformers 5.16, crop() took the length to keep, unless that was negative."""
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 """Guards `_thread` of all conversations; one lock for all, since locks cannot be copied."""
 
 
-class Conversation:
+class PassState:
     """The state of a cache outside its layers.
 
     A forward pass goes through the layers in order, so a second thread that comes in between

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.backends.portable.decode import step
-from h2o.backends.portable.eviction import evict
-from h2o.backends.portable.prefill import capped, dense, rows_of
+from h2o.backends.portable.attend import capped, dense, rows_of
+from h2o.backends.portable.evict import evict
 from h2o.backends.portable.ranking import Budget, budget_of, highest, lowest, rank_keys
 from h2o.backends.portable.slot_rows import row_norms
+from h2o.backends.portable.step import eager_step
 from h2o.policy import Policy
 from h2o.quantisation import dequantised
 from h2o.sink_logits import softmax
@@ -87,8 +87,8 @@ def simulate(
 
     norms = row_norms(values) if policy.value_weighted else None
     limits = budget_of(budget, policy.sinks)
-    places = position[:, None].expand(B, G, Q).int()
-    in_prompt = places.masked_fill(~early[:, None], -1)
+    positions = position[:, None].expand(B, G, Q).int()
+    in_prompt = positions.masked_fill(~early[:, None], -1)
     ranks = rank_keys(policy, scores, in_prompt, norms, first[..., None], limits)
     is_kept = highest(ranks, in_prompt, limits.k)
     pruned = (in_prompt >= 0) & ~is_kept
@@ -112,15 +112,15 @@ def simulate(
         index = position.clamp(min=0)[:, None, :, None].expand(B, G, Q, D)
         keys, values = (dequantised(x, D).gather(2, index) for x in (stored_keys, stored_values))
         text = text._replace(keys=keys, values=values)
-    _one_by_one(text, norms, places, is_kept, limits)
+    _one_by_one(text, norms, positions, is_kept, limits)
 
 
 def _one_by_one(
-    text: Text, norms: Tensor | None, places: Tensor, held: Tensor, limits: Budget
+    text: Text, norms: Tensor | None, positions: Tensor, held: Tensor, limits: Budget
 ) -> None:
     """The columns that are `later` [B, Q] than their rows' prompts, as decode steps.
 
-    places: int32 [B, G, Q], positions. held: [B, G, Q] bool, which keys the prompt has kept.
+    positions: int32 [B, G, Q]. held: [B, G, Q] bool, which keys the prompt has kept.
     Logits and outputs are made for blocks of columns at a time.
     """
     query, keys, values, later, scale, softcap, policy, sink_logits, out, evicted_at, scores = text
@@ -131,7 +131,7 @@ def _one_by_one(
     sinks = None if sink_logits is None else sink_logits.view(1, G, R, 1)
     query = query.unflatten(1, (G, R))
     keys, values = keys.float(), values.float()
-    unpadded = values.masked_fill((places < 0)[..., None], 0)
+    unpadded = values.masked_fill((positions < 0)[..., None], 0)
     values = unpadded.masked_fill(~unpadded.isfinite(), 0)
     for start in range(0, Q, rows):
         stop = min(start + rows, Q)
@@ -153,8 +153,8 @@ def _one_by_one(
                 score.copy_(torch.maximum(score, p.amax(2)))
             else:
                 score += p.sum(2)
-            alive = places[..., :stop].masked_fill(~near, -1)
-            length = places[:, :1, i : i + 1] + 1
+            alive = positions[..., :stop].masked_fill(~near, -1)
+            length = positions[:, :1, i : i + 1] + 1
             norm = None if norms is None else norms[..., :stop]
             order = rank_keys(policy, score, alive, norm, length, limits)
             _, last = lowest(order, alive)
@@ -200,17 +200,17 @@ def _through_slots(text: Text, position: Tensor, slots: Any) -> None:
     for i in range(Q):
         query, key, value = (x[:, :, i : i + 1] for x in (text.query, text.keys, text.values))
         now = later[:, i : i + 1]
-        eviction = step(
+        eviction = eager_step(
             query, key, value, now, slots, answer, text.scale, text.softcap, text.policy,
             None, None, text.sink_logits,
         )  # fmt: skip
         part = out[:, i : i + 1]
         part.copy_(torch.where(now[..., None, None], answer, part))
-        place = column.gather(-1, eviction.position.clamp(min=0).long())
+        columns_at = column.gather(-1, eviction.position.clamp(min=0).long())
         for record, number in ((evicted_at, i + 1), (scores, eviction.score)):
-            before = record.gather(-1, place)
-            record.scatter_(-1, place, torch.where(eviction.is_any, number, before))
+            before = record.gather(-1, columns_at)
+            record.scatter_(-1, columns_at, torch.where(eviction.is_any, number, before))
     held = slots.positions.long()
-    place = column.gather(-1, held.where(held >= 0, Q))
+    columns_at = column.gather(-1, held.where(held >= 0, Q))
     padded = torch.cat([scores, scores[..., :1]], -1)
-    scores.copy_(padded.scatter_(-1, place, slots.scores)[..., :Q])
+    scores.copy_(padded.scatter_(-1, columns_at, slots.scores)[..., :Q])

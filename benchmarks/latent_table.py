@@ -1,0 +1,98 @@
+"""P23: a decode step of multi-head latent attention, projections included, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import h2o
+
+from .correctness import WrongResult
+from .options import Options
+from .timing import Contender, Row, race
+
+ROTATED, LATENT = 64, 512
+SHAPES = {
+    "V2-Lite": ("deepseek_v2", 2048, 16, None),
+    "V3": ("deepseek_v3", 7168, 128, 1536),
+}
+"""Of DeepSeek's models: model type, hidden size, query heads, rank of the queries."""
+
+BOUND = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+"""Of the difference to transformers' answer, by its largest element."""
+
+
+def latents(options: Options) -> Iterator[Row]:
+    """P23: one layer over so many latents, each step with an eviction; transformers keeps all."""
+    for name, shape in SHAPES.items():
+        for spelt, dtype in options.wanted("bfloat16"):
+            n = 40 if options.quick else 2048
+            model = _one_layer(*shape, options.quick, dtype)
+            with torch.no_grad():
+                yield _row(model, name, spelt, n, options.rounds)
+
+
+def _one_layer(
+    model_type: str, hidden: int, heads: int, rank: int | None, quick: bool, dtype: torch.dtype
+) -> Any:
+    """A model of one layer, with next to nothing around its attention."""
+    config = AutoConfig.for_model(
+        model_type,
+        num_hidden_layers=1, vocab_size=97, intermediate_size=64, first_k_dense_replace=1,
+        max_position_embeddings=8192, kv_lora_rank=LATENT, qk_rope_head_dim=ROTATED,
+        qk_nope_head_dim=128, v_head_dim=128, q_lora_rank=rank,
+        hidden_size=64 if quick else hidden, num_attention_heads=4 if quick else heads,
+    )  # fmt: skip
+    config.num_key_value_heads = config.num_attention_heads
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def _filled(config: Any, n: int, dtype: torch.dtype) -> DynamicCache:
+    """As after a prompt of n tokens."""
+    cache = DynamicCache(config=config)
+    generator = torch.Generator().manual_seed(1)
+    widths = LATENT, ROTATED
+    rows = (torch.randn(1, 1, n, width, generator=generator).to(dtype) for width in widths)
+    cache.update(*rows, 0)
+    return cache
+
+
+def _row(model: Any, name: str, dtype: str, n: int, rounds: int) -> Row:
+    full = _filled(model.config, n, model.dtype)
+    cache = h2o.H2OCache.from_dynamic_cache(full, model.config, heavy=n // 2, recent=n - n // 2)
+    token = torch.tensor([[5]])
+
+    def step(attention: str, past: Any) -> Tensor:
+        if model.config._attn_implementation != attention:
+            model.set_attn_implementation(attention)
+        position = torch.tensor([[n]])  # the same for both, however many steps were taken
+        answer: Tensor = model.base_model(
+            token, past_key_values=past, position_ids=position
+        ).last_hidden_state
+        return answer
+
+    def forget(layer: Any, keys: Tensor, values: Tensor) -> None:
+        layer.keys, layer.values = keys, values
+
+    layer = full.layers[0]
+    held = layer.keys, layer.values
+    ours, theirs = step("h2o", cache), step("sdpa", full)
+    difference = float((ours - theirs).abs().max() / theirs.abs().max())
+    if difference > BOUND[model.dtype]:
+        raise WrongResult(f"{name}: the answer is {difference:.1e} from transformers'")
+    contenders = [
+        Contender("h2o", lambda: step("h2o", cache), before=lambda: step("h2o", cache)),
+        Contender("transformers", lambda: step("sdpa", full), before=lambda: forget(layer, *held)),
+    ]
+    times = race(contenders, rounds)
+    heads = model.config.num_attention_heads
+    return Row(
+        "P23", "step of latent attention with projections / transformers' (sdpa)",
+        f"{dtype}, {name}: H={heads}, {n} latents",
+        ours=times["h2o"], peer=times["transformers"], error=f"{difference:.1e}",
+    )  # fmt: skip

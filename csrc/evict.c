@@ -1,0 +1,75 @@
+/* evict.c - a call of evict: its operands in order, what they must satisfy, and that the slots suffice for
+ * what is kept and hold what lengths and budgets say. */
+#include "operands.h"
+#include "policy.h"
+
+#include <inttypes.h>
+
+static const h2o_operand operands[] = {
+    H2O_TENSOR(evict, keys, "BGQD", H2O_NONE, 0),
+    H2O_TENSOR(evict, values, "BGQD", H2O_NONE, H2O_OPTIONAL),
+    H2O_TENSOR(evict, scores, "BGQ", H2O_F32, 0),
+    H2O_TENSOR(evict, mask, "BQ", H2O_U8, H2O_OPTIONAL),
+    H2O_SLOTS(evict),
+    H2O_POLICY(evict),
+};
+
+static int check_evict(void *parameters, h2o_error *error) {
+    h2o_evict_params *const params = parameters;
+    int status;
+    if ((status = h2o_check_operands(&h2o_operation_evict, params, error)) ||
+        (status = h2o_share_values(&params->values, &params->keys, &params->slots, error)) ||
+        (status =
+             h2o_check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error))) {
+        return status;
+    }
+    return h2o_check_needed(&params->slots, &params->policy, error);
+}
+
+/* Slots 0..held hold what lengths and budget say: otherwise evict would have more
+ * keys than are to be kept. */
+static int check_filled(const h2o_slots *slots, int64_t b, int64_t g, const h2o_head *head,
+                        h2o_error *error) {
+    const int32_t *const positions = h2o_at(&slots->positions, b, head->offset, 0); /* [slots] */
+    const int64_t held = head->held;
+    int64_t filled = 0, early = 0;
+    for (int64_t s = 0; s < head->slots; s++) {
+        filled += positions[s] >= 0;
+        early += positions[s] >= 0 && s <= held;
+    }
+    if (filled == held && early == held) {
+        return H2O_OK;
+    }
+    return h2o_fail(error, H2O_EVALUE,
+                    "%s[%" PRId64 ", %" PRId64 "]: %" PRId64 " of the slots are filled, %" PRId64
+                    " of these among the first %" PRId64
+                    ", but lengths and budget say that %" PRId64 " are",
+                    slots->positions.name, b, g, filled, early, held + 1, held);
+}
+
+static int count_evict(void *parameters, void *memory, h2o_error *error) {
+    h2o_evict_params *const params = parameters;
+    h2o_dims *const dims = &params->dims;
+    const h2o_slots *const slots = &params->slots;
+    const h2o_counts_memory counted = h2o_count_tokens(memory, dims, &params->mask);
+    int status = h2o_count_slots(slots, dims, counted.heads, error);
+    for (int64_t b = 0; b < dims->B && status == H2O_OK; b++) {
+        status = h2o_count_row(slots, &params->policy, dims, b, &counted, error);
+        for (int64_t g = 0; g < dims->G && status == H2O_OK; g++) {
+            const h2o_head *const head = &counted.heads[b * dims->G + g];
+            const int64_t keeps =
+                h2o_policy_held(head->budget, head->held + counted.rows[b].tokens);
+            if (keeps > head->slots) {
+                return h2o_fail(error, H2O_EVALUE,
+                                "%s: has %" PRId64 " slots, but row %" PRId64 " is to keep %" PRId64
+                                " tokens; make larger slots",
+                                slots->keys.name, head->slots, b, keeps);
+            }
+            status = check_filled(slots, b, g, head, error);
+        }
+    }
+    params->counts = (h2o_counts){.rows = counted.rows, .heads = counted.heads};
+    return status;
+}
+
+H2O_DEFINE_OPERATION(evict);

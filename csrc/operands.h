@@ -1,0 +1,92 @@
+/* operands.h - what the operations' files (attend.c, evict.c, step.c, simulate.c) are written with: macros for
+ * rows of operands, checks that several operations make (check.c), and copies of the small tensors
+ * of a call (counts.c). */
+#ifndef H2O_OPERANDS_H
+#define H2O_OPERANDS_H
+
+#include "tables.h"
+
+/* ---- Rows ---------------------------------------------------------------- */
+
+/* An operand of an operation by its field in h2o_<op>_params; _AS where it has another name. */
+#define H2O_TENSOR(op, field, letters_, dtype_, flags_)                                            \
+    H2O_TENSOR_AS(op, #field, field, letters_, dtype_, flags_)
+#define H2O_TENSOR_AS(op, name_, field, letters_, dtype_, flags_)                                  \
+    {.name = name_,                                                                                \
+     .kind = H2O_OPERAND_TENSOR,                                                                   \
+     .offset = offsetof(h2o_##op##_params, field),                                                 \
+     .letters = letters_,                                                                          \
+     .dtype = dtype_,                                                                              \
+     .flags = flags_}
+#define H2O_SLOTS(op)                                                                              \
+    {.name = "slots", .kind = H2O_OPERAND_SLOTS, .offset = offsetof(h2o_##op##_params, slots)}
+#define H2O_POLICY(op)                                                                             \
+    {.name = "policy", .kind = H2O_OPERAND_POLICY, .offset = offsetof(h2o_##op##_params, policy)}
+#define H2O_NUMBER(op, field)                                                                      \
+    {.name = #field, .kind = H2O_OPERAND_FLOAT, .offset = offsetof(h2o_##op##_params, field)}
+
+/* The row of an operation, of what its file has before: operands, check_<op> and count_<op>. */
+#define H2O_DEFINE_OPERATION(op)                                                                   \
+    const h2o_operation_row h2o_operation_##op = {                                                 \
+        .name = #op,                                                                               \
+        .size = sizeof(h2o_##op##_params),                                                         \
+        .dims = offsetof(h2o_##op##_params, dims),                                                 \
+        .counts = offsetof(h2o_##op##_params, counts),                                             \
+        .mask = offsetof(h2o_##op##_params, mask),                                                 \
+        .operands = operands,                                                                      \
+        .operand_count = sizeof operands / sizeof *operands,                                       \
+        .check = check_##op,                                                                       \
+        .count = count_##op,                                                                       \
+    }
+
+/* ---- Checks: check.c ----------------------------------------------------- */
+
+/* The policy and all tensors of a call by the rows of its operands; finds the sizes. */
+int h2o_check_operands(const h2o_operation_row *row, void *params, h2o_error *error);
+
+/* Logits are computed in base 2, as log2(e) * scale * q.k, or with a softcap as
+ * log2(e) * softcap * tanh(scale / softcap * q.k): these factors must be numbers. */
+int h2o_check_logits(float scale, float softcap, h2o_error *error);
+
+/* Whether quantised keys and values have rows that are some quantisation of D elements, and
+ * both are quantised or neither is. */
+int h2o_check_rows(const h2o_view *keys, const h2o_view *values, int64_t D, h2o_error *error);
+
+/* Whether norms and bias come exactly when they are needed. */
+int h2o_check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error *error);
+
+/* Where the slots have no values (latent attention), their keys are the values too, and new tokens
+ * come without any: from here on both names stand for the keys. slots: NULL if there are none. */
+int h2o_share_values(h2o_view *values, const h2o_view *keys, h2o_slots *slots, h2o_error *error);
+
+/* ---- Counts: counts.c ---------------------------------------------------- */
+
+/* The memory of h2o_counts. */
+typedef struct {
+    h2o_row *rows;    /* [B], then [B] of the dense part */
+    h2o_head *heads;  /* [B][G] */
+    int32_t *columns; /* [B][Q] */
+} h2o_counts_memory;
+
+/* An element of a small tensor, loaded once: a compiler may not read again what the caller may have
+ * changed. */
+H2O_INLINE int32_t h2o_load_i32(const h2o_view *view, int64_t i, int64_t j, int64_t k) {
+    return __atomic_load_n((const int32_t *)h2o_at(view, i, j, k), __ATOMIC_RELAXED);
+}
+
+/* Divides the memory of a call, and fills in the rows' new tokens; every other field of rows is 0. */
+h2o_counts_memory h2o_count_tokens(void *memory, const h2o_dims *dims, const h2o_view *mask);
+
+/* Where each head's slots are. All rows have the same; dims->S becomes the most that
+ * any head has. */
+int h2o_count_slots(const h2o_slots *slots, h2o_dims *dims, h2o_head *heads, h2o_error *error);
+
+/* The budget of a head. */
+int h2o_count_budget(const h2o_view *budget, int64_t b, int64_t g, const h2o_policy *policy,
+                     h2o_head *head, h2o_error *error);
+
+/* A row of the store and its heads: what they hold before the call. */
+int h2o_count_row(const h2o_slots *slots, const h2o_policy *policy, const h2o_dims *dims, int64_t b,
+                  const h2o_counts_memory *memory, h2o_error *error);
+
+#endif

@@ -1,0 +1,117 @@
+/* step.c - a call of step: its operands in order, what they must satisfy, and that each row has a free slot
+ * for its new key. */
+#include "operands.h"
+#include "policy.h"
+
+#include <inttypes.h>
+
+static const h2o_operand operands[] = {
+    H2O_TENSOR(step, query, "BH1D", H2O_NONE, 0),
+    H2O_TENSOR(step, key, "BG1D", H2O_NONE, 0),
+    H2O_TENSOR(step, value, "BG1D", H2O_NONE, H2O_OPTIONAL),
+    H2O_TENSOR(step, mask, "B1", H2O_U8, H2O_OPTIONAL),
+    H2O_SLOTS(step),
+    H2O_TENSOR(step, out, "B1HD", H2O_NONE, H2O_WRITTEN),
+    H2O_NUMBER(step, scale),
+    H2O_NUMBER(step, softcap),
+    H2O_POLICY(step),
+    H2O_TENSOR_AS(step, "rotary.table", rotary.table, "P2F", H2O_F32, H2O_OPTIONAL | H2O_DENSE),
+    H2O_TENSOR_AS(step, "rotary.ranks", rotary.ranks, "BGS", H2O_I32,
+                  H2O_PER_SLOT | H2O_OPTIONAL | H2O_WRITTEN | H2O_DENSE),
+    H2O_TENSOR(step, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
+};
+
+/* Whether table and ranks come together, and the table's angles fit into a row. A merged key
+ * has no rank of its own. */
+static int check_rotary(const h2o_rotary *rotary, const h2o_slots *slots, const h2o_dims *dims,
+                        h2o_error *error) {
+    if (h2o_given(&rotary->table) && h2o_given(&slots->bias)) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is given, but keys that are merged cannot roll",
+                        rotary->table.name);
+    }
+    if (h2o_given(&rotary->table) != h2o_given(&rotary->ranks)) {
+        return h2o_fail(error, H2O_EVALUE, "%s: is %s, but %s is %s", rotary->ranks.name,
+                        h2o_given(&rotary->ranks) ? "given" : "None", rotary->table.name,
+                        h2o_given(&rotary->table) ? "given" : "None");
+    }
+    if (2 * dims->F > dims->D) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s: has %" PRId64 " angles, which turn %" PRId64
+                        " elements of rows that have %" PRId64,
+                        rotary->table.name, dims->F, 2 * dims->F, dims->D);
+    }
+    return H2O_OK;
+}
+
+/* Whether keys are of a type that the step can rotate. */
+static int check_rotated(const h2o_rotary *rotary, const h2o_view *keys, int64_t D,
+                         h2o_error *error) {
+    const h2o_dtype stored = h2o_stored_type(keys, D);
+    if (h2o_given(&rotary->table) && !h2o_row_rotates(stored)) {
+        return h2o_fail(error, H2O_ETYPE, "%s: has %s rows, which rotary cannot rotate; use int8",
+                        keys->name, h2o_dtype_name(stored));
+    }
+    return H2O_OK;
+}
+
+static int check_step(void *parameters, h2o_error *error) {
+    h2o_step_params *const params = parameters;
+    const h2o_rotary *const rotary = &params->rotary;
+    int status;
+    if ((status = h2o_check_logits(params->scale, params->softcap, error)) ||
+        (status = h2o_check_operands(&h2o_operation_step, params, error)) ||
+        (status = h2o_share_values(&params->value, &params->key, &params->slots, error)) ||
+        (status =
+             h2o_check_rows(&params->slots.keys, &params->slots.values, params->dims.D, error)) ||
+        (status = check_rotary(rotary, &params->slots, &params->dims, error)) ||
+        (status = check_rotated(rotary, &params->slots.keys, params->dims.D, error))) {
+        return status;
+    }
+    params->dims.Q = 1;
+    return h2o_check_needed(&params->slots, &params->policy, error);
+}
+
+/* The slot that a head's new key takes. */
+static int count_free(const h2o_slots *slots, int64_t b, int64_t g, h2o_head *head,
+                      h2o_error *error) {
+    const int32_t free_slot = h2o_load_i32(&slots->free, b, g, 0);
+    head->free = free_slot;
+    if (free_slot < 0 || free_slot > head->held) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s[%" PRId64 ", %" PRId64 "]: is %d, wanted 0..%" PRId64
+                        ", as the row holds %" PRId64 " tokens",
+                        slots->free.name, b, g, (int)free_slot, head->held, head->held);
+    }
+    return H2O_OK;
+}
+
+static int count_step(void *parameters, void *memory, h2o_error *error) {
+    h2o_step_params *const params = parameters;
+    h2o_dims *const dims = &params->dims;
+    const h2o_slots *const slots = &params->slots;
+    const h2o_counts_memory counted = h2o_count_tokens(memory, dims, &params->mask);
+    int status = h2o_count_slots(slots, dims, counted.heads, error);
+    for (int64_t b = 0; b < dims->B && status == H2O_OK; b++) {
+        status = h2o_count_row(slots, &params->policy, dims, b, &counted, error);
+        for (int64_t g = 0; g < dims->G && status == H2O_OK && counted.rows[b].tokens > 0; g++) {
+            h2o_head *const head = &counted.heads[b * dims->G + g];
+            if (head->held >= head->slots) {
+                return h2o_fail(error, H2O_EVALUE,
+                                "%s: all %" PRId64 " slots of row %" PRId64
+                                " are taken; make larger slots",
+                                slots->keys.name, head->slots, b);
+            }
+            if (h2o_given(&params->rotary.table) && head->held >= dims->P) {
+                return h2o_fail(error, H2O_EVALUE,
+                                "%s: has angles of %" PRId64 " ranks, but row %" PRId64
+                                " holds %" PRId64 " tokens and gets one more",
+                                params->rotary.table.name, dims->P, b, head->held);
+            }
+            status = count_free(slots, b, g, head, error);
+        }
+    }
+    params->counts = (h2o_counts){.rows = counted.rows, .heads = counted.heads};
+    return status;
+}
+
+H2O_DEFINE_OPERATION(step);

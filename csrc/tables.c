@@ -1,0 +1,50 @@
+/* tables.c - the tables of tables.h: the operations' rows, of which each is in its own file, and the fields
+ * of the policy and of the slots. */
+#include "tables.h"
+
+/* ---- Records ----------------------------------------------------------- */
+
+#define FIELD(field, letters_, dtype_, flags_)                                                     \
+    {.name = "slots." #field,                                                                      \
+     .kind = H2O_OPERAND_TENSOR,                                                                   \
+     .offset = offsetof(h2o_slots, field),                                                         \
+     .letters = letters_,                                                                          \
+     .dtype = dtype_,                                                                              \
+     .flags = flags_},
+const h2o_operand h2o_slots_fields[H2O_SLOTS_COUNT] = {H2O_SLOTS_FIELDS(FIELD)};
+
+_Static_assert(sizeof(h2o_slots) == H2O_SLOTS_COUNT * sizeof(h2o_view), "a row for each field");
+
+/* By h2o_rank_by. */
+static const char *const rankings[] = {"sum", "mean", "max", NULL};
+
+const h2o_policy_field h2o_policy_fields[H2O_POLICY_COUNT] = {
+    {.name = "sinks",
+     .kind = H2O_FIELD_INT32,
+     .offset = offsetof(h2o_policy, sinks),
+     .most = INT32_MAX,
+     .wanted = "at least 0"},
+    {.name = "rank_by",
+     .kind = H2O_FIELD_CHOICE,
+     .offset = offsetof(h2o_policy, rank_by),
+     .choices = rankings},
+    {.name = "decay",
+     .kind = H2O_FIELD_FLOAT,
+     .offset = offsetof(h2o_policy, decay),
+     .most = 1,
+     .wanted = "a number in [0, 1]"},
+    {.name = "value_weighted",
+     .kind = H2O_FIELD_BOOL,
+     .offset = offsetof(h2o_policy, value_weighted)},
+    {.name = "merge",
+     .kind = H2O_FIELD_OPTION,
+     .offset = offsetof(h2o_policy, merge),
+     .most = 1,
+     .below = true,
+     .wanted = "a cosine between 0 and 1, or None"},
+};
+
+/* ---- Operations -------------------------------------------------------- */
+
+#define ROW(op, OP) [H2O_##OP] = &h2o_operation_##op,
+const h2o_operation_row *const h2o_operations[H2O_OPERATIONS] = {H2O_EACH_OPERATION(ROW)};

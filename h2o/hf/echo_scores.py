@@ -1,0 +1,248 @@
+"""The scores of `rank_by="echo"`: what a text's own queries find when they are asked once more.
+
+A model that meets a token again finds what followed it by the query of a token shortly before (see
+`h2o.hf.echo`). So each query is asked again from further on, and a key's score is the largest
+attention that any head of its group gives it by the queries of its own token and of the `BEFORE`
+tokens before it. It is made in the pass that brings the key, and stays:
+
+    in a prompt of n tokens each query is asked n positions later, over all n keys;
+    in a later pass `LATER` positions later, over the keys held before it and the new ones up to
+    the key in question.
+
+Of the earlier tokens a layer remembers the last `BEFORE` queries of each row, rotated on. Such a
+query is the first one, rotated; where a layer has no rotary positions it is the first one itself.
+
+Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q columns of new tokens,
+q new tokens of a row, K keys held, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.errors import Unsupported
+from h2o.hf import slot_layout
+from h2o.hf.attention_call import NewTokens
+from h2o.hf.echo import ENTRIES, SERVED, largest
+from h2o.hf.model_rotary import Rotary, has_rotary, turned
+from h2o.policy import BEFORE, Policy
+from h2o.quantisation import dequantised, stored_like
+
+__all__ = ["LATER", "EchoScores", "Pass", "echo_rotary", "newly_found"]
+
+LATER = 256
+"""How many positions later queries are asked again whose text has no end yet."""
+
+
+def echo_rotary(config: Any) -> Rotary:
+    """The rotary embedding of a model that `rank_by="echo"` serves.
+
+    Raises:
+        Unsupported: positions of this model are not rotary, or not known to be plain rotations.
+    """
+    try:
+        rotary = Rotary(config, served=SERVED, asked='rank_by="echo"')
+        if rotary.by_length:
+            raise Unsupported(
+                f'rank_by="echo" cannot serve {config.model_type}: the angles of this model depend '
+                "on the length of the text"
+            )
+    except Unsupported as error:
+        raise Unsupported(
+            f'{error}; use rank_by="max", or h2o.read(scored_by="repeat") for a document'
+        ) from None
+    return rotary
+
+
+class Pass(NamedTuple):
+    """What a forward pass of one layer makes; the slots, and their scores, are as before."""
+
+    out: Tensor
+    """[B, Q, H, D]"""
+    scores: Tensor
+    """[B, G, Q] float32, of the new keys"""
+    asked: Tensor
+    """[B, H, BEFORE, D], as `EchoScores.remembered` makes it"""
+
+
+class EchoScores:
+    """Makes the scores of one layer."""
+
+    def __init__(self, rotary: Rotary, config: Any, layer: int) -> None:
+        """`config`: the model's."""
+        self.rotary, self.rotated = rotary, has_rotary(config, layer)
+        self._later: Tensor | None = None  # angles by which queries are rotated on
+
+    def of_prompt(self, tokens: NewTokens) -> Tensor:
+        """[B, G, Q] float32 of the tokens of a first pass; 0 at a pad."""
+        B, G, Q, _ = tokens.key.shape
+        scores = torch.zeros(B, G, Q, dtype=torch.float32, device=tokens.key.device)
+        for b in range(B):
+            real = _columns(tokens.mask, b)
+            query, key = tokens.query[b][:, real], tokens.key[b][:, real]
+            n = query.shape[1]
+            angles = self.rotary.shift(n).to(query.device) if self.rotated and n else None
+            scores[b, :, real] = largest(
+                self.rotary.halves(query), self.rotary.halves(key), angles, **_logits(tokens)
+            )
+        return scores
+
+    def of_chunk(
+        self, tokens: NewTokens, asked: Tensor, slots: ops.Slots, sizes: list[int]
+    ) -> Tensor:
+        """[B, G, Q] float32 of new tokens behind what the slots hold; 0 at a pad.
+
+        `asked`: of the tokens before, as `remembered` makes it; `sizes`: as `Capacity.sizes`.
+        """
+        B, G, Q, D = tokens.key.shape
+        again = self._again(tokens.query)
+        positions, keys = slot_layout.held(slots, sizes, positions=-1.0, keys=0.0)
+        keys = dequantised(keys, D)
+        scores = torch.zeros(B, G, Q, dtype=torch.float32, device=keys.device)
+        for b, length in enumerate(slots.lengths.tolist()):
+            real, before = _columns(tokens.mask, b), min(BEFORE, length)
+            scores[b, :, real] = newly_found(
+                torch.cat([asked[b, :, BEFORE - before :], again[b][:, real]], dim=1),
+                keys[b], positions[b] >= 0, tokens.key[b][:, real], **_logits(tokens),
+            )  # fmt: skip
+        return scores
+
+    def of_one(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots) -> Tensor:
+        """As `of_chunk` for one new token of each row, by the kernels: the queries of one head and
+        several tokens are to them as many heads of one token."""
+        again = self._again(tokens.query)
+        missing = BEFORE - torch.arange(BEFORE, device=asked.device) > slots.lengths[:, None]
+        before = torch.where(missing[:, None, :, None], again, asked)
+        queries = torch.cat([before, again], dim=2).flatten(1, 2)[:, :, None]  # [B, H * 5, 1, D]
+        sinks = tokens.sink_logits
+        _, scores = ops.attend(
+            queries, tokens.key, tokens.value, _without_scores(slots),
+            mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
+            sink_logits=None if sinks is None else sinks.repeat_interleave(BEFORE + 1),
+            policy=Policy(rank_by="max"),
+        )  # fmt: skip
+        return scores
+
+    def remembered(self, tokens: NewTokens, asked: Tensor | None) -> Tensor:
+        """[B, H, BEFORE, D] queries of each row's last tokens, rotated on; of a row with fewer
+        tokens the first ones have no meaning. `asked`: the same before these tokens."""
+        again = self._again(tokens.query)
+        if asked is None:
+            B, H, _, D = again.shape
+            asked = again.new_zeros(B, H, BEFORE, D)
+        if tokens.mask is None:
+            return torch.cat([asked, again], dim=2)[:, :, -BEFORE:]
+        # Real columns last, in their order: the last ones of a row are then its last tokens.
+        remembers = torch.ones(len(asked), BEFORE, dtype=torch.bool, device=asked.device)
+        is_token = torch.cat([remembers, tokens.mask.bool()], dim=1)
+        order = is_token.long().argsort(dim=1, stable=True)[:, -BEFORE:, None]
+        index = order[:, None].expand(-1, again.shape[1], -1, again.shape[-1])
+        return torch.cat([asked, again], dim=2).gather(2, index)
+
+    def prompt(self, tokens: NewTokens) -> Pass:
+        """A first pass."""
+        return Pass(_attention(tokens, None), self.of_prompt(tokens), self.remembered(tokens, None))
+
+    def chunk(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots, sizes: list[int]) -> Pass:
+        """A pass over several tokens behind what the slots hold."""
+        out, scores = _attention(tokens, slots), self.of_chunk(tokens, asked, slots, sizes)
+        return Pass(out, scores, self.remembered(tokens, asked))
+
+    def step(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots) -> Pass:
+        """A pass over one token of each row, which reads itself as it is stored."""
+        out = _attention(_as_stored(tokens, slots), slots)
+        return Pass(out, self.of_one(tokens, asked, slots), self.remembered(tokens, asked))
+
+    def _again(self, query: Tensor) -> Tensor:
+        """Queries [B, H, Q, D], rotated on by `LATER` positions, of the same dtype."""
+        if not self.rotated:
+            return query
+        if self._later is None or self._later.device != query.device:
+            self._later = self.rotary.shift(LATER).to(query.device)
+        return self.rotary.unhalved(turned(self.rotary.halves(query), self._later))
+
+
+def newly_found(
+    queries: Tensor, held: Tensor, is_held: Tensor, keys: Tensor, *, scale: float | None = None,
+    softcap: float = 0.0, sink_logits: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The scores of the new keys of one row, [G, q] float32.
+
+    Args:
+        queries: [H, up to BEFORE + q, D], those of the last tokens before and of the new ones,
+            rotated on.
+        held: [G, K, D] keys held, where `is_held` [G, K].
+        keys: [G, q, D], the new ones.
+        scale, softcap, sink_logits: as in `h2o.ops.attend`.
+    """
+    H, n, D = queries.shape
+    G, q = keys.shape[:2]
+    scaled = queries.unflatten(0, (G, H // G)).float() * (D**-0.5 if scale is None else scale)
+    both = torch.cat([held.float(), keys.float()], dim=1)[:, None].mT
+    K = held.shape[1]
+    empty = torch.cat([~is_held, is_held.new_zeros(G, q)], dim=1)[:, None, None]
+    found = torch.zeros(G, q, dtype=torch.float32, device=keys.device)
+    rows = max(1, ENTRIES // max(1, H * (K + q)))
+    for begin in range(0, n, rows):
+        logits = scaled[:, :, begin : begin + rows] @ both  # [G, R, rows, K + q]
+        if softcap:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        logits.masked_fill_(empty, -torch.inf)
+        own = begin - (n - q)  # which of the new keys is the one of the block's first query
+        last_seen = own + torch.arange(logits.shape[-2], device=keys.device)[:, None]
+        unseen = torch.arange(q, device=keys.device) > last_seen
+        seen = logits[..., K:].masked_fill(unseen, -torch.inf).logsumexp(-1)  # [G, R, rows]
+        total = torch.logaddexp(logits[..., :K].logsumexp(-1), seen)
+        if sink_logits is not None:
+            total = torch.logaddexp(total, sink_logits.view(G, H // G, 1))
+        for offset in range(own, own + BEFORE + 1):
+            near = logits[..., K:].diagonal(
+                offset, -2, -1
+            )  # of the new keys from max(offset, 0) on
+            count = near.shape[-1]
+            of_queries = total[..., max(-offset, 0) :][..., :count]
+            if offset > own:
+                of_queries.copy_(torch.logaddexp(of_queries, near))
+            weights = (near - of_queries).exp().amax(1)
+            place = found[:, max(offset, 0) :][:, :count]
+            torch.maximum(place, weights, out=place)
+    return found
+
+
+def _columns(mask: Tensor | None, b: int) -> Any:
+    """What chooses the real columns of a row."""
+    return slice(None) if mask is None else mask[b].bool()
+
+
+def _logits(tokens: NewTokens) -> dict[str, Any]:
+    return {name: getattr(tokens, name) for name in ("scale", "softcap", "sink_logits")}
+
+
+def _attention(tokens: NewTokens, slots: ops.Slots | None) -> Tensor:
+    """Attention that gives no key a score, [B, Q, H, D]."""
+    seen = None if slots is None else _without_scores(slots)
+    out: Tensor
+    out, _ = ops.attend(*tokens[:3], seen, mask=tokens.mask, **_logits(tokens))
+    return out
+
+
+def _without_scores(slots: ops.Slots) -> ops.Slots:
+    """The same, with scores that may be written to."""
+    return slots._replace(scores=torch.zeros_like(slots.scores))
+
+
+def _as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
+    """New tokens as they are read from the slots."""
+    if slots.keys.dtype != torch.uint8 or tokens.value is None:
+        return tokens
+
+    def read_back(x: Tensor, store: Any) -> Tensor:
+        return dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype)
+
+    return tokens._replace(
+        key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)
+    )

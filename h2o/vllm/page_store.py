@@ -1,0 +1,73 @@
+"""The pages of a layer, which are rows of one `Slots`.
+
+vLLM gives a layer one piece of memory for all its pages. The fields of the slots lie in it one
+after the other, each for all pages: so they are ordinary tensors [pages, ...], and any range of
+pages is a batch of rows for `h2o.ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from h2o import ops
+from h2o.slots import PER_ROW, PER_SLOT
+
+__all__ = ["PageStore", "page_bytes"]
+
+
+def page_bytes(page: ops.Slots) -> int:
+    """Bytes of a page that has the fields of slots of one row, rounded up to eight."""
+    return -(-sum(field.nbytes for _, field in _fields(page)) // 8) * 8
+
+
+def _fields(page: ops.Slots) -> list[tuple[str, torch.Tensor]]:
+    """The fields of a page, those of large elements first: so each begins at a multiple of them."""
+    fields = [(name, getattr(page, name)) for name in PER_ROW if getattr(page, name) is not None]
+    return sorted(fields, key=lambda field: -field[1].element_size())
+
+
+class PageStore:
+    """The slots of all pages of a layer, in memory that is given."""
+
+    def __init__(self, memory: torch.Tensor, pages: int, page: ops.Slots) -> None:
+        """Empties all pages.
+
+        Args:
+            memory: [bytes] of a dtype of one byte, contiguous, at an address that eight divides;
+                at least pages * page_bytes(page).
+            page: slots of one row, empty.
+        """
+        parts, begin = {}, 0
+        for name, field in _fields(page):
+            end = begin + pages * field.nbytes
+            part = memory[begin:end].view(field.dtype).view(pages, *field.shape[1:])
+            parts[name] = part.copy_(field.expand_as(part))
+            begin = end
+        self.pages = page._replace(**parts)
+        self._range = (0, 0)
+        self._rows = self.pages
+
+    def empty(self, page: int, budgets: Sequence[tuple[int, int]]) -> None:
+        """Makes a page that of a new request, with (heavy, recent) for all heads or for each."""
+        pages = self.pages
+        for name in PER_SLOT:
+            field = getattr(pages, name)
+            if field is not None and name not in ("keys", "values"):
+                field[page] = -1 if name == "positions" else 0
+        for field in (pages.free, pages.lengths, pages.lost):
+            field[page] = 0
+        pages.budget[page] = torch.tensor(budgets, dtype=torch.int32).view_as(pages.budget[page])
+
+    def rows(self, first: int, end: int) -> ops.Slots:
+        """The slots of the pages first to end - 1."""
+        if self._range != (first, end):
+            views = {
+                name: field[first:end]
+                for name in PER_ROW
+                if (field := getattr(self.pages, name)) is not None
+            }
+            self._rows = self.pages._replace(**views)
+            self._range = (first, end)
+        return self._rows

@@ -1,0 +1,101 @@
+"""A torch that has a CUDA device, for programs that are started with this folder on PYTHONPATH.
+
+Its memory is the CPU's: whatever names a CUDA device is done on the CPU, and every tensor says that
+it is on cuda:0. The operations of h2o go through the driver that LD_LIBRARY_PATH finds, that of
+tests/cuda/fake, by `h2o.backends.cuda` as on a GPU. So the lines of `make test-gpu` and of commands
+with --device cuda run where there is none (tests/cuda/test_scripts.py). What a GPU alone would
+refuse, such as operations on tensors of two devices, goes through here.
+
+H2O_STANDIN_WRONG=h2o_cuda_step has that kernel answer wrongly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+DEVICE = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+SAID = {
+    Tensor.device.__get__: DEVICE,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]
+}
+ANSWERS = {
+    "is_available": True,
+    "is_initialized": True,
+    "device_count": 1,
+    "current_device": 0,
+    "get_device_name": "Fake GPU 0",
+    "is_current_stream_capturing": False,
+    "init": None,
+    "set_sync_debug_mode": None,
+    "_sleep": None,
+}
+"""What functions of torch.cuda return."""
+
+
+class OnDevice(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SAID:
+            return SAID[func]
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        placed = {name: on_cpu(x) for name, x in (kwargs or {}).items()}
+        return func(*map(on_cpu, args), **placed)
+
+
+def on_cpu(x: Any) -> Any:
+    if isinstance(x, torch.device):
+        return CPU if x.type == DEVICE.type else x
+    return CPU if isinstance(x, str) and x.partition(":")[0] == DEVICE.type else x
+
+
+class Stream:
+    """One that nothing is done on."""
+
+
+@contextlib.contextmanager
+def nothing(*arguments: Any) -> Any:
+    yield
+
+
+def start() -> None:
+    from h2o.backends import cuda, kernel_check
+    from tests.cuda import device
+
+    driver = device.Driver("libcuda.so.1")
+    if kernel := os.environ.get("H2O_STANDIN_WRONG"):
+        driver.flip(kernel)
+    kernels = device.carried(driver, device.operations(driver, setattr))
+
+    def with_torch(name: str, by_torch: Any) -> Any:
+        def run(*arguments: Any) -> None:
+            try:
+                getattr(kernels, name)(*arguments)
+            except NotImplementedError:  # no kernel serves it
+                getattr(by_torch, name)(*arguments)
+
+        return run
+
+    cuda._kernels = lambda by_torch: SimpleNamespace(
+        **{name: with_torch(name, by_torch) for name in vars(by_torch)}
+    )
+    # The emulation takes long for all cases, and test_launch.py has them.
+    kernel_check.CASES = (kernel_check.Case(16, torch.float32),)
+    kernel_check.SHORT = kernel_check.Size(10, 3, 1, 4, 2)
+    for name, answer in ANSWERS.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    torch.cuda.synchronize = lambda *_: driver.wait()
+    torch.cuda.stream = torch.cuda.device = nothing
+    torch.cuda.Stream = Stream
+    OnDevice().__enter__()
+
+
+start()

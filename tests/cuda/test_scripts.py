@@ -1,0 +1,167 @@
+"""What is to be run where there is a GPU (docs/cuda.md), on the stand-in of tests/cuda/standin.
+
+`make test-gpu` runs in a checkout of its own, whose .venv/bin has programs that lead here: the
+compilers make no kernels, and the sanitizer looks for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.device import ROOT
+from tests.test_cli import tiny  # noqa: F401
+
+COPIED = (
+    "Makefile",
+    "setup.py",
+    "pyproject.toml",
+    "constraints.txt",
+    "csrc",
+    "h2o",
+    "tests",
+    "tools",
+)
+PROGRAMS = {
+    ".venv/bin/python": f'exec {sys.executable} "$@"',
+    ".venv/bin/h2o": f'exec {sys.executable} -m h2o "$@"',
+    # The first bytes of a fatbin, after the last -o.
+    "nvcc": 'for x; do [ "$before" = -o ] && out=$x; before=$x; done\n'
+    "{ printf 'P\\355U\\272'; head -c 60 /dev/zero; } > \"$out\"",
+}
+SANITIZER = """#!/bin/sh
+echo "$*" >> sanitizer.log
+[ "$1 $3 $4 $5 $7" = "--tool --report-api-errors no --kernel-name --error-exitcode" ] || exit 2
+[ "$2" != "$FAILING" ] || exit "$8"
+[ "$2" != memcheck ] || { shift 8; exec "$@"; }
+"""
+"""Looks at its arguments; the first of its tools runs the program."""
+TESTS = "tests/gpu/test_device.py -k '(current_stream and float16) or check or (waits and llama)'"
+
+
+@pytest.fixture(scope="module")
+def checkout(library, tmp_path_factory) -> Path:
+    if not (ROOT / "Makefile").is_file():
+        pytest.skip("needs a checkout")
+    folder = tmp_path_factory.mktemp("checkout")
+    for path in (ROOT / name for name in COPIED):
+        if path.is_dir():
+            unwanted = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, folder / path.name, ignore=unwanted)
+        else:
+            shutil.copy2(path, folder)
+    (folder / "h2o" / "kernels.fatbin").unlink(missing_ok=True)
+    for name, code in PROGRAMS.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{code}\n")
+        path.chmod(0o755)
+    for stamp in ("base", "core", "test"):
+        (folder / ".venv" / stamp).touch()
+    return folder
+
+
+def run(checkout: Path, library: str, *command: str, gpu: bool = True, **variables: str):
+    """A finished process in the checkout; its streams are one."""
+    path = [str(checkout), *filter(None, sys.path)]
+    if gpu:
+        path.insert(0, str(checkout / "tests" / "cuda" / "standin"))
+    there = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "LD_LIBRARY_PATH": os.path.dirname(library),
+        "H2O_CACHE": str(checkout / "cache"),
+        "PATH": f"{checkout}:{os.environ['PATH']}",
+        "MAKEFLAGS": "",
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # the stand-in is in the main thread alone
+    }
+    return subprocess.run(
+        command, cwd=checkout, env={**os.environ, **there, **variables},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def make(checkout: Path, library: str, *more: str, **variables):
+    return run(checkout, library, "make", "test-gpu", "NVCC=nvcc", *more, **variables)
+
+
+def sanitizer(checkout: Path) -> Path:
+    """The stand-in of compute-sanitizer where pip puts it; without what it was given before."""
+    path = checkout / ".venv/lib/python3.12/site-packages/nvidia/cu13/bin/compute-sanitizer"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(SANITIZER)
+    path.chmod(0o755)
+    (checkout / "sanitizer.log").unlink(missing_ok=True)
+    return path
+
+
+def tools_run(checkout: Path) -> list[str]:
+    return [x.split()[1] for x in (checkout / "sanitizer.log").read_text().splitlines()]
+
+
+RIGHT = "cuda:0  every operation answers as the torch backend does"
+NO_TESTS = "GPU_TESTS=--version"
+"""In the place of files with tests."""
+
+
+def test_all_that_a_gpu_is_tested_with(checkout, library):
+    sanitizer(checkout)
+    done = make(checkout, library, f"GPU_TESTS={TESTS}")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(RIGHT) == 2
+    assert "4 passed" in done.stdout
+    assert tools_run(checkout) == ["memcheck", "racecheck", "synccheck", "initcheck"]
+
+
+def test_what_the_sanitizer_finds_ends_it(checkout, library):
+    sanitizer(checkout)
+    done = make(checkout, library, NO_TESTS, FAILING="racecheck")
+    assert done.returncode == 2
+    assert tools_run(checkout) == ["memcheck", "racecheck"]
+
+
+def test_without_a_sanitizer_it_is_said(checkout, library):
+    sanitizer(checkout).unlink()
+    done = make(checkout, library, NO_TESTS)
+    assert done.returncode == 0, done.stdout
+    assert "no compute-sanitizer, so what it would find is not looked for: .venv/bin/pip " in (
+        done.stdout
+    )
+
+
+def test_a_wrong_kernel_ends_it_before_the_tests(checkout, library):
+    done = make(checkout, library, H2O_STANDIN_WRONG="h2o_cuda_step")
+    assert done.returncode == 2
+    assert "cuda:0  step gets out wrong (float32, D = 16)" in done.stdout
+    assert "not slow" not in done.stdout
+
+
+def test_without_a_gpu_it_does_not_begin(checkout, library):
+    done = make(checkout, library, gpu=False)
+    assert done.returncode == 2
+    assert "torch finds no CUDA device here" in done.stdout
+    assert "nvcc" not in done.stdout
+
+
+def test_a_model_is_timed_there(checkout, library, tiny, tmp_path):  # noqa: F811
+    made = run(checkout, library, "make", "--silent", "cuda", "NVCC=nvcc")
+    assert made.returncode == 0, made.stdout
+    file = tmp_path / "bench.json"
+    done = run(
+        checkout, library, ".venv/bin/h2o", "bench", "--device", "cuda", "--model", tiny,
+        "--prompts", "40", "--budgets", "8", "--rounds", "1", "--tokens", "2",
+        "--output", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    result = json.loads(file.read_text())
+    assert result["machine"]["name"] == "Fake GPU 0"
+    assert result["machine"]["device"] == "cuda"
+    assert result["machine"]["core"]["backends"]["cuda"].startswith("C (Fake GPU 0")
+    full, ours = result["measurements"]
+    assert ours["bytes_held"] < full["bytes_held"]
+    assert "on Fake GPU 0; medians of 1 rounds" in done.stdout

@@ -1,0 +1,129 @@
+"""Models with states, some parts of them on the disk; read as a stream; asked by lm-eval."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from h2o import H2OCache, Unsupported, model_identity, patched, simulated
+from h2o.evaluate.setting import parse
+from h2o.hf.layer_kinds import HYBRIDS
+from h2o.stream import token_stream
+from h2o.stream.reader import Reader, read
+from tests.evaluate.conftest import tokenizer  # noqa: F401
+from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts
+
+pytestmark = pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
+SMALL = {"heavy": 6, "recent": 6}
+NAMES = [x for x in ("qwen3_next", "qwen3_5", "bamba", "lfm2", "falcon_h1") if x in FAMILIES]
+"""Of gated delta rules, Mamba 2 and convolutions, beside keys and in one layer with them."""
+every = pytest.mark.parametrize("name", NAMES)
+
+
+# ---- Parts on other devices --------------------------------------------------------------------
+
+
+@every
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # of a model on no device
+def test_parts_on_the_disk(name, tmp_path):
+    plain = model(name)
+    plain.save_pretrained(tmp_path / "model")
+    where = {part: "cpu" for part, _ in plain.base_model.named_children()}
+    where = {f"{plain.base_model_prefix}.{part}": place for part, place in where.items()}
+    layers = f"{plain.base_model_prefix}.layers"
+    del where[layers]
+    count = len(plain.base_model.layers)
+    where |= {f"{layers}.{i}": "cpu" if i % 3 == 2 else "disk" for i in range(count)}
+    ours = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="h2o", device_map=where | {"lm_head": "cpu"},
+        offload_folder=tmp_path / "offloaded",
+    )  # fmt: skip
+    assert any(parameter.is_meta for parameter in ours.parameters())
+    assert model_identity.of_model(ours) == model_identity.of_model(plain)
+    inputs, (ids,) = batch(prompts(40, 33)), prompts(30)
+    answers = []
+    for one in (plain, ours):
+        cache = H2OCache(one.config, **SMALL)
+        tokens = greedy(one, inputs, 8, past_key_values=cache).tolist()
+        with patched(one, **SMALL):
+            assert greedy(one, inputs, 8).tolist() == tokens
+        with simulated(one, **SMALL), torch.no_grad():
+            logits = one(ids, use_cache=False).logits
+        cache = H2OCache(one.config, **SMALL)
+        with torch.no_grad():
+            one(ids[:, :24], past_key_values=cache)
+            cache.save(tmp_path / "cache.safetensors", one)
+            loaded = H2OCache.load(tmp_path / "cache.safetensors", one)
+            more = [one(ids[:, 24:], past_key_values=x).logits for x in (cache, loaded)]
+        assert torch.equal(*more)
+        answers.append((tokens, logits, more[0]))
+    (tokens, *expected), (found, *got) = answers
+    assert found == tokens
+    assert all(map(torch.equal, got, expected))
+
+
+# ---- Texts without end -------------------------------------------------------------------------
+
+
+@every
+def test_a_stream_is_read_by_original_positions(name):
+    """The states are those of the whole text, and the cache stays as small as it was."""
+    ours = model(name)
+    (row,) = prompts(120)
+    reader = Reader(ours, parse("h2o:6+6"), "original")
+    full = Reader(ours, parse("full"))
+    for _ in read(token_stream.chunks(row[0].tolist(), 4), [reader, full], every=40):
+        pass
+    assert [point.tokens for point in reader.points] == [40, 80, 120]
+    assert len({point.kv_bytes for point in reader.points}) == 1
+    cache = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        for part in row.split(4, dim=1):
+            logits = ours(part, past_key_values=cache).logits
+    torch.testing.assert_close(reader._logits[0], logits[0, -1])
+    assert full.points[-1].kv_bytes > reader.points[-1].kv_bytes
+
+
+@every
+def test_a_stream_with_rolled_positions_is_refused(name):
+    with pytest.raises(Unsupported, match="rotary embedding has not been tested"):
+        Reader(model(name), parse("h2o:6+6"))
+
+
+# ---- Evaluation --------------------------------------------------------------------------------
+
+
+@every
+def test_lm_eval(name, tokenizer):  # noqa: F811
+    """With room for all its numbers are lm-eval's own; of a small budget those of a batch are those
+    of single questions."""
+    lm = pytest.importorskip("h2o.evaluate.lm")
+    from tests.evaluate.test_lm import HFLM, PAIRS, numbers
+
+    family = FAMILIES[name]
+    config = dataclasses.replace(family, config=family.config | {"vocab_size": 258}).build_config()
+    torch.manual_seed(1)
+    built = AutoModelForCausalLM.from_config(config).eval()
+    pairs = PAIRS[:6]
+    wanted = numbers(HFLM(built, tokenizer=tokenizer, batch_size=5, logits_cache=False), pairs)[0]
+    ours = lm.H2OLM(built, tokenizer=tokenizer, batch_size=5)
+    found = {}
+    for protocol in ("simulate", "drop"):
+        ours.batch_size_per_gpu = 5
+        ours.use(parse("h2o:500+0"), protocol)
+        close(numbers(ours, pairs)[0], wanted)
+        ours.use(parse("h2o:8+8"), protocol)
+        together = numbers(ours, pairs)[0]
+        ours.batch_size_per_gpu = 1
+        found[protocol] = numbers(ours, pairs)[0]
+        close(together, found[protocol])
+    assert (found["simulate"] - wanted).abs().max() > 0.05
+    assert (found["drop"] - wanted).abs().max() > 0.05
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, atol=1e-3, rtol=0)

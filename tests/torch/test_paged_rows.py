@@ -1,0 +1,251 @@
+"""Requests that come and go in a batch over pages: each as if it were alone.
+
+What vLLM asks for is played by `traffic`: prompts whole or in pieces beside decode steps, pages
+that are used again, requests that leave. tests/vllm has the same with vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from h2o import H2OConfig, ops
+from h2o.vllm.page_budget import PageBudget, config_of
+from h2o.vllm.page_store import PageStore, page_bytes
+from h2o.vllm.paged_rows import GAP, IDLE, PagedLayer, Request, plan
+from tests import inputs
+
+H, G, D = 4, 2, 32
+LAYERS, LAYER, LONGEST, PAGES, SCALE = 3, 1, 90, 40, 0.3
+
+CONFIGS = {
+    "tokens": H2OConfig(9, 7),
+    "fractions": H2OConfig(0.3, 0.2, 2),
+    "everything": H2OConfig(
+        9, 7, 4, rank_by="mean", decay=0.9, value_weighted=True, kv_dtype="int8-int4"
+    ),
+    "merged": H2OConfig(9, 7, 2, merge=0.3),
+    "of heads": H2OConfig([[4, 12]] * LAYERS, [[9, 3]] * LAYERS, kv_dtype="int8"),
+    "of layers": H2OConfig([30, 6, 2], [3, 8, 1]),
+    "all keys": H2OConfig.full(),
+}
+
+
+@dataclasses.dataclass(eq=False)
+class Talk:
+    """A request: its tokens, and how many of them are the prompt."""
+
+    text: inputs.Text
+    prompt: int
+    page: int = -1
+    seen: int = 0
+    answer: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    kept: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.text.keys.shape[2]
+
+
+def talk(seed: int, prompt: int, tokens: int) -> Talk:
+    return Talk(inputs.drifting(seed, B=1, H=H, G=G, N=tokens, D=D, sink=True), prompt)
+
+
+def paged(config: H2OConfig) -> PagedLayer:
+    budget = PageBudget(config, LAYERS, LONGEST)
+    page = budget.empty_page(LAYER, torch.empty(1, G, 1, D))
+    memory = torch.full((PAGES * page_bytes(page),), 7, dtype=torch.int8)
+    return PagedLayer(PageStore(memory, PAGES, page), budget, LAYER, SCALE, 0.0)
+
+
+def feed(layer: PagedLayer, begun: dict, rows: list[tuple[Talk, int]]) -> None:
+    """A forward pass: of each talk so many tokens."""
+    parts = [talk.text.cut(talk.seen, talk.seen + n) for talk, n in rows]
+    query, key, value = (
+        torch.from_numpy(np.concatenate([part[i][0].swapaxes(0, 1) for part in parts]))
+        for i in range(3)
+    )
+    starts = np.cumsum([0, *(n for _, n in rows)]).tolist()
+    for each, n in rows:
+        each.seen += n
+    batch = plan(
+        starts,
+        [each.seen for each, _ in rows],
+        [each.page for each, _ in rows],
+        lambda row: Request(rows[row][0].prompt),
+        begun,
+    )
+    out = torch.full(query.shape, torch.nan)
+    layer.forward(query, key, value, batch, out)
+    for (each, _), begin, end in zip(rows, starts, starts[1:], strict=False):
+        each.answer.append(out[begin:end])
+
+
+def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, ops.Slots]:
+    """The same request by the operations, one after the other."""
+    query, keys, values = map(torch.from_numpy, each.text)
+    budget = PageBudget(config, LAYERS, LONGEST)
+    slots = budget.empty_page(LAYER, keys)
+    wanted = budget.by_head(LAYER, keys, each.prompt)
+    slots.budget.copy_(torch.tensor(wanted, dtype=torch.int32).view_as(slots.budget))
+    q, k, v = (x[:, :, : each.prompt] for x in (query, keys, values))
+    out, scores = ops.attend(q, k, v, scale=SCALE, policy=config.policy)
+    ops.evict(k, v, scores, slots, policy=config.policy)
+    answer = [out[0]]
+    for i in range(each.prompt, each.seen):
+        q, k, v = (x[:, :, i : i + 1] for x in (query, keys, values))
+        answer.append(ops.step(q, k, v, slots, scale=SCALE, policy=config.policy)[0])
+    return torch.cat(answer), slots
+
+
+def traffic(layer: PagedLayer, talks: list[Talk], seed: int, room: int) -> int:
+    """Serves the talks, at most `room` tokens a pass, as many at once as there are pages; tells how
+    many passes had a prompt cut into pieces."""
+    rng = np.random.default_rng(seed)
+    free, waiting, running, begun = list(range(1, PAGES)), list(talks), [], {}
+    rng.shuffle(free)
+    cut = 0
+    while waiting or running:
+        if waiting and free and len(running) < 6:
+            running.append(waiting.pop(0))
+            running[-1].page = free.pop(0)
+        left, rows = room, []
+        for each in running:
+            n = min(left, each.prompt - each.seen if each.seen < each.prompt else 1)
+            if n > 0:
+                rows.append((each, n))
+                left -= n
+                cut += each.seen + n < each.prompt
+        rng.shuffle(rows)
+        feed(layer, begun, rows)
+        for each in [each for each in running if each.seen == each.tokens]:
+            each.kept = layer.store.rows(each.page, each.page + 1).positions.clone()
+            running.remove(each)
+            free.append(each.page)
+    return cut
+
+
+def talks() -> list[Talk]:
+    lengths = [
+        (1, 30),
+        (40, 70),
+        (17, 50),
+        (33, 33),
+        (64, 90),
+        (2, 40),
+        (50, 80),
+        (21, 60),
+        (9, 64),
+    ]
+    return [talk(seed, *length) for seed, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_request_as_if_it_were_alone(name):
+    """To the bit, where prompts come whole, and pages are used again."""
+    layer, served = paged(CONFIGS[name]), talks() + talks()
+    assert traffic(layer, served, seed=3, room=1000) == 0
+    for each in served:
+        wanted, slots = alone(CONFIGS[name], each)
+        assert torch.equal(torch.cat(each.answer), wanted)
+        assert torch.equal(each.kept, slots.positions)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompts_in_pieces_are_cut_at_their_end(name):
+    layer, served = paged(CONFIGS[name]), talks()
+    assert traffic(layer, served, seed=3, room=16) > 10
+    for each in served:
+        wanted, slots = alone(CONFIGS[name], each)
+        torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
+        assert torch.equal(each.kept, slots.positions)
+    assert not layer.uncut
+
+
+def test_a_request_that_left_in_its_prompt_leaves_nothing():
+    """Neither in the page that another request takes, nor, after some more, in memory."""
+    layer, begun = paged(CONFIGS["tokens"]), {}
+    left = [talk(seed, 40, 40) for seed in range(IDLE + 5)]
+    for page, each in enumerate(left, start=1):
+        each.page = page
+        feed(layer, begun, [(each, 20)])
+    assert len(layer.uncut) == IDLE + 1
+    other = talk(50, 30, 60)
+    other.page = left[-1].page
+    feed(layer, begun, [(other, 30)])
+    while other.seen < other.tokens:
+        feed(layer, begun, [(other, 1)])
+    assert torch.equal(torch.cat(other.answer), alone(CONFIGS["tokens"], other)[0])
+    assert len(layer.uncut) == len(begun) == IDLE
+
+
+@pytest.mark.parametrize("name", ["tokens", "everything", "merged"])
+def test_a_request_that_is_read_again_with_its_answer(name):
+    """As vLLM does with one that it had put off: more tokens come than the prompt has."""
+    layer, begun, each = paged(CONFIGS[name]), {}, talk(7, 40, 80)
+    each.page = 4
+    for n in (30, 30, *[1] * 20):
+        feed(layer, begun, [(each, n)])
+    each.prompt = 60
+    wanted, slots = alone(CONFIGS[name], each)
+    torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
+    assert torch.equal(layer.store.rows(4, 5).positions, slots.positions)
+
+
+def test_pages_far_apart_make_several_calls():
+    starts, lengths, pages = [0, 1, 2, 3, 4], [50, 60, 70, 80], [3, 3 + GAP, 200, 201]
+    steps = plan(starts, lengths, pages, lambda row: None, {}).steps
+    assert [(x.first, x.end) for x in steps] == [(3, 4 + GAP), (200, 202)]
+    assert steps[0].mask.sum() == 2
+    assert steps[1].mask is None
+    assert steps[1].tokens == slice(2, 4)
+
+
+def test_a_request_has_its_own_budget_within_its_page():
+    keys = torch.empty(1, G, 1, D)
+    budget = PageBudget(H2OConfig(9, 7, 2), LAYERS, LONGEST)
+    for asked, kept in (((3, 4), (3, 4)), ((50, 4), (12, 4)), ((9, 50), (0, 16)), ((0, 0), (0, 0))):
+        config = H2OConfig(*asked, 2)
+        assert budget.by_head(LAYER, keys, 40, config) == [kept]
+    of_heads = PageBudget(CONFIGS["of heads"], LAYERS, LONGEST)
+    assert of_heads.by_head(LAYER, keys, 40, H2OConfig(8, 6)) == [(7, 6), (8, 6)]
+
+
+def test_pages_are_as_large_as_the_widest_layer_needs_on_any_rank():
+    keys = torch.empty(1, G, 1, D)
+    config = H2OConfig([[9, 9, 2, 2], [1, 1, 30, 40], [9, 9, 2, 2]], 4)
+    ranks = [PageBudget(config, LAYERS, LONGEST, (rank, 2)) for rank in range(2)]
+    widest = ranks[1].empty_page(1, keys)
+    assert widest.starts.tolist() == [0, 35, 80]
+    assert {rank.page_bytes(keys) for rank in ranks} == {page_bytes(widest)}
+
+
+def test_a_page_is_as_large_as_its_fields():
+    page = PageBudget(CONFIGS["everything"], LAYERS, LONGEST).empty_page(0, torch.empty(1, G, 1, D))
+    assert sum(x.nbytes for x in page if x is not None) <= page_bytes(page)
+    assert page_bytes(page) % 8 == 0
+    assert page.keys.shape == (1, G, 21, D + 2)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ([64, 64], r'must be an object such as \{"heavy": 64'),
+        ({"heavy": "a lot"}, "heavy must be a number of tokens"),
+        ({"heavy": 64, "window": 3}, "unknown parameter 'window'"),
+        ({"heavy": 0, "recent": 0}, "keeps nothing"),
+        ({"heavy": 64, "positions": "rolled"}, "rolled.* is not served by vLLM"),
+        ({"preset": "best", "budget": 64}, "preset must be one of"),
+    ],
+)
+def test_wrong_entries_are_refused(entry, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        config_of(entry)
+
+
+def test_entries_are_configs():
+    assert config_of({"heavy": 8, "recent": [1, 2]}) == H2OConfig(8, [1, 2])
+    assert config_of({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)

@@ -1,0 +1,85 @@
+"""vLLM engines in this process over tiny models, and the same requests by `generate()` alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from h2o import H2OCache, H2OConfig
+from tests.hf.tiny import FAMILIES, LATENT, VOCABULARY
+
+LENGTHS = (5, 100, 40, 1, 17, 60, 33, 90, 3, 64)
+NEW = 24
+MiB = 1 << 20
+
+
+def tiny(name: str, folder: Path, **config: Any) -> Any:
+    """A tiny model of a family, saved in a folder."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    built = (FAMILIES | LATENT)[name].build_config()
+    for field, value in config.items():
+        setattr(built, field, value)
+    model = AutoModelForCausalLM.from_config(built).eval().float()
+    model.save_pretrained(folder)
+    return model
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+@contextlib.contextmanager
+def engine(folder: Path, h2o: Any = None, **options: Any) -> Iterator[LLM]:
+    """vLLM over a model, with the entry `h2o` where it is not None."""
+    defaults = {
+        "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True,
+        "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 8 * MiB, "disable_log_stats": True,
+    }  # fmt: skip
+    if h2o is not None:
+        defaults["additional_config"] = {"h2o": h2o}
+    try:
+        llm = LLM(str(folder), **defaults | options)
+        try:
+            yield llm
+        finally:  # now, and not when the last traceback that knows it goes
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+    finally:
+        cleanup_dist_env_and_memory()
+
+
+def served(llm: LLM, requests: list[list[int]], new: int = NEW, **params: Any) -> list[list[int]]:
+    """The tokens that vLLM answers, all requests at once."""
+    sampling = SamplingParams(
+        **{"temperature": 0, "max_tokens": new, "ignore_eos": True, "detokenize": False} | params
+    )
+    outs = llm.generate([{"prompt_token_ids": x} for x in requests], sampling, use_tqdm=False)
+    return [list(out.outputs[0].token_ids) for out in outs]
+
+
+def alone(model: Any, requests: list[list[int]], config: H2OConfig, new: int = NEW) -> list:
+    """The tokens of `generate()` with an H2OCache, each request by itself."""
+    model.set_attn_implementation("h2o")
+    answers = []
+    for request in requests:
+        ids = torch.tensor([request])
+        cache = H2OCache(model.config, config, prompt_length=len(request))
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
+        answers.append(out[0, len(request) :].tolist())
+    return answers

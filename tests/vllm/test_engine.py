@@ -1,0 +1,116 @@
+"""vLLM with h2o's pages: what each request is answered, beside others, is what it is alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o import H2OConfig
+from h2o.config import UNLIMITED
+from tests.vllm.engines import MiB, alone, engine, prompts, served, tiny
+
+SMALL = {"heavy": 8, "recent": 8}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, tiny("llama", folder, head_dim=32)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "gpt_neox", "gemma"])
+def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
+    """In two rounds over fewer pages than requests, which are used again."""
+    # vLLM believes what the config of a model without grouped heads says of groups.
+    model = tiny(name, tmp_path, **({"num_key_value_heads": 4} if name == "gpt_neox" else {}))
+    requests = prompts() + prompts(seed=1)
+    wanted = alone(model, requests, H2OConfig(**SMALL))
+    with engine(tmp_path, SMALL, kv_cache_memory_bytes=40_000) as llm:
+        for _ in range(2):
+            assert served(llm, requests) == wanted
+
+
+POLICIES = {
+    "robust": {"preset": "robust", "budget": 20},
+    "fractions": {"heavy": 0.2, "recent": 0.1, "sinks": 2},
+    "bytes": {"preset": "robust", "budget": 0.2, "of": "bytes"},
+    "merged": {"heavy": 10, "recent": 6, "merge": 0.3},
+    "faded": {"heavy": 10, "recent": 6, "decay": 0.9, "rank_by": "max"},
+    "of heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "kv_dtype": "int8"},
+    "shares": {"heavy": 12, "recent": 12, "shares": [[1, 2], [3, 1]]},
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_and_stored_dtypes(name, llama):
+    folder, model = llama
+    entry = POLICIES[name]
+    config = H2OConfig.preset(entry["preset"], entry["budget"], entry.get("of", "keys")) if (
+        "preset" in entry
+    ) else H2OConfig(**entry)  # fmt: skip
+    with engine(folder, entry) as llm:
+        assert served(llm, prompts()) == alone(model, prompts(), config)
+
+
+def test_prompts_in_chunks_are_cut_at_their_end(llama):
+    folder, model = llama
+    with engine(folder, SMALL, max_num_batched_tokens=32) as llm:
+        assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**SMALL))
+
+
+@pytest.mark.slow
+def test_compiled_layers_answer_the_same(llama):
+    """Attention is one operation to the compiler, which takes minutes."""
+    folder, model = llama
+    with engine(folder, SMALL, enforce_eager=False) as llm:
+        assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**SMALL))
+
+
+def test_all_keys_are_dense_attention_and_without_the_entry_nothing_is_ours(llama):
+    folder, _ = llama
+    with engine(folder, {"heavy": UNLIMITED, "recent": 0}) as llm:
+        answers = served(llm, prompts())
+        assert kinds(llm) == {"H2OAttention"}
+    with engine(folder) as llm:
+        assert served(llm, prompts()) == answers
+        assert kinds(llm) == {"CPUAttentionBackendImpl"}
+
+
+def kinds(llm) -> set[str]:
+    (names,) = llm.apply_model(
+        lambda model: {type(x.impl).__name__ for x in model.modules() if hasattr(x, "impl")}
+    )
+    return names
+
+
+def test_sampled_requests_do_not_depend_on_their_neighbours(llama):
+    folder, _ = llama
+    sampling = {"temperature": 1.0, "seed": 5}
+    with engine(folder, SMALL) as llm:
+        beside = served(llm, prompts(), **sampling)
+        by_itself = [served(llm, [prompt], **sampling)[0] for prompt in prompts()]
+    assert beside == by_itself
+    assert len({*map(tuple, beside)}) == len(beside)
+
+
+def test_more_requests_fit(llama):
+    folder, _ = llama
+
+    def fit(h2o) -> float:
+        with engine(folder, h2o, kv_cache_memory_bytes=16 * MiB) as llm:
+            cache = llm.llm_engine.vllm_config.cache_config
+            return cache.num_gpu_blocks if h2o else cache.num_gpu_blocks * cache.block_size / 256
+
+    assert fit(SMALL) > 10 * fit(None)
+
+
+def test_no_page_holds_more_than_its_budget(llama):
+    folder, _ = llama
+    with engine(folder, SMALL) as llm:
+        served(llm, prompts())
+        (pages,) = llm.apply_model(
+            lambda model: [x.impl.paged.store.pages for x in model.modules() if hasattr(x, "impl")]
+        )
+    for slots in pages:
+        held = (slots.positions >= 0).sum(-1)
+        assert held.max() == 16
+        assert slots.positions.shape[-1] == 17

@@ -1,0 +1,104 @@
+"""What is refused when an engine starts, and what the reason says."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoConfig
+
+import h2o.vllm
+from tests.vllm.engines import engine, tiny
+
+EngineArgs = pytest.importorskip("vllm").EngineArgs
+from h2o.vllm import plugin  # noqa: E402 - where vLLM is
+
+SMALL = {"heavy": 8, "recent": 8}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    tiny("llama", folder, head_dim=32)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("entry", "options", "message"),
+    [
+        ({"heavy": 8, "window": 8}, {}, "unknown parameter 'window'"),
+        (64, {}, "must be an object"),
+        ({"heavy": [8, 8, 8], "recent": 8}, {}, "3 amounts, but the model has 2 layers"),
+        (SMALL, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: give kv_dtype"),
+    ],
+)
+def test_settings_are_refused_with_the_reason(llama, entry, options, message):
+    with pytest.raises((TypeError, ValueError), match=message), engine(llama, entry, **options):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism: pages have the size"),
+        ({"tensor_parallel_size": 4}, "2 key/value heads on 4 tensor parallel ranks"),
+    ],
+)
+def test_ways_of_splitting_a_model_are_refused(llama, options, message):
+    """By the config that its processes would get."""
+    arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
+    config = EngineArgs(**arguments, additional_config={"h2o": SMALL}, **options)
+    with pytest.raises(ValueError, match=message):
+        plugin.refuse(config.create_engine_config())
+
+
+def test_models_with_states_are_refused(tmp_path):
+    """By the config alone."""
+    config = AutoConfig.for_model(
+        "lfm2", vocab_size=97, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, intermediate_size=48, layer_types=["conv", "full_attention"],
+        architectures=["Lfm2ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    arguments = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 256}
+    config = EngineArgs(**arguments, additional_config={"h2o": SMALL})
+    with pytest.raises(ValueError, match="layers with states"):
+        plugin.refuse(config.create_engine_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("mistral", {"sliding_window": 16}, "layers with a sliding window"),
+        ("deepseek_v3", {}, "multi-head latent attention"),
+    ],
+)
+def test_kinds_of_attention_are_refused(name, config, message, tmp_path):
+    tiny(name, tmp_path, **config)
+    with pytest.raises(ValueError, match=message), engine(tmp_path, SMALL):
+        pass
+
+
+def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):
+    from vllm.v1.attention import selector
+
+    monkeypatch.setattr(h2o.vllm, "TESTED", ("0.31",))
+    h2o.vllm.register()
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"tested with vLLM 0\.31 and this is 0\.32"):
+            with engine(llama, SMALL):
+                pass
+        with engine(llama) as llm:
+            assert llm is not None
+    finally:
+        monkeypatch.undo()
+        h2o.vllm.register()
+        selector._cached_get_attn_backend.cache_clear()
+
+
+def test_drafts_are_refused(llama):
+    """The last of this process: drafts bring llvmlite along, over whose modules vLLM trips when
+    the next engine starts."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with pytest.raises(ValueError, match="speculative decoding: drafts"):
+        with engine(llama, SMALL, speculative_config=drafts):
+            pass
