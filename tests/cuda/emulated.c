@@ -16,11 +16,11 @@ int shim_launch(const char *name, const void *params, size_t size, char *workspa
 const char *shim_error(void);
 void shim_unset(void *p, size_t bytes);
 
-/* The workspace is a heap block of the size asked for, full of 0xff except for what the plan has
- * cleared. */
+/* The workspace is a heap block of the size asked for, which is a multiple of 256 and begins at one
+ * as on a GPU, full of 0xff except for what the plan has cleared. */
 static int launch(const cuda_plan *plan, h2o_error *error) {
     static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
-    char *const workspace = malloc(plan->workspace);
+    char *const workspace = aligned_alloc(256, plan->workspace);
     int status = 0;
     pthread_mutex_lock(&one_at_a_time);
     shim_unset(workspace, plan->workspace);
