@@ -26,7 +26,8 @@ Text without end through caches of fixed size: perplexity over time, memory, tim
   tail -f log.txt | h2o stream --text - --caches h2o:128+128
   h2o stream --chat --caches h2o:256+256/sinks=4
 """
-CACHES = "h2o:256+256,sink:4+508,local:512"
+CACHES = "h2o:256+256/sinks=4/rank_by=mean,sink:4+508,local:512"
+"""In a text without end sums would keep what was heavy in parts long past."""
 PRESET_TOKENS = 512
 """Of a preset without a budget: as many as these have."""
 
