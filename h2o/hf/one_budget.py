@@ -1,4 +1,4 @@
-"""One budget for all heads: a prompt's places go to the highest ranks, whosoever they are.
+"""One budget for all heads: a prompt's slots go to the highest ranks, of whichever head.
 
 With `shares="scores"` of all layers and heads of a row together, with "layer" of the heads of each
 layer (compare Feng et al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its
