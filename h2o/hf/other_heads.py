@@ -42,7 +42,7 @@ def uniform(
     if G < key.shape[1]:
         key, value = key[:, :G], value[:, :G]
         query = query.unflatten(1, (-1, G)).transpose(1, 2).flatten(1, 2)
-    return query, key, _widened(value, key.shape[-1])
+    return query, key, _as_wide(module, value, key)
 
 
 def answers(module: nn.Module, out: Tensor, key: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def answers(module: nn.Module, out: Tensor, key: Tensor) -> Tensor:
     G = _heads(module, key)
     if G < key.shape[1]:
         out = out.unflatten(2, (-1, G)).transpose(2, 3).flatten(2, 3)
-    return _widened(out, key.shape[-1])
+    return _as_wide(module, out, key)
 
 
 def restored(module: nn.Module, out: Tensor, key: Tensor, width: int) -> Tensor:
@@ -67,6 +67,12 @@ def _heads(module: nn.Module, key: Tensor) -> int:
     G: int = getattr(module, "num_key_value_heads", key.shape[1])
     repeated = getattr(module, "num_key_value_groups", 0) == 1 and key.shape[1] > G
     return G if repeated else key.shape[1]
+
+
+def _as_wide(module: nn.Module, value: Tensor, key: Tensor) -> Tensor:
+    """`_widened` to a key's elements; of keys and values that a module expands from latents, which
+    have a form of their own (`h2o.hf.latent_attention`), as it is."""
+    return value if hasattr(module, "kv_b_proj") else _widened(value, key.shape[-1])
 
 
 def _widened(value: Tensor, D: int) -> Tensor:
