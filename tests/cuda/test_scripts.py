@@ -134,8 +134,10 @@ def test_without_a_sanitizer_it_is_said(checkout, library):
     )
 
 
-def test_a_wrong_kernel_ends_it_before_the_tests(checkout, library):
-    done = make(checkout, library, H2O_STANDIN_WRONG="h2o_cuda_step")
+def test_a_wrong_kernel_ends_it_before_the_tests(checkout, library, tmp_path):
+    # In a cache of its own, since wrong kernels are remembered there.
+    wrong = {"H2O_STANDIN_WRONG": "h2o_cuda_step", "H2O_CACHE": str(tmp_path)}
+    done = make(checkout, library, **wrong)
     assert done.returncode == 2
     assert "cuda:0  step gets out wrong (float32, D = 16)" in done.stdout
     assert "not slow" not in done.stdout

@@ -93,7 +93,7 @@ def test_what_is_held_follows_the_keys(trace):
     key = torch.empty(1, 2, 1, 8, device="meta")
     layer.update(key, key)
     tensors = [*filter(lambda x: x is not None, layer.slots), layer.keys, layer.values]
-    tensors += [layer.trace.real, layer.trace.left] if trace else []
+    tensors += [layer.trace.real, layer.trace.evicted_after] if trace else []
     assert {x.device.type for x in tensors} == {"meta"}
     assert layer.seen == 20
 
