@@ -116,10 +116,15 @@ def test_attention_of_other_platforms_is_refused_and_without_the_entry_is_vllms(
 
 
 def test_the_v2_model_runner_is_refused(llama, monkeypatch):
+    """Of this build vLLM refuses it before it has a config, so it is asked for afterwards."""
+    config = EngineArgs(
+        model=str(llama), skip_tokenizer_init=True, max_model_len=256,
+        additional_config={"h2o": SMALL},
+    ).create_engine_config()  # fmt: skip
+    plugin.refuse(config)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match="V2 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"):
-        with engine(llama, SMALL):
-            pass
+        plugin.refuse(config)
 
 
 def test_drafts_are_refused(llama):
