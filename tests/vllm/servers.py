@@ -20,9 +20,11 @@ import pytest
 
 from h2o import models
 from tests.launch import ENVIRONMENT, ROOT
-from tests.vllm.engines import tiny
+from tests.vllm.engines import MiB, tiny
 
 openai = pytest.importorskip("openai")
+
+__all__ = ["NEW", "SMALL", "MiB", "Server", "answered", "metric", "openai", "serving", "together"]
 
 SMALL = {"heavy": 8, "recent": 8}
 NEW = 24
