@@ -20,14 +20,14 @@ import pytest
 
 from h2o import models
 from tests.launch import ENVIRONMENT, ROOT
-from tests.vllm.engines import MiB, tiny
+from tests.vllm.engines import tiny
 
 openai = pytest.importorskip("openai")
 
-__all__ = ["NEW", "SMALL", "MiB", "Server", "answered", "metric", "openai", "serving", "together"]
-
 SMALL = {"heavy": 8, "recent": 8}
 NEW = 24
+START = 900
+"""Seconds that a server may take to answer, where others work on the machine."""
 
 
 class Server(NamedTuple):
@@ -79,7 +79,9 @@ def serving(
             | (environment or {}),
         )
     try:
-        for _ in range(400):
+        deadline = time.monotonic() + START
+        while True:
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
             assert process.poll() is None, log.read_text()[-4000:]
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
@@ -89,7 +91,11 @@ def serving(
         yield Server(f"http://127.0.0.1:{port}", process, log)
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
 
 
 def metric(server: str, name: str) -> float:

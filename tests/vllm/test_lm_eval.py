@@ -8,7 +8,8 @@ import pytest
 
 from h2o import models
 from h2o.evaluate.setting import parse
-from tests.vllm.servers import MiB, serving
+from tests.vllm.engines import MiB
+from tests.vllm.servers import serving
 
 pytest.importorskip("lm_eval", reason="make test-vllm brings it")
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from h2o import H2OConfig
-from tests.vllm.engines import alone, prompts
+from tests.vllm.engines import MiB, alone, prompts
 from tests.vllm.servers import (
     NEW,
     SMALL,
@@ -26,13 +26,12 @@ httpx = pytest.importorskip("httpx")
 psutil = pytest.importorskip("psutil")
 
 BODIES = 400
-MiB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
-    return folder, with_tokenizer(folder)
+    return folder, with_tokenizer(folder, max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +113,14 @@ def test_no_body_is_an_error_of_the_server(running, llama):
 # ---- Many ------------------------------------------------------------------------------------
 
 
-def resident(process) -> int:
-    """Bytes of a process and those that it has started."""
-    family = [process, *process.children(recursive=True)]
-    return sum(one.memory_info().rss for one in family)
-
-
 def test_a_thousand_requests_take_no_more_memory_than_two_hundred(running):
-    """In rounds of as many at once as a batch has, prompts of all lengths among them."""
-    requests = [prompt[:180] for prompt in prompts(tuple(1 + 7 * i % 60 for i in range(1000)), 6)]
-    process, sizes = psutil.Process(running.process.pid), {}
+    """The process that holds the pages. That of the API, which h2o has nothing in, grows by what
+    Python's collector leaves for later."""
+    requests = prompts(tuple(1 + 7 * i % 60 for i in range(1000)), 6)
+    api = psutil.Process(running.process.pid)
+    engine = api.children(recursive=True)
+    assert any("EngineCore" in text for one in engine for text in one.cmdline())
+    sizes = {}
 
     async def ask():
         address = f"{running.address}/v1"
@@ -132,12 +129,17 @@ def test_a_thousand_requests_take_no_more_memory_than_two_hundred(running):
             for begin in range(0, 1000, 50):
                 part = requests[begin : begin + 50]
                 answers += await asyncio.gather(*(answered(client, x, False) for x in part))
-                sizes[len(answers)] = resident(process)
+                sizes[len(answers)] = [
+                    sum(one.memory_info().rss for one in family) // MiB
+                    for family in (engine, [api])
+                ]
         return answers
 
     answers = asyncio.run(ask())
+    print(sizes)
     assert [len(answer) for answer in answers] == [NEW] * 1000
-    assert sizes[1000] < sizes[200] + 8 * MiB, sizes
+    assert sizes[1000][0] <= sizes[200][0] + 8, sizes
+    assert sizes[1000][1] <= sizes[200][1] + 200, sizes
     assert metric(running.address, "vllm:num_preemptions_total") == 0
     assert metric(running.address, "vllm:num_requests_waiting") == 0
 
@@ -150,7 +152,7 @@ def test_a_process_that_is_killed_ends_the_server_and_its_clients_know(
     ranks, victim, llama, tmp_path
 ):
     """In the middle of streams and of answers that come whole; others come too late."""
-    options = {"max-model-len": 8192, "kv-cache-memory-bytes": 64 * MiB}
+    options = {"max-model-len": 2048, "kv-cache-memory-bytes": 64 * MiB}
     if ranks > 1:
         options |= {"tensor-parallel-size": ranks, "distributed-executor-backend": "mp"}
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
@@ -177,10 +179,10 @@ async def interrupted(address: str, victim) -> list:
         base_url=f"{address}/v1", api_key="none", timeout=120, max_retries=0
     ) as client:
         calls = [
-            asyncio.create_task(answered(client, [5, 6, 7], i % 2 == 0, max_tokens=8000))
+            asyncio.create_task(answered(client, [5, 6, 7], i % 2 == 0, max_tokens=2000))
             for i in range(6)
         ]
-        await asyncio.sleep(4)
+        await asyncio.sleep(1.5)
         assert not any(call.done() for call in calls)
         victim.kill()
         return await asyncio.gather(*calls, return_exceptions=True)
