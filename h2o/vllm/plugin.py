@@ -248,7 +248,7 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
         *(pages - 1, pages * spec.page_size_bytes // full, spec.page_size_bytes, full),
     )
     return Meter(
-        Place(str(model.served_model_name), str(parallel.data_parallel_rank), str(parallel.rank)),
+        Place(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
         spec.page_size_bytes * len(layers),
         pages - 1,  # the first is vLLM's
         lambda: [impl.paged.store for impl in impls if impl.paged is not None],
