@@ -36,7 +36,10 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(llama, tmp_path_factory):
-    with serving(llama[0], tmp_path_factory.mktemp("server") / "log") as server:
+    """oneDNN compiles a product for each number of tokens in a batch, and keeps a thousand unless
+    told otherwise, a hundred megabytes: also where vLLM serves without h2o."""
+    few = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
+    with serving(llama[0], tmp_path_factory.mktemp("server") / "log", few) as server:
         yield server
         assert server.process.poll() is None, server.log.read_text()[-4000:]
 
@@ -114,32 +117,26 @@ def test_no_body_is_an_error_of_the_server(running, llama):
 
 
 def test_a_thousand_requests_take_no_more_memory_than_two_hundred(running):
-    """The process that holds the pages. That of the API, which h2o has nothing in, grows by what
-    Python's collector leaves for later."""
-    requests = prompts(tuple(1 + 7 * i % 60 for i in range(1000)), 6)
+    """Nor do they wait for pages for good, or get lost. Two hundred more come first, until vLLM
+    has compiled what it keeps."""
+    requests = prompts(tuple(1 + 7 * i % 60 for i in range(1200)), 6)
     api = psutil.Process(running.process.pid)
-    engine = api.children(recursive=True)
-    assert any("EngineCore" in text for one in engine for text in one.cmdline())
+    family = [api, *api.children(recursive=True)]
     sizes = {}
 
     async def ask():
         address = f"{running.address}/v1"
         answers = []
         async with openai.AsyncOpenAI(base_url=address, api_key="none", timeout=300) as client:
-            for begin in range(0, 1000, 50):
+            for begin in range(0, 1200, 50):
                 part = requests[begin : begin + 50]
                 answers += await asyncio.gather(*(answered(client, x, False) for x in part))
-                sizes[len(answers)] = [
-                    sum(one.memory_info().rss for one in family) // MiB
-                    for family in (engine, [api])
-                ]
+                sizes[len(answers) - 200] = sum(one.memory_info().rss for one in family) / MiB
         return answers
 
     answers = asyncio.run(ask())
-    print(sizes)
-    assert [len(answer) for answer in answers] == [NEW] * 1000
-    assert sizes[1000][0] <= sizes[200][0] + 8, sizes
-    assert sizes[1000][1] <= sizes[200][1] + 200, sizes
+    assert [len(answer) for answer in answers] == [NEW] * 1200
+    assert sizes[1000] < sizes[200] + 6, sizes
     assert metric(running.address, "vllm:num_preemptions_total") == 0
     assert metric(running.address, "vllm:num_requests_waiting") == 0
 
