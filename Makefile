@@ -134,17 +134,17 @@ C_FLAGS := -std=c11 -Wall -Wextra -Werror -ffp-contract=fast -fno-math-errno -fn
 	-fPIC -pthread -Icsrc $(CFLAGS)
 .SECONDARY: $(C_CORE)
 
-# Levels that this processor cannot run are linked and no more: what tests are built with, a
-# sanitizer say, costs minutes of compiling for each level, and would see nothing there.
+# Compilers take minutes for each level, with a sanitizer above all. Of those that this processor
+# cannot run, only the core itself is built with the kernels; tests have the name.
 FEATURES := $(shell sed -n '/^flags/ {p; q}' /proc/cpuinfo 2> /dev/null)
 left_out = $(if $(FEATURES),$(if $(filter $2,$(FEATURES)),,cpu/level_$1))
 NOT_RUN := $(call left_out,avx2,avx2) $(call left_out,avx512,avx512bw) \
 	$(call left_out,avx512bf16,avx512_bf16) $(call left_out,avx512amx,amx_bf16)
-LINKED_ONLY = $(if $(filter $*,$(NOT_RUN)),-O0 -g0 -fno-sanitize=all)
+LEVEL_OR_NONE = $(if $(filter $*,$(NOT_RUN)),-DLEVEL=$(*:cpu/level_%=%) tests/c/no_level.c,$<)
 
-$(OUT)/%.o: csrc/%.c $(HEADERS)
+$(OUT)/%.o: csrc/%.c $(HEADERS) tests/c/no_level.c
 	@mkdir -p $(@D)
-	$(CC) $(C_FLAGS) $(LINKED_ONLY) -c $< -o $@
+	$(CC) $(C_FLAGS) -c $(LEVEL_OR_NONE) -o $@
 
 $(OUT)/test_%: tests/c/test_%.c $(wildcard tests/c/*.h tests/c/*.inc) $(C_CORE)
 	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ $(C_LIBRARIES)
@@ -365,10 +365,10 @@ FUZZ := $(CLANG) -std=c11 -O1 -gline-tables-only -ffp-contract=fast -fno-math-er
 FUZZ_CORE := $(patsubst csrc/%.c,build/fuzz/%.o,$(filter-out $(PYTHON_SOURCES),$(SOURCES)))
 .SECONDARY: $(FUZZ_CORE)
 
-build/fuzz/%.o: csrc/%.c $(HEADERS)
+build/fuzz/%.o: csrc/%.c $(HEADERS) tests/c/no_level.c
 	@mkdir -p $(@D)
 	$(FUZZ) -fsanitize=fuzzer-no-link,address$(if $(findstring cpu/,$*),,$(comma)undefined) \
-		$(LINKED_ONLY) -c $< -o $@
+		-c $(LEVEL_OR_NONE) -o $@
 
 build/fuzz/calls: tests/fuzz/calls.c tests/fuzz/fuzz.h tests/c/test.h $(FUZZ_CORE)
 	$(FUZZ) -fsanitize=fuzzer,address,undefined $< $(FUZZ_CORE) -o $@ -lm -ldl
