@@ -20,7 +20,7 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS
 from tests.hf.test_reading import BUDGET, choice, positions, weights_of
 from tests.hf.test_rolled import SCALED, scaled
-from tests.hf.tiny import DEVICE, FAMILIES, Family, batch, greedy, model, prompts, shared
+from tests.hf.tiny import DEVICE, FAMILIES, LATENT, Family, batch, greedy, model, prompts, shared
 
 SERVED = {family.model_type or name: family for name, family in FAMILIES.items()}
 SERVED |= {"glm": Family("glm"), "glm4": Family("glm4")}
@@ -195,7 +195,8 @@ def test_threads_read_with_one_model():
 
 
 @pytest.mark.parametrize(
-    "name", ["opt", "gpt2", "deepseek_v3", *["granitemoehybrid", "zamba2"] * HYBRIDS]
+    "name",
+    ["opt", "gpt2", *["deepseek_v3"] * bool(LATENT), *["granitemoehybrid", "zamba2"] * HYBRIDS],
 )
 def test_models_that_it_does_not_serve(name):
     with pytest.raises(Unsupported, match=r'scored_by="echo" cannot serve .*scored_by="repeat"'):

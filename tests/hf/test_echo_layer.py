@@ -21,7 +21,7 @@ from tests.hf import drive, tiny
 from tests.hf.modes import MODES
 from tests.hf.test_hybrids import stepwise
 from tests.hf.test_simulation import PROMPT, prove, text
-from tests.hf.tiny import batch, greedy, model, prompts, shared
+from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 1, "rank_by": "echo"}
 CALLS = [20, 1, 1, 1, 7, 1, 1, 3, *[1] * 20]
@@ -294,7 +294,8 @@ def test_a_budget_in_bytes_counts_them_too(dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["opt", "gpt2", "deepseek_v3", *["granitemoehybrid", "zamba2"] * HYBRIDS]
+    "name",
+    ["opt", "gpt2", *["deepseek_v3"] * bool(LATENT), *["granitemoehybrid", "zamba2"] * HYBRIDS],
 )
 def test_models_that_it_does_not_serve(name):
     words = r'rank_by="echo" cannot serve .*use rank_by="max", or h2o.read\(scored_by="repeat"\)'
