@@ -7,6 +7,8 @@ vLLM calls `register` in each of its processes, as the entry point `h2o` of
 
 from __future__ import annotations
 
+import logging
+
 __all__ = ["TESTED", "is_tested", "register"]
 
 TESTED = ("0.32",)
@@ -20,10 +22,18 @@ def is_tested(version: str) -> bool:
 
 def register() -> None:
     """Tells vLLM of h2o's attention on the CPU. Backends of other platforms, and of another vLLM
-    than `TESTED`, only learn who refuses to serve: an entry `h2o` is never passed over, not even
-    by vLLM's V2 model runner, which asks no logits processor of this kind."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    than `TESTED`, only learn who refuses to serve: an entry `h2o` is not passed over in silence,
+    not even by vLLM's V2 model runner, which asks no logits processor of this kind."""
     from vllm.version import __version__ as version
+
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError:  # nobody there who could refuse
+        logging.getLogger("vllm.h2o").warning(
+            "h2o knows vLLM %s, not %s: an entry h2o of --additional-config is passed over",
+            *(", ".join(TESTED), version),
+        )
+        return
 
     tested = is_tested(version)
     served = "plugin.H2OAttentionBackend" if tested else "untested.CPU_ATTN"

@@ -8,7 +8,7 @@ by their environment, reads them when asked. Where the config has no entry `h2o`
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -17,7 +17,9 @@ import secrets
 import shutil
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize  # at the exit of this process, never of a fork
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ SECONDS = 5.0
 GAUGES = {
     "h2o:request_bytes": "KV bytes that a request takes in the layers of this rank",
     "h2o:requests_that_fit": "Requests that have room at once",
-    "h2o:retained_mass": "Share of the attention that went to keys which are still kept, 0 to 1",
+    "h2o:share_held": "Share of the attention paid that went to keys which are still kept, 0 to 1",
 }
 COUNTERS = {"h2o:evicted_keys": "Keys evicted, over all layers and heads of this rank"}
 
@@ -59,7 +61,10 @@ class Collector:
         """What prometheus_client asks for: the metrics with their labels."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        left = [json.loads(file.read_text()) for file in sorted(self.folder.glob("*.json"))]
+        left = []
+        for file in sorted(self.folder.glob("*.json")):
+            with contextlib.suppress(OSError, ValueError):  # of a process that is just ending
+                left.append(json.loads(file.read_text()))
         families = [(GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)]
         for family, names in families:
             for name, what in names.items():
@@ -82,7 +87,8 @@ def publish() -> None:
         return
     folder = Path(tempfile.gettempdir(), f"h2o-metrics-{secrets.token_hex(8)}")
     os.environ[FOLDER] = str(folder)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # After the processes that it has started; each takes its file away, unless it is killed.
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-1)
     REGISTRY.register(Collector(folder))
 
 
@@ -96,12 +102,15 @@ class Meter:
         self.place = place
         self.fixed = {"h2o:request_bytes": request_bytes, "h2o:requests_that_fit": requests}
         self.stores = stores
-        self.folder = os.environ.get(FOLDER)
+        self.file: Path | None = None
+        if folder := os.environ.get(FOLDER):
+            self.file = Path(folder, f"{place.engine}-{place.rank}.json")
+            Finalize(self, _remove, (self.file,), exitpriority=0)
         self._waits = False
 
     def stepped(self) -> None:
         """Has the numbers written in a moment, and with them those of the steps until then."""
-        if self._waits or self.folder is None:
+        if self._waits or self.file is None:
             return
         self._waits = True
         timer = threading.Timer(SECONDS, self.write)
@@ -109,20 +118,31 @@ class Meter:
         timer.start()
 
     def write(self) -> None:
-        """Writes them now."""
+        """Writes them now. A folder that takes none costs the numbers only: a warning."""
         self._waits = False
-        if self.folder is None:
+        if self.file is None:
             return
+        try:
+            self.file.parent.mkdir(mode=0o700, exist_ok=True)
+            written = self.file.with_suffix(".new")
+            written.write_text(json.dumps([self.place, self.numbers()]))
+            written.replace(self.file)
+        except OSError as error:
+            warnings.warn(f"h2o: /metrics lacks numbers: {error}", RuntimeWarning, stacklevel=2)
+
+    def numbers(self) -> dict[str, float | None]:
+        """By name."""
         evictions = [store.eviction() for store in self.stores()]
         lost, kept = (sum(getattr(x, name) for x in evictions) for name in ("lost", "kept"))
-        numbers = {
+        return {
             **self.fixed,
             "h2o:evicted_keys": sum(x.keys for x in evictions),
-            "h2o:retained_mass": kept / (kept + lost) if kept else None,
+            "h2o:share_held": kept / (kept + lost) if kept else None,
         }
-        folder = Path(self.folder)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        file = folder / f"{self.place.engine}-{self.place.rank}.json"
-        written = file.with_suffix(".new")
-        written.write_text(json.dumps([self.place, numbers]))
-        written.replace(file)
+
+
+def _remove(file: Path) -> None:
+    """Takes away the numbers of a process, and their folder when it is empty."""
+    with contextlib.suppress(OSError):
+        file.unlink(missing_ok=True)
+        file.parent.rmdir()

@@ -7,6 +7,7 @@ pages is a batch of rows for `h2o.ops`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ class PageStore:
             parts[name] = part.copy_(field.expand_as(part))
             begin = end
         self.pages = page._replace(**parts)
+        self.lock = threading.Lock()
+        """Held by who writes to pages, and by who counts while another thread may write"""
         self.evicted = 0
         """Keys, by requests whose pages have been taken by others since"""
         self._range = (0, 0)
@@ -88,12 +91,13 @@ class PageStore:
         In NumPy, for which no second team of threads is started where another thread asks.
         """
         pages = self.pages
-        scores, positions, lost = (
-            x.cpu().numpy() for x in (pages.scores, pages.positions, pages.lost)
-        )
-        kept = scores.sum(where=positions >= 0, dtype="float64")
-        keys = self.evicted + self._evicted(slice(None))
-        return Eviction(keys, float(lost.sum()), float(kept))
+        with self.lock:
+            scores, positions, lost = (
+                x.cpu().numpy() for x in (pages.scores, pages.positions, pages.lost)
+            )
+            kept = scores.sum(where=positions >= 0, dtype="float64")
+            keys = self.evicted + self._evicted(slice(None))
+            return Eviction(keys, float(lost.sum()), float(kept))
 
     def rows(self, first: int, end: int) -> ops.Slots:
         """The slots of the pages first to end - 1."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 
 import numpy as np
@@ -227,7 +228,7 @@ def test_a_meter_leaves_its_numbers_for_the_servers_first_process(tmp_path, monk
     meter.write()
     (file,) = (tmp_path / "numbers").iterdir()
     numbers = {"h2o:request_bytes": 4096, "h2o:requests_that_fit": 12}
-    nothing = {"h2o:evicted_keys": 0, "h2o:retained_mass": None}
+    nothing = {"h2o:evicted_keys": 0, "h2o:share_held": None}
     assert json.loads(file.read_text()) == [list(place), numbers | nothing]
     traffic(layer, talks(), seed=3, room=1000)
     meter.stepped()
@@ -235,6 +236,38 @@ def test_a_meter_leaves_its_numbers_for_the_servers_first_process(tmp_path, monk
         time.sleep(0.01)
     assert json.loads(file.read_text())[1]["h2o:evicted_keys"] == layer.store.eviction().keys
     assert [x.name for x in file.parent.iterdir()] == ["0-1.json"]
+
+
+def test_numbers_are_counted_between_two_passes_of_a_layer():
+    """By another thread, all the time: what is evicted never becomes less, and is not counted
+    twice where a page is taken by the next request."""
+    layer, counts, done = paged(CONFIGS["tokens"]), [], threading.Event()
+    served = [talk(seed, each.prompt, each.tokens) for seed, each in enumerate(talks() * 5)]
+
+    def count() -> None:
+        while not done.is_set():
+            counts.append(layer.store.eviction().keys)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        traffic(layer, served, seed=3, room=1000)
+    finally:
+        done.set()
+        thread.join()
+    counts.append(layer.store.eviction().keys)
+    assert len(set(counts)) > 20
+    assert counts == sorted(counts)
+
+
+def test_a_folder_that_takes_no_numbers_is_a_warning(tmp_path, monkeypatch):
+    """Whether it cannot be made, or its place is taken."""
+    for folder in (tmp_path / "missing" / "numbers", tmp_path / "file"):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv(metrics.FOLDER, str(folder))
+        meter = metrics.Meter(metrics.Place("tiny", "0", "0"), 1, 1, list)
+        with pytest.warns(RuntimeWarning, match="/metrics lacks numbers: .*(missing|file)"):
+            meter.write()
 
 
 def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 
 import pytest
 from transformers import AutoConfig
@@ -98,6 +100,13 @@ def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):
         monkeypatch.undo()
         h2o.vllm.register()
         selector._cached_get_attn_backend.cache_clear()
+
+
+def test_a_vllm_without_such_backends_serves_as_ever_and_says_so(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
+    monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
+    h2o.vllm.register()
+    assert "h2o knows vLLM 0.32, not 0.32.0: an entry h2o of --additional-config is" in caplog.text
 
 
 def test_attention_of_other_platforms_is_refused_and_without_the_entry_is_vllms(llama):

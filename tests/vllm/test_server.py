@@ -60,7 +60,7 @@ def test_metrics_have_the_numbers_of_h2o(running):
             break
         time.sleep(1)
     assert metric(server, "h2o:evicted_keys_total") == before + evicted
-    assert 0.1 < metric(server, "h2o:retained_mass") < 0.9
+    assert 0.1 < metric(server, "h2o:share_held") < 0.9
     size, fit = (int(metric(server, f"h2o:{x}")) for x in ("request_bytes", "requests_that_fit"))
     assert fit == 2_000_000 // size - 1
     said = f"h2o: {fit} requests fit, where with all keys 7 of the longest would: each takes"

@@ -6,10 +6,12 @@ import asyncio
 import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 
 from h2o import H2OConfig
+from h2o.vllm.metrics import FOLDER
 from tests.vllm.engines import MiB, alone, prompts
 from tests.vllm.servers import (
     NEW,
@@ -144,7 +146,7 @@ def test_a_thousand_requests_take_no_more_memory_than_two_hundred(running):
 # ---- Killed ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(1, "EngineCore"), (2, "Worker")])
+@pytest.mark.parametrize(("ranks", "victim"), [(1, "EngineCore"), (2, "Worker"), (1, "api_server")])
 def test_a_process_that_is_killed_ends_the_server_and_its_clients_know(
     ranks, victim, llama, tmp_path
 ):
@@ -154,17 +156,26 @@ def test_a_process_that_is_killed_ends_the_server_and_its_clients_know(
         options |= {"tensor-parallel-size": ranks, "distributed-executor-backend": "mp"}
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     with serving(llama[0], tmp_path / "log", environment, **options) as server:
-        family = psutil.Process(server.process.pid).children(recursive=True)
+        api = psutil.Process(server.process.pid)
+        family = [api, *api.children(recursive=True)]
+        # What a process was started with, unless it has written a title over that.
+        (folder,) = {Path(x[FOLDER]) for x in (one.environ() for one in family[1:]) if FOLDER in x}
         victims = [one for one in family if any(victim in x for x in (one.name(), *one.cmdline()))]
         assert len(victims) == ranks, [(one.name(), one.cmdline()) for one in family]
+        together(server.address, [[5, 6, 7]])
+        deadline = time.monotonic() + 60
+        while not folder.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
         errors = asyncio.run(interrupted(server.address, victims[-1]))
         assert all(isinstance(error, openai.APIError) for error in errors), errors
         assert all(str(error) for error in errors)
         server.process.wait(90)
-        deadline = time.time() + 60
+        deadline = time.monotonic() + 60
         while any(one.is_running() and one.status() != "zombie" for one in family):
-            assert time.time() < deadline, [one for one in family if one.is_running()]
+            assert time.monotonic() < deadline, [one for one in family if one.is_running()]
             time.sleep(0.5)
+        assert not folder.exists(), list(folder.iterdir())
         assert server.process.returncode is not None
         with pytest.raises(openai.APIConnectionError):
             together(server.address, [[5, 6, 7]])
