@@ -92,6 +92,34 @@ def publish() -> None:
     REGISTRY.register(Collector(folder))
 
 
+class NumbersFile:
+    """What one process leaves in the folder, which is there while some process has a file in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._removed = False
+
+    def write(self, text: str) -> None:
+        """Puts the text in the place of what is there. After `remove` nothing: a process may take
+        seconds to end, in which other threads go on."""
+        with self._lock:
+            if self._removed:
+                return
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            written = self.path.with_suffix(".new")
+            written.write_text(text)
+            written.replace(self.path)
+
+    def remove(self) -> None:
+        """For good, and the folder when it is empty."""
+        with self._lock, contextlib.suppress(OSError):
+            self._removed = True
+            for file in (self.path, self.path.with_suffix(".new")):
+                file.unlink(missing_ok=True)
+            self.path.parent.rmdir()
+
+
 class Meter:
     """Leaves the numbers of a process that holds pages."""
 
@@ -102,10 +130,10 @@ class Meter:
         self.place = place
         self.fixed = {"h2o:request_bytes": request_bytes, "h2o:requests_that_fit": requests}
         self.stores = stores
-        self.file: Path | None = None
+        self.file: NumbersFile | None = None
         if folder := os.environ.get(FOLDER):
-            self.file = Path(folder, f"{place.engine}-{place.rank}.json")
-            Finalize(self, _remove, (self.file,), exitpriority=0)
+            self.file = NumbersFile(Path(folder, f"{place.engine}-{place.rank}.json"))
+            Finalize(self, self.file.remove, exitpriority=0)
         self._waits = False
 
     def stepped(self) -> None:
@@ -123,10 +151,7 @@ class Meter:
         if self.file is None:
             return
         try:
-            self.file.parent.mkdir(mode=0o700, exist_ok=True)
-            written = self.file.with_suffix(".new")
-            written.write_text(json.dumps([self.place, self.numbers()]))
-            written.replace(self.file)
+            self.file.write(json.dumps([self.place, self.numbers()]))
         except OSError as error:
             warnings.warn(f"h2o: /metrics lacks numbers: {error}", RuntimeWarning, stacklevel=2)
 
@@ -139,10 +164,3 @@ class Meter:
             "h2o:evicted_keys": sum(x.keys for x in evictions),
             "h2o:share_held": kept / (kept + lost) if kept else None,
         }
-
-
-def _remove(file: Path) -> None:
-    """Takes away the numbers of a process, and their folder when it is empty."""
-    with contextlib.suppress(OSError):
-        file.unlink(missing_ok=True)
-        file.parent.rmdir()

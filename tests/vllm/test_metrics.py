@@ -33,9 +33,10 @@ def test_files_that_cannot_be_read_have_no_numbers(tmp_path):
 
 
 def test_files_go_with_their_process_and_the_folder_with_the_first(tmp_path):
-    """Not with a fork of it. One of a process that was killed goes with the folder."""
+    """Not with a fork of it, and for good. One of a process that was killed: with the folder."""
     program = """
-import gc, os, sys
+import gc, os, sys, time
+from multiprocessing import util
 from pathlib import Path
 from h2o.vllm import metrics
 
@@ -60,6 +61,11 @@ del first
 gc.collect()
 assert left() == ["0-1.json"], left()
 (folder / "0-2.json").write_text("")
+metrics.SECONDS = 0.2
+second.stepped()
+util._run_finalizers(0)  # as at the exit of a process that takes its time
+time.sleep(1)
+assert left() == ["0-2.json"], left()
 print(folder)
 """
     out, _ = launch(["-c", program], launcher=[], TMPDIR=str(tmp_path))
