@@ -40,10 +40,10 @@ def judged(cache, seed, calls, mask=None, kv_dtype=None, heads=None, **kwargs):
     Returns how often a key was evicted that is not the one to leave the recent window."""
     rows = 1 if mask is None else len(mask)
     N = sum(calls)
-    whole = inputs.drifting(seed, rows, 4, 2, N, 8)
+    text = inputs.drifting(seed, rows, 4, 2, N, 8)
     config = cache.layers[0].config
     budgets = heads or [(config.heavy, config.recent)] * 2
-    tensors = [torch.from_numpy(x.copy()) for x in whole]
+    tensors = [torch.from_numpy(x.copy()) for x in text]
     capacity = [N + 1] * 2 if heads else N + 1
     slots = new_slots(tensors[1], capacity, kv_dtype=kv_dtype, value_weighted=config.value_weighted)
     slots.budget.copy_(torch.tensor(budgets if heads else budgets[0]))
@@ -51,7 +51,7 @@ def judged(cache, seed, calls, mask=None, kv_dtype=None, heads=None, **kwargs):
     how = {"softcap": kwargs.get("softcap") or 0.0, "sink_logits": kwargs.get("s_aux")}
     for columns in calls:
         start, stop = stop, stop + columns
-        piece = whole.cut(start, stop)
+        piece = text.cut(start, stop)
         got = drive.forward(cache, piece, mask, **kwargs)
         before = reference.kept(slots)[0]
         part = None if mask is None else torch.from_numpy(mask[:, start:stop])
