@@ -146,7 +146,7 @@ def test_a_thousand_requests_take_no_more_memory_than_two_hundred(running):
 # ---- Killed ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(1, "EngineCore"), (2, "Worker"), (1, "api_server")])
+@pytest.mark.parametrize(("ranks", "victim"), [(1, "EngineCore"), (2, "Worker")])
 def test_a_process_that_is_killed_ends_the_server_and_its_clients_know(
     ranks, victim, llama, tmp_path
 ):
