@@ -149,6 +149,21 @@ def test_step_is_attend_and_evict(name):
     np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=1e-5, atol=1e-5)
 
 
+def test_a_step_of_more_heads_than_a_block_of_a_gpu_has_shared_memory_for():
+    random, R, D, held = np.random.default_rng(3), 1100, 4, 140
+    keys, values = (random.standard_normal((1, 1, held + 1, D), np.float32) for _ in range(2))
+    query = random.standard_normal((1, R, 1, D), np.float32)
+    slots = ops.new_slots(keys, held + 1)
+    no_scores = np.zeros((1, 1, held), np.float32)
+    ops.evict(keys[:, :, :held], values[:, :, :held], no_scores, slots)
+    out = ops.step(query, keys[:, :, held:], values[:, :, held:], slots)
+    weights = np.exp(query[0, :, 0].astype(float) @ keys[0, 0].T.astype(float) / np.sqrt(D))
+    weights /= weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(out.reshape(R, D), weights @ values[0, 0], atol=2e-5)
+    _, scores = inputs.kept(slots)
+    np.testing.assert_allclose(scores[0, 0], weights.sum(0), rtol=1e-5)
+
+
 def test_budgets_of_rows():
     budget = np.array([[3, 4], [0, 9], [12, 0], [900, 900], [1, 1]], np.int32)
     policy, calls = Policy(sinks=1), [25, *[1] * 15, 4, 1, 1]
