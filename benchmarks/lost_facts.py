@@ -69,7 +69,7 @@ def freeze(cache: H2OCache) -> None:
 def finds(model: Any, cache: H2OCache, question: Tensor, answer: Tensor, fact: range, end: int):
     """(whether it is found, what is held of it after the question, the question's places)."""
     decoded = []
-    for index, ids in enumerate((question, *answer[:, :-1].split(1, dim=1))):
+    for index, ids in enumerate((question, *needle.fed(answer))):
         logits = model(ids, past_key_values=cache, use_cache=True).logits
         decoded.append(logits[0, -1].argmax().item())
         if index == 0:

@@ -22,22 +22,14 @@ from h2o.budgets import (
 )
 from h2o.config_fields import ConfigFields, Of, Positions
 from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
-from h2o.kv_dtype import (
-    QUANTISED,
-    KvDtype,
-    fewest_bits,
-    fitting,
-    in_elements,
-    key_bytes,
-    per_token,
-)
+from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, key_bytes, per_token
 from h2o.model_identity import describe, group_size, key_size, latent_row
 from h2o.policy import BEFORE, Policy, Ranking, check_echo, checked
 from h2o.profile import Profile
 
 __all__ = ["PRESETS", "UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
 
-PRESETS = ("authors", "robust", "calibrated")
+PRESETS = ("authors", "robust", "calibrated", "retrieval")
 """Configs by name, which take a budget of keys or of bytes; see `H2OConfig.preset`."""
 
 VARIANTS = ("local", "global", "flexgen")
@@ -119,7 +111,8 @@ class H2OConfig:
             raise ValueError(
                 f'kv_dtype must be None, "{names}" or "{QUANTISED[-1]}", not {self.kv_dtype!r}'
             )
-        _check_of(self.of)
+        if self.of not in ("keys", "bytes"):
+            raise ValueError(f'of must be "keys" or "bytes", not {self.of!r}')
         if self.of == "bytes" and not all(isinstance(x, float) for x in self._amounts):
             wanted = 'of="bytes" takes fractions, one heavy and one recent for all layers and heads'
             raise ValueError(f"{wanted}, not heavy={self.heavy!r} and recent={self.recent!r}")
@@ -139,7 +132,7 @@ class H2OConfig:
     def preset(
         cls, name: str, budget: Amount, of: Of = "keys", profile: Profile | None = None
     ) -> H2OConfig:
-        """`authors`, `robust` or `calibrated` by name; `profile` is for the last.
+        """`authors`, `robust`, `calibrated` or `retrieval`; `profile` is for `calibrated`.
 
         Raises: ValueError for another name, and for a profile without "calibrated"."""
         if name not in PRESETS:
@@ -148,7 +141,8 @@ class H2OConfig:
             return cls.calibrated(budget, profile, of)
         if profile is not None:
             raise ValueError(f"a profile goes with the preset calibrated, not with {name}")
-        return cls.authors(budget, of) if name == "authors" else cls.robust(budget, of)
+        presets = {"authors": cls.authors, "robust": cls.robust, "retrieval": cls.retrieval}
+        return presets[name](budget, of)
 
     @classmethod
     def authors(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
@@ -166,15 +160,12 @@ class H2OConfig:
         (values in eight bits too where the head dimension is no multiple of 32).
         """
         budget = amount_of("budget", budget)
-        _check_of(of)
-        if of == "bytes":
-            heavy, recent = parted(budget, 0.75)
-            return cls(
-                heavy, recent, 4, rank_by="mean", value_weighted=True, of=of, kv_dtype="auto"
-            )
         sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
         heavy, recent = parted(budget if isinstance(budget, float) else budget - sinks, 0.75)
-        return cls(heavy, recent, sinks, rank_by="mean", value_weighted=True)
+        stored: KvDtype | None = "auto" if of == "bytes" else None
+        return cls(
+            heavy, recent, sinks, rank_by="mean", value_weighted=True, of=of, kv_dtype=stored
+        )
 
     @classmethod
     def calibrated(
@@ -186,6 +177,17 @@ class H2OConfig:
         cache raises a ValueError.
         """
         return dataclasses.replace(cls.robust(budget, of), shares=profile or "shipped")
+
+    @classmethod
+    def retrieval(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
+        """For documents that are read before the questions come: keeps facts that nothing has
+        asked for yet (docs/results.md, "Needles").
+
+        `robust`, ranked by echo, with one budget for all heads of the model. Rotary models only;
+        until the prompt's end all of its keys are held.
+        """
+        ranked = {"rank_by": "echo", "value_weighted": False, "shares": "scores"}
+        return dataclasses.replace(cls.robust(budget, of), **ranked)
 
     @classmethod
     def full(cls) -> H2OConfig:
@@ -379,11 +381,6 @@ class H2OConfig:
                 "a budget of 0 tokens keeps nothing: one of heavy, recent and sinks must be more "
                 f"than 0 (heavy={self.heavy}, recent={self.recent}, sinks=0)"
             )
-
-
-def _check_of(of: Any) -> None:
-    if of not in ("keys", "bytes"):
-        raise ValueError(f'of must be "keys" or "bytes", not {of!r}')
 
 
 def one_config(h2o_config: H2OConfig | None, parameters: ConfigFields) -> H2OConfig:

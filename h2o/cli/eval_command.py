@@ -10,6 +10,7 @@ from typing import Any
 from h2o import model_identity
 from h2o.cli.cache_options import OPTIONS, add_cache_options, asked, preset_setting, spelled
 from h2o.errors import UserError
+from h2o.evaluate.facts import KINDS
 from h2o.evaluate.setting import (
     GRAMMAR,
     Setting,
@@ -77,7 +78,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "for each model and setting",
     )  # fmt: skip
     p.add_argument("--limit", "-L", type=float, help="only the first so many rows or "
-                   "windows; facts of each length and depth (default 4)")  # fmt: skip
+                   "windows; facts of each length, depth and kind (default 4)")  # fmt: skip
 
     one = p.add_argument_group("the cache")
     one.add_argument("--protocol", choices=["simulate", "drop"],
@@ -104,6 +105,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     text.add_argument("--window", type=int, default=1024, help="of perplexity (default 1024)")
     text.add_argument("--lengths", default="256,512,1024", metavar="TOKENS",
                       help="of texts in which facts are hidden (default %(default)s)")  # fmt: skip
+    text.add_argument("--facts", default="number", metavar="KINDS",
+                      help=f"of facts that are hidden: all, or some of {', '.join(KINDS)} "
+                      "(default %(default)s)")  # fmt: skip
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -162,6 +166,14 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise Misused(f"--prompt-length {args.prompt_length}: a number of tokens, at least 1")
 
 
+def kinds(names: str) -> list[str]:
+    """Of --facts."""
+    chosen = list(KINDS) if names == "all" else [x.strip() for x in names.split(",")]
+    if unknown := [x for x in chosen if x not in KINDS]:
+        raise Misused(f"--facts {unknown[0]}: there are all, {', '.join(KINDS)}")
+    return chosen
+
+
 def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
     """Summaries, perplexity or needles."""
     if args.limit is not None and (args.limit < 1 or args.limit % 1):
@@ -193,8 +205,8 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
     if args.needle:
         from h2o.evaluate import needle
 
-        lengths = whole_numbers("--lengths", args.lengths)
-        return needle.compare(args.needle, settings, output, lengths=lengths, **common)
+        how = {"lengths": whole_numbers("--lengths", args.lengths), "kinds": kinds(args.facts)}
+        return needle.compare(args.needle, settings, output, **how, **common)
     from h2o.evaluate import summarize
 
     how = {"chat": args.chat, "max_new_tokens": args.max_new_tokens}

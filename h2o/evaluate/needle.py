@@ -1,8 +1,8 @@
 """`h2o eval --needle`: whether a fact within a long text can still be told at its end.
 
-A sentence with a number is hidden in a piece of a text. The piece is the prompt of a real
+A sentence (`h2o.evaluate.facts`) is hidden in a piece of a text. The piece is the prompt of a real
 `H2OCache`, which is cut to its budget before the question is known; then the question goes in, and
-the answer counts if greedy decoding writes the number, digit by digit. What no token attends to
+the answer counts if greedy decoding writes it, token by token. What no token attends to
 while the text is read has to survive that cut: the hard case of every eviction (compare Kamradt,
 "Needle in a haystack", 2023).
 """
@@ -24,6 +24,7 @@ import torch
 from h2o import models
 from h2o.errors import UserError
 from h2o.evaluate import kept_bytes
+from h2o.evaluate.facts import KINDS
 from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
@@ -38,14 +39,8 @@ __all__ = ["DEPTHS", "LENGTHS", "Trial", "compare", "trials"]
 LENGTHS = (256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Where in the text the sentence stands: at 0 it is the second one, at 1 the last."""
-TOWNS = (
-    "Harrowick", "Lisbon", "Trondheim", "Calgary", "Odessa", "Kyoto", "Dunedin", "Marseille",
-    "Bergamo", "Tartu", "Quito", "Aleppo", "Windhoek", "Tampere", "Cusco", "Galway",
-)  # fmt: skip
-FACT = "The secret number of {town} is {number}."
-QUESTION = (
-    "\n\nQuestion: What is the secret number of {town}?\nAnswer: The secret number of {town} is"
-)
+PARTS = {"length": "{} tokens", "depth": "depth {:g}", "kind": "{}"}
+"""Fields of a trial for each of whose values the table has a column, and its title."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +52,14 @@ class Trial:
     document: str
     question: str
     answer: str
+    kind: str = "number"
+    """Of the fact: one of `h2o.evaluate.facts.KINDS`."""
 
 
-def trials(text: str, tokenizer: Any, lengths: Sequence[int], each: int) -> list[Trial]:
-    """`each` trials of every length and depth, always the same ones.
+def trials(
+    text: str, tokenizer: Any, lengths: Sequence[int], each: int, kinds: Sequence[str] = ("number",)
+) -> list[Trial]:
+    """`each` trials of every length, depth and kind of fact, always the same ones.
 
     Pieces of the text are taken one after the other, from its start again where it ends; a
     length counts the piece's tokens, to which those of the sentence come.
@@ -76,15 +75,14 @@ def trials(text: str, tokenizer: Any, lengths: Sequence[int], each: int) -> list
     chosen, start = [], 0
     for length in lengths:
         for depth in DEPTHS:
-            for _ in range(each):
+            for kind in (kind for kind in kinds for _ in range(each)):
                 if start + length > len(ids):
                     start = 0
                 piece = tokenizer.decode(ids[start : start + length])
                 start += length
-                town, number = draw.choice(TOWNS), str(draw.randint(10000, 99999))
-                document = hidden(piece, FACT.format(town=town, number=number), depth)
-                question = QUESTION.format(town=town)
-                chosen.append(Trial(length, depth, document, question, " " + number))
+                fact = KINDS[kind](draw)
+                document = hidden(piece, fact.sentence, depth)
+                chosen.append(Trial(length, depth, document, fact.question, fact.answer, kind))
     return chosen
 
 
@@ -106,6 +104,7 @@ def compare(
     dtype: str = "auto",
     device: str = "cpu",
     lengths: Sequence[int] = LENGTHS,
+    kinds: Sequence[str] = ("number",),
     limit: int | None = None,
     as_json: bool = False,
 ) -> str:
@@ -116,7 +115,8 @@ def compare(
         settings: what to compare; fractions are of the text with the fact, without the question.
         output: folder for needle.json, which a second run completes, and needle.png.
         lengths: tokens of the texts.
-        limit: trials of every length and depth; None is 4.
+        kinds: of facts, names of `h2o.evaluate.facts.KINDS`.
+        limit: trials of every length, depth and kind; None is 4.
         as_json: return the results as the file has them, those of this call.
 
     Returns:
@@ -130,7 +130,7 @@ def compare(
     model, tokenizer = models.load(
         model_name, dtype=dtype, device=device, say=models.say, check=check_fit(settings)
     )
-    rows = trials(text, tokenizer, lengths, limit or 4)
+    rows = trials(text, tokenizer, lengths, limit or 4, kinds)
     encoded = [encode(tokenizer, model.config, row) for row in rows]
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     work = []
@@ -140,6 +140,7 @@ def compare(
             "content": fingerprint(dataclasses.asdict(row)),
             "length": row.length,
             "depth": row.depth,
+            "kind": row.kind,
             "protocol": "drop",
             "ratio_of": "prompt",
         }
@@ -149,7 +150,7 @@ def compare(
     results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
     for row, row_results in zip(rows, cells.complete(work, "needles"), strict=True):
         for setting, result in zip(settings, row_results, strict=True):
-            results[setting.name].append(result | {"length": row.length, "depth": row.depth})
+            results[setting.name].append(result | dataclasses.asdict(row))
     sizes = {x.name: kept_bytes.of_rows(x, model, results[x.name]) for x in settings}
     in_bytes = kept_bytes.by_bytes(settings)
     curves: dict[str, list[tuple[float, float, float]]] = {}
@@ -166,7 +167,7 @@ def compare(
         f"{origin['model']}, {len(rows)} facts in pieces of {file.name}, cut before the question; "
         "fractions of the piece"
     )
-    return "\n".join([first, "", as_table(results, lengths, sizes), "", written(cells.path, drawn)])
+    return "\n".join([first, "", as_table(results, sizes), "", written(cells.path, drawn)])
 
 
 def encode(tokenizer: Any, config: Any, row: Trial) -> tuple[torch.Tensor, ...]:
@@ -184,6 +185,11 @@ def encode(tokenizer: Any, config: Any, row: Trial) -> tuple[torch.Tensor, ...]:
             f"{positions} positions: lower --lengths"
         )
     return document, question, answer
+
+
+def fed(answer: torch.Tensor) -> list[torch.Tensor]:
+    """The tokens [1, 1] of an answer [1, m] but the last, which are read while it is decoded."""
+    return [answer[:, i : i + 1] for i in range(answer.shape[1] - 1)]
 
 
 def answered(
@@ -204,7 +210,7 @@ def answered(
             cache = read(model, document, setting.config, **how)
         else:
             model.base_model(document, past_key_values=cache, use_cache=True)  # no logits needed
-        for ids in (question, *answer[:, :-1].split(1, dim=1)):
+        for ids in (question, *fed(answer)):
             out = model(ids, past_key_values=cache, use_cache=True)
             decoded.append(out.logits[0, -1].argmax().item())
     return {
@@ -225,25 +231,24 @@ def share_kept(rows: Sequence[dict[str, Any]]) -> float:
     return 100 * sum(row["kept"] for row in rows) / sum(row["seen"] for row in rows)
 
 
-def as_table(
-    results: dict[str, list[dict[str, Any]]], lengths: Sequence[int],
-    sizes: dict[str, float | None],
-) -> str:  # fmt: skip
-    """Settings down; lengths, then depths, across."""
+def as_table(results: dict[str, list[dict[str, Any]]], sizes: dict[str, float | None]) -> str:
+    """Settings down; lengths, depths and, if there are several, kinds of facts across."""
+    first = next(iter(results.values()))
+    columns = [(name, value) for name in PARTS for value in dict.fromkeys(x[name] for x in first)]
+    if len({row["kind"] for row in first}) == 1:
+        columns = [(name, value) for name, value in columns if name != "kind"]
     lines = []
     for setting, rows in results.items():
-        by_length = [[row for row in rows if row["length"] == length] for length in lengths]
-        by_depth = [[row for row in rows if row["depth"] == depth] for depth in DEPTHS]
+        parts = [[row for row in rows if row[name] == value] for name, value in columns]
         lines.append(
             [
                 setting,
                 f"{share_kept(rows):.1f}%",
                 kept_bytes.shown(sizes[setting]),
                 "{:.2f} ±{:.2f}".format(*found_share(rows)),
-                *(f"{found_share(part)[0]:.2f}" for part in by_length + by_depth),
+                *(f"{found_share(part)[0]:.2f}" for part in parts),
                 f"{sum(row['seconds'] for row in rows):.0f} s",
             ]
         )
-    header = ["setting", "kept", "bytes", "found", *(f"{length} tokens" for length in lengths)]
-    header += [f"depth {depth:g}" for depth in DEPTHS]
-    return table([*header, "time"], lines)
+    titles = [PARTS[name].format(value) for name, value in columns]
+    return table(["setting", "kept", "bytes", "found", *titles, "time"], lines)

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from h2o.budgets import parse_amount
-from h2o.config import VARIANTS, H2OConfig
+from h2o.config import PRESETS, VARIANTS, H2OConfig
+from h2o.config_fields import Of
 from h2o.head_budgets import BY_RANK
 from h2o.policy import FIELDS
 from h2o.profile import Profile
@@ -41,6 +42,8 @@ robust:BUDGET           H2OConfig.robust(BUDGET)
 robust-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes")
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
+retrieval:BUDGET        H2OConfig.retrieval(BUDGET)
+retrieval-bytes:BUDGET  H2OConfig.retrieval(BUDGET, of="bytes")
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (--needle only)
 reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (--needle only)
 echo:BUDGET             the same, with the second reading replaced by echo (--needle only)
@@ -53,27 +56,19 @@ follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true
 {", ".join(OPTIONS)}.
 Only real caches can have positions=rolled and shares=scores or layer."""
 
+SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat", "echo": "echo"}
+"""Variants that `h2o.read` makes, and what it is told."""
+
 KINDS = (
     "full",
     "h2o",
     "local",
     "sink",
-    "authors",
-    "authors-bytes",
-    "robust",
-    "robust-bytes",
-    "calibrated",
-    "calibrated-bytes",
-    "reread",
-    "reread-bytes",
-    "echo",
-    "echo-bytes",
+    *(f"{name}{of}" for name in (*PRESETS, *SCORED_BY) for of in ("", "-bytes")),
     *(f"mask-{x}" for x in VARIANTS),
 )
-
-
-SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat", "echo": "echo"}
-"""Variants that `h2o.read` makes, and what it is told."""
+LISTED = ", ".join(kind for kind in KINDS if not kind.endswith("-bytes"))
+"""What errors name: of two that differ in what fractions are of, one is enough."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,14 +158,14 @@ def parse_all(text: str, budgets: str | None = None) -> list[Setting]:
         names = [part]
         if ":" not in head and head != "full":
             if head not in KINDS:
-                raise ValueError(f"setting {part!r}: unknown; there are {', '.join(KINDS)}")
+                raise ValueError(f"setting {part!r}: unknown; there are {LISTED}")
             if not amounts:
                 raise ValueError(f"{part!r} has no budget: write {head}:BUDGET, or add --budgets")
             names = ["/".join([_at(head, amount), *options]) for amount in amounts]
         for name in names:
             settings[name] = parse(name)
     if not settings:
-        raise ValueError(f"no settings to compare: there are {', '.join(KINDS)}")
+        raise ValueError(f"no settings to compare: there are {LISTED}")
     return list(settings.values())
 
 
@@ -234,25 +229,17 @@ def from_config(config: H2OConfig) -> Setting:
 
 
 def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
+    name = kind.removesuffix("-bytes")
+    of: Of = "bytes" if kind.endswith("-bytes") else "keys"
     match kind, amounts:
         case "h2o", [heavy, recent]:
             return H2OConfig(heavy, recent), "h2o"
-        case "h2o" | "authors", [budget]:
+        case "h2o", [budget]:
             return H2OConfig.authors(budget), "h2o"
-        case "authors-bytes", [budget]:
-            return H2OConfig.authors(budget, of="bytes"), "h2o"
-        case "robust", [budget]:
-            return H2OConfig.robust(budget), "h2o"
-        case "robust-bytes", [budget]:
-            return H2OConfig.robust(budget, of="bytes"), "h2o"
-        case "calibrated", [budget]:
-            return H2OConfig.calibrated(budget), "h2o"
-        case "calibrated-bytes", [budget]:
-            return H2OConfig.calibrated(budget, of="bytes"), "h2o"
-        case "reread" | "echo", [budget]:
-            return H2OConfig.robust(budget), kind
-        case "reread-bytes" | "echo-bytes", [budget]:
-            return H2OConfig.robust(budget, of="bytes"), kind.removesuffix("-bytes")
+        case _, [budget] if name in PRESETS:
+            return H2OConfig.preset(name, budget, of), "h2o"
+        case _, [budget] if name in SCORED_BY:
+            return H2OConfig.robust(budget, of), name
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:
@@ -260,7 +247,7 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
         case "mask-local" | "mask-global" | "mask-flexgen", [heavy, recent]:
             return H2OConfig(heavy, recent), kind.removeprefix("mask-")
     if kind not in KINDS:
-        raise ValueError(f"unknown; there are {', '.join(KINDS)}")
+        raise ValueError(f"unknown; there are {LISTED}")
     takes = [line.split()[0] for line in GRAMMAR.splitlines() if line.startswith(f"{kind}:")]
     raise ValueError(f"not the numbers that it takes: {' or '.join(takes) or kind}")
 

@@ -17,6 +17,7 @@ from h2o import ops
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.echo_scores import EchoScores
+from h2o.hf.trace import by_column, not_held
 from h2o.policy import Policy
 
 __all__ = ["simulate"]
@@ -52,13 +53,18 @@ def simulate(
         text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=kv_dtype
     )
     slots.budget.copy_(torch.tensor(by_row, dtype=torch.int32).squeeze(1))
-    history = _History(B, G, N, device)
+    evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
+
+    def record(seen: Tensor) -> None:
+        """When rows [B] have seen so many columns."""
+        evicted = not_held(slots, sizes, N) & (evicted_after < 0)
+        evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
 
     out, scores, asked = echo.prompt(text._replace(mask=early))
     ops.evict(text.key, text.value, scores, slots, mask=early, policy=policy)
     columns = torch.arange(1, N + 1, device=device)
     seen = (early * columns).amax(1)
-    history.record(slot_layout.by_head(slots, sizes, "positions", -1), slots.lengths, seen)
+    record(seen)
     late = real & ~early
     for i in late.any(0).nonzero()[:, 0].tolist():
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
@@ -66,35 +72,5 @@ def simulate(
         ops.evict(one.key, one.value, score, slots, mask=one.mask, policy=policy)
         out[:, i : i + 1] += answer  # 0 where it is of no row
         scores[..., i : i + 1] += score
-        seen.fill_(i + 1)
-        history.record(slot_layout.by_head(slots, sizes, "positions", -1), slots.lengths, seen)
-    return out, history.evicted_at(real, order), scores
-
-
-class _History:
-    """When each key was evicted, by position."""
-
-    def __init__(self, B: int, G: int, N: int, device: torch.device) -> None:
-        self.position = torch.arange(N, device=device)
-        self.evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
-
-    def record(self, positions: Tensor, lengths: Tensor, columns: Tensor) -> None:
-        """Keys that are not among `positions` [B, G, S] were evicted when rows [B] had seen so many
-        tokens and columns."""
-        N = len(self.position)
-        held = torch.zeros(
-            *self.evicted_after.shape[:2], N + 1, dtype=torch.bool, device=self.evicted_after.device
-        )
-        held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
-        evicted = (
-            (self.position < lengths[:, None, None]) & ~held[..., :N] & (self.evicted_after < 0)
-        )
-        self.evicted_after = torch.where(evicted, columns[:, None, None].int(), self.evicted_after)
-
-    def evicted_at(self, real: Tensor, order: Tensor) -> Tensor:
-        """int32 [B, G, N] by column; `real` [B, N] bool, `order` [B, N] positions."""
-        N = len(self.position)
-        left = self.evicted_after.gather(
-            2, order.clamp(min=0)[:, None].expand_as(self.evicted_after)
-        )
-        return torch.where(left < 0, N, left) * real[:, None]
+        record(seen.fill_(i + 1))
+    return out, by_column(evicted_after, real), scores

@@ -13,7 +13,7 @@ from torch import Tensor
 from h2o import ops
 from h2o.hf.slot_layout import by_head
 
-__all__ = ["Trace"]
+__all__ = ["Trace", "by_column", "not_held"]
 
 
 class Trace:
@@ -32,34 +32,42 @@ class Trace:
 
     def record(self, slots: ops.Slots, sizes: list[int], Q: int, mask: Tensor | None) -> None:
         """After a forward pass of Q columns: records the keys that are no longer in the slots."""
-        positions = by_head(slots, sizes, "positions", -1)
-        B, G, _ = positions.shape
+        B, earlier = len(slots.lengths), 0 if self.real is None else self.real.shape[1]
         real = slots.lengths.new_ones((B, Q), dtype=torch.bool)
         if mask is not None:
             real.copy_(mask)  # a copy: the mask is the caller's
-        evicted_after = slots.positions.new_full((B, G, Q), -1)
+        evicted = not_held(slots, sizes, N := earlier + Q)
+        evicted_after = slots.positions.new_full((*evicted.shape[:2], Q), -1)
         if self.real is not None:
             real = torch.cat([self.real, real], dim=1)
             evicted_after = torch.cat([self.evicted_after, evicted_after], dim=2)
-        N = real.shape[1]
-        held = torch.zeros((B, G, N + 1), dtype=torch.bool, device=evicted_after.device)
-        held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
-        position = torch.arange(N, device=evicted_after.device)
-        seen = position < slots.lengths[:, None, None]
-        evicted_after.masked_fill_(seen & ~held[..., :N] & (evicted_after < 0), N)
+        evicted_after.masked_fill_(evicted & (evicted_after < 0), N)
         self.real, self.evicted_after = real, evicted_after
 
     def evicted_at(self) -> Tensor:
         """int32 [B, G, N]: see `h2o.H2OCache.evicted_at`."""
         if self.real is None or self.evicted_after is None:
             return torch.zeros(0, 0, 0, dtype=torch.int32, device="cpu")
-        N = self.real.shape[1]
-        position = (self.real.cumsum(1) - 1).clamp(min=0)[:, None].expand_as(self.evicted_after)
-        evicted_after = self.evicted_after.gather(2, position)
-        evicted_after[evicted_after < 0] = N
-        return evicted_after * self.real[:, None]
+        return by_column(self.evicted_after, self.real)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:
         """Batch rows were selected or repeated."""
         if self.real is not None and self.evicted_after is not None:
             self.real, self.evicted_after = change(self.real), change(self.evicted_after)
+
+
+def not_held(slots: ops.Slots, sizes: list[int], N: int) -> Tensor:
+    """[B, G, N] bool, by position: keys that the rows have seen and the slots do not hold."""
+    positions = by_head(slots, sizes, "positions", -1)
+    held = torch.zeros((*positions.shape[:2], N + 1), dtype=torch.bool, device=positions.device)
+    held.scatter_(2, positions.long() % (N + 1), True)  # empty slots: -1 becomes N
+    position = torch.arange(N, device=positions.device)
+    return (position < slots.lengths[:, None, None]) & ~held[..., :N]
+
+
+def by_column(evicted_after: Tensor, real: Tensor) -> Tensor:
+    """int32 [B, G, N], as `h2o.H2OCache.evicted_at` gives it, of a `Trace`'s fields."""
+    position = (real.cumsum(1) - 1).clamp(min=0)[:, None].expand_as(evicted_after)
+    columns = evicted_after.gather(2, position)
+    columns[columns < 0] = real.shape[1]
+    return columns * real[:, None]

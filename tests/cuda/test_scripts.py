@@ -39,9 +39,9 @@ SANITIZER = """#!/bin/sh
 echo "$*" >> sanitizer.log
 [ "$1 $3 $4 $5 $7" = "--tool --report-api-errors no --kernel-name --error-exitcode" ] || exit 2
 [ "$2" != "$FAILING" ] || exit "$8"
-[ "$2" != memcheck ] || { shift 8; exec "$@"; }
+[ "$2$FAILING" != memcheck ] || { shift 8; exec "$@"; }
 """
-"""Looks at its arguments; the first of its tools runs the program."""
+"""Looks at its arguments; the first of its tools runs the program, unless one is to fail."""
 TESTS = "tests/gpu/test_device.py -k '(current_stream and float16) or check or (waits and llama)'"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from h2o import cli
 from h2o.errors import UserError
-from h2o.evaluate import needle
+from h2o.evaluate import facts, needle
 from h2o.evaluate.setting import parse
 from tests.evaluate.conftest import build, exit_code
 
@@ -40,6 +40,27 @@ def test_facts_stand_where_they_should(tokenizer):
         assert number not in row.question
         left, right = before.count(". "), after.count(". ") - 1  # but for the fact's own
         assert left - 1 == round(row.depth * (left + right - 1))
+
+
+@pytest.mark.parametrize("kind", facts.KINDS)
+def test_facts_of_every_kind(tokenizer, kind):
+    """The text says what is asked for, once; the question does not."""
+    rows = needle.trials(TEXT, tokenizer, (60,), 4, [kind])
+    assert {row.kind for row in rows} == {kind}
+    assert len({row.answer for row in rows}) > len(rows) / 2
+    for row in rows:
+        assert row.answer.startswith(" ")
+        assert row.document.count(row.answer) == 1
+        assert row.answer.strip() not in row.question
+        assert not row.question.endswith(" ")
+
+
+def test_kinds_stand_side_by_side(folder, tmp_path, capsys):
+    chosen = ["--facts", "gate,place", "--lengths", 60, "--limit", 1, "--compare", "full"]
+    assert run(folder, tmp_path, *chosen) == 0
+    out = capsys.readouterr().out
+    assert "10 facts" in out
+    assert out.split("setting")[1].splitlines()[0].split()[-3:] == ["gate", "place", "time"]
 
 
 def test_a_text_that_is_too_short_or_has_no_sentences(tokenizer):
@@ -111,6 +132,7 @@ def test_shares_and_errors():
         (["--lengths", "310"], 1, "model's 320 positions"),
         (["--lengths", "many"], 2, "--lengths many"),
         (["--lengths", "0"], 2, "--lengths 0"),
+        (["--facts", "gates"], 2, "there are all, number, place"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, code, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -143,10 +144,18 @@ def test_presets_by_name():
         assert H2OConfig.preset(name, 0.2) == make(0.2)
         assert H2OConfig.preset(name, 0.2, of="bytes") == make(0.2, of="bytes")
         assert make(0.2, of="bytes").of == "bytes"
-    with pytest.raises(ValueError, match="authors, robust, calibrated"):
+    with pytest.raises(ValueError, match="authors, robust, calibrated, retrieval"):
         H2OConfig.preset("full", 0.2)
     with pytest.raises(ValueError, match="goes with the preset calibrated"):
         H2OConfig.preset("robust", 0.2, profile=Profile.load(PROFILE))
+
+
+def test_retrieval_is_robust_by_echo_with_one_budget():
+    for budget, of in ((0.2, "keys"), (0.1, "bytes"), (64, "keys")):
+        robust, retrieval = H2OConfig.robust(budget, of), H2OConfig.retrieval(budget, of)
+        assert (retrieval.rank_by, retrieval.shares) == ("echo", "scores")
+        ranked = {"rank_by": "mean", "value_weighted": True, "shares": None}
+        assert dataclasses.replace(retrieval, **ranked) == robust
 
 
 def test_a_cache_tells_its_config():

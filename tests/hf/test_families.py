@@ -37,19 +37,58 @@ OF_ATTENTION = ("greedy", "chunked prompt", "inputs_embeds", "model(...) by hand
 """Modes that come to a model's own code in different ways. The others choose among tokens and rows
 of the cache, which is generate()'s and the cache's part."""
 
+GENERATED_ALIKE = (
+    "gpt_oss",
+    "qwen2-mixed",
+    "gemma2",
+    "gemma3n_text",
+    "gemma4_text",
+    "jetmoe",
+    "mimo_v2_flash",
+    "llama, int8 weights",
+    "qwen3, int4 weights",
+)
+"""Families with attention of their own whose generate() is llama's."""
+KEPT_ALIKE = {
+    "qwen2-mixed": "gemma3",
+    "llava": "llama",
+    "qwen2_vl": "llama",
+    "gemma3n_text": "gemma4_text",
+    "gemma4": "gemma4_text",
+    "llama, int8 weights": "llama",
+    "qwen3, int4 weights": "llama",
+}
+"""Families whose layers are of the same kinds as another's, to which all policies are put."""
+
+
+def one_in_three(i: int, j: int) -> bool:
+    """Of a row's and of a column's cases."""
+    return (i + j) % 3 == 0
+
+
+def slow_mode(i: int, name: str, j: int, mode: str) -> bool:
+    if name in WITH_STATES:  # test_hybrids.py has the fast ones
+        return True
+    alike = name in GENERATED_ALIKE and not one_in_three(i, j)
+    return mode not in OF_ATTENTION and (name in TWINS or alike)
+
+
 MODE_CASES = [
-    slow_if(name in WITH_STATES or (name in TWINS and mode not in OF_ATTENTION), name, mode)
-    for name in FAMILIES
-    for mode in modes_of(name)
+    slow_if(slow_mode(i, name, j, mode), name, mode)
+    for i, name in enumerate(FAMILIES)
+    for j, mode in enumerate(modes_of(name))
 ]
-"""test_hybrids.py has the fast ones for families with states."""
 POLICY_CASES = [
-    slow_if(name in WITH_STATES or (name in TWINS and (i + j) % 3 > 0), name, chosen)
+    slow_if(
+        name in WITH_STATES or ((name in TWINS or name in KEPT_ALIKE) and not one_in_three(i, j)),
+        name,
+        chosen,
+    )
     for i, name in enumerate(PURE + HYBRID + WITH_STATES)
     for j, chosen in enumerate(POLICIES)
 ]
 """A third of the policies for each twin, each policy for a third of the twins: a policy sees
-queries, keys and values, and these have the same shapes."""
+queries, keys and values, and these have the same shapes. Likewise for what is kept alike."""
 
 
 EAGER = ("gemma2", "gpt_oss", "mimo_v2_flash")
@@ -81,6 +120,24 @@ def test_a_twin_is_generated_from_as_its_likes_are(name):
     assert not FAMILIES[name].weights
     assert getattr(ours.config, "attn_logit_softcapping", None) is None
     assert shapes(ours) in [shapes(like) for like in likes]
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATED_ALIKE if name in FAMILIES])
+def test_what_is_generated_alike(name):
+    """What the modes that are left out rest on."""
+    assert not generation(shared(name))
+    assert not FAMILIES[name].image
+
+
+@pytest.mark.parametrize("name", [name for name in KEPT_ALIKE if name in FAMILIES])
+def test_what_is_kept_alike(name):
+    """What the policies that are left out rest on."""
+    ours, like = shared(name), shared(KEPT_ALIKE[name])
+    kinds, wanted = ({kind_of(x) for x in H2OCache(m.config, heavy=1).layers} for m in (ours, like))
+    assert kinds == wanted
+    assert KEPT_ALIKE[name] not in KEPT_ALIKE
+    text = ours.config.get_text_config()
+    assert getattr(text, "attn_logit_softcapping", None) is None
 
 
 def shapes(ours) -> list[tuple[int, ...]]:

@@ -1,0 +1,91 @@
+"""Facts that `h2o eval --needle` hides in a text, kind by kind, and what it asks about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+__all__ = ["KINDS", "Fact"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """A sentence to hide and a question to it."""
+
+    sentence: str
+    question: str
+    """Up to where the answer begins."""
+    answer: str
+    """Begins with a space."""
+
+
+TOWNS = (
+    "Harrowick", "Lisbon", "Trondheim", "Calgary", "Odessa", "Kyoto", "Dunedin", "Marseille",
+    "Bergamo", "Tartu", "Quito", "Aleppo", "Windhoek", "Tampere", "Cusco", "Galway",
+)  # fmt: skip
+NAMES = (
+    "Agnes", "Bernard", "Clarissa", "Dmitri", "Eleanor", "Fergus", "Gudrun", "Hakim",
+    "Ingrid", "Jerome", "Katarina", "Leopold", "Miriam", "Norbert", "Olga", "Percival",
+)  # fmt: skip
+THINGS = (
+    "anvil", "barrel", "carpet", "dresser", "flowerpot", "harpsichord", "kettle", "ladder",
+    "mattress", "piano", "rug", "statue", "stove", "sundial", "telescope", "wardrobe",
+)  # fmt: skip
+WORDS = (
+    "amber", "badger", "cobalt", "dragon", "ember", "falcon", "garnet", "hazel",
+    "indigo", "jasmine", "lobster", "marble", "nutmeg", "onyx", "pepper", "walnut",
+)  # fmt: skip
+
+
+def asked(question: str, answer_begins: str) -> str:
+    return f"\n\nQuestion: {question}\nAnswer: {answer_begins}"
+
+
+def number(draw: random.Random) -> Fact:
+    town, digits = draw.choice(TOWNS), str(draw.randint(10000, 99999))
+    begins = f"The secret number of {town} is"
+    question = asked(f"What is the secret number of {town}?", begins)
+    return Fact(f"{begins} {digits}.", question, f" {digits}")
+
+
+def place(draw: random.Random) -> Fact:
+    name, thing = draw.choice(NAMES), draw.choice(THINGS)
+    begins = f"{name} keeps the spare key under the"
+    question = asked(f"Where does {name} keep the spare key?", begins)
+    return Fact(f"{begins} {thing}.", question, f" {thing}")
+
+
+def password(draw: random.Random) -> Fact:
+    town, words = draw.choice(TOWNS), " ".join(draw.sample(WORDS, 2))
+    begins = f"The password of the library in {town} is"
+    question = asked(f"What is the password of the library in {town}?", begins)
+    return Fact(f"{begins} {words}.", question, f" {words}")
+
+
+def gate(draw: random.Random) -> Fact:
+    town, name = draw.choice(TOWNS), f"{draw.choice('BCDFGHJK')}{draw.randint(11, 99)}"
+    begins = f"The ferry to {town} leaves from gate"
+    question = asked(f"From which gate does the ferry to {town} leave?", begins)
+    return Fact(f"{begins} {name}.", question, f" {name}")
+
+
+def pairs(draw: random.Random) -> Fact:
+    """Ten at once, one of which is asked for."""
+    names, numbers = draw.sample(NAMES, 10), draw.sample(range(100, 1000), 10)
+    entries = [f"{name} {digits}" for name, digits in zip(names, numbers, strict=True)]
+    name, digits = draw.choice(entries).split()
+    question = asked(f"Which room does {name} have?", f"The rooms of the guests: {name}")
+    return Fact(f"The rooms of the guests: {', '.join(entries)}.", question, f" {digits}")
+
+
+def paraphrase(draw: random.Random) -> Fact:
+    """A question that repeats little of the sentence but a name."""
+    name, digits = draw.choice(NAMES), str(draw.randint(1000, 9999))
+    question = asked(f"What must I dial to reach {name}?", f"To reach {name}, dial")
+    return Fact(f"Call {name} on the telephone number {digits}.", question, f" {digits}")
+
+
+KINDS: dict[str, Callable[[random.Random], Fact]] = {
+    make.__name__: make for make in (number, place, password, gate, pairs, paraphrase)
+}
