@@ -59,11 +59,11 @@ DEVICE void write_output(const step_item *item, int64_t r, int64_t d, float x) {
 /* out [R, D] = sum of the parts' products with the values, rescaled. Several parts are read at a
  * time; those that hold no slots are left out. */
 DEVICE void step_outputs(const step_item *item, const float *factors) {
-    const int size = (int)(item->R * item->D), D = (int)item->D;
-    const int64_t parts = cuda_ceil(item->slots, part_slots(item));
+    const int D = (int)item->D;
+    const int64_t size = item->R * D, parts = cuda_ceil(item->slots, part_slots(item));
+    int r = (int)threadIdx.x / D, d = (int)threadIdx.x % D;
     NO_UNROLL
-    for (int i = threadIdx.x; i < size; i += STEP_THREADS) {
-        const int r = i / D;
+    for (int64_t i = threadIdx.x; i < size; i += STEP_THREADS) {
         float sum = 0.0f;
         NO_UNROLL
         for (int64_t part = 0; part < parts; part += STEP_PARTS_READ) {
@@ -78,7 +78,10 @@ DEVICE void step_outputs(const step_item *item, const float *factors) {
                 sum = part + k < parts ? with : sum;
             }
         }
-        write_output(item, r, i - r * D, sum);
+        write_output(item, r, d, sum);
+        d += STEP_THREADS % D; /* no division for each */
+        r += STEP_THREADS / D + (d >= D);
+        d -= d >= D ? D : 0;
     }
 }
 
