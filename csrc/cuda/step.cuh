@@ -147,18 +147,17 @@ DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranki
             norm[k] = ranking->value_weighted ? store->norms[slot[k]] : 1.0f;
         }
         NO_UNROLL
-        for (int64_t r = 0; r < item->R; r += STEP_HEADS)
-            add_weights(item, factors, slot, r, sum);
+        for (int64_t r = 0; r < item->R; r += STEP_HEADS) add_weights(item, factors, slot, r, sum);
         UNROLL
         for (int k = 0; k < STEP_LOADS; k++) {
             if (first + k * STEP_THREADS >= item->slots) continue;
             score[k] = h2o_scores_largest(item->policy) ? h2o_larger(score[k] * decay, sum[k])
                                                         : fmaf(score[k], decay, sum[k]);
             store->scores[slot[k]] = score[k];
-            const h2o_candidate candidate = {
-                h2o_policy_slot_key(ranking, ranking->kind, ranking->value_weighted, score[k],
-                                    position[k], norm[k]),
-                (uint32_t)position[k], slot[k]};
+            const h2o_candidate candidate = {h2o_policy_slot_key(ranking, ranking->kind,
+                                                                 ranking->value_weighted, score[k],
+                                                                 position[k], norm[k]),
+                                             (uint32_t)position[k], slot[k]};
             worst = worst.index < 0 ? candidate : h2o_policy_worse(worst, candidate);
         }
     }
