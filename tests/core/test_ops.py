@@ -306,6 +306,24 @@ def test_ties_and_nan(seed, policy, chunk):
     np.testing.assert_array_equal(slots.values[0, 0, filled], -slots.keys[0, 0, filled])
 
 
+def test_more_candidates_than_a_block_of_a_gpu_takes_at_a_time():
+    n, policy = 7000, Policy(900, 400, sinks=2)
+    scores, keys = handmade(3, n)
+    mask = np.random.default_rng(3).random((1, n)) < 0.9
+    columns = np.flatnonzero(mask[0])
+    slots = ops.new_slots(keys, policy.k + 1, policy.heavy, policy.recent)
+    want: list[int] = []
+    for new in (slice(0, 4200), slice(4200, n)):
+        tokens = range(mask[0, : new.start].sum(), mask[0, : new.stop].sum())
+        rows = keys[:, :, new], -keys[:, :, new], scores[:, :, new]
+        ops.evict(*rows, slots, mask=mask[:, new], sinks=policy.sinks)
+        want = chosen([*want, *tokens], scores[0, 0, columns], policy)
+        assert inputs.kept(slots)[0][0, 0].tolist() == want
+    held = columns[slots.positions[0, 0, : policy.k]]
+    np.testing.assert_array_equal(slots.keys[0, 0, : policy.k, 0], held)
+    np.testing.assert_array_equal(slots.scores[0, 0, : policy.k], scores[0, 0, held])
+
+
 @pytest.mark.parametrize("policy", CHOICES, ids=str)
 @pytest.mark.parametrize("seed", range(8))
 def test_ties_and_nan_in_a_step(seed, policy):
