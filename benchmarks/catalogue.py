@@ -8,6 +8,7 @@ from typing import NamedTuple
 from . import (
     attention_tables,
     decode_tables,
+    echo_table,
     engine_tables,
     eviction_tables,
     latent_table,
@@ -89,6 +90,10 @@ TABLES = (
     Table(
         "latents", latent_table.latents,
         cpu="P23: a decode step of latent attention with its projections, against transformers",
+    ),
+    Table(
+        "echo", echo_table.echo,
+        cpu="P24: a prompt ranked by echo, with equal heads and with one budget, against robust",
     ),
     Table("overhead", decode_tables.overhead, cpu="P9: one call on tiny tensors"),
     Table(

@@ -101,11 +101,11 @@ def cpu_decode_rows(options: Options, layers: Layers, case: str) -> Iterator[Row
     """P3, P4, P5: one layer a call, layers in turn."""
     n, query = layers.shape[4], layers.steps[0][0]
     same = sdpa_in_turn(query, layers.same_keys())
-    whole = sdpa_in_turn(query, layers.all_keys(max(1, len(layers.stores) // 4)))
+    all_keys = sdpa_in_turn(query, layers.all_keys(max(1, len(layers.stores) // 4)))
     contenders = [
         Contender("h2o step", step_in_turn(layers), work=layers.bytes_read),
         Contender(f"SDPA {same[0]}", same[1]),
-        Contender(f"SDPA {whole[0]}, {n} keys", whole[1]),
+        Contender(f"SDPA {all_keys[0]}, {n} keys", all_keys[1]),
     ]
     loops = roofline()
     if loops is not None:
@@ -122,7 +122,7 @@ def cpu_decode_rows(options: Options, layers: Layers, case: str) -> Iterator[Row
         yield Row("P4", "decode step / read loop", case, peer=loop, **common)
     yield Row(
         "P5", f"decode step / SDPA, all {n} keys", case,
-        peer=times[f"SDPA {whole[0]}, {n} keys"], **common,
+        peer=times[f"SDPA {all_keys[0]}, {n} keys"], **common,
     )  # fmt: skip
 
 

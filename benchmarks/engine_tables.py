@@ -45,7 +45,7 @@ class Engine:
         self.prompt = answer["prompt"]
         return answer["prefill_s"]
 
-    def whole(self) -> float:
+    def end_to_end(self) -> float:
         """Seconds from prompts to the last token of all."""
         return self.peer.ask(**self.request)["seconds"]
 
@@ -208,7 +208,7 @@ def batch(options: Options) -> Iterator[Row]:
     with both() as peers:
         contenders = [Contender(name, way) for name, way in ways.items()]
         contenders += [
-            Contender(engine.name, engine.whole, own_clock=True)
+            Contender(engine.name, engine.end_to_end, own_clock=True)
             for engine in continued(peers, tokenizer, ids, new)
         ]
         times = race(contenders, options.rounds)

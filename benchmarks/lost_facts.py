@@ -88,13 +88,13 @@ def measured(model: Any, setting: Any, document: Tensor, question: Tensor, answe
     thirds = [by_layer[round(i * third) : round((i + 1) * third)] for i in range(3)]
     frozen = cache.fork()
     freeze(frozen)
-    found, held, behind = finds(model, cache, question, answer, fact, n)
+    is_found, held, behind = finds(model, cache, question, answer, fact, n)
     names = ("first third", "middle", "last")
     return {
         **{name: statistics.fmean(part) for name, part in zip(names, thirds, strict=True)},
         "after the question": held,
         "question's places": behind,
-        "found": float(found),
+        "found": float(is_found),
         "found, frozen": float(finds(model, frozen, question, answer, fact, n)[0]),
     }
 

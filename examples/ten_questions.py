@@ -133,8 +133,8 @@ def main() -> None:
 def timed(do: Callable[[], Any]) -> tuple[float, Any]:
     """Seconds, and what it gave."""
     start = time.perf_counter()
-    given = do()
-    return time.perf_counter() - start, given
+    result = do()
+    return time.perf_counter() - start, result
 
 
 def bytes_of(cache: Any) -> int:
@@ -150,9 +150,9 @@ def batched(asked: list[Tensor], n: int, pad: int) -> tuple[Tensor, Tensor]:
     longest = max(ids.shape[1] for ids in asked)
     ids = torch.full((len(asked), longest), pad)
     mask = torch.zeros_like(ids)
-    for row, own in enumerate(asked):
-        rest = own.shape[1] - n
-        ids[row, :n], ids[row, longest - rest :] = own[0, :n], own[0, n:]
+    for row, question in enumerate(asked):
+        rest = question.shape[1] - n
+        ids[row, :n], ids[row, longest - rest :] = question[0, :n], question[0, n:]
         mask[row, :n], mask[row, longest - rest :] = 1, 1
     return ids, mask
 

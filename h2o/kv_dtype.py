@@ -78,9 +78,9 @@ def per_token(
     bytes each, and in a slot with score, position, norm and bias. `rows`: 2, key and value, or 1
     that is both; between them where a value is less than a key, which is stored as one.
     """
-    whole = math.ceil(rows)
+    stored_rows = math.ceil(rows)
     stored = stored_bytes(kv_dtype, D)
-    held = whole * D * element if stored is None else sum(stored[:whole])
+    held = stored_rows * D * element if stored is None else sum(stored[:stored_rows])
     return round(rows * D * element), held + 8 + 4 * (value_weighted + merges)
 
 

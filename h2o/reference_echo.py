@@ -100,13 +100,13 @@ def forward(
             for j, column in enumerate(real.tolist()):
                 near = range(max(0, t + j - BEFORE), t + j + 1)
                 if held is None:
-                    found = [weight(turn(asked[:, i], n), g, new, j) for i in near]
+                    weights = [weight(turn(asked[:, i], n), g, new, j) for i in near]
                 else:
                     visible = torch.cat([held, new[: j + 1].to(held.dtype)])
-                    found = [weight(later(i), g, visible, -1) for i in near]
-                scores[b, g, column] = max(found)
-    given = policy._replace(rank_by="max", decay=1.0, merge=None)
-    reference.evict(keys, values, scores, slots, mask=mask, policy=given)
+                    weights = [weight(later(i), g, visible, -1) for i in near]
+                scores[b, g, column] = max(weights)
+    by_largest = policy._replace(rank_by="max", decay=1.0, merge=None)
+    reference.evict(keys, values, scores, slots, mask=mask, policy=by_largest)
     return out, scores
 
 

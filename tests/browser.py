@@ -92,8 +92,8 @@ class Page:
             self.call("Input.dispatchKeyEvent", type="keyDown", **down)
             self.call("Input.dispatchKeyEvent", type="keyUp", **say)
 
-    def picture(self, path: Path, whole: bool = False) -> None:
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+    def picture(self, path: Path, full_page: bool = False) -> None:
+        answer = self.call("Page.captureScreenshot", captureBeyondViewport=full_page)
         path.write_bytes(base64.b64decode(answer["data"]))
 
 

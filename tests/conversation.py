@@ -113,8 +113,8 @@ def check_slots(slots: Any, sinks: int) -> None:
     S = positions.shape[-1]
     for b, length in enumerate(lengths.tolist()):
         for g, (row, hole) in enumerate(zip(positions[b], free[b].tolist(), strict=True)):
-            own = budget[b] if budget.ndim == 2 else budget[b, g]
-            held = min(length, int(own.astype(np.int64).sum()) + sinks)
+            head_budget = budget[b] if budget.ndim == 2 else budget[b, g]
+            held = min(length, int(head_budget.astype(np.int64).sum()) + sinks)
             filled = np.flatnonzero(row >= 0)
             assert len(filled) == held
             assert np.isin(np.delete(np.arange(held + 1), hole), filled).all(), (filled, hole)

@@ -117,26 +117,26 @@ class Edit:
 
 def code_lines(path: Path) -> list[tuple[int, str]]:
     """Lines that are code: no comments, preprocessor, declarations of types."""
-    found, comment = [], False
+    lines, comment = [], False
     for number, line in enumerate(path.read_text().splitlines()):
         text = line.strip()
         inside = comment or text.startswith("/*")
         comment = (comment or "/*" in text) and "*/" not in text[text.rfind("/*") :]
         skip = inside or text.startswith(("#", "//", "typedef", "}", "extern", "_Static_assert"))
         if text and not skip:
-            found.append((number, line))
-    return found
+            lines.append((number, line))
+    return lines
 
 
 def variants(line: str) -> list[str]:
     """What one edit can make of a line."""
     code = line.split("/*")[0]
     quoted = [m.span() for m in re.finditer(r'"[^"]*"', code)]
-    found = []
+    edits = []
 
     def put(match: re.Match[str], new: str) -> None:
         if not any(a <= match.start() < b for a, b in quoted):
-            found.append(line[: match.start()] + new + line[match.end() :])
+            edits.append(line[: match.start()] + new + line[match.end() :])
 
     for pattern, others in SWAPS:
         for match in re.finditer(pattern, code):
@@ -145,7 +145,7 @@ def variants(line: str) -> list[str]:
                     close = closing(code, match.end() - 1)
                     if close:
                         inner = code[match.end() : close]
-                        found.append(f"{line[: match.start()]}if (!({inner}){line[close:]}")
+                        edits.append(f"{line[: match.start()]}if (!({inner}){line[close:]}")
                 else:
                     put(match, new)
     for match in re.finditer(r"(?<![\w.])(\d+)(?![\w.])", code):
@@ -156,8 +156,8 @@ def variants(line: str) -> list[str]:
     if re.match(
         r"\s*(\w[\w\->\.\[\]]*( [-+*|&]?= |\(|\+\+)|return\b|if \(.*;|break|continue).*;\s*$", code
     ):
-        found.append(re.match(r"\s*", line)[0] + ";")
-    return found
+        edits.append(re.match(r"\s*", line)[0] + ";")
+    return edits
 
 
 def closing(code: str, opening: int) -> int:
@@ -198,8 +198,8 @@ def judged(log: Path | None, again: bool) -> dict[tuple[str, int, str, str], str
     """What noticed the edits of an earlier run; `again` leaves out what nothing noticed."""
     if log is None or not log.exists():
         return {}
-    found = [Edit(**x) for x in json.loads(log.read_text())]
-    return {x.key: x.caught for x in found if x.caught or not again}
+    edits = [Edit(**x) for x in json.loads(log.read_text())]
+    return {x.key: x.caught for x in edits if x.caught or not again}
 
 
 class Workshop:
@@ -233,14 +233,14 @@ class Workshop:
                 resource.setrlimit(resource.RLIMIT_AS, (32 << 30, resource.RLIM_INFINITY))
 
         try:
-            told = subprocess.run(
+            completed = subprocess.run(
                 command, cwd=self.folder, capture_output=True, preexec_fn=limit,
                 timeout=5 * seconds,  # of what waits for ever, or for a machine with more to do
                 env={**os.environ, **environment},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return False
-        return told.returncode == 0
+        return completed.returncode == 0
 
     def object(self, net: str, source: str, state: str) -> str:
         return f"build/{net}/{state}/{source.replace('/', '_')}.o"
@@ -272,9 +272,9 @@ class Workshop:
         for program in self.programs:
             if net == "generic" and program.endswith("dispatch.c"):
                 continue  # asks for the levels that are not there
-            own = self.object(net, program, "new" if program in touched else "clean")
+            binary = self.object(net, program, "new" if program in touched else "clean")
             out = f"build/{net}/{Path(program).stem}"
-            if not self.run(["gcc", *flags, own, *core, "-o", out, "-pthread", "-lm", "-ldl"]):
+            if not self.run(["gcc", *flags, binary, *core, "-o", out, "-pthread", "-lm", "-ldl"]):
                 return "link"
             if not self.run([out], 90, H2O_TEST_LEVEL=level):
                 return f"{net} {Path(program).stem}"
@@ -327,10 +327,10 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="all edits as JSON; what it has is not done again")
     parser.add_argument("--again", action="store_true", help="but for what survived")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th edit from the i-th on")
-    told = parser.parse_args()
-    part, parts = map(int, told.part.split("/"))
-    edits = draw(told.edits, told.seed, told.only)[part::parts]
-    known = judged(told.log, told.again)
+    arguments = parser.parse_args()
+    part, parts = map(int, arguments.part.split("/"))
+    edits = draw(arguments.edits, arguments.seed, arguments.only)[part::parts]
+    known = judged(arguments.log, arguments.again)
     with tempfile.TemporaryDirectory() as folder:
         workshop = Workshop(Path(folder))
         for number, edit in enumerate(edits):
@@ -342,9 +342,9 @@ def main() -> None:
             print(f"{number:4} {edit.path}:{edit.line} {verdict(edit)}", flush=True)
             if not edit.caught:
                 print(f"     - {edit.before.strip()}\n     + {edit.after.strip()}", flush=True)
-            if told.log:
+            if arguments.log:
                 done = [asdict(x) for x in edits if x.key in known]
-                told.log.write_text(json.dumps(done, indent=1))
+                arguments.log.write_text(json.dumps(done, indent=1))
     for what, count in Counter(map(verdict, edits)).most_common():
         print(f"{count:5} {what}")
 

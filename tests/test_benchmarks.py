@@ -50,6 +50,7 @@ def quick(tmp_path, *arguments: str) -> dict:
         ("merging", ["P15"] * 6),
         ("uneven", ["P16"] * 2),
         ("latents", ["P23"] * 2),
+        ("echo", ["P24"] * 4),
         ("overhead", ["P9"] * 3),
         ("portable", ["P20"] * 4),
         ("threads", ["threads"] * 4),

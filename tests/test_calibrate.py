@@ -60,12 +60,12 @@ def test_layers_that_keep_a_window_have_no_share_to_tell():
 def test_mistakes(tiny, folder, capsys, monkeypatch, text, more, code, message):  # noqa: F811
     monkeypatch.chdir(folder)
     try:
-        found = cli.main(
+        exit_code = cli.main(
             ["calibrate", "--model", tiny, "--text", text, "--output", "p.json", *more]
         )
     except SystemExit as end:
-        found = end.code
-    assert found == code
+        exit_code = end.code
+    assert exit_code == code
     assert message in capsys.readouterr().err
     assert not (folder / "p.json").exists()
 

@@ -374,8 +374,8 @@ def test_a_preset_is_what_the_options_say(tmp_path):
             assert said(words) == dataclasses.replace(in_bytes, positions="rolled")
     for name in sorted((ROOT.parent / "data").glob("*.profile.json")):
         profile = Profile.load(name)
-        own = said(f"--preset calibrated --profile {name}")
-        assert own == H2OConfig.calibrated(0.2, profile)
+        calibrated = said(f"--preset calibrated --profile {name}")
+        assert calibrated == H2OConfig.calibrated(0.2, profile)
     shared = dataclasses.replace(H2OConfig.robust(0.2), rank_by="echo", shares="scores")
     assert said("--preset robust --rank-by echo --profile scores") == shared
     assert said("--heavy 0.05 --recent 0.05 --of bytes") == H2OConfig.authors(0.1, of="bytes")

@@ -32,11 +32,11 @@ transformers = pytest.importorskip("transformers")
 def blocks(language: str) -> dict[str, str]:
     """Code blocks by page and number."""
     fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-    found = {}
+    numbered = {}
     for page in PAGES:
-        own = [text for kind, text in fence.findall(page.read_text("utf-8")) if kind == language]
-        found |= {f"{page.stem} {number}": text for number, text in enumerate(own)}
-    return found
+        texts = [text for kind, text in fence.findall(page.read_text("utf-8")) if kind == language]
+        numbered |= {f"{page.stem} {number}": text for number, text in enumerate(texts)}
+    return numbered
 
 
 # ---- Python ------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_python(name, names, monkeypatch):
     if "lm_eval" in code:
         lm_eval = pytest.importorskip("lm_eval")
         asked = []
-        monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **given: asked.append(given))
+        monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **keywords: asked.append(keywords))
     if "h2o.analyze" in code:
         names["ax"] = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
         pytest.importorskip("pandas")
@@ -124,12 +124,12 @@ def test_python(name, names, monkeypatch):
 
 def commands() -> list[str]:
     """Each h2o ... of the blocks, without what the shell does before and after."""
-    found = []
+    arguments = []
     for text in blocks("").values():
         for line in text.replace("\\\n", "").splitlines():
             if command := re.search(r"(?:^|[|=\w] |-m )h2o (?!  )([^|>]*)", line):
-                found.append(command[1])
-    return found
+                arguments.append(command[1])
+    return arguments
 
 
 COMMANDS = commands()
@@ -184,11 +184,11 @@ def page_id(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     """Of a page's headings, as GitHub and Sphinx make them."""
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-    found = set()
+    names = set()
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
         kept = re.sub(r"[^\w\- ]", "", heading.lower())
-        found.add(kept.replace(" ", "-"))
-    return found
+        names.add(kept.replace(" ", "-"))
+    return names
 
 
 def first_columns(page: str) -> str:

@@ -29,13 +29,13 @@ if not (ROOT / "csrc").is_dir():
 
 def sources(folder: str, *endings: str) -> dict[str, str]:
     """Text of the files below a folder by path from the root."""
-    found = {}
+    texts = {}
     for path in sorted((ROOT / folder).rglob("*")):
         name = path.relative_to(ROOT)
         hidden = any(part in GENERATED or part.endswith("_cache") for part in name.parts)
         if path.is_file() and not hidden and path.name.endswith(endings):
-            found[name.as_posix()] = path.read_text("utf-8")
-    return found
+            texts[name.as_posix()] = path.read_text("utf-8")
+    return texts
 
 
 C = sources("csrc", ".c", ".h", ".inc", ".cu", ".cuh")
@@ -49,12 +49,12 @@ def includes(text: str) -> list[str]:
 
 def imports(text: str) -> set[str]:
     """Modules that a Python source imports at any depth, "from a import b" as a and a.b."""
-    found = set(re.findall(r"^\s*import ([\w.]+)", text, re.MULTILINE))
+    modules = set(re.findall(r"^\s*import ([\w.]+)", text, re.MULTILINE))
     pattern = r"^\s*from ([\w.]+) import (?:\(([^)]*)\)|(.*))"
     for module, many, few in re.findall(pattern, text, re.MULTILINE):
         names = re.findall(r"(\w+)(?: as \w+)?", many or few)
-        found |= {module, *(f"{module}.{name}" for name in names)}
-    return found
+        modules |= {module, *(f"{module}.{name}" for name in names)}
+    return modules
 
 
 def importers(module: str) -> set[str]:
@@ -103,7 +103,9 @@ def test_pure_rooms_include_only_their_own_headers_and_libc():
             *("operations", "tables", "operands"),
         )
     }
-    own = {f"{folder}{name}" for name in shared | {"run.h", "system.h"} for folder in ("", "../")}
+    levels = {
+        f"{folder}{name}" for name in shared | {"run.h", "system.h"} for folder in ("", "../")
+    }
     files = {"policy.c", "check.c", "counts.c", "error.c", "tables.c"}
     files |= {f"{name}.c" for name in OPERATIONS}
     pure = {f"csrc/{name}" for name in shared | files}
@@ -116,7 +118,7 @@ def test_pure_rooms_include_only_their_own_headers_and_libc():
             inner = include[1:-1]
             allowed = (
                 (include[0] == "<" and inner.removesuffix(".h") in LIBC)
-                or inner in own
+                or inner in levels
                 or (in_cpu and include[0] == '"' and "/" not in inner)
                 or (include in intrinsics and re.match(r"csrc/cpu/(vec|level)_", name))
             )
@@ -138,8 +140,8 @@ def test_what_systems_do_differently_is_in_one_place():
     others = {"<Python.h>", "<numpy/arrayobject.h>", "<cpuid.h>", "<mma.h>", "<initializer_list>"}
     others |= {"<immintrin.h>", "<emmintrin.h>", "<arm_neon.h>"}
     differs = r"\b(_WIN32|_WIN64|__MINGW32__|__APPLE__|__linux__|_GNU_SOURCE)\b"
-    found = {name for name, text in C.items() if re.search(differs, without_comments(text))}
-    assert found == {"csrc/system.c", "csrc/system.h"}
+    differing = {name for name, text in C.items() if re.search(differs, without_comments(text))}
+    assert differing == {"csrc/system.c", "csrc/system.h"}
     for name, text in C.items():
         unknown = {x for x in includes(text) if x[0] == "<"} - portable - others
         cuda = {x for x in unknown if name == "csrc/cuda/common.cuh" and x.startswith("<cuda")}
@@ -151,8 +153,8 @@ def test_what_only_a_gpu_has_is_in_one_place():
     words = r"\basm\b|\b__\w*sync|\b__nv|\b__shared__|\b__global__|\batomic[A-Z]|<cuda|\bcg::"
     for name, text in C.items():
         if name.startswith("csrc/cuda/") and name != "csrc/cuda/common.cuh":
-            found = re.search(words, without_comments(text))
-            assert not found, f"{name}: {found[0]}"
+            match = re.search(words, without_comments(text))
+            assert not match, f"{name}: {match[0]}"
 
 
 def test_core_allocates_no_tensors_and_remembers_nothing():
@@ -249,7 +251,7 @@ def test_the_fields_of_slots_are_listed_once():
         kind = (shape, "WRITTEN" in flags, "OPTIONAL" in flags, DTYPES[dtype])
         assert KINDS[name] == kind, name
     files = {name: quoted(text, KINDS) for name, text in {**C, **PYTHON}.items()}
-    assert {name for name, found in files.items() if len(found) > 7} == {"h2o/slots.py"}
+    assert {name for name, importing in files.items() if len(importing) > 7} == {"h2o/slots.py"}
 
 
 def test_an_operation_is_declared_once():
@@ -324,8 +326,8 @@ def test_the_torch_backend_waits_for_no_device():
     """What would read a tensor's numbers; tests/hf/test_elsewhere.py runs it where that fails."""
     reads = r"\.(item|tolist|numpy|cpu|nonzero|unique)\(|(?<![.\w])(int|bool|float)\("
     for name, text in sources("h2o/backends/portable", ".py").items():
-        found = re.search(reads, text)
-        assert not found, f"{name}: {found[0]}"
+        match = re.search(reads, text)
+        assert not match, f"{name}: {match[0]}"
 
 
 def test_transformers_is_imported_where_it_is_served():
@@ -495,8 +497,8 @@ def test_project_stands_alone():
     paths = re.compile(rf"(?<![\w.}}/-])/(?:{homes})/\w|\.\./share" "d")
     endings = (".md", ".toml", ".txt", ".py", ".c", ".h", ".inc", ".ipynb", "Makefile", "run")
     for name, text in sources(".", *endings).items():
-        found = paths.search(text)
-        assert not found, f"{name}: {found[0]}"
+        match = paths.search(text)
+        assert not match, f"{name}: {match[0]}"
 
 
 def test_what_is_installed_needs_nothing_that_is_not():

@@ -163,8 +163,8 @@ def test_default_model_is_converted_once():
     said.clear()
     again, _ = models.load(say=said.append)
     assert not any("converting" in text for text in said)
-    for mine, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    for parameter, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, other)
     config = model.config
     assert (config.model_type, config.num_attention_heads) == ("llama", 9)
     assert (config.num_key_value_heads, config.num_hidden_layers) == (3, 30)

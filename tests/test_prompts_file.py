@@ -41,25 +41,25 @@ def answers(output):
 def test_every_prompt_has_its_answer(files, capsys):
     command, _, output = files
     assert cli.main([*command, "--rows", "2"]) == 0
-    found = {answer["id"]: answer for answer in answers(output)}
-    assert set(found) == {0, "b", 2, 7}
-    assert found["b"]["new_tokens"] == 3
-    assert found[7]["finish_reason"] == "length"
+    by_id = {answer["id"]: answer for answer in answers(output)}
+    assert set(by_id) == {0, "b", 2, 7}
+    assert by_id["b"]["new_tokens"] == 3
+    assert by_id[7]["finish_reason"] == "length"
     alone = [*command[:3], *SIZES, "--prompt", "the last", "--json"]
     capsys.readouterr()
     assert cli.main(alone) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["text"] == found[7]["text"]
+    assert json.loads(capsys.readouterr().out)["runs"][0]["text"] == by_id[7]["text"]
 
 
 def test_a_second_run_goes_on(files):
     """After a kill in the middle of a line, and after a prompt that could not be read."""
     command, _, output = files
     assert cli.main([*command, "--bytes", "1MB"]) == 0
-    whole = output.read_text("utf-8").splitlines(keepends=True)
-    failed = {**json.loads(whole[1]), "finish_reason": "error", "text": None}
-    output.write_text(whole[0] + json.dumps(failed) + "\n" + whole[2] + whole[3][:20], "utf-8")
+    lines = output.read_text("utf-8").splitlines(keepends=True)
+    failed = {**json.loads(lines[1]), "finish_reason": "error", "text": None}
+    output.write_text(lines[0] + json.dumps(failed) + "\n" + lines[2] + lines[3][:20], "utf-8")
     assert cli.main([*command, "--bytes", "1MB"]) == 0
-    assert sorted(output.read_text("utf-8").splitlines(keepends=True)) == sorted(whole)
+    assert sorted(output.read_text("utf-8").splitlines(keepends=True)) == sorted(lines)
     before = output.read_bytes()
     assert cli.main(command) == 0
     assert output.read_bytes() == before

@@ -101,11 +101,11 @@ def test_a_profile_of_other_weights_is_refused(folders, tmp_path, capsys):
     """The shape is the same, as a fine-tuned model's is; its own profile it takes."""
     from transformers import AutoModelForCausalLM
 
-    own = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    loaded = AutoModelForCausalLM.from_pretrained(folders["llama"])
     shares = (((0.5, 1.5), (1.25, 0.75)),)
     for name, factor in (("own", 1), ("other", 1.1)):
-        weights = {x: [factor * y for y in values] for x, values in sample(own).items()}
-        profile = Profile((0.2,), shares, 100, describe(own.config), weights)
+        weights = {x: [factor * y for y in values] for x, values in sample(loaded).items()}
+        profile = Profile((0.2,), shares, 100, describe(loaded.config), weights)
         (tmp_path / f"{name}.json").write_text(json.dumps(profile.as_dict()))
     for option in ("", "--preset calibrated --budget 0.5"):
         for name, code in (("own", 0), ("other", 1)):

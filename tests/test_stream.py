@@ -35,9 +35,9 @@ def ids(count: int, seed: int = 0) -> list[int]:
 def test_pieces_are_the_text():
     words = " ".join(f"word{i}" for i in range(400)) + "\nthe end"
     for block in (1, 7, 50, 10**6):
-        found = list(token_stream.pieces(io.StringIO(words), block=block))
-        assert "".join(found) == words
-        assert max(map(len, found)) < 2 * block + 20
+        parts = list(token_stream.pieces(io.StringIO(words), block=block))
+        assert "".join(parts) == words
+        assert max(map(len, parts)) < 2 * block + 20
     twice = token_stream.pieces(io.StringIO("abc "), repeat=True)
     assert [next(twice) for _ in range(3)] == ["abc "] * 3
     with pytest.raises(ValueError, match="empty"):
@@ -66,8 +66,8 @@ def test_lines_of_a_pipe_are_read_as_they_come():
     """White space comes with the next line, so that it is encoded as in a file."""
     log = "one two \n\nthree\n  four\nfi"
     for then in ("", None):
-        found = list(token_stream.pieces(waiting(log, then)))
-        assert found == ["one two", " \n\nthree", "\n  four", "\nfi"]
+        parts = list(token_stream.pieces(waiting(log, then)))
+        assert parts == ["one two", " \n\nthree", "\n  four", "\nfi"]
     with pytest.raises(ValueError, match="empty"):
         list(token_stream.pieces(waiting("", None)))
 

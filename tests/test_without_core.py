@@ -49,15 +49,15 @@ def write(call):
 def test_arrays_are_written_where_they_lie(name, request):
     wanted = write(make(name))
     request.getfixturevalue("by_torch")
-    found = write(make(name))
-    assert found.keys() == wanted.keys()
-    for tensor in found:
-        if found[tensor].dtype.kind == "i" and "free" not in tensor and tensor[:5] != "slots":
-            np.testing.assert_array_equal(found[tensor], wanted[tensor], tensor)
+    written = write(make(name))
+    assert written.keys() == wanted.keys()
+    for tensor in written:
+        if written[tensor].dtype.kind == "i" and "free" not in tensor and tensor[:5] != "slots":
+            np.testing.assert_array_equal(written[tensor], wanted[tensor], tensor)
         elif not tensor.startswith("slots."):  # which slot a key gets is left to each
-            np.testing.assert_allclose(found[tensor], wanted[tensor], 1e-4, 1e-5, err_msg=tensor)
+            np.testing.assert_allclose(written[tensor], wanted[tensor], 1e-4, 1e-5, err_msg=tensor)
     if "slots.positions" in wanted:
-        where = [np.sort(x["slots.positions"]) for x in (found, wanted)]
+        where = [np.sort(x["slots.positions"]) for x in (written, wanted)]
         np.testing.assert_array_equal(*where)
 
 
@@ -69,9 +69,9 @@ def test_a_conversation_is_that_of_the_core(engine, changes, request):
     pieces = [20, 9, *[1] * 31]
     wanted = Conversation(numpy_core, text, policy).feed_all(pieces)
     request.getfixturevalue("by_torch")
-    found = Conversation(engine, text, policy).feed_all(pieces)
-    np.testing.assert_allclose(found.answer, wanted.answer, rtol=2e-5, atol=2e-5)
-    for (positions, scores), (other, sums) in zip(found.kept, wanted.kept, strict=True):
+    answers = Conversation(engine, text, policy).feed_all(pieces)
+    np.testing.assert_allclose(answers.answer, wanted.answer, rtol=2e-5, atol=2e-5)
+    for (positions, scores), (other, sums) in zip(answers.kept, wanted.kept, strict=True):
         np.testing.assert_array_equal(positions, other)
         np.testing.assert_allclose(scores, sums, rtol=1e-4, atol=1e-5)
 

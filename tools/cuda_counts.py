@@ -176,26 +176,26 @@ def checked(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[str
     """What has grown by a tenth, in words."""
     keys = ["kernel", "dtype", "tokens", "arch"]
     known = {tuple(x[k] for k in keys): x for x in before}
-    found = []
+    complaints = []
     for x in now:
         key = tuple(x[k] for k in keys)
         for field in ("issued", "wavefronts", "sectors_per_byte", "round_trips"):
             if key not in known:
-                found.append(f"{key} is not in {COMMITTED.name}: --write")
+                complaints.append(f"{key} is not in {COMMITTED.name}: --write")
                 break
             if x[field] > GROWTH * known[key][field]:
-                found.append(f"{key}: {field} {known[key][field]} -> {x[field]}")
-    return found
+                complaints.append(f"{key}: {field} {known[key][field]} -> {x[field]}")
+    return complaints
 
 
 def small() -> list[dict[str, Any]]:
     """The counts of small sizes."""
-    found = []
+    measured = []
     for launch in launches(KERNELS / f"{CHECKED}.program", [SMALL], [SMALL]):
         x = counts(launch) | {"arch": CHECKED}
         del x["kinds"]
-        found.append(x)
-    return found
+        measured.append(x)
+    return measured
 
 
 def main(arguments: list[str]) -> int:

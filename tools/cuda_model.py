@@ -70,15 +70,15 @@ def registers(cubin: bytes) -> dict[str, int]:
     named = {text(sections[names][4] + section[0]): section for section in sections}
     info, symbols = named[".nv.info"], named[".symtab"]
     strings = sections[symbols[6]][4]
-    found, at = {}, info[4]
+    by_name, at = {}, info[4]
     while at < info[4] + info[5]:
         form, attribute, length = struct.unpack_from("<BBH", cubin, at)
         if (form, attribute) == (4, 0x2F):
             symbol, registers = struct.unpack_from("<II", cubin, at + 4)
             (name,) = struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)
-            found[text(strings + name)] = registers
+            by_name[text(strings + name)] = registers
         at += 4 + (length if form == 4 else 0)  # other forms hold their value in `length`
-    return found
+    return by_name
 
 
 def blocks_per_sm(device: Device, threads: int, shared: int, registers: int) -> int:
@@ -107,5 +107,5 @@ def times(launch: Mapping[str, Any], copies: int, device: Device, blocks: int) -
     }
     if device.l2 is not None:
         clocks["L2"] = launch["sectors"] * 32 * copies / device.l2
-    found = {name: x / device.clock / 1e3 for name, x in clocks.items()}
-    return found | {"memory": launch["distinct"] * 32 * copies / device.memory / 1e3}
+    microseconds = {name: x / device.clock / 1e3 for name, x in clocks.items()}
+    return microseconds | {"memory": launch["distinct"] * 32 * copies / device.memory / 1e3}

@@ -63,7 +63,7 @@ def kernels(fatbin: str, tool: str) -> list[Kernel]:
             command = [tool, option, file.name]
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    found = []
+    listed = []
     texts = [x.split("arch = ")[1:] for x in (dump("-res-usage"), dump("-sass"))]
     for usage, sass in zip(*texts, strict=True):
         codes = dict(re.findall(r"Function : (\w+)(.*?)(?=\tFunction|\Z)", sass, re.S))
@@ -71,8 +71,8 @@ def kernels(fatbin: str, tool: str) -> list[Kernel]:
         for name, registers, stack, local in re.findall(pattern, usage):
             words = re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?\w+ +)?([A-Z0-9]+)", codes[name])
             memory = int(stack) + int(local)
-            found.append(Kernel(usage.split()[0], name, int(registers), memory, Counter(words)))
-    return found
+            listed.append(Kernel(usage.split()[0], name, int(registers), memory, Counter(words)))
+    return listed
 
 
 def main(fatbin: str) -> int:

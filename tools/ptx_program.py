@@ -51,15 +51,15 @@ def kernels(ptx: str) -> Iterator[tuple[str, int, str]]:
     """Name, bytes of the first parameter, body of each kernel."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL)
     pattern = r"\.entry (\w+)\s*\((.*?)\)\s*(?:\.\w+[^\n{]*\s*)*\{"
-    for found in re.finditer(pattern, text, re.DOTALL):
-        size = re.search(r"_param_0\[(\d+)\]", found[2])
+    for entry in re.finditer(pattern, text, re.DOTALL):
+        size = re.search(r"_param_0\[(\d+)\]", entry[2])
         if size is None:
-            raise UnknownPTX(f"{found[1]} has no parameters by value")
-        end, depth = found.end(), 1
+            raise UnknownPTX(f"{entry[1]} has no parameters by value")
+        end, depth = entry.end(), 1
         while depth:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             end += 1
-        yield found[1], int(size[1]), text[found.end() : end - 1]
+        yield entry[1], int(size[1]), text[entry.end() : end - 1]
 
 
 def split(operands: str) -> list[str]:
@@ -165,9 +165,9 @@ class Kernel:
 
     def add(self, statement: str) -> None:
         guard = 0
-        if found := re.match(r"@(!?)(%\w+) (.*)", statement):
-            guard = (self.slot(found[2]) + 1) * (-1 if found[1] else 1)
-            statement = found[3]
+        if guarded := re.match(r"@(!?)(%\w+) (.*)", statement):
+            guard = (self.slot(guarded[2]) + 1) * (-1 if guarded[1] else 1)
+            statement = guarded[3]
         word, _, rest = statement.partition(" ")
         parts, operands = word.split("."), split(rest)
         operation, *parts = [x for x in parts if x not in MODIFIERS]
@@ -184,8 +184,8 @@ class Kernel:
         elif operation in ("ret", "membar"):
             self.emit(operation, guard, [], [])
         elif operation == "call":
-            result, function, given = operands
-            self.emit(CALLS[function], guard, split(result[1:-1]), split(given[1:-1]))
+            result, function, arguments = operands
+            self.emit(CALLS[function], guard, split(result[1:-1]), split(arguments[1:-1]))
         elif operation == "bar":
             results, values = (operands[:1], operands[2:]) if first == "red" else ([], [])
             name = "bar.warp" if first == "warp" else "bar.red" if results else "bar"

@@ -128,8 +128,8 @@ def write_headers(folder: Path, platform: Platform) -> list[Path]:
     numbers = arrays / "numpy" / "_numpyconfig.h"
     text = re.sub(r"#define (NPY_HAVE_ENDIAN_H) 1", r"/* no \1 */", numbers.read_text("utf-8"))
     for name, size in platform.sizes:
-        text, found = re.subn(rf"(#define NPY_SIZEOF_{name}) \d+", rf"\1 {size}", text)
-        assert found == 1, f"NumPy has no NPY_SIZEOF_{name}"
+        text, replaced = re.subn(rf"(#define NPY_SIZEOF_{name}) \d+", rf"\1 {size}", text)
+        assert replaced == 1, f"NumPy has no NPY_SIZEOF_{name}"
     numbers.write_text(text)
     return [headers, arrays]
 
@@ -210,9 +210,9 @@ def version(platform: str) -> tuple[float, ...]:
 def linux_complaints(wheel: Path, platform: str) -> Iterator[str]:
     """What auditwheel says against a wheel."""
     command = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
-    told = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    if version(told["overall_tag"]) > version(platform):
-        yield f"auditwheel calls it {told['overall_tag']}: {told['versioned_symbols']}"
+    shown = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    if version(shown["overall_tag"]) > version(platform):
+        yield f"auditwheel calls it {shown['overall_tag']}: {shown['versioned_symbols']}"
 
 
 def linked_libraries(name: str, binary: bytes) -> list[str]:
@@ -224,13 +224,13 @@ def linked_libraries(name: str, binary: bytes) -> list[str]:
         return [entry.dll.decode() for entry in image.DIRECTORY_ENTRY_IMPORT]
     magic, _, _, _, commands = struct.unpack_from("<5I", binary)
     assert magic == 0xFEEDFACF, f"{name} is no Mach-O file of 64 bits"
-    at, found = 32, []
+    at, libraries = 32, []
     for _ in range(commands):
         kind, size, start = struct.unpack_from("<3I", binary, at)
         if kind == 0xC:  # LC_LOAD_DYLIB
-            found.append(binary[at + start : at + size].rstrip(b"\0").decode())
+            libraries.append(binary[at + start : at + size].rstrip(b"\0").decode())
         at += size
-    return found
+    return libraries
 
 
 def foreign_complaints(wheel: Path, platform: str) -> Iterator[str]:

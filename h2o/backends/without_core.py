@@ -104,7 +104,7 @@ def call(operation: str, mode: str, /, *operands: Any) -> None:
     if len(operands) != len(names):
         raise TypeError(f"{operation}: takes {len(names)} arguments, got {len(operands)}")
     named = dict(zip(names, operands, strict=True))
-    _Check(operation).whole(named)
+    _Check(operation).operands(named)
     if mode == "run":
         run(*named.values())
 
@@ -118,7 +118,7 @@ class _Check:
         self.floating = self.leader = ""
         self.device: Any = None
 
-    def whole(self, named: dict[str, Any]) -> None:
+    def operands(self, named: dict[str, Any]) -> None:
         """Checks the operands, and puts tensors of torch in the place of others."""
         checked(named["policy"])
         for name in ("scale", "softcap"):

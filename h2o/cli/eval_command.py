@@ -81,9 +81,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                    "windows; facts of each length, depth and kind (default 4)")  # fmt: skip
 
     one = p.add_argument_group("the cache")
-    one.add_argument("--protocol", choices=["simulate", "drop"],
-                     help="one forward with masks (default), or a real cache, token by token; "
-                     "summaries and needles always use a real cache")  # fmt: skip
+    one.add_argument("--protocol", choices=["simulate", "drop", "read"],
+                     help="one forward with masks (default), a real cache, token by token, or one "
+                     "that is cut before a task's question; summaries and needles always use a "
+                     "real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
     add_cache_options(one, CACHE_FIELDS)
     one.add_argument("--prompt-length", "--prompt-len", type=int, metavar="N",
@@ -133,7 +134,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         if args.tasks:
             # What --model_args says of a single setting is checked where these are read.
-            check_protocol(args, settings or [one] * (args.protocol == "drop"))
+            check_protocol(args, settings or [one] * (args.protocol in ("drop", "read")))
             tasks(args, settings, rest)
         else:
             say(texts(args, settings or [one]))
@@ -190,6 +191,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         from h2o.evaluate import perplexity
 
         refuse(args, "perplexity", "ratio_of", ratio_of="text")
+        refuse(args, "perplexity", *["protocol"] * (args.protocol == "read"))
         if args.protocol == "drop":
             need_caches(settings, "use --protocol simulate")
         else:

@@ -8,12 +8,9 @@ for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-har
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import inspect
 import itertools
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +22,7 @@ from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import Collator
+from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from torch import Tensor
 from tqdm import tqdm
 
@@ -33,12 +30,14 @@ from h2o import models
 from h2o.config import H2OConfig
 from h2o.evaluate import protocols
 from h2o.evaluate.fitting import try_on
+from h2o.evaluate.journal import Journal, Request
 from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
+from h2o.evaluate.questions import question_tokens
 from h2o.evaluate.setting import Setting, from_config, from_options
 from h2o.former_names import accepts_former
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
-from h2o.processes import ALONE, Processes, launched
+from h2o.processes import ALONE, launched
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
 
@@ -48,38 +47,10 @@ a CPU ends in the machine's standstill instead of an error."""
 
 POLICY = ("variant", *(field.name for field in dataclasses.fields(H2OConfig)))
 
-Request = tuple[Any, list[int], list[int]]
-"""What lm-eval passes: (key, context, continuation), the latter two in tokens."""
+OF_CACHES = {"drop": "context", "read": "document"}
+"""What a real cache cuts, by protocol."""
 
 log = logging.getLogger(__name__)
-
-
-class Journal:
-    """Answers of an evaluation in a file, one line each, written as they come. Without a path
-    it remembers nothing. Of several processes the first one reads and writes it."""
-
-    def __init__(self, path: Path | None, processes: Processes) -> None:
-        self.path = path if processes.first else None
-        self.answers: dict[str, tuple[float, bool]] = {}
-        lines = path.read_text("utf-8").split("\n") if self.path and path.exists() else []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # a last line that was cut short
-                key, logprob, greedy = json.loads(line)
-                self.answers[key] = (logprob, greedy)
-        self.answers = processes.of_first(self.answers)
-
-    def get(self, request: Request) -> tuple[float, bool] | None:
-        return self.answers.get(self._key(request))
-
-    def put(self, request: Request, answer: tuple[float, bool]) -> None:
-        if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("\n" + json.dumps([self._key(request), *answer]))
-
-    @staticmethod
-    def _key(request: Request) -> str:
-        return hashlib.sha256(json.dumps(request[1:]).encode()).hexdigest()
 
 
 @register_model("h2o")
@@ -90,13 +61,13 @@ class H2OLM(HFLM):
         pretrained: a name or folder; without it the embedded SmolLM2-135M-Instruct.
         device: any that torch has; "cuda", which lm-eval says by default, is "cpu" without one.
         batch_size: "auto" is 8 on the CPU.
-        protocol: "simulate" or "drop".
+        protocol: "simulate", "drop" or "read".
         variant: "h2o" (default), "full", or in simulation "local", "global", "flexgen".
         heavy, recent, and every other field of `H2OConfig`; or, from Python, `h2o_config`, one of
             these.
         prompt_length: "simulate" only: tokens before the first eviction.
         ratio_of: what fractions refer to: "text" (default in simulation) or "prompt" (always
-            so in "drop", where the prompt is the context).
+            so in "drop" and "read", where it is the context, or its document).
     """
 
     @accepts_former(prompt_len="prompt_length")
@@ -160,12 +131,12 @@ class H2OLM(HFLM):
         Raises: ValueError for a setting that does not go with the protocol or the model.
         """
         self.ratio_of = check(setting, protocol, prompt_length, ratio_of)
-        if protocol == "drop" or setting.variant != "full":
+        if protocol != "simulate" or setting.variant != "full":
             try_on(self.model, setting.config)
         self.journal = journal
         self.setting, self.protocol, self.prompt_length = setting, protocol, prompt_length
         self.tally = Tally()
-        wanted = "h2o" if protocol == "drop" else self._attention_before
+        wanted = self._attention_before if protocol == "simulate" else "h2o"
         if self.model.config._attn_implementation != wanted:
             switch(self.model, wanted)
 
@@ -175,7 +146,7 @@ class H2OLM(HFLM):
             "protocol": self.protocol,
             **self.setting.describe(),
             "ratio_of": self.ratio_of,
-            "prompt_len": self.prompt_length if self.protocol == "simulate" else "context",
+            "prompt_len": OF_CACHES.get(self.protocol, self.prompt_length),
             **dataclasses.asdict(self.tally),
         }
 
@@ -195,7 +166,7 @@ class H2OLM(HFLM):
         if self.setting.variant == "full" and self.protocol == "simulate":
             score = self._as_hflm
         else:
-            score = self._simulate if self.protocol == "simulate" else self._drop
+            score = self._simulate if self.protocol == "simulate" else self._by_cache
         known = Journal(self.journal, self.processes)
         answers = [known.get(request) for request in requests]
         # Longest first, as in HFLM: the largest batch comes at once, and the time left is
@@ -247,6 +218,10 @@ class H2OLM(HFLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """HFLM's, each process with batches of its own: the same that a single process makes."""
+        for context, how in (request.args for request in requests):
+            if self.protocol != "simulate":
+                new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
+                self._hold(self.tok_encode(context)[new - self.max_length :])
         if self.workers.world == 1:
             return super().generate_until(requests, disable_tqdm)
         sorted_ = Collator(
@@ -298,17 +273,19 @@ class H2OLM(HFLM):
                 "further ones likewise (their number is in the result file)",
                 len(context) + len(continuation), self.max_length, cut,
             )  # fmt: skip
-        if self.protocol == "drop":
-            seen = prompt = len(text) - len(continuation)
-        else:
-            seen = len(text) - 1
-            prompt = min(self.prompt_length, seen) if self.ratio_of == "prompt" else seen
-        kept = self.setting.config.for_model(self.model).held(seen, prompt)
-        self.tally.requests += 1
+        self._hold(text[:-1] if self.protocol == "simulate" else text[: -len(continuation)])
         self.tally.one_token_answers += len(continuation) == 1
         self.tally.truncated += cut > 0
+
+    def _hold(self, text: list[int]) -> None:
+        """Counts what is kept of a text that is simulated, or of a prompt."""
+        seen = len(self._parts(text)[0])
+        prompt = seen
+        if self.protocol == "simulate" and self.ratio_of == "prompt":
+            prompt = min(self.prompt_length, seen)
+        self.tally.requests += 1
         self.tally.tokens_seen += seen
-        self.tally.tokens_kept += kept
+        self.tally.tokens_kept += self.setting.holding.for_model(self.model).held(seen, prompt)
 
     def _simulate(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         logits = protocols.simulate(
@@ -323,13 +300,29 @@ class H2OLM(HFLM):
         )
         return [self._answer(x, tokens) for x, (_, _, tokens) in zip(logits, batch, strict=True)]
 
-    def _drop(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
-        prompts = [self._fit(context, tokens)[: -len(tokens)] for _, context, tokens in batch]
+    def _by_cache(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
+        texts = [self._fit(context, tokens)[: -len(tokens)] for _, context, tokens in batch]
         continuations = [tokens for _, _, tokens in batch]
-        logits = protocols.drop(
-            self._forward, self.model, prompts, continuations, self.setting.config
-        )
+        *prompts, cache = self._prompts(texts)
+        logits = protocols.by_cache(self._forward, prompts, continuations, cache)
         return [self._answer(x, tokens) for x, tokens in zip(logits, continuations, strict=True)]
+
+    def _parts(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        """What is cut before the rest is read, and that."""
+        n = question_tokens(prompt, self.tokenizer) if self.protocol == "read" else 0
+        return prompt[: len(prompt) - n], prompt[len(prompt) - n :]
+
+    def _prompts(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor, H2OCache]:
+        """Ids and mask [B, n] of prompts, and the cache that goes with them: new, or it has read
+        the documents, whose columns are the first."""
+        parts = list(zip(*map(self._parts, texts), strict=True))
+        document, question = (protocols.padded(x, pad=self.tokenizer.pad_token_id) for x in parts)
+        ids, mask = (torch.cat(x, dim=1) for x in zip(document, question, strict=True))
+        if self.protocol == "read":
+            how = self._forward, self.model, self.setting
+            return ids, mask, protocols.documents(*how, *document, self.tokenizer)
+        lengths = mask.sum(1).tolist()
+        return ids, mask, H2OCache(self.model.config, self.setting.config, prompt_length=lengths)
 
     def _forward(self, last: int, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
         """Logits [B, last, vocabulary] of the last columns."""
@@ -352,14 +345,19 @@ class H2OLM(HFLM):
         chosen = logprobs.gather(-1, target[:, None]).sum()
         return float(chosen), bool((logprobs.argmax(-1) == target).all())
 
-    def _model_generate(self, context: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.protocol == "drop":
-            mask = kwargs.get("attention_mask", torch.ones_like(context))
-            kwargs["past_key_values"] = H2OCache(
-                self.model.config, self.setting.config, prompt_length=mask.sum(1).tolist()
-            )
-        elif self.setting.variant != "full":
-            raise ValueError(
-                "this task generates text, which cannot be simulated: use protocol=drop"
-            )
-        return super()._model_generate(context, *args, **kwargs)
+    def _model_generate(
+        self, context: Tensor, max_length: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self.protocol == "simulate":
+            if self.setting.variant != "full":
+                raise ValueError(
+                    "this task generates text, which cannot be simulated: use protocol=drop"
+                )
+            return super()._model_generate(context, max_length, *args, **kwargs)
+        columns, mask = context.shape[1], kwargs.pop("attention_mask", torch.ones_like(context))
+        texts = [ids[real.bool()].tolist() for ids, real in zip(context, mask, strict=True)]
+        ids, mask, kwargs["past_key_values"] = self._prompts(texts)
+        kwargs["attention_mask"] = mask.to(context.device)
+        more = ids.shape[1] - columns  # pads between documents and questions
+        tokens = super()._model_generate(ids.to(context.device), max_length + more, *args, **kwargs)
+        return tokens[:, more:]

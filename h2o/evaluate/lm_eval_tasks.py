@@ -28,7 +28,7 @@ from h2o.evaluate.lm import H2OLM, POLICY
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.protocols import check, one_token_note
 from h2o.evaluate.setting import Setting, footnote
-from h2o.models import DEFAULT_MODEL
+from h2o.models import DEFAULT_MODEL, embedded_folder
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
 
@@ -84,7 +84,7 @@ def compare(
     """
     with lm_eval_arguments(arguments), readable_errors():
         config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
-        manager = own_tasks(config) or config.process_tasks(config.metadata)
+        manager = own_tasks(config) or config.process_tasks(metadata(config))
     how = {"protocol", "prompt_length", "prompt_len", "ratio_of"}
     of_cache = set(config.model_args) & {*POLICY, *how}
     if of_cache:
@@ -97,7 +97,7 @@ def compare(
     cells = Cells(output / "compare.json", "h2o eval --compare on lm-eval tasks", launched())
     with readable_errors():
         lm = H2OLM(**config.model_args, **{k: v for k, v in common.items() if v is not None})
-    check_fit(settings, full_cache=protocol == "drop")(lm.model)
+    check_fit(settings, full_cache=protocol != "simulate")(lm.model)
     lm.use(settings[0], protocol, prompt_length=prompt_length, ratio_of=ratio_of)
     seeds = dict(zip(("random", "numpy", "torch", "fewshot"), config.seed or (), strict=False))
     name = config.model_args.get("pretrained") or DEFAULT_MODEL
@@ -170,6 +170,12 @@ def compare(
     )
 
 
+def metadata(config: EvaluatorConfig) -> dict[str, Any]:
+    """What tasks that are made up for a tokenizer are told of it."""
+    default = {} if "pretrained" in config.model_args else {"tokenizer": str(embedded_folder())}
+    return default | (config.metadata or {})
+
+
 def own_tasks(config: EvaluatorConfig) -> TaskManager | None:
     """The tasks of --include_path, if these are all: lm-eval looks for ten seconds at its own."""
     if not config.include_path:
@@ -205,7 +211,7 @@ def measure(lm: H2OLM, task: Any, config: EvaluatorConfig, manager: Any) -> dict
         torch_random_seed=seeds[2],
         fewshot_random_seed=seeds[3],
         confirm_run_unsafe_code=config.confirm_run_unsafe_code,
-        metadata=config.metadata,
+        metadata=metadata(config),
     )
     if results is None:
         return {}
@@ -213,7 +219,7 @@ def measure(lm: H2OLM, task: Any, config: EvaluatorConfig, manager: Any) -> dict
         name: {
             key.removesuffix(",none"): value
             for key, value in entry.items()
-            if isinstance(value, float | int) and key != "sample_len"
+            if isinstance(value, float | int) and key != "sample_len" and measured(key, value)
         }
         for name, entry in results["results"].items()
     }
@@ -223,6 +229,11 @@ def measure(lm: H2OLM, task: Any, config: EvaluatorConfig, manager: Any) -> dict
         "seconds": time.perf_counter() - start,
         **lm.describe(),
     }
+
+
+def measured(metric: str, value: float) -> bool:
+    """RULER's tasks have a metric for each length, -1 for one without texts."""
+    return not (metric.partition(",")[0].isdecimal() and value == -1)
 
 
 ROLLING = "loglikelihood_rolling"

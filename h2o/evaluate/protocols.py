@@ -5,6 +5,8 @@
 - "drop": the context as prompt through an `H2OCache`, then the continuation token by token. Its
   first token is predicted from the full prompt, before anything is dropped, so answers of one token
   cannot feel the budget; `Tally` counts them.
+- "read": the same, but that the prompt is cut to the budget before its question
+  (`h2o.evaluate.questions`) is read, as where a document is there before anybody asks.
 
 Rows are padded with a mask, and budgets are each row's own: numbers do not depend on batches.
 """
@@ -18,14 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o.config import H2OConfig
 from h2o.evaluate.setting import Setting
 from h2o.hf import simulation
 from h2o.hf.cache import H2OCache
+from h2o.hf.reading import read
 
-__all__ = ["PROTOCOLS", "Tally", "check", "drop", "one_token_note", "simulate"]
+__all__ = [
+    "PROTOCOLS",
+    "Tally",
+    "by_cache",
+    "check",
+    "documents",
+    "one_token_note",
+    "padded",
+    "simulate",
+]
 
-PROTOCOLS = ("simulate", "drop")
+PROTOCOLS = ("simulate", "drop", "read")
 
 Forward = Callable[..., Tensor]
 """(last, ids, mask, more arguments for the model) -> logits [B, last, vocabulary] of the last
@@ -41,21 +52,23 @@ class Tally:
     truncated: int = 0
     tokens_seen: int = 0
     tokens_kept: int = 0
-    """Summed over requests, as `tokens_seen`: at the end of the text ("simulate") or of the
-    prompt ("drop")."""
+    """Summed over requests, as `tokens_seen`: at the end of the text ("simulate"), of the prompt
+    ("drop") or of the document ("read")."""
 
 
 def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | None) -> str:
     """What fractions refer to; ValueError for what does not go together."""
     if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol is simulate or drop, not {protocol!r}")
-    if protocol == "drop":
-        if not setting.dropping:
+        raise ValueError(f"protocol is simulate, drop or read, not {protocol!r}")
+    if setting.scored_by and protocol != "read":
+        raise ValueError(f"{setting.why_not_dropping}; use protocol=read")
+    if protocol != "simulate":
+        if not setting.dropping and not setting.scored_by:
             raise ValueError(f"{setting.why_not_dropping}; use protocol=simulate")
         if prompt_length != 1 or ratio_of not in (None, "prompt"):
             raise ValueError(
-                "protocol=drop takes the context as prompt, and fractions of it: prompt_length and "
-                "ratio_of are for protocol=simulate"
+                f"protocol={protocol} takes the context as prompt, and fractions of it: "
+                "prompt_length and ratio_of are for protocol=simulate"
             )
         return "prompt"
     ratio_of = ratio_of or "text"
@@ -99,36 +112,61 @@ def simulate(
     ]
 
 
-def drop(
+def padded(rows: Sequence[list[int]], left: bool = True, pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of tokens as ids [B, n] and a mask [B, n], 0 at a pad."""
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad, dtype=torch.long, device="cpu")
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(rows):
+        start = longest - len(tokens) if left else 0
+        ids[row, start : start + len(tokens)] = ids.new_tensor(tokens)
+        mask[row, start : start + len(tokens)] = 1
+    return ids, mask
+
+
+def documents(
+    forward: Forward, model: Any, setting: Setting, ids: Tensor, mask: Tensor, tokenizer: Any
+) -> H2OCache:
+    """A cache that has read left-padded documents [B, n], and been cut to its budget."""
+    if setting.scored_by:
+        how = {"scored_by": setting.scored_by, "tokenizer": tokenizer}
+        return read(model, ids, setting.config, attention_mask=mask.to(model.device), **how)
+    cache = H2OCache(model.config, setting.config, prompt_length=mask.sum(1).tolist())
+    forward(1, ids, mask, position_ids=positions(mask), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Of tokens [B, n], counted from each row's first."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def by_cache(
     forward: Forward,
-    model: Any,
-    prompts: Sequence[list[int]],
+    prompts: tuple[Tensor, Tensor],
     continuations: Sequence[list[int]],
-    config: H2OConfig,
+    cache: H2OCache,
 ) -> list[Tensor]:
-    """The contexts as one left-padded prompt, then all continuations token by token.
+    """What the cache has not read of left-padded prompts, then all continuations token by token.
+
+    Args:
+        prompts: ids and mask [B, n]; the cache holds the first columns already, or none.
 
     Returns:
         Of each continuation the logits [its tokens, vocabulary].
     """
-    longest, steps = max(map(len, prompts)), max(map(len, continuations))
-    ids = torch.zeros(len(prompts), longest + steps - 1, dtype=torch.long, device="cpu")
-    mask = torch.zeros_like(ids)
-    for row, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
-        stop = longest + len(continuation) - 1
-        ids[row, longest - len(prompt) : stop] = ids.new_tensor(prompt + continuation[:-1])
-        mask[row, longest - len(prompt) : stop] = 1
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    lengths = list(map(len, prompts))
-    cache = H2OCache(model.config, config, prompt_length=lengths)
-    logits = []
-    for start, stop in [(0, longest), *((t, t + 1) for t in range(longest, ids.shape[1]))]:
+    longest = prompts[0].shape[1]
+    rest = padded([tokens[:-1] for tokens in continuations], left=False)
+    ids, mask = (torch.cat(parts, dim=1) for parts in zip(prompts, rest, strict=True))
+    places, logits = positions(mask), []
+    steps = ((t, t + 1) for t in range(longest, ids.shape[1]))
+    for start, stop in [(cache.get_seq_length(), longest), *steps]:
         logits.append(
             forward(
                 1,
                 ids[:, start:stop],
                 mask[:, :stop],
-                position_ids=positions[:, start:stop],
+                position_ids=places[:, start:stop],
                 past_key_values=cache,
                 use_cache=True,
             )

@@ -102,7 +102,8 @@ class Setting:
     @property
     def why_not_dropping(self) -> str:
         """What an error says of it."""
-        return f"{self.name}: {'h2o.read, for --needle' if self.scored_by else 'a mask, no cache'}"
+        why = "h2o.read, for needles and tasks" if self.scored_by else "a mask, no cache"
+        return f"{self.name}: {why}"
 
     @property
     def sees_future(self) -> bool:

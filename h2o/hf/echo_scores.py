@@ -193,32 +193,32 @@ def newly_found(
     both = torch.cat([held.float(), keys.float()], dim=1)[:, None].mT
     K = held.shape[1]
     empty = torch.cat([~is_held, is_held.new_zeros(G, q)], dim=1)[:, None, None]
-    found = torch.zeros(G, q, dtype=torch.float32, device=keys.device)
+    largest = torch.zeros(G, q, dtype=torch.float32, device=keys.device)
     rows = max(1, ENTRIES // max(1, H * (K + q)))
     for begin in range(0, n, rows):
         logits = scaled[:, :, begin : begin + rows] @ both  # [G, R, rows, K + q]
         if softcap:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         logits.masked_fill_(empty, -torch.inf)
-        own = begin - (n - q)  # which of the new keys is the one of the block's first query
-        last_seen = own + torch.arange(logits.shape[-2], device=keys.device)[:, None]
+        first_key = begin - (n - q)  # which of the new keys is the one of the block's first query
+        last_seen = first_key + torch.arange(logits.shape[-2], device=keys.device)[:, None]
         unseen = torch.arange(q, device=keys.device) > last_seen
         seen = logits[..., K:].masked_fill(unseen, -torch.inf).logsumexp(-1)  # [G, R, rows]
         total = torch.logaddexp(logits[..., :K].logsumexp(-1), seen)
         if sink_logits is not None:
             total = torch.logaddexp(total, sink_logits.view(G, H // G, 1))
-        for offset in range(own, own + BEFORE + 1):
+        for offset in range(first_key, first_key + BEFORE + 1):
             near = logits[..., K:].diagonal(
                 offset, -2, -1
             )  # of the new keys from max(offset, 0) on
             count = near.shape[-1]
             of_queries = total[..., max(-offset, 0) :][..., :count]
-            if offset > own:
+            if offset > first_key:
                 of_queries.copy_(torch.logaddexp(of_queries, near))
             weights = (near - of_queries).exp().amax(1)
-            place = found[:, max(offset, 0) :][:, :count]
+            place = largest[:, max(offset, 0) :][:, :count]
             torch.maximum(place, weights, out=place)
-    return found
+    return largest
 
 
 def _columns(mask: Tensor | None, b: int) -> Any:

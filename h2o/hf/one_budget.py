@@ -80,18 +80,18 @@ def _share(waiting: list[tuple[Any, Prompt]]) -> None:
     fixed, spared, ranks, spare = [], [], [], []
     for layer, prompt in waiting:
         G = prompt.scores.shape[1]
-        own, left = parted(each_head(prompt.by_row, G), layer.policy.sinks, 0.0)
+        floor, left = parted(each_head(prompt.by_row, G), layer.policy.sinks, 0.0)
         position, tokens = _positions(prompt)
-        fixed.append(own)
+        fixed.append(floor)
         spare.append(left)
         ranks.append(_ranks(prompt, position, tokens, layer.policy))
-        spared.append(_spared(position, tokens, layer.policy.sinks, own))
+        spared.append(_spared(position, tokens, layer.policy.sinks, floor))
     places = [sum(row) for row in zip(*spare, strict=True)]
     more = won(places, spared, ranks)
-    for (layer, prompt), own, counts in zip(waiting, fixed, more, strict=True):
+    for (layer, prompt), floor, counts in zip(waiting, fixed, more, strict=True):
         budgets = [
             [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
-            for heads in zip(own, counts, strict=True)
+            for heads in zip(floor, counts, strict=True)
         ]
         layer.store(prompt, budgets)
 
@@ -161,7 +161,8 @@ def won(places: list[int], kept: list[Tensor], ranks: list[Tensor]) -> list[list
     heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may lie on several
     for b, count in enumerate(places):
         unkept = [
-            x[b].masked_fill(own[b], -1.0).to(device) for x, own in zip(ranks, kept, strict=True)
+            x[b].masked_fill(kept_of[b], -1.0).to(device)
+            for x, kept_of in zip(ranks, kept, strict=True)
         ]
         waiting = torch.cat(unkept)
         candidates = int((waiting >= 0).sum())

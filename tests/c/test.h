@@ -11,6 +11,7 @@
 
 #if defined(_WIN32) /* where POSIX's has another name */
 #define setenv(name, value, overwrite) _putenv_s(name, value)
+#define unsetenv(name) _putenv_s(name, "") /* which takes it away */
 #endif
 
 #include "guard.h"

@@ -102,11 +102,11 @@ def answers(
         tokens = real[:, new].sum(1)
         age = real[:, new][:, ::-1].cumsum(1)[:, ::-1] - 1
         score = score * np.where(held, policy.decay ** tokens[:, None, None], 1.0)
-        given = p * (policy.decay ** np.maximum(age, 0.0))[:, None, None, :, None]
+        decayed = p * (policy.decay ** np.maximum(age, 0.0))[:, None, None, :, None]
         if policy.rank_by == "max":
-            score = np.maximum(score, given.max((2, 3)))
+            score = np.maximum(score, decayed.max((2, 3)))
         else:
-            score = score + given.sum((2, 3))
+            score = score + decayed.sum((2, 3))
         start += columns
         seen = position[:, start - 1] + 1
         done.last_scores = np.where(held, score, done.last_scores)

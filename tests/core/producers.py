@@ -123,7 +123,7 @@ class Producer:
         on_delete: Callable[[], None] | None = None,
         **fields: Any,
     ) -> None:
-        self.given: list[Any] = []
+        self.capsules: list[Any] = []
         self.deleted = 0
         self.knows_max_version = knows_max_version
         self.calls: list[dict[str, Any]] = []
@@ -156,12 +156,12 @@ class Producer:
             raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
         destructor = ctypes.cast(self._destroy, ctypes.c_void_p)
         capsule = capsule_new(ctypes.addressof(self._managed), self._name, destructor)
-        self.given.append(capsule)
+        self.capsules.append(capsule)
         return capsule
 
     def names(self) -> list[str]:
         """The names that the capsules have now."""
-        return [_get_name(capsule).decode() for capsule in self.given]
+        return [_get_name(capsule).decode() for capsule in self.capsules]
 
 
 class Table:

@@ -156,9 +156,9 @@ def test_without_a_scale_the_tensor_is_named(name, tensor, refused):
 
 @pytest.mark.parametrize("keys", [None, [1.0], np.zeros((2, 3, 4), np.float32)])
 def test_keys_that_cannot_be_quantised(keys):
-    given = [make("simulate").get(x) for x in ("query", "values", "prompt", "budget")]
+    operands = [make("simulate").get(x) for x in ("query", "values", "prompt", "budget")]
     with pytest.raises(ValueError, match=r"^keys: has shape .*, wanted \[B, G, any, D\]"):
-        ops.simulate(given[0], keys, *given[1:], kv_dtype="int8")
+        ops.simulate(operands[0], keys, *operands[1:], kv_dtype="int8")
 
 
 def test_slots_take_whole_numbers():
@@ -289,12 +289,12 @@ def test_a_policy_comes_whole_or_by_its_fields(name):
     call = make(name)
     policy = ops.Policy(**{field: call.arguments.pop(field) for field in fields if field in
                            call.arguments})  # fmt: skip
-    whole, parts = call.put("policy", policy), make(name)
-    whole.run()
+    with_record, parts = call.put("policy", policy), make(name)
+    with_record.run()
     parts.run()
-    assert whole.snapshot() == parts.snapshot()
+    assert with_record.snapshot() == parts.snapshot()
     with pytest.raises(TypeError, match="a policy or its fields, not both: decay"):
-        whole.put("decay", 1.0).run()
+        with_record.put("decay", 1.0).run()
     with pytest.raises(TypeError, match="unexpected keyword argument 'ranked_by'"):
         make(name).put("ranked_by", "sum").run()
 
@@ -428,8 +428,10 @@ def test_unknown_level():
 def test_a_shape_is_told_in_full(refused):
     call = make("attend")
     B, G, Q, D = call.get("keys").shape
-    told = f"^keys: has shape \\[{B}, {G}, {Q}, {D - 1}\\], wanted \\[B, G, Q, D\\] with B = {B}, "
-    refused(call.put("keys", call.get("keys")[..., 1:]), ValueError, told)
+    message = (
+        f"^keys: has shape \\[{B}, {G}, {Q}, {D - 1}\\], wanted \\[B, G, Q, D\\] with B = {B}, "
+    )
+    refused(call.put("keys", call.get("keys")[..., 1:]), ValueError, message)
 
 
 def test_angles_that_do_not_fit(refused):

@@ -65,7 +65,7 @@ def test_dunder(name, case):
             assert producer.calls == asked
             assert producer.names() == [used]
             assert producer.deleted == (case != "without deleter")
-            producer.given.clear()  # the capsule dies, and must not delete again
+            producer.capsules.clear()  # the capsule dies, and must not delete again
             assert producer.deleted == (case != "without deleter")
         else:
             assert producer.calls == []
@@ -381,7 +381,7 @@ def test_no_reference_is_kept_or_lost(name, way):
                 failing.run()
         for producer in tensors.values():
             if isinstance(producer, Producer):
-                producer.given.clear()
+                producer.capsules.clear()
                 producer.calls.clear()
     del failing, producer
     assert [sys.getrefcount(tensor) for tensor in tensors.values()] == counts

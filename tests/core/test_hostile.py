@@ -213,7 +213,7 @@ def test_devices_without_kernels(name, device, refused):
     refused(call, RuntimeError, text)
     # Each tensor was looked at and given back, once.
     once = {tensor: int(calls.used(name, tensor)) for tensor in producers}
-    assert {tensor: len(producer.given) for tensor, producer in producers.items()} == once
+    assert {tensor: len(producer.capsules) for tensor, producer in producers.items()} == once
     assert {tensor: producer.deleted for tensor, producer in producers.items()} == once
     refused(call.put("decay", 2.0), ValueError, "^decay: is 2")
 
@@ -259,11 +259,11 @@ def test_wrong_producers(name, case, refused):
             continue
         producer = Producer(array, **fields)
         refused(call.put(tensor, producer), error, f"^{tensor}: .*{text}")
-        producer.given.clear()
+        producer.capsules.clear()
         # Ours to delete, once; a capsule with a used name was not, nor is it its producer's.
         assert producer.deleted == (0 if "used" in case else 1)
         if case == "foreign version":
-            assert producer.given == []
+            assert producer.capsules == []
 
 
 def test_negative_sizes(refused):
@@ -356,7 +356,7 @@ def test_what_came_before_a_failure_is_given_back(refused):
     refused(call.put("slots.norms", Raises(ValueError("no"))), BufferError, "^slots.norms: ")
     refused(call.put("scale", float("nan")), ValueError, "^scale: ")
     before = [producer.deleted for producer in producers]
-    asked = [len(producer.given) for producer in producers]
+    asked = [len(producer.capsules) for producer in producers]
     assert before == asked
     call.run()
     assert [producer.deleted for producer in producers] == [n + 1 for n in asked]

@@ -115,11 +115,11 @@ def test_the_core_has_no_memory_during_generate(tmp_path):
     (tmp_path / "shim.c").write_text(SHIM)
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c"]
     subprocess.run(command, check=True)
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", GENERATE], text=True, capture_output=True,
         env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
-    assert told.returncode == 0, told.stdout + told.stderr
-    answers = {line.removeprefix("ALL ") for line in told.stdout.splitlines()}
-    assert len(answers) == 1, told.stdout
-    assert len(told.stdout.splitlines()) > 3, told.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    answers = {line.removeprefix("ALL ") for line in completed.stdout.splitlines()}
+    assert len(answers) == 1, completed.stdout
+    assert len(completed.stdout.splitlines()) > 3, completed.stdout

@@ -90,10 +90,14 @@ def test_either_both_have_values_or_none(name, refused):
     call.run()
     if name != "simulate":
         tensor = "value" if name == "step" else "values"
-        given = make(name)
-        refused(call.put(tensor, given.get(tensor)), TypeError, "^slots.values: is None, wanted")
+        call_without = make(name)
         refused(
-            call.put("slots.values", given.get("slots.values")), TypeError, f"^{tensor}: is None"
+            call.put(tensor, call_without.get(tensor)), TypeError, "^slots.values: is None, wanted"
+        )
+        refused(
+            call.put("slots.values", call_without.get("slots.values")),
+            TypeError,
+            f"^{tensor}: is None",
         )
 
 

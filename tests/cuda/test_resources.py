@@ -18,6 +18,6 @@ def test_no_kernel_spills():
     spec.loader.exec_module(tool)
     if tool.cuobjdump() is None:
         pytest.skip("needs cuobjdump")
-    found = tool.kernels(str(FATBIN), tool.cuobjdump())
-    assert {"h2o_cuda_step", "h2o_cuda_forward_bf16_128"} <= {k.name for k in found}
-    assert not [k for k in found if k.local]
+    kernels = tool.kernels(str(FATBIN), tool.cuobjdump())
+    assert {"h2o_cuda_step", "h2o_cuda_forward_bf16_128"} <= {k.name for k in kernels}
+    assert not [k for k in kernels if k.local]

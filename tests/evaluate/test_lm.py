@@ -226,7 +226,7 @@ def test_a_fraction_of_a_short_question_is_one_token(lm, protocol):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"protocol": "guess"}, "protocol is simulate or drop"),
+        ({"protocol": "guess"}, "protocol is simulate, drop or read"),
         ({"protocol": "drop", "variant": "local"}, "a mask, no cache"),
         ({"protocol": "drop", "prompt_length": 4}, "for protocol=simulate"),
         ({"protocol": "drop", "ratio_of": "text"}, "for protocol=simulate"),

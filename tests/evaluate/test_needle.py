@@ -85,10 +85,10 @@ def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
             logits = model(ids, past_key_values=cache, use_cache=True).logits
             ids = logits[:, -1:].argmax(-1)
             written.append(ids.item())
-    own = torch.tensor([written])
-    assert needle.answered(model, setting, document, question, own)["found"]
+    answer = torch.tensor([written])
+    assert needle.answered(model, setting, document, question, answer)["found"]
     for place in (0, 4):
-        other = own.clone()
+        other = answer.clone()
         other[0, place] = (other[0, place] + 1) % 256
         assert not needle.answered(model, setting, document, question, other)["found"]
 
@@ -116,7 +116,7 @@ def test_compare(folder, tmp_path, capsys, monkeypatch):
 
 
 def test_shares_and_errors():
-    rows = [{"found": found} for found in (True, True, False, True)]
+    rows = [{"found": is_found} for is_found in (True, True, False, True)]
     share, error = needle.found_share(rows)
     assert share == 0.75
     assert error == pytest.approx(0.25)

@@ -101,35 +101,35 @@ def test_compare(folder, text, tmp_path, capsys, tokenizer):
     assert rows["mask-global:0.1+0.1"][1] == "*"
     assert "* sees the future: not comparable" in out.splitlines()
     assert f"in {windows} windows" in out
-    found = cells(tmp_path)
-    assert len(found) == 5 * windows
-    assert sum(c["result"]["predicted"] for c in found if c["facts"]["setting"] == "full") == (
+    measured = cells(tmp_path)
+    assert len(measured) == 5 * windows
+    assert sum(c["result"]["predicted"] for c in measured if c["facts"]["setting"] == "full") == (
         tokens - windows
     )
-    for cell in found:
+    for cell in measured:
         assert {
             "model", "weights", "versions", "seeds", "protocol", "ratio_of", "variant", "file",
             "window", "prompt_len", "dtype",
         } <= set(cell["facts"])  # fmt: skip
         if cell["facts"]["variant"] != "full":
             assert set(cell["result"]["retained_mass"]) == {"0", "1"}
-    full = [c["result"] for c in found if c["facts"]["setting"] == "full"]
+    full = [c["result"] for c in measured if c["facts"]["setting"] == "full"]
     want = math.exp(sum(r["loss"] for r in full) / sum(r["predicted"] for r in full))
     assert rows["full"][4] == f"{want:.2f}"
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 0
     name = next(name for name in settings.split(",") if name.startswith("local"))
-    own = [c["result"] for c in found if c["facts"]["setting"] == name]
+    results = [c["result"] for c in measured if c["facts"]["setting"] == name]
     loss = math.log(float(rows[name][4]) / float(rows["full"][4]))
     assert rows["full"][6:8] == ["0.000", "±0.000"]
     assert float(rows[name][6]) == pytest.approx(loss, abs=2e-3)
     each = torch.tensor(
-        [(a["loss"] - b["loss"]) / a["predicted"] for a, b in zip(own, full, strict=True)]
+        [(a["loss"] - b["loss"]) / a["predicted"] for a, b in zip(results, full, strict=True)]
     )
     assert rows[name][7] == f"±{each.std().item() / len(each) ** 0.5:.3f}"
     assert run(folder, text, tmp_path, "--compare", name, "--window", 100, "--json") == 0
     printed = json.loads(capsys.readouterr().out)  # of this call, as the file has it
     assert printed["kind"] == "h2o eval --perplexity"
-    assert printed["cells"] == [c for c in found if c["facts"]["setting"] == name]
+    assert printed["cells"] == [c for c in measured if c["facts"]["setting"] == name]
 
 
 def test_merged_keys_are_said_to_count_as_gone(folder, text, tmp_path, capsys):

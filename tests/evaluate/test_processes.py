@@ -57,11 +57,11 @@ def tasks(tmp_path):
 def cells(folder):
     """Results by their facts, without the time that they took."""
     (file,) = folder.glob("*.json")
-    found = {}
+    results = {}
     for cell in json.loads(file.read_text())["cells"]:
         cell["result"].pop("seconds")
-        found[json.dumps(cell["facts"], sort_keys=True)] = cell["result"]
-    return found
+        results[json.dumps(cell["facts"], sort_keys=True)] = cell["result"]
+    return results
 
 
 def compared(folder, tmp_path, arguments, **launchers):
@@ -104,7 +104,7 @@ def test_accelerate_launch(folder, tmp_path, tasks):
 def test_a_model_cut_over_processes(folder, tmp_path, tasks):
     """All work on each request together. What is cut is the same model, to all but the last digit,
     by which one row of eleven may turn out otherwise."""
-    found = []
+    results = []
     arguments = ["eval", "--model", folder, "--tasks", "choices", "--include_path", tasks,
                  "--batch_size", 4, "--protocol", "drop", "--compare", "full,h2o:0.2"]  # fmt: skip
     for name, launcher, more in (
@@ -113,8 +113,8 @@ def test_a_model_cut_over_processes(folder, tmp_path, tasks):
     ):
         cache = str(tmp_path / f"datasets-{name}")
         launch([*arguments, *more, "-o", tmp_path / name], launcher, HF_DATASETS_CACHE=cache)
-        found.append(cells(tmp_path / name))
-    for (facts, one), (others, two) in zip(*(x.items() for x in found), strict=True):
+        results.append(cells(tmp_path / name))
+    for (facts, one), (others, two) in zip(*(x.items() for x in results), strict=True):
         assert json.loads(facts)["weights"] == json.loads(others)["weights"]
         assert one.pop("metrics")["choices"] == pytest.approx(
             two.pop("metrics")["choices"], abs=0.1
@@ -153,8 +153,8 @@ def test_lm_evals_own_command_line(folder, tmp_path, tasks):
         (file,) = (tmp_path / name).rglob("results_*.json")
         (samples,) = (tmp_path / name).rglob("samples_*.jsonl")
         responses = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
-        found = json.loads(file.read_text())
-        results.append((found["results"], found["config"]["h2o"], responses))
+        written = json.loads(file.read_text())
+        results.append((written["results"], written["config"]["h2o"], responses))
     assert results[0] == results[1]
     _, error = launch(["h2o", *arguments, "--use_cache", tmp_path / "answers"], TORCHRUN_H2O, 1)
     assert "--use_cache gives each process a file of its own" in error

@@ -64,7 +64,7 @@ def test_what_h2o_read_makes_is_for_needles():
     for text, scored_by in (("reread:0.1", "repeat"), ("echo:0.1", "echo"), ("robust:0.1", None)):
         assert parse(text).scored_by == scored_by
     assert parse("echo:0.1/sinks=2").config.sinks == 2
-    assert parse("echo:0.1").why_not_dropping == "echo:0.1: h2o.read, for --needle"
+    assert parse("echo:0.1").why_not_dropping == "echo:0.1: h2o.read, for needles and tasks"
     assert parse("echo:0.1").holding.rank_by == "max"
 
 

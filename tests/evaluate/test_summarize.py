@@ -99,9 +99,9 @@ def test_compare(folder, file, tmp_path, capsys):
     out = capsys.readouterr().out
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert [name in rows for name in settings.split(",")] == [True] * 4
-    found = {(c["facts"]["setting"], c["facts"]["row"]): c for c in cells(tmp_path)}
-    assert len(found) == 12
-    for (setting, row), cell in found.items():
+    by_facts = {(c["facts"]["setting"], c["facts"]["row"]): c for c in cells(tmp_path)}
+    assert len(by_facts) == 12
+    for (setting, row), cell in by_facts.items():
         assert {
             "model", "versions", "seeds", "protocol", "ratio_of", "file", "max_new_tokens",
             "decoding", "dtype",
@@ -109,11 +109,11 @@ def test_compare(folder, file, tmp_path, capsys):
         result = cell["result"]
         assert 0 < result["new_tokens"] <= 20
         assert all(0 <= result[name] <= 1 for name in summarize.ROUGE)
-        same = found["full", row]["result"]["summary"]
+        same = by_facts["full", row]["result"]["summary"]
         if setting == "h2o:500+0":
             assert result["summary"] == same
     texts = [
-        [found[s, f"a{i}"]["result"]["summary"] for i in range(3)] for s in ("full", "local:8")
+        [by_facts[s, f"a{i}"]["result"]["summary"] for i in range(3)] for s in ("full", "local:8")
     ]
     assert texts[0] != texts[1]
     assert (tmp_path / "out" / "summaries.png").stat().st_size > 0
@@ -140,13 +140,15 @@ def test_rouge_judges_what_was_written(folder, file, tmp_path, monkeypatch):
 
 def test_stop_texts(folder, file, tmp_path):
     assert run(folder, file, tmp_path, "--variant", "full", "--max-new-tokens", 30) == 0
-    whole = [c["result"]["summary"] for c in cells(tmp_path)]
-    letter = next(x for x in whole[0][3:] if x.isascii() and x.isprintable())
+    summaries = [c["result"]["summary"] for c in cells(tmp_path)]
+    letter = next(x for x in summaries[0][3:] if x.isascii() and x.isprintable())
     records = [json.loads(line) | {"stop": [letter]} for line in file.read_text().splitlines()]
     write(file, records)
     assert run(folder, file, tmp_path, "--variant", "full", "--max-new-tokens", 30) == 0
     cut = cells(tmp_path)[3:]
-    assert [c["result"]["summary"] for c in cut] == [t.partition(letter)[0].strip() for t in whole]
+    assert [c["result"]["summary"] for c in cut] == [
+        t.partition(letter)[0].strip() for t in summaries
+    ]
     assert cut[0]["result"]["new_tokens"] < 30
 
 

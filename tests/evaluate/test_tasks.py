@@ -207,14 +207,14 @@ def test_an_interrupted_comparison_goes_on(folder, tmp_path, capsys, forwards):
     settings = ["--compare", "h2o:4+4,local:8", "--limit", 6, "--protocol", "drop"]
     assert run(folder, *settings, "-o", tmp_path / "whole") == 0
     want = json.loads((tmp_path / "whole" / "compare.json").read_text())["cells"]
-    whole, forwards.count = forwards.count, 0
-    forwards.stop_at = int(0.9 * whole)
+    passes, forwards.count = forwards.count, 0
+    forwards.stop_at = int(0.9 * passes)
     assert run(folder, *settings, "-o", tmp_path / "parts") == 130
     assert len(json.loads((tmp_path / "parts" / "compare.json").read_text())["cells"]) == 1
     assert len(list((tmp_path / "parts").glob("answers-*"))) == 1
     before, forwards.stop_at = forwards.count, None
     assert run(folder, *settings, "-o", tmp_path / "parts") == 0
-    assert forwards.count - before < 0.4 * whole
+    assert forwards.count - before < 0.4 * passes
     got = json.loads((tmp_path / "parts" / "compare.json").read_text())["cells"]
     for a, b in zip(want, got, strict=True):
         assert a["facts"] == b["facts"]
@@ -270,20 +270,20 @@ def test_bad_tasks(folder, tmp_path, capsys, mode):
     mode = [*mode, "-o", tmp_path / "out"]
     assert "no_such_task" in fails(capsys, run(folder, *mode, task="no_such_task"))
 
-    def own():
+    def failure():
         return fails(capsys, run(folder, *mode, task="own", tasks=tmp_path))
 
     task(tmp_path, f"test: {rows}", text='"{{premiss}}, so"')
-    assert "premiss" in own()
+    assert "premiss" in failure()
     task(tmp_path, f"test: {rows}", choice="answers")
-    assert "doc_to_choice" in own()
+    assert "doc_to_choice" in failure()
     task(tmp_path, f"test: {tmp_path}/nowhere.jsonl")
-    assert "nowhere.jsonl" in own()
+    assert "nowhere.jsonl" in failure()
     (tmp_path / "torn.jsonl").write_text('{"premise": "It rained", "choices": ["a", "b"], "gold": ')
     task(tmp_path, f"test: {tmp_path}/torn.jsonl")
-    assert own()
+    assert failure()
     (tmp_path / "own.yaml").write_text("task: own\n  output_type: [multiple_choice\n")
-    assert own()
+    assert failure()
 
 
 def test_whole_texts(folder, tmp_path, capsys):
@@ -423,14 +423,18 @@ def test_fingerprints_of_models():
     assert model_identity.of_model(twin) == plain == model_identity.of_model(model)
     with torch.no_grad():
         twin.model.layers[1].mlp.up_proj.weight[3] += 1
-    found = {plain, model_identity.of_model(twin), model_identity.of_model(conftest.build("opt"))}
-    found.add(model_identity.of_model(conftest.build().to(torch.bfloat16)))
+    identities = {
+        plain,
+        model_identity.of_model(twin),
+        model_identity.of_model(conftest.build("opt")),
+    }
+    identities.add(model_identity.of_model(conftest.build().to(torch.bfloat16)))
     for seed in (0, 1):
         base = conftest.build()
         torch.manual_seed(seed)
         lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-        found.add(model_identity.of_model(peft.get_peft_model(base, lora)))
-    assert len(found) == 6
+        identities.add(model_identity.of_model(peft.get_peft_model(base, lora)))
+    assert len(identities) == 6
 
 
 def test_two_runs_into_one_folder_lose_nothing(tmp_path):
@@ -501,10 +505,10 @@ def test_two_runs_that_share_a_file_keep_each_others_cells(tmp_path):
 
     rows[2] = [({"setting": 2}, meanwhile)]
     one.complete(rows, "rows")
-    found = Cells(path, "test")
-    assert found.find({"setting": "other"}) == {"value": 1}
-    assert found.complete([other], "rows") == [[{"value": 0, "i": 3}]]
-    assert len(found.cells) == 7
+    cells = Cells(path, "test")
+    assert cells.find({"setting": "other"}) == {"value": 1}
+    assert cells.complete([other], "rows") == [[{"value": 0, "i": 3}]]
+    assert len(cells.cells) == 7
 
 
 def test_many_processes_write_at_once(tmp_path):

@@ -223,8 +223,8 @@ def test_families_keep_what_they_keep_by_the_torch_backend(name):
     def run() -> Any:
         cache = H2OCache(ours.config, POLICIES["h2o"])
         tokens = greedy(ours, rows, TOKENS, past_key_values=cache).tolist()
-        own = [i for i, layer in enumerate(cache.layers) if kind_of(layer) == "h2o"]
-        return tokens, [cache.kept(i)[0].tolist() for i in own]
+        served = [i for i, layer in enumerate(cache.layers) if kind_of(layer) == "h2o"]
+        return tokens, [cache.kept(i)[0].tolist() for i in served]
 
     with backends.by_torch():
         wanted = run()

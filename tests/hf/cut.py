@@ -34,20 +34,20 @@ def everything(model, folder, profile):
     """{name: (tokens, positions kept [layers, B, G, K])}; `folder` is this process's own, `profile`
     of the whole model."""
     inputs = batch(prompts(40, 33))
-    found = {}
+    results = {}
     shared = {"heavy": 10, "recent": 8, "shares": profile}
     support = supports(model.config)
     for name, parameters in (CACHES | {"profile": shared}).items():
         if name == "rolled" and support.not_rolled:
             continue
         cache = H2OCache(model.config, **parameters)
-        found[name] = greedy(model, inputs, 20, past_key_values=cache), kept(cache)
+        results[name] = greedy(model, inputs, 20, past_key_values=cache), kept(cache)
     with patched(model, **shared) as patch:  # which knows the model's weights
-        found["patched"] = greedy(model, inputs, 20), kept(patch.cache)
+        results["patched"] = greedy(model, inputs, 20), kept(patch.cache)
     config = H2OConfig(**CACHES["shares"])
     with simulated(model, config, trace=True) as simulation, torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
-    found["simulated"] = logits.argmax(-1), list(map(simulation.evicted_at, simulation.layers()))
+    results["simulated"] = logits.argmax(-1), list(map(simulation.evicted_at, simulation.layers()))
     cache = H2OCache(model.config, config)
     (ids,) = prompts(40)
     with torch.no_grad():
@@ -58,14 +58,14 @@ def everything(model, folder, profile):
         "loaded": H2OCache.load(folder / "cache.safetensors", model),
     }.items():
         more = torch.cat([ids, *prompts(5)], dim=1).repeat(2 if name == "forked" else 1, 1)
-        found[name] = greedy(model, {"input_ids": more}, 20, past_key_values=again), kept(again)
+        results[name] = greedy(model, {"input_ids": more}, 20, past_key_values=again), kept(again)
     # Recurrent states do not go back; older versions draft only for models with a last token.
     if CROPS_TO_LENGTH or "states" in support.layers:
-        return found
+        return results
     cache = H2OCache(model.config, config)
     lookup = {"past_key_values": cache, "prompt_lookup_num_tokens": 3}
-    found["prompt lookup"] = greedy(model, {"input_ids": ids.repeat(1, 2)}, 20, **lookup), []
-    return found
+    results["prompt lookup"] = greedy(model, {"input_ids": ids.repeat(1, 2)}, 20, **lookup), []
+    return results
 
 
 def calibrated(model, resume=None):
@@ -112,26 +112,26 @@ def main(folder):
         model = AutoModelForCausalLM.from_pretrained(
             place, attn_implementation="h2o", **in_two_parts()
         )
-        own = place / rank
-        own.mkdir()
+        folder_of_rank = place / rank
+        folder_of_rank.mkdir()
         profile = Profile.load(place / "profile.json")
-        found = everything(model.eval(), own, profile)
+        results = everything(model.eval(), folder_of_rank, profile)
         file = place / "unfinished.json"  # the second call takes all from it
-        found["calibrated"] = [calibrated(model, file).as_dict() for _ in range(2)]
-        found["analysis"] = refused(analyze, model, *prompts(40))
+        results["calibrated"] = [calibrated(model, file).as_dict() for _ in range(2)]
+        results["analysis"] = refused(analyze, model, *prompts(40))
         taken = taken_over(model)
-        found["taken over"] = refused(taken.save, own / "taken.safetensors")
-        taken.save(own / "taken.safetensors", model)
-        H2OCache.load(own / "taken.safetensors", model)
+        results["taken over"] = refused(taken.save, folder_of_rank / "taken.safetensors")
+        taken.save(folder_of_rank / "taken.safetensors", model)
+        H2OCache.load(folder_of_rank / "taken.safetensors", model)
         distributed.barrier()
         other = place / str(1 - int(rank))
         for name in ("cache", "taken"):
-            found[f"{name} of the other process"] = refused(
+            results[f"{name} of the other process"] = refused(
                 H2OCache.load, other / f"{name}.safetensors", model
             )
-        whole = place / "whole.safetensors"
-        found["of the whole model"] = refused(H2OCache.load, whole, model)
-        torch.save(found, own / "found.pt")
+        file_of_one = place / "whole.safetensors"
+        results["of the whole model"] = refused(H2OCache.load, file_of_one, model)
+        torch.save(results, folder_of_rank / "found.pt")
 
 
 if __name__ == "__main__":

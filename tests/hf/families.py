@@ -44,18 +44,18 @@ def verdict(name: str) -> str:
         config = transformers.CONFIG_MAPPING[name](**AS_RELEASED.get(name, {}))
     except Exception:  # each its own
         return "refused: its config has no defaults of which a model could be made"
-    found = supports(config)
-    if found:
-        return f"served, {_layers(found)}"
+    support = supports(config)
+    if support:
+        return f"served, {_layers(support)}"
     if name in AS_DECODERS:
         config.is_decoder = True
         if as_decoder := supports(config):
             return f"served with config.is_decoder=True, {_layers(as_decoder)}"
-    return f"refused: {found.reason}"
+    return f"refused: {support.reason}"
 
 
-def _layers(found: Support) -> str:
-    return str(found).partition("supported, ")[2].partition(";")[0]
+def _layers(support: Support) -> str:
+    return str(support).partition("supported, ")[2].partition(";")[0]
 
 
 def said(mapping: str) -> dict[str, str]:
@@ -79,14 +79,14 @@ def lines() -> Iterator[str]:
 
 def written(page: Path) -> dict[str, dict[str, str]]:
     """{mapping: {family: what `verdict` said}} of a file."""
-    found: dict[str, dict[str, str]] = {}
+    verdicts: dict[str, dict[str, str]] = {}
     for line in page.read_text("utf-8").splitlines():
         name, _, text = line.partition(": ")
         if name in MAPPINGS:
-            families = found.setdefault(name, {})
+            families = verdicts.setdefault(name, {})
         elif text:
             families[name] = text
-    return found
+    return verdicts
 
 
 def main() -> None:

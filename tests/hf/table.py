@@ -51,8 +51,12 @@ def lines():
             )
             for policy in (POLICIES if name in PURE + HYBRID + WITH_STATES else ())
         }
-        own = family.layers.count("h2o")
-        of = "all" if own == len(family.layers) else f"{own} of {len(family.layers)}, others kept"
+        served = family.layers.count("h2o")
+        of = (
+            "all"
+            if served == len(family.layers)
+            else f"{served} of {len(family.layers)}, others kept"
+        )
         rows = cell(policies) if policies else "nothing to evict"
         print(f"{name}: {cell(modes)}; {rows}", file=sys.stderr)
         alike.setdefault(f"{of} | {cell(modes)} | {rows}", []).append(name)

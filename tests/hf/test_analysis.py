@@ -33,9 +33,9 @@ def both(request):
     """(analysis, attention matrices)"""
     ids = text(tokens=N)
     model = tiny.model(request.param, "eager")
-    found = h2o.analyze(model, ids, heavy=6, recent=6)
+    analysis = h2o.analyze(model, ids, heavy=6, recent=6)
     assert model.config._attn_implementation == "eager"
-    return found, matrices(request.param, ids)
+    return analysis, matrices(request.param, ids)
 
 
 def test_scores_are_column_sums(both):
@@ -77,8 +77,10 @@ def test_overlap(both):
     halves, heads = a.overlap("half"), a.overlap("head", "query")
     half = N // 2
     for index, p in enumerate(dense.values()):
-        own = sets(p.sum(1), 6)
-        np.testing.assert_allclose(heads[index], [[share(x, y) for y in own] for x in own])
+        heaviest = sets(p.sum(1), 6)
+        np.testing.assert_allclose(
+            heads[index], [[share(x, y) for y in heaviest] for x in heaviest]
+        )
         grouped = p.reshape(a.groups, -1, N, N).sum(1)
         early, late = grouped[:, :half, :half].sum(1), grouped[:, half:, :half].sum(1)
         want = [share(x, y) for x, y in zip(sets(early, 6), sets(late, 6), strict=True)]
@@ -168,9 +170,9 @@ class Sliced:
 def test_pieces_join_to_the_text():
     words = "Grüße aus 北京 und 😀😀 zurück"
     cut = Sliced(words)
-    found = pieces(cut, range(len(cut.parts)))
-    assert len(found) == len(cut.parts)
-    assert "".join(found) == words
+    texts = pieces(cut, range(len(cut.parts)))
+    assert len(texts) == len(cut.parts)
+    assert "".join(texts) == words
     assert pieces(Sliced("abc"), [0]) == ["abc"]
 
 
@@ -299,12 +301,12 @@ def test_numbers_for_machines():
     a = h2o.analyze(tiny.model("llama", "sdpa"), text(tokens=60), heavy=[4, 5], recent=4)
     a.removal([0.1])
     a.retained_mass(0, heavy=0, recent=8)
-    found = json.loads(json.dumps(a.as_dict(), allow_nan=False))
-    assert found["tokens"] == 60
-    assert len(found["by_layer"]["sparsity"]) == 2
-    assert len(found["by_head"]["slope"]) == 8
-    assert len(found["retained_mass"]) == 2
-    assert {x["kind"] for x in found["removal"]} == {"full", "heavy", "random", "recent"}
+    parsed = json.loads(json.dumps(a.as_dict(), allow_nan=False))
+    assert parsed["tokens"] == 60
+    assert len(parsed["by_layer"]["sparsity"]) == 2
+    assert len(parsed["by_head"]["slope"]) == 8
+    assert len(parsed["retained_mass"]) == 2
+    assert {x["kind"] for x in parsed["removal"]} == {"full", "heavy", "random", "recent"}
 
 
 def test_frames():
@@ -343,8 +345,8 @@ def test_power_law():
 
 def test_carriers():
     scores = np.array([[1.0, 5.0, 3.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    found = measures.carriers(scores, (0.5, 0.8, 0.81, 1.0))
-    assert {share: list(count) for share, count in found.items()} == {
+    shares = measures.carriers(scores, (0.5, 0.8, 0.81, 1.0))
+    assert {share: list(count) for share, count in shares.items()} == {
         0.5: [1, 2], 0.8: [2, 4], 0.81: [3, 4], 1.0: [4, 4],
     }  # fmt: skip
 

@@ -41,12 +41,12 @@ def test_all_that_is_allocated_fits(part, kv_dtype, value_weighted, merge):
 def test_values_take_the_bits_that_go_with_the_head_dimension():
     for D, kv_dtype in ((8, "int8"), (32, "int8-int4"), (48, "int8"), (64, "int8-int4")):
         config = LlamaConfig(head_dim=D)
-        found = H2OConfig.robust(0.1, of="bytes").for_model(config)
-        assert found.kv_dtype == kv_dtype
-        assert found.slot == per_token(
+        sized = H2OConfig.robust(0.1, of="bytes").for_model(config)
+        assert sized.kv_dtype == kv_dtype
+        assert sized.slot == per_token(
             *key_size(config), kv_dtype, value_weighted=True, merges=False
         )
-        assert found.for_model(config) == found
+        assert sized.for_model(config) == sized
     total = filled(H2OConfig.robust(0.1, of="bytes")).total
     assert total.bytes_held + total.bytes_bookkeeping <= 0.1 * total.bytes_full
     with pytest.raises(ValueError, match='use "int8"'):
@@ -87,10 +87,10 @@ def test_a_short_prompt_keeps_what_fits():
 def test_the_report_counts_who_lives_on():
     config = H2OConfig(20, 10, sinks=2, merge=0.3)
     report = filled(config)
-    own = model("llama")
-    cache = H2OCache(own.config, config)
+    twin = model("llama")
+    cache = H2OCache(twin.config, config)
     with torch.no_grad():
-        own(prompts(600)[0], past_key_values=cache)
+        twin(prompts(600)[0], past_key_values=cache)
     merged = [
         round(layer.slots.bias.exp().sum().item()) - layer.slots.bias.numel()
         for layer in cache.layers
@@ -169,5 +169,5 @@ def test_rows_of_a_batch_have_their_own_bytes():
     for b, row in enumerate(rows):
         alone = H2OCache(ours.config, config)
         greedy(ours, {"input_ids": row}, 4, past_key_values=alone)
-        own = alone.report().layers[0].budget_by_head[0]
-        assert cache.report().layers[0].budget_by_head[b] == own
+        budgets = alone.report().layers[0].budget_by_head[0]
+        assert cache.report().layers[0].budget_by_head[b] == budgets

@@ -459,12 +459,12 @@ def test_budgets_per_layer():
 
 def test_prompt_length_for_prompts_in_pieces():
     text = drifting(13, B=2, N=30)
-    whole = new_cache(heavy=0.3, recent=0.2)
-    feed(whole, text, [24, *[1] * 6])
-    for given in (24, [24, 24], torch.tensor([24, 24]).tolist(), np.int64(24)):
-        pieces = new_cache(heavy=0.3, recent=0.2, prompt_length=given)
+    at_once = new_cache(heavy=0.3, recent=0.2)
+    feed(at_once, text, [24, *[1] * 6])
+    for prompt_length in (24, [24, 24], torch.tensor([24, 24]).tolist(), np.int64(24)):
+        pieces = new_cache(heavy=0.3, recent=0.2, prompt_length=prompt_length)
         feed(pieces, text, [7, 7, 7, 3, *[1] * 6])
-        assert pieces.report().layers[0].budget == whole.report().layers[0].budget == [11, 11]
+        assert pieces.report().layers[0].budget == at_once.report().layers[0].budget == [11, 11]
     bare = new_cache(heavy=0.3, recent=0.2)
     forward(bare, text.cut(0, 7))
     with pytest.raises(ValueError, match="prompt_length"):
@@ -481,11 +481,11 @@ def test_prompt_length_for_prompts_in_pieces():
 
 def test_chunks_equal_one_prompt_while_nothing_is_evicted():
     text = drifting(14, B=2, N=40)
-    whole, pieces = new_cache(heavy=30, recent=4), new_cache(heavy=30, recent=4)
-    out = feed(whole, text, [30, *[1] * 10])
+    at_once, pieces = new_cache(heavy=30, recent=4), new_cache(heavy=30, recent=4)
+    out = feed(at_once, text, [30, *[1] * 10])
     same = feed(pieces, text, [7, 7, 1, 15, *[1] * 10])
     torch.testing.assert_close(same, out, rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(whole.kept(0)[0], pieces.kept(0)[0])
+    np.testing.assert_array_equal(at_once.kept(0)[0], pieces.kept(0)[0])
 
 
 def test_memory_is_returned_without_the_cyclic_collector():

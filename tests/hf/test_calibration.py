@@ -42,10 +42,10 @@ def test_costs_are_those_of_dense_attention():
     layers = watch(model, ids, torch.Generator().manual_seed(0), draws=2)
     assert sorted(layers) == [0, 1]
     for layer, seen in layers.items():
-        found = costs(seen, [8, 16, 60], module.policy)
-        assert found.shape == (2, 3)
-        assert (found[:, 2] == 0).all(), "nothing evicted"
-        assert (found[:, 0] > found[:, 1]).all()
+        table = costs(seen, [8, 16, 60], module.policy)
+        assert table.shape == (2, 3)
+        assert (table[:, 2] == 0).all(), "nothing evicted"
+        assert (table[:, 0] > table[:, 1]).all()
         config = module.policy(8)
         with h2o.simulated(model, config, trace=True) as simulation, torch.no_grad():
             model(ids[None], use_cache=False)
@@ -63,7 +63,7 @@ def test_costs_are_those_of_dense_attention():
         change = (cut - full).transpose(0, 1)
         by_head = [(change * g).sum(-1).reshape(60, 2, 2).sum(-1) for g in seen.gradients]
         want = torch.stack(by_head).square().sum(1).mean(0) / (2 * 60)
-        torch.testing.assert_close(found[:, 0].float(), want, rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(table[:, 0].float(), want, rtol=1e-3, atol=1e-7)
 
 
 def test_gradients_predict_what_a_change_does():
@@ -85,8 +85,8 @@ def test_gradients_predict_what_a_change_does():
     drawn = torch.searchsorted(total, point * total[:, -1:])
     want = (said(0.5) - said(-0.5)).gather(1, drawn).sum()
     seen = watch(tiny.model("llama"), ids, torch.Generator().manual_seed(3), draws=1)[1]
-    found = (seen.gradients[0].reshape(20, 32).double() * change).sum()
-    torch.testing.assert_close(found, want, rtol=0.01, atol=1e-5)
+    derivative = (seen.gradients[0].reshape(20, 32).double() * change).sum()
+    torch.testing.assert_close(derivative, want, rtol=0.01, atol=1e-5)
 
 
 def test_frozen_parameters_and_the_model_stay_as_they_were():
@@ -110,8 +110,8 @@ def test_worth_is_the_slope_of_the_divergence(name):
     layer = max(i for i, kind in enumerate(kinds) if kind == "h2o")
     base = model.model if hasattr(model, "model") else model.transformer
     projection = base.layers[layer].self_attn.o_proj
-    own = [i for i, kind in enumerate(kinds) if kind == "h2o"]
-    budgets = np.full((3, len(own), 2), 16)
+    served = [i for i, kind in enumerate(kinds) if kind == "h2o"]
+    budgets = np.full((3, len(served), 2), 16)
     budgets[1:, -1, 0] = 20, 13  # one head's are compared
 
     def run(budget, move=0.0):
@@ -123,17 +123,17 @@ def test_worth_is_the_slope_of_the_divergence(name):
             for field in ("heavy", "recent")
         )  # fmt: skip
         config = h2o.H2OConfig(heavy, recent, 4, rank_by="mean", value_weighted=True)
-        given = []
+        outputs = []
 
         def hook(_, inputs):
-            given.append(inputs[0])
+            outputs.append(inputs[0])
             return (inputs[0] + move,)
 
         handle = projection.register_forward_pre_hook(hook)
         with h2o.simulated(model, config), torch.no_grad():
             logits = model(ids[None], use_cache=False).logits[0]
         handle.remove()
-        return logits.double().log_softmax(-1), given[0]
+        return logits.double().log_softmax(-1), outputs[0]
 
     with torch.no_grad():
         full = model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
@@ -141,13 +141,13 @@ def test_worth_is_the_slope_of_the_divergence(name):
     def divergence(said):
         return (full.exp() * (full - said)).sum().item() / 60
 
-    found, total = worth(model, ids, budgets, module.policy)
+    measured, total = worth(model, ids, budgets, module.policy)
     assert total == pytest.approx(divergence(run(16)[0]), rel=1e-3)
     change = run(13)[1] - run(20)[1]
     step = 0.02
     want = (divergence(run(16, step * change)[0]) - divergence(run(16, -step * change)[0])) / step
-    assert found[-1, 0] == pytest.approx(want / 2, rel=0.03, abs=1e-6)
-    rest = found.copy()
+    assert measured[-1, 0] == pytest.approx(want / 2, rel=0.03, abs=1e-6)
+    rest = measured.copy()
     rest[-1, 0] = 0
     assert (rest == 0).all()
 
@@ -158,10 +158,10 @@ def test_steps_move_keys_to_where_they_do_most():
     assert after.tolist() == [[20, 10, 5, 5]]
     shares = np.array([[1.0, 1, 0.1, 3]])
     for mean in (8, 9, 20, 60, 99, 100):
-        given = module.spread(shares, mean, 100)
-        assert given.mean() == pytest.approx(mean)
-        assert given.min() >= 8
-        assert given.max() <= 100
+        spread_budgets = module.spread(shares, mean, 100)
+        assert spread_budgets.mean() == pytest.approx(mean)
+        assert spread_budgets.min() >= 8
+        assert spread_budgets.max() <= 100
     assert around(np.array([[10.0, 90]]), 8, 100).tolist() == [[[10, 90]], [[15, 100]], [[8, 60]]]
 
 
@@ -180,17 +180,17 @@ def test_allocation_is_the_best_of_all():
     slopes = -np.sort(-generator.random((3, 4)), axis=1)  # falling
     table = np.stack([slopes[:, i:].sum(1) for i in range(5)], axis=1)
     for total in range(3, 16):
-        given = allocate(grid, table, total)
-        assert given.sum() == pytest.approx(total)
-        cost = sum(np.interp(x, grid, row) for x, row in zip(given, table, strict=True))
+        budgets = allocate(grid, table, total)
+        assert budgets.sum() == pytest.approx(total)
+        cost = sum(np.interp(x, grid, row) for x, row in zip(budgets, table, strict=True))
         ways = [w for w in itertools.product(range(5), repeat=3) if sum(w) + 3 == total]
         assert cost == pytest.approx(min(table[range(3), list(way)].sum() for way in ways))
 
 
 def test_allocation_that_nobody_needs_is_shared_out():
-    given = allocate([8, 16, 100], np.array([[1.0, 0, 0], [0, 0, 0]]), 80)
-    assert given.sum() == pytest.approx(80)
-    assert given[0] > given[1] > 8
+    budgets = allocate([8, 16, 100], np.array([[1.0, 0, 0], [0, 0, 0]]), 80)
+    assert budgets.sum() == pytest.approx(80)
+    assert budgets[0] > budgets[1] > 8
     assert allocate([8, 100], np.zeros((2, 2)), 500).tolist() == [100, 100]
 
 
@@ -376,6 +376,6 @@ def test_a_model_is_known_again_in_another_dtype(profile, dtype):
 
 
 def test_description_of_models_that_leave_things_out():
-    found = describe(transformers.GPT2Config(n_embd=32, n_head=4))
-    assert (found["num_key_value_heads"], found["head_dim"]) == (4, 8)
+    shape = describe(transformers.GPT2Config(n_embd=32, n_head=4))
+    assert (shape["num_key_value_heads"], shape["head_dim"]) == (4, 8)
     assert len(sample(tiny.model("llama"))) > 5

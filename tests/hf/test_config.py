@@ -160,14 +160,14 @@ def test_retrieval_is_robust_by_echo_with_one_budget():
 
 def test_a_cache_tells_its_config():
     config = model("llama").config
-    for given in (
+    for config_given in (
         H2OConfig(0.2, 4, sinks=2, rank_by="mean"),
         H2OConfig(heavy=[4, 0.5], recent=[[1, 2], [3, 4]]),
         H2OConfig(shares=[[1, 2], [3, 4]]),
         H2OConfig.robust(0.2, of="bytes"),
     ):
-        cache = H2OCache(config, given)
-        assert cache.config == given.for_model(config)
+        cache = H2OCache(config, config_given)
+        assert cache.config == config_given.for_model(config)
         assert H2OCache(config, cache.config).config == cache.config
     by_function = H2OCache(config, heavy=lambda layer, layers: layer + 1, recent=2)
     assert by_function.config == H2OConfig([1, 2], 2)

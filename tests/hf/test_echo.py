@@ -20,9 +20,9 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS
 from tests.hf.test_reading import BUDGET, choice, positions, weights_of
 from tests.hf.test_rolled import SCALED, scaled
-from tests.hf.tiny import DEVICE, FAMILIES, Family, batch, greedy, model, prompts, shared
+from tests.hf.tiny import DEVICE, FAMILIES, LATENT, Family, batch, greedy, model, prompts, shared
 
-SERVED = {family.model_type or name: family for name, family in FAMILIES.items()}
+SERVED = {family.model_type: family for family in FAMILIES.values()} | FAMILIES
 SERVED |= {"glm": Family("glm"), "glm4": Family("glm4")}
 SERVED = {name: family for name, family in SERVED.items() if name in echo.SERVED}
 MORE = {f"llama, {kind}": scaled(kind) for kind in SCALED} | {
@@ -50,10 +50,10 @@ def made(name):
 def attention_of(theirs, document, shift):
     """What each layer's attention is given by transformers for tokens at positions from `shift`
     on: module, query, key [1, heads, n, D] and keyword arguments, by layer."""
-    given = {}
+    inputs_of = {}
 
     def function(module, query, key, value, mask, **kwargs):
-        given[module.layer_idx] = module, query[0], key[0], kwargs
+        inputs_of[module.layer_idx] = module, query[0], key[0], kwargs
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, query, key, value, mask, **kwargs)
 
@@ -64,7 +64,7 @@ def attention_of(theirs, document, shift):
     ids = shift + torch.arange(document.shape[1], device=DEVICE)[None]
     with torch.no_grad():
         theirs.base_model(document, position_ids=ids, use_cache=False)
-    return given
+    return inputs_of
 
 
 def expected(theirs, document, layers):
@@ -131,14 +131,14 @@ def test_scores_of_long_documents(monkeypatch):
     monkeypatch.setattr(reading, "CHUNK", 32)
     ours, (document,) = shared("llama"), prompts(70)
     monkeypatch.setattr(echo, "ENTRIES", 3 * 70 * ours.config.num_attention_heads)
-    told, passes = [], []
+    progress, passes = [], []
     hook = ours.model.register_forward_pre_hook(lambda *_: passes.append(1))
     cache = h2o.read(
-        ours, document, H2OConfig.full(), scored_by="echo", progress=lambda *x: told.append(x)
+        ours, document, H2OConfig.full(), scored_by="echo", progress=lambda *x: progress.append(x)
     )
     hook.remove()
     agree(cache, ours, document)
-    assert told == [(32, 70), (64, 70), (70, 70)]
+    assert progress == [(32, 70), (64, 70), (70, 70)]
     assert len(passes) == 3
 
 
@@ -195,7 +195,8 @@ def test_threads_read_with_one_model():
 
 
 @pytest.mark.parametrize(
-    "name", ["opt", "gpt2", "deepseek_v3", *["granitemoehybrid", "zamba2"] * HYBRIDS]
+    "name",
+    ["opt", "gpt2", *["deepseek_v3"] * bool(LATENT), *["granitemoehybrid", "zamba2"] * HYBRIDS],
 )
 def test_models_that_it_does_not_serve(name):
     with pytest.raises(Unsupported, match=r'scored_by="echo" cannot serve .*scored_by="repeat"'):

@@ -21,7 +21,7 @@ from tests.hf import drive, tiny
 from tests.hf.modes import MODES
 from tests.hf.test_hybrids import stepwise
 from tests.hf.test_simulation import PROMPT, prove, text
-from tests.hf.tiny import batch, greedy, model, prompts, shared
+from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 1, "rank_by": "echo"}
 CALLS = [20, 1, 1, 1, 7, 1, 1, 3, *[1] * 20]
@@ -40,10 +40,10 @@ def judged(cache, seed, calls, mask=None, kv_dtype=None, heads=None, **kwargs):
     Returns how often a key was evicted that is not the one to leave the recent window."""
     rows = 1 if mask is None else len(mask)
     N = sum(calls)
-    whole = inputs.drifting(seed, rows, 4, 2, N, 8)
+    text = inputs.drifting(seed, rows, 4, 2, N, 8)
     config = cache.layers[0].config
     budgets = heads or [(config.heavy, config.recent)] * 2
-    tensors = [torch.from_numpy(x.copy()) for x in whole]
+    tensors = [torch.from_numpy(x.copy()) for x in text]
     capacity = [N + 1] * 2 if heads else N + 1
     slots = new_slots(tensors[1], capacity, kv_dtype=kv_dtype, value_weighted=config.value_weighted)
     slots.budget.copy_(torch.tensor(budgets if heads else budgets[0]))
@@ -51,7 +51,7 @@ def judged(cache, seed, calls, mask=None, kv_dtype=None, heads=None, **kwargs):
     how = {"softcap": kwargs.get("softcap") or 0.0, "sink_logits": kwargs.get("s_aux")}
     for columns in calls:
         start, stop = stop, stop + columns
-        piece = whole.cut(start, stop)
+        piece = text.cut(start, stop)
         got = drive.forward(cache, piece, mask, **kwargs)
         before = reference.kept(slots)[0]
         part = None if mask is None else torch.from_numpy(mask[:, start:stop])
@@ -294,7 +294,8 @@ def test_a_budget_in_bytes_counts_them_too(dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["opt", "gpt2", "deepseek_v3", *["granitemoehybrid", "zamba2"] * HYBRIDS]
+    "name",
+    ["opt", "gpt2", *["deepseek_v3"] * bool(LATENT), *["granitemoehybrid", "zamba2"] * HYBRIDS],
 )
 def test_models_that_it_does_not_serve(name):
     words = r'rank_by="echo" cannot serve .*use rank_by="max", or h2o.read\(scored_by="repeat"\)'

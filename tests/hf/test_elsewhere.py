@@ -119,8 +119,8 @@ def test_fractions_of_padded_rows_are_read_once():
         mask = torch.ones(2, 20, dtype=torch.long)
         with pytest.raises(RuntimeError, match=WAITS):
             converse(ours, H2OCache(ours.config, heavy=0.3, recent=0.3), mask)
-        told = H2OCache(ours.config, heavy=0.3, recent=0.3, prompt_length=[20, 17])
-        converse(ours, told, mask)
+        cache = H2OCache(ours.config, heavy=0.3, recent=0.3, prompt_length=[20, 17])
+        converse(ours, cache, mask)
 
 
 def test_beams():

@@ -104,8 +104,8 @@ def generation(ours) -> set[str]:
     """What a model's class does otherwise than transformers' generate() has it."""
     kind = type(ours)
     names = [x for x in vars(GenerationMixin) if callable(getattr(GenerationMixin, x))]
-    own = {x for x in names if getattr(kind, x) is not getattr(GenerationMixin, x)}
-    return {x for x in own if not x.startswith("__")} - {"_supports_default_dynamic_cache"}
+    overridden = {x for x in names if getattr(kind, x) is not getattr(GenerationMixin, x)}
+    return {x for x in overridden if not x.startswith("__")} - {"_supports_default_dynamic_cache"}
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -162,12 +162,12 @@ def shapes(ours) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_and_support(name):
     ours = model(name)
-    found = supports(ours.config)
-    assert found
-    assert found.layers == FAMILIES[name].layers
+    support = supports(ours.config)
+    assert support
+    assert support.layers == FAMILIES[name].layers
     cache = H2OCache(ours.config, heavy=1)
-    assert tuple(map(kind_of, cache.layers)) == found.layers
-    assert f"{found.layers.count('h2o')} of {len(found.layers)} layers by h2o" in str(found)
+    assert tuple(map(kind_of, cache.layers)) == support.layers
+    assert f"{support.layers.count('h2o')} of {len(support.layers)} layers by h2o" in str(support)
 
 
 @pytest.mark.parametrize(("name", "mode"), MODE_CASES)

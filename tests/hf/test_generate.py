@@ -129,9 +129,9 @@ def test_chunked_prompt_with_its_length_told():
     """Fractions are of the whole prompt, also where it arrives in pieces."""
     ours = model("llama")
     inputs = batch(prompts(12, 23))
-    told = H2OCache(ours.config, heavy=0.3, recent=0.3, prompt_length=[12, 23])
-    greedy(ours, inputs, past_key_values=told, prefill_chunk_size=8)
-    assert told.report().layers[0].budget == [3 + 3, 6 + 6]
+    with_length = H2OCache(ours.config, heavy=0.3, recent=0.3, prompt_length=[12, 23])
+    greedy(ours, inputs, past_key_values=with_length, prefill_chunk_size=8)
+    assert with_length.report().layers[0].budget == [3 + 3, 6 + 6]
     untold = H2OCache(ours.config, heavy=0.3, recent=0.3)
     with pytest.raises(ValueError, match="prompt_length"):
         greedy(ours, inputs, past_key_values=untold, prefill_chunk_size=8)

@@ -71,19 +71,19 @@ def test_sampling_does_not_depend_on_neighbours():
         do_sample=True, temperature=1.5, top_k=20, repetition_penalty=1.3, max_new_tokens=12
     )
     some = texts(*LENGTHS)
-    found = [
+    results = [
         list(h2o.generate_all(ours, some, CONFIGS["h2o"], rows=rows, generation_config=settings))
         for rows in (1, 5)
     ]
     for i, text in enumerate(some):
         torch.manual_seed(i)
         expected = alone(ours, text, CONFIGS["h2o"], generation_config=settings)
-        assert found[0][i].ids == found[1][i].ids == expected
+        assert results[0][i].ids == results[1][i].ids == expected
     seeded = h2o.Request(some[0], seed=3)
     (one,) = h2o.generate_all(ours, [seeded], CONFIGS["h2o"], rows=1, generation_config=settings)
     torch.manual_seed(3)
     assert one.ids == alone(ours, some[0], CONFIGS["h2o"], generation_config=settings)
-    assert one.ids != found[0][0].ids
+    assert one.ids != results[0][0].ids
 
 
 def test_end_tokens():

@@ -176,11 +176,11 @@ def test_the_report_tells_states_from_keys(name):
     cache = H2OCache(ours.config, **SMALL)
     greedy(ours, batch(prompts(17, 23)), 4, past_key_values=cache)
     report = cache.report()
-    for layer, own in zip(report.layers, cache.layers, strict=True):
-        assert layer.kind == kind_of(own)
-        expected = states.bytes_of(own) if has_states(own) else 0
+    for layer, layer_cache in zip(report.layers, cache.layers, strict=True):
+        assert layer.kind == kind_of(layer_cache)
+        expected = states.bytes_of(layer_cache) if has_states(layer_cache) else 0
         assert layer.bytes_states == expected
-        assert (expected > 0) == has_states(own)
+        assert (expected > 0) == has_states(layer_cache)
     assert report.total.bytes_states == sum(x.bytes_states for x in report.layers) > 0
     text = str(report)
     assert f"{report.total.bytes_states:,}" in text
@@ -281,8 +281,8 @@ def test_a_bias_by_position_is_refused_with_the_config(model_type):
 
 
 def test_sparse_attention_is_refused_by_name():
-    found = supports(AutoConfig.for_model("qwen4_exp_text"))
-    assert found.reason.startswith("layer 3 is indexed_attention, which is sparse attention")
+    support = supports(AutoConfig.for_model("qwen4_exp_text"))
+    assert support.reason.startswith("layer 3 is indexed_attention, which is sparse attention")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -61,8 +61,8 @@ def test_parts_on_the_disk(name, tmp_path):
             more = [one(ids[:, 24:], past_key_values=x).logits for x in (cache, loaded)]
         assert torch.equal(*more)
         answers.append((tokens, logits, more[0]))
-    (tokens, *expected), (found, *got) = answers
-    assert found == tokens
+    (tokens, *expected), (again, *got) = answers
+    assert again == tokens
     assert all(map(torch.equal, got, expected))
 
 
@@ -111,7 +111,7 @@ def test_lm_eval(name, tokenizer):  # noqa: F811
     pairs = PAIRS[:6]
     wanted = numbers(HFLM(built, tokenizer=tokenizer, batch_size=5, logits_cache=False), pairs)[0]
     ours = lm.H2OLM(built, tokenizer=tokenizer, batch_size=5)
-    found = {}
+    results = {}
     for protocol in ("simulate", "drop"):
         ours.batch_size_per_gpu = 5
         ours.use(parse("h2o:500+0"), protocol)
@@ -119,10 +119,10 @@ def test_lm_eval(name, tokenizer):  # noqa: F811
         ours.use(parse("h2o:8+8"), protocol)
         together = numbers(ours, pairs)[0]
         ours.batch_size_per_gpu = 1
-        found[protocol] = numbers(ours, pairs)[0]
-        close(together, found[protocol])
-    assert (found["simulate"] - wanted).abs().max() > 0.05
-    assert (found["drop"] - wanted).abs().max() > 0.05
+        results[protocol] = numbers(ours, pairs)[0]
+        close(together, results[protocol])
+    assert (results["simulate"] - wanted).abs().max() > 0.05
+    assert (results["drop"] - wanted).abs().max() > 0.05
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:

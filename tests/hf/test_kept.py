@@ -18,14 +18,14 @@ class Balanced(html.parser.HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.found: list[str] = []
+        self.tags: list[str] = []
         self.text = ""
         self.feed(text)
         assert not self.open
 
     def handle_starttag(self, tag, attributes):
         self.open.append(tag)
-        self.found.append(tag)
+        self.tags.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -93,22 +93,22 @@ def test_what_does_not_fit_is_refused(held):
 
 def test_heat_map(held):
     parsed = Balanced(held[0].kept(0)._repr_html_())
-    assert parsed.found.count("svg") == 4
-    assert parsed.found.count("rect") == 4 * 9
+    assert parsed.tags.count("svg") == 4
+    assert parsed.tags.count("rect") == 4 * 9
     model = tiny.model("llama")
     cache = h2o.H2OCache(model.config, heavy=300, recent=4)
     assert "nothing" in cache.kept(0)._repr_html_()
     with torch.no_grad():
         model(tiny.prompts(450)[0], past_key_values=cache)
     parsed = Balanced(cache.kept(0)._repr_html_())
-    assert 2 * 100 < parsed.found.count("rect") <= 2 * 200
+    assert 2 * 100 < parsed.tags.count("rect") <= 2 * 200
     assert "304 of 450 keys held" in cache.kept(0)._repr_html_()
 
 
 def test_report_in_a_notebook(held):
     cache = held[0]
     parsed = Balanced(cache.report()._repr_html_())
-    assert parsed.found.count("tr") == 4
+    assert parsed.tags.count("tr") == 4
     for cell in str(cache.report()).splitlines()[2].split():
         assert cell in parsed.text
     empty = h2o.H2OCache(tiny.model("llama").config)
@@ -126,9 +126,9 @@ def test_plots_take_and_return_axes(held, monkeypatch):
         ax = figure.Figure().add_subplot()
         assert plot(ax) is ax
         assert ax.get_title()
-        own = plot()
-        assert own.figure is not ax.figure
-        pyplot.close(own.figure)
+        new_ax = plot()
+        assert new_ax.figure is not ax.figure
+        pyplot.close(new_ax.figure)
     shown = ax.images[0].get_array()
     positions, scores = cache.kept(1)
     assert shown.shape == (2, int(positions[0].max()) + 1)
@@ -150,9 +150,9 @@ def test_figures_of_an_analysis(name, monkeypatch):
     assert ax.get_xlabel()
     assert ax.has_data()
     if name == "scores":
-        own = a.plot(name, layer=1, per="query")
-        assert own.images[0].get_array().shape == (4, 40)
-        pyplot.close(own.figure)
+        by_query = a.plot(name, layer=1, per="query")
+        assert by_query.images[0].get_array().shape == (4, 40)
+        pyplot.close(by_query.figure)
 
 
 def test_figures_that_do_not_exist_are_refused():

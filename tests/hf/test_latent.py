@@ -41,9 +41,9 @@ def small(name):
 
 @pytest.mark.parametrize("name", LATENT)
 def test_every_layer_is_served(name):
-    found = supports(model(name).config)
-    assert found
-    assert found.layers == ("h2o",) * 2
+    support = supports(model(name).config)
+    assert support
+    assert support.layers == ("h2o",) * 2
 
 
 @pytest.mark.parametrize("name", LATENT)

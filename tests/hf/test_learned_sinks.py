@@ -54,9 +54,9 @@ every_family = pytest.mark.parametrize("name", FAMILIES)
 
 @every_family
 def test_they_are_served(name):
-    found = supports(made(name).config)
-    assert found
-    assert found.layers == ("sliding", "h2o") * 2
+    support = supports(made(name).config)
+    assert support
+    assert support.layers == ("sliding", "h2o") * 2
 
 
 def test_values_larger_than_keys_are_refused():

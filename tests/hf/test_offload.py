@@ -69,7 +69,7 @@ def test_parts_on_the_disk(tmp_path, name):
 
 def test_another_model_on_the_disk_is_another_one(tmp_path):
     """Though its tensors have no numbers that could be told apart."""
-    found = set()
+    identities = set()
     for factor in (1.0, 1.5):
         ours = model("llama")
         with torch.no_grad():
@@ -80,8 +80,8 @@ def test_another_model_on_the_disk_is_another_one(tmp_path):
             device_map=spread(*ALL),
             offload_folder=tmp_path / f"offloaded-{factor}",
         )
-        found.add(model_identity.of_model(offloaded))
-    assert len(found) == 2
+        identities.add(model_identity.of_model(offloaded))
+    assert len(identities) == 2
 
 
 @pytest.mark.parametrize("trace", [False, True])

@@ -12,7 +12,7 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS
 from tests.hf.modes import MODES
 from tests.hf.test_reading import positions
-from tests.hf.tiny import batch, greedy, model, prompts, shared
+from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
 
 SMALL = {"heavy": 8, "recent": 4, "sinks": 2}
 RANKINGS = {
@@ -96,7 +96,8 @@ def test_budgets_stay_what_they_have_become(ranking):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3", "deepseek_v3", *["falcon_h1", "qwen3_next"] * HYBRIDS]
+    "name",
+    ["llama", "gemma3", *["deepseek_v3"] * bool(LATENT), *["falcon_h1", "qwen3_next"] * HYBRIDS],
 )
 def test_the_prompt_is_attended_to_as_a_whole(name):
     """And with room for all the answers are the full cache's."""

@@ -66,9 +66,9 @@ def test_the_budget_holds_and_patched_with_beams_keeps_it(name):
     expected = greedy(ours, inputs, 8, past_key_values=cache, num_beams=3)
     with patched(ours, **SMALL):
         assert greedy(ours, inputs, 8, num_beams=3).tolist() == expected.tolist()
-    own = [i for i, kind in enumerate(supports(ours.config).layers) if kind == "h2o"]
-    assert own
-    for layer in own:
+    served = [i for i, kind in enumerate(supports(ours.config).layers) if kind == "h2o"]
+    assert served
+    for layer in served:
         assert (cache.kept(layer)[0] >= 0).sum(-1).unique().tolist() == [12]
 
 
@@ -77,10 +77,10 @@ def test_read_calibrated_and_analysed(name):
     ours, (ids,) = model(name), prompts(64)
     repeat = torch.tensor([5, 9, 2])
     question = {"input_ids": torch.cat([ids, *prompts(5, seed=3)], 1)}
-    whole = h2o.read(ours, ids, H2OConfig.full(), repeat=repeat)
+    unpruned = h2o.read(ours, ids, H2OConfig.full(), repeat=repeat)
     theirs = DynamicCache(config=ours.config)
     wanted = greedy(model(name, "eager"), question, past_key_values=theirs)
-    assert torch.equal(greedy(ours, question, past_key_values=whole), wanted)
+    assert torch.equal(greedy(ours, question, past_key_values=unpruned), wanted)
     profile = calibrate(ours, ids, window=32, fractions=(0.4,))
     kinds = supports(ours.config).layers
     G = ours.config.num_key_value_heads

@@ -59,32 +59,39 @@ def test_two_processes_give_what_one_gives(tmp_path):
     launch(["-m", "tests.hf.cut", tmp_path], TORCHRUN)
     for name in FAMILIES:
         first, second = (torch.load(tmp_path / name / x / "found.pt") for x in "01")
-        for own, found in enumerate((first, second)):
-            said = f"heads of tensor parallel rank {1 - own} of 2, and this is .* rank {own} of 2: "
+        for rank, results in enumerate((first, second)):
+            said = (
+                f"heads of tensor parallel rank {1 - rank} of 2, and this is .* rank {rank} of 2: "
+            )
             for file in ("cache", "taken"):
-                assert re.search(said, found.pop(f"{file} of the other process"))
-                path = tmp_path / name / str(own) / f"{file}.safetensors"
+                assert re.search(said, results.pop(f"{file} of the other process"))
+                path = tmp_path / name / str(rank) / f"{file}.safetensors"
                 with pytest.raises(
-                    ValueError, match=rf"rank {own} of 2, and this is a whole model: "
+                    ValueError, match=rf"rank {rank} of 2, and this is a whole model: "
                 ):
                     H2OCache.load(path, models[name])
-            said = f"heads of a whole model, and this is .* rank {own} of 2: load it in one process"
-            assert re.search(said, found.pop("of the whole model"))
+            said = (
+                f"heads of a whole model, and this is .* rank {rank} of 2: load it in one process"
+            )
+            assert re.search(said, results.pop("of the whole model"))
             said = r"holds 2 of 4 key/value heads, .* which before its first .*: give save\(\) the"
-            assert re.search(said, found.pop("taken over"))
-            said = f"shows all heads .* rank {own} of 2: load the model whole.* without tp_plan"
-            assert re.search(said, found.pop("analysis"))
-        found, again = first.pop("calibrated")
-        assert second.pop("calibrated") == [found, again] == [found, found]
-        assert found["weights"]
-        Profile.from_dict(found).check(models[name])
+            assert re.search(said, results.pop("taken over"))
+            said = f"shows all heads .* rank {rank} of 2: load the model whole.* without tp_plan"
+            assert re.search(said, results.pop("analysis"))
+        calibrated, again = first.pop("calibrated")
+        assert second.pop("calibrated") == [calibrated, again] == [calibrated, calibrated]
+        assert calibrated["weights"]
+        Profile.from_dict(calibrated).check(models[name])
         torch.testing.assert_close(
-            torch.tensor(found["shares"]), torch.tensor(profiles[name].shares), atol=2e-3, rtol=0
+            torch.tensor(calibrated["shares"]),
+            torch.tensor(profiles[name].shares),
+            atol=2e-3,
+            rtol=0,
         )
         for case, (tokens, kept) in expected[name].items():
             assert first[case][0].tolist() == second[case][0].tolist() == tokens.tolist(), case
-            for whole, *parts in zip(kept, first[case][1], second[case][1], strict=True):
-                assert joined(parts).tolist() == whole.tolist(), case
+            for all_heads, *parts in zip(kept, first[case][1], second[case][1], strict=True):
+                assert joined(parts).tolist() == all_heads.tolist(), case
 
 
 @pytest.mark.slow
@@ -132,37 +139,37 @@ def test_files_of_other_heads(last_of_four, tmp_path):
         layer.self_attn.q_proj._hf_device_mesh = other
     with pytest.raises(ValueError, match=r"rank 3 of 4, and this is tensor parallel rank 1 of 2: "):
         H2OCache.load(path, ours)
-    whole = tiny_model("llama")
+    on_one = tiny_model("llama")
     with pytest.raises(ValueError, match=r"rank 3 of 4, and this is a whole model: have as many"):
-        H2OCache.load(path, whole)
-    cache = H2OCache(whole.config, heavy=6, recent=6)
-    cache.save(path, whole)
+        H2OCache.load(path, on_one)
+    cache = H2OCache(on_one.config, heavy=6, recent=6)
+    cache.save(path, on_one)
     H2OCache.load(path, ours)  # of no heads yet
     with torch.no_grad():
-        whole(ids, past_key_values=cache)
-    cache.save(path, whole)
+        on_one(ids, past_key_values=cache)
+    cache.save(path, on_one)
     with pytest.raises(ValueError, match=r"heads of a whole model, and this is .* rank 1 of 2: lo"):
         H2OCache.load(path, ours)
     with pytest.raises(
         ValueError, match=r"of a whole model, and a config .* give load\(\) the mod"
     ):
         H2OCache.load(path, ours.config)  # of which model it is the config is not known
-    assert H2OCache.load(path, whole).get_seq_length() == 30
+    assert H2OCache.load(path, on_one).get_seq_length() == 30
 
 
 def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
     """Before the first pass only the model tells whose they are."""
     path, (ids,) = tmp_path / "cache", prompts(30)
-    whole = tiny_model("llama")
-    full = DynamicCache(config=whole.config)
+    on_one = tiny_model("llama")
+    full = DynamicCache(config=on_one.config)
     with torch.no_grad():
-        whole(ids, past_key_values=full)
-    H2OCache.from_dynamic_cache(full, whole.config, heavy=6, recent=6).save(path)  # of all heads
+        on_one(ids, past_key_values=full)
+    H2OCache.from_dynamic_cache(full, on_one.config, heavy=6, recent=6).save(path)  # of all heads
     for layer in full.layers:  # as where each of two processes has one of two heads
         layer.keys, layer.values = layer.keys[:, :1], layer.values[:, :1]
-    ours = copy.deepcopy(whole)
+    ours = copy.deepcopy(on_one)
     ours._hf_device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    taken = H2OCache.from_dynamic_cache(full, whole.config, heavy=6, recent=6)
+    taken = H2OCache.from_dynamic_cache(full, on_one.config, heavy=6, recent=6)
     with pytest.raises(
         ValueError, match=r"1 of 2 key/value heads, .* does not know which .* the m"
     ):
@@ -171,7 +178,7 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
     taken.save(path, ours)
     assert H2OCache.load(path, ours).layers[0].part == (1, 2)
     with pytest.raises(ValueError, match=r"rank 1 of 2, and this is a whole model"):
-        H2OCache.load(path, whole)
+        H2OCache.load(path, on_one)
 
 
 def test_budgets_of_the_heads_that_are_here():

@@ -101,18 +101,18 @@ def test_every_mode_as_with_a_cache_by_hand(mode, chosen):
     assert got.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("given", ["scale", "negative prompt", "processor"])
+@pytest.mark.parametrize("by", ["scale", "negative prompt", "processor"])
 @pytest.mark.parametrize("budget", [4, 0.3])
-def test_guidance_keeps_all_of_its_second_text(llama, given, budget):
+def test_guidance_keeps_all_of_its_second_text(llama, by, budget):
     """As beside a cache that is given by hand, which the second text knows nothing of."""
     inputs, (negative,) = batch(prompts(17, 23)), prompts(30, seed=5)
     config = {"heavy": budget, "recent": budget}
 
     def how(ours):
-        if given == "processor":
+        if by == "processor":
             return {"logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(3, ours)]}
         negatives = {"negative_prompt_ids": negative.repeat(2, 1)}
-        return {"guidance_scale": 3.0} | (negatives if given == "negative prompt" else {})
+        return {"guidance_scale": 3.0} | (negatives if by == "negative prompt" else {})
 
     twin = copy.deepcopy(llama)
     twin.set_attn_implementation("h2o")
@@ -122,8 +122,8 @@ def test_guidance_keeps_all_of_its_second_text(llama, given, budget):
         assert greedy(llama, inputs, **how(llama)).tolist() == expected.tolist()
         assert str(patch.cache.report()) == str(by_hand.report())
         assert patch.asked is None
-        own = H2OCache(llama.config, **config)
-        got = greedy(llama, inputs, past_key_values=own, **how(llama))
+        cache = H2OCache(llama.config, **config)
+        got = greedy(llama, inputs, past_key_values=cache, **how(llama))
         assert got.tolist() == expected.tolist()
         assert greedy(llama, inputs, use_cache=False, **how(llama)).shape == expected.shape
 
@@ -187,8 +187,8 @@ def test_caches_of_the_callers_own_are_left_alone(llama):
     (ids,) = prompts(20)
     full = greedy(llama, {"input_ids": ids}).tolist()
     with patched(llama, **SMALL) as patch:
-        own = DynamicCache(config=llama.config)
-        assert greedy(llama, {"input_ids": ids}, past_key_values=own).tolist() == full
+        cache = DynamicCache(config=llama.config)
+        assert greedy(llama, {"input_ids": ids}, past_key_values=cache).tolist() == full
         assert greedy(llama, {"input_ids": ids}, use_cache=False).tolist() == full
         with torch.no_grad():
             llama(ids, None, None, DynamicCache())  # by position
@@ -367,9 +367,9 @@ def test_other_caches_are_refused(llama, wanted):
 
 def test_a_static_cache_object_is_refused(llama):
     (ids,) = prompts(20)
-    own = StaticCache(config=llama.config, max_cache_len=64)
+    static = StaticCache(config=llama.config, max_cache_len=64)
     with patched(llama, **SMALL), pytest.raises(Unsupported, match="StaticCache"):
-        greedy(llama, {"input_ids": ids}, past_key_values=own)
+        greedy(llama, {"input_ids": ids}, past_key_values=static)
 
 
 def test_dynamic_by_name_is_ours(llama):

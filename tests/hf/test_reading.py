@@ -48,12 +48,12 @@ def choice(first, largest, budget, by_attention, recent):
     first reading and of what else is to be kept."""
     L, G, n = largest.shape
     rest = budget.heavy + budget.recent - recent
-    own = int(rest * by_attention)
+    first_part = int(rest * by_attention)
     kept = torch.zeros(L, G, n, dtype=torch.bool)
     kept[..., : budget.sinks] = kept[..., n - recent :] = True
-    among = first.masked_fill(kept, -1).topk(own).indices
+    among = first.masked_fill(kept, -1).topk(first_part).indices
     kept.scatter_(2, among, True)
-    places = largest.masked_fill(kept, -1).flatten().topk((rest - own) * L * G).indices
+    places = largest.masked_fill(kept, -1).flatten().topk((rest - first_part) * L * G).indices
     kept.view(-1)[places] = True
     return [[row.nonzero()[:, 0].tolist() for row in layer] for layer in kept]
 
@@ -95,12 +95,12 @@ def test_no_head_is_left_without_a_key(scored_by):
 def test_long_documents_are_read_and_repeated_in_pieces(monkeypatch):
     monkeypatch.setattr(reading, "CHUNK", 32)
     (document,) = prompts(70)
-    told = []
+    progress = []
     cache = h2o.read(
-        shared("llama"), document, BUDGET, repeat=REQUEST, progress=lambda *x: told.append(x)
+        shared("llama"), document, BUDGET, repeat=REQUEST, progress=lambda *x: progress.append(x)
     )
     assert positions(cache) == expected("llama", document, BUDGET, 0.5, chunk=32)[0]
-    assert told == [(32, 140), (64, 140), (70, 140), (102, 140), (134, 140), (140, 140)]
+    assert progress == [(32, 140), (64, 140), (70, 140), (102, 140), (134, 140), (140, 140)]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -144,8 +144,8 @@ def test_a_small_budget_gives_what_the_same_chunks_give(store, way):
     with torch.no_grad():
         for chunk in passes:
             logits = ours(chunk, past_key_values=plain).logits
-            for own in logits[:, 35 - plain.get_seq_length() :].unbind(1):
-                expected = torch.cat([expected, Echo()(expected, own).argmax(-1)[None]], dim=1)
+            for row in logits[:, 35 - plain.get_seq_length() :].unbind(1):
+                expected = torch.cat([expected, Echo()(expected, row).argmax(-1)[None]], dim=1)
     assert got[0].tolist() == expected[0, 36 : 36 + 24].tolist()
     for one, other in zip(cache.layers, plain.layers, strict=True):
         assert torch.equal(one.slots.positions, other.slots.positions)

@@ -123,8 +123,8 @@ def test_each_row_is_the_row_alone(name):
         for b, cache in enumerate(alone):
             positions = cache.kept(layer).positions
             K = positions.shape[-1]
-            for whole in together.values():
-                assert torch.equal(whole.kept(layer).positions[b : b + 1, :, :K], positions)
+            for batched in together.values():
+                assert torch.equal(batched.kept(layer).positions[b : b + 1, :, :K], positions)
 
 
 @pytest.mark.parametrize("name", MODELS)

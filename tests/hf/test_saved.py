@@ -209,8 +209,8 @@ def written(tmp_path):
 @pytest.mark.parametrize("part", [0, 0.001, 0.1, 0.5, 0.999])
 def test_a_truncated_file(written, part):
     path, ours = written
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * part)])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * part)])
     with pytest.raises(ValueError, match=r"document.safetensors: is truncated, damaged"):
         H2OCache.load(path, ours)
 
@@ -247,9 +247,9 @@ def test_an_edited_file(written, edit):
 
 def test_flipped_bits(written):
     path, ours = written
-    whole = path.read_bytes()
-    for at in range(8, len(whole), len(whole) // 40):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    content = path.read_bytes()
+    for at in range(8, len(content), len(content) // 40):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
         with pytest.raises(ValueError, match=r"edited or damaged|truncated, damaged"):
             H2OCache.load(path, ours)
 
@@ -380,8 +380,8 @@ def test_states_are_whole():
         for layer, old in zip(cache.layers, before, strict=True):
             assert isinstance(layer, H2OLayer)
             changed = {name for name, x in vars(layer).items() if x is not old[name]}
-            found = {name.partition(".")[0] for name in state_of(layer).tensors}
-            assert changed - anew <= found | set(state_of(layer).numbers)
+            names = {name.partition(".")[0] for name in state_of(layer).tensors}
+            assert changed - anew <= names | set(state_of(layer).numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool])

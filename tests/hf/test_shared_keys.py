@@ -50,7 +50,7 @@ def a_pass(layer, Q, seed, B=2, mask=None):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(B, heads, Q, D, generator=generator) for heads in (H, G, G))
     key, value = layer.update(k, v)
-    own = layer.attend(AttentionCall(OWN, q, key, value, mask))
+    first = layer.attend(AttentionCall(OWN, q, key, value, mask))
     held = [None if x is None else x.clone() for x in layer.slots]
     later = [
         layer.attend(AttentionCall(module, q[:, :, -P:], key, value))
@@ -58,7 +58,7 @@ def a_pass(layer, Q, seed, B=2, mask=None):
     ]
     for x, y in zip(held, layer.slots, strict=True):
         assert x is y is None or torch.equal(x, y)  # nothing is scored or evicted
-    return own, later
+    return first, later
 
 
 @pytest.mark.parametrize("chosen", [name for name in POLICIES if name != "shares"])
@@ -66,9 +66,9 @@ def test_a_later_layer_sees_what_the_layer_itself_saw(chosen):
     """In a prompt, in steps from before the budget is full until long after, and in chunks."""
     layer = SharedKeysLayer(POLICIES[chosen].for_layer(0, 2), reused_by=[1, 2])
     for seed, Q in enumerate([7, *[1] * 20, 5, *[1] * 9, 11, 1, 1]):
-        own, (all_queries, last) = a_pass(layer, Q, seed)
-        assert torch.equal(all_queries, own)
-        torch.testing.assert_close(last, own[:, -1:], rtol=0, atol=2e-6)
+        first, (all_queries, last) = a_pass(layer, Q, seed)
+        assert torch.equal(all_queries, first)
+        torch.testing.assert_close(last, first[:, -1:], rtol=0, atol=2e-6)
 
 
 def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
@@ -76,20 +76,20 @@ def test_pads_of_a_prompt_of_a_chunk_and_of_a_step():
     for seed, Q in enumerate([20, 6, 1, 1, 20, 1]):
         mask = torch.ones(2, Q, dtype=torch.bool)
         mask[0, : Q // 2 + (seed == 3)] = False
-        own, (all_queries, last) = a_pass(layer, Q, seed, mask=mask)
+        first, (all_queries, last) = a_pass(layer, Q, seed, mask=mask)
         real = mask[:, -1]
-        assert torch.equal(all_queries[mask], own[mask])
-        torch.testing.assert_close(last[real], own[real, -1:], rtol=0, atol=2e-6)
+        assert torch.equal(all_queries[mask], first[mask])
+        torch.testing.assert_close(last[real], first[real, -1:], rtol=0, atol=2e-6)
 
 
 def test_keys_that_came_from_a_dynamic_cache():
     for Q in (1, 4):
         layer = SharedKeysLayer(POLICIES["h2o"], reused_by=[1, 2])
         layer.take_over(torch.randn(2, G, 20, D), torch.randn(2, G, 20, D), None)
-        own, (all_queries, _) = a_pass(layer, Q, 0)
-        assert torch.equal(all_queries, own)
-        own, (all_queries, _) = a_pass(layer, 1, 1)
-        assert torch.equal(all_queries, own)
+        first, (all_queries, _) = a_pass(layer, Q, 0)
+        assert torch.equal(all_queries, first)
+        first, (all_queries, _) = a_pass(layer, 1, 1)
+        assert torch.equal(all_queries, first)
 
 
 def test_keys_on_another_device_still_know_their_layer():
@@ -138,8 +138,8 @@ def test_training_is_refused_in_later_layers_too():
 def test_what_is_said_of_them(name):
     ours = model(name)
     assert reusing(ours.config) == {SHARED: (4, 5)}
-    found = supports(ours)
-    assert str(found).startswith(
+    support = supports(ours)
+    assert str(support).startswith(
         f"{name}: supported, 2 of 6 layers by h2o, 1 keep their own sliding window, "
         '3 store nothing; positions="rolled": not'
     )
@@ -249,14 +249,14 @@ def test_pieces_of_a_text_with_a_budget_for_all(name, pieces):
 def test_the_last_queries_alone_are_the_last_of_all(pieces):
     """generate() asks for the last logits, and then Gemma 4 leaves all other queries out."""
     ours, (ids,) = model("gemma4_text"), prompts(30)
-    whole, last = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
+    first, last = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
     with torch.no_grad():
         for piece in ids.split(pieces, 1):
-            expected = ours(piece, past_key_values=whole).logits[:, -1:]
+            expected = ours(piece, past_key_values=first).logits[:, -1:]
             got = ours(piece, past_key_values=last, logits_to_keep=1).logits
             torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
     for layer in (PLAIN, SHARED):
-        assert torch.equal(whole.kept(layer)[0], last.kept(layer)[0])
+        assert torch.equal(first.kept(layer)[0], last.kept(layer)[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -320,14 +320,14 @@ def test_a_pass_ends_with_the_last_layer_that_attends():
     """Before that no other thread may begin one."""
     ours, (ids,) = model("gemma4_text"), prompts(20)
     cache = H2OCache(ours.config, **SMALL)
-    found = []
+    errors = []
 
     def begin(*_):
         def other():
             try:
                 cache.get_mask_sizes(1, 0)
             except RuntimeError as error:
-                found.append(str(error))
+                errors.append(str(error))
 
         thread = threading.Thread(target=other)
         thread.start()
@@ -337,24 +337,24 @@ def test_a_pass_ends_with_the_last_layer_that_attends():
     with torch.no_grad():
         ours(ids, past_key_values=cache)
     hook.remove()
-    assert "another thread" in found[0]
+    assert "another thread" in errors[0]
     assert not cache.pass_state.under_way
     begin()
-    assert len(found) == 1
+    assert len(errors) == 1
 
 
 def test_a_pass_that_broke_off_in_a_later_layer():
     ours, (ids,) = model("gemma4_text"), prompts(30)
-    cache, whole = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
+    cache, unbroken = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
     pieces = ids.split([20, 1, 9], 1)
     hook = ours.model.layers[4].register_forward_pre_hook(lambda *_: 1 / 0)
     with torch.no_grad():
         with pytest.raises(ZeroDivisionError):
             ours(pieces[0], past_key_values=cache)
         hook.remove()
-        ours(pieces[0], past_key_values=whole)
+        ours(pieces[0], past_key_values=unbroken)
         for piece in pieces[1:]:  # all keys had been stored
-            got, expected = (ours(piece, past_key_values=x).logits for x in (cache, whole))
+            got, expected = (ours(piece, past_key_values=x).logits for x in (cache, unbroken))
             assert torch.equal(got, expected)
 
 

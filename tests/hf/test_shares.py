@@ -116,11 +116,11 @@ def test_amounts_for_each_head():
     keys, values = cache.layers[0].held()
     for b in range(2):
         for g in range(2):
-            own = positions[b, g][positions[b, g] >= 0]
+            held = positions[b, g][positions[b, g] >= 0]
             torch.testing.assert_close(
-                keys[b, g, : len(own)], torch.from_numpy(text.keys)[b, g, own]
+                keys[b, g, : len(held)], torch.from_numpy(text.keys)[b, g, held]
             )
-            assert (values[b, g, len(own) :] == 0).all()
+            assert (values[b, g, len(held) :] == 0).all()
 
 
 def test_memory_falls_with_the_shares():
@@ -195,10 +195,10 @@ def test_a_profile_of_other_weights_is_found_out_in_the_first_pass():
     ours = model("llama")
     layers, heads = 2, ours.config.num_key_value_heads
     shares = (((1.0,) * heads,) * layers,)
-    own = Profile((0.2,), shares, 100, describe(ours.config), sample(ours))
-    name = next(x for x in own.weights if "layers.1.self_attn" in x)
-    other = dataclasses.replace(own, weights={name: [1.0] * 6})
-    for profile, refused in ((own, False), (other, True)):
+    of_ours = Profile((0.2,), shares, 100, describe(ours.config), sample(ours))
+    name = next(x for x in of_ours.weights if "layers.1.self_attn" in x)
+    other = dataclasses.replace(of_ours, weights={name: [1.0] * 6})
+    for profile, refused in ((of_ours, False), (other, True)):
         cache = H2OCache(ours.config, heavy=6, recent=6, shares=profile)
         with torch.no_grad():
             if refused:

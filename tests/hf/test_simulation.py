@@ -134,11 +134,11 @@ def prove(
             kept, _ = cache.kept(layer)
             seen = (column < stop) & (evicted_at[layer][0] > stop)
             for head, positions in enumerate(kept[0]):
-                own = positions[positions >= 0]
+                held = positions[positions >= 0]
                 if stop < N:  # what the last row evicts is not in evicted_at
-                    assert torch.equal(own, column[seen[head]]), stop
+                    assert torch.equal(held, column[seen[head]]), stop
                 else:
-                    assert (evicted_at[layer][0, head, own] == N).all()
+                    assert (evicted_at[layer][0, head, held] == N).all()
     for layer in layers:
         kept, scores = (x[0] for x in cache.kept(layer))
         assert kept.shape[1] > 0

@@ -77,8 +77,8 @@ def test_a_language_model_beside_attention_code_of_the_images_own():
         },
         image_token_id=96, pad_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
-    found = supports(config)
-    assert found.layers == ("h2o", "h2o")
+    support = supports(config)
+    assert support.layers == ("h2o", "h2o")
     torch.manual_seed(0)
     ours = AutoModelForImageTextToText.from_config(config).eval()
     inputs = batch([row.clamp(max=95) for row in prompts(17, 23)])
@@ -116,9 +116,9 @@ def test_prefix_language_models_are_refused():
     ],
 )
 def test_models_that_read_images(name, layers):
-    found = supports(AutoConfig.for_model(name))
-    assert str(found).startswith(f"{name}: supported, ")
-    assert len(found.layers) == layers
+    support = supports(AutoConfig.for_model(name))
+    assert str(support).startswith(f"{name}: supported, ")
+    assert len(support.layers) == layers
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of files of old models
@@ -132,9 +132,9 @@ def test_every_config_of_transformers_is_answered():
                 config = CONFIG_MAPPING[name]()
             except Exception:  # one that cannot be made without arguments
                 continue
-            found = supports(config)
-            assert found.model_type == config.model_type
-            assert bool(found) == (found.reason == "") == bool(found.layers), name
+            support = supports(config)
+            assert support.model_type == config.model_type
+            assert bool(support) == (support.reason == "") == bool(support.layers), name
     finally:
         logging.set_verbosity(before)
 
@@ -163,9 +163,9 @@ def test_the_cache_has_the_layers_that_supports_tells():
 def test_a_model_without_layers_to_cache():
     config = FAMILIES["llama"].build_config()
     config.num_hidden_layers = 0
-    found = supports(config)
-    assert not found
-    assert found.reason == "transformers caches no layer of it"
+    support = supports(config)
+    assert not support
+    assert support.reason == "transformers caches no layer of it"
 
 
 def test_models_that_do_not_tell_their_layers_about_the_cache():

@@ -117,8 +117,8 @@ def test_a_small_budget_keeps_what_the_reference_keeps(name, new, padding):
             scores, real = torch.cat([received, scores], 2), mask[:, :stop]
         reference.evict(key, value, scores, slots, mask=real, **policy.ranking)
         np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5)
-        for mine, judge in zip(cache.kept(0), reference.kept(slots), strict=True):
-            np.testing.assert_allclose(mine, judge, rtol=0, atol=1e-4)
+        for held, judge in zip(cache.kept(0), reference.kept(slots), strict=True):
+            np.testing.assert_allclose(held, judge, rtol=0, atol=1e-4)
     assert name == "full" or min(cache.report().layers[0].evicted) > 0
     np.testing.assert_allclose(cache.layers[0].slots.lost, slots.lost, rtol=0, atol=1e-4)
 
@@ -132,18 +132,18 @@ def test_before_the_first_pass_everything_is_held_without_scores():
     )
     assert cache.get_seq_length() == 23
     report = cache.report()
-    own = report.layers[1]
-    assert own.unscored
-    assert own.seen == own.kept == [9, 23]
-    assert own.mass_kept == own.mass_evicted == own.share_evicted == 0
-    assert own.bytes_full == 2 * full.layers[1].keys.nbytes
+    layer = report.layers[1]
+    assert layer.unscored
+    assert layer.seen == layer.kept == [9, 23]
+    assert layer.mass_kept == layer.mass_evicted == layer.share_evicted == 0
+    assert layer.bytes_full == 2 * full.layers[1].keys.nbytes
     assert "next forward pass" in report.note
     positions, scores = cache.kept(1)
     assert positions[1, 0].tolist() == list(range(23))
     assert positions[0, 0].tolist() == [*range(9), *[-1] * 14]
     assert not scores.any()
-    for mine, theirs in zip(cache, full, strict=True):
-        torch.testing.assert_close(mine[0][1], theirs[0][1], rtol=0, atol=0)
+    for layer, expected in zip(cache, full, strict=True):
+        torch.testing.assert_close(layer[0][1], expected[0][1], rtol=0, atol=0)
     assert (cache.evicted_at(1) == 23 * inputs["attention_mask"][:, None]).all()
 
     step = {"attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, 1).long()], 1)}
@@ -220,8 +220,8 @@ def test_a_fraction_is_of_all_that_is_cut_first():
             ours(ids[:, 30:], past_key_values=cache, attention_mask=asked["attention_mask"])
         return cache, cache.report().layers[0].budget
 
-    cache, found = budget(asked["input_ids"])
-    assert found == [6, 8]
+    cache, new_budget = budget(asked["input_ids"])
+    assert new_budget == [6, 8]
     assert cache.is_prompt_only()
     assert budget(asked["input_ids"], prompt_length=100)[1] == [20, 20]
     with torch.no_grad(), pytest.raises(ValueError, match=r"second chunk.*prompt_length=43"):

@@ -44,15 +44,15 @@ def test_layers_one_by_one_as_of_a_dynamic_cache(name):
     with torch.no_grad():
         ours(ids, past_key_values=theirs)
         ours(ids, past_key_values=small)
-    for index, (mine, full) in enumerate(zip(small, theirs, strict=True)):
-        assert len(mine) == len(full) == 3
+    for index, (logits, full) in enumerate(zip(small, theirs, strict=True)):
+        assert len(logits) == len(full) == 3
         if not hasattr(small.layers[index], "slots"):
-            assert mine[0].shape == full[0].shape
+            assert logits[0].shape == full[0].shape
             continue
-        positions = small.kept(index)[0][..., None].expand(*mine[0].shape)
+        positions = small.kept(index)[0][..., None].expand(*logits[0].shape)
         if index == 0:  # deeper layers see what the ones before have made of it
-            torch.testing.assert_close(mine[0], full[0].gather(2, positions))
-            torch.testing.assert_close(mine[1], full[1].gather(2, positions))
+            torch.testing.assert_close(logits[0], full[0].gather(2, positions))
+            torch.testing.assert_close(logits[1], full[1].gather(2, positions))
     assert all(keys.numel() == 0 for keys, *_ in H2OCache(model("llama").config, **SMALL))
 
 

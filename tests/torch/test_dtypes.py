@@ -88,8 +88,8 @@ def cases(table: dict[str, Scenario], crossed: dict[str, Scenario]) -> list:
 @pytest.mark.parametrize("scenario", cases(TABLE, CROSSED))
 def test_table(scenario, dtype):
     engine = core(dtype)
-    given = scenario.text()
-    text, mask, policy = Text(*map(engine.exact, given)), scenario.mask(), scenario.policy
+    drawn = scenario.text()
+    text, mask, policy = Text(*map(engine.exact, drawn)), scenario.mask(), scenario.policy
     how = {"mask": mask, "softcap": scenario.softcap, "sink_logits": sinks_of(scenario, engine)}
     want = answers(text, scenario.calls, policy, **how)
     assert want.gap > CLEAR, "a near tie: choose another seed"
@@ -100,7 +100,7 @@ def test_table(scenario, dtype):
         np.testing.assert_allclose(scores, want.kept(call)[1], rtol=3e-5, atol=1e-5)
     np.testing.assert_allclose(talk.slots.lost, want.lost, rtol=3e-5, atol=1e-5)
 
-    plain_out, plain_scores = in_plain_torch(scenario, engine, given, want)
+    plain_out, plain_scores = in_plain_torch(scenario, engine, drawn, want)
     assert_as_good(talk.answer, plain_out, want.out)
     if policy.decay == 1.0:
         kept_scores = want.kept(-1)[1]
@@ -130,12 +130,12 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt((x * x).mean()))
 
 
-def in_plain_torch(scenario: Scenario, engine, given: Text, want: Answers):
+def in_plain_torch(scenario: Scenario, engine, drawn: Text, want: Answers):
     """Attention as one would write it in this dtype, where the oracle says which key a query sees.
 
     Scores are float32 and grow call by call, as every cache would have it.
     """
-    q, k, v = (engine.tensor(x).nan_to_num(0, 0, 0) for x in given)  # there is NaN at pads
+    q, k, v = (engine.tensor(x).nan_to_num(0, 0, 0) for x in drawn)  # there is NaN at pads
     visible = torch.from_numpy(want.visible).repeat_interleave(scenario.R, dim=1)
     k, v = (x.repeat_interleave(scenario.R, dim=1) for x in (k, v))
     logits = (q @ k.mT) * scenario.D**-0.5
@@ -222,9 +222,9 @@ SIMULATED_CROSSED = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scenario", cases(SIMULATED, SIMULATED_CROSSED))
 def test_simulation_table(scenario, dtype):
-    engine, given = core(dtype), scenario.text()
+    engine, drawn = core(dtype), scenario.text()
     policy = scenario.policy
-    text = Text(*map(engine.exact, given))
+    text = Text(*map(engine.exact, drawn))
     sinks = sinks_of(scenario, engine)
     want = answers(text, scenario.calls, policy, softcap=scenario.softcap, sink_logits=sinks)
     assert want.gap > CLEAR, "a near tie: choose another seed"
@@ -238,5 +238,5 @@ def test_simulation_table(scenario, dtype):
     )
     np.testing.assert_array_equal(evicted_at, want.evicted_at)
     np.testing.assert_allclose(scores, want.last_scores, rtol=3e-5, atol=1e-5)
-    plain_out, _ = in_plain_torch(scenario, engine, given, want)
+    plain_out, _ = in_plain_torch(scenario, engine, drawn, want)
     assert_as_good(as_float64(out), plain_out, want.out)

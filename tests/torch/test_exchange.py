@@ -171,8 +171,8 @@ def test_outputs_are_made_like_the_query():
         assert (out.dtype, evicted_at.dtype, scores.dtype) == (dtype, torch.int32, torch.float32)
         out = make("step", dtype).put("out", None).run()
         assert (out.dtype, out.shape) == (dtype, (2, 1, 4, 8))
-        given = make("step", dtype)
-        assert given.run() is given.get("out")
+        call_with_out = make("step", dtype)
+        assert call_with_out.run() is call_with_out.get("out")
     weighted = ops.new_slots(call.get("keys"), 5, 2, 1, value_weighted=True)
     assert weighted.keys.dtype is DTYPES[-1]
     assert weighted.keys.shape == (2, 2, 5, 8)

@@ -23,7 +23,7 @@ def engine(request):
     return ENGINES[request.param]
 
 
-def whole(seed: int = 5, N: int = sum(CALLS)) -> Text:
+def all_heads(seed: int = 5, N: int = sum(CALLS)) -> Text:
     return inputs.drifting(seed, B=2, H=6, G=3, N=N, sink=True)
 
 
@@ -35,7 +35,7 @@ def one_head(text: Text, g: int) -> Text:
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
 def test_each_head_as_that_head_alone(engine, name):
-    policy, text = POLICIES[name], whole()
+    policy, text = POLICIES[name], all_heads()
     mask = np.concatenate([inputs.left([24, 17], 24), np.ones((2, sum(CALLS) - 24), bool)], 1)
     budgets = BUDGETS.clip(max=[[[policy.heavy * 9, policy.recent * 9]]])
     budgets[..., 0] += budgets.sum(-1) + policy.sinks == 0
@@ -57,7 +57,7 @@ def test_each_head_as_that_head_alone(engine, name):
 
 
 def test_the_core_keeps_what_the_oracle_keeps():
-    policy, text = POLICIES["everything"], whole()
+    policy, text = POLICIES["everything"], all_heads()
     talks = [
         Conversation(e, text, policy, budget=BUDGETS).feed_all(CALLS)
         for e in (ENGINES["oracle"], ENGINES["core"])
@@ -70,7 +70,7 @@ def test_the_core_keeps_what_the_oracle_keeps():
 
 def test_equal_budgets_in_a_store_of_one_axis(engine):
     """The store with `starts` and the one without hold the same, and answer the same."""
-    policy, text = POLICIES["sinks"], whole()
+    policy, text = POLICIES["sinks"], all_heads()
     same = np.broadcast_to([policy.heavy, policy.recent], (2, 3, 2)).copy()
     uneven = Conversation(engine, text, policy, budget=same).feed_all(CALLS)
     even = Conversation(engine, text, policy).feed_all(CALLS)
@@ -82,7 +82,7 @@ def test_equal_budgets_in_a_store_of_one_axis(engine):
 @pytest.mark.parametrize("name", ["h2o", "everything"])
 def test_simulation_with_budgets_of_heads(engine, name, prompt):
     """Equal to the store, and each head as if it were alone."""
-    policy, text = POLICIES[name], whole()
+    policy, text = POLICIES[name], all_heads()
     N = sum(CALLS)
     tensors = [engine.tensor(x) for x in text]
     prompts = engine.tensor(np.full(2, prompt, np.int32))
@@ -119,7 +119,7 @@ def test_memory_goes_with_the_budgets():
 
 def test_slots_of_other_strides_and_with_gaps():
     """What lies between two heads' slots belongs to no head and stays as it is."""
-    policy, text = POLICIES["value-weighted"], whole()
+    policy, text = POLICIES["value-weighted"], all_heads()
     budget = BUDGETS[0][None].repeat(2, axis=0)
     plain = Conversation(ENGINES["core"], text, policy, budget=budget)
     gaps = Conversation(ENGINES["core"], text, policy, budget=budget)
@@ -155,7 +155,7 @@ def test_slots_of_other_strides_and_with_gaps():
     ],
 )
 def test_starts_that_cannot_be(starts, message):
-    text = whole(N=8)
+    text = all_heads(N=8)
     tensors = [torch.from_numpy(x) for x in text]
     slots = ops.new_slots(tensors[1], [11, 4, 40])
     slots = slots._replace(starts=torch.tensor(starts, dtype=torch.int32))
@@ -171,7 +171,7 @@ def test_starts_that_cannot_be(starts, message):
 
 
 def test_shapes_of_an_uneven_store_are_checked():
-    tensors = [torch.from_numpy(x) for x in whole(N=1)]
+    tensors = [torch.from_numpy(x) for x in all_heads(N=1)]
     slots = ops.new_slots(tensors[1], [11, 4, 40])
     with pytest.raises(ValueError, match=r"slots.scores: has shape \[2, 54\], wanted \[B, T\]"):
         ops.step(*tensors, slots._replace(scores=slots.scores[:, 1:].contiguous()))

@@ -156,13 +156,13 @@ def test_sinks_that_are_no_numbers_spoil_their_own_heads(engine):
     sinks = SINKS.copy()
     sinks[2] = np.nan  # of the second group
     talk = Conversation(ENGINES[engine], text, POLICIES["h2o"], mask=mask, sink_logits=sinks)
-    whole = Conversation(ENGINES[engine], text, POLICIES["h2o"], mask=mask, sink_logits=SINKS)
+    unspoiled = Conversation(ENGINES[engine], text, POLICIES["h2o"], mask=mask, sink_logits=SINKS)
     for call in CALLS:
         talk.feed(call)
-        whole.feed(call)
+        unspoiled.feed(call)
     assert np.isnan(talk.answer[:, -1, 2]).all()
     for h in (0, 1, 4, 5):
-        assert_same(talk.answer[:, :, h], whole.answer[:, :, h])
+        assert_same(talk.answer[:, :, h], unspoiled.answer[:, :, h])
 
 
 @every_engine

@@ -127,9 +127,9 @@ def test_equal_cosines_take_the_lower_position(module, D, n):
         dict(zip(*x, strict=True))
         for x in zip(slots.positions[:, 0].tolist(), slots.bias[:, 0].tolist(), strict=True)
     ]
-    for found in of:
-        assert found.pop(0) == pytest.approx(math.log(2))
-        assert set(found.values()) == {0.0}
+    for biases in of:
+        assert biases.pop(0) == pytest.approx(math.log(2))
+        assert set(biases.values()) == {0.0}
 
 
 def pairs(*values):
@@ -321,9 +321,9 @@ def test_the_core_simulates_as_the_oracle():
     N = 90
     text = [torch.from_numpy(x) for x in inputs.drifting(11, B=2, H=4, G=2, N=N, D=24)]
     mask = torch.from_numpy(inputs.holes(2, [80, 61], N))
-    given = *text, torch.tensor([20, 1]).int(), torch.tensor([[9, 5], [4, 12]]).int()
+    operands = *text, torch.tensor([20, 1]).int(), torch.tensor([[9, 5], [4, 12]]).int()
     results = [
-        module.simulate(*given, mask=mask, **POLICIES["decayed"].ranking)
+        module.simulate(*operands, mask=mask, **POLICIES["decayed"].ranking)
         for module in (reference, ops)
     ]
     torch.testing.assert_close(results[1][0], results[0][0], rtol=3e-5, atol=3e-5)

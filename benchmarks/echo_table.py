@@ -1,0 +1,63 @@
+"""P24: what ranking by echo adds to a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import h2o
+
+from .correctness import WrongResult
+from .model_tables import load, prompt
+from .options import Options
+from .timing import Contender, Row, race
+
+ROBUST = h2o.H2OConfig.robust(0.1, of="bytes")
+CONFIGS = {
+    "robust": ROBUST,
+    "robust, echo": replace(ROBUST, rank_by="echo", value_weighted=False),
+    "retrieval": h2o.H2OConfig.retrieval(0.1, of="bytes"),
+}
+"""The first is what the others are held against."""
+
+BOUND = 1e-3
+"""Of the difference between what the model says of a prompt, by its largest element: no ranking
+changes that."""
+
+
+def echo(options: Options) -> Iterator[Row]:
+    """P24: SmolLM2 without its head reads a prompt and cuts it to a tenth of the bytes."""
+    for dtype, _ in options.wanted("float32", "bfloat16"):
+        model, tokenizer = load(dtype)
+        model.set_attn_implementation("h2o")
+        for length in options.prompts:
+            ids = prompt(tokenizer, length)
+            times = race(
+                [Contender(name, partial(read, model, ids, name)) for name in CONFIGS],
+                options.rounds,
+            )
+            expected = read(model, ids, "robust")[0]
+            for name in list(CONFIGS)[1:]:
+                answer, cache = read(model, ids, name)
+                total = cache.report().total
+                facts = {"bytes held": total.bytes_held, "bytes of a full cache": total.bytes_full}
+                difference = float((answer - expected).abs().max() / expected.abs().max())
+                if difference > BOUND:
+                    raise WrongResult(f"{name}: the prompt is read otherwise, by {difference:.1e}")
+                yield Row(
+                    "P24", f"SmolLM2, prefill, {name} / robust", f"{dtype}, {length} tokens",
+                    ours=times[name], peer=times["robust"], error=f"{difference:.1e}", facts=facts,
+                )  # fmt: skip
+
+
+def read(model: Any, ids: Tensor, name: str) -> tuple[Tensor, h2o.H2OCache]:
+    """What the model says of a prompt [1, n], and the cache that is left."""
+    cache = h2o.H2OCache(model.config, CONFIGS[name])
+    with torch.no_grad():
+        out = model.base_model(ids, past_key_values=cache, use_cache=True)
+    return out.last_hidden_state, cache

@@ -1,0 +1,46 @@
+"""Where the question of a request begins: what stands before it is a document."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from typing import Any
+
+__all__ = ["question_tokens"]
+
+QUESTION = re.compile(r"^[ \t]*(?:Question|Q)\b.*", re.MULTILINE)
+
+
+def question_tokens(tokens: list[int], tokenizer: Any) -> int:
+    """How many tokens at the end of a request ask about what stands before them.
+
+    They begin with the last line that begins with "Question" or "Q", or else with the last line of
+    all. Of a single line it is the last token.
+
+    Args:
+        tokens: of the request, at least two.
+
+    Returns:
+        A number from 1 to one less than there are tokens.
+
+    Raises:
+        ValueError: fewer tokens.
+    """
+    if len(tokens) < 2:
+        raise ValueError(
+            "protocol=read cuts before the question, and a request of one token has nothing before "
+            "it: use protocol=drop"
+        )
+
+    def text(last: int) -> str:
+        part = tokens[len(tokens) - last :]
+        return tokenizer.decode(part, clean_up_tokenization_spaces=False)
+
+    whole_text = text(len(tokens)).rstrip()
+    starts = [match.start() for match in QUESTION.finditer(whole_text)]
+    begin = starts[-1] if starts else whole_text.rfind("\n") + 1
+    if begin == 0:
+        return 1
+    question = whole_text[begin:].strip()
+    counts = range(1, len(tokens) - 1)
+    return 1 + bisect.bisect_left(counts, True, key=lambda n: question in text(n))

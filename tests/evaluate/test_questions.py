@@ -1,0 +1,193 @@
+"""`--protocol read`: documents are cut before their questions, whoever asks them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+from h2o import H2OCache
+from h2o.evaluate.questions import question_tokens
+from h2o.evaluate.setting import parse
+from h2o.hf.reading import read
+from tests.evaluate.test_lm import close, make, numbers
+
+DOCUMENT = "The gate of the farm is blue.\nIt was painted in May, when the wells were dry.\n"
+CONTEXTS = [
+    DOCUMENT + "Question: What colour is the gate?\nAnswer:",
+    DOCUMENT * 2 + "When was it painted?",
+    "Question: is it?\nAnswer: no\n\n" + DOCUMENT + "Q: were the wells dry in May, or not?\n\nA:",
+    "One line, and therefore",
+]
+QUESTIONS = [
+    "Question: What colour is the gate?\nAnswer:",
+    "When was it painted?",
+    "Q: were the wells dry in May, or not?\n\nA:",
+    None,
+]
+ANSWERS = [" blue, as I said", " May"]
+PAIRS = [(context, answer) for context in CONTEXTS for answer in ANSWERS]
+SETTINGS = ["h2o:4+4", "retrieval:0.3", "robust:0.4", "sink:2+5", "echo:0.2", "reread:0.2"]
+
+
+@pytest.fixture(scope="module")
+def lm(tokenizer):
+    return make(tokenizer)
+
+
+def alone(lm, setting, context, new):
+    """A cache that has read the document, what follows it and `new` tokens [1, n], by hand."""
+    ids = torch.tensor([lm.tok_encode(context)])
+    n = ids.shape[1] - question_tokens(ids[0].tolist(), lm.tokenizer)
+    if setting.scored_by:
+        how = {"scored_by": setting.scored_by, "tokenizer": lm.tokenizer}
+        cache = read(lm.model, ids[:, :n], setting.config, **how)
+    else:
+        cache = H2OCache(lm.model.config, setting.config, prompt_length=n)
+        with torch.no_grad():
+            lm.model(ids[:, :n], past_key_values=cache)
+    return cache, torch.cat([ids[:, n:], new], 1)
+
+
+# ---- Where it begins ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("context", "question"), [*zip(CONTEXTS, QUESTIONS, strict=True)])
+def test_where_a_question_begins(tokenizer, context, question):
+    tokens = tokenizer(context, add_special_tokens=False)["input_ids"]
+    n = question_tokens(tokens, tokenizer)
+    if question is None:
+        assert n == 1
+    else:
+        assert tokenizer.decode(tokens[-n:]).strip() == question
+        assert question not in tokenizer.decode(tokens[1 - n :])
+
+
+def test_a_token_is_no_document(tokenizer, lm):
+    assert question_tokens([5, 6], tokenizer) == 1
+    with pytest.raises(ValueError, match=r"use protocol=drop"):
+        question_tokens([5], tokenizer)
+    lm.use(parse("full"), "read")
+    with pytest.raises(ValueError, match=r"use protocol=drop"):
+        lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("abc",), 0)], True)
+
+
+# ---- What is answered --------------------------------------------------------------------------
+
+
+def test_a_budget_that_never_bites_is_the_protocol_drop(lm):
+    lm.use(parse("full"), "drop")
+    want = numbers(lm, PAIRS)
+    for name in ("full", "h2o:500+0", "retrieval:500"):
+        lm.use(parse(name), "read")
+        got = numbers(lm, PAIRS)
+        close(got[0], want[0])
+        assert got[1] == want[1]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_log_likelihoods(lm, name):
+    """In a batch as one by one with a cache by hand, and not those of the whole context."""
+    setting = parse(name)
+    lm.use(setting, "read")
+    lm.batch_size_per_gpu = 5
+    together = numbers(lm, PAIRS)[0]
+    for (context, answer), got in zip(PAIRS, together, strict=True):
+        tokens = torch.tensor([lm.tok_encode(answer)])
+        cache, rest = alone(lm, setting, context, tokens)
+        logits = stepped(lm.model, rest, tokens.shape[1], cache)
+        want = logits.log_softmax(-1).gather(-1, tokens[0, :, None]).sum()
+        close(got, want.double())
+    if setting.dropping:
+        lm.use(setting, "drop")
+        assert (numbers(lm, PAIRS)[0] - together).abs().max() > 0.01
+
+
+def stepped(model, ids, n, cache):
+    """Logits [n, vocabulary] of the last n tokens: what precedes them at once, then one by one."""
+    pieces = [ids[:, :-n], *ids[:, -n:-1].split(1, dim=1)]
+    with torch.no_grad():
+        logits = [model(x, past_key_values=cache).logits[0, -1] for x in pieces]
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_texts(lm, name):
+    """With pads before documents and before questions, and another end for each."""
+    setting = parse(name)
+    lm.use(setting, "read")
+    lm.batch_size_per_gpu = 3
+    how = {"until": ["\n\n"], "max_gen_toks": 9}
+    requests = [Instance("generate_until", {}, (x, how), i) for i, x in enumerate(CONTEXTS)]
+    texts = lm.generate_until(requests, True)
+    for context, text in zip(CONTEXTS, texts, strict=True):
+        cache, rest = alone(lm, setting, context, torch.empty(1, 0, dtype=torch.long))
+        tokens = []
+        with torch.no_grad():
+            for _ in range(9):
+                rest = lm.model(rest, past_key_values=cache).logits[:, -1:].argmax(-1)
+                tokens.append(rest.item())
+        assert lm.tokenizer.decode(tokens).startswith(text)
+        assert text
+
+
+def test_what_is_said_of_it(lm):
+    lm.use(parse("h2o:0.5+0"), "read")
+    numbers(lm, PAIRS[:1])
+    n = len(lm.tok_encode(CONTEXTS[0]))
+    said = lm.describe()
+    assert (said["protocol"], said["ratio_of"], said["prompt_len"]) == (
+        "read",
+        "prompt",
+        "document",
+    )
+    document = n - question_tokens(lm.tok_encode(CONTEXTS[0]), lm.tokenizer)
+    assert (said["tokens_seen"], said["tokens_kept"]) == (document, document // 2)
+
+
+def test_generated_texts_are_counted(lm):
+    prompts = [lm.tok_encode(x) for x in CONTEXTS]
+    documents = [len(x) - question_tokens(x, lm.tokenizer) for x in prompts]
+    requests = [Instance("generate_until", {}, (x, {"max_gen_toks": 2}), 0) for x in CONTEXTS]
+    for protocol, lengths in (("drop", list(map(len, prompts))), ("read", documents)):
+        lm.use(parse("local:8"), protocol)
+        lm.generate_until(requests, True)
+        tally = lm.tally
+        assert (tally.requests, tally.tokens_seen) == (4, sum(lengths))
+        assert tally.tokens_kept == 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol", "words"),
+    [
+        ("mask-local:0.1+0.1", "read", "use protocol=simulate"),
+        ("reread:0.1", "drop", "use protocol=read"),
+        ("echo:0.1", "simulate", "use protocol=read"),
+    ],
+)
+def test_what_does_not_go_together(lm, name, protocol, words):
+    with pytest.raises(ValueError, match=words):
+        lm.use(parse(name), protocol)
+
+
+@pytest.mark.slow
+def test_tasks_of_ruler(folder, tmp_path):
+    """They are made up for the tokenizer at hand; lengths without texts have no number."""
+    subprocess.run(
+        [
+            sys.executable, "-m", "h2o", "eval", "--tasks", "niah_single_1", "--model", folder,
+            "--metadata", '{"max_seq_lengths": [8192]}', "--limit", "2", "--protocol", "read",
+            "--compare", "full,retrieval-bytes:0.5", "-o", tmp_path,
+        ],
+        check=True,
+        timeout=600,
+    )  # fmt: skip
+    cells = json.loads((tmp_path / "compare.json").read_text())["cells"]
+    for cell, setting in zip(cells, ("full", "retrieval-bytes:0.5"), strict=True):
+        assert (cell["facts"]["setting"], cell["facts"]["protocol"]) == (setting, "read")
+        assert list(cell["result"]["metrics"]["niah_single_1"]) == ["8192"]
+        assert cell["result"]["requests"] == 2
