@@ -2,9 +2,10 @@
 
     python tools/draw_results.py
 
-Left, what eviction costs at equal bytes, in the middle, what is found of facts that nobody had asked
-for (docs/results.md); right, what a token takes after a prompt (benchmarks/README.md). The figures are read from those tables alone, and a hash of them goes into
-the picture, so that tests/test_documentation.py tells a picture that has fallen behind.
+Left, what eviction costs at equal bytes, in the middle, what is found of facts that nobody had
+asked for (docs/results.md); right, what a token takes after a prompt (benchmarks/README.md). The
+figures are read from those tables alone, and a hash of them goes into the picture, so that
+tests/test_documentation.py tells a picture that has fallen behind.
 """
 
 from __future__ import annotations
@@ -108,8 +109,11 @@ def draw(shown: Figures) -> Any:
         if setting == FULL:
             recall.axhline(points[0][1], color="grey", linewidth=0.8, label=FULL)
         else:
-            how = {"label": LABELS[setting], "color": colours[setting]}
-            recall.plot(*zip(*points, strict=True), marker="o", markersize=4, **how)
+            label = None if setting in shown.losses else LABELS[setting]  # colours as on the left
+            recall.plot(
+                *zip(*points, strict=True),
+                marker="o", markersize=4, label=label, color=colours[setting],
+            )  # fmt: skip
     recall.set(
         title="Facts found that nobody had asked for", xlabel="bytes kept, % of a full cache's",
         ylabel="share of 60", xlim=(0, None), ylim=(-0.03, 1), xticks=shown.bytes_kept,
