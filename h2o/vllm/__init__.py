@@ -7,23 +7,44 @@ vLLM calls `register` in each of its processes, as the entry point `h2o` of
 
 from __future__ import annotations
 
-__all__ = ["TESTED", "register"]
+import logging
+
+__all__ = ["TESTED", "is_tested", "register"]
 
 TESTED = ("0.32",)
 """Minor versions of vLLM whose internals `plugin` was tested with."""
 
 
+def is_tested(version: str) -> bool:
+    """Whether a version of vLLM is one of `TESTED`."""
+    return ".".join(version.split(".")[:2]) in TESTED
+
+
 def register() -> None:
-    """Tells vLLM of h2o's attention; of another vLLM than `TESTED` only who refuses to serve."""
-    from vllm.v1.attention.backends import registry
+    """Tells vLLM of h2o's attention on the CPU. Backends of other platforms, and of another vLLM
+    than `TESTED`, only learn who refuses to serve: an entry `h2o` is not passed over in silence,
+    not even by vLLM's V2 model runner, which asks no logits processor of this kind."""
     from vllm.version import __version__ as version
 
-    tested = ".".join(version.split(".")[:2]) in TESTED
-    module = "plugin" if tested else "untested"
-    registry.register_backend(
-        registry.AttentionBackendEnum.CPU_ATTN, f"h2o.vllm.{module}.H2OAttentionBackend"
-    )
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError:  # nobody there who could refuse
+        logging.getLogger("vllm.h2o").warning(
+            "h2o knows vLLM %s, not %s: an entry h2o of --additional-config is passed over",
+            *(", ".join(TESTED), version),
+        )
+        return
+
+    tested = is_tested(version)
+    served = "plugin.H2OAttentionBackend" if tested else "untested.CPU_ATTN"
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"h2o.vllm.{served}")
+    for backend in AttentionBackendEnum:
+        on_cpu = backend.name.startswith(("CPU_", "AMX_"))
+        by_path = backend.name == "ROCM_AITER_FA"  # vLLM imports its module
+        if backend.value and not (on_cpu or by_path or backend.is_overridden()):
+            register_backend(backend, f"h2o.vllm.untested.{backend.name}")
     if tested:
-        from h2o.vllm import plugin
+        from h2o.vllm import metrics, plugin
 
         plugin.register_requests()
+        metrics.publish()

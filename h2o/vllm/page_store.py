@@ -7,14 +7,16 @@ pages is a batch of rows for `h2o.ops`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from h2o import ops
 from h2o.slots import PER_ROW, PER_SLOT
 
-__all__ = ["PageStore", "page_bytes"]
+__all__ = ["Eviction", "PageStore", "page_bytes"]
 
 
 def page_bytes(page: ops.Slots) -> int:
@@ -26,6 +28,17 @@ def _fields(page: ops.Slots) -> list[tuple[str, torch.Tensor]]:
     """The fields of a page, those of large elements first: so each begins at a multiple of them."""
     fields = [(name, getattr(page, name)) for name in PER_ROW if getattr(page, name) is not None]
     return sorted(fields, key=lambda field: -field[1].element_size())
+
+
+class Eviction(NamedTuple):
+    """What became of the keys of requests."""
+
+    keys: int
+    """evicted so far, over all heads"""
+    lost: float
+    """attention that those had received"""
+    kept: float
+    """attention that the others have received"""
 
 
 class PageStore:
@@ -46,12 +59,17 @@ class PageStore:
             parts[name] = part.copy_(field.expand_as(part))
             begin = end
         self.pages = page._replace(**parts)
+        self.lock = threading.Lock()
+        """Held by who writes to pages, and by who counts while another thread may write"""
+        self.evicted = 0
+        """Keys, by requests whose pages have been taken by others since"""
         self._range = (0, 0)
         self._rows = self.pages
 
     def empty(self, page: int, budgets: Sequence[tuple[int, int]]) -> None:
         """Makes a page that of a new request, with (heavy, recent) for all heads or for each."""
         pages = self.pages
+        self.evicted += self._evicted(slice(page, page + 1))
         for name in PER_SLOT:
             field = getattr(pages, name)
             if field is not None and name not in ("keys", "values"):
@@ -59,6 +77,27 @@ class PageStore:
         for field in (pages.free, pages.lengths, pages.lost):
             field[page] = 0
         pages.budget[page] = torch.tensor(budgets, dtype=torch.int32).view_as(pages.budget[page])
+
+    def _evicted(self, part: slice) -> int:
+        """Keys evicted by the requests that have some pages now, or had them last."""
+        lengths, positions = (
+            x[part].cpu().numpy() for x in (self.pages.lengths, self.pages.positions)
+        )
+        return int(lengths.sum()) * self.pages.free.shape[1] - int((positions >= 0).sum())
+
+    def eviction(self) -> Eviction:
+        """Of all requests so far; attention: of those whose pages no others have taken since.
+
+        In NumPy, for which no second team of threads is started where another thread asks.
+        """
+        pages = self.pages
+        with self.lock:
+            scores, positions, lost = (
+                x.cpu().numpy() for x in (pages.scores, pages.positions, pages.lost)
+            )
+            kept = scores.sum(where=positions >= 0, dtype="float64")
+            keys = self.evicted + self._evicted(slice(None))
+            return Eviction(keys, float(lost.sum()), float(kept))
 
     def rows(self, first: int, end: int) -> ops.Slots:
         """The slots of the pages first to end - 1."""

@@ -163,15 +163,16 @@ class PagedLayer:
             key, value: [n, G, D].
             out: [n, H, D], contiguous, written.
         """
-        for page in batch.late:
-            if page in self.uncut:
-                self._cut(page, *self.uncut.pop(page))
-        for piece in batch.pieces:
-            part = slice(piece.begin, piece.end)
-            q, k, v = (x[part].transpose(0, 1)[None] for x in (query, key, value))
-            self._piece(piece, q, k, v, out[part][None])
-        for steps in batch.steps:
-            self._steps(steps, query, key, value, out)
+        with self.store.lock:
+            for page in batch.late:
+                if page in self.uncut:
+                    self._cut(page, *self.uncut.pop(page))
+            for piece in batch.pieces:
+                part = slice(piece.begin, piece.end)
+                q, k, v = (x[part].transpose(0, 1)[None] for x in (query, key, value))
+                self._piece(piece, q, k, v, out[part][None])
+            for steps in batch.steps:
+                self._steps(steps, query, key, value, out)
 
     def _piece(self, piece: Piece, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Tokens of one request. query [1, H, Q, D], key, value [1, G, Q, D], out [1, Q, H, D]."""

@@ -20,6 +20,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
@@ -30,6 +31,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from h2o.budgets import amount_of
 from h2o.config import H2OConfig
+from h2o.vllm.metrics import Meter, Place
 from h2o.vllm.page_budget import PageBudget, config_of
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_rows import Batch, PagedLayer, Request, plan
@@ -221,11 +223,6 @@ def page_spec(spec: AttentionSpec, budget: PageBudget) -> PageSpec:
             f"{spec.head_size_v} in vLLM"
         )
     keys = torch.empty(1, spec.num_kv_heads, 1, spec.head_size, dtype=spec.dtype)
-    content = budget.page_bytes(keys)
-    full = budget.longest * spec.num_kv_heads * 2 * spec.head_size * spec.dtype.itemsize
-    logger.info_once(
-        "h2o: a request takes %d bytes a layer; with all keys it would take up to %d", content, full
-    )
     return PageSpec(
         block_size=BLOCK,
         num_kv_heads=spec.num_kv_heads,
@@ -233,7 +230,28 @@ def page_spec(spec: AttentionSpec, budget: PageBudget) -> PageSpec:
         dtype=torch.uint8,
         num_head_slots=1,
         tokens_per_state=BLOCK,
-        state_content_bytes=content,
+        state_content_bytes=budget.page_bytes(keys),
+    )
+
+
+def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Meter:
+    """Of the pages of some layers, once it is known how many there are; logs that."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    known = vllm_config.compilation_config.static_forward_context
+    impls = [known[name].impl for name in layers]
+    pages = vllm_config.cache_config.num_gpu_blocks or 1
+    size = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model).itemsize
+    full = model.max_model_len * spec.num_kv_heads * 2 * spec.head_size * size
+    logger.info_once(
+        "h2o: %d requests fit, where with all keys %d of the longest would: each takes %d bytes "
+        "a layer instead of %d",
+        *(pages - 1, pages * spec.page_size_bytes // full, spec.page_size_bytes, full),
+    )
+    return Meter(
+        Place(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
+        spec.page_size_bytes * len(layers),
+        pages - 1,  # the first is vLLM's
+        lambda: [impl.paged.store for impl in impls if impl.paged is not None],
     )
 
 
@@ -292,11 +310,13 @@ class BatchBuilder(AttentionMetadataBuilder[Metadata]):
         self.request: Callable[[int], Request | None] = (
             (lambda row: None) if requests is None else requests.rows.get
         )
+        self.meter = meter_of(vllm_config, layer_names, kv_cache_spec)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Metadata:
         rows = common_attn_metadata
+        self.meter.stepped()
         return Metadata(
             plan(
                 rows.query_start_loc_cpu.tolist(),

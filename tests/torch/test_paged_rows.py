@@ -7,12 +7,16 @@ that are used again, requests that leave. tests/vllm has the same with vLLM.
 from __future__ import annotations
 
 import dataclasses
+import json
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from h2o import H2OConfig, ops
+from h2o.vllm import metrics
 from h2o.vllm.page_budget import PageBudget, config_of
 from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_rows import GAP, IDLE, PagedLayer, Request, plan
@@ -193,6 +197,84 @@ def test_a_request_that_is_read_again_with_its_answer(name):
     wanted, slots = alone(CONFIGS[name], each)
     torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
     assert torch.equal(layer.store.rows(4, 5).positions, slots.positions)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_evictions_are_counted_where_pages_are_used_again(name):
+    """And the attention that went to them: what requests alone have lost."""
+    layer, served = paged(CONFIGS[name]), talks()
+    traffic(layer, served, seed=3, room=1000)
+    slots = [alone(CONFIGS[name], each)[1] for each in served]
+    eviction = layer.store.eviction()
+    assert eviction.lost == pytest.approx(sum(float(x.lost.sum()) for x in slots))
+    kept = sum(float(x.scores[x.positions >= 0].double().sum()) for x in slots)
+    assert eviction.kept == pytest.approx(kept)
+
+    served = [talk(seed, each.prompt, each.tokens) for seed, each in enumerate(talks() * 5)]
+    assert len(served) > PAGES
+    before = eviction.keys
+    traffic(layer, served, seed=3, room=1000)
+    kept = sum(int((each.kept >= 0).sum()) for each in served)
+    evicted = G * sum(each.tokens for each in served) - kept
+    assert layer.store.eviction().keys == before + evicted
+    assert evicted == 0 if name == "all keys" else evicted > 500
+
+
+def test_a_meter_leaves_its_numbers_for_the_servers_first_process(tmp_path, monkeypatch):
+    layer, place = paged(CONFIGS["tokens"]), metrics.Place("tiny", "0", "1")
+    monkeypatch.setenv(metrics.FOLDER, str(tmp_path / "numbers"))
+    monkeypatch.setattr(metrics, "SECONDS", 0.01)
+    meter = metrics.Meter(place, 4096, 12, lambda: [layer.store])
+    meter.write()
+    (file,) = (tmp_path / "numbers").iterdir()
+    numbers = {"h2o:request_bytes": 4096, "h2o:requests_that_fit": 12}
+    nothing = {"h2o:evicted_keys": 0, "h2o:share_held": None}
+    assert json.loads(file.read_text()) == [list(place), numbers | nothing]
+    traffic(layer, talks(), seed=3, room=1000)
+    meter.stepped()
+    while json.loads(file.read_text())[1] == numbers | nothing:
+        time.sleep(0.01)
+    assert json.loads(file.read_text())[1]["h2o:evicted_keys"] == layer.store.eviction().keys
+    assert [x.name for x in file.parent.iterdir()] == ["0-1.json"]
+
+
+def test_numbers_are_counted_between_two_passes_of_a_layer():
+    """By another thread, all the time: what is evicted never becomes less, and is not counted
+    twice where a page is taken by the next request."""
+    layer, counts, done = paged(CONFIGS["tokens"]), [], threading.Event()
+    served = [talk(seed, each.prompt, each.tokens) for seed, each in enumerate(talks() * 5)]
+
+    def count() -> None:
+        while not done.is_set():
+            counts.append(layer.store.eviction().keys)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        traffic(layer, served, seed=3, room=1000)
+    finally:
+        done.set()
+        thread.join()
+    counts.append(layer.store.eviction().keys)
+    assert len(set(counts)) > 20
+    assert counts == sorted(counts)
+
+
+def test_a_folder_that_takes_no_numbers_is_a_warning(tmp_path, monkeypatch):
+    """Whether it cannot be made, or its place is taken."""
+    for folder in (tmp_path / "missing" / "numbers", tmp_path / "file"):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv(metrics.FOLDER, str(folder))
+        meter = metrics.Meter(metrics.Place("tiny", "0", "0"), 1, 1, list)
+        with pytest.warns(RuntimeWarning, match="/metrics lacks numbers: .*(missing|file)"):
+            meter.write()
+
+
+def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
+    monkeypatch.delenv(metrics.FOLDER, raising=False)
+    meter = metrics.Meter(metrics.Place("tiny", "0", "0"), 1, 1, lambda: pytest.fail("asked"))
+    meter.stepped()
+    meter.write()
 
 
 def test_pages_far_apart_make_several_calls():

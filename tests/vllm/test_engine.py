@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from h2o import H2OConfig
 from h2o.config import UNLIMITED
-from tests.vllm.engines import MiB, alone, engine, prompts, served, tiny
+from tests.vllm.engines import MiB, SamplingParams, alone, engine, prompts, served, tiny
 
 SMALL = {"heavy": 8, "recent": 8}
 
@@ -90,6 +91,22 @@ def test_sampled_requests_do_not_depend_on_their_neighbours(llama):
         by_itself = [served(llm, [prompt], **sampling)[0] for prompt in prompts()]
     assert beside == by_itself
     assert len({*map(tuple, beside)}) == len(beside)
+
+
+def test_log_likelihoods_of_a_prompt_are_those_of_all_keys(llama):
+    """Since a prompt is cut when it has been read, also where that happens in chunks."""
+    folder, model = llama
+    model.set_attn_implementation("sdpa")
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    with engine(folder, SMALL, max_num_batched_tokens=32) as llm:
+        requests = [prompt for prompt in prompts() if len(prompt) > 16]
+        outs = llm.generate([{"prompt_token_ids": x} for x in requests], sampling, use_tqdm=False)
+    for prompt, out in zip(requests, outs, strict=True):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        wanted = [x[token].item() for x, token in zip(logprobs, prompt[1:], strict=True)]
+        pairs = zip(out.prompt_logprobs[1:], prompt[1:], strict=True)
+        assert [x[token].logprob for x, token in pairs] == pytest.approx(wanted, abs=1e-3)
 
 
 def test_more_requests_fit(llama):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
+
 import pytest
 from transformers import AutoConfig
 
@@ -9,7 +13,10 @@ import h2o.vllm
 from tests.vllm.engines import engine, tiny
 
 EngineArgs = pytest.importorskip("vllm").EngineArgs
-from h2o.vllm import plugin  # noqa: E402 - where vLLM is
+from vllm.config import set_current_vllm_config  # noqa: E402 - where vLLM is
+from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
+
+from h2o.vllm import plugin  # noqa: E402
 
 SMALL = {"heavy": 8, "recent": 8}
 
@@ -93,6 +100,40 @@ def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):
         monkeypatch.undo()
         h2o.vllm.register()
         selector._cached_get_attn_backend.cache_clear()
+
+
+def test_a_vllm_without_such_backends_serves_as_ever_and_says_so(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
+    monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
+    h2o.vllm.register()
+    assert "h2o knows vLLM 0.32, not 0.32.0: an entry h2o of --additional-config is" in caplog.text
+
+
+def test_attention_of_other_platforms_is_refused_and_without_the_entry_is_vllms(llama):
+    """Asked for as a GPU's platform asks, which takes the first backend that can be had; one that
+    cannot be imported it passes over."""
+    arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
+    served = EngineArgs(**arguments, additional_config={"h2o": SMALL}).create_engine_config()
+    with set_current_vllm_config(served):
+        for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TRITON_MLA"):
+            with pytest.raises(ValueError, match=f"does not serve attention by {name}, only"):
+                AttentionBackendEnum[name].get_class()
+    flex = AttentionBackendEnum.FLEX_ATTENTION
+    for config in (EngineArgs(**arguments).create_engine_config(), None):
+        with contextlib.nullcontext() if config is None else set_current_vllm_config(config):
+            assert flex.get_class().full_cls_name() == tuple(flex.value.rsplit(".", 1))
+
+
+def test_the_v2_model_runner_is_refused(llama, monkeypatch):
+    """Of this build vLLM refuses it before it has a config, so it is asked for afterwards."""
+    config = EngineArgs(
+        model=str(llama), skip_tokenizer_init=True, max_model_len=256,
+        additional_config={"h2o": SMALL},
+    ).create_engine_config()  # fmt: skip
+    plugin.refuse(config)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="V2 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"):
+        plugin.refuse(config)
 
 
 def test_drafts_are_refused(llama):

@@ -2,115 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import re
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
 
 import pytest
 
-from h2o import H2OConfig, models
-from tests.launch import ENVIRONMENT, ROOT
-from tests.vllm.engines import alone, prompts, tiny
+from h2o import H2OConfig
+from h2o.vllm.metrics import SECONDS
+from tests.vllm.engines import alone, prompts
+from tests.vllm.servers import NEW, SMALL, metric, openai, serving, together, with_tokenizer
 
-openai = pytest.importorskip("openai")
-
-SMALL = {"heavy": 8, "recent": 8}
-NEW = 24
 CLIENTS = 64
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """A tiny model with the tokenizer of the default one."""
-    from transformers import AutoTokenizer
-
     folder = tmp_path_factory.mktemp("llama")
-    tokenizer = AutoTokenizer.from_pretrained(models.embedded_folder())
-    tokenizer.save_pretrained(folder)
-    return folder, tiny("llama", folder, head_dim=32, vocab_size=len(tokenizer), pad_token_id=0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return folder, with_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")
-def server(llama, tmp_path_factory):
-    """The address of a server. `vllm serve` of the CPU build ends before it reads an option."""
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
-    options = {
-        "model": llama[0], "served-model-name": "tiny", "port": port, "host": "127.0.0.1",
-        "dtype": "float32", "max-model-len": 256, "max-num-seqs": 32,
-        "kv-cache-memory-bytes": 2_000_000, "additional-config": json.dumps({"h2o": SMALL}),
-        "logits-processors": "h2o.vllm.plugin:Budgets",
-    }  # fmt: skip
-    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *flags],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        )
-    try:
-        for _ in range(400):
-            assert process.poll() is None, log.read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(1)
-        yield f"http://127.0.0.1:{port}"
-        assert process.poll() is None, log.read_text()[-4000:]
-    finally:
-        process.terminate()
-        process.wait(60)
+def running(llama, tmp_path_factory):
+    with serving(llama[0], tmp_path_factory.mktemp("server") / "log") as server:
+        yield server
+        assert server.process.poll() is None, server.log.read_text()[-4000:]
 
 
-def metric(server: str, name: str) -> float:
-    text = urllib.request.urlopen(f"{server}/metrics", timeout=30).read().decode()
-    return sum(float(x) for x in re.findall(rf"^vllm:{name}(?:{{.*}})? ([\d.e+]+)$", text, re.M))
-
-
-async def answered(client, prompt: list[int], stream: bool, leave: bool = False, **body) -> list:
-    request = {
-        "model": "tiny", "prompt": prompt, "max_tokens": NEW, "temperature": 0,
-        "extra_body": {"ignore_eos": True, "return_token_ids": True, **body},
-    }  # fmt: skip
-    if not stream:
-        out = await client.completions.create(**request)
-        return out.choices[0].token_ids
-    tokens = []
-    async with await client.completions.create(stream=True, **request) as events:
-        async for event in events:
-            tokens += event.choices[0].token_ids
-            if leave and len(tokens) > 3:
-                break
-    return tokens
-
-
-def together(server: str, requests: list, **options) -> list:
-    """The answers of as many clients as requests, all at once; every other one is a stream."""
-
-    async def run():
-        address = f"{server}/v1"
-        async with openai.AsyncOpenAI(base_url=address, api_key="none", timeout=300) as client:
-            calls = [
-                answered(client, prompt, **{"stream": i % 2 == 0} | options)
-                for i, prompt in enumerate(requests)
-            ]
-            return await asyncio.gather(*calls)
-
-    return asyncio.run(run())
+@pytest.fixture
+def server(running):
+    """The address of the server."""
+    return running.address
 
 
 def texts(number: int, seed: int) -> list[list[int]]:
@@ -123,7 +44,27 @@ def test_clients_are_answered_as_an_h2o_cache_answers(server, llama):
     wanted = alone(llama[1], requests, H2OConfig(**SMALL), NEW)
     answers = together(server, requests)
     assert [x == y for x, y in zip(answers, wanted, strict=True)] == [True] * CLIENTS
-    assert metric(server, "num_preemptions_total") == 0
+    assert metric(server, "vllm:num_preemptions_total") == 0
+
+
+def test_metrics_have_the_numbers_of_h2o(running):
+    """Evictions of these requests to the last, in two layers of two heads."""
+    server, requests = running.address, texts(12, 5)
+    together(server, requests[:1])
+    time.sleep(SECONDS + 3)
+    before = metric(server, "h2o:evicted_keys_total")
+    together(server, requests)
+    evicted = 4 * sum(max(0, len(request) + NEW - 1 - 16) for request in requests)
+    for _ in range(30):
+        if metric(server, "h2o:evicted_keys_total") == before + evicted:
+            break
+        time.sleep(1)
+    assert metric(server, "h2o:evicted_keys_total") == before + evicted
+    assert 0.1 < metric(server, "h2o:share_held") < 0.9
+    size, fit = (int(metric(server, f"h2o:{x}")) for x in ("request_bytes", "requests_that_fit"))
+    assert fit == 2_000_000 // size - 1
+    said = f"h2o: {fit} requests fit, where with all keys 7 of the longest would: each takes"
+    assert said in running.log.read_text()
 
 
 def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
@@ -156,7 +97,7 @@ def test_clients_that_leave_change_nothing(server, llama):
     assert all(3 < len(x) < NEW for x in left)
     requests = texts(8, 3)
     assert together(server, requests) == alone(llama[1], requests, H2OConfig(**SMALL), NEW)
-    assert metric(server, "num_requests_running") == 0
+    assert metric(server, "vllm:num_requests_running") == 0
 
 
 @pytest.mark.parametrize(

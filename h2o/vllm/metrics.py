@@ -1,0 +1,166 @@
+"""The numbers of h2o in a server's `/metrics`.
+
+vLLM has no way for a plugin's numbers from the processes that hold pages to the one that answers
+`/metrics`. So each of those leaves its own in a file, seconds after a step at the latest, and a
+collector of prometheus_client in the server's first process, which names the folder to the others
+by their environment, reads them when asked. Where the config has no entry `h2o` there is no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize  # at the exit of this process, never of a fork
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from h2o.vllm.page_store import PageStore
+
+__all__ = ["FOLDER", "Meter", "Place", "publish"]
+
+FOLDER = "H2O_VLLM_METRICS"
+"""The variable of the environment that names the folder of the numbers."""
+
+SECONDS = 5.0
+"""From a step to its numbers, at most."""
+
+GAUGES = {
+    "h2o:request_bytes": "KV bytes that a request takes in the layers of this rank",
+    "h2o:requests_that_fit": "Requests that have room at once",
+    "h2o:share_held": "Share of the attention paid that went to keys which are still kept, 0 to 1",
+}
+COUNTERS = {"h2o:evicted_keys": "Keys evicted, over all layers and heads of this rank"}
+
+
+class Place(NamedTuple):
+    """Whose numbers they are."""
+
+    model_name: str
+    engine: str
+    """data parallel rank"""
+    rank: str
+    """tensor parallel rank"""
+
+
+class Collector:
+    """Reads what the processes of a server have left in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def collect(self) -> Iterator[Any]:
+        """What prometheus_client asks for: the metrics with their labels."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        left = []
+        for file in sorted(self.folder.glob("*.json")):
+            with contextlib.suppress(OSError, ValueError):  # of a process that is just ending
+                left.append(json.loads(file.read_text()))
+        families = [(GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)]
+        for family, names in families:
+            for name, what in names.items():
+                metric = family(name, what, labels=Place._fields)
+                for place, numbers in left:
+                    if numbers.get(name) is not None:
+                        metric.add_metric(place, numbers[name])
+                if metric.samples:
+                    yield metric
+
+
+@functools.cache
+def publish() -> None:
+    """Has this process answer with the numbers of all those that it starts."""
+    if multiprocessing.parent_process() is not None:
+        return
+    try:
+        from prometheus_client import REGISTRY
+    except ImportError:
+        return
+    folder = Path(tempfile.gettempdir(), f"h2o-metrics-{secrets.token_hex(8)}")
+    os.environ[FOLDER] = str(folder)
+    # After the processes that it has started; each takes its file away, unless it is killed.
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-1)
+    REGISTRY.register(Collector(folder))
+
+
+class NumbersFile:
+    """What one process leaves in the folder, which is there while some process has a file in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._removed = False
+
+    def write(self, text: str) -> None:
+        """Puts the text in the place of what is there. After `remove` nothing: a process may take
+        seconds to end, in which other threads go on."""
+        with self._lock:
+            if self._removed:
+                return
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            written = self.path.with_suffix(".new")
+            written.write_text(text)
+            written.replace(self.path)
+
+    def remove(self) -> None:
+        """For good, and the folder when it is empty."""
+        with self._lock, contextlib.suppress(OSError):
+            self._removed = True
+            for file in (self.path, self.path.with_suffix(".new")):
+                file.unlink(missing_ok=True)
+            self.path.parent.rmdir()
+
+
+class Meter:
+    """Leaves the numbers of a process that holds pages."""
+
+    def __init__(
+        self, place: Place, request_bytes: int, requests: int, stores: Callable[[], list[PageStore]]
+    ) -> None:
+        """`stores`: asks for the pages of the layers that have some by now."""
+        self.place = place
+        self.fixed = {"h2o:request_bytes": request_bytes, "h2o:requests_that_fit": requests}
+        self.stores = stores
+        self.file: NumbersFile | None = None
+        if folder := os.environ.get(FOLDER):
+            self.file = NumbersFile(Path(folder, f"{place.engine}-{place.rank}.json"))
+            Finalize(self, self.file.remove, exitpriority=0)
+        self._waits = False
+
+    def stepped(self) -> None:
+        """Has the numbers written in a moment, and with them those of the steps until then."""
+        if self._waits or self.file is None:
+            return
+        self._waits = True
+        timer = threading.Timer(SECONDS, self.write)
+        timer.daemon = True
+        timer.start()
+
+    def write(self) -> None:
+        """Writes them now. A folder that takes none costs the numbers only: a warning."""
+        self._waits = False
+        if self.file is None:
+            return
+        try:
+            self.file.write(json.dumps([self.place, self.numbers()]))
+        except OSError as error:
+            warnings.warn(f"h2o: /metrics lacks numbers: {error}", RuntimeWarning, stacklevel=2)
+
+    def numbers(self) -> dict[str, float | None]:
+        """By name."""
+        evictions = [store.eviction() for store in self.stores()]
+        lost, kept = (sum(getattr(x, name) for x in evictions) for name in ("lost", "kept"))
+        return {
+            **self.fixed,
+            "h2o:evicted_keys": sum(x.keys for x in evictions),
+            "h2o:share_held": kept / (kept + lost) if kept else None,
+        }

@@ -1,0 +1,136 @@
+"""Servers of vLLM over tiny models, and clients of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from h2o import models
+from tests.launch import ENVIRONMENT, ROOT
+from tests.vllm.engines import tiny
+
+openai = pytest.importorskip("openai")
+
+SMALL = {"heavy": 8, "recent": 8}
+NEW = 24
+START = 900
+"""Seconds that a server may take to answer, where others work on the machine."""
+
+
+class Server(NamedTuple):
+    """A server that runs."""
+
+    address: str
+    process: subprocess.Popen
+    log: Path
+
+
+def with_tokenizer(folder: Path, **config: Any) -> Any:
+    """A tiny model with the tokenizer of the default one, saved in a folder."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models.embedded_folder())
+    tokenizer.save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": 0}
+    return tiny("llama", folder, head_dim=32, **sizes, **config)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serving(
+    model: Path, log: Path, environment: dict[str, str] | None = None, **options: Any
+) -> Iterator[Server]:
+    """A server that answers. `vllm serve` of the CPU build ends before it reads an option."""
+    port = free_port()
+    options = {
+        "model": model, "served-model-name": "tiny", "port": port, "host": "127.0.0.1",
+        "dtype": "float32", "max-model-len": 256, "max-num-seqs": 32,
+        "kv-cache-memory-bytes": 2_000_000, "additional-config": json.dumps({"h2o": SMALL}),
+        "logits-processors": "h2o.vllm.plugin:Budgets",
+    } | options  # fmt: skip
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ
+            | ENVIRONMENT
+            | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(ROOT)}
+            | (environment or {}),
+        )
+    try:
+        deadline = time.monotonic() + START
+        while True:
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            assert process.poll() is None, log.read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(1)
+        yield Server(f"http://127.0.0.1:{port}", process, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+def metric(server: str, name: str) -> float:
+    """A number of `/metrics`, summed over its labels."""
+    text = urllib.request.urlopen(f"{server}/metrics", timeout=30).read().decode()
+    return sum(float(x) for x in re.findall(rf"^{name}(?:{{.*}})? ([\d.e+]+)$", text, re.M))
+
+
+async def answered(client, prompt: list[int], stream: bool, leave: bool = False, **body) -> list:
+    request = {
+        "model": "tiny", "prompt": prompt, "max_tokens": NEW, "temperature": 0,
+        "extra_body": {"ignore_eos": True, "return_token_ids": True, **body},
+    }  # fmt: skip
+    if not stream:
+        out = await client.completions.create(**request)
+        return out.choices[0].token_ids
+    tokens = []
+    async with await client.completions.create(stream=True, **request) as events:
+        async for event in events:
+            tokens += event.choices[0].token_ids
+            if leave and len(tokens) > 3:
+                break
+    return tokens
+
+
+def together(server: str, requests: list, **options) -> list:
+    """The answers of as many clients as requests, all at once; every other one is a stream."""
+
+    async def run():
+        address = f"{server}/v1"
+        async with openai.AsyncOpenAI(base_url=address, api_key="none", timeout=300) as client:
+            calls = [
+                answered(client, prompt, **{"stream": i % 2 == 0} | options)
+                for i, prompt in enumerate(requests)
+            ]
+            return await asyncio.gather(*calls)
+
+    return asyncio.run(run())

@@ -1,0 +1,196 @@
+"""What a server must stand: bodies of any kind, a thousand requests, processes that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from h2o import H2OConfig
+from h2o.vllm.metrics import FOLDER
+from tests.vllm.engines import MiB, alone, prompts
+from tests.vllm.servers import (
+    NEW,
+    SMALL,
+    answered,
+    metric,
+    openai,
+    serving,
+    together,
+    with_tokenizer,
+)
+
+httpx = pytest.importorskip("httpx")
+psutil = pytest.importorskip("psutil")
+
+BODIES = 400
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, with_tokenizer(folder, max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def running(llama, tmp_path_factory):
+    """oneDNN compiles a product for each number of tokens in a batch, and keeps a thousand unless
+    told otherwise, a hundred megabytes: also where vLLM serves without h2o."""
+    few = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
+    with serving(llama[0], tmp_path_factory.mktemp("server") / "log", few) as server:
+        yield server
+        assert server.process.poll() is None, server.log.read_text()[-4000:]
+
+
+# ---- Bodies ----------------------------------------------------------------------------------
+
+VALUES = [
+    None, True, False, 0, 1, 3, -1, 10**30, 2**63, -(2**31) - 1, 0.0, 0.5, 1.5, -0.0, 1e308, "",
+    "3", "0.5", "a lot", "inf", "\x00", "\ud800", "\u00e9" * 300, [], [8], [[8, 8], [4, 4]], [None],
+    {}, {"h2o_heavy": 3}, {"": ""}, [[[[[[]]]]]],
+]  # fmt: skip
+ARGUMENTS = ["h2o_heavy", "h2o_recent", "h2o_sinks", "h2o_", "h2o_heavy ", "H2O_HEAVY", "other", ""]
+FIELDS = [
+    "prompt", "max_tokens", "temperature", "vllm_xargs", "stream", "logprobs", "echo", "stop",
+    "seed", "top_p", "ignore_eos", "model", "unknown", "logit_bias",
+]  # fmt: skip
+
+
+def body_of(dice: random.Random) -> dict:
+    """Like a body that is answered, but for some fields."""
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+    if dice.random() < 0.8:
+        names = dice.sample(ARGUMENTS, dice.randint(1, 3))
+        body["vllm_xargs"] = {name: dice.choice(VALUES) for name in names}
+    for _ in range(dice.choice([0, 0, 1, 2])):
+        body[dice.choice(FIELDS)] = dice.choice(VALUES)
+    return body
+
+
+def bytes_of(dice: random.Random) -> bytes:
+    """The text of a body, as often as not with bytes changed, cut or told twice."""
+    text = bytearray(json.dumps(body_of(dice)).encode())
+    for _ in range(dice.choice([0, 0, 1, 2, 8])):
+        place = dice.randrange(len(text) + 1)
+        part = dice.choice([b"", b"\0", b"NaN", b"-Infinity", b"1e999", b"{", b'"', b"]", b"\xff"])
+        text[place : place + dice.choice([0, 1, 5])] = part
+    return bytes(text)
+
+
+def test_no_body_is_an_error_of_the_server(running, llama):
+    """Some through the client, some as bytes that it would not send."""
+    dice, codes = random.Random(7), []
+    client = openai.OpenAI(
+        base_url=f"{running.address}/v1", api_key="none", timeout=60, max_retries=0
+    )
+    for i in range(BODIES):
+        if i % 2:
+            sent = bytes_of(dice)
+            answer = httpx.post(
+                f"{running.address}/v1/completions",
+                content=sent,
+                headers={"Content-Type": "application/json"},
+                timeout=60,
+            )
+            code, said = answer.status_code, answer.text
+        else:
+            sent = body_of(dice)
+            try:
+                client.post("/completions", body=sent, cast_to=object)
+                code, said = 200, ""
+            except openai.APIStatusError as error:
+                code, said = error.status_code, str(error)
+            except UnicodeEncodeError:  # half a surrogate pair is no JSON to the client
+                continue
+        assert code == 200 or 400 <= code < 500, (code, sent, said)
+        codes.append(code)
+    assert len(codes) > BODIES * 0.9
+    assert 20 < codes.count(200) < len(codes) - 100
+    requests = prompts((5, 40, 100))
+    assert together(running.address, requests) == alone(llama[1], requests, H2OConfig(**SMALL), NEW)
+    assert metric(running.address, "vllm:num_requests_running") == 0
+
+
+# ---- Many ------------------------------------------------------------------------------------
+
+
+def test_a_thousand_requests_take_no_more_memory_than_two_hundred(running):
+    """Nor do they wait for pages for good, or get lost. Two hundred more come first, until vLLM
+    has compiled what it keeps."""
+    requests = prompts(tuple(1 + 7 * i % 60 for i in range(1200)), 6)
+    api = psutil.Process(running.process.pid)
+    family = [api, *api.children(recursive=True)]
+    sizes = {}
+
+    async def ask():
+        address = f"{running.address}/v1"
+        answers = []
+        async with openai.AsyncOpenAI(base_url=address, api_key="none", timeout=300) as client:
+            for begin in range(0, 1200, 50):
+                part = requests[begin : begin + 50]
+                answers += await asyncio.gather(*(answered(client, x, False) for x in part))
+                sizes[len(answers) - 200] = sum(one.memory_info().rss for one in family) / MiB
+        return answers
+
+    answers = asyncio.run(ask())
+    assert [len(answer) for answer in answers] == [NEW] * 1200
+    assert sizes[1000] < sizes[200] + 6, sizes
+    assert metric(running.address, "vllm:num_preemptions_total") == 0
+    assert metric(running.address, "vllm:num_requests_waiting") == 0
+
+
+# ---- Killed ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(1, "EngineCore"), (2, "Worker")])
+def test_a_process_that_is_killed_ends_the_server_and_its_clients_know(
+    ranks, victim, llama, tmp_path
+):
+    """In the middle of streams and of answers that come whole; others come too late."""
+    options = {"max-model-len": 2048, "kv-cache-memory-bytes": 64 * MiB}
+    if ranks > 1:
+        options |= {"tensor-parallel-size": ranks, "distributed-executor-backend": "mp"}
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    with serving(llama[0], tmp_path / "log", environment, **options) as server:
+        api = psutil.Process(server.process.pid)
+        family = [api, *api.children(recursive=True)]
+        # What a process was started with, unless it has written a title over that.
+        (folder,) = {Path(x[FOLDER]) for x in (one.environ() for one in family[1:]) if FOLDER in x}
+        victims = [one for one in family if any(victim in x for x in (one.name(), *one.cmdline()))]
+        assert len(victims) == ranks, [(one.name(), one.cmdline()) for one in family]
+        together(server.address, [[5, 6, 7]])
+        deadline = time.monotonic() + 60
+        while not folder.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        errors = asyncio.run(interrupted(server.address, victims[-1]))
+        assert all(isinstance(error, openai.APIError) for error in errors), errors
+        assert all(str(error) for error in errors)
+        server.process.wait(90)
+        deadline = time.monotonic() + 60
+        while any(one.is_running() and one.status() != "zombie" for one in family):
+            assert time.monotonic() < deadline, [one for one in family if one.is_running()]
+            time.sleep(0.5)
+        assert not folder.exists(), list(folder.iterdir())
+        assert server.process.returncode is not None
+        with pytest.raises(openai.APIConnectionError):
+            together(server.address, [[5, 6, 7]])
+
+
+async def interrupted(address: str, victim) -> list:
+    """What six clients of long answers are told when a process is killed in their middle."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{address}/v1", api_key="none", timeout=120, max_retries=0
+    ) as client:
+        calls = [
+            asyncio.create_task(answered(client, [5, 6, 7], i % 2 == 0, max_tokens=2000))
+            for i in range(6)
+        ]
+        await asyncio.sleep(1.5)
+        assert not any(call.done() for call in calls)
+        victim.kill()
+        return await asyncio.gather(*calls, return_exceptions=True)
