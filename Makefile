@@ -280,11 +280,19 @@ build/kernels/%.program: build/kernels/%.ptx tools/ptx_program.py
 $(PTX)/test_cuda: $(CUDA)/test_cuda.o $(PTX_CORE)
 	$(CUDA_CXX) $^ -o $@ -lm -ldl
 
+# For compute capability 7.5, which has no kernels of bfloat16.
+$(PTX)/test_75.o: tests/cuda/test_cuda.c $(CUDA_HEADERS) $(wildcard tests/c/*.h)
+	@mkdir -p $(@D)
+	$(CUDA_CC) -DCAPABILITY=75 -c $< -o $@
+
+$(PTX)/test_75: $(PTX)/test_75.o $(PTX_CORE)
+	$(CUDA_CXX) $^ -o $@ -lm -ldl
+
 $(PTX)/lib: $(PACKAGED) $(PTX_CORE)
 	$(call PACKAGE,$(CUDA_CC),$(PTX_CORE) -lstdc++)
 
-test-ptx: $(PTX)/test_cuda $(PTX_PROGRAMS) ## the C tests of the kernels for GPUs, on the PTX of CUDA's compiler
-	H2O_PTX=build/kernels/compute_75.program $(PTX)/test_cuda
+test-ptx: $(PTX)/test_75 $(PTX)/test_cuda $(PTX_PROGRAMS) ## the C tests of the kernels for GPUs, on the PTX of CUDA's compiler
+	H2O_PTX=build/kernels/compute_75.program $(PTX)/test_75
 	H2O_PTX=build/kernels/compute_80.program $(PTX)/test_cuda
 
 cuda-counts: $(PTX)/lib $(PTX_PROGRAMS) $(PTX_CUBINS) ## what a launch of each kernel issues, touches and waits for, and a model's time, as JSON

@@ -85,7 +85,7 @@ def cost(name: str, kind: str) -> int:
     if operation in ("mul", "mad", "min", "max") and wide:
         return 4
     if operation == "bfi":
-        return 2
+        return 4 if wide else 2
     if operation in ("abs", "neg") and rest.startswith("f"):
         return 0
     return 2 if wide and kind == "int64" else 1

@@ -130,9 +130,8 @@ DEVICE void prepare_row(const h2o_view *mask, const h2o_dims *d, float decay, in
     const attend_layout at = cuda_attend_layout(d);
     int32_t *const columns = (int32_t *)(workspace + at.columns) + b * d->Q;
     float *const decays = (float *)(workspace + at.decays) + b * d->Q;
-    const int64_t row_tokens = compact(
-        d->Q, 0, buffer, [&](int64_t q) { return is_token(mask, b, q); },
-        [&](int64_t q, int64_t index) { columns[index] = (int32_t)q; });
+    const int64_t row_tokens = each_token(
+        mask, b, d->Q, buffer, [&](int64_t q, int64_t index) { columns[index] = (int32_t)q; });
     const int64_t tokens = lower(row_tokens, limit);
     NO_UNROLL
     for (int64_t i = threadIdx.x; i < tokens; i += blockDim.x) {

@@ -24,13 +24,16 @@
 DEVICE int64_t list_moves(const evict_item *item, int64_t kept, select_buffer *buffer) {
     const int64_t slots = item->head.slots;
     const int64_t vacant = compact(
-        kept, 0, buffer, [&](int64_t s) { return item->marks[s] != KEPT; },
+        kept, 0, buffer, [&](int64_t s) { return item->marks[s]; },
+        [](uint8_t mark) { return mark != KEPT; },
         [&](int64_t s, int64_t index) { item->destinations[index] = (int32_t)s; });
     int64_t count = compact(
-        item->Q, 0, buffer, [&](int64_t q) { return item->marks[slots + q] == KEPT; },
+        item->Q, 0, buffer, [&](int64_t q) { return item->marks[slots + q]; },
+        [](uint8_t mark) { return mark == KEPT; },
         [&](int64_t q, int64_t index) { item->sources[index] = (int32_t)(slots + q); });
     count = compact(
-        slots - kept, count, buffer, [&](int64_t s) { return item->marks[kept + s] == KEPT; },
+        slots - kept, count, buffer, [&](int64_t s) { return item->marks[kept + s]; },
+        [](uint8_t mark) { return mark == KEPT; },
         [&](int64_t s, int64_t index) { item->sources[index] = (int32_t)(kept + s); });
     return lower(vacant, count);
 }
@@ -99,7 +102,8 @@ DEVICE int64_t list_evicted(const evict_item *item, int64_t *stored_count, selec
     const int64_t slots = item->head.slots, warps = blockDim.x / 32;
     const int64_t key_bytes = h2o_row_bytes(store->key_type, item->D);
     const int64_t evicted_slots = compact(
-        slots, 0, buffer, [&](int64_t s) { return item->marks[s] == EVICTED; },
+        slots, 0, buffer, [&](int64_t s) { return item->marks[s]; },
+        [](uint8_t mark) { return mark == EVICTED; },
         [&](int64_t s, int64_t index) { item->sources[index] = (int32_t)s; });
     /* no consistent state evicts more stored keys than there are new ones, see evict_layout */
     *stored_count = lower(evicted_slots, lower(slots, item->Q));
@@ -124,8 +128,8 @@ DEVICE int64_t list_evicted(const evict_item *item, int64_t *stored_count, selec
     }
     sync_block();
     return compact(
-        item->Q, *stored_count, buffer,
-        [&](int64_t q) { return item->marks[slots + q] == EVICTED; },
+        item->Q, *stored_count, buffer, [&](int64_t q) { return item->marks[slots + q]; },
+        [](uint8_t mark) { return mark == EVICTED; },
         [&](int64_t q, int64_t index) { item->evicted[index] = (int32_t)(slots + q); });
 }
 
@@ -193,10 +197,17 @@ DEVICE int64_t evict_head(const evict_item *item) {
     if (h2o_merges(item->policy)) {
         evicted = list_evicted(item, &stored, buffers.select);
     } else {
-        NO_UNROLL
-        for (int64_t i = threadIdx.x; i < candidates(item); i += blockDim.x) {
-            if (item->marks[i] == EVICTED) lost += (double)score_of(item, i);
-        }
+        each_read(
+            candidates(item),
+            [&](int64_t i) {
+                candidate_read x = {};
+                x.mark = item->marks[i];
+                x.score = score_of(item, i);
+                return x;
+            },
+            [&](int64_t, const candidate_read &x) {
+                if (x.mark == EVICTED) lost += (double)x.score;
+            });
         lost = block_sum(lost, buffers.select);
     }
     const int64_t moves = list_moves(item, kept, buffers.select);

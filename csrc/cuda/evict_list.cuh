@@ -107,18 +107,29 @@ DEVICE int64_t candidates(const evict_item *item) { return item->head.slots + it
 DEVICE bool is_new(const evict_item *item, int64_t i) { return i >= item->head.slots; }
 DEVICE int64_t column_of(const evict_item *item, int64_t i) { return i - item->head.slots; }
 
+/* Each reads one address, whatever i is: a branch would keep loads of several candidates apart. */
 DEVICE float score_of(const evict_item *item, int64_t i) {
-    if (!is_new(item, i)) return item->store.scores[i];
-    return *(const float *)h2o_at(item->scores, item->b, item->g, column_of(item, i));
+    const int64_t q = is_new(item, i) ? column_of(item, i) : 0;
+    const void *const new_score = h2o_at(item->scores, item->b, item->g, q);
+    return *(is_new(item, i) ? (const float *)new_score : item->store.scores + i);
+}
+
+/* token_index of a new candidate, the position of a stored one; -1: there is no key. */
+DEVICE int32_t index_of(const evict_item *item, int64_t i) {
+    return *(is_new(item, i) ? item->token_index + column_of(item, i) : item->store.positions + i);
+}
+
+/* What index_of says as a position. */
+DEVICE int32_t position_by(const evict_item *item, int64_t i, int32_t index) {
+    return index + (is_new(item, i) ? (int32_t)item->length : 0);
 }
 
 DEVICE int32_t position_of(const evict_item *item, int64_t i) {
-    return is_new(item, i) ? (int32_t)(item->length + item->token_index[column_of(item, i)])
-                           : item->store.positions[i];
+    return position_by(item, i, index_of(item, i));
 }
 
 DEVICE float norm_of_candidate(const evict_item *item, int64_t i) {
-    return is_new(item, i) ? item->norms[column_of(item, i)] : item->store.norms[i];
+    return *(is_new(item, i) ? item->norms + column_of(item, i) : item->store.norms + i);
 }
 
 /* token_index of each column, -1 for pads; returns the number of new tokens. */
@@ -127,9 +138,8 @@ DEVICE int64_t index_tokens(const evict_item *item, select_buffer *buffer) {
     for (int64_t q = threadIdx.x; q < item->Q; q += blockDim.x) item->token_index[q] = -1;
     sync_block();
     const int64_t limit = item->tokens;
-    const int64_t row_tokens = compact(
-        item->Q, 0, buffer, [&](int64_t q) { return is_token(item->mask, item->b, q); },
-        [&](int64_t q, int64_t index) {
+    const int64_t row_tokens =
+        each_token(item->mask, item->b, item->Q, buffer, [&](int64_t q, int64_t index) {
             item->token_index[q] = index < limit ? (int32_t)index : -1;
         });
     return lower(row_tokens, limit);
@@ -145,47 +155,70 @@ DEVICE void new_norms(const evict_item *item) {
     }
 }
 
+/* A candidate, as read before it is used. */
+typedef struct {
+    float score, norm;
+    int32_t index; /* see index_of */
+    uint8_t mark;
+    uint32_t rank_key;
+} candidate_read;
+
 /* Marks every candidate as EMPTY or EVICTED, with a rank key; returns how many are not EMPTY. */
 DEVICE int64_t list_candidates(const evict_item *item, const h2o_ranking *ranking,
                                select_buffer *buffer) {
+    const bool weighted = ranking->value_weighted;
     double count = 0.0;
-    NO_UNROLL
-    for (int64_t i = threadIdx.x; i < candidates(item); i += blockDim.x) {
-        const bool holds_key = is_new(item, i) ? item->token_index[column_of(item, i)] >= 0
-                                               : item->store.positions[i] >= 0;
-        item->marks[i] = holds_key ? EVICTED : EMPTY;
-        if (!holds_key) continue;
-        count += 1.0;
-        const bool weighted = ranking->value_weighted;
-        item->rank_keys[i] =
-            h2o_policy_slot_key(ranking, ranking->kind, weighted, score_of(item, i),
-                                position_of(item, i), weighted ? norm_of_candidate(item, i) : 1.0f);
-    }
+    each_read(
+        candidates(item),
+        [&](int64_t i) {
+            candidate_read x = {};
+            x.score = score_of(item, i);
+            x.index = index_of(item, i);
+            x.norm = weighted ? norm_of_candidate(item, i) : 1.0f;
+            return x;
+        },
+        [&](int64_t i, const candidate_read &x) {
+            item->marks[i] = x.index >= 0 ? EVICTED : EMPTY;
+            if (x.index < 0) return;
+            count += 1.0;
+            item->rank_keys[i] = h2o_policy_slot_key(ranking, ranking->kind, weighted, x.score,
+                                                     position_by(item, i, x.index), x.norm);
+        });
     return (int64_t)block_sum(count, buffer);
 }
 
 /* Marks `budget` of n candidates as KEPT, or all if they are fewer; returns how many. */
 DEVICE int64_t choose(const evict_item *item, int64_t n, int64_t budget, select_buffer *buffer) {
-    const auto holds_key = [&](int64_t i) { return item->marks[i] != EMPTY; };
+    const auto read = [&](int64_t i) {
+        candidate_read x = {};
+        x.mark = item->marks[i];
+        x.rank_key = item->rank_keys[i];
+        x.index = index_of(item, i);
+        return x;
+    };
     uint32_t lowest = 0;
     int32_t last = INT32_MAX;
     if (n > budget) {
         int64_t among, tied_among;
-        lowest = nth_highest(candidates(item), budget, &among, buffer, holds_key,
-                             [&](int64_t i) { return item->rank_keys[i]; });
-        const auto tied = [&](int64_t i) { return holds_key(i) && item->rank_keys[i] == lowest; };
-        last = (int32_t)~nth_highest(candidates(item), among, &tied_among, buffer, tied,
-                                     [&](int64_t i) { return ~(uint32_t)position_of(item, i); });
+        lowest = nth_highest(
+            candidates(item), budget, &among, buffer, read,
+            [](const candidate_read &x) { return x.mark != EMPTY; },
+            [](int64_t, const candidate_read &x) { return x.rank_key; });
+        last = (int32_t)~nth_highest(
+            candidates(item), among, &tied_among, buffer, read,
+            [&](const candidate_read &x) { return x.mark != EMPTY && x.rank_key == lowest; },
+            [&](int64_t i, const candidate_read &x) {
+                return ~(uint32_t)position_by(item, i, x.index);
+            });
     }
     double count = 0.0;
-    NO_UNROLL
-    for (int64_t i = threadIdx.x; i < candidates(item); i += blockDim.x) {
-        if (!holds_key(i)) continue;
-        const uint32_t key = item->rank_keys[i];
-        const bool kept = key > lowest || (key == lowest && position_of(item, i) <= last);
+    each_read(candidates(item), read, [&](int64_t i, const candidate_read &x) {
+        if (x.mark == EMPTY) return;
+        const bool kept =
+            x.rank_key > lowest || (x.rank_key == lowest && position_by(item, i, x.index) <= last);
         if (kept) item->marks[i] = KEPT;
         count += kept;
-    }
+    });
     return lower((int64_t)block_sum(count, buffer), item->head.slots);
 }
 

@@ -29,8 +29,13 @@ enum {
     MATRIX_ROWS = 64, /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
     STEP_HEADS = 4,   /* query heads for which a key is loaded once */
     STEP_LOADS = 4,   /* slots whose rows a thread loads before it uses the first */
+    STEP_PARTS_READ = 8, /* parts whose products with the values a thread loads likewise */
     TEAM = 8,         /* threads that compute a dot product together */
-    RUN = 8           /* elements of a row that a thread reads at a time */
+    STEP_TEAMS = STEP_THREADS / TEAM,
+    RUN = 8,          /* elements of a row that a thread reads at a time */
+    STEP_FLOATS = STEP_THREADS * STEP_HEADS * RUN, /* shared: queries, partial sums, factors; */
+    STEP_KEPT = STEP_FLOATS * 4 + 512, /* where after these, and buffers for reductions, there is */
+    STEP_SHARED = STEP_KEPT + 512      /* what a block keeps for the end of a step; bytes in all */
 };
 
 H2O_INLINE int64_t cuda_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -86,10 +91,8 @@ H2O_INLINE step_layout cuda_step_layout(const h2o_step_params *p) {
     return at;
 }
 
-/* Bytes of a block's shared memory: queries or partial sums, then buffers for reductions. */
-H2O_INLINE unsigned cuda_step_shared(void) {
-    return (unsigned)(STEP_THREADS * STEP_HEADS * RUN * sizeof(float)) + 512;
-}
+/* Bytes of a block's shared memory. */
+H2O_INLINE unsigned cuda_step_shared(void) { return STEP_SHARED; }
 
 /* ---- attend -------------------------------------------------------------- */
 

@@ -7,7 +7,7 @@
 
 #include "counts.cuh"
 
-enum { SELECT_BINS = 256 };
+enum { SELECT_BINS = 256, SELECT_LOADS = 8 /* integers that a thread reads at a time */ };
 
 /* Shared memory for one of these at a time. */
 typedef struct {
@@ -18,28 +18,85 @@ typedef struct {
     int32_t nth;    /* counted among those with these digits */
 } select_buffer;
 
-/* Calls emit(i, index) for each i < n with picks(i), where index counts them in order from `first`
- * on; returns first + their number. */
-template <typename PICKS, typename EMIT>
-DEVICE int64_t compact(int64_t n, int64_t first, select_buffer *buffer, PICKS picks, EMIT emit) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+/* Calls use(i, read(i)) for each i < n of this thread, in order. Of many, SELECT_LOADS are read
+ * before the first is used: `read` loads, without branches, and leaves the rest to `use`. In the
+ * place of those past the end its first is read again, which no other thread writes. */
+template <typename READ, typename USE> DEVICE void each_read(int64_t n, READ read, USE use) {
+    const int64_t stride = blockDim.x;
+    int64_t first = threadIdx.x;
     NO_UNROLL
-    for (int64_t base = 0; base < n; base += blockDim.x) {
-        const int64_t i = base + threadIdx.x;
-        const bool picked = i < n && picks(i);
-        const uint32_t ballot = warp_ballot(picked);
-        if (lane == 0) buffer->warps[warp] = popcount(ballot);
+    for (; first + 2 * stride < n; first += SELECT_LOADS * stride) {
+        decltype(read(first)) x[SELECT_LOADS];
+        UNROLL
+        for (int j = 0; j < SELECT_LOADS; j++) {
+            const int64_t i = first + j * stride;
+            x[j] = read(i < n ? i : first);
+        }
+        UNROLL
+        for (int j = 0; j < SELECT_LOADS; j++) {
+            if (first + j * stride < n) use(first + j * stride, x[j]);
+        }
+    }
+    NO_UNROLL
+    for (; first < n; first += stride) use(first, read(first));
+}
+
+/* Calls emit(i, index) for each i < n with picks(read(i)), where index counts them in order from
+ * `first` on; returns first + their number. A warp has SELECT_LOADS runs of 32 at a time; nothing
+ * that emit writes is read. */
+template <typename READ, typename PICKS, typename EMIT>
+DEVICE int64_t compact(int64_t n, int64_t first, select_buffer *buffer, READ read, PICKS picks,
+                       EMIT emit) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int64_t span = 32 * SELECT_LOADS;
+    NO_UNROLL
+    for (int64_t block = 0; block < n; block += warps * span) {
+        const int64_t base = block + warp * span;
+        uint32_t ballots[SELECT_LOADS] = {};
+        int32_t count = 0;
+        if (base < n) {
+            decltype(read(n)) x[SELECT_LOADS];
+            UNROLL
+            for (int j = 0; j < SELECT_LOADS; j++) x[j] = read(lower(base + 32 * j + lane, n - 1));
+            UNROLL
+            for (int j = 0; j < SELECT_LOADS; j++) {
+                ballots[j] = warp_ballot(base + 32 * j + lane < n && picks(x[j]));
+                count += popcount(ballots[j]);
+            }
+        }
+        if (lane == 0) buffer->warps[warp] = count;
         sync_block();
         int64_t before = first, after = first;
         for (int w = 0; w < warps; w++) {
             before += w < warp ? buffer->warps[w] : 0;
             after += buffer->warps[w];
         }
-        if (picked) emit(i, before + popcount(ballot & ((1u << lane) - 1)));
+        UNROLL
+        for (int j = 0; j < SELECT_LOADS; j++) {
+            const uint32_t lower_lanes = ballots[j] & ((1u << lane) - 1);
+            if (ballots[j] >> lane & 1) emit(base + 32 * j + lane, before + popcount(lower_lanes));
+            before += popcount(ballots[j]);
+        }
         first = after;
         sync_block();
     }
     return first;
+}
+
+/* Calls emit(q, index) for each column q of row b that is a token, where index counts these; returns
+ * their number. */
+template <typename EMIT>
+DEVICE int64_t each_token(const h2o_view *mask, int64_t b, int64_t Q, select_buffer *buffer,
+                          EMIT emit) {
+    if (h2o_given(mask)) {
+        return compact(
+            Q, 0, buffer, [&](int64_t q) { return *(const uint8_t *)h2o_at(mask, b, q, 0); },
+            [](uint8_t token) { return token != 0; }, emit);
+    }
+    NO_UNROLL
+    for (int64_t q = threadIdx.x; q < Q; q += blockDim.x) emit(q, q);
+    sync_block();
+    return Q;
 }
 
 /* The next digit of the nth highest, where bins[] counts digits, and which of those with it that
@@ -79,12 +136,12 @@ DEVICE void find_digit(select_buffer *buffer, int shift) {
     buffer->known |= (uint32_t)digit << shift;
 }
 
-/* The nth highest, counted from 1, of key(i) for those i < n with picks(i), of which there are at
- * least nth; *among is how many of those equal to it belong to the nth highest. Radix select: each
- * pass counts those that agree with the digits known so far by their next digit. */
-template <typename PICKS, typename KEY>
+/* The nth highest, counted from 1, of key(i, read(i)) for those i < n with picks(read(i)), of which
+ * there are at least nth; *among is how many of those equal to it belong to the nth highest. Radix
+ * select: each pass counts those that agree with the digits known so far by their next digit. */
+template <typename READ, typename PICKS, typename KEY>
 DEVICE uint32_t nth_highest(int64_t n, int64_t nth, int64_t *among, select_buffer *buffer,
-                            PICKS picks, KEY key) {
+                            READ read, PICKS picks, KEY key) {
     if (threadIdx.x == 0) {
         buffer->known = 0;
         buffer->nth = (int32_t)nth;
@@ -95,12 +152,11 @@ DEVICE uint32_t nth_highest(int64_t n, int64_t nth, int64_t *among, select_buffe
         for (int i = threadIdx.x; i < SELECT_BINS; i += blockDim.x) buffer->bins[i] = 0;
         sync_block();
         const uint32_t known = buffer->known;
-        NO_UNROLL
-        for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
-            if (!picks(i)) continue;
-            const uint32_t k = key(i);
+        each_read(n, read, [&](int64_t i, const auto &x) {
+            if (!picks(x)) return;
+            const uint32_t k = key(i, x);
             if ((k & mask) == known) count_shared(&buffer->bins[k >> shift & 255]);
-        }
+        });
         sync_block();
         if (threadIdx.x / 32 == 0) find_digit(buffer, shift);
         mask |= 255u << shift;

@@ -18,22 +18,35 @@
 
 /* ---- Combining the parts ------------------------------------------------- */
 
-/* Step 2: the rescale factor of each part, in the place of its row max. */
-DEVICE void step_factors(const step_item *item) {
+/* Step 2: the rescale factors [parts, R], each in the place of a copy of its part's row max: in
+ * shared memory, which one thread after the other can read at no cost, or where there are too many
+ * heads, in the workspace. All threads have them after the next barrier. */
+DEVICE const float *step_factors(const step_item *item, float *shared) {
+    const int64_t count = item->parts * item->R;
+    const bool fits = 2 * count <= STEP_FLOATS;
+    float *const factors = fits ? shared : item->row_max;
+    const float *const row_sums = fits ? shared + count : item->row_sum;
     NO_UNROLL
-    for (int64_t r = threadIdx.x; r < item->R; r += blockDim.x) {
+    for (int64_t i = threadIdx.x; fits && i < count; i += STEP_THREADS) {
+        shared[i] = item->row_max[i];
+        shared[count + i] = item->row_sum[i];
+    }
+    sync_block();
+    NO_UNROLL
+    for (int64_t r = threadIdx.x; r < item->R; r += STEP_THREADS) {
         const float sink = sink_of(item->sink_logits, item->first_head + r);
         float row_max = sink;
         for (int64_t c = 0; c < item->parts; c++)
-            row_max = fmaxf(row_max, item->row_max[c * item->R + r]);
+            row_max = fmaxf(row_max, factors[c * item->R + r]);
         float row_sum = exponential(sink, row_max);
         for (int64_t c = 0; c < item->parts; c++) {
-            const float factor = exponential(item->row_max[c * item->R + r], row_max);
-            item->row_max[c * item->R + r] = factor;
-            row_sum = fmaf(factor, item->row_sum[c * item->R + r], row_sum);
+            const float factor = exponential(factors[c * item->R + r], row_max);
+            factors[c * item->R + r] = factor;
+            row_sum = fmaf(factor, row_sums[c * item->R + r], row_sum);
         }
-        for (int64_t c = 0; c < item->parts; c++) item->row_max[c * item->R + r] /= row_sum;
+        for (int64_t c = 0; c < item->parts; c++) factors[c * item->R + r] /= row_sum;
     }
+    return factors;
 }
 
 /* x as element d of head r of the group. */
@@ -43,17 +56,32 @@ DEVICE void write_output(const step_item *item, int64_t r, int64_t d, float x) {
     set_element(row, d, x);
 }
 
-/* out [R, D] = sum of the parts' products with the values, rescaled. */
-DEVICE void step_outputs(const step_item *item) {
+/* out [R, D] = sum of the parts' products with the values, rescaled. Several parts are read at a
+ * time; those that hold no slots are left out. */
+DEVICE void step_outputs(const step_item *item, const float *factors) {
+    const int D = (int)item->D;
+    const int64_t size = item->R * D, parts = cuda_ceil(item->slots, part_slots(item));
+    int r = (int)threadIdx.x / D, d = (int)threadIdx.x % D;
     NO_UNROLL
-    for (int64_t i = threadIdx.x; i < item->R * item->D; i += blockDim.x) {
+    for (int64_t i = threadIdx.x; i < size; i += STEP_THREADS) {
         float sum = 0.0f;
-        for (int64_t c = 0; c < item->parts; c++) {
-            const float factor = item->row_max[c * item->R + i / item->D];
-            const float output = item->outputs[c * item->R * item->D + i];
-            if (c * part_slots(item) < item->slots) sum = fmaf(output, factor, sum);
+        NO_UNROLL
+        for (int64_t part = 0; part < parts; part += STEP_PARTS_READ) {
+            float output[STEP_PARTS_READ];
+            UNROLL
+            for (int k = 0; k < STEP_PARTS_READ; k++)
+                output[k] = item->outputs[lower(part + k, parts - 1) * size + i];
+            UNROLL
+            for (int k = 0; k < STEP_PARTS_READ; k++) {
+                const int64_t c = lower(part + k, parts - 1);
+                const float with = fmaf(output[k], factors[c * item->R + r], sum);
+                sum = part + k < parts ? with : sum;
+            }
         }
-        write_output(item, i / item->D, i % item->D, sum);
+        write_output(item, r, d, sum);
+        d += STEP_THREADS % D; /* no division for each */
+        r += STEP_THREADS / D + (d >= D);
+        d -= d >= D ? D : 0;
     }
 }
 
@@ -70,37 +98,68 @@ DEVICE h2o_candidate block_candidate(h2o_candidate worst, h2o_candidate *warps) 
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = worst;
     sync_block();
     worst = warps[0];
-    for (int i = 1; i < (int)blockDim.x / 32; i++) worst = h2o_policy_worse(worst, warps[i]);
+    for (int i = 1; i < STEP_THREADS / 32; i++) worst = h2o_policy_worse(worst, warps[i]);
     sync_block();
     return worst;
 }
 
+/* Softmax weights of some slots, from r of the group on, added to sum or the largest with it. */
+DEVICE void add_weights(const step_item *item, const float *factors, const int64_t slot[STEP_LOADS],
+                        int64_t r, float sum[STEP_LOADS]) {
+    const uint32_t slots_of_part = (uint32_t)part_slots(item);
+    float weight[STEP_LOADS][STEP_HEADS];
+    UNROLL
+    for (int i = 0; i < STEP_LOADS * STEP_HEADS; i++) {
+        const int k = i / STEP_HEADS, head = i % STEP_HEADS;
+        weight[k][head] = item->weights[slot[k] * item->R + lower(r + head, item->R - 1)];
+    }
+    UNROLL
+    for (int k = 0; k < STEP_LOADS; k++) {
+        const float *const factor = factors + (uint32_t)slot[k] / slots_of_part * item->R + r;
+        UNROLL
+        for (int i = 0; i < STEP_HEADS; i++) {
+            if (r + i >= item->R) continue;
+            sum[k] = h2o_scores_largest(item->policy) ? h2o_larger(sum[k], weight[k][i] * factor[i])
+                                                      : fmaf(weight[k][i], factor[i], sum[k]);
+        }
+    }
+}
+
 /* scores = decay * scores + weights of the R heads, or the largest of these; returns the candidate
- * with the lowest rank. */
+ * with the lowest rank. A thread reads all there is to know of STEP_LOADS slots before it writes:
+ * its first slot again in the place of those past the end. */
 DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranking,
-                                 h2o_candidate *warps) {
+                                 const float *factors, h2o_candidate *warps) {
     const slot_store *const store = &item->store;
-    const int64_t slots_of_part = part_slots(item);
+    const float decay = item->policy->decay;
     h2o_candidate worst = {UINT32_MAX, 0, -1};
     NO_UNROLL
-    for (int64_t s = threadIdx.x; s < item->slots; s += blockDim.x) {
-        const float *const factors = item->row_max + s / slots_of_part * item->R;
-        const float *const weights = item->weights + s * item->R;
-        float sum = 0.0f, score;
-        if (h2o_scores_largest(item->policy)) {
-            for (int64_t r = 0; r < item->R; r++) sum = h2o_larger(sum, weights[r] * factors[r]);
-            score = h2o_larger(store->scores[s] * item->policy->decay, sum);
-        } else {
-            for (int64_t r = 0; r < item->R; r++) sum = fmaf(weights[r], factors[r], sum);
-            score = fmaf(store->scores[s], item->policy->decay, sum);
+    for (int64_t first = threadIdx.x; first < item->slots; first += STEP_LOADS * STEP_THREADS) {
+        int64_t slot[STEP_LOADS];
+        int32_t position[STEP_LOADS];
+        float sum[STEP_LOADS] = {}, score[STEP_LOADS], norm[STEP_LOADS];
+        UNROLL
+        for (int k = 0; k < STEP_LOADS; k++) {
+            const int64_t s = first + k * STEP_THREADS;
+            slot[k] = s < item->slots ? s : first;
+            score[k] = store->scores[slot[k]];
+            position[k] = store->positions[slot[k]];
+            norm[k] = ranking->value_weighted ? store->norms[slot[k]] : 1.0f;
         }
-        const int32_t position = store->positions[s];
-        store->scores[s] = score;
-        const h2o_candidate candidate = {
-            h2o_policy_slot_key(ranking, ranking->kind, ranking->value_weighted, score, position,
-                                ranking->value_weighted ? store->norms[s] : 1.0f),
-            (uint32_t)position, s};
-        worst = worst.index < 0 ? candidate : h2o_policy_worse(worst, candidate);
+        NO_UNROLL
+        for (int64_t r = 0; r < item->R; r += STEP_HEADS) add_weights(item, factors, slot, r, sum);
+        UNROLL
+        for (int k = 0; k < STEP_LOADS; k++) {
+            if (first + k * STEP_THREADS >= item->slots) continue;
+            score[k] = h2o_scores_largest(item->policy) ? h2o_larger(score[k] * decay, sum[k])
+                                                        : fmaf(score[k], decay, sum[k]);
+            store->scores[slot[k]] = score[k];
+            const h2o_candidate candidate = {h2o_policy_slot_key(ranking, ranking->kind,
+                                                                 ranking->value_weighted, score[k],
+                                                                 position[k], norm[k]),
+                                             (uint32_t)position[k], slot[k]};
+            worst = worst.index < 0 ? candidate : h2o_policy_worse(worst, candidate);
+        }
     }
     return block_candidate(worst, warps);
 }
@@ -135,7 +194,7 @@ DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking
     const int32_t rank = evicts && item->ranks ? item->ranks[slot] : 0;
     sync_block(); /* all threads have read what changes below */
     NO_UNROLL
-    for (int64_t s = threadIdx.x; evicts && item->ranks && s < item->slots; s += blockDim.x) {
+    for (int64_t s = threadIdx.x; evicts && item->ranks && s < item->slots; s += STEP_THREADS) {
         if (s != slot && item->ranks[s] > rank) item->ranks[s]--;
     }
     if (threadIdx.x == 0) {
@@ -153,17 +212,19 @@ DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking
 
 /* Steps 2 and 3, when all parts are there. */
 DEVICE h2o_eviction step_finish(const step_item *item, float *shared) {
-    char *const reduction = (char *)(shared + STEP_THREADS * STEP_HEADS * RUN);
+    char *const reduction = (char *)(shared + STEP_FLOATS);
     const h2o_ranking ranking =
         h2o_policy_ranking(item->policy, item->head.heavy, item->head.recent, item->length + 1);
-    step_factors(item);
+    const float *const factors = step_factors(item, shared);
     sync_block();
-    step_outputs(item);
-    const h2o_candidate worst = step_scores(item, &ranking, (h2o_candidate *)reduction);
+    step_outputs(item, factors);
+    const h2o_candidate worst = step_scores(item, &ranking, factors, (h2o_candidate *)reduction);
     return step_evict(item, &ranking, worst.index, shared, (nearest_key *)(reduction + 256));
 }
 
 /* ---- The kernel ---------------------------------------------------------- */
+
+static_assert(sizeof(step_item) <= STEP_SHARED - STEP_KEPT, "a step's item fits");
 
 /* Grid: parts, G, B. */
 DEVICE void step_block(const h2o_step_params *p, char *workspace, float *shared) {
@@ -172,19 +233,24 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, float *shared)
     if (!is_token(&p->mask, b, 0)) { /* the same for all blocks of a row */
         const int64_t R = p->dims.R, D = p->dims.D;
         NO_UNROLL
-        for (int64_t i = threadIdx.x; part == 0 && i < R * D; i += blockDim.x) {
+        for (int64_t i = threadIdx.x; part == 0 && i < R * D; i += STEP_THREADS) {
             set_element(row_of(&p->out, b, 0, g * R + i / D), i % D, 0.0f);
         }
         return;
     }
     const step_item item = open_step(p, workspace, b, g);
+    step_item *const kept = (step_item *)((char *)shared + STEP_KEPT);
+    if (threadIdx.x == 0) *kept = item;
     step_part(&item, part, shared);
     uint32_t *const parts_done = (uint32_t *)(workspace + at.parts_done) + b * p->dims.G + g;
     uint32_t *const heads_done = (uint32_t *)(workspace + at.heads_done) + b;
     if (!arrive_last(parts_done, (uint32_t)at.parts)) return;
-    step_finish(&item, shared);
+    step_item end = *kept; /* what only the end wants takes no registers before */
+    end.policy = &p->policy;
+    end.sink_logits = &p->sink_logits;
+    step_finish(&end, shared);
     if (!arrive_last(heads_done, (uint32_t)p->dims.G)) return;
-    if (threadIdx.x == 0) *(int64_t *)h2o_at(&p->slots.lengths, b, 0, 0) = item.length + 1;
+    if (threadIdx.x == 0) *(int64_t *)h2o_at(&p->slots.lengths, b, 0, 0) = kept->length + 1;
 }
 
 BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {

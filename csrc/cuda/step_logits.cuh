@@ -50,7 +50,7 @@ struct strided_elements {
 DEVICE void load_queries(const step_item *item, int64_t r, float *query) {
     const int64_t depth = cuda_depth(item->D), runs = depth / RUN;
     NO_UNROLL
-    for (int64_t i = threadIdx.x; i < STEP_HEADS * runs; i += blockDim.x) {
+    for (int64_t i = threadIdx.x; i < STEP_HEADS * runs; i += STEP_THREADS) {
         const int64_t head = r + i / runs, d = i % runs * RUN;
         element_ref row = item->query;
         row.data += (head < item->R ? head : r) * item->query_stride;
@@ -86,15 +86,15 @@ DEVICE void write_logit(const step_item *item, int64_t r, int64_t slot,
 template <int N, typename DOTS>
 DEVICE void logits_by(const step_item *item, int64_t r, int64_t begin, int64_t end, DOTS dots) {
     for (int64_t base = begin + team_of_thread(); base - team_of_thread() < end;
-         base += N * teams()) {
+         base += N * STEP_TEAMS) {
         int64_t slot[N];
         float sum[N][STEP_HEADS];
         UNROLL
-        for (int i = 0; i < N; i++) slot[i] = lower(base + i * teams(), end - 1);
+        for (int i = 0; i < N; i++) slot[i] = lower(base + i * STEP_TEAMS, end - 1);
         dots(slot, sum);
         UNROLL
         for (int i = 0; i < N; i++) {
-            if (base + i * teams() < end) write_logit(item, r, slot[i], sum[i]);
+            if (base + i * STEP_TEAMS < end) write_logit(item, r, slot[i], sum[i]);
         }
     }
 }

@@ -149,6 +149,21 @@ def test_step_is_attend_and_evict(name):
     np.testing.assert_allclose(talks[0].answer, talks[1].answer, rtol=1e-5, atol=1e-5)
 
 
+def test_a_step_of_more_heads_than_a_block_of_a_gpu_has_shared_memory_for():
+    random, R, D, held = np.random.default_rng(3), 1100, 4, 140
+    keys, values = (random.standard_normal((1, 1, held + 1, D), np.float32) for _ in range(2))
+    query = random.standard_normal((1, R, 1, D), np.float32)
+    slots = ops.new_slots(keys, held + 1)
+    no_scores = np.zeros((1, 1, held), np.float32)
+    ops.evict(keys[:, :, :held], values[:, :, :held], no_scores, slots)
+    out = ops.step(query, keys[:, :, held:], values[:, :, held:], slots)
+    weights = np.exp(query[0, :, 0].astype(float) @ keys[0, 0].T.astype(float) / np.sqrt(D))
+    weights /= weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(out.reshape(R, D), weights @ values[0, 0], atol=2e-5)
+    _, scores = inputs.kept(slots)
+    np.testing.assert_allclose(scores[0, 0], weights.sum(0), rtol=1e-5)
+
+
 def test_budgets_of_rows():
     budget = np.array([[3, 4], [0, 9], [12, 0], [900, 900], [1, 1]], np.int32)
     policy, calls = Policy(sinks=1), [25, *[1] * 15, 4, 1, 1]
@@ -289,6 +304,24 @@ def test_ties_and_nan(seed, policy, chunk):
     np.testing.assert_array_equal(slots.scores[0, 0, filled], scores[0, 0, held])
     np.testing.assert_array_equal(slots.keys[0, 0, filled, 0], held)
     np.testing.assert_array_equal(slots.values[0, 0, filled], -slots.keys[0, 0, filled])
+
+
+def test_more_candidates_than_a_block_of_a_gpu_takes_at_a_time():
+    n, policy = 7000, Policy(900, 400, sinks=2)
+    scores, keys = handmade(3, n)
+    mask = np.random.default_rng(3).random((1, n)) < 0.9
+    columns = np.flatnonzero(mask[0])
+    slots = ops.new_slots(keys, policy.k + 1, policy.heavy, policy.recent)
+    want: list[int] = []
+    for new in (slice(0, 4200), slice(4200, n)):
+        tokens = range(mask[0, : new.start].sum(), mask[0, : new.stop].sum())
+        rows = keys[:, :, new], -keys[:, :, new], scores[:, :, new]
+        ops.evict(*rows, slots, mask=mask[:, new], sinks=policy.sinks)
+        want = chosen([*want, *tokens], scores[0, 0, columns], policy)
+        assert inputs.kept(slots)[0][0, 0].tolist() == want
+    held = columns[slots.positions[0, 0, : policy.k]]
+    np.testing.assert_array_equal(slots.keys[0, 0, : policy.k, 0], held)
+    np.testing.assert_array_equal(slots.scores[0, 0, : policy.k], scores[0, 0, held])
 
 
 @pytest.mark.parametrize("policy", CHOICES, ids=str)

@@ -133,6 +133,24 @@ $met:
     assert found["kinds"]["global"] == 1  # they store together
 
 
+@pytest.mark.parametrize(("first", "count"), [(3, 5), (0, 32), (28, 9), (31, 0)])
+def test_bits_are_inserted(launch, first, count):
+    x, narrow = words(32, np.uint32), words(32, np.uint32)
+    launch(f"mov.u32 %r2, 0x81234567; bfi.b32 %r3, %r1, %r2, {first}, {count}; "
+           "st.global.u32 [%rd4], %r3;", narrow)  # fmt: skip
+    launch(f"mov.u64 %rd5, 0x8123456789ABCDEF; cvt.u64.u32 %rd6, %r1; "
+           f"bfi.b64 %rd7, %rd6, %rd5, {first + 25}, {count}; shr.u64 %rd7, %rd7, {first + 20}; "
+           "cvt.u32.u64 %r2, %rd7; st.global.u32 [%rd4], %r2;", x)  # fmt: skip
+
+    def inserted(into: int, bits: int, at: int, width: int) -> int:
+        field = ((1 << count) - 1) << at
+        return (into & ~field | (bits << at) & field) & ((1 << width) - 1)
+
+    wide = [inserted(0x8123456789ABCDEF, i, first + 25, 64) >> (first + 20) for i in range(32)]
+    assert narrow.tolist() == [inserted(0x81234567, i, first, 32) for i in range(32)]
+    assert x.tolist() == [value & 0xFFFFFFFF for value in wide]
+
+
 @pytest.mark.parametrize(("stride", "passes"), [(4, 1), (8, 2), (128, 32), (132, 1), (0, 1)])
 def test_banks_of_shared_memory(launch, stride, passes):
     body = f"""

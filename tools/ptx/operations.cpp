@@ -104,11 +104,11 @@ static u32 permuted(u32 a, u32 b, u32 selector) {
     return r;
 }
 
-static void insert_bits(warp &w, instruction &i, u32 mask) {
+template <class T> static void insert_bits(warp &w, instruction &i, u32 mask) {
     each(mask, [&](int l) {
-        const u32 a = (u32)w.slot[i.at[1]][l], b = (u32)w.slot[i.at[2]][l];
+        const T a = (T)w.slot[i.at[1]][l], b = (T)w.slot[i.at[2]][l];
         const u32 from = (u32)w.slot[i.at[3]][l] & 255, count = (u32)w.slot[i.at[4]][l] & 255;
-        const u32 ones = count >= 32 ? ALL : (1u << count) - 1, field = shifted_left(ones, from);
+        const T ones = (T)(shifted_left((T)1, count) - 1), field = shifted_left(ones, from);
         w.slot[i.at[0]][l] = (b & ~field) | (shifted_left(a, from) & field);
     });
 }
@@ -438,7 +438,7 @@ static const std::map<std::string, handler *> handlers = {
     {"mul.wide.s32", binary<s64, s32, s32, [](s32 a, s32 b) { return (s64)a * b; }>},
     {"popc.u32", unary<u32, u32, [](u32 a) { return __builtin_popcount(a); }>},
     {"prmt.u32", ternary<u32, u32, u32, permuted>},
-    {"bfi.u32", insert_bits},
+    {"bfi.u32", insert_bits<u32>}, {"bfi.u64", insert_bits<u64>},
     {"pack.16", pack<16>}, {"pack.32", pack<32>},
     {"unpack.16", unpack<16>}, {"unpack.32", unpack<32>},
     {"cvta.shared", shared_address<false>}, {"cvta.to.shared", shared_address<true>},
