@@ -107,9 +107,9 @@ def model_of(config: Any) -> Model:
     text, shape = config.get_text_config(decoder=True), describe(config)
     total = sum(x.numel() for x in parameters.values())
     experts = sum(x.numel() for name, x in parameters.items() if re.search(r"\bexperts\b", name))
-    of = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    number = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     chosen = getattr(text, "num_experts_per_tok", None)
-    share = chosen / of if chosen and of else 1.0
+    share = chosen / number if chosen and number else 1.0
     return Model(
         weights=total * element,
         active=total - experts * (1 - share),
