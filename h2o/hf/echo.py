@@ -36,7 +36,7 @@ SERVED = ROLLED | frozenset(
 )
 """Model types whose queries can be rotated on: tests compare them with the model's own at later
 positions."""
-ENTRIES = 1 << 23
+ENTRIES = 1 << 21
 """Attention entries that exist at one time."""
 
 

@@ -190,35 +190,40 @@ def newly_found(
     H, n, D = queries.shape
     G, q = keys.shape[:2]
     scaled = queries.unflatten(0, (G, H // G)).float() * (D**-0.5 if scale is None else scale)
-    both = torch.cat([held.float(), keys.float()], dim=1)[:, None].mT
+    both = torch.cat([held.float(), keys.float()], dim=1).mT
     K = held.shape[1]
-    empty = torch.cat([~is_held, is_held.new_zeros(G, q)], dim=1)[:, None, None]
-    largest = torch.zeros(G, q, dtype=torch.float32, device=keys.device)
+    scores = torch.zeros(G, q, dtype=torch.float32, device=keys.device)
     rows = max(1, ENTRIES // max(1, H * (K + q)))
     for begin in range(0, n, rows):
-        logits = scaled[:, :, begin : begin + rows] @ both  # [G, R, rows, K + q]
+        block = scaled[:, :, begin : begin + rows]
+        count = block.shape[2]
+        first_key = begin - (n - q)  # which of the new keys is the one of the block's first query
+        columns = K + max(0, min(q, first_key + count + BEFORE))
+        logits = (block.reshape(G, -1, D) @ both[..., :columns]).unflatten(1, block.shape[1:3])
         if softcap:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
-        logits.masked_fill_(empty, -torch.inf)
-        first_key = begin - (n - q)  # which of the new keys is the one of the block's first query
-        last_seen = first_key + torch.arange(logits.shape[-2], device=keys.device)[:, None]
-        unseen = torch.arange(q, device=keys.device) > last_seen
-        seen = logits[..., K:].masked_fill(unseen, -torch.inf).logsumexp(-1)  # [G, R, rows]
-        total = torch.logaddexp(logits[..., :K].logsumexp(-1), seen)
+        new = logits[..., K:]
+        near = {  # logits of the new keys from max(offset, 0) on
+            offset: new.diagonal(offset, -2, -1).clone()
+            for offset in range(first_key, first_key + BEFORE + 1)
+        }
+        logits[..., :K].masked_fill_(~is_held[:, None, None], -torch.inf)
+        unseen = max(0, min(new.shape[-1], first_key + 1))  # those before it are seen by all
+        last_seen = first_key + torch.arange(count, device=keys.device)[:, None]
+        later = torch.arange(unseen, new.shape[-1], device=keys.device) > last_seen
+        new[..., unseen:].masked_fill_(later, -torch.inf)
+        total = logits.logsumexp(-1)  # [G, R, rows]
         if sink_logits is not None:
             total = torch.logaddexp(total, sink_logits.view(G, H // G, 1))
-        for offset in range(first_key, first_key + BEFORE + 1):
-            near = logits[..., K:].diagonal(
-                offset, -2, -1
-            )  # of the new keys from max(offset, 0) on
-            count = near.shape[-1]
-            of_queries = total[..., max(-offset, 0) :][..., :count]
+        for offset, logit in near.items():
+            keys_there = logit.shape[-1]
+            of_queries = total[..., max(-offset, 0) :][..., :keys_there]
             if offset > first_key:
-                of_queries.copy_(torch.logaddexp(of_queries, near))
-            weights = (near - of_queries).exp().amax(1)
-            place = largest[:, max(offset, 0) :][:, :count]
+                of_queries.copy_(torch.logaddexp(of_queries, logit))
+            weights = (logit - of_queries).exp().amax(1)
+            place = scores[:, max(offset, 0) :][:, :keys_there]
             torch.maximum(place, weights, out=place)
-    return largest
+    return scores
 
 
 def _columns(mask: Tensor | None, b: int) -> Any:
