@@ -12,6 +12,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from h2o.evaluate.devices import DEVICES as SHEETS
+
 
 class Device(NamedTuple):
     """Of NVIDIA's data sheets and architecture papers, but for `latency` and `l2`."""
@@ -38,12 +40,12 @@ class Device(NamedTuple):
 
 
 DEVICES = {
-    "T4": Device(75, 40, 1.59, 512, 64, 1024, 16, 320.0, None, 400),
-    "A100": Device(80, 108, 1.41, 1024, 164, 2048, 32, 2039.0, 5120, 466),
-    "L4": Device(89, 58, 2.04, 512, 100, 1536, 24, 300.0, None, 542),
-    "4090": Device(89, 128, 2.52, 256, 100, 1536, 24, 1008.0, None, 542),
-    "H100": Device(90, 132, 1.83, 2048, 228, 2048, 32, 3350.0, 5120, 479),
-    "H200": Device(90, 132, 1.83, 2048, 228, 2048, 32, 4800.0, 5120, 479),
+    "T4": Device(75, 40, 1.59, 512, 64, 1024, 16, SHEETS["T4"].bandwidth, None, 400),
+    "A100": Device(80, 108, 1.41, 1024, 164, 2048, 32, SHEETS["A100"].bandwidth, 5120, 466),
+    "L4": Device(89, 58, 2.04, 512, 100, 1536, 24, SHEETS["L4"].bandwidth, None, 542),
+    "4090": Device(89, 128, 2.52, 256, 100, 1536, 24, SHEETS["4090"].bandwidth, None, 542),
+    "H100": Device(90, 132, 1.83, 2048, 228, 2048, 32, SHEETS["H100"].bandwidth, 5120, 479),
+    "H200": Device(90, 132, 1.83, 2048, 228, 2048, 32, SHEETS["H200"].bandwidth, 5120, 479),
 }
 """`tensor` is the data sheet's rate of dense float16 with float32 sums, divided by multiprocessors
 and clock. `l2` of A100 is of NVIDIA's paper on that architecture, and taken for Hopper too.

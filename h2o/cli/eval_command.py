@@ -191,7 +191,8 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         from h2o.evaluate import perplexity
 
         refuse(args, "perplexity", "ratio_of", ratio_of="text")
-        refuse(args, "perplexity", *["protocol"] * (args.protocol == "read"))
+        if args.protocol == "read":
+            raise Misused("--protocol read: a plain text has no question to cut before")
         if args.protocol == "drop":
             need_caches(settings, "use --protocol simulate")
         else:
@@ -202,8 +203,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         )
     what = "needles" if args.needle else "summaries"
     refuse(args, what, "protocol", "prompt_length", "ratio_of", protocol="drop")
-    read = [x for x in settings if args.needle and x.scored_by]
-    need_caches([x for x in settings if x not in read], f"{what} need one")
+    need_caches([x for x in settings if not args.needle or not x.scored_by], f"{what} need one")
     if args.needle:
         from h2o.evaluate import needle
 

@@ -7,6 +7,7 @@ import json
 
 from h2o.cli.cache_options import add_dtype, add_model
 from h2o.cli.prompts_file import parse_bytes
+from h2o.evaluate.devices import DEVICES, measured
 
 __all__ = ["add_arguments", "check", "run"]
 
@@ -23,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model(add)
     add_dtype(add)
-    add("--device", default="cpu", metavar="NAME", help="T4, A100, L4, 4090, H100, H200, or cpu: "
-        "this machine, whose rates are measured (%(default)s)")  # fmt: skip
+    add("--device", choices=["cpu", *DEVICES], default="cpu", help="cpu is this machine, whose "
+        "rates are measured (%(default)s)")  # fmt: skip
     add("--bytes", type=parse_bytes, metavar="B", help="for the caches of all requests, such as "
         "40GB; default: what the weights leave of nine tenths of the memory")  # fmt: skip
     add("--requests", type=int, metavar="N", help="at a time; default: as many as fit")
@@ -48,7 +49,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     except ValueError as error:
         parser.error(str(error))
     for one in options.settings:
-        if not one.dropping and not one.scored_by:
+        if not one.has_cache:
             parser.error(f"argument --compare {one.why_not_dropping}")
 
 
@@ -56,11 +57,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The exit code. Raises: UserError (`h2o.errors`)."""
     from h2o import models
     from h2o.evaluate.fitting import check_fit
-    from h2o.evaluate.plan import DEVICES, measured, model_of, plan
+    from h2o.evaluate.plan import model_of, plan
     from h2o.evaluate.presentation import table
 
-    if options.device != "cpu" and options.device not in DEVICES:
-        parser.error(f"argument --device: there are cpu, {', '.join(DEVICES)}")
     name = options.model or models.DEFAULT_MODEL
     config = models.config_of(name)
     if options.dtype != "auto":

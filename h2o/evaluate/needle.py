@@ -123,7 +123,7 @@ def compare(
         the table, as text.
     """
     for setting in settings:
-        if not setting.dropping and not setting.scored_by:
+        if not setting.has_cache:
             raise UserError(f"{setting.why_not_dropping}; it cannot answer")
     text = read_text(file)
     cells = Cells(output / "needle.json", "h2o eval --needle", launched())

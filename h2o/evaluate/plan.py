@@ -9,42 +9,19 @@ cache and with H2O alike, and their ratio is nearer to what is measured than eac
 
 from __future__ import annotations
 
-import os
 import re
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from h2o.errors import UserError
+from h2o.evaluate.devices import Device
 from h2o.evaluate.setting import Setting
 from h2o.hf.support import supports
 from h2o.kv_dtype import FIXED
 from h2o.model_identity import describe, key_size, latent_row
 
-__all__ = ["DEVICES", "Device", "Model", "Plan", "measured", "model_of", "plan"]
+__all__ = ["Model", "Plan", "model_of", "plan", "row_bytes"]
 
-
-class Device(NamedTuple):
-    """What a data sheet says, of 16-bit numbers."""
-
-    memory: float
-    """GB"""
-    bandwidth: float
-    """GB/s"""
-    products: float
-    """TFLOP/s, dense, summed up in float32"""
-
-
-DEVICES = {
-    "T4": Device(16, 320, 65),
-    "A100": Device(80, 2039, 312),
-    "L4": Device(24, 300, 121),
-    "4090": Device(24, 1008, 165),
-    "H100": Device(80, 3350, 989),
-    "H200": Device(141, 4800, 989),
-}
-"""NVIDIA's data sheets; of A100 the larger one, of H100 and H200 the SXM modules."""
 
 RESERVED = 0.1
 """Of a device's memory, for activations and what libraries take."""
@@ -139,6 +116,8 @@ def plan(
     Raises: UserError if not one row fits.
     """
     if memory is None:
+        if device.memory is None:
+            raise UserError("this system does not tell its memory: give --bytes")
         memory = (1 - RESERVED) * device.memory * 1e9 - model.weights
     ends = row_bytes(model, setting, prompt, prompt + new)
     fitting = int(memory // ends)
@@ -179,32 +158,3 @@ def row_bytes(model: Model, setting: Setting, prompt: int, tokens: int) -> int:
     return model.heads * (
         model.layers.count("h2o") * head + model.layers.count("sliding") * sliding
     )
-
-
-def measured() -> Device:
-    """This machine's processors with torch's threads: reading, and bfloat16 products or those of
-    float32 if these are faster."""
-    import torch
-
-    def rate(work: float, run: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return work / sorted(times)[2]
-
-    data = torch.ones(2**26)
-    products = []
-    for dtype in (torch.bfloat16, torch.float32):
-        a = torch.ones(1024, 1024, dtype=dtype)
-        products.append(rate(2 * 1024**3, lambda a=a: a @ a))
-    return Device(_memory() / 1e9, rate(data.nbytes, data.sum) / 1e9, max(products) / 1e12)
-
-
-def _memory() -> int:
-    """Bytes of this machine."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError) as error:
-        raise UserError("this system does not tell its memory: give --bytes") from error

@@ -63,7 +63,7 @@ def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | N
     if setting.scored_by and protocol != "read":
         raise ValueError(f"{setting.why_not_dropping}; use protocol=read")
     if protocol != "simulate":
-        if not setting.dropping and not setting.scored_by:
+        if not setting.has_cache:
             raise ValueError(f"{setting.why_not_dropping}; use protocol=simulate")
         if prompt_length != 1 or ratio_of not in (None, "prompt"):
             raise ValueError(

@@ -44,10 +44,10 @@ calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one 
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
 retrieval:BUDGET        H2OConfig.retrieval(BUDGET)
 retrieval-bytes:BUDGET  H2OConfig.retrieval(BUDGET, of="bytes")
-reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (--needle only)
-reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (--needle only)
-echo:BUDGET             the same, with the second reading replaced by echo (--needle only)
-echo-bytes:BUDGET       the same with of="bytes" (--needle only)
+reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (needles and tasks)
+reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (needles and tasks)
+echo:BUDGET             the same, with the second reading replaced by echo (needles and tasks)
+echo-bytes:BUDGET       the same with of="bytes" (needles and tasks)
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
@@ -93,6 +93,11 @@ class Setting:
     def scored_by(self) -> Literal["repeat", "echo"] | None:
         """What `h2o.read` is told; None: the setting is none of `h2o.read`."""
         return SCORED_BY.get(self.variant)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a real cache can do it, while it reads or after `h2o.read`."""
+        return self.dropping or self.scored_by is not None
 
     @property
     def holding(self) -> H2OConfig:

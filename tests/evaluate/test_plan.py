@@ -11,7 +11,8 @@ from transformers import AutoConfig
 
 from h2o import H2OCache, cli, models
 from h2o.errors import UserError
-from h2o.evaluate.plan import DEVICES, measured, model_of, plan, row_bytes
+from h2o.evaluate.devices import DEVICES, measured
+from h2o.evaluate.plan import model_of, plan, row_bytes
 from h2o.evaluate.setting import parse
 from tests.evaluate.conftest import exit_code
 from tests.hf.tiny import model, prompts
@@ -102,7 +103,7 @@ def test_the_command(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--device", "H1000"], 2, "there are cpu, T4"),
+        (["--device", "H1000"], 2, "invalid choice"),
         (["--prompt", "0"], 2, "at least 1"),
         (["--compare", "mask-local:0.1+0.1"], 2, "a mask, no cache"),
         (["--compare", "full", "--bytes", "1KB", "--device", "T4"], 1, "do not fit"),
