@@ -11,7 +11,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance test-neon test-windows test-python test-portable test-hf test-vllm test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance test-neon test-windows test-python test-portable test-hf test-vllm test-ray test-versions asan tsan fuzz \
 	lint format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -53,6 +53,10 @@ test-all: test notebooks ## the slow ones and the notebooks too
 
 .venv/notebooks: .venv/base
 	$(PIP) --no-build-isolation --editable '.[notebooks]'
+	touch $@
+
+.venv/ray: .venv/test
+	$(PIP) 'ray[data]'
 	touch $@
 
 .venv/lint: .venv/base
@@ -416,6 +420,9 @@ test-hf: .venv/core .venv/test ## transformers' own model tests, without and wit
 
 test-vllm: .venv/vllm/done ## engines and a server of vLLM's CPU build over h2o's pages, a quarter of an hour
 	.venv/vllm/bin/python -m pytest -q -W default tests/vllm
+
+test-ray: .venv/core .venv/ray ## examples/many_machines.py on two nodes, one of which is lost
+	$(BIN)/python -m pytest -p no:xdist tests/test_many_machines.py
 
 # transformers/torch/NumPy
 VERSIONS := 5.4.0/2.6.0/2.0.0 5.10.4/2.13.0/2.2.0 newest/newest/newest
