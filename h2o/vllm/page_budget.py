@@ -18,12 +18,12 @@ from h2o.config import H2OConfig, one_config
 from h2o.head_budgets import levelled
 from h2o.vllm.page_store import page_bytes
 
-__all__ = ["PageBudget", "config_of"]
+__all__ = ["PageBudget", "config_of", "cuts_chunks"]
 
 
 def config_of(entry: Any) -> H2OConfig:
     """The config that the entry `h2o` of `--additional-config` says: fields of `H2OConfig`, or
-    {"preset": "robust", "budget": 256}, with "of" if wanted.
+    {"preset": "robust", "budget": 256}, with "of" if wanted; beside them "cut" (`cuts_chunks`).
 
     Raises: TypeError, ValueError for what is no such thing, or is not served here.
     """
@@ -32,7 +32,8 @@ def config_of(entry: Any) -> H2OConfig:
             f'additional_config["h2o"] must be an object such as {{"heavy": 64, "recent": 64}}, '
             f"not {json.dumps(entry, default=str)}"
         )
-    fields = {name: _plain(value) for name, value in entry.items()}
+    cuts_chunks(entry)
+    fields = {name: _plain(value) for name, value in entry.items() if name != "cut"}
     preset = fields.pop("preset", None)
     config = one_config(None, fields) if preset is None else H2OConfig.preset(preset, **fields)
     refused = {
@@ -47,6 +48,19 @@ def config_of(entry: Any) -> H2OConfig:
         if present:
             raise ValueError(f"{what} is not served by h2o in vLLM: {reason}")
     return config
+
+
+def cuts_chunks(entry: Mapping[str, Any]) -> bool:
+    """Whether the entry `h2o` wants a prompt that is read in chunks cut to its budget after each of
+    them ("cut": "chunk"), not once at its end ("prompt", the default). Then nothing but pages is
+    held; but what is evicted depends on where vLLM cuts a prompt, hence on other requests.
+
+    Raises: ValueError for another value.
+    """
+    cut = entry.get("cut", "prompt")
+    if cut not in ("prompt", "chunk"):
+        raise ValueError(f'cut is "prompt" or "chunk", not {json.dumps(cut, default=str)}')
+    return cut == "chunk"
 
 
 def _plain(value: Any) -> Any:

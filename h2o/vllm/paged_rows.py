@@ -2,7 +2,8 @@
 
 `plan` says once a forward pass what the rows of the batch are, `PagedLayer` does that in each
 layer. A prompt that comes in pieces is kept whole until its end, then cut to its budget, so that
-what a request keeps does not depend on how vLLM cut it, hence not on other requests.
+what a request keeps does not depend on how vLLM cut it, hence not on other requests; or each piece
+is taken as an end (`h2o.vllm.page_budget.cuts_chunks`).
 
 Letters: n tokens of the batch, H query heads, G key/value heads, D head dimension.
 """
@@ -52,7 +53,7 @@ class Piece(NamedTuple):
     opens: bool
     """whether the prompt begins here"""
     ends: bool
-    """whether nothing more of it follows"""
+    """whether it is cut to its budget now"""
 
 
 class Steps(NamedTuple):
@@ -84,6 +85,7 @@ def plan(
     pages: Sequence[int],
     requests: Callable[[int], Request | None],
     begun: dict[int, None],
+    cuts_chunks: bool = False,
 ) -> Batch:
     """What the rows of a batch are.
 
@@ -92,6 +94,7 @@ def plan(
         lengths: tokens of each row with the new ones.
         requests: the request of a row, if it is known.
         begun: pages of prompts that are kept whole, the oldest first; kept up to date.
+        cuts_chunks: none is kept whole.
     """
     pieces, single = [], []
     for row, (length, page) in enumerate(zip(lengths, pages, strict=True)):
@@ -105,7 +108,7 @@ def plan(
             single.append((page, begin))
             continue
         request = requests(row) or Request(length)
-        ends = length >= request.prompt
+        ends = cuts_chunks or length >= request.prompt
         if ends:
             begun.pop(page, None)
         elif opens:

@@ -32,7 +32,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from h2o.budgets import amount_of
 from h2o.config import H2OConfig
 from h2o.vllm.metrics import Meter, Place
-from h2o.vllm.page_budget import PageBudget, config_of
+from h2o.vllm.page_budget import PageBudget, config_of, cuts_chunks
 from h2o.vllm.page_store import PageStore
 from h2o.vllm.paged_rows import Batch, PagedLayer, Request, plan
 
@@ -306,6 +306,7 @@ class BatchBuilder(AttentionMetadataBuilder[Metadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.begun: dict[int, None] = {}
+        self.cuts_chunks = cuts_chunks(entry_of(vllm_config))
         requests = Requests.of_config.get(vllm_config.instance_id)
         self.request: Callable[[int], Request | None] = (
             (lambda row: None) if requests is None else requests.rows.get
@@ -317,15 +318,11 @@ class BatchBuilder(AttentionMetadataBuilder[Metadata]):
     ) -> Metadata:
         rows = common_attn_metadata
         self.meter.stepped()
-        return Metadata(
-            plan(
-                rows.query_start_loc_cpu.tolist(),
-                rows.seq_lens.tolist(),
-                rows.block_table_tensor[:, 0].tolist(),
-                self.request,
-                self.begun,
-            )
+        starts, lengths, pages = (
+            x.tolist()
+            for x in (rows.query_start_loc_cpu, rows.seq_lens, rows.block_table_tensor[:, 0])
         )
+        return Metadata(plan(starts, lengths, pages, self.request, self.begun, self.cuts_chunks))
 
 
 class H2OAttention(AttentionImpl[Metadata]):

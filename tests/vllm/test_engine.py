@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o import H2OConfig
+from h2o import H2OCache, H2OConfig
 from h2o.config import UNLIMITED
-from tests.vllm.engines import MiB, SamplingParams, alone, engine, prompts, served, tiny
+from tests.vllm.engines import NEW, MiB, SamplingParams, alone, engine, prompts, served, tiny
 
 SMALL = {"heavy": 8, "recent": 8}
 
@@ -56,6 +56,30 @@ def test_prompts_in_chunks_are_cut_at_their_end(llama):
     folder, model = llama
     with engine(folder, SMALL, max_num_batched_tokens=32) as llm:
         assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**SMALL))
+
+
+def test_prompts_that_are_cut_after_each_chunk(llama):
+    """One request at a time, so that it is known where vLLM cuts prompts; then all at once."""
+    folder, model = llama
+    model.set_attn_implementation("h2o")
+    wanted = []
+    for prompt in prompts():
+        cache = H2OCache(model.config, H2OConfig(**SMALL))
+        for part in torch.tensor([prompt]).split(32, dim=1):
+            out = model(part, past_key_values=cache)
+        answer = [out.logits[0, -1].argmax().item()]
+        while len(answer) < NEW:
+            out = model(torch.tensor([answer[-1:]]), past_key_values=cache)
+            answer.append(out.logits[0, -1].argmax().item())
+        wanted.append(answer)
+    assert wanted != alone(model, prompts(), H2OConfig(**SMALL))
+    with engine(folder, SMALL | {"cut": "chunk"}, max_num_batched_tokens=32) as llm:
+        assert [served(llm, [prompt])[0] for prompt in prompts()] == wanted
+        assert all(len(answer) == NEW for answer in served(llm, prompts()))
+        (kept_whole,) = llm.apply_model(
+            lambda model: [len(x.impl.paged.uncut) for x in model.modules() if hasattr(x, "impl")]
+        )
+    assert set(kept_whole) == {0}
 
 
 @pytest.mark.slow
