@@ -40,6 +40,7 @@ def threads(options: Options) -> Iterator[Row]:
     def step() -> None:
         h2o.ops.step(*token, slots, out=out)
 
+    turns = 2 if options.quick else 100
     for name, dtype in options.wanted("float32", "bfloat16"):
         weights = [torch.randn(size).to(dtype) for size in sizes]
         vectors = {size: torch.randn(1, size).to(dtype) for size in (576, 1536)}
@@ -49,9 +50,9 @@ def threads(options: Options) -> Iterator[Row]:
                 linear(vectors[weight.shape[1]], weight)
 
         contenders = [
-            Contender("alone", timed(products, lambda: None), own_clock=True),
-            Contender("h2o", timed(products, step), own_clock=True),
-            Contender("SDPA", timed(products, sdpa), own_clock=True),
+            Contender("alone", timed(products, lambda: None, turns), own_clock=True),
+            Contender("h2o", timed(products, step, turns), own_clock=True),
+            Contender("SDPA", timed(products, sdpa, turns), own_clock=True),
         ]
         times = race(contenders, options.rounds)
         for between in ("h2o", "SDPA"):
@@ -63,16 +64,18 @@ def threads(options: Options) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def timed(products: Callable[[], None], between: Callable[[], object]) -> Callable[[], float]:
-    """Seconds of the products alone, in the mean over 100 turns."""
+def timed(
+    products: Callable[[], None], between: Callable[[], object], turns: int
+) -> Callable[[], float]:
+    """Seconds of the products alone, in the mean over these turns."""
 
     def run() -> float:
         spent = 0.0
-        for _ in range(100):
+        for _ in range(turns):
             between()
             start = time.perf_counter()
             products()
             spent += time.perf_counter() - start
-        return spent / 100
+        return spent / turns
 
     return run

@@ -1,6 +1,8 @@
 """Settings of the whole suite. No torch here: the tests of the core do without."""
 
+import gc
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +20,27 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("h2o")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_imported_stays():
+    """So that no search for garbage goes through it: a million objects, in half a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread(request):
+    """Threads cost tiny models more than they bring. The operations themselves are tested with all
+    there are."""
+    torch = sys.modules.get("torch")
+    if torch is None or request.path.parent.name in ("core", "torch"):
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 if device := os.environ.get("H2O_TEST_DEVICE"):

@@ -1,6 +1,8 @@
 """`h2o analyze`: its files, and its page in a real browser."""
 
 import base64
+import contextlib
+import io
 import json
 import re
 import sys
@@ -11,7 +13,7 @@ import pytest
 from h2o import cli
 from h2o.packages import install_command
 from tests import browser
-from tests.test_cli import DEADLINE, h2o, tiny  # noqa: F401
+from tests.test_cli import DEADLINE, tiny  # noqa: F401
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -22,15 +24,17 @@ TEXT = "".join(chr(97 + i * i % 7) for i in range(150)) + "\n</script><b>Grüße
 
 @pytest.fixture(scope="module")
 def written(tiny, tmp_path_factory):  # noqa: F811
-    """(path of the page, what was printed)"""
+    """(path of the page, what was printed, what was said beside it)"""
     folder = tmp_path_factory.mktemp("analysis")
     (folder / "text.txt").write_text(TEXT, "utf-8")
     page = folder / "out" / "page.html"
-    done = h2o("analyze", "--model", tiny, "--text", str(folder / "text.txt"), "--output",
-               str(page), "--heavy", "12", "--recent", "0.1", "--removal-tokens", "100",
-               "--compare", "robust:0.2,local:0.2", "--json")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return page, done
+    arguments = ["analyze", "--model", tiny, "--text", str(folder / "text.txt"), "--output",
+                 str(page), "--heavy", "12", "--recent", "0.1", "--removal-tokens", "100",
+                 "--compare", "robust:0.2,local:0.2", "--json"]  # fmt: skip
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        assert cli.main(arguments) == 0
+    return page, out.getvalue(), error.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +45,14 @@ def content(written):
 
 
 def test_files(written):
-    page, done = written
+    page, out, error = written
     folder = page.with_suffix("")
     pictures = {path.stem for path in folder.glob("*.png")}
     from h2o.analysis.figures import FIGURES
 
     assert pictures == set(FIGURES)
     numbers = json.loads((folder / "numbers.json").read_text())
-    printed = json.loads(done.stdout)
+    printed = json.loads(out)
     assert printed == {name: numbers[name] for name in printed}
     assert numbers["text"] == "text.txt"
     assert len(numbers["observations"]) == 6
@@ -57,7 +61,7 @@ def test_files(written):
     assert numbers["heavy_hitters"]["1"].keys() == {"all", "0", "1"}
     assert {x["tokens"] for x in numbers["removal"]} == {100}
     assert not list(page.parent.glob("*.tmp"))
-    assert "written" in done.stderr
+    assert "written" in error
 
 
 def test_frames_on_disk(written):

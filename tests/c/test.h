@@ -44,13 +44,16 @@ enum { MEMORY_SANITIZER = 1 };
 enum { MEMORY_SANITIZER = 0 };
 #endif
 
-/* Under a sanitizer or in an emulator, where a case takes five to a hundred times as long, it is
- * tested in one of the three dtypes: the next case in another one, and no case in the same one
- * under all sanitizers. */
+/* Under a sanitizer or in an emulator, where a case takes five to a hundred times as long. */
+static inline bool is_slow(void) {
+    return THREAD_SANITIZER || ADDRESS_SANITIZER || MEMORY_SANITIZER ||
+           getenv("H2O_TEST_EMULATED") != NULL;
+}
+
+/* A case is then tested in one of the three dtypes: the next case in another one, and no case in
+ * the same one under all sanitizers. */
 static inline bool is_left_out(size_t number, size_t dtype) {
-    const bool slow = THREAD_SANITIZER || ADDRESS_SANITIZER || MEMORY_SANITIZER ||
-                      getenv("H2O_TEST_EMULATED") != NULL;
-    return slow && dtype != (number + ADDRESS_SANITIZER) % 3;
+    return is_slow() && dtype != (number + ADDRESS_SANITIZER) % 3;
 }
 
 /* Whether a process with threads can be forked here. ThreadSanitizer does not follow it. In the

@@ -4,12 +4,13 @@
 #include "scenes.h"
 
 /* The answer of one worker, which is that of several, also where they hold so little
- * at a time that there is a wave for each head. */
+ * at a time that there is a wave for each head. Slow machines try odd numbers of them. */
 static answer play(const h2o_ops *ops, const scene *s, const text *t, passage through) {
     static const int workers[] = {2, 3, 5, 8};
     const runner one = {.ops = ops, .workers = 1};
     const answer alone = through(&one, s, t);
     for (size_t i = 0; i < sizeof workers / sizeof *workers; i++) {
+        if (is_slow() && workers[i] % 2 == 0) continue;
         const runner several = {ops, workers[i], workers[i] == 3 ? 1 : 0};
         const answer shared = through(&several, s, t);
         for_each_tensor(&alone, &shared, check_same);

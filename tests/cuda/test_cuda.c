@@ -17,7 +17,7 @@ static answer play(const h2o_ops *ops, const scene *s, const text *t, passage th
     const runner with = {.ops = ops, .workers = 1};
     shim_seed(0);
     const answer first = through(&with, s, t);
-    for (uint64_t seed = 1; seed < (THREAD_SANITIZER || ONE_DTYPE ? 2 : 3); seed++) {
+    for (uint64_t seed = 1; seed < (is_slow() || ONE_DTYPE ? 2 : 3); seed++) {
         shim_seed(seed);
         const answer other = through(&with, s, t);
         for_each_tensor(&first, &other, check_same);

@@ -24,15 +24,6 @@ def _offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads cost models this small more than they bring, and much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def tokenizer():
     """Every byte is a token."""

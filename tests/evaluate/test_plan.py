@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 
@@ -16,6 +17,15 @@ from h2o.evaluate.plan import model_of, plan, row_bytes
 from h2o.evaluate.setting import parse
 from tests.evaluate.conftest import exit_code
 from tests.hf.tiny import model, prompts
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _configs_are_read_once():
+    """That of the default model takes seconds: it stands in the head of a file of GGUF."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "config_of", functools.cache(models.config_of))
+        yield
+
 
 SETTINGS = ["h2o:8+8", "robust:0.3", "robust-bytes:0.3", "h2o:8+4/merge=0.8", "retrieval-bytes:0.4"]
 

@@ -38,8 +38,11 @@ ORDERS = (
     "import importlib.util, h2o; importlib.util.find_spec('transformers.modeling_utils')",
 )
 FORKS = """
-import os, sys
-import numpy, torch  # which take the longest, and of which no order says anything
+import contextlib, importlib, os, sys
+# Which take the longest, and of which no order says anything.
+for name in "numpy torch._dynamo torch.distributed.fsdp accelerate torchao.quantization".split():
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 assert not {'h2o', 'transformers'} & set(sys.modules)
 for lines in sys.argv[1:]:
     sys.stdout.flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import threading
 import time
 
@@ -248,13 +249,15 @@ def test_numbers_are_counted_between_two_passes_of_a_layer():
         while not done.is_set():
             counts.append(layer.store.eviction().keys)
 
-    thread = threading.Thread(target=count)
+    thread, interval = threading.Thread(target=count), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # that it takes turns on a busy machine too
     thread.start()
     try:
         traffic(layer, served, seed=3, room=1000)
     finally:
         done.set()
         thread.join()
+        sys.setswitchinterval(interval)
     counts.append(layer.store.eviction().keys)
     assert len(set(counts)) > 20
     assert counts == sorted(counts)
