@@ -160,8 +160,9 @@ def test_equals_the_cache(family, chosen):
     prompt = 40 if base else PROMPT
     # Both ways' keys differ by float32 rounding, and now and then are quantised apart by it. Where
     # keys are merged, rounding would also choose between two of the same word, one as far before
-    # the key that leaves as the other is behind it.
-    atol = 2e-2 if {"kv_dtype", "merge"} & set(settings) else 2e-4
+    # the key that leaves as the other is behind it. Each merge quantises a key once more.
+    widened = {"kv_dtype", "merge"} & set(settings)
+    atol = (2e-4, 2e-2, 6e-2)[len(widened)]
     ids = text(words=40) if "merge" in settings else text()
     swaps = prove(model, ids, prompt, atol, base=base, **settings)
     if chosen not in ("local", "streaming", "tiny", "one", "full", "large"):
