@@ -43,7 +43,7 @@ def case(**changes) -> Scenario:
 TABLE = {
     **{f"policy {name}": case(policy=policy) for name, policy in POLICIES.items()},
     **{f"head dimension {D}": case(D=D) for D in (1, 3, 20, 64, 80, 96, 128, 256)},
-    **{f"group of {R}": case(R=R, G=3) for R in (1, 3, 4, 8)},
+    **{f"group of {R}": case(R=R, G=3) for R in (1, 3, 4, 8, 32)},
     **{f"padding {padding}": case(padding=padding) for padding in ("right", "holes")},
     **{
         f"prompt of {Q}": case(calls=[Q, *[1] * 20], lengths=[Q], policy=Policy(4, 3), G=3)
@@ -61,6 +61,17 @@ TABLE = {
         learned_sinks=True,
         softcap=4.0,
         R=3,
+    ),
+    "many heads, long": case(
+        lengths=[300, 170],
+        calls=[300, *[1] * 12],
+        policy=Policy(190, 80),
+        G=1,
+        D=80,
+        seed=9,
+        learned_sinks=True,
+        softcap=4.0,
+        R=37,
     ),
     "everything at once": case(
         lengths=[40, 0, 3],

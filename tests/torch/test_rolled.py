@@ -87,7 +87,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 @pytest.mark.parametrize(
     ("D", "F"), [(8, 4), (64, 32), (64, 16), (128, 64), (20, 3), (9, 4), (80, 40), (2, 1), (33, 1)]
 )
-@pytest.mark.parametrize("R", [1, 3, 6])
+@pytest.mark.parametrize("R", [1, 3, 6, 33])
 def test_a_step_of_the_core_is_the_oracles(dtype, D, F, R):
     """Steps over slots of any order, in one part and in many, with a head that has no room left."""
     B, G, S = 2, 2, 150
