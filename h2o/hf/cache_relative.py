@@ -76,7 +76,9 @@ class CacheRelativeLayer(H2OLayer):
         if tokens.mask is None:
             most = min(self.longest, max(self.capacity.widest)) + tokens.query.shape[2]
         return attend(
-            *tokens[:3],
+            tokens.query,
+            tokens.key,
+            tokens.value,
             slots,
             self.capacity.sizes,
             rotary=self.rotary,

@@ -54,7 +54,9 @@ class CompileableLayer(H2OLayer):
         if not torch.compiler.is_compiling():
             return super()._attend_one(tokens)
         out: Tensor = torch.ops.h2o.step(
-            *tokens[:3],
+            tokens.query,
+            tokens.key,
+            tokens.value,
             *self.slots,
             *self.policy,
             mask=tokens.mask,

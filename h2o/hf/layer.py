@@ -235,7 +235,8 @@ class H2OLayer(LayerContents):
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Keeps what budgets of each row, and of each head or all, have room for."""
         was_empty = self.slots is None
-        self._keep(*prompt[:4], by_row, max(prompt.counts))
+        tensors = prompt.keys, prompt.values, prompt.mask, prompt.scores
+        self._keep(*tensors, by_row, max(prompt.counts))
         if was_empty:
             self.pass_state.copied = False  # the copy was of an empty cache
         self.raised, self.unscored = prompt.raised, False
@@ -329,7 +330,9 @@ class H2OLayer(LayerContents):
 
     def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
         return ops.attend(
-            *tokens[:3],
+            tokens.query,  # not tokens[:3]: torch 2.6 cannot compile slices of named tuples
+            tokens.key,
+            tokens.value,
             slots,
             mask=tokens.mask,
             scale=tokens.scale,

@@ -18,6 +18,7 @@ from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_state import restore, state_of
 from tests.cuda.device import IMAGE, carried
+from tests.devices import forget_default_device
 from tests.inputs import drifting
 
 
@@ -214,7 +215,7 @@ def test_the_programs_settings_of_torch_are_set_aside(device):
         fresh = torch.ones(1)
         assert (fresh.dtype, fresh.device.type) == (torch.float64, "meta")
     finally:
-        torch.set_default_device(None)
+        forget_default_device()
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
 

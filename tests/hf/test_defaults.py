@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, patched, simulated
+from tests.devices import forget_default_device
 from tests.hf.modes import MODES, policy
 from tests.hf.tiny import batch, model, prompts
 
@@ -30,7 +31,7 @@ def settings(device: str | None = None, dtype: torch.dtype = torch.float32):
     try:
         yield
     finally:
-        torch.set_default_device(None)
+        forget_default_device()
         torch.set_default_dtype(before)
 
 
