@@ -17,6 +17,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,8 @@ def build(folder: Path) -> Path:
     sources = [x for x in sources if not x.endswith(needs_python)]
     sources += [str(ROOT / "benchmarks/count.c")]
     libraries = ["-lm", "-ldl", "-pthread"]
-    command = [os.environ.get("CC", "cc"), *flags, "-o", str(program), *sources, *libraries]
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    command = [*compiler, *flags, "-o", str(program), *sources, *libraries]
     subprocess.run(command, check=True)
     return program
 

@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -69,10 +70,11 @@ def cache_sizes() -> dict[str, str]:
 @cache
 def roofline() -> Roofline | None:
     """The loops, built if need be; None where there is no C compiler."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
+    command = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    if command is None:
         return None
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    compiler = shlex.split(command)  # it may be "ccache gcc"
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     flags = ["-O3", "-march=native", "-shared", "-fPIC"]
     if "amx_bf16" not in h2o.ops.info()["features"]:
         flags.append("-U__AMX_BF16__")  # the processor has it, and the system does not give it
@@ -81,7 +83,7 @@ def roofline() -> Roofline | None:
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / "roofline.so"
-            subprocess.run([compiler, *flags, "-o", made, SOURCE], check=True)
+            subprocess.run([*compiler, *flags, "-o", made, SOURCE], check=True)
             made.rename(library)
     return Roofline(ctypes.CDLL(str(library)))
 

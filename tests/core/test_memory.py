@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -113,8 +114,8 @@ def test_the_core_has_no_memory_during_generate(tmp_path):
     pytest.importorskip("torch")
     shim = tmp_path / "shim.so"
     (tmp_path / "shim.c").write_text(SHIM)
-    command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c"]
-    subprocess.run(command, check=True)
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    subprocess.run([*compiler, "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c"], check=True)
     completed = subprocess.run(
         [sys.executable, "-c", GENERATE], text=True, capture_output=True,
         env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": os.getcwd()},
