@@ -17,6 +17,7 @@ from . import (
     random_model_tables,
     store_tables,
     thread_table,
+    throughput_tables,
     torch_backend_tables,
 )
 from .options import Options
@@ -119,6 +120,10 @@ TABLES = (
     Table(
         "batch", engine_tables.batch,
         cpu="P22: sixteen prompts at a time against DynamicCache, OpenVINO GenAI and vLLM",
+    ),
+    Table(
+        "throughput", throughput_tables.throughput,
+        cpu="R1, R2, R3: tokens a second at a fixed number of bytes, against other engines",
     ),
     Table(
         "graph", random_model_tables.graph,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import importlib.util
 import json
 
@@ -24,6 +25,7 @@ from benchmarks import (  # noqa: E402
     options,
     reporting,
     runner,
+    throughput_tables,
     timing,
 )
 from benchmarks.peers import attention_peers  # noqa: E402
@@ -176,6 +178,26 @@ def test_a_batch_without_the_engines(tmp_path, monkeypatch, capsys):
     result = quick(tmp_path, "batch")
     assert [row["peer"]["name"] for row in result["rows"]] == ["H2OCache, compiled", "DynamicCache"]
     assert capsys.readouterr().err.count("left out: no such package") == 2
+
+
+def test_throughput_without_the_engines(tmp_path, monkeypatch, capsys):
+    """What is left answers every request, with the tokens of generate() or the full cache's."""
+
+    def missing(*_):
+        raise PeerMissing("no such package")
+
+    compiled = functools.partial(torch.compile, backend="eager")  # the rest takes a minute
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(throughput_tables, "Peer", missing)
+    result = quick(tmp_path, "throughput", "--threads", "1")
+    peers = [throughput_tables.COMPILED, throughput_tables.STATIC, throughput_tables.CONTINUOUS]
+    assert [(row["row"], row["peer"]["name"]) for row in result["rows"]] == [
+        (name, peer) for name in ("R1", "R2", "R3") for peer in peers
+    ]
+    for row in result["rows"]:
+        assert row["facts"]["of the peer"] > 0
+        assert row["error"] == "100% of the tokens of generate()"
+    assert capsys.readouterr().err.count("left out: no such package") == 4 + 5 + 5
 
 
 def test_a_result_says_where_it_comes_from(tmp_path):

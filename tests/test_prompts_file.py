@@ -12,9 +12,11 @@ import time
 import pytest
 
 from h2o import cli
-from tests.test_cli import DEADLINE, tiny  # noqa: F401
 
 pytest.importorskip("torch")
+
+from tests.hf.tiny import needs_compiler
+from tests.test_cli import DEADLINE, tiny  # noqa: F401
 
 SIZES = ["--heavy", "8", "--recent", "8", "--max-new-tokens", "6"]
 
@@ -65,6 +67,21 @@ def test_a_second_run_goes_on(files):
     assert output.read_bytes() == before
     assert cli.main([*command, "--sinks", "2"]) == 1  # would mix two settings in one file
     assert output.read_bytes() == before
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
+@pytest.mark.slow
+def test_compiled_steps_give_the_same_texts(files):
+    """And a file that was begun with them goes on without."""
+    command, _, output = files
+    assert cli.main([*command, "--compile", "--rows", "2"]) == 0
+    compiled = output.read_bytes()
+    assert cli.main(command) == 0
+    assert output.read_bytes() == compiled
+    output.unlink()
+    assert cli.main([*command, "--rows", "2"]) == 0
+    assert output.read_bytes() == compiled
 
 
 def test_killed_amid_many(files, tiny):  # noqa: F811

@@ -33,6 +33,12 @@ REQUIREMENTS = {
 UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}
 """What comes along and does not go with the rest: these are builds for CUDA."""
 
+WITH_H2O = ("vllm",)
+"""Where h2o itself is wanted too: this checkout."""
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
 
 class PeerMissing(RuntimeError):
     """The peer's environment could not be made, or its program does not start."""
@@ -89,13 +95,18 @@ def environment(name: str) -> Path:
         return python
     print(f"making an environment for {name}: {' '.join(requirements)}", file=sys.stderr)
     venv.create(folder, with_pip=True, clear=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", *requirements]
-    result = subprocess.run(install, capture_output=True, text=True)
-    if result.returncode:
-        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-        raise PeerMissing(f"pip could not install {name}: {last}")
+    pip = [str(python), "-m", "pip", "--quiet"]
+    wanted = [requirements]
+    if name in WITH_H2O:
+        checkout = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+        wanted += [["setuptools>=77", "numpy"], checkout]
+    for packages in wanted:
+        result = subprocess.run([*pip, "install", *packages], capture_output=True, text=True)
+        if result.returncode:
+            last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+            raise PeerMissing(f"pip could not install {name}: {last}")
     if name in UNWANTED:
-        remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[name]]
+        remove = [*pip, "uninstall", "--yes", *UNWANTED[name]]
         subprocess.run(remove, check=True, capture_output=True)
     done.write_text("\n".join(requirements))
     return python

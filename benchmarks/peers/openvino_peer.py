@@ -1,15 +1,20 @@
 """Generation with OpenVINO GenAI, with the whole cache and with its own cache eviction.
 
-Run by peers.Peer with the GGUF file and the number of threads. A request is
-{"texts": [...], "dtype": "f32" or "bf16", "kept": tokens that the cache may keep, 0 for all,
-"tokens": n}; the answer {"prefill_s": ..., "token_s": ..., "seconds": of the whole call,
-"prompt": tokens of the first text}. The first two are OpenVINO's own metrics.
+Run by peers.Peer with a GGUF file and the number of threads. A request is {"dtype": "f32" or
+"bf16", "kept": tokens of a request that the cache may keep, 0 for all, "tokens": n} and
+    "texts": [...]; the answer {"prefill_s": ..., "token_s": ..., "seconds": of the whole call,
+        "prompt": tokens of the first text}, the first two by OpenVINO's own metrics; or
+    "ids": [[...], ...], where "tokens" has one number each and "blocks" of the cache are shared, 0
+        for as many as are wanted; the answer {"seconds": ..., "ids": the new tokens}.
 """
 
 import json
 import sys
 import time
+from pathlib import Path
 
+import numpy
+import openvino
 import openvino_genai as genai
 
 file, threads = sys.argv[1], int(sys.argv[2])
@@ -17,36 +22,76 @@ BLOCK = 32  # tokens in a block of its paged cache; sizes are multiples of it
 pipelines = {}
 
 
-def load(dtype, kept):
-    scheduler = genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False
-    scheduler.max_num_batched_tokens = 16384
-    scheduler.cache_size = 4
+def scheduler(kept, blocks=0):
+    config = genai.SchedulerConfig()
+    config.enable_prefix_caching = False
+    config.max_num_batched_tokens = 16384
+    config.cache_size = 0 if blocks else 4
+    config.num_kv_blocks = blocks
     if kept:
-        scheduler.use_cache_eviction = True
+        config.use_cache_eviction = True
         half = kept // 2 // BLOCK * BLOCK
-        scheduler.cache_eviction_config = genai.CacheEvictionConfig(
+        config.cache_eviction_config = genai.CacheEvictionConfig(
             BLOCK, half, kept // BLOCK * BLOCK, genai.AggregationMode.SUM
         )
-    settings = {"INFERENCE_PRECISION_HINT": dtype, "INFERENCE_NUM_THREADS": threads}
-    return genai.LLMPipeline(file, "CPU", scheduler_config=scheduler, **settings)
+    return config
 
 
-for line in sys.stdin:
-    request = json.loads(line)
-    key = request["dtype"], request["kept"]
-    if key not in pipelines:
-        pipelines[key] = load(*key)
+def settings(dtype):
+    return {"INFERENCE_PRECISION_HINT": dtype, "INFERENCE_NUM_THREADS": threads}
+
+
+def load(dtype, kept):
+    return genai.LLMPipeline(file, "CPU", scheduler_config=scheduler(kept), **settings(dtype))
+
+
+def load_batching(dtype, kept, blocks):
+    """Which reads OpenVINO's own format only; that is put beside the GGUF file."""
+    folder = Path(file).parent
+    if not (folder / "openvino_model.xml").exists():
+        genai.LLMPipeline(file, "CPU", enable_save_ov_model=True)
+    config = scheduler(kept, blocks)
+    return genai.ContinuousBatchingPipeline(str(folder), config, "CPU", settings(dtype))
+
+
+def generation(tokens):
     config = genai.GenerationConfig()
-    config.max_new_tokens = request["tokens"]
+    config.max_new_tokens = tokens
     config.ignore_eos = True
     config.apply_chat_template = False
+    return config
+
+
+def answer_texts(request):
+    pipeline = pipeline_of(load, request["dtype"], request["kept"])
     start = time.perf_counter()
-    metrics = pipelines[key].generate(request["texts"], config).perf_metrics
-    answer = {
+    metrics = pipeline.generate(request["texts"], generation(request["tokens"])).perf_metrics
+    return {
         "seconds": time.perf_counter() - start,
         "prefill_s": metrics.get_ttft().mean / 1000,
         "token_s": metrics.get_tpot().mean / 1000,
         "prompt": metrics.get_num_input_tokens(),
     }
+
+
+def answer_ids(request):
+    pipeline = pipeline_of(load_batching, request["dtype"], request["kept"], request["blocks"])
+    prompts = [openvino.Tensor(numpy.array([ids])) for ids in request["ids"]]
+    start = time.perf_counter()
+    done = pipeline.generate(prompts, [generation(n) for n in request["tokens"]])
+    return {
+        "seconds": time.perf_counter() - start,
+        "ids": [list(one.m_generation_ids[0]) for one in done],
+    }
+
+
+def pipeline_of(make, *key):
+    if key not in pipelines:
+        pipelines[key] = make(*key)
+    return pipelines[key]
+
+
+for line in sys.stdin:
+    request = json.loads(line)
+    answer = answer_ids(request) if "ids" in request else answer_texts(request)
     print(json.dumps(answer), flush=True)

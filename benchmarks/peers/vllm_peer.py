@@ -1,9 +1,10 @@
-"""Generation with vLLM's CPU build, in bfloat16, with its whole cache.
+"""Generation with vLLM's CPU build in bfloat16, with its whole cache or with h2o's pages.
 
-Run by peers.Peer with the model's folder and the number of threads. A request is
-{"ids": [[...], ...], "tokens": n}; the answer {"prefill_s": ..., "token_s": ..., "seconds": of the
-whole call, "prompt": tokens of the first prompt}. The first two are vLLM's own times of the
-first prompt's request.
+Run by peers.Peer with the model's folder, the number of threads and, where the defaults do not do,
+options of vLLM's engine in JSON; `{"additional_config": {"h2o": {...}}}` is h2o's entry. A request
+is {"ids": [[...], ...], "tokens": n or one number a prompt}; the answer {"prefill_s": ...,
+"token_s": ..., "seconds": of the whole call, "prompt": tokens of the first prompt, "ids": the new
+tokens}. The first two are vLLM's own times of the first prompt's request.
 """
 
 import json
@@ -11,7 +12,7 @@ import os
 import sys
 import time
 
-folder, threads = sys.argv[1], sys.argv[2]
+folder, threads, *rest = sys.argv[1:]
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what vLLM prints
 os.environ |= {
@@ -24,17 +25,20 @@ os.environ |= {
 
 from vllm import LLM, SamplingParams  # noqa: E402
 
-model = LLM(
-    folder,
-    dtype="bfloat16",
-    max_model_len=8192,
-    max_num_batched_tokens=8192,
-    enable_prefix_caching=False,
-    disable_log_stats=False,
-)
+defaults = {
+    "dtype": "bfloat16",
+    "max_model_len": 8192,
+    "max_num_batched_tokens": 8192,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+}
+model = LLM(folder, **defaults | json.loads(*rest or ["{}"]))
 for line in sys.stdin:
     request = json.loads(line)
-    settings = SamplingParams(temperature=0.0, max_tokens=request["tokens"], ignore_eos=True)
+    tokens = request["tokens"]
+    if isinstance(tokens, int):
+        tokens = [tokens] * len(request["ids"])
+    settings = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in tokens]
     prompts = [{"prompt_token_ids": ids} for ids in request["ids"]]
     start = time.perf_counter()
     done = model.generate(prompts, settings, use_tqdm=False)
@@ -42,8 +46,9 @@ for line in sys.stdin:
     metrics = done[0].metrics
     answer = {
         "prefill_s": metrics.first_token_latency,
-        "token_s": (metrics.last_token_ts - metrics.first_token_ts) / (request["tokens"] - 1),
+        "token_s": (metrics.last_token_ts - metrics.first_token_ts) / max(tokens[0] - 1, 1),
         "seconds": seconds,
         "prompt": len(request["ids"][0]),
+        "ids": [list(one.outputs[0].token_ids) for one in done],
     }
     print(json.dumps(answer), file=answers, flush=True)

@@ -72,7 +72,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         return
     if options.output is None:
         parser.error("argument --prompts: needs --output, where the answers go")
-    for name in ("prompt", "prompt_file", "compare", "json", "compile"):
+    for name in ("prompt", "prompt_file", "compare", "json"):
         if getattr(options, name):
             parser.error(f"argument --{name.replace('_', '-')}: does not go with --prompts")
     if options.rows is not None and options.bytes is not None:
@@ -130,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
                     max_new_tokens=options.max_new_tokens,
                     tokenizer=tokenizer,
                     as_completed=True,
+                    compileable=options.compile,
                 ),
                 start=1,
             ):

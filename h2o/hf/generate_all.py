@@ -41,6 +41,7 @@ def generate_all(
     seed: int = 0,
     on_token: Callable[[int, int], Any] | None = None,
     as_completed: bool = False,
+    compileable: bool = False,
     **parameters: Unpack[ConfigFields],
 ) -> Iterator[Result]:
     """Answers any number of prompts, a fixed number of them at a time.
@@ -73,6 +74,9 @@ def generate_all(
         seed: request i samples as `generate()` does after `torch.manual_seed(seed + i)`.
         on_token: called with the index of a request and each new token.
         as_completed: results as they finish, not in the order of prompts.
+        compileable: torch.compile takes the step of all rows, one graph for all steps. It needs a
+            minute at first, and budgets in tokens: under fractions longer prompts make rows wider,
+            hence other graphs. A model that cannot be compiled is served eagerly, with a warning.
 
     Yields:
         A `Result` for each prompt. One that cannot be read has `finish_reason="error"`; the others
@@ -95,10 +99,10 @@ def generate_all(
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, on_token
     )
-    RowBatch(model, config, 1)  # refuses what cannot be served
+    RowBatch(model, config, 1, compileable)  # refuses what cannot be served
     if rows is not None and isinstance(prompts, Sized):
         rows = max(1, min(rows, len(prompts)))
-    results = _Engine(settings, prompts, rows, bytes).run()
+    results = _Engine(settings, prompts, rows, bytes, compileable).run()
     return results if as_completed else _in_order(results)
 
 
@@ -106,9 +110,11 @@ class _Engine:
     """The rows, what runs in them, and the prompts that wait."""
 
     def __init__(
-        self, settings: Settings, prompts: Iterable[Prompt], rows: int | None, bytes: int | None
-    ) -> None:
+        self, settings: Settings, prompts: Iterable[Prompt], rows: int | None, bytes: int | None,
+        compileable: bool,
+    ) -> None:  # fmt: skip
         self.settings = settings
+        self.compileable = compileable
         self.waiting = enumerate(prompts)
         self.rows, self.bytes = rows, bytes
         self.batch: RowBatch | None = None
@@ -175,7 +181,7 @@ class _Engine:
     def _join(self, running: Running) -> None:
         if self.batch is None:
             rows = self.rows or _rows_in(self.bytes, row_bytes(running.cache))
-            self.batch = RowBatch(self.settings.model, self.settings.config, rows)
+            self.batch = RowBatch(self.settings.model, self.settings.config, rows, self.compileable)
             self.running = [None] * rows
         row = self.running.index(None)
         self.batch.join(row, running.cache)

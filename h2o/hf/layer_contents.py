@@ -80,7 +80,7 @@ class LayerContents(CacheLayerMixin):
             self._hold(slot_layout.rows_like(source.slots, rows), source.capacity)
         capacity, others = self.capacity, source.capacity
         widest = list(map(max, capacity.widest, others.widest))
-        needed = slot_layout.capacities(widest, longest)
+        needed = self._capacities(widest, longest)
         sizes = list(map(max, needed, capacity.sizes, others.sizes))
         slots = self.slots
         if sizes != capacity.sizes:

@@ -9,6 +9,8 @@ Shape letters: B batch rows.
 
 from __future__ import annotations
 
+import textwrap
+import warnings
 from typing import Any
 
 import torch
@@ -25,13 +27,16 @@ __all__ = ["RowBatch", "row_bytes"]
 class RowBatch:
     """A cache of `rows` rows for a model, into which `join` puts caches of one row each.
 
+    compileable: torch.compile takes a step whole, in one graph for all of them.
+
     Raises:
         Unsupported: a model with layers that are not H2O's.
     """
 
-    def __init__(self, model: Any, config: H2OConfig, rows: int) -> None:
+    def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool = False) -> None:
         self.model = model
-        self.cache = H2OCache(model.config, config)
+        self.compiled = torch.compile(model.forward, fullgraph=True) if compileable else None
+        self.cache = H2OCache(model.config, config, compileable=compileable)
         for index, layer in enumerate(self.cache.layers):
             if not isinstance(layer, H2OLayer):
                 raise Unsupported(
@@ -66,17 +71,30 @@ class RowBatch:
         device = self.model.device
         position_ids = torch.tensor([[n] for n in self.tokens], device=device)
         mask = position_ids > 0
-        output = self.model(
-            input_ids=torch.tensor([[i] for i in ids], device=device),
-            # Every row is at work: without a mask there is nothing to look up.
-            attention_mask=None if all(self.tokens) else mask,
-            position_ids=position_ids,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        inputs = {
+            "input_ids": torch.tensor([[i] for i in ids], device=device),
+            # Without a mask there is nothing to look up; but that would take another graph.
+            "attention_mask": None if all(self.tokens) and not self.compiled else mask,
+            "position_ids": position_ids,
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+        output = self._compiled(inputs) if self.compiled else self.model(**inputs)
         self.tokens = [n and n + 1 for n in self.tokens]
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    def _compiled(self, inputs: dict[str, Any]) -> Any:
+        """The model's output; eagerly from the first time that its graph cannot be made."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            return self.compiled(**inputs)
+        except TorchDynamoException as error:  # nothing has run yet
+            reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+            warnings.warn(f"steps are not compiled: {reason}", RuntimeWarning, stacklevel=2)
+            self.compiled = None
+            return self.model(**inputs)
 
 
 def row_bytes(cache: H2OCache) -> int:

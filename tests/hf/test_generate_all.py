@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import GenerationConfig
 
 import h2o
 from h2o import H2OCache, H2OConfig, models
-from tests.hf.tiny import model, prompts
+from tests.hf.tiny import model, needs_compiler, prompts
 
 LENGTHS = (5, 17, 40, 9, 33, 21, 3, 28)
 CONFIGS = {
@@ -238,6 +240,57 @@ def test_refused(how, error, words):
 def test_sliding_windows_are_refused():
     with pytest.raises(h2o.Unsupported, match=r"layer 0 is a Dynamic.*Layer"):
         h2o.generate_all(model("gemma2"), texts(5), CONFIGS["h2o"], rows=2)
+
+
+@pytest.fixture
+def dynamo(monkeypatch):
+    """Without the compiler's last part, which takes a quarter of a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_and_eager(ours, config, **how):
+    """The answers of both, to the same requests."""
+    requests = [
+        h2o.Request(text, max_new_tokens=3 + 7 * (i % 4)) for i, text in enumerate(texts(*LENGTHS))
+    ]
+    both = (
+        h2o.generate_all(ours, requests, config, compileable=compileable, **how)
+        for compileable in (True, False)
+    )
+    return tuple([result.ids for result in results] for results in both)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["mean, sinks", "int8", "merged", "uneven heads"])
+def test_one_graph_serves_all_steps(name, dynamo):
+    """Rows that run, rows that are idle, and rows that are taken again."""
+    compiled, eager = compiled_and_eager(model("llama"), CONFIGS[name], rows=3)
+    assert compiled == eager
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
+def test_compiled_by_inductor():
+    torch._dynamo.reset()
+    compiled, eager = compiled_and_eager(model("llama"), CONFIGS["int8"], rows=3)
+    assert compiled == eager
+
+
+def test_a_model_that_cannot_be_compiled_is_served_eagerly(dynamo):
+    ours = model("llama")
+    hook = ours.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    try:
+        with pytest.warns(RuntimeWarning, match="steps are not compiled"):
+            compiled, eager = compiled_and_eager(ours, CONFIGS["h2o"], rows=3)
+    finally:
+        hook.remove()
+    assert compiled == eager
 
 
 @pytest.mark.slow

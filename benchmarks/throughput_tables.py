@@ -1,0 +1,326 @@
+"""R1 to R3: tokens a second at a fixed number of bytes for keys and values, the paper's claim
+(Zhang et al., H2O, NeurIPS 2023, section 5.3), on SmolLM2 with bfloat16 weights.
+
+Every engine gets the same prompts, answers each with as many tokens as it is asked for, greedily,
+and may hold as many requests at a time as its keys and values fit into the bytes. Engines that
+evict are judged by what the full model says of their answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+import h2o
+from h2o import models
+
+from .model_tables import load, prompt
+from .options import Options
+from .peers.environments import Peer, PeerMissing
+from .peers.float16_weights import float16_weights
+from .timing import Row, Times
+
+BUDGET = 256
+CONFIG = h2o.H2OConfig(
+    heavy=189, recent=63, sinks=4, rank_by="mean", value_weighted=True, kv_dtype="int8-int4"
+)
+"""`H2OConfig.robust(256)`, with keys in eight bits and values in four."""
+
+BLOCK = 32
+"""Tokens in a block of OpenVINO's and vLLM's paged caches."""
+
+JUDGED = 8
+"""Requests of which the texts are judged."""
+
+MB = 1_000_000
+
+
+class Work(NamedTuple):
+    """What is to be answered, and in how much memory."""
+
+    row: str
+    prompts: list[list[int]]
+    new: list[int]
+    """tokens of each answer"""
+    bytes: int | None
+    """for keys and values; None: without a limit"""
+
+    @property
+    def longest(self) -> int:
+        return max(len(ids) + n for ids, n in zip(self.prompts, self.new, strict=True))
+
+    def case(self) -> str:
+        lengths, new = sorted(map(len, self.prompts)), sorted(self.new)
+        shape = f"{_span(lengths)} + {_span(new)}"
+        limit = "memory for all" if self.bytes is None else f"{self.bytes // MB} MB"
+        return f"bfloat16, {len(lengths)} x ({shape}), {limit}"
+
+
+Answers = list[list[int]]
+Engine = Callable[[Work], tuple[float, Answers]]
+"""Seconds for a whole work, and the new tokens of each request."""
+
+
+def _span(numbers: list[int]) -> str:
+    return str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]}..{numbers[-1]}"
+
+
+def works(tokenizer: Any, quick: bool) -> list[Work]:
+    """Prompts are passages of one text, which begin at different words."""
+    text = prompt(tokenizer, 8192)[0].tolist()
+    draw = random.Random(0)
+
+    def passage(tokens: int) -> list[int]:
+        start = draw.randrange(len(text) - tokens)
+        return text[start : start + tokens]
+
+    mixed = [(draw.randrange(200, 1500), draw.randrange(32, 256)) for _ in range(32)]
+    sizes = {"R1": [(2048, 256)] * 64, "R2": [(500, 64)] * 16, "R3": mixed}
+    if quick:
+        sizes = {"R1": [(40, 6)] * 4, "R2": [(20, 4)] * 2, "R3": [(20, 4), (40, 2), (9, 3)]}
+    limits = {"R1": 4 * MB if quick else 64 * MB, "R2": None, "R3": 4 * MB if quick else 64 * MB}
+    return [
+        Work(row, [passage(n) for n, _ in size], [new for _, new in size], limits[row])
+        for row, size in sizes.items()
+    ]
+
+
+def throughput(options: Options) -> Iterator[Row]:
+    """R1, R2, R3: the rows of `h2o.generate_all`, and of vLLM with h2o's pages, against engines
+    that keep every key and OpenVINO's own eviction. A work takes minutes: it is timed once."""
+    model, tokenizer = load("bfloat16")
+    for work in works(tokenizer, options.quick):
+        with contextlib.ExitStack() as stack:
+            ways = engines(model, work, stack)
+            warm_up = work._replace(prompts=work.prompts[:2], new=[2, 2])
+            times, answers = {}, {}
+            for name, engine in ways.items():
+                try:
+                    engine(warm_up)
+                    seconds, answers[name] = engine(work)
+                except PeerMissing as problem:
+                    print(f"{name}: left out: {problem}", file=sys.stderr)
+                    continue
+                times[name] = Times(name, [seconds])
+                print(f"{work.row} {name}: {seconds:.1f} s", file=sys.stderr)
+        expected = alone(model, work)
+        nats = {name: loss(model, work, answers[name]) for name in answers}
+        nats["alone"] = loss(model, work, expected)
+        tokens = sum(work.new)
+        for name in list(times)[1:]:
+            yield Row(
+                work.row, f"SmolLM2, many requests / {name}", work.case(),
+                ours=times[OURS], peer=times[name],
+                error=f"{agreement(answers[OURS], expected):.0%} of the tokens of generate()",
+                facts={
+                    "tokens a second": tokens / times[OURS].median,
+                    "of the peer": tokens / times[name].median,
+                    "nats a token by the full model": nats[OURS],
+                    "of the peer's texts": nats[name],
+                    "of generate() with an H2OCache": nats["alone"],
+                },
+            )  # fmt: skip
+
+
+# ---- Engines ----
+
+OURS = "generate_all"
+COMPILED = "generate_all, compiled"
+STATIC = "DynamicCache, static batches"
+CONTINUOUS = "transformers' continuous batching"
+
+
+def engines(model: Any, work: Work, stack: contextlib.ExitStack) -> dict[str, Engine]:
+    """Each by its name; a peer that cannot be had is named and left out."""
+    ways: dict[str, Engine] = {
+        OURS: partial(generate_all, model, False),
+        COMPILED: partial(generate_all, model, True),
+        STATIC: partial(static_batches, model),
+        CONTINUOUS: partial(continuous_batching, model),
+    }
+    every = work._replace(bytes=None)
+    peers: dict[str, Callable[[], Engine]] = {
+        "vLLM": partial(vllm, stack, work),
+        "vLLM with h2o": partial(vllm, stack, work, entry()),
+        "OpenVINO": partial(openvino, stack, model, 0),
+        "OpenVINO, evicting": partial(openvino, stack, model, BUDGET),
+    }
+    if work.bytes is not None:
+        peers["vLLM, memory for all"] = partial(vllm, stack, every)
+    for name, start in peers.items():
+        try:
+            ways[name] = start()
+        except PeerMissing as problem:
+            print(f"{name}: left out: {problem}", file=sys.stderr)
+    return ways
+
+
+def greedy(tokens: int | None = None) -> GenerationConfig:
+    return GenerationConfig(
+        max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+
+
+def generate_all(model: Any, compileable: bool, work: Work) -> tuple[float, Answers]:
+    model.set_attn_implementation("h2o")
+    requests = [
+        h2o.Request(ids, generation_config=greedy(new))
+        for ids, new in zip(work.prompts, work.new, strict=True)
+    ]
+    limit = {"rows": len(requests)} if work.bytes is None else {"bytes": work.bytes}
+    start = time.perf_counter()
+    results = list(h2o.generate_all(model, requests, CONFIG, compileable=compileable, **limit))
+    return time.perf_counter() - start, [result.ids for result in results]
+
+
+def token_bytes(model: Any) -> int:
+    """Of keys and values of a token in 16 bits."""
+    config = model.config
+    return 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+
+def static_batches(model: Any, work: Work) -> tuple[float, Answers]:
+    """generate() with as many rows as fit at the longest request of a batch, sorted by length."""
+    model.set_attn_implementation("sdpa")
+    order = sorted(range(len(work.prompts)), key=lambda i: len(work.prompts[i]) + work.new[i])
+    answers: Answers = [[] for _ in order]
+    start = time.perf_counter()
+    while order:
+        rows = 1
+        while rows < len(order) and (work.bytes is None or (
+            (rows + 1) * _widest(work, order[-rows - 1 :]) * token_bytes(model) <= work.bytes
+        )):  # fmt: skip
+            rows += 1
+        order, batch = order[:-rows], order[-rows:]
+        width = max(len(work.prompts[i]) for i in batch)
+        padded = [[0] * (width - len(work.prompts[i])) + work.prompts[i] for i in batch]
+        mask = [[0] * (width - len(work.prompts[i])) + [1] * len(work.prompts[i]) for i in batch]
+        out = model.generate(
+            torch.tensor(padded),
+            attention_mask=torch.tensor(mask),
+            past_key_values=DynamicCache(config=model.config),
+            generation_config=greedy(max(work.new[i] for i in batch)),
+        )
+        for i, row in zip(batch, out[:, width:].tolist(), strict=True):
+            answers[i] = row[: work.new[i]]
+    return time.perf_counter() - start, answers
+
+
+def _widest(work: Work, batch: list[int]) -> int:
+    """Tokens of each row of a padded batch at its end."""
+    return max(len(work.prompts[i]) for i in batch) + max(work.new[i] for i in batch)
+
+
+def continuous_batching(model: Any, work: Work) -> tuple[float, Answers]:
+    """transformers' own, with its paged cache."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    model.set_attn_implementation("sdpa")
+    page = BLOCK
+    tokens = sum(map(len, work.prompts)) + sum(work.new)
+    if work.bytes is not None:
+        tokens = work.bytes // token_bytes(model)
+    config = ContinuousBatchingConfig(
+        page_size=page, num_blocks=tokens // page + len(work.new), max_batch_tokens=2048,
+        allow_block_sharing=False,
+    )  # fmt: skip
+    start = time.perf_counter()
+    with torch.inference_mode(False):  # its thread writes to what it makes here
+        done = model.generate_batch(
+            work.prompts, generation_config=greedy(max(work.new)), continuous_batching_config=config
+        )
+    seconds = time.perf_counter() - start
+    outs = [done[key].generated_tokens for key in sorted(done, key=lambda x: int(x.split("_")[-1]))]
+    if len(outs) < len(work.new) or not all(outs):
+        raise PeerMissing("it answers some requests with nothing")
+    return seconds, [ids[:n] for ids, n in zip(outs, work.new, strict=True)]
+
+
+def entry() -> dict[str, Any]:
+    """h2o's entry in vLLM's additional configuration."""
+    names = ("heavy", "recent", "sinks", "rank_by", "value_weighted", "kv_dtype")
+    return {name: getattr(CONFIG, name) for name in names}
+
+
+def vllm(
+    stack: contextlib.ExitStack, work: Work, additional: dict[str, Any] | None = None
+) -> Engine:
+    engine = {
+        "max_model_len": work.longest,
+        "max_num_batched_tokens": max(2048, work.longest),
+        "max_num_seqs": len(work.prompts),
+        "kv_cache_memory_bytes": work.bytes or 2000 * MB,
+    }
+    if additional is not None:
+        engine["additional_config"] = {"h2o": additional}
+    folder, threads = str(models.embedded_folder()), str(torch.get_num_threads())
+    peer = stack.enter_context(Peer("vllm", folder, threads, json.dumps(engine)))
+
+    def answer(work: Work) -> tuple[float, Answers]:
+        told = peer.ask(ids=work.prompts, tokens=work.new)
+        return told["seconds"], told["ids"]
+
+    return answer
+
+
+def openvino(stack: contextlib.ExitStack, model: Any, kept: int) -> Engine:
+    threads = str(torch.get_num_threads())
+    peer = stack.enter_context(Peer("openvino", str(float16_weights()), threads))
+
+    def answer(work: Work) -> tuple[float, Answers]:
+        blocks = (work.bytes or 2000 * MB) // (BLOCK * token_bytes(model))
+        told = peer.ask(dtype="bf16", kept=kept, blocks=blocks, ids=work.prompts, tokens=work.new)
+        return told["seconds"], told["ids"]
+
+    return answer
+
+
+# ---- Texts ----
+
+
+def alone(model: Any, work: Work) -> Answers:
+    """Of the requests that are judged, each by generate() with an H2OCache."""
+    model.set_attn_implementation("h2o")
+    answers = []
+    for ids, new in zip(work.prompts[:JUDGED], work.new, strict=False):
+        cache = h2o.H2OCache(model.config, CONFIG)
+        out = model.generate(
+            torch.tensor([ids]), past_key_values=cache, generation_config=greedy(new)
+        )
+        answers.append(out[0, len(ids) :].tolist())
+    return answers
+
+
+def agreement(answers: Answers, expected: Answers) -> float:
+    """The part of each answer before it first differs, on average by tokens."""
+    same = total = 0
+    for answer, other in zip(answers, expected, strict=False):
+        total += len(other)
+        for a, b in zip(answer, other, strict=True):
+            if a != b:
+                break
+            same += 1
+    return same / total
+
+
+@torch.no_grad()
+def loss(model: Any, work: Work, answers: Answers) -> float:
+    """Nats a token of the answers that are judged, by the model with all keys."""
+    model.set_attn_implementation("sdpa")
+    total = 0.0
+    count = 0
+    for ids, answer in zip(work.prompts[:JUDGED], answers, strict=False):
+        logits = model(torch.tensor([ids + answer]), logits_to_keep=len(answer) + 1).logits
+        chosen = torch.tensor(answer)[:, None]
+        total -= logits[0, :-1].float().log_softmax(-1).gather(1, chosen).sum().item()
+        count += len(answer)
+    return total / count
