@@ -8,6 +8,7 @@ from typing import NamedTuple
 from . import (
     attention_tables,
     decode_tables,
+    disk_table,
     echo_table,
     engine_tables,
     eviction_tables,
@@ -124,6 +125,10 @@ TABLES = (
     Table(
         "throughput", throughput_tables.throughput,
         cpu="R1, R2, R3: tokens a second at a fixed number of bytes, against other engines",
+    ),
+    Table(
+        "disk", disk_table.disk,
+        cpu="R4: the same with weights that stay on the disk, against all keys",
     ),
     Table(
         "graph", random_model_tables.graph,

@@ -191,28 +191,36 @@ def token_bytes(model: Any) -> int:
 def static_batches(model: Any, work: Work) -> tuple[float, Answers]:
     """generate() with as many rows as fit at the longest request of a batch, sorted by length."""
     model.set_attn_implementation("sdpa")
+
+    def fits(batch: list[int]) -> bool:
+        held = len(batch) * _widest(work, batch) * token_bytes(model)
+        return work.bytes is None or held <= work.bytes
+
     order = sorted(range(len(work.prompts)), key=lambda i: len(work.prompts[i]) + work.new[i])
     answers: Answers = [[] for _ in order]
     start = time.perf_counter()
     while order:
         rows = 1
-        while rows < len(order) and (work.bytes is None or (
-            (rows + 1) * _widest(work, order[-rows - 1 :]) * token_bytes(model) <= work.bytes
-        )):  # fmt: skip
+        while rows < len(order) and fits(order[-rows - 1 :]):
             rows += 1
         order, batch = order[:-rows], order[-rows:]
-        width = max(len(work.prompts[i]) for i in batch)
-        padded = [[0] * (width - len(work.prompts[i])) + work.prompts[i] for i in batch]
-        mask = [[0] * (width - len(work.prompts[i])) + [1] * len(work.prompts[i]) for i in batch]
-        out = model.generate(
-            torch.tensor(padded),
-            attention_mask=torch.tensor(mask),
-            past_key_values=DynamicCache(config=model.config),
-            generation_config=greedy(max(work.new[i] for i in batch)),
-        )
-        for i, row in zip(batch, out[:, width:].tolist(), strict=True):
-            answers[i] = row[: work.new[i]]
+        cache = DynamicCache(config=model.config)
+        for i, ids in zip(batch, answer_batch(model, work, batch, cache), strict=True):
+            answers[i] = ids
     return time.perf_counter() - start, answers
+
+
+def answer_batch(model: Any, work: Work, batch: list[int], cache: Any) -> Answers:
+    """Of some of the requests, left-padded, all as many tokens as the longest answer has."""
+    width = max(len(work.prompts[i]) for i in batch)
+    pads = [width - len(work.prompts[i]) for i in batch]
+    out = model.generate(
+        torch.tensor([[0] * n + work.prompts[i] for i, n in zip(batch, pads, strict=True)]),
+        attention_mask=torch.tensor([[0] * n + [1] * (width - n) for n in pads]),
+        past_key_values=cache,
+        generation_config=greedy(max(work.new[i] for i in batch)),
+    )
+    return [row[: work.new[i]] for i, row in zip(batch, out[:, width:].tolist(), strict=True)]
 
 
 def _widest(work: Work, batch: list[int]) -> int:

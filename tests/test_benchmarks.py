@@ -200,6 +200,15 @@ def test_throughput_without_the_engines(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("left out: no such package") == 4 + 5 + 5
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # of a model on no device
+def test_weights_on_the_disk(tmp_path):
+    (row,) = quick(tmp_path, "disk")["rows"]
+    assert row["row"] == "R4"
+    rows = row["facts"]["rows of H2OCache"], row["facts"]["rows of DynamicCache"]
+    assert rows == (3, 6)  # a row has its full size from a shorter prompt on, too
+
+
 def test_a_result_says_where_it_comes_from(tmp_path):
     result = quick(tmp_path, "overhead")
     assert result["quick"]

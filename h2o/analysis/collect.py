@@ -22,6 +22,7 @@ from h2o.attention_blocks import logit_blocks
 from h2o.errors import Unsupported
 from h2o.hf.attention_hook import Call, attending
 from h2o.hf.layer_kinds import kind_of
+from h2o.hf.patch_lock import input_device
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import latent_row
 
@@ -83,7 +84,7 @@ def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
     if not logits and "logits_to_keep" in inspect.signature(model.forward).parameters:
         arguments["logits_to_keep"] = 1  # those of a whole text may need more than all the rest
     with torch.no_grad():
-        out = model(ids[None].to(model.device), use_cache=False, **arguments)
+        out = model(ids[None].to(input_device(model)), use_cache=False, **arguments)
     return out.logits[0] if logits else None
 
 

@@ -23,6 +23,7 @@ from h2o import ops
 from h2o.analysis.collect import full_layers
 from h2o.config import H2OConfig
 from h2o.hf.attention_hook import Call, attending
+from h2o.hf.patch_lock import input_device
 
 __all__ = ["Watched", "costs", "watch"]
 
@@ -62,7 +63,7 @@ def watch(model: Any, ids: Tensor, generator: torch.Generator, draws: int) -> di
         return out
 
     with attending(model, full_layers(model), attention), torch.enable_grad():
-        logits = model(ids[None].to(model.device), use_cache=False).logits
+        logits = model(ids[None].to(input_device(model)), use_cache=False).logits
         for draw in range(draws):
             said = _likelihood_gradient(logits[0].detach(), generator)
             gradients = torch.autograd.grad(

@@ -25,6 +25,7 @@ from h2o.config import H2OConfig
 from h2o.head_budgets import levelled
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_hook import Call, attending
+from h2o.hf.patch_lock import input_device
 from h2o.sink_logits import softmax
 
 __all__ = ["around", "moved", "worth"]
@@ -82,7 +83,7 @@ def worth(
         return attended
 
     with attending(model, order, attention), torch.enable_grad():
-        logits = model(ids[None].to(model.device), use_cache=False).logits
+        logits = model(ids[None].to(input_device(model)), use_cache=False).logits
         rise, divergence = _divergence(said, logits[0].detach())
         gradients = torch.autograd.grad(logits, outputs, rise[None])
     n = len(ids)

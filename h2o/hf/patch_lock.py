@@ -14,6 +14,8 @@ import threading
 import weakref
 from typing import Any
 
+import torch
+
 from h2o.errors import Unsupported
 from h2o.hf.attention import switch
 
@@ -135,6 +137,21 @@ def unwrapped(model: Any) -> Any:
             model = model.get_base_model()
         else:
             return model
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model takes its token ids. Of weights that accelerate keeps in a file or in the
+    host's memory it has no numbers between two passes: then where it computes with them."""
+    device: torch.device = model.device
+    if device.type != "meta":
+        return device
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            where = getattr(each, "execution_device", None)
+            if where is not None:
+                return torch.device(where)
+    return device
 
 
 def configs_of(model: Any) -> list[Any]:

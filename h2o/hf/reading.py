@@ -28,6 +28,7 @@ from h2o.hf.cache import H2OCache
 from h2o.hf.echo import Echo
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states
+from h2o.hf.patch_lock import input_device
 from h2o.hf.pruning import RECENT, pruned
 from h2o.policy import Policy
 
@@ -117,14 +118,14 @@ def read(
     config = one_config(h2o_config, parameters)
     if config.positions != "original":
         raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')
-    request = None if scored_by == "echo" else _request(repeat, tokenizer).to(model.device)
+    request = None if scored_by == "echo" else _request(repeat, tokenizer).to(input_device(model))
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if mask.shape != input_ids.shape or input_ids.ndim != 2:
         raise ValueError(
             f"input_ids {list(input_ids.shape)} and attention_mask {list(mask.shape)} must both be "
             "[B, N]"
         )
-    ids, mask = input_ids.to(model.device), mask.bool().to(model.device)
+    ids, mask = input_ids.to(input_device(model)), mask.bool().to(input_device(model))
     if request is None:
         reader = _Reader(model, ids, mask, 1, progress)
         echo = Echo(model, mask)

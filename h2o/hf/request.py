@@ -23,6 +23,7 @@ from transformers.generation import (
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.cache import H2OCache
+from h2o.hf.patch_lock import input_device
 
 __all__ = ["Prompt", "Request", "Result", "Running", "Settings"]
 
@@ -87,7 +88,9 @@ class Settings:
                 prompt = self.tokenizer.apply_chat_template(
                     prompt, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
-        ids = torch.as_tensor(prompt, dtype=torch.long, device=self.model.device).reshape(1, -1)
+        ids = torch.as_tensor(prompt, dtype=torch.long, device=input_device(self.model)).reshape(
+            1, -1
+        )
         if ids.shape[1] == 0:
             raise ValueError("a prompt without tokens")
         return ids
@@ -164,7 +167,7 @@ class Running:
         self.generator = None
         if self.generation_config.do_sample:
             at = settings.seed + index if request.seed is None else request.seed
-            self.generator = torch.Generator(settings.model.device).manual_seed(at)
+            self.generator = torch.Generator(input_device(settings.model)).manual_seed(at)
         self.new: list[int] = []
         self.finish_reason = ""
         self.by_number = not self.processors and self.generator is None and self._ends_by_number()

@@ -20,6 +20,7 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
+from h2o.hf.patch_lock import input_device
 
 __all__ = ["RowBatch", "row_bytes"]
 
@@ -68,7 +69,7 @@ class RowBatch:
         Returns:
             Logits [B, vocabulary].
         """
-        device = self.model.device
+        device = input_device(self.model)
         position_ids = torch.tensor([[n] for n in self.tokens], device=device)
         mask = position_ids > 0
         inputs = {

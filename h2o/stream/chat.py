@@ -10,6 +10,7 @@ import torch
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.hf.cache import H2OCache
+from h2o.hf.patch_lock import input_device
 
 __all__ = ["Chat"]
 
@@ -77,7 +78,7 @@ class Chat:
 
     def _next(self, ids: list[int]) -> int:
         """Reads ids; the most likely next one."""
-        text = torch.tensor([ids], dtype=torch.long, device=self.model.device)
+        text = torch.tensor([ids], dtype=torch.long, device=input_device(self.model))
         where = {"position_ids": torch.zeros_like(text)} if self.rolled else {}
         with torch.no_grad():
             out = self.model(text, past_key_values=self.cache, use_cache=True, **where)

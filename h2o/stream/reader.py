@@ -22,6 +22,7 @@ from h2o.errors import UserError
 from h2o.evaluate.setting import Setting
 from h2o.hf.cache import H2OCache
 from h2o.hf.new_cache import bytes_of_keys
+from h2o.hf.patch_lock import input_device
 
 __all__ = ["Point", "Reader", "endless", "read"]
 
@@ -94,7 +95,7 @@ class Reader:
         if self.ended:
             return
         start = time.perf_counter()
-        text = torch.tensor([ids], dtype=torch.long, device=self.model.device)
+        text = torch.tensor([ids], dtype=torch.long, device=input_device(self.model))
         # Ranks say where keys are, so the model may count as it likes: from 0, always.
         where = {"position_ids": torch.zeros_like(text)} if self.rolled else {}
         with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from h2o import H2OCache, model_identity, patched, simulated
+from h2o import H2OCache, generate_all, model_identity, patched, read, simulated
 from h2o.models import embedded_folder
 from tests.hf.drive import feed, new_cache
 from tests.hf.tiny import batch, greedy, model, prompts
@@ -29,10 +29,18 @@ MAPS = {
 
 
 def everything(ours):
-    """Tokens of a cache and of patched(), logits of a simulation."""
+    """Tokens of a cache, of patched(), of rows and of a document read twice; logits of a
+    simulation."""
     inputs = batch(prompts(40, 33))
     cache = H2OCache(ours.config, **SMALL)
     tokens = [greedy(ours, inputs, 20, past_key_values=cache).tolist()]
+    asked = [ids[0].tolist() for ids in prompts(40, 33, 7)]
+    rows = generate_all(ours, asked, **SMALL, rows=2, max_new_tokens=9)
+    tokens += [result.ids for result in rows]
+    document, question = (ids for ids in prompts(30, 4))
+    cache = read(ours, document, **SMALL, repeat=torch.tensor([[5, 6]]))
+    ids = torch.cat([document, question], dim=1)
+    tokens.append(greedy(ours, {"input_ids": ids}, 9, past_key_values=cache).tolist())
     with patched(ours, heavy=0.2, recent=0.1):
         tokens.append(greedy(ours, inputs, 20).tolist())
     with simulated(ours, **SMALL), torch.no_grad():
