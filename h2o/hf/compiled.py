@@ -79,6 +79,9 @@ class CompileableLayer(H2OLayer):
         super()._hold(slots, capacity)
         if slots is not None:
             self._columns = self._columns.to(slots.keys.device)
+            if slots.keys.device.type == "cpu":
+                return  # a compiler told to freeze weights would take them for weights
+            # A CUDA graph reads them where they were when it was captured.
             for tensor in (self._columns, *slots):
                 if tensor is not None:
                     torch._dynamo.mark_static_address(tensor)

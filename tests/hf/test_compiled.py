@@ -199,6 +199,24 @@ def test_a_file_of_it(tmp_path):
     assert got.tolist() == expected.tolist()
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
+def test_weights_may_be_frozen():
+    """The compiler then keeps a copy of them, laid out anew, in the graph; of no cache's slots,
+    which a second cache would be given back."""
+    ours = model("llama")
+    with torch._inductor.config.patch(freezing=True):
+        for seed, length in enumerate((20, 20, 33, 12)):
+            (ids,) = prompts(length, seed=seed)
+            cache = H2OCache(ours.config, **SMALL, compileable=True)
+            expected = greedy(
+                ours, {"input_ids": ids}, past_key_values=H2OCache(ours.config, **SMALL)
+            )
+            got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling("inductor"))
+            assert got.tolist() == expected.tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
 def test_nothing_of_the_slots_is_copied():

@@ -54,22 +54,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@contextlib.contextmanager
-def serving(
-    model: Path, log: Path, environment: dict[str, str] | None = None, **options: Any
-) -> Iterator[Server]:
-    """A server that answers. `vllm serve` of the CPU build ends before it reads an option."""
-    port = free_port()
+def started(
+    command: list, model: Path, log: Path, environment: dict[str, str] | None, options: dict
+) -> subprocess.Popen:
+    """A process of vLLM's with these options, and those that all have."""
     options = {
-        "model": model, "served-model-name": "tiny", "port": port, "host": "127.0.0.1",
-        "dtype": "float32", "max-model-len": 256, "max-num-seqs": 32,
-        "kv-cache-memory-bytes": 2_000_000, "additional-config": json.dumps({"h2o": SMALL}),
+        "model": model, "served-model-name": "tiny", "dtype": "float32", "max-model-len": 256,
+        "max-num-seqs": 32, "kv-cache-memory-bytes": 2_000_000,
+        "additional-config": json.dumps({"h2o": SMALL}),
         "logits-processors": "h2o.vllm.plugin:Budgets",
     } | options  # fmt: skip
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *flags],
+        return subprocess.Popen(
+            [sys.executable, *command, "--enforce-eager", *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
@@ -78,6 +76,18 @@ def serving(
             | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(ROOT)}
             | (environment or {}),
         )
+
+
+@contextlib.contextmanager
+def serving(
+    model: Path, log: Path, environment: dict[str, str] | None = None, **options: Any
+) -> Iterator[Server]:
+    """A server that answers. `vllm serve` of the CPU build ends before it reads an option."""
+    port = free_port()
+    options = {"port": port, "host": "127.0.0.1"} | options
+    process = started(
+        ["-m", "vllm.entrypoints.openai.api_server"], model, log, environment, options
+    )
     try:
         deadline = time.monotonic() + START
         while True:

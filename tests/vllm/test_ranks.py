@@ -1,4 +1,4 @@
-"""A model in tensor parallel ranks, each with its heads of every page."""
+"""A model in tensor parallel ranks, on one node or two, each with its heads of every page."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from h2o import H2OConfig
 from tests.launch import ROOT, launch
 from tests.vllm.engines import alone, prompts, tiny
+from tests.vllm.servers import SMALL, free_port, serving, started, together, with_tokenizer
 
 
 @pytest.mark.parametrize("entry", [{}, {"shares": [[1, 2, 3, 4], [3, 1, 1, 2]]}])
@@ -18,3 +19,25 @@ def test_two_ranks_answer_as_one(entry, tmp_path):
     out, _ = launch([ROOT / "tests/vllm/ranks.py", tmp_path, 2, json.dumps(entry)], launcher=[])
     answers = [line for line in out.splitlines() if line.startswith("[[")]
     assert json.loads(answers[-1]) == alone(model, prompts(), H2OConfig(**entry))
+
+
+def test_two_nodes_answer_as_one(tmp_path):
+    """One of them with the server, the other `--headless`."""
+    folder = tmp_path / "model"
+    model = with_tokenizer(folder, num_key_value_heads=4)
+    # vLLM compiles a rank's part of the embedding.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    nodes = {
+        "tensor-parallel-size": 2, "distributed-executor-backend": "mp", "nnodes": 2,
+        "master-addr": "127.0.0.1", "master-port": free_port(),
+    }  # fmt: skip
+    command = [ROOT / "tests/vllm/headless.py", "--headless"]
+    other = started(command, folder, tmp_path / "1.log", environment, nodes | {"node-rank": 1})
+    try:
+        with serving(folder, tmp_path / "0.log", environment, **nodes | {"node-rank": 0}) as server:
+            requests = prompts()
+            answers = together(server.address, requests)
+        assert answers == alone(model, requests, H2OConfig(**SMALL))
+    finally:
+        other.terminate()
+        other.wait(60)
