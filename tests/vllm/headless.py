@@ -1,5 +1,5 @@
-"""python tests/vllm/headless.py OPTION...: a node of vLLM without a server, `vllm serve --headless`,
-which does not start from the CPU build's own command."""
+"""python tests/vllm/headless.py OPTION...: a node of vLLM without a server, as by the command
+`vllm serve --headless`, which does not start in the CPU build."""
 
 from __future__ import annotations
 
