@@ -119,10 +119,6 @@ TABLES = (
         cpu="P21: a decoded token compiled, by weights, against eager, OpenVINO GenAI and vLLM",
     ),
     Table(
-        "batch", engine_tables.batch,
-        cpu="P22: sixteen prompts at a time against DynamicCache, OpenVINO GenAI and vLLM",
-    ),
-    Table(
         "throughput", throughput_tables.throughput,
         cpu="R1, R2, R3: tokens a second at a fixed number of bytes, against other engines",
     ),

@@ -1,4 +1,4 @@
-"""P10, P21, P22: SmolLM2 against engines that compile, OpenVINO GenAI and vLLM's CPU build, each in
+"""P10, P21: SmolLM2 against engines that compile, OpenVINO GenAI and vLLM's CPU build, each in
 an environment of its own; and its own compiled steps.
 
 Weights: float32 and bfloat16 as transformers loads them; int8 and int4 are bfloat16 with linear
@@ -26,8 +26,6 @@ from .peers.environments import Peer, PeerMissing
 from .timing import Contender, Row, Times, race
 
 WEIGHTS = ("float32", "bfloat16", "int8", "int4")
-BATCH, LENGTH, NEW = 16, 500, 64
-"""Prompts of the batch, their tokens, and how many each is continued by."""
 
 
 class Engine:
@@ -44,10 +42,6 @@ class Engine:
         self.decode.append(answer["token_s"])
         self.prompt = answer["prompt"]
         return answer["prefill_s"]
-
-    def end_to_end(self) -> float:
-        """Seconds from prompts to the last token of all."""
-        return self.peer.ask(**self.request)["seconds"]
 
     def decode_times(self, rounds: int) -> Times:
         """Of the timed rounds: those before were warm-up."""
@@ -189,37 +183,3 @@ def compiled(options: Options) -> Iterator[Row]:
                         f"{weights} weights, {length} tokens, keys kept {BUDGET:.0%}",
                         ours=ours, peer=peer,
                     )  # fmt: skip
-
-
-# ---- A batch ----
-
-
-def batch(options: Options) -> Iterator[Row]:
-    """P22: sixteen prompts at a time, in bfloat16, from reading them to the last token."""
-    rows, length, new = (2, 40, 4) if options.quick else (BATCH, LENGTH, NEW)
-    model, tokenizer = load("bfloat16")
-    text = prompt(tokenizer, length + 97 * rows)
-    ids = torch.cat([text[:, 97 * i : 97 * i + length] for i in range(rows)])
-    ways = {
-        "H2OCache": Generation("H2OCache", model, ids, new - 1),
-        "H2OCache, compiled": Generation("H2OCache", model, ids, new - 1, compiled=True),
-        "DynamicCache": Generation("DynamicCache", model, ids, new - 1),
-    }
-    with both() as peers:
-        contenders = [Contender(name, way) for name, way in ways.items()]
-        contenders += [
-            Contender(engine.name, engine.end_to_end, own_clock=True)
-            for engine in continued(peers, tokenizer, ids, new)
-        ]
-        times = race(contenders, options.rounds)
-    ours = times.pop("H2OCache")
-    for peer in times.values():
-        yield Row(
-            "P22", f"SmolLM2, a batch, prompts to text / {peer.name}",
-            f"bfloat16, {rows} prompts of {length} tokens and {new} more, keys kept {BUDGET:.0%}",
-            ours=ours, peer=peer,
-            facts={
-                "tokens a second": rows * new / ours.median,
-                "of the peer": rows * new / peer.median,
-            },
-        )  # fmt: skip

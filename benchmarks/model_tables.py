@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AttentionInterface,
-    CompileConfig,
     DynamicCache,
     GenerationConfig,
     QuantizedCache,
@@ -116,23 +115,18 @@ AttentionMaskInterface.register(ATTENTION["no attention"], no_mask)
 class Generation:
     """One way to generate from one prompt; a round is prefill and decode."""
 
-    def __init__(
-        self, name: str, model: Any, ids: Tensor, tokens: int, compiled: bool = False
-    ) -> None:
-        self.name, self.model, self.ids, self.compiled = name, model, ids, compiled
+    def __init__(self, name: str, model: Any, ids: Tensor, tokens: int) -> None:
+        self.name, self.model, self.ids = name, model, ids
         self.config = GenerationConfig(
             max_new_tokens=tokens + 1, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-        if compiled:
-            self.config.compile_config = CompileConfig(mode="default")
-            self.config.compile_config._compile_all_devices = True
         self.decode: list[float] = []
         self.tokens: list[int] = []
         self.cache: Any = None
 
     def make_cache(self) -> Any:
         if self.name in CONFIGS:
-            return h2o.H2OCache(self.model.config, CONFIGS[self.name], compileable=self.compiled)
+            return h2o.H2OCache(self.model.config, CONFIGS[self.name])
         if self.name == QUANTIZED:
             return QuantizedCache("quanto", self.model.config, nbits=4)
         kind = NoCache if self.name == "no attention" else DynamicCache

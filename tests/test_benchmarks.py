@@ -18,7 +18,6 @@ pytest.importorskip("benchmarks.runner", reason="the benchmarks are not here")
 from benchmarks import (  # noqa: E402
     catalogue,
     correctness,
-    engine_tables,
     inputs,
     machine,
     model_tables,
@@ -163,21 +162,6 @@ def test_whole_model(tmp_path):
     held.pop(model_tables.QUANTIZED, None)
     few, usual, full = sorted(held.items(), key=lambda x: x[1])
     assert [few[0], usual[0], full[0]] == [model_tables.FEWEST, "H2OCache", "DynamicCache"]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
-def test_a_batch_without_the_engines(tmp_path, monkeypatch, capsys):
-    """Each of them is named, and the rest of the table is there."""
-
-    def missing():
-        raise PeerMissing("no such package")
-
-    monkeypatch.setattr(engine_tables, "openvino_peer", missing)
-    monkeypatch.setattr(engine_tables, "vllm_peer", missing)
-    result = quick(tmp_path, "batch")
-    assert [row["peer"]["name"] for row in result["rows"]] == ["H2OCache, compiled", "DynamicCache"]
-    assert capsys.readouterr().err.count("left out: no such package") == 2
 
 
 def test_throughput_without_the_engines(tmp_path, monkeypatch, capsys):

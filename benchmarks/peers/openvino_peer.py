@@ -2,8 +2,8 @@
 
 Run by peers.Peer with a GGUF file and the number of threads. A request is {"dtype": "f32" or
 "bf16", "kept": tokens of a request that the cache may keep, 0 for all, "tokens": n} and
-    "texts": [...]; the answer {"prefill_s": ..., "token_s": ..., "seconds": of the whole call,
-        "prompt": tokens of the first text}, the first two by OpenVINO's own metrics; or
+    "texts": [...]; the answer {"prefill_s": ..., "token_s": ..., "prompt": tokens of the first
+        text}, the times by OpenVINO's own metrics; or
     "ids": [[...], ...], where "tokens" has one number each and "blocks" of the cache are shared, 0
         for as many as are wanted; the answer {"seconds": ..., "ids": the new tokens}.
 """
@@ -64,10 +64,8 @@ def generation(tokens):
 
 def answer_texts(request):
     pipeline = pipeline_of(load, request["dtype"], request["kept"])
-    start = time.perf_counter()
     metrics = pipeline.generate(request["texts"], generation(request["tokens"])).perf_metrics
     return {
-        "seconds": time.perf_counter() - start,
         "prefill_s": metrics.get_ttft().mean / 1000,
         "token_s": metrics.get_tpot().mean / 1000,
         "prompt": metrics.get_num_input_tokens(),
