@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import h2o
 from h2o import H2OCache, H2OConfig, models
 from tests.hf.tiny import model, needs_compiler, prompts
 
+PAGE = resource.getpagesize()
 LENGTHS = (5, 17, 40, 9, 33, 21, 3, 28)
 CONFIGS = {
     "h2o": H2OConfig(heavy=6, recent=6),
@@ -291,6 +294,26 @@ def test_a_model_that_cannot_be_compiled_is_served_eagerly(dynamo):
     finally:
         hook.remove()
     assert compiled == eager
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_memory_is_constant_over_a_thousand_requests():
+    """Of which each tenth cannot be read."""
+    ours = model("llama")
+    long = texts(*range(5, 45))
+    requests = (
+        h2o.Request([] if i % 10 == 9 else long[i % 40], max_new_tokens=1 + i % 7)
+        for i in range(1000)
+    )
+    held, errors = [], 0
+    for i, result in enumerate(h2o.generate_all(ours, requests, CONFIGS["int8"], rows=8)):
+        assert result.index == i
+        errors += result.finish_reason == "error"
+        if i in (299, 999):
+            held.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE)
+    assert errors == 100
+    assert held[1] - held[0] < 4 << 20
 
 
 @pytest.mark.slow
