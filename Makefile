@@ -461,7 +461,7 @@ pictures: .venv/core .venv/test ## README's picture, docs/results.svg, from the 
 docs-links: .venv/core .venv/docs ## asks every link of the documentation that leads elsewhere
 	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links
 
-wheels: .venv/wheels ## sdist and wheels of Linux and macOS and the pure one in dist, built by zig, audited
+wheels: .venv/wheels h2o/kernels.fatbin ## sdist and wheels of Linux (with the kernels for GPUs), macOS and the pure one in dist, by zig, audited
 	$(BIN)/python tools/wheels.py
 
 test-wheels: wheels ## the wheel of this machine and the pure one without a compiler; the sdist with gcc and clang

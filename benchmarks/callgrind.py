@@ -26,6 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UNDER_VALGRIND = ("generic", "avx2", "neon")
+NEEDS_PYTHON = ("arguments.c", "exchange.c", "module.c")
+"""Files of the core that are not for a program without Python."""
 
 
 def build(folder: Path) -> Path:
@@ -33,9 +35,8 @@ def build(folder: Path) -> Path:
     program = folder / "count"
     flags = ["-std=c11", "-O3", "-g", "-ffp-contract=fast", "-fno-math-errno"]
     flags += ["-fno-trapping-math", "-I", str(ROOT / "csrc"), "-I", str(ROOT / "tests/c")]
-    needs_python = ("module.c", "exchange.c")
     sources = glob.glob(str(ROOT / "csrc/**/*.c"), recursive=True)
-    sources = [x for x in sources if not x.endswith(needs_python)]
+    sources = [x for x in sources if not x.endswith(NEEDS_PYTHON)]
     sources += [str(ROOT / "benchmarks/count.c")]
     libraries = ["-lm", "-ldl", "-pthread"]
     compiler = shlex.split(os.environ.get("CC", "cc"))

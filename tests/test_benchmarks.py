@@ -7,6 +7,7 @@ import collections
 import functools
 import importlib.util
 import json
+import re
 
 import pytest
 
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("benchmarks.runner", reason="the benchmarks are not here")
 
 from benchmarks import (  # noqa: E402
+    callgrind,
     catalogue,
     correctness,
     inputs,
@@ -232,6 +234,12 @@ def test_each_table_that_help_names_is_there(capsys):
         runner.main(["--help"])
     shown = capsys.readouterr().out
     assert all(f"{name}: " in shown or f"{name}:\n" in shown for name in names)
+
+
+def test_the_counting_program_is_built_without_what_needs_python():
+    makefile = (callgrind.ROOT / "Makefile").read_text("utf-8")
+    (listed,) = re.findall(r"^PYTHON_SOURCES := \$\(addprefix csrc/,(.*)\)", makefile, re.MULTILINE)
+    assert sorted(listed.split()) == sorted(callgrind.NEEDS_PYTHON)
 
 
 def test_contenders_take_turns():

@@ -6,9 +6,10 @@ PYTHON is the command of an interpreter, by default this one; that of another ma
 emulator: qemu-aarch64-static -L ROOT ROOT/usr/bin/python3. What is installed is chosen by this
 interpreter's pip, which must be new enough to know PYTHON (free-threaded: 24.1). Pass an sdist to
 test that too: it is built by that interpreter, in a folder with a space in its name, with the
-compiler that CC names. The pure wheel, py3-none-any, is installed with torch and transformers, or
-finds them --beside it, in the site-packages of another environment; it keeps what golden data keep,
-answers as the simulation, and generates.
+compiler that CC names. Linux's wheels hold kernels for GPUs, of the sources that the installed core
+is of. The pure wheel, py3-none-any, is installed with torch and transformers, or finds them
+--beside it, in the site-packages of another environment; it keeps what golden data keep, answers as
+the simulation, and generates.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from wheel_contents import kernel_complaints, takes_kernels
+
 ROOT = Path(__file__).resolve().parent.parent
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 BINARIES = "Scripts" if os.name == "nt" else "bin"
@@ -32,6 +35,9 @@ PURE_TESTS = (
     "tests/hf/test_simulation.py::test_hybrids",
     "tests/hf/test_generate.py::test_two_calls_are_one_conversation",
 )
+
+KERNELS = "from h2o import ops; x = ops.info()['backends']['cuda']; assert 'kernels' not in x, x"
+"""`h2o info` says why none serve: that there is no driver, and nothing about their file."""
 
 
 def main() -> int:
@@ -85,6 +91,10 @@ def main() -> int:
         shutil.copytree(ROOT / "tests", folder / "tests")
         shutil.copy(ROOT / "pyproject.toml", folder)
         python("-m", "h2o", "info")
+        if takes_kernels(wheel.name):
+            if complaints := list(kernel_complaints(wheel)):
+                sys.exit("; ".join(complaints))
+            python("-c", KERNELS)
         left_out = ["-k", "not no_memory"] if emulator else []  # qemu has no limit of memory
         tests = PURE_TESTS if pure else ("tests/core", "-m", "not slow", *left_out)
         python(*"-m pytest -q -p no:cacheprovider".split(), *tests)

@@ -4,11 +4,12 @@
 
 zig's C compiler, a wheel on PyPI, brings the headers and libraries of every platform, so all
 wheels can be built on Linux. The limited API makes one wheel serve all versions of Python.
-"any" is the pure wheel, without the core, for what has no other (setup.py, H2O_PURE=1).
+"any" is the pure wheel, without the core, for what has no other (setup.py, H2O_PURE=1). Linux's
+get the kernels for GPUs (`make cuda`); the sdist has their sources.
 Each wheel is judged by auditwheel, or what it links (nothing that the platform lacks), abi3audit
-(uses nothing that Python 3.10 lacks) and its size. Needs ziglang, auditwheel, abi3audit, build,
-setuptools and numpy (pip must not fetch the last two, it would take those of the target); Python
-itself must not be free-threaded. tools/try_wheel.py tests the result.
+(uses nothing that Python 3.10 lacks), its size and its kernels (wheel_contents.py). Needs ziglang,
+auditwheel, abi3audit, build, setuptools and numpy (pip must not fetch the last two, it would take
+those of the target); Python itself must not be free-threaded. tools/try_wheel.py tests the result.
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ziglang
+from wheel_contents import KERNELS, core_of, kernel_complaints, size_complaints, takes_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
-LARGEST = 1_000_000  # bytes, ...
-LARGEST_WITH_KERNELS = 6_000_000  # ... with those for GPUs
-FATBIN = ROOT / "h2o" / "kernels.fatbin"
+FATBIN = ROOT / KERNELS
 ZIG = Path(ziglang.__file__).parent / "zig"
 
 
@@ -189,10 +189,14 @@ def build(sdist: Path, platform: str, out: Path) -> Path:
     """The wheel of one platform, in out."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        shutil.unpack_archive(sdist, folder / "source")
+        (source,) = (folder / "source").iterdir()
+        if takes_kernels(platform):
+            shutil.copy(FATBIN, source / KERNELS)
         subprocess.run(
             [
                 *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"),
-                *("--no-build-isolation", "--wheel-dir", folder / "built", sdist),
+                *("--no-build-isolation", "--wheel-dir", folder / "built", source),
             ],
             env={**os.environ, **build_environment(folder, PLATFORMS[platform])},
             check=True,
@@ -237,7 +241,7 @@ def foreign_complaints(wheel: Path, platform: str) -> Iterator[str]:
     """The same for other systems: what links something that not each of them has."""
     known = LINKED[platform.partition("_")[0]]
     with zipfile.ZipFile(wheel) as archive:
-        names = [x for x in archive.namelist() if re.match(r"h2o/_core\.(?!pyi)", x)]
+        names = core_of(archive)
         if len(names) != 1:
             yield f"holds {names or 'no core'}, wanted one core and nothing beside it"
         for name in names[:1]:
@@ -250,9 +254,8 @@ def complaints(wheel: Path, platform: str) -> Iterator[str]:
     """What keeps a wheel from being what its name says."""
     if not wheel.name.endswith(f"-{platform}.whl"):
         yield f"is named {wheel.name}"
-    largest = LARGEST_WITH_KERNELS if FATBIN.is_file() else LARGEST
-    if wheel.stat().st_size > largest:
-        yield f"has {wheel.stat().st_size} bytes, wanted at most {largest}"
+    yield from size_complaints(wheel)
+    yield from kernel_complaints(wheel)
     if platform == "any":
         return
     linux = platform.startswith("manylinux")
@@ -271,6 +274,9 @@ def main() -> int:
     unknown = set(arguments.platforms) - set(PLATFORMS)
     if unknown:
         parser.error(f"{', '.join(unknown)}: wanted some of {', '.join(PLATFORMS)}")
+    platforms = arguments.platforms or [x for x in PLATFORMS if x not in UNFINISHED]
+    if any(map(takes_kernels, platforms)) and not FATBIN.is_file():
+        parser.error(f"{KERNELS}, which Linux's wheels hold, is not built: make cuda")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         parser.error("needs a Python with a GIL: the limited API has no other")
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -281,7 +287,7 @@ def main() -> int:
         sdist = Path(shutil.copy(built, arguments.out))
     print(f"{sdist.stat().st_size / 1000:5.0f} kB  {sdist.name}")
     failed = False
-    for platform in arguments.platforms or [x for x in PLATFORMS if x not in UNFINISHED]:
+    for platform in platforms:
         wheel = build(sdist, platform, arguments.out)
         print(f"{wheel.stat().st_size / 1000:5.0f} kB  {wheel.name}", flush=True)
         for complaint in complaints(wheel, platform):

@@ -21,6 +21,7 @@
 #define LEVEL avx512amx
 #define H2O_VEC_AVX512
 #define H2O_DOT_BF16
+#define ROWS_OF avx512
 #define H2O_TILE_BF16
 #define STEP_OF h2o_ops_avx512bf16
 #include "table.inc"

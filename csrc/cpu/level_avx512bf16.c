@@ -20,6 +20,7 @@
 #define LEVEL avx512bf16
 #define H2O_VEC_AVX512
 #define H2O_DOT_BF16
+#define ROWS_OF avx512
 #include "table.inc"
 
 #if defined(__clang__)

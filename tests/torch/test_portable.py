@@ -374,7 +374,9 @@ def test_a_step_takes_few_operations():
     assert counts[1] <= 150, "keys and values are quantised at once"
 
 
-def test_torch_compile_takes_a_step_whole():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("capacity", [11, [9, 11]], ids=["even", "one axis"])
+def test_torch_compile_takes_a_step_whole(capacity, dtype):
     """As inductor gets it, whose own work takes a C++ compiler and minutes."""
     graphs = []
 
@@ -382,11 +384,11 @@ def test_torch_compile_takes_a_step_whole():
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, example)
 
-    text = [torch.from_numpy(x) for x in inputs.drifting(4, B=2, H=4, G=2, N=20, D=32)]
+    text = [torch.from_numpy(x).to(dtype) for x in inputs.drifting(4, B=2, H=4, G=2, N=20, D=32)]
     held, answers = [], []
     for run in (step.step_by(counted), step.step_by("")):
-        slots = ops.new_slots(text[1], [9, 11], 4, 4, merge=True)
-        out = torch.zeros(20, 2, 1, 4, 32)
+        slots = ops.new_slots(text[1], capacity, 4, 4, merge=True)
+        out = torch.zeros(20, 2, 1, 4, 32, dtype=dtype)
         for t in range(20):
             tokens = [x[:, :, t : t + 1] for x in text]
             policy = ops.Policy(merge=0.3, decay=0.9)
@@ -394,6 +396,9 @@ def test_torch_compile_takes_a_step_whole():
         held.append(slots.positions)
         answers.append(out)
     assert len(graphs) == 1, "one, without a break, for all steps"
+    written = [x for x in graphs[0].graph.nodes if x.target in ("scatter_", "index_put_")]
+    rows = [x.target for x in written if x.args[0].meta["example_value"].shape[-1] == 32]
+    assert rows == 4 * ["index_put_"], "new and merged keys and values: in place, see write_rows"
     torch.testing.assert_close(*answers, rtol=1e-5, atol=1e-5)
     assert torch.equal(*held)
 

@@ -50,7 +50,7 @@ def rank_keys(
 
     Args:
         scores, positions, norms: [B, G, C]; no score is -0. None: norms do not count.
-        lengths: [B, 1, 1] int64, tokens that the rows have seen, the newest included.
+        lengths: [B, 1, 1] int32 or int64, tokens that the rows have seen, the newest included.
     """
     rank = scores
     if policy.rank_by == "mean":
@@ -60,9 +60,11 @@ def rank_keys(
     if rank is not scores:
         rank = rank + 0.0  # -0 is 0
     bits = rank.view(torch.int32)
-    keys = ((bits >> 31) & _SPARED).bitwise_xor_(bits)
-    keys.masked_fill_(rank.isnan(), _NAN)
-    spared = (positions < policy.sinks) | (positions >= lengths - budget.recent)
+    keys = (bits >> 31).bitwise_and_(_SPARED).bitwise_xor_(bits)
+    keys.masked_fill_(rank != rank, _NAN)
+    # Of one dtype, so that not all positions are converted to compare them with one number.
+    recent = positions >= (lengths - budget.recent).to(positions.dtype)
+    spared = recent.logical_or_(positions < policy.sinks)
     return keys.masked_fill_(spared, _SPARED)
 
 

@@ -36,10 +36,11 @@ class Store:
         index = torch.arange(slots.scores.shape[-1], device=starts.device)
         self.first = starts[:-1]
         """[G]"""
-        self.of_head = (index >= starts[:-1, None]) & (index < starts[1:, None])
+        begun = index >= starts[:-1, None]
+        self.of_head = begun & (index < starts[1:, None])
         """[G, T] bool: a head's slots"""
-        self.head = self.of_head.int().argmax(0)
-        """[T] int64: the head of each slot; 0 for slots of none"""
+        self.head = begun[1:].sum(0)
+        """[T] int64: the head of each slot; the last one for slots of none"""
 
     def by_head(self, numbers: Tensor, empty: float) -> Tensor:
         """[B, G, S] of scores, positions or norms."""
@@ -155,6 +156,12 @@ class Store:
         """Keys or values [B, G, 1, D or bytes], as stored; `where` as in `write`."""
         if where is not None:
             new = torch.where(where[..., None], new, self.read_rows(rows, index))
+        if torch.compiler.is_compiling():  # inductor does this in place, no scatter_
+            batch = torch.arange(len(rows), device=rows.device)[:, None]
+            head = torch.arange(index.shape[1], device=rows.device)
+            place = (batch, head, index[..., 0])
+            rows.index_put_(place if self.first is None else place[::2], new[:, :, 0])
+            return
         if rows.element_size() == 2:  # of 16-bit floats torch's CPU build copies all to write one
             rows, new = rows.view(torch.int16), new.view(torch.int16)
         index = index[..., None].expand(new.shape)

@@ -54,7 +54,7 @@ def eager_step(
     G = key.shape[1]
     store = Store(slots)
     real = None if mask is None else mask.bool()[..., None]  # [B, 1, 1]
-    lengths = slots.lengths.view(B, 1, 1)  # the position of the new token
+    lengths = slots.lengths.view(B, 1, 1).int()  # the position of the new token
     seen = lengths + 1
     budget = budget_of(slots.budget, policy.sinks)
     index = store.index_of(slots.free)
@@ -70,6 +70,8 @@ def eager_step(
         norms = store.by_head(slots.norms, 0)
 
     keys = store.rows("keys", D)
+    if policy.merge is not None:
+        keys = keys.float()  # once, for logits and likenesses
     queries = query.reshape(B, G, H // G, D).float()
     if table is not None and ranks is not None:
         before = torch.minimum(lengths, budget.k)  # [B, 1 or G, 1] keys held
@@ -105,7 +107,7 @@ def eager_step(
     dropped = evicts
     if policy.merge is not None:
         counts = queries_of(policy, positions, seen)
-        merged = merge_one(store, last, evicts, score, positions, counts, keys.float(), policy)
+        merged = merge_one(store, last, evicts, score, positions, counts, keys, policy)
         dropped = evicts & ~merged
     slots.lost.add_(torch.where(dropped, score, 0)[..., 0])
     store.write(slots.positions, last, position.masked_fill(evicts, -1))

@@ -1,0 +1,126 @@
+"""What tools/wheels.py asks of wheels as to kernels for GPUs, and what is packed where."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+if not (ROOT / "tools" / "wheel_contents.py").is_file():
+    pytest.skip("needs a checkout", allow_module_level=True)
+sys.path.insert(0, str(ROOT / "tools"))
+import wheel_contents  # noqa: E402
+
+WORD, OTHER = b"h2o-kernels-0123456789abcdef", b"h2o-kernels-fedcba9876543210"
+CODE = wheel_contents.FATBIN_BEGINS + bytes(100)
+KERNELS = lzma.compress(CODE) + WORD
+LINUX = "h2o_kv-1-cp310-abi3-manylinux_2_28_x86_64.whl"
+MACOS = "h2o_kv-1-cp310-abi3-macosx_11_0_arm64.whl"
+
+
+def made(folder: Path, name: str, kernels: bytes | None, code: bytes = b"core " + WORD) -> Path:
+    wheel = folder / name
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("h2o/_core.abi3.so", code)
+        archive.writestr("h2o/_core.pyi", "")
+        if kernels is not None:
+            archive.writestr(wheel_contents.KERNELS, kernels)
+    return wheel
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "complaint"),
+    [
+        (LINUX, KERNELS, None),
+        (MACOS, None, None),
+        ("h2o_kv-1-py3-none-any.whl", None, None),
+        (LINUX, None, "holds no h2o/kernels.fatbin"),
+        (MACOS, KERNELS, "nothing there loads"),
+        (LINUX, KERNELS[:-1], "does not end with its word"),
+        (LINUX, lzma.compress(CODE) + OTHER, "of other sources than the core"),
+        (LINUX, lzma.compress(CODE)[:-20], "cut off"),
+        (LINUX, lzma.compress(b"no kernels") + WORD, "no file of kernels"),
+        (LINUX, CODE + WORD, "Input format not supported"),  # not compressed, as NVCC writes it
+    ],
+)
+def test_kernels_are_those_of_the_core(tmp_path, name, kernels, complaint):
+    complaints = list(wheel_contents.kernel_complaints(made(tmp_path, name, kernels)))
+    assert len(complaints) == (complaint is not None)
+    assert complaint is None or complaint in complaints[0]
+
+
+def test_sizes_are_limited_with_kernels_and_without(tmp_path):
+    def complaints(kernels: int, code: int) -> list[str]:
+        wheel = made(tmp_path, LINUX, bytes(kernels), bytes(code))
+        return list(wheel_contents.size_complaints(wheel))
+
+    assert complaints(4_900_000, 990_000) == []
+    (beside,) = complaints(100, 1_000_001)
+    assert "but for the kernels, wanted at most 1000000" in beside
+    (whole,) = complaints(5_500_000, 600_000)
+    assert whole.endswith("wanted at most 6000000")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """Sources beside which kernels were built."""
+    folder = tmp_path_factory.mktemp("sources")
+    for path in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / path, folder)
+    for path in ("h2o", "csrc", "tools"):
+        ignored = shutil.ignore_patterns("__pycache__", "_core*.so")
+        shutil.copytree(ROOT / path, folder / path, ignore=ignored)
+    (folder / "h2o" / "kernels.fatbin").write_bytes(KERNELS)
+    return folder
+
+
+def setup(folder: Path, *command: str, **variables: str) -> None:
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", *command],
+        cwd=folder,
+        env={**os.environ, **variables},
+        check=True,
+        capture_output=True,
+    )
+
+
+def test_the_sdist_has_sources_of_kernels_only(sources):
+    setup(sources, "sdist")
+    (sdist,) = (sources / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert "csrc/cuda/kernels.cu" in names
+    assert [x for x in names if x.endswith(".fatbin")] == []
+
+
+def test_a_build_takes_the_kernels_that_lie_there(sources):
+    setup(sources, "build_py", "--build-lib", "core")
+    setup(sources, "build_py", "--build-lib", "pure", H2O_PURE="1")
+    assert (sources / "core" / wheel_contents.KERNELS).read_bytes() == KERNELS
+    assert not (sources / "pure" / wheel_contents.KERNELS).exists()
+
+
+def test_the_makefile_and_the_build_know_one_word():
+    """Kernels end with the word that `make cuda` writes, the core has that of setup.py."""
+    if shutil.which("make") is None:
+        pytest.skip("no make here")
+    rule = 'word: ; @printf %s "$(KERNELS_WORD)"'
+    said = (
+        "import runpy, sys; sys.argv = ['setup.py', '--quiet', '--name']; "
+        "print(runpy.run_path('setup.py')['kernels_word'](), end='')"
+    )
+    commands = (["make", "--silent", f"--eval={rule}", "word"], [sys.executable, "-c", said])
+    by_make, by_setup = (
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+        for command in commands
+    )
+    assert wheel_contents.WORD.fullmatch(by_make)
+    assert by_setup.endswith(b"\n" + by_make)
