@@ -13,7 +13,7 @@
 #ifndef H2O_CUDA_MATRIX_FORWARD_CUH
 #define H2O_CUDA_MATRIX_FORWARD_CUH
 
-#include "matrix_tiles.cuh"
+#include "matrix_stored.cuh"
 
 /* A tile of keys: stored ones first, then new ones up to the last query's own. */
 typedef struct {

@@ -6,7 +6,7 @@
 #ifndef H2O_CUDA_MATRIX_SUMS_CUH
 #define H2O_CUDA_MATRIX_SUMS_CUH
 
-#include "matrix_tiles.cuh"
+#include "matrix_stored.cuh"
 
 /* Starts the copy of a tile of queries of one head with their row max and factors. */
 template <int DEPTH>
