@@ -9,7 +9,8 @@ with one head of keys and values and HEADS heads of queries; the other heads and
 the same, so that only the model knows of them. In an object:
 
     kernel, arch, device, dtype (of the stored keys), head_dim, batch, tokens (of the prompt, or
-    keys held), issued (issue slots of a warp for a `unit`), unit, kinds (the same by kind),
+    keys held), chunk (its tokens, which see the keys held), issued (issue slots of a warp for a
+    `unit`), unit, kinds (the same by kind),
     wavefronts (passes of shared memory for a unit), sectors_per_byte (sectors of 32 bytes of
     global memory for each byte used: 1/32 at best), round_trips (to memory, one after the other,
     of the slowest block), blocks_per_sm, waves, model_us, bound (what the model says it waits for)
@@ -39,6 +40,8 @@ BATCHES = 1, 16
 PROMPTS, HELD = (1024, 4096, 8192), (820, 4096)
 SMALL, CHECKED = 256, "compute_80"
 KEPT = 0.2
+CHUNK = 256
+"""Tokens that come together after others: a chunk of a prompt, a turn of a chat."""
 GROWTH = 1.1
 
 
@@ -50,23 +53,23 @@ def counted() -> Iterator[dict[str, Any]]:
     yield from map(json.loads, text.splitlines())
 
 
-def tiles(tokens: int) -> int:
+def tiles(tokens: int, stored: int) -> int:
     """64 x 64 tiles that hold a visible key, of one head."""
     rows = -(-tokens // 64)
-    return rows * (rows + 1) // 2
+    return rows * (rows + 1) // 2 + rows * -(-stored // 64)
 
 
-def units(kernel: str, tokens: int, kept: int) -> tuple[str, int]:
+def units(kernel: str, tokens: int, kept: int, chunk: int) -> tuple[str, int]:
     """What a kernel's counts are divided by; warps do the tile of a block together."""
     match kernel.removeprefix("h2o_cuda_").split("_")[0]:
         case "forward" | "sums":
-            return "tile", 4 * HEADS * tiles(tokens)
+            return "tile", 4 * HEADS * (tiles(chunk, tokens) if chunk else tiles(tokens, 0))
         case "move":
             return "row", 2 * kept
         case "step":
             return "slot", tokens
         case _:
-            return "token", tokens
+            return "token", chunk or tokens
 
 
 def run(prompts: list[int], held: list[int]) -> Iterator[dict[str, Any]]:
@@ -81,10 +84,11 @@ def run(prompts: list[int], held: list[int]) -> Iterator[dict[str, Any]]:
     def normal(*shape: int, dtype: Any) -> Any:
         return torch.randn(shape).to(dtype)
 
-    def named(dtype: str, tokens: int, kept: int = 0) -> Iterator[dict[str, Any]]:
+    def named(dtype: str, tokens: int, kept: int = 0, chunk: int = 0) -> Iterator[dict[str, Any]]:
+        facts = {"dtype": dtype, "tokens": tokens, "chunk": chunk}
         for launch in counted():
-            unit, count = units(launch["kernel"], tokens, kept)
-            yield launch | {"dtype": dtype, "tokens": tokens, "unit": unit, "units": count}
+            unit, count = units(launch["kernel"], tokens, kept, chunk)
+            yield launch | facts | {"unit": unit, "units": count}
 
     for name in ("float16", "bfloat16"):
         if name == "bfloat16" and "compute_75" in os.environ["H2O_PTX"]:
@@ -109,6 +113,9 @@ def run(prompts: list[int], held: list[int]) -> Iterator[dict[str, Any]]:
             new = (normal(1, 1, 1, DEPTH, dtype=dtype) for _ in range(2))
             ops.step(normal(1, HEADS, 1, DEPTH, dtype=dtype), *new, slots)
             yield from named(name, tokens)
+            new = (normal(1, 1, CHUNK, DEPTH, dtype=dtype) for _ in range(2))
+            ops.attend(normal(1, HEADS, CHUNK, DEPTH, dtype=dtype), *new, slots)
+            yield from named(name, tokens, chunk=CHUNK)
 
 
 def launches(program: Path, prompts: list[int], held: list[int]) -> list[dict[str, Any]]:
@@ -133,6 +140,7 @@ def counts(launch: dict[str, Any]) -> dict[str, Any]:
         "dtype": launch["dtype"],
         "head_dim": DEPTH,
         "tokens": launch["tokens"],
+        "chunk": launch["chunk"],
         "unit": launch["unit"],
         "issued": round(launch["issued"] / n, 1),
         "kinds": {kind: round(x / n, 1) for kind, x in launch["kinds"].items()},
@@ -174,7 +182,7 @@ def modelled(program: Path, prompts: list[int], held: list[int]) -> Iterator[dic
 
 def checked(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[str]:
     """What has grown by a tenth, in words."""
-    keys = ["kernel", "dtype", "tokens", "arch"]
+    keys = ["kernel", "dtype", "tokens", "chunk", "arch"]
     known = {tuple(x[k] for k in keys): x for x in before}
     complaints = []
     for x in now:

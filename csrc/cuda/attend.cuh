@@ -9,7 +9,7 @@
  *   sums      scores of keys from column sums: sums.cuh, or matrix_sums.cuh
  *
  * The matrix_ variants use tensor cores, which want all of queries, keys and values in the same
- * 16-bit format; plan.c decides. */
+ * 16-bit format, or quantised in slots; plan.c decides. */
 #ifndef H2O_CUDA_ATTEND_CUH
 #define H2O_CUDA_ATTEND_CUH
 
@@ -26,7 +26,7 @@ KERNEL(h2o_cuda_prepare, h2o_attend_params) {
 }
 EXPORT_KERNEL(h2o_cuda_prepare, h2o_attend_params)
 
-/* Any floats, and quantised rows. */
+/* Any floats, and any rows of slots. */
 #define DEFINE_ATTEND(depth)                                                                       \
     KERNEL(h2o_cuda_forward_##depth, h2o_attend_params) {                                          \
         DYN_SHARED(shared);                                                                        \
@@ -43,9 +43,12 @@ DEFINE_ATTEND(64)
 DEFINE_ATTEND(128)
 DEFINE_ATTEND(256)
 
-/* Tensor cores. */
-#define DEFINE_MATRIX(type, TYPE, depth)                                                           \
-    KERNEL(h2o_cuda_forward_##type##_##depth, h2o_attend_params) {                                 \
+/* Tensor cores; FORWARD is KERNEL, or where registers would else be too many for three blocks of a
+ * multiprocessor: */
+#define THREE_BLOCKS(name, type) BOUNDED_KERNEL(name, type, ATTEND_THREADS, 3)
+
+#define DEFINE_MATRIX(type, TYPE, depth, FORWARD)                                                  \
+    FORWARD(h2o_cuda_forward_##type##_##depth, h2o_attend_params) {                                \
         DYN_SHARED(shared);                                                                        \
         matrix_forward<depth, TYPE>(&params, workspace, shared);                                   \
     }                                                                                              \
@@ -56,13 +59,13 @@ DEFINE_ATTEND(256)
     }                                                                                              \
     EXPORT_KERNEL(h2o_cuda_sums_##type##_##depth, h2o_attend_params)
 
-DEFINE_MATRIX(f16, H2O_F16, 64)
-DEFINE_MATRIX(f16, H2O_F16, 128)
-DEFINE_MATRIX(f16, H2O_F16, 256)
+DEFINE_MATRIX(f16, H2O_F16, 64, THREE_BLOCKS)
+DEFINE_MATRIX(f16, H2O_F16, 128, KERNEL)
+DEFINE_MATRIX(f16, H2O_F16, 256, KERNEL)
 #if CAPABILITY >= 80
-DEFINE_MATRIX(bf16, H2O_BF16, 64)
-DEFINE_MATRIX(bf16, H2O_BF16, 128)
-DEFINE_MATRIX(bf16, H2O_BF16, 256)
+DEFINE_MATRIX(bf16, H2O_BF16, 64, THREE_BLOCKS)
+DEFINE_MATRIX(bf16, H2O_BF16, 128, KERNEL)
+DEFINE_MATRIX(bf16, H2O_BF16, 256, KERNEL)
 #endif
 
 #endif

@@ -127,7 +127,7 @@ H2O_INLINE unsigned cuda_prepare_shared(void) { return 4096; }
 #define CUDA_ATTEND_SHARED(depth) (4 * ATTEND_TILE * (2 * ((depth) + 4) + (ATTEND_TILE + 4) + 1))
 #define CUDA_MATRIX_SHARED(depth)                                                                  \
     (2 * (MATRIX_ROWS + 2 * CUDA_MATRIX_COLUMNS(depth)) * ((depth) + 8) +                          \
-     4 * (MATRIX_ROWS + 4 * CUDA_MATRIX_COLUMNS(depth)))
+     4 * (2 * MATRIX_ROWS + 4 * CUDA_MATRIX_COLUMNS(depth)))
 
 /* ---- evict --------------------------------------------------------------- */
 

@@ -13,7 +13,7 @@
 #ifndef H2O_CUDA_MATRIX_FORWARD_CUH
 #define H2O_CUDA_MATRIX_FORWARD_CUH
 
-#include "matrix_tiles.cuh"
+#include "matrix_stored.cuh"
 
 /* A tile of keys: stored ones first, then new ones up to the last query's own. */
 typedef struct {
@@ -151,8 +151,8 @@ DEVICE void accumulate_nonfinite(matrix_buffer<DEPTH> *buffer,
     }
 }
 
-/* Advances `at` to the next tile that holds a key, and starts the copy of its keys. Returns false
- * where there is none. */
+/* Advances `at` to the next tile that holds a key, and starts the copy of its keys, if they are not
+ * quantised. Returns false where there is none. */
 template <int DEPTH>
 DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPTH> *buffer) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
@@ -162,18 +162,26 @@ DEVICE bool fetch_keys(const attend_item *item, key_tile *at, matrix_buffer<DEPT
         if (is_past(at, columns)) break; /* nobody asks for its bias */
         if (load_bias(item, at->stored, at->first, columns, buffer->bias)) break;
     }
-    fetch_matrix<DEPTH, columns>(buffer->columns[0], item, &at->keys, at->stored, at->first, NULL);
+    if (!h2o_row_is_quantised(at->keys.type)) {
+        fetch_matrix<DEPTH, columns>(buffer->columns[0], item, &at->keys, at->stored, at->first,
+                                     NULL);
+    }
     close_copies();
     return true;
 }
 
 /* Starts the copy of the tile's values; zeros for those of no key. */
-template <int DEPTH>
+template <int DEPTH, h2o_dtype TYPE>
 DEVICE void fetch_values(const attend_item *item, const key_tile *at,
                          matrix_buffer<DEPTH> *buffer) {
-    fetch_matrix<DEPTH, matrix_buffer<DEPTH>::COLUMNS>(buffer->columns[1], item, &at->values,
-                                                       at->stored, at->first,
-                                                       at->stored ? buffer->bias : NULL);
+    const int columns = matrix_buffer<DEPTH>::COLUMNS;
+    if (h2o_row_is_quantised(at->values.type)) {
+        load_rounded<DEPTH, TYPE, columns>(buffer->columns[1], item, &at->values, at->first,
+                                           buffer->bias);
+    } else {
+        fetch_matrix<DEPTH, columns>(buffer->columns[1], item, &at->values, at->stored, at->first,
+                                     at->stored ? buffer->bias : NULL);
+    }
     close_copies();
 }
 
@@ -190,10 +198,18 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<D
     bool more = fetch_keys<DEPTH>(item, &at, buffer);
     while (more) {
         float c[columns / 8][4];
+        const bool numbers = h2o_row_is_quantised(at.keys.type);
+        if (numbers)
+            load_numbers<DEPTH, TYPE, columns>(buffer->columns[0], item, &at.keys, at.first,
+                                               buffer);
         wait_copies<0>();
         sync_block(); /* the previous values have been used */
-        fetch_values<DEPTH>(item, &at, buffer);
+        fetch_values<DEPTH, TYPE>(item, &at, buffer);
         matrix_dots<DEPTH, TYPE>(buffer, buffer->columns[0], c);
+        if (numbers) {
+            scale_dots<columns / 8>(
+                c, [&](int i) { return buffer->scales[i / 4 * 8 + lane_column() + i % 2]; });
+        }
         dots_to_logits<columns / 8>(c, item->p->scale, item->p->softcap);
         const bool past = is_past(&at, columns);
         if (past) {

@@ -6,7 +6,7 @@
 #ifndef H2O_CUDA_MATRIX_SUMS_CUH
 #define H2O_CUDA_MATRIX_SUMS_CUH
 
-#include "matrix_tiles.cuh"
+#include "matrix_stored.cuh"
 
 /* Starts the copy of a tile of queries of one head with their row max and factors. */
 template <int DEPTH>
@@ -59,6 +59,10 @@ DEVICE void add_matrix_column_sums(const attend_item *item, bool stored, int64_t
         !stored && first + MATRIX_ROWS <= query + 1 && query + columns <= item->tokens;
     float c[columns / 8][4];
     matrix_dots<DEPTH, TYPE>(buffer, buffer->columns[stage], c);
+    if (stored && h2o_row_is_quantised(item->store.key_type)) {
+        const float *const scales = &buffer->scales[warp_row() + lane_row()];
+        scale_dots<columns / 8>(c, [&](int i) { return scales[i % 4 / 2 * 8]; });
+    }
     dots_to_logits<columns / 8>(c, item->p->scale, item->p->softcap);
     if (h2o_scores_largest(&item->p->policy)) {
         add_column_sums_of<DEPTH, false, true>(item, stored, first, query, stage, buffer, c, sum);
@@ -78,7 +82,11 @@ DEVICE void sum_over_queries(const attend_item *item, bool stored, int64_t first
     const int64_t tiles = cuda_ceil(item->tokens - begin, columns);
     const row_source keys = key_source(item, stored);
     row_source queries = token_source(item, &item->p->query, item->g * R);
-    fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, item, &keys, stored, first, NULL);
+    if (h2o_row_is_quantised(keys.type)) {
+        load_numbers<DEPTH, TYPE, MATRIX_ROWS>(buffer->rows, item, &keys, first, buffer);
+    } else {
+        fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, item, &keys, stored, first, NULL);
+    }
     fetch_queries<DEPTH>(item, &queries, item->g * R, begin, 0, buffer);
     int stage = 0;
     for (int64_t r = 0; r < R; r++) {

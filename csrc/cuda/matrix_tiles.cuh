@@ -4,13 +4,23 @@
  * A tile of logits has MATRIX_ROWS rows, which stay in shared memory, and COLUMNS columns, of
  * which one tile after the other is copied in asynchronously. Each of the four warps computes 16
  * rows of it by mma.m16n8k16: of each 16 x 8 product lane i has in c[0..1] elements 2 (i % 4) and
- * the next of row i / 4, in c[2..3] the same of row i / 4 + 8. So four lanes share a row. */
+ * the next of row i / 4, in c[2..3] the same of row i / 4 + 8. So four lanes share a row.
+ *
+ * Quantised rows of slots become such elements as they are loaded. Of keys these are the whole
+ * numbers of Q8, which 16 bits hold exactly; their scale comes after the product, so that logits
+ * and scores are as exact as those of floats. Values are rounded to the format of the queries, by
+ * a share u of them at most (2^-9 in bfloat16, 2^-12 in float16), as those of new tokens were
+ * before they came: an output is off by u sum p |v| for that, as much as for the rounding of p. */
 #ifndef H2O_CUDA_MATRIX_TILES_CUH
 #define H2O_CUDA_MATRIX_TILES_CUH
 
 #include "attend_tiles.cuh"
 
-enum { MATRIX_GAP = 8 /* elements between rows, so that a column's banks differ */ };
+enum {
+    MATRIX_GAP = 8,     /* elements between rows, so that a column's banks differ */
+    NUMBERS_LOADED = 4, /* quantised keys that a thread loads before it uses the first, ... */
+    VALUES_LOADED = 2   /* ... and values; of more of both registers become scarce */
+};
 
 template <int DEPTH> struct matrix_buffer {
     enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH) };
@@ -18,6 +28,7 @@ template <int DEPTH> struct matrix_buffer {
     /* forward: keys, and their values; sums: two stages of queries, in use and on their way */
     uint16_t columns[2][COLUMNS][DEPTH + MATRIX_GAP];
     float bias[MATRIX_ROWS];                        /* of keys, see load_bias */
+    float scales[MATRIX_ROWS];                      /* of quantised keys */
     float row_max[2][COLUMNS], factors[2][COLUMNS]; /* sums: of each stage's queries */
 };
 
@@ -56,11 +67,19 @@ typedef struct {
     const char *data;
     int64_t pitch;  /* bytes */
     int32_t stride; /* of elements; 0: 1, and runs are at multiples of their size */
+    h2o_dtype type; /* of rows in slots */
 } row_source;
 
 DEVICE row_source open_rows(const char *data, int64_t pitch, int64_t stride) {
     const bool aligned = stride == 1 && pitch % 16 == 0 && is_aligned(data);
-    return row_source{data, pitch, aligned ? 0 : (int32_t)stride};
+    return row_source{data, pitch, aligned ? 0 : (int32_t)stride, H2O_NONE};
+}
+
+/* Of slots. */
+DEVICE row_source stored_source(const char *rows, int64_t pitch, h2o_dtype type) {
+    row_source source = open_rows(rows, pitch, 1);
+    source.type = type;
+    return source;
 }
 
 /* Of a tensor [B,.,Q,D]. */
@@ -70,12 +89,14 @@ DEVICE row_source token_source(const attend_item *item, const h2o_view *from, in
 }
 
 DEVICE row_source key_source(const attend_item *item, bool stored) {
-    return stored ? open_rows(item->store.keys, item->store.key_stride, 1)
+    const slot_store *const s = &item->store;
+    return stored ? stored_source(s->keys, s->key_stride, s->key_type)
                   : token_source(item, &item->p->keys, item->g);
 }
 
 DEVICE row_source value_source(const attend_item *item, bool stored) {
-    return stored ? open_rows(item->store.values, item->store.value_stride, 1)
+    const slot_store *const s = &item->store;
+    return stored ? stored_source(s->values, s->value_stride, s->value_type)
                   : token_source(item, &item->p->values, item->g);
 }
 
@@ -130,6 +151,15 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item
     }
 }
 
+template <h2o_dtype TYPE> DEVICE uint32_t pack(float low, float high) {
+#if CAPABILITY >= 80
+    if (TYPE == H2O_BF16) return pack_bf16(low, high);
+#endif
+    return pack_f16(low, high);
+}
+
+/* ---- Elements of a tile -------------------------------------------------- */
+
 /* Whether this thread's share of a tile's elements is finite. Where an exponent is all ones, one
  * more in its last place carries into the sign, which is left out before. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
@@ -156,13 +186,6 @@ DEVICE void multiply(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     multiply_f16(c, a, b);
 }
 
-template <h2o_dtype TYPE> DEVICE uint32_t pack(float low, float high) {
-#if CAPABILITY >= 80
-    if (TYPE == H2O_BF16) return pack_bf16(low, high);
-#endif
-    return pack_f16(low, high);
-}
-
 /* The dot products of a warp's 16 rows with all columns of a tile. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer,
@@ -184,7 +207,14 @@ DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer,
     }
 }
 
-/* Those products to logits, but for the keys' bias. */
+/* Products with the numbers of quantised keys to those with the keys; of element i of c the key's
+ * scale is scale(i). */
+template <int TILES, typename SCALE> DEVICE void scale_dots(float c[TILES][4], SCALE scale) {
+    UNROLL
+    for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] *= scale(i);
+}
+
+/* Products with keys to logits, but for the keys' bias. */
 template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, float softcap) {
     UNROLL
     for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] *= scale;

@@ -40,12 +40,15 @@ static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t s
         block, shared};
 }
 
-/* Whether all numbers are of the same 16 bits, as the tensor cores want them. */
+/* Whether all numbers are of the same 16 bits, as the tensor cores want them, or are stored as
+ * matrix_tiles.cuh makes such of them. */
 static bool fits_matrices(const h2o_attend_params *p) {
     const h2o_dtype type = p->query.dtype;
-    const bool stored =
-        !p->has_slots || (p->slots.keys.dtype == type && p->slots.values.dtype == type);
-    return (type == H2O_F16 || type == H2O_BF16) && stored;
+    if (type != H2O_F16 && type != H2O_BF16) return false;
+    if (!p->has_slots) return true;
+    const h2o_dtype keys = h2o_stored_type(&p->slots.keys, p->dims.D);
+    const h2o_dtype values = h2o_stored_type(&p->slots.values, p->dims.D);
+    return (keys == type || h2o_row_has_scale(keys)) && (values == type || h2o_row_is_quantised(values));
 }
 
 /* forward and sums, after a kernel has prepared the rows. */

@@ -78,17 +78,18 @@ struct float_rows {
 struct q8_rows {
     enum { ROTATES = true };
 
+    DEVICE_METHOD float scale(const char *row, int64_t D) const {
+        return load_scalar(row + D, H2O_F16);
+    }
+
+    /* The whole numbers that stand for elements d..d+RUN-1. */
     template <int N>
-    DEVICE_METHOD void load(const char *const row[N], int64_t d, int64_t D, float x[N][RUN]) const {
-        const char *numbers[N], *scales[N];
+    DEVICE_METHOD void numbers(const char *const row[N], int64_t d, int64_t D,
+                               float x[N][RUN]) const {
+        const char *numbers[N];
         uint32_t word[N][WORDS] = {};
-        uint16_t half[N][1];
-        float scale[N];
         UNROLL
-        for (int i = 0; i < N; i++) {
-            numbers[i] = row[i] + d;
-            scales[i] = row[i] + D;
-        }
+        for (int i = 0; i < N; i++) numbers[i] = row[i] + d;
         if (d + RUN <= D) {
             load_bytes<N>(numbers, word);
         } else {
@@ -99,19 +100,32 @@ struct q8_rows {
                 word[i / RUN][e / 4] |= byte << e % 4 * 8;
             }
         }
+        UNROLL
+        for (int i = 0; i < N * RUN; i++) {
+            x[i / RUN][i % RUN] = (float)(int8_t)byte_of(word[i / RUN], i % RUN);
+        }
+    }
+
+    template <int N>
+    DEVICE_METHOD void load(const char *const row[N], int64_t d, int64_t D, float x[N][RUN]) const {
+        const char *scales[N];
+        uint16_t half[N][1];
+        float scale[N];
+        UNROLL
+        for (int i = 0; i < N; i++) scales[i] = row[i] + D;
         load_halves<N, 1>(scales, half);
+        numbers<N>(row, d, D, x);
         UNROLL
         for (int i = 0; i < N; i++) scale[i] = f16_to_float(half[i][0]);
         UNROLL
         for (int i = 0; i < N * RUN; i++) {
             const int e = i % RUN;
-            const float number = (float)(int8_t)byte_of(word[i / RUN], e);
-            x[i / RUN][e] = d + e < D ? scale[i / RUN] * number : 0.0f;
+            x[i / RUN][e] = d + e < D ? scale[i / RUN] * x[i / RUN][e] : 0.0f;
         }
     }
 
     DEVICE_METHOD float element(const char *row, int64_t d, int64_t D) const {
-        return load_scalar(row + D, H2O_F16) * (float)(int8_t)row[d];
+        return scale(row, D) * (float)(int8_t)row[d];
     }
 
     DEVICE_METHOD void store(char *row, element_ref from, int64_t D) const {
@@ -188,9 +202,10 @@ struct q4_rows {
     }
 };
 
-template <typename USE> DEVICE auto by_stored_dtype(h2o_dtype stored, USE use) {
+/* FLOATS: whether the rows may be of floats. */
+template <bool FLOATS = true, typename USE> DEVICE auto by_stored_dtype(h2o_dtype stored, USE use) {
     if (stored == H2O_Q4) return use(q4_rows{});
-    if (stored == H2O_Q8) return use(q8_rows{});
+    if (!FLOATS || stored == H2O_Q8) return use(q8_rows{});
     return use(float_rows{stored});
 }
 

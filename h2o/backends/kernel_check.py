@@ -44,7 +44,7 @@ class Size(NamedTuple):
 SHORT = Size(40, 9, 3, 18, 12)
 LONG = Size(290, 70, 3, 150, 100)
 """What real sizes take: several blocks for a head's step, tiles of keys that all queries see, more
-than one tile of queries for a key."""
+than one tile of queries for a key, of quantised slots too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +85,15 @@ CASES = (
     Case(256, torch.bfloat16, kv_dtype="int8-int4"),
     Case(64, torch.bfloat16, merge=0.3),
     Case(64, torch.bfloat16, softcap=2.0),
-    Case(64, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
+    Case(128, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
     Case(64, torch.bfloat16, learned_sinks=True),
     Case(48, torch.float32, learned_sinks=True, pads=True),
     Case(160, torch.float16, value_weighted=True),
+    Case(192, torch.float32, kv_dtype="int8-int4", pads=True),
     Case(128, torch.bfloat16, ragged=True, long=True),
     Case(64, torch.float16, pads=True, softcap=20.0, long=True),
+    Case(128, torch.float16, kv_dtype="int8", pads=True, long=True),
+    Case(96, torch.bfloat16, kv_dtype="int8-int4", ragged=True, long=True),
 )
 
 B, G, R, SINKS = 2, 2, 2, 2

@@ -4,6 +4,7 @@
  * without bfloat16, whose kernels differ from the others' in float16. */
 #define _GNU_SOURCE
 #include "../c/scenes.h"
+#include "cuda/plan.h"
 
 #ifdef CAPABILITY
 enum { ONE_DTYPE = true };
@@ -45,6 +46,191 @@ static void test_quantised(h2o_dtype stored, int64_t D, h2o_policy policy) {
     const answer conversation = play(&h2o_ops_generic, &s, &t, converse);
     for_each_tensor(&conversation, &conversation, free_tensor);
     free_text(&t);
+}
+
+/* ---- A chunk over quantised slots ---------------------------------------- */
+
+/* A chunk of dims.Q tokens; heads have dims.S slots with holes between them. */
+typedef struct {
+    h2o_dims dims;
+    h2o_dtype values; /* H2O_Q8 or H2O_Q4; keys are H2O_Q8 */
+    h2o_policy policy;
+    float softcap;
+    layout how;
+    bool pads, bias;
+    bool extreme; /* values of the size of the largest float16, and one of NaN */
+} chunk;
+
+static void set_half(char *p, float x) { store_scalar(p, H2O_F16, x); }
+
+/* Any bytes, with scales that give numbers of the size of 1. */
+static void fill_rows(const h2o_view *rows, h2o_dtype stored, int64_t D, test_random *random) {
+    for (int64_t i = 0; i < rows->shape[0] * rows->shape[1] * rows->shape[2]; i++) {
+        const int64_t unit = i / rows->shape[2];
+        char *const row =
+            h2o_at(rows, unit / rows->shape[1], unit % rows->shape[1], i % rows->shape[2]);
+        for (int64_t j = 0; j < rows->shape[3]; j++) row[j] = (char)random_int(random, -127, 127);
+        if (stored == H2O_Q8) set_half(row + D, 0.002f + 0.01f * random_float(random));
+        for (int64_t j = 0; stored == H2O_Q4 && j < D / H2O_GROUP; j++) {
+            set_half(row + D / 2 + 4 * j, 0.02f + 0.1f * random_float(random));
+            set_half(row + D / 2 + 4 * j + 2, -random_float(random));
+        }
+    }
+}
+
+/* Element d of a row, as quantise.h says. */
+static float quantised_element(const char *row, h2o_dtype stored, int64_t d, int64_t D) {
+    if (stored == H2O_Q8) return load_scalar(row + D, H2O_F16) * (float)(int8_t)row[d];
+    const char *const scale = row + D / 2 + d / H2O_GROUP * 4;
+    const int byte = (uint8_t)row[d / H2O_GROUP * (H2O_GROUP / 2) + d % (H2O_GROUP / 2)];
+    const int number = d % H2O_GROUP < H2O_GROUP / 2 ? byte & 15 : byte >> 4;
+    return load_scalar(scale + 2, H2O_F16) + load_scalar(scale, H2O_F16) * (float)number;
+}
+
+/* A tensor [.,.,.,D] in float32. */
+static h2o_view in_floats(const h2o_view *x, int64_t D) {
+    const int64_t *const n = x->shape;
+    const h2o_view floats = make_tensor(H2O_F32, 4, n[0], n[1], n[2], D);
+    for (int64_t i = 0; i < n[0] * n[1] * n[2] * D; i++) {
+        const int64_t a = i / D / n[2] / n[1], b = i / D / n[2] % n[1], c = i / D % n[2];
+        const float element =
+            x->dtype == H2O_U8
+                ? quantised_element(h2o_at(x, a, b, c), h2o_stored_type(x, D), i % D, D)
+                : load_at(x, a, b, c, i % D);
+        store_at(&floats, a, b, c, i % D, element);
+    }
+    return floats;
+}
+
+static h2o_view copy_of(const h2o_view *x) {
+    h2o_view copy = *x;
+    copy.data = test_alloc(tensor_bytes(x));
+    memcpy(copy.data, x->data, tensor_bytes(x));
+    return copy;
+}
+
+static h2o_slots make_chunk_slots(const chunk *c, test_random *random) {
+    const h2o_dims *const d = &c->dims;
+    h2o_slots slots = make_slots(c->how, d, H2O_Q8, 1, 1, false, c->bias);
+    free(slots.values.data);
+    slots.values =
+        make_layout(c->how, H2O_U8, 4, d->B, d->G, d->S, h2o_row_bytes(c->values, d->D), 1);
+    fill_rows(&slots.keys, H2O_Q8, d->D, random);
+    fill_rows(&slots.values, c->values, d->D, random);
+    for (int64_t i = 0; i < d->B * d->G * d->S; i++) {
+        const int64_t b = i / d->S / d->G, g = i / d->S % d->G, s = i % d->S;
+        char *const value = h2o_at(&slots.values, b, g, s);
+        if (s % 32 == g) { /* empty: nobody may read its NaN */
+            memset(h2o_at(&slots.keys, b, g, s), 0xff, (size_t)slots.keys.shape[3]);
+            memset(value, 0xff, (size_t)slots.values.shape[3]);
+            continue;
+        }
+        AT(int32_t, slots.positions, b, g, s) = (int32_t)s;
+        AT(float, slots.scores, b, g, s) = random_float(random);
+        if (c->bias) AT(float, slots.bias, b, g, s) = random_float(random);
+        if (c->extreme && s == 3) { /* beyond float16 by 28, as its largest number is stored */
+            memset(value, 0, (size_t)d->D);
+            value[d->D - 1] = 127;
+            set_half(value + d->D, 516.0f);
+        }
+        if (c->extreme && s == 70 && g == 1) set_half(value + d->D, NAN);
+    }
+    return slots;
+}
+
+static h2o_attend_params make_chunk(const chunk *c, h2o_dtype dtype, test_random *random) {
+    const h2o_dims *const d = &c->dims;
+    h2o_attend_params p = {
+        .query = make_layout(c->how, dtype, 4, d->B, d->H, d->Q, d->D, 1),
+        .keys = make_layout(c->how, dtype, 4, d->B, d->G, d->Q, d->D, 1),
+        .values = make_layout(c->how, dtype, 4, d->B, d->G, d->Q, d->D, 1),
+        .out = make_layout(c->how, dtype, 4, d->B, d->Q, d->H, d->D, 1),
+        .scores = make_tensor(H2O_F32, 3, d->B, d->G, d->Q, 1),
+        .has_slots = true,
+        .slots = make_chunk_slots(c, random),
+        .scale = 0.2f,
+        .softcap = c->softcap,
+        .policy = c->policy,
+    };
+    fill_tensor(&p.query, 0.02f, random);
+    fill_tensor(&p.keys, 0.01f, random);
+    fill_tensor(&p.values, 0.0f, random);
+    if (c->pads) {
+        p.mask = make_tensor(H2O_U8, 2, d->B, d->Q, 1, 1);
+        FILL(uint8_t, p.mask, i > 0 || (j > 3 && random_int(random, 0, 9) > 0));
+    }
+    return p;
+}
+
+/* The chunk by tensor cores, and in float32 over what the rows stand for, which takes the kernels
+ * without. Logits and scores are as near to each other as those of floats; outputs as 16 bits. */
+static void test_chunk(const chunk *c, h2o_dtype dtype) {
+    const int64_t D = c->dims.D;
+    const runner with = {.ops = &h2o_ops_generic, .workers = 1};
+    test_random random = {.state = (uint64_t)D};
+    h2o_attend_params p = make_chunk(c, dtype, &random), floats = p;
+    h2o_view *const in[] = {&floats.query,      &floats.keys,         &floats.values,
+                            &floats.slots.keys, &floats.slots.values, &floats.out};
+    for (size_t i = 0; i < sizeof in / sizeof *in; i++) *in[i] = in_floats(in[i], D);
+    floats.scores = copy_of(&p.scores);
+    floats.slots.scores = copy_of(&p.slots.scores);
+    const h2o_view before = copy_of(&p.slots.scores);
+    run_operation(H2O_ATTEND, &floats, &with);
+
+    h2o_view first[3] = {0};
+    for (uint64_t seed = 0; seed < (is_slow() || ONE_DTYPE ? 2 : 3); seed++) {
+        const h2o_view written[] = {p.out, p.scores, p.slots.scores};
+        h2o_attend_params call = p; /* a call sets strides that say nothing, and dims */
+        memcpy(p.slots.scores.data, before.data, tensor_bytes(&before));
+        shim_seed(seed);
+        run_operation(H2O_ATTEND, &call, &with);
+        for (size_t i = 0; i < 3; i++) {
+            if (seed == 0) first[i] = copy_of(&written[i]);
+            check_same(&first[i], &written[i]);
+        }
+        cuda_plan plan;
+        cuda_plan_call(H2O_ATTEND, &call, &plan);
+        CHECK(strstr(plan.launch[1].kernel, "f16") && strstr(plan.launch[2].kernel, "f16"));
+    }
+    for (int64_t i = 0; i < c->dims.B * c->dims.Q * c->dims.H * D; i++) {
+        const int64_t h = i / D % c->dims.H, q = i / D / c->dims.H % c->dims.Q;
+        const int64_t b = i / D / c->dims.H / c->dims.Q;
+        CHECK(is_near(load_at(&p.out, b, q, h, i % D), (double)load_at(&floats.out, b, q, h, i % D),
+                      unit_roundoff(dtype)));
+    }
+    for (int64_t i = 0; i < c->dims.B * c->dims.G * (c->dims.S + c->dims.Q); i++) {
+        const int64_t unit = i / (c->dims.S + c->dims.Q), j = i % (c->dims.S + c->dims.Q);
+        const int64_t b = unit / c->dims.G, g = unit % c->dims.G, q = j - c->dims.S;
+        if (q < 0 && AT(int32_t, p.slots.positions, b, g, j) < 0) continue;
+        const float got = q < 0 ? AT(float, p.slots.scores, b, g, j) : AT(float, p.scores, b, g, q);
+        const float wanted =
+            q < 0 ? AT(float, floats.slots.scores, b, g, j) : AT(float, floats.scores, b, g, q);
+        CHECK(is_near(got, (double)wanted, 1e-5));
+    }
+    const h2o_slots *const s = &p.slots;
+    const h2o_view *const all[] = {&p.query,
+                                   &p.keys,
+                                   &p.values,
+                                   &p.out,
+                                   &p.scores,
+                                   &p.mask,
+                                   &s->keys,
+                                   &s->values,
+                                   &s->scores,
+                                   &s->positions,
+                                   &s->free,
+                                   &s->lengths,
+                                   &s->budget,
+                                   &s->lost,
+                                   &s->bias,
+                                   &floats.scores,
+                                   &floats.slots.scores,
+                                   &before,
+                                   &first[0],
+                                   &first[1],
+                                   &first[2]};
+    for (size_t i = 0; i < sizeof in / sizeof *in; i++) free(in[i]->data);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]->data);
 }
 
 int main(void) {
@@ -130,8 +316,21 @@ int main(void) {
          .scale = 0.0f,
          .how = SPREAD},
     };
+    /* several tiles of queries and of slots, the last ones not whole */
+    const chunk chunks[] = {
+        {make_dims(1, 2, 2, 70, 150, 128), H2O_Q8, plain, .how = DENSE, .extreme = true},
+        {make_dims(2, 2, 1, 80, 140, 96), H2O_Q4, all, .pads = true, .bias = true, .how = SPREAD},
+        {make_dims(1, 2, 3, 30, 190, 50), H2O_Q8, largest, 5.0f, SPREAD, .pads = true},
+        {make_dims(1, 2, 1, 66, 100, 192), H2O_Q4, plain, .how = DENSE},
+    };
     h2o_error error;
     CHECK(h2o_init(&error) == H2O_OK);
+    for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
+        for (size_t type = 1; type < 3; type++) {
+            if (is_slow() && type != 1 + i % 2) continue;
+            if (!ONE_DTYPE || dtypes[type] == H2O_F16) test_chunk(&chunks[i], dtypes[type]);
+        }
+    }
     test_quantised(H2O_Q8, 50, plain); /* rows of 52 bytes, ... */
     test_quantised(H2O_Q8, 31, all);   /* ... of 33, ... */
     test_quantised(H2O_Q8, 24, merging);

@@ -290,8 +290,8 @@ def test_the_model_takes_the_slowest():
 def test_a_count_that_grows_is_found():
     counts = tool("cuda_counts")
     before = {
-        "kernel": "k", "dtype": "float16", "tokens": 256, "arch": "compute_80", "issued": 100.0,
-        "wavefronts": 0.0, "sectors_per_byte": 0.05, "round_trips": 4.0,
+        "kernel": "k", "dtype": "float16", "tokens": 256, "chunk": 0, "arch": "compute_80",
+        "issued": 100.0, "wavefronts": 0.0, "sectors_per_byte": 0.05, "round_trips": 4.0,
     }  # fmt: skip
     assert counts.checked([before | {"issued": 109.0}], [before]) == []
     (grown,) = counts.checked([before | {"issued": 111.0}], [before])

@@ -1,0 +1,82 @@
+/* matrix_stored.cuh - quantised rows of slots into the tiles of matrix_tiles.cuh, which says how. */
+#ifndef H2O_CUDA_MATRIX_STORED_CUH
+#define H2O_CUDA_MATRIX_STORED_CUH
+
+#include "matrix_tiles.cuh"
+
+/* What float16 cannot hold, by its largest number. A run is all NaN or has none. */
+template <h2o_dtype TYPE> DEVICE void clip_run(float x[RUN]) {
+    const float largest = 65504.0f;
+    float most = 0.0f;
+    if (TYPE != H2O_F16) return;
+    UNROLL
+    for (int i = 0; i < RUN; i++) most = fmaxf(most, fabsf(x[i]));
+    if (most <= largest) return;
+    UNROLL
+    for (int i = 0; i < RUN; i++) x[i] = fminf(fmaxf(x[i], -largest), largest);
+}
+
+/* Loads the tile of quantised rows from slot `first` on, zeros where a row's bias says that there
+ * is no key. load(row, d, D, x) reads elements d..d+RUN-1 of N rows at once: neighbours, so that
+ * all lanes find the same alignment, as not every row of Q8 is aligned to words. */
+template <int DEPTH, h2o_dtype TYPE, int ROWS, int N, typename LOAD>
+DEVICE void load_quantised(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item *item,
+                           const row_source *source, int64_t first, const float *bias, LOAD load) {
+    const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs;
+    const int d = threadIdx.x % runs * RUN;
+    const int64_t D = item->p->dims.D;
+    NO_UNROLL
+    for (int top = threadIdx.x / runs * N; top < ROWS; top += step * N) {
+        const char *row[N];
+        float x[N][RUN] = {};
+        UNROLL
+        for (int i = 0; i < N; i++) {
+            const int k = top + i;
+            row[i] = source->data + (bias[k] == INFINITY ? first : first + k) * source->pitch;
+        }
+        if (d < D) load(row, d, D, x);
+        UNROLL
+        for (int i = 0; i < N; i++) {
+            const int k = top + i;
+            vec16 run = {};
+            if (bias[k] != INFINITY) {
+                clip_run<TYPE>(x[i]);
+                UNROLL
+                for (int j = 0; j < 4; j++) run.w[j] = pack<TYPE>(x[i][2 * j], x[i][2 * j + 1]);
+            }
+            store16(&tile[k][d], run);
+        }
+    }
+}
+
+/* The numbers of keys of Q8, and their scales. */
+template <int DEPTH, h2o_dtype TYPE, int ROWS>
+DEVICE void load_numbers(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item *item,
+                         const row_source *source, int64_t first, matrix_buffer<DEPTH> *buffer) {
+    const int k = threadIdx.x;
+    load_quantised<DEPTH, TYPE, ROWS, NUMBERS_LOADED>(
+        tile, item, source, first, buffer->bias,
+        [](const char *const row[], int64_t d, int64_t D, float x[][RUN]) {
+            q8_rows{}.template numbers<NUMBERS_LOADED>(row, d, D, x);
+        });
+    if (k < ROWS) {
+        const char *const row = source->data + (first + k) * source->pitch;
+        const bool is_key = buffer->bias[k] != INFINITY;
+        buffer->scales[k] = is_key ? q8_rows{}.scale(row, item->p->dims.D) : 0.0f;
+    }
+}
+
+/* Values of Q8 or Q4, rounded. */
+template <int DEPTH, h2o_dtype TYPE, int ROWS>
+DEVICE void load_rounded(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item *item,
+                         const row_source *source, int64_t first, const float *bias) {
+    by_stored_dtype<false>(source->type, [&](auto rows) {
+        load_quantised<DEPTH, TYPE, ROWS, VALUES_LOADED>(
+            tile, item, source, first, bias,
+            [&](const char *const row[], int64_t d, int64_t D, float x[][RUN]) {
+                rows.template load<VALUES_LOADED>(row, d, D, x);
+            });
+    });
+}
+
+#endif
