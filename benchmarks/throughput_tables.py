@@ -90,9 +90,9 @@ def works(tokenizer: Any, quick: bool) -> list[Work]:
         return text[start : start + tokens]
 
     mixed = [(draw.randrange(200, 1500), draw.randrange(32, 256)) for _ in range(32)]
-    sizes = {"R1": [(2048, 256)] * 64, "R2": [(500, 64)] * 16, "R3": mixed}
+    sizes = {"R2": [(500, 64)] * 16, "R3": mixed, "R1": [(2048, 256)] * 64}
     if quick:
-        sizes = {"R1": [(40, 6)] * 4, "R2": [(20, 4)] * 2, "R3": [(20, 4), (40, 2), (9, 3)]}
+        sizes = {"R2": [(20, 4)] * 2, "R3": [(20, 4), (40, 2), (9, 3)], "R1": [(40, 6)] * 4}
     limits = {"R1": 4 * MB if quick else 64 * MB, "R2": None, "R3": 4 * MB if quick else 64 * MB}
     return [
         Work(row, [passage(n) for n, _ in size], [new for _, new in size], limits[row])
