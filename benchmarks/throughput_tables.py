@@ -38,10 +38,10 @@ CONFIG = h2o.H2OConfig(
 BLOCK = 32
 """Tokens in a block of OpenVINO's and vLLM's paged caches."""
 
-JUDGED = 8
+JUDGED = 4
 """Requests of which the texts are judged."""
 
-SOME = 8
+SOME = 4
 """Requests of R1 that an engine gets which has memory for one at a time: another takes as long."""
 
 MB = 1_000_000
