@@ -110,15 +110,16 @@ def throughput(options: Options) -> Iterator[Row]:
             ways = engines(model, work, stack)
             short = [ids[:8] for ids in work.prompts]  # as many, for what is compiled for so many
             warm_up = work._replace(prompts=short, new=[2] * len(short))
+            for name, engine in list(ways.items()):  # and nothing is loaded beside the first
+                try:
+                    engine(warm_up)
+                except PeerMissing as problem:
+                    print(f"{name}: left out: {problem}", file=sys.stderr)
+                    del ways[name]
             times, answers = {}, {}
             for name, engine in ways.items():
                 part = work.first(SOME) if work.row == "R1" and name in ONE_AT_A_TIME else work
-                try:
-                    engine(warm_up)
-                    seconds, answers[name] = engine(part)
-                except PeerMissing as problem:
-                    print(f"{name}: left out: {problem}", file=sys.stderr)
-                    continue
+                seconds, answers[name] = engine(part)
                 times[name] = Times(name, [seconds / sum(part.new)])
                 print(f"{work.row} {name}: {1 / times[name].median:.1f} tokens/s", file=sys.stderr)
         expected = alone(model, work)
