@@ -154,8 +154,9 @@ def test_command(command, monkeypatch):
     monkeypatch.setattr(cli, "run", run)
     assert cli.main(shlex.split(command, comments=True)) == 0
     (options,) = parsed
-    known = {"--num_fewshot", "--batch_size", "--include_path"} if hasattr(options, "tasks") else ()
-    assert {word for word in options.rest if word.startswith("--")} <= set(known)
+    of_lm_eval = {"--num_fewshot", "--batch_size", "--include_path", "--metadata"}
+    known = of_lm_eval if hasattr(options, "tasks") else set()
+    assert {word for word in options.rest if word.startswith("--")} <= known
     if getattr(options, "compare", None) and hasattr(options, "budgets"):
         from h2o.evaluate.setting import parse_all
 
