@@ -7,7 +7,7 @@ criteria for each request as for a call of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,6 +152,12 @@ class Running:
         self.ids = settings.prompt_ids(request.prompt)
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.prompt_tokens)
+        self.tokens_read = int(self.cache.get_seq_length())
+        if self.tokens_read >= self.prompt_tokens:
+            raise ValueError(
+                f"a prompt of {self.prompt_tokens} tokens after a prefix of {self.tokens_read}: it "
+                "contains the prefix and more"
+            )
         prepared = settings.prepared(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
         self.criteria = prepared["stopping_criteria"]
@@ -184,24 +190,21 @@ class Running:
                 return False
         return True
 
-    def read(self) -> Iterator[None]:
-        """Reads the prompt chunk by chunk, with a pause after each but the last; then the first
-        token."""
-        begin = int(self.cache.get_seq_length())
-        if begin >= self.prompt_tokens:
-            raise ValueError(
-                f"a prompt of {self.prompt_tokens} tokens after a prefix of {begin}: it contains "
-                "the prefix and more"
-            )
-        size = self.generation_config.prefill_chunk_size or self.prompt_tokens
-        while True:
-            end = min(begin + size, self.prompt_tokens)
-            logits = self._forward(begin, end)
-            if end == self.prompt_tokens:
-                self.accept(logits)
-                return
-            begin = end
-            yield
+    @property
+    def piece(self) -> int:
+        """Tokens of the prompt that are read at once, next."""
+        chunk: int = self.generation_config.prefill_chunk_size or self.prompt_tokens
+        return min(chunk, self.prompt_tokens - self.tokens_read)
+
+    def read(self) -> bool:
+        """Reads a piece of the prompt; at its end, whether it is reached, also the first token."""
+        begin, end = self.tokens_read, self.tokens_read + self.piece
+        logits = self._forward(begin, end)
+        self.tokens_read = end
+        if end < self.prompt_tokens:
+            return False
+        self.accept(logits)
+        return True
 
     @torch.no_grad()
     def _forward(self, begin: int, end: int) -> Tensor:

@@ -134,6 +134,24 @@ def test_chunks_of_a_prompt():
     assert [order.count(i) for i in range(len(LENGTHS))] == [10] * len(LENGTHS)
 
 
+def test_rows_wait_for_so_many_tokens(monkeypatch):
+    """Short prompts are read one after the other, as long as rows that run need not wait long."""
+    ours = model("llama")
+
+    def order():
+        tokens = []
+        results = h2o.generate_all(
+            ours, texts(5, 6, 7), CONFIGS["h2o"], rows=3, max_new_tokens=4,
+            on_token=lambda index, token: tokens.append(index),
+        )  # fmt: skip
+        assert len(list(results)) == 3
+        return tokens
+
+    assert order() == [0, 1, 2] * 4
+    monkeypatch.setattr("h2o.hf.generate_all.TOKENS_A_STEP", 8)
+    assert order() == [0, 0, 1, 0, 1, 2, 0, 1, 2, 1, 2, 2]
+
+
 def test_prefix():
     """Of a document that was read once."""
     ours = model("llama")
