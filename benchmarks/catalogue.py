@@ -16,6 +16,7 @@ from . import (
     memory_table,
     model_tables,
     random_model_tables,
+    serving_table,
     store_tables,
     thread_table,
     throughput_tables,
@@ -121,6 +122,10 @@ TABLES = (
     Table(
         "throughput", throughput_tables.throughput,
         cpu="R1, R2, R3: tokens a second at a fixed number of bytes, against other engines",
+    ),
+    Table(
+        "serving", serving_table.serving,
+        cpu="S1, S2, S3: vLLM with h2o's pages, against vLLM with every key, by requests at once",
     ),
     Table(
         "disk", disk_table.disk,

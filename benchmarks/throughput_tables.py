@@ -278,19 +278,23 @@ def entry() -> dict[str, Any]:
     return {name: getattr(CONFIG, name) for name in names}
 
 
-def vllm(
-    stack: contextlib.ExitStack, work: Work, additional: dict[str, Any] | None = None
-) -> Engine:
+def vllm_peer(stack: contextlib.ExitStack, work: Work, options: dict[str, Any]) -> Peer:
+    """vLLM with room for the requests of a work, and these options of its engine."""
     engine = {
         "max_model_len": work.longest,
         "max_num_batched_tokens": max(2048, work.longest),
         "max_num_seqs": len(work.prompts),
         "kv_cache_memory_bytes": work.bytes or 2000 * MB,
     }
-    if additional is not None:
-        engine["additional_config"] = {"h2o": additional}
     folder, threads = str(models.embedded_folder()), str(torch.get_num_threads())
-    peer = stack.enter_context(Peer("vllm", folder, threads, json.dumps(engine)))
+    return stack.enter_context(Peer("vllm", folder, threads, json.dumps(engine | options)))
+
+
+def vllm(
+    stack: contextlib.ExitStack, work: Work, additional: dict[str, Any] | None = None
+) -> Engine:
+    options = {} if additional is None else {"additional_config": {"h2o": additional}}
+    peer = vllm_peer(stack, work, options)
 
     def answer(work: Work) -> tuple[float, Answers]:
         told = peer.ask(ids=work.prompts, tokens=work.new)

@@ -186,6 +186,17 @@ def test_throughput_without_the_engines(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("left out: no such package") == 4 + 5 + 5
 
 
+def test_serving_without_the_engine(tmp_path, monkeypatch, capsys):
+    """Where vLLM cannot be had there are no rows, and it is said for each engine."""
+
+    def missing(*_):
+        raise PeerMissing("no such package")
+
+    monkeypatch.setattr(throughput_tables, "Peer", missing)
+    assert quick(tmp_path, "serving")["rows"] == []
+    assert capsys.readouterr().err.count("left out: no such package") == 3 * 3
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open
 @pytest.mark.filterwarnings("ignore:You are calling .generate")  # of a model on no device
 def test_weights_on_the_disk(tmp_path):

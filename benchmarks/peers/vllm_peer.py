@@ -4,7 +4,9 @@ Run by peers.Peer with the model's folder, the number of threads and, where the 
 options of vLLM's engine in JSON; `{"additional_config": {"h2o": {...}}}` is h2o's entry. A request
 is {"ids": [[...], ...], "tokens": n or one number a prompt}; the answer {"prefill_s": ...,
 "token_s": ..., "seconds": of the whole call, "prompt": tokens of the first prompt, "ids": the new
-tokens}. The first two are vLLM's own times of the first prompt's request.
+tokens, "each_first_s" and "each_token_s": of each request, from its arrival, "held": the most
+requests at a time}. The first two are of the first prompt's request, all times but the whole call's
+vLLM's own.
 """
 
 import json
@@ -18,7 +20,6 @@ os.dup2(2, 1)  # what vLLM prints
 os.environ |= {
     "OMP_NUM_THREADS": threads,
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else one core is kept free
-    "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -31,6 +32,7 @@ defaults = {
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
     "disable_log_stats": False,
+    "kv_cache_memory_bytes": 2_000_000_000,  # VLLM_CPU_KVCACHE_SPACE would overrule options
 }
 model = LLM(folder, **defaults | json.loads(*rest or ["{}"]))
 for line in sys.stdin:
@@ -43,10 +45,19 @@ for line in sys.stdin:
     start = time.perf_counter()
     done = model.generate(prompts, settings, use_tqdm=False)
     seconds = time.perf_counter() - start
-    metrics = done[0].metrics
+    metrics = [one.metrics for one in done]
+    first = [m.first_token_latency for m in metrics]
+    gaps = [
+        (m.last_token_ts - m.first_token_ts) / max(n - 1, 1)
+        for m, n in zip(metrics, tokens, strict=True)
+    ]
+    starts = [m.scheduled_ts for m in metrics]
     answer = {
-        "prefill_s": metrics.first_token_latency,
-        "token_s": (metrics.last_token_ts - metrics.first_token_ts) / max(tokens[0] - 1, 1),
+        "prefill_s": first[0],
+        "token_s": gaps[0],
+        "each_first_s": first,
+        "each_token_s": gaps,
+        "held": max(sum(m.scheduled_ts <= t < m.last_token_ts for m in metrics) for t in starts),
         "seconds": seconds,
         "prompt": len(request["ids"][0]),
         "ids": [list(one.outputs[0].token_ids) for one in done],

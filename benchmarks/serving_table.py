@@ -1,0 +1,98 @@
+"""S1 to S3: vLLM with h2o's pages against the same vLLM with every key, on SmolLM2 with bfloat16
+weights: many requests at once at a fixed number of bytes for keys and values, and a step with
+memory for all."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from .model_tables import load, prompt
+from .options import Options
+from .peers.environments import Peer, PeerMissing
+from .throughput_tables import MB, Work, entry, vllm_peer
+from .timing import Row, Times
+
+REQUESTS = (1, 8, 64, 256)
+SHAPE = (512, 64)
+"""Tokens of a prompt and of its answer."""
+
+PROMPTS = (512, 1024, 2048)
+ROWS = 16
+"""S3: so many requests at once, by the length of their prompts."""
+
+OURS = "vLLM with h2o"
+
+
+def serving(options: Options) -> Iterator[Row]:
+    """S1 (64 MB), S2 (256 MB): all requests arrive together. S3: the last one's tokens, which come
+    when all prompts have been read."""
+    _, tokenizer = load("bfloat16")
+    text = prompt(tokenizer, 8192)[0].tolist()
+
+    def work(row: str, requests: int, tokens: int, new: int, bytes: int | None) -> Work:
+        starts = [(97 * i) % (len(text) - tokens) for i in range(requests)]
+        return Work(row, [text[n : n + tokens] for n in starts], [new] * requests, bytes)
+
+    counts, shape, lengths = REQUESTS, SHAPE, PROMPTS
+    if options.quick:
+        counts, shape, lengths = (1, 3), (20, 4), (20,)
+    for row, bytes in (("S1", 64 * MB), ("S2", 256 * MB)):
+        whole = work(row, counts[-1], *shape, bytes)
+        with contextlib.ExitStack() as stack:
+            peers = started(stack, whole)
+            for count in counts:
+                yield from compared(peers, whole.first(count), "seconds")
+    with contextlib.ExitStack() as stack:
+        peers = started(stack, work("S3", ROWS, lengths[-1], shape[1], None))
+        for tokens in lengths:
+            yield from compared(peers, work("S3", ROWS, tokens, shape[1], None), "last")
+
+
+def started(stack: contextlib.ExitStack, work: Work) -> dict[str, Peer]:
+    """Each engine by its name, warm; one that does not start is named and left out."""
+    entries: dict[str, dict[str, Any]] = {
+        OURS: {"additional_config": {"h2o": entry()}},
+        "vLLM": {},
+        "vLLM, fp8": {"kv_cache_dtype": "fp8"},
+    }
+    peers = {}
+    for name, engine in entries.items():
+        try:
+            peer = vllm_peer(stack, work, engine)
+            peer.ask(ids=[ids[:8] for ids in work.prompts[:4]], tokens=2)
+        except PeerMissing as problem:
+            print(f"{name}: left out: {problem}", file=sys.stderr)
+        else:
+            peers[name] = peer
+    return peers
+
+
+def compared(peers: dict[str, Peer], work: Work, measure: str) -> Iterator[Row]:
+    """Rows of our engine against each other one. measure: "seconds", of all tokens, or "last", a
+    token of the last request."""
+    new = sum(work.new)
+    times, facts = {}, {}
+    for name, peer in peers.items():
+        told = peer.ask(ids=work.prompts, tokens=work.new)
+        second = told["seconds"] / new if measure == "seconds" else told["each_token_s"][-1]
+        times[name] = Times(name, [second])
+        facts[name] = {
+            "tokens a second": new / told["seconds"],
+            "first token, s": statistics.median(told["each_first_s"]),
+            "ms a token": 1000 * statistics.median(told["each_token_s"]),
+            "held": told["held"],
+        }
+        figures = ", ".join(f"{value:.3g} {fact}" for fact, value in facts[name].items())
+        print(f"{work.row} {work.case()} {name}: {figures}", file=sys.stderr)
+    for name in times:
+        if name != OURS:
+            yield Row(
+                work.row, f"SmolLM2, a token of many requests, {OURS} / {name}", work.case(),
+                ours=times[OURS], peer=times[name],
+                facts={f"{fact}, {engine}": value for engine in (OURS, name)
+                       for fact, value in facts[engine].items()},
+            )  # fmt: skip
