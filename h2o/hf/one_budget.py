@@ -188,12 +188,13 @@ class _Waiting:
         held = ~(self.ranks < lowest) | self.spared
         if prompt.mask is not None:
             held &= prompt.mask.bool()[:, None]
-        chosen = held
-        if self.held is not None:
+        if self.held is None:
+            where = held.nonzero(as_tuple=True)
+        else:
             held &= self.held
-            chosen = held[self.held]
-        values = None if prompt.values is None else prompt.values[chosen]
-        self.prompt, self.held = prompt._replace(keys=prompt.keys[chosen], values=values), held
+            where = held[self.held].nonzero(as_tuple=True)
+        values = None if prompt.values is None else prompt.values[where]
+        self.prompt, self.held = prompt._replace(keys=prompt.keys[where], values=values), held
 
     def whole(self) -> Prompt:
         """The prompt as it was read, with zeros in the places of what was dropped."""
