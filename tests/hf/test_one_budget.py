@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported
-from h2o.hf import layer_types
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.layer_state import state_of
@@ -373,24 +371,6 @@ def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
     cache, _ = read(deep(), prompts(60)[0], **SMALL, shares="scores")
     heads = [n for layer in cache.report().layers for n in layer.kept_by_head[0]]
     assert sum(heads) == sum(SMALL.values()) * len(heads) - 20
-
-
-def test_layers_of_other_heads_are_not_foreseen():
-    config = deep().config
-    assert H2OCache(config, **SMALL, shares="scores").layers[0].one_budget.alike
-    config = copy.deepcopy(config)
-    config.num_kv_heads = [1, 2, 2, 2, 2, 2]
-    assert not H2OCache(config, **SMALL, shares="scores").layers[0].one_budget.alike
-
-
-@pytest.mark.skipif(
-    not hasattr(PretrainedConfig, "is_heterogeneous"), reason="a newer transformers"
-)
-def test_layers_of_other_heads_by_their_configs():
-    config = copy.deepcopy(deep().config)
-    config.per_layer_config = {1: {"num_key_value_heads": 1}}
-    assert not layer_types._alike(config, [0, 1, 2])
-    assert layer_types._alike(config, [0, 2, 3])
 
 
 @pytest.mark.parametrize(
