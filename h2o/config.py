@@ -85,7 +85,8 @@ class H2OConfig:
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
     h2o for this model. "scores": the heavy hitters of a prompt are the highest ranks of all layers
-    and heads together, and all is held until then. "layer": of each layer. None: all the same."""
+    and heads together. Until all have read it an eighth more than that is held, and a layer; with
+    `merge` or a mean that decays all of it. "layer": of each layer. None: all the same."""
     of: Of = "keys"
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
@@ -183,8 +184,7 @@ class H2OConfig:
         """For documents that are read before the questions come: keeps facts that nothing has
         asked for yet (docs/results.md, "Needles").
 
-        `robust`, ranked by echo, with one budget for all heads of the model. Rotary models only;
-        until the prompt's end all of its keys are held.
+        `robust`, ranked by echo, with one budget for all heads of the model. Rotary models only.
         """
         ranked = {"rank_by": "echo", "value_weighted": False, "shares": "scores"}
         return dataclasses.replace(cls.robust(budget, of), **ranked)

@@ -8,18 +8,20 @@ A key's score is the largest attention that it gets from the queries of its own 
 `BEFORE` tokens before it. With rotary positions such a query is the first one, rotated on.
 
 Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, N columns of the padded
-batch, n tokens of a row, K of the longest row, D head dimension, F rotary angles.
+batch, n tokens of a row, m of them, K of the longest row, D head dimension, F rotary angles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from h2o import backends, ops
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
@@ -37,7 +39,13 @@ SERVED = ROLLED | frozenset(
 """Model types whose queries can be rotated on: tests compare them with the model's own at later
 positions."""
 ENTRIES = 1 << 21
-"""Attention entries that exist at one time."""
+"""Attention entries that exist at one time, where torch makes them."""
+ROWS = 1024
+"""Queries of each head that the kernels are asked at a time."""
+TILE = 32
+"""Queries whose nearest keys come from one product of matrices."""
+LEAST = 1e-30
+"""Attention that a float32 still has all digits of."""
 
 
 class Echo:
@@ -127,22 +135,98 @@ def largest(
     """
     H, n, D = query.shape
     G = len(keys)
-    grouped, transposed = query.unflatten(0, (G, H // G)), keys.float()[:, None].mT
+    grouped, keys = query.unflatten(0, (G, H // G)), keys.to(query.dtype)
+    how = _Logits(D**-0.5 if scale is None else scale, softcap, sink_logits)
     scores = torch.zeros(G, n, dtype=torch.float32, device=keys.device)
-    rows = max(1, ENTRIES // max(1, H * n))
+    probed, rows = None, max(1, ENTRIES // max(1, H * n))
+    if n and backends.serving(keys) is backends.core:
+        probed, rows = _probed(keys), ROWS
     for first in range(0, n, rows):
-        asked = grouped[:, :, first : first + rows].float()
+        asked = grouped[:, :, first : first + rows]
         asked = asked if angles is None else turned(asked, angles)
-        logits = (asked * (D**-0.5 if scale is None else scale)) @ transposed
-        if softcap:
-            logits = logits.div_(softcap).tanh_().mul_(softcap)
-        total = logits.logsumexp(-1)  # [G, R, rows]
-        if sink_logits is not None:
-            total = torch.logaddexp(total, sink_logits.view(G, H // G, 1))
-        for offset in range(first, first + BEFORE + 1):
-            near = logits.diagonal(offset, -2, -1)  # of row first + i the key at offset + i
-            count = near.shape[-1]
-            weights = (near - total[..., :count]).exp().amax(1)
-            part = scores[:, offset : offset + count]
-            torch.maximum(part, weights, out=part)
+        near = _nearest(asked, keys[:, first : first + rows + BEFORE], how.scale)
+        if probed is None:
+            total = _totals(asked, keys, how)
+        else:
+            total = _totals_by_kernels(asked, probed, keys[:, :1], how)
+        weights = (how.capped(near) - total[..., None]).exp().amax(1)  # [G, rows, BEFORE + 1]
+        for offset in range(BEFORE + 1):
+            part = scores[:, first + offset : first + offset + rows]
+            torch.maximum(part, weights[:, : part.shape[1], offset], out=part)
     return scores
+
+
+class _Logits(NamedTuple):
+    """How a product of query and key becomes a logit, and what else is in the softmax."""
+
+    scale: float
+    softcap: float
+    sink_logits: Tensor | None
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+
+def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Products, scaled, of queries [G, R, m, D] with the key of their own token and of the `BEFORE`
+    tokens behind it, [G, R, m, BEFORE + 1] float32; -inf behind the last of the keys [G, m to m +
+    BEFORE, D], which begin with the first query's.
+
+    Of tiles of queries by keys the diagonals are taken: one product of matrices for all.
+    """
+    _, R, m, _ = asked.shape
+    tiles = -(-m // TILE)
+    whole = asked if m == tiles * TILE else pad(asked, (0, 0, 0, tiles * TILE - m))
+    queries = whole.unflatten(2, (tiles, TILE)).transpose(1, 2).flatten(2, 3).float()
+    behind = pad(keys.float() * scale, (0, 0, 0, tiles * TILE + BEFORE - keys.shape[1]))
+    windows = behind.unfold(1, TILE + BEFORE, TILE)  # [G, tiles, D, TILE + BEFORE]
+    products = (queries @ windows).unflatten(2, (R, TILE))
+    diagonals = [products.diagonal(offset, -2, -1) for offset in range(BEFORE + 1)]
+    near = torch.stack(diagonals, -1).transpose(1, 2).flatten(2, 3)[:, :, :m]
+    token = torch.arange(m, device=keys.device)[:, None]
+    offset = torch.arange(BEFORE + 1, device=keys.device)
+    return near.masked_fill(token + offset >= keys.shape[1], -torch.inf)
+
+
+def _totals(asked: Tensor, keys: Tensor, how: _Logits) -> Tensor:
+    """The log of the sum of all exponentials of queries [G, R, m, D], [G, R, m]; each by itself."""
+    products = (asked.float() * how.scale).flatten(1, 2) @ keys.float().mT
+    total = how.capped(products).logsumexp(-1).view(asked.shape[:3])
+    if how.sink_logits is not None:
+        total = torch.logaddexp(total, how.sink_logits.view(*asked.shape[:2], 1))
+    return total
+
+
+def _totals_by_kernels(asked: Tensor, probed: ops.Slots, first: Tensor, how: _Logits) -> Tensor:
+    """As `_totals`, by one fused operation for all keys, which gives attention, not sums.
+
+    So each query sees one key a second time: the first one, [G, 1, D], a probe whose value is 1
+    where the others' (`_probed`) is 0. Their answer is the attention that the probe gets, e^logit /
+    (e^logit + the sum): at most 1/2, so that the sum comes from it without loss. Where the probe
+    gets next to nothing, torch makes the sum. Each query comes as a head of its own: that is how
+    all of them see all keys.
+    """
+    G, R, m, D = asked.shape
+    logit = how.capped((asked.float() * how.scale * first.float()[:, None]).sum(-1))
+    sinks = how.sink_logits
+    out, _ = ops.attend(
+        asked.reshape(1, -1, 1, D), first[None], torch.ones_like(first[None]), probed,
+        scale=how.scale, softcap=how.softcap,
+        sink_logits=None if sinks is None else sinks.repeat_interleave(m),
+    )  # fmt: skip
+    part = out.view(G, R, m, D)[..., 0].float()
+    total = logit + torch.log1p(-part) - part.log()
+    lost, keys = part < LEAST, probed.keys[0, :, :-1]
+    for g, r in lost.any(-1).nonzero().tolist():
+        one = how._replace(sink_logits=None if sinks is None else sinks[g * R + r])
+        for at in lost[g, r].nonzero()[:, 0].split(max(1, ENTRIES // keys.shape[1])):
+            total[g, r, at] = _totals(asked[g, r, at][None, None], keys[g : g + 1], one)[0, 0]
+    return total
+
+
+def _probed(keys: Tensor) -> ops.Slots:
+    """Slots that hold keys [G, n, D] in their order, with values of 0."""
+    return slot_layout.filled(keys[None], torch.zeros_like(keys[None]), None, value_weighted=False)

@@ -97,18 +97,27 @@ def layers_of(
             layer_class = with_states(layer_class, layer.number_of_states)
         placed[index] = layer_class(*arguments, **more)
     if h2o_config.shares_by_rank:
-        _share_by_rank([x for x in placed if isinstance(x, H2OLayer)], h2o_config)
+        _share_by_rank([x for x in placed if isinstance(x, H2OLayer)], h2o_config, config)
     return placed
 
 
-def _share_by_rank(layers: list[H2OLayer], h2o_config: H2OConfig) -> None:
+def _share_by_rank(layers: list[H2OLayer], h2o_config: H2OConfig, config: Any) -> None:
     """Gives layers the one budget that they share."""
-    if not layers:
-        return
-    indices = [layer.layer_idx for layer in layers]
-    one_budget = OneBudget(indices, within_layer=h2o_config.shares == "layer")
+    alike = _alike(config, [layer.layer_idx for layer in layers])
+    configs = {layer.layer_idx: layer.config for layer in layers}
+    one_budget = OneBudget(configs, within_layer=h2o_config.shares == "layer", alike=alike)
     for layer in layers:
         layer.one_budget = one_budget
+
+
+def _alike(config: Any, layers: list[int]) -> bool:
+    """Whether these layers have as many heads of as many elements, as far as a config tells."""
+    text = config.get_text_config(decoder=True)
+    differ = getattr(text, "is_heterogeneous", False)
+    each = [text.per_layer_config[layer] for layer in layers] if differ else [text]
+    heads = [{name: x for name, x in vars(one).items() if "head" in name} for one in each]
+    by_layer = any(isinstance(x, list | tuple) for one in heads for x in one.values())
+    return not by_layer and all(one == heads[0] for one in heads)
 
 
 def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:

@@ -120,6 +120,7 @@ class Rotary:
         self.adjacent = False  # whether pairs are adjacent elements
         self.width = 0  # elements that are rotated, 2 F
         self._table: Tensor | None = None
+        self._shifts: dict[int, Tensor] = {}
         self._layer = -1
         self._ids: Tensor | None = None
         self._off: Tensor | None = None
@@ -182,11 +183,14 @@ class Rotary:
     def shift(self, distance: int) -> Tensor:
         """Angles [2, F] float32 that rotate what is in `halves` on by so many positions.
 
-        Models that scale what they rotate have done so already, and the angles do not again.
+        Models that scale what they rotate have done so already, and the angles do not again. All
+        layers ask for the same few distances, which are remembered.
         """
-        ids = torch.tensor([[distance]], dtype=torch.long, device="cpu")
-        angles = self._angles(ids, torch.float32)[0, 0, 0]
-        return angles / torch.linalg.vector_norm(angles, dim=0)
+        if distance not in self._shifts:
+            ids = torch.tensor([[distance]], dtype=torch.long, device="cpu")
+            angles = self._angles(ids, torch.float32)[0, 0, 0]
+            self._shifts[distance] = angles / torch.linalg.vector_norm(angles, dim=0)
+        return self._shifts[distance]
 
     def off(self, ids: Tensor, dtype: torch.dtype, layer: int) -> Tensor | None:
         """Angles [B or 1, 1, Q, 2, F] that undo the model's rotation at position_ids [B or 1, Q],

@@ -3,21 +3,31 @@
 With `shares="scores"` of all layers and heads of a row together, with "layer" of the heads of each
 layer (compare Feng et al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its
 sinks and recent keys. What all have room for beyond that goes to the highest ranks, and how many
-each has got is its budget from then on. The choice needs the ranks of all: until the last layer has
-read the prompt, nothing of it is evicted.
+each has got is its budget from then on. A prompt that comes in chunks is its first one here: with
+that the choice is made, and later chunks find the budgets as they have become.
 
-Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension.
+The choice needs the ranks of all layers, but not all of their keys. A row has N places; of what is
+read, call its N-th highest rank the bar. Below it N keys are better than a key, and later layers
+can only add more, so that it will never be chosen: its key and value are forgotten at once, and its
+score stays, since what is evicted counts. The bar never falls. So while a prompt is read there
+are held, of the layers read before, at most N keys of each row and what ties with the last, and
+an eighth more (`ROOM`), besides what each head keeps anyway.
+
+Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
+M keys of all rows and heads of a layer that are held.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2o.config import H2OConfig
 from h2o.errors import Unsupported
-from h2o.hf import tensor_parallel
+from h2o.hf import prompt_budget, tensor_parallel
 from h2o.policy import Policy
 
 __all__ = ["Budgets", "OneBudget", "Prompt", "each_head", "parted", "won"]
@@ -30,9 +40,9 @@ class Prompt(NamedTuple):
     """What a layer has read and not stored yet."""
 
     keys: Tensor
-    """[B, G, K, D]"""
+    """[B, G, K, D]; [M, D] where some were dropped"""
     values: Tensor | None
-    """[B, G, K, D]; None where the keys are the values"""
+    """Like keys; None where the keys are the values"""
     mask: Tensor | None
     """[B, K] bool, False at a pad"""
     scores: Tensor
@@ -49,17 +59,32 @@ class Prompt(NamedTuple):
     """As of `h2o.hf.prompt_budget.PromptBudget`"""
 
 
+ROOM = 1.125
+"""How many times what was left may be held again before the bar is applied to all layers: each time
+moves what they hold."""
+
+
 class OneBudget:
     """Shared by the layers of a cache: takes their prompts, and gives them back with budgets."""
 
-    def __init__(self, layers: list[int], *, within_layer: bool) -> None:
-        """`layers`: those that share."""
-        self.last, self.within_layer = layers[-1], within_layer
-        self.waiting: dict[int, tuple[Any, Prompt]] = {}
+    def __init__(self, configs: dict[int, H2OConfig], *, within_layer: bool, alike: bool) -> None:
+        """`configs`: of the layers that share, which are `alike` if they have as many heads of the
+        same size, so that the first one tells how many places all will have."""
+        self.configs, self.within_layer, self.alike = configs, within_layer, alike
+        self.first, self.last = min(configs, default=-1), max(configs, default=-1)
+        self.forget()
 
     def forget(self) -> None:
         """Of a pass that broke off."""
-        self.waiting = {}
+        self.waiting: dict[int, _Waiting] = {}
+        self.places: list[int] = []  # that all layers of each row have for their highest ranks
+        self.best: list[Tensor] = []  # of each row, so many of the ranks read, or all
+        self.left = 0  # keys, after the bar was applied to all layers
+
+    @property
+    def keys_held(self) -> int:
+        """Of all rows and heads of the layers that wait, pads included where none was dropped."""
+        return sum(x.keys_held for x in self.waiting.values())
 
     def take(self, layer: Any, prompt: Prompt) -> None:
         """The prompt of an `H2OLayer`. With the last one all are stored.
@@ -69,31 +94,141 @@ class OneBudget:
         """
         if layer.part != tensor_parallel.WHOLE:
             raise Unsupported('shares="scores" does not serve a model cut over several processes')
-        self.waiting[layer.layer_idx] = layer, prompt
-        if self.within_layer or layer.layer_idx == self.last:
-            waiting, self.waiting = self.waiting, {}
-            _share(list(waiting.values()))
+        new = _Waiting(layer, prompt)
+        if self.within_layer:
+            _share([new], new.spare)
+            return
+        if layer.layer_idx == self.first:
+            self.forget()
+            self._foresee(layer, prompt)
+        self.waiting[layer.layer_idx] = new
+        if layer.layer_idx == self.last:
+            waiting, places = list(self.waiting.values()), self.places
+            self.forget()
+            spare = [sum(row) for row in zip(*(x.spare for x in waiting), strict=True)]
+            _share(waiting, list(map(min, spare, places)) if self.alike else spare)
+        elif self.alike and new.is_ranked_alone:
+            self._drop(new)
+
+    def _foresee(self, layer: Any, prompt: Prompt) -> None:
+        """Sets the places that the layers will have, by what is known of the first one."""
+        B, G, _ = prompt.scores.shape
+        self.places = [0] * B
+        self.best = [prompt.scores.new_empty(0)] * B
+        for config in self.configs.values():
+            budget = prompt_budget.budget_of(
+                config, layer.pass_state.prompt_length, prompt.counts, G, layer.part,
+                (*layer.row_size, layer.rows_per_token),
+            )  # fmt: skip
+            _, left = parted(each_head(budget.by_row, G), config.sinks, 0.0)
+            self.places = [x + y for x, y in zip(self.places, left, strict=True)]
+
+    def _drop(self, new: _Waiting) -> None:
+        """Raises the bar by the ranks of a layer, and drops what lies below it."""
+        ranks = new.ranks.masked_fill(new.spared, -math.inf).flatten(1)
+        bar = []
+        for b, places in enumerate(self.places):
+            best = torch.cat([self.best[b], ranks[b].to(self.best[b].device)])
+            if len(best) > places:
+                best = best.topk(places, sorted=False).values
+            self.best[b] = best
+            bar.append(-math.inf if len(best) < places else _lowest(best))
+        if max(bar) == -math.inf:
+            return
+        new.drop_below(bar)
+        if self.keys_held > ROOM * self.left:
+            for waiting in self.waiting.values():
+                if waiting is not new:
+                    waiting.drop_below(bar)
+            self.left = self.keys_held
 
 
-def _share(waiting: list[tuple[Any, Prompt]]) -> None:
-    """Stores the prompts of layers, of which each row's places are one number."""
-    fixed, spared, ranks, spare = [], [], [], []
-    for layer, prompt in waiting:
-        G = prompt.scores.shape[1]
-        floor, left = parted(each_head(prompt.by_row, G), layer.policy.sinks, 0.0)
-        position, tokens = _positions(prompt)
-        fixed.append(floor)
-        spare.append(left)
-        ranks.append(_ranks(prompt, position, tokens, layer.policy))
-        spared.append(_spared(position, tokens, layer.policy.sinks, floor))
-    places = [sum(row) for row in zip(*spare, strict=True)]
-    more = won(places, spared, ranks)
-    for (layer, prompt), floor, counts in zip(waiting, fixed, more, strict=True):
+def _lowest(best: Tensor) -> float:
+    """Infinity where there is none; NaN, below which nothing lies, where any rank is NaN."""
+    return float(best.min()) if len(best) else math.inf
+
+
+class _Waiting:
+    """The prompt of a layer until its budgets are known."""
+
+    def __init__(self, layer: Any, prompt: Prompt) -> None:
+        self.layer, self.prompt = layer, prompt
+        G, sinks = prompt.scores.shape[1], layer.policy.sinks
+        self.floor, self.spare = parted(each_head(prompt.by_row, G), sinks, 0.0)
+        positions, tokens = _positions(prompt)
+        self.ranks = _ranks(prompt, positions, tokens, layer.policy)
+        self.spared = _spared(positions, tokens, sinks, self.floor)
+        self.held: Tensor | None = None  # [B, G, K], whose rows `prompt` has, [M, D]; None: all
+
+    @property
+    def is_ranked_alone(self) -> bool:
+        """Whether a key's rank is all that decides on it: none is merged into another one, and what
+        stores them makes the same ranks, but for `_ROUNDED`."""
+        policy = self.layer.policy
+        return policy.merge is None and (policy.rank_by != "mean" or policy.decay == 1)
+
+    @property
+    def keys_held(self) -> int:
+        """Of all rows and heads."""
+        return self.prompt.scores.numel() if self.held is None else len(self.prompt.keys)
+
+    def drop_below(self, bar: list[float]) -> None:
+        """Forgets the keys whose rank is below their row's bar.
+
+        A head without sinks and recent keys has one key of its own beside those that it wins: the
+        best one below the bar.
+        """
+        prompt, policy = self.prompt, self.layer.policy
+        lowest = self.ranks.new_tensor(bar)[:, None, None]
+        if any(heavy for row in self.floor for heavy, _ in row):
+            below = self.ranks.masked_fill(self.spared | (self.ranks >= lowest), -math.inf)
+            lowest = lowest.minimum(below.amax(-1, keepdim=True))
+        if policy.rank_by == "mean" or policy.value_weighted:
+            lowest = lowest * _ROUNDED
+        held = ~(self.ranks < lowest) | self.spared
+        if prompt.mask is not None:
+            held &= prompt.mask.bool()[:, None]
+        if self.held is None:
+            where = held.nonzero(as_tuple=True)
+        else:
+            held &= self.held
+            where = held[self.held].nonzero(as_tuple=True)
+        values = None if prompt.values is None else prompt.values[where]
+        self.prompt, self.held = prompt._replace(keys=prompt.keys[where], values=values), held
+
+    def whole(self) -> Prompt:
+        """The prompt as it was read, with zeros in the places of what was dropped."""
+        prompt, held = self.prompt, self.held
+        if held is None:
+            return prompt
+
+        def spread(rows: Tensor) -> Tensor:
+            out = rows.new_zeros(*held.shape, rows.shape[-1])
+            out[held] = rows
+            return out
+
+        values = None if prompt.values is None else spread(prompt.values)
+        return prompt._replace(keys=spread(prompt.keys), values=values)
+
+
+_ROUNDED = 0.999
+"""Of the bar, where ranks are computed from scores: the operation that stores may round them
+otherwise than is done here."""
+
+
+def _share(waiting: list[_Waiting], places: list[int]) -> None:
+    """Stores the prompts of layers, of which each row has so many places for the highest ranks.
+
+    The list is empty afterwards: what is stored is not held twice.
+    """
+    more = won(places, [x.spared for x in waiting], [x.ranks for x in waiting])
+    for counts in more:
+        first = waiting.pop(0)
         budgets = [
             [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
-            for heads in zip(floor, counts, strict=True)
+            for heads in zip(first.floor, counts, strict=True)
         ]
-        layer.store(prompt, budgets)
+        first.layer.store(first.whole(), budgets)
 
 
 def _positions(prompt: Prompt) -> tuple[Tensor, Tensor]:

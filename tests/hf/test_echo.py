@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
 import h2o
-from h2o import H2OConfig, Unsupported
+from h2o import H2OConfig, Unsupported, backends
 from h2o.hf import echo, reading
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS
@@ -131,6 +132,7 @@ def test_scores_of_long_documents(monkeypatch):
     monkeypatch.setattr(reading, "CHUNK", 32)
     ours, (document,) = shared("llama"), prompts(70)
     monkeypatch.setattr(echo, "ENTRIES", 3 * 70 * ours.config.num_attention_heads)
+    monkeypatch.setattr(echo, "ROWS", 40)
     progress, passes = [], []
     hook = ours.model.register_forward_pre_hook(lambda *_: passes.append(1))
     cache = h2o.read(
@@ -140,6 +142,49 @@ def test_scores_of_long_documents(monkeypatch):
     agree(cache, ours, document)
     assert progress == [(32, 70), (64, 70), (70, 70)]
     assert len(passes) == 3
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 32, 100])
+@pytest.mark.parametrize("size", [1.0, 12.0])
+@pytest.mark.parametrize(
+    "how", [{}, {"softcap": 20.0}, {"scale": 0.5, "sink_logits": True}], ids=str
+)
+def test_a_row_by_kernels_and_by_torch(how, size, n, by_torch, monkeypatch):
+    """Both against dense softmax; the larger queries give the first key nothing, now and then."""
+    monkeypatch.setattr(echo, "ROWS", 40)
+    monkeypatch.setattr(echo, "ENTRIES", 6 * 100 * 7)
+    generator = torch.Generator().manual_seed(n)
+    query, keys = (torch.randn(heads, n, 16, generator=generator) for heads in (6, 2))
+    query *= size
+    if "sink_logits" in how:
+        how = how | {"sink_logits": torch.randn(6, generator=generator) * 5}
+    logits = query.double() @ keys.double().repeat_interleave(3, 0).mT * how.get("scale", 0.25)
+    if cap := how.get("softcap"):
+        logits = cap * torch.tanh(logits / cap)
+    if (sinks := how.get("sink_logits")) is not None:
+        logits = torch.cat([logits, sinks.double()[:, None, None].expand(6, n, 1)], -1)
+    weights = logits.softmax(-1)[..., :n]
+    behind = torch.arange(n) - torch.arange(n)[:, None]
+    wanted = (weights * ((behind >= 0) & (behind <= 4))).unflatten(0, (2, 3)).amax((1, 2))
+    if size > 1 and n == 100 and not cap:
+        assert weights[..., 0].min() < 1e-30, "no probe is lost"
+    with backends.by_torch() if by_torch else nullcontext():
+        got = echo.largest(query, keys, None, **how)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_in_sixteen_bits(dtype):
+    """Queries are rounded once they are rotated on, as the model's own are."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (torch.randn(h, 300, 32, generator=generator).to(dtype) for h in (4, 2))
+    angles = torch.linspace(0, 3, 16)
+    angles = torch.stack([angles.cos(), angles.sin()])
+    got = echo.largest(query, keys, angles)
+    torch.testing.assert_close(
+        got, echo.largest(query.float(), keys.float(), angles), rtol=0.05, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "phi", "gemma2"])

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import contextmanager
+
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.layer_state import state_of
+from h2o.hf.one_budget import ROOM, OneBudget
 from tests.hf.modes import MODES
 from tests.hf.test_reading import positions
-from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
+from tests.hf.tiny import DEVICE, LATENT, Family, batch, greedy, model, prompts, shared
 
 SMALL = {"heavy": 8, "recent": 4, "sinks": 2}
 RANKINGS = {
@@ -221,21 +226,151 @@ def test_answers_to_many_prompts():
         assert got.ids == alone[0].tolist()
 
 
-def test_layers_hold_the_whole_prompt_until_the_last_has_read_it():
-    ours, (document,) = model("llama"), prompts(60)
+@functools.cache
+def deep():
+    """Of six layers: what the first ones have read is dropped several times."""
+    torch.manual_seed(5)
+    config = Family("llama", layers=("h2o",) * 6).build_config()
+    built = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    built.set_attn_implementation("h2o")
+    return built
+
+
+def as_if_all_were_held(ours, documents, **parameters):
+    """All tensors of all layers are what they are where nothing is dropped before the end. Returns
+    how many keys were held, at most, of how many."""
+    caches, most = [], []
+    for drops in (True, False):
+        with watched(ours, drops) as held:
+            caches.append(read(ours, documents, **parameters, shares="scores")[0])
+        most.append(max(held))
+    for ours_, theirs in zip(*(cache.layers for cache in caches), strict=True):
+        got, wanted = state_of(ours_), state_of(theirs)
+        assert got.numbers == wanted.numbers
+        torch.testing.assert_close(got.tensors, wanted.tensors, rtol=0, atol=0, equal_nan=True)
+    return most
+
+
+@contextmanager
+def watched(ours, drops=True):
+    """Keys that wait, before each layer reads."""
+    held, take = [], OneBudget.take
+
+    def watching(self, layer, prompt):
+        self.alike = self.alike and drops
+        held.append(self.keys_held)
+        take(self, layer, prompt)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OneBudget, "take", watching)
+        yield held
+
+
+DROPPING = {
+    "sum": {},
+    "weighted": {"value_weighted": True},
+    "mean, weighted": {"rank_by": "mean", "value_weighted": True},
+    "max, heads that keep but one key": {"rank_by": "max", "heavy": 2, "recent": 0, "sinks": 0},
+    "echo": {"rank_by": "echo"},
+    "echo, int8": {"rank_by": "echo", "kv_dtype": "int8"},
+    "echo, a part of the bytes": {"rank_by": "echo", "heavy": 0.3, "recent": 0.1, "of": "bytes"},
+    "layers of different budgets": {"heavy": [2, 12, 3, 9, 1, 5], "recent": [1, 2, 3, 1, 2, 3]},
+    "parts": {"heavy": 0.1, "recent": 0.1},
+    "no heavy hitters": {"heavy": 0},
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropping_early_changes_nothing(name, seed):
+    documents = prompts(60, 25, 44, seed=seed)
+    for batched in (documents, documents[0]):
+        held, of = as_if_all_were_held(deep(), batched, **SMALL | DROPPING[name])
+        assert held < 0.7 * of
+
+
+@pytest.mark.parametrize("name", ["gemma3", *["deepseek_v3"] * bool(LATENT), "gemma2"])
+def test_models_whose_keys_are_held_in_another_way(name):
+    held, of = as_if_all_were_held(shared(name), prompts(60)[0], **SMALL)
+    assert held < of
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scores: (scores * 8).round() / 8,
+        lambda scores: scores * 0,
+        lambda scores: scores.index_fill(2, torch.tensor([7], device=DEVICE), torch.nan),
+        lambda scores: scores.index_fill(2, torch.tensor([7], device=DEVICE), torch.inf),
+    ],
+    ids=["ties", "zeros", "NaN", "infinity"],
+)
+def test_scores_that_are_hard_to_order(change, monkeypatch):
+    attend = H2OLayer._attend_and_score
+
+    def attend_and_change(self, tokens, slots):
+        out, scores = attend(self, tokens, slots)
+        return out, change(scores)
+
+    monkeypatch.setattr(H2OLayer, "_attend_and_score", attend_and_change)
+    as_if_all_were_held(deep(), prompts(60, 44), **SMALL, rank_by="max")
+
+
+def test_what_is_held_while_a_prompt_is_read():
+    """At most what all heads will keep and an eighth more, of the layers read before; and what is
+    held takes no more memory than that."""
+    (document,), heads, rows = prompts(90), [], []
+    places = 6 * 2 * sum(SMALL.values())
+
+    def watching(self, layer, prompt):
+        take(self, layer, prompt)
+        waiting = self.waiting.values()
+        heads.append(self.keys_held)
+        tensors = [x for w in waiting for x in (w.prompt.keys, w.prompt.values)]
+        rows.append(sum(x.untyped_storage().nbytes() for x in tensors if x.ndim == 2))
+
+    with pytest.MonkeyPatch.context() as patch:
+        take = OneBudget.take
+        patch.setattr(OneBudget, "take", watching)
+        read(deep(), document, **SMALL, rank_by="echo", shares="scores")
+    read_by_then = [2 * 90 * layer for layer in range(1, 6)]
+    assert heads[:-1] == [min(n, held) for n, held in zip(read_by_then, heads[:-1], strict=True)]
+    assert heads[-1] == 0
+    assert max(heads) <= ROOM * places < read_by_then[1]
+    assert rows == [2 * held * 8 * 4 for held in heads]
+
+
+@pytest.mark.parametrize("more", [{"merge": 0.5}, {"rank_by": "mean", "decay": 0.9}], ids=str)
+def test_all_is_held_where_more_than_ranks_decides(more):
+    held, of = as_if_all_were_held(deep(), prompts(60)[0], **SMALL, **more)
+    assert held == of == 5 * 2 * 60
+
+
+def test_a_pass_that_broke_off_raises_no_bar():
+    ours, (document, other) = deep(), prompts(60, 60)
     cache = H2OCache(ours.config, **SMALL, shares="scores")
-    first, last = (layer for layer in cache.layers if isinstance(layer, H2OLayer))
-    seen = []
-    inner = ours.model.layers[1].self_attn
-    hook = inner.register_forward_pre_hook(
-        lambda *_: seen.append([p.keys.shape[2] for _, p in first.one_budget.waiting.values()])
-    )
-    with torch.no_grad():
+    inner = ours.model.layers[4].self_attn
+    hook = inner.register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
         ours(document, past_key_values=cache)
     hook.remove()
-    assert seen == [[60]]
-    assert first.one_budget is last.one_budget
-    assert not first.one_budget.waiting
+    with torch.no_grad():
+        ours(other, past_key_values=cache)
+    assert positions(cache) == positions(read(ours, other, **SMALL, shares="scores")[0])
+
+
+def test_layers_that_have_more_places_than_were_foreseen(monkeypatch):
+    """All keep no more than that."""
+    foresee = OneBudget._foresee
+
+    def foresee_less(self, layer, prompt):
+        foresee(self, layer, prompt)
+        self.places = [n - 20 for n in self.places]
+
+    monkeypatch.setattr(OneBudget, "_foresee", foresee_less)
+    cache, _ = read(deep(), prompts(60)[0], **SMALL, shares="scores")
+    heads = [n for layer in cache.report().layers for n in layer.kept_by_head[0]]
+    assert sum(heads) == sum(SMALL.values()) * len(heads) - 20
 
 
 @pytest.mark.parametrize(
