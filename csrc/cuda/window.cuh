@@ -1,0 +1,303 @@
+/* window.cuh - one key/value head of a text after its dense part, in windows of W tokens.
+ *
+ * From there on a query sees the keys that are kept and its own, and which key is evicted after it
+ * decides on what the next one sees. But the queries of a window can only see the keys kept at its
+ * start and its own W. So each window takes three kernels, the next one as many again:
+ *
+ *   logits   of all its queries over these keys, many blocks for a head (window_tiles.cuh);
+ *   rows     one block for a head goes token by token: softmax over the keys that are still held,
+ *            scores, and the key to evict, on logits that are there already;
+ *   values   the weights times the values, many blocks again.
+ *
+ * Keys lie in cells: a slot of a store without rows, since a cell's key and value are read where
+ * the tensors have them, by the number of its token. The window's new keys get empty cells; a cell
+ * that is emptied stays so until the next window. `tokens` says which token was in a cell during a
+ * window, `positions` who is held at the moment, -1: none. Logits, then weights, are rows [W, R]
+ * of cells; the weight of a key that is not held is -1, as in attend_tiles.cuh.
+ *
+ * The number of windows that are over is counted in the workspace: every launch of a kernel has
+ * the same parameters. */
+#ifndef H2O_CUDA_WINDOW_CUH
+#define H2O_CUDA_WINDOW_CUH
+
+#include "simulate_head.cuh"
+#include "step.cuh"
+
+typedef struct {
+    simulate_head head;
+    int64_t number, first, count; /* of the window; its first token, and how many */
+    int64_t ld;                   /* floats from row to row of logits */
+    int32_t *windows, *tokens, *next_tokens, *new_cells; /* see simulate_layout */
+    float *logits, *inverse, *products;
+    int64_t pitch; /* floats from row to row of products */
+    uint32_t *parts_done;
+} text_window;
+
+/* The window that comes next, or where over is 1 the one before it. */
+DEVICE text_window open_window(const h2o_simulate_params *p, char *workspace, int64_t b, int64_t g,
+                               int64_t over) {
+    const simulate_layout at = cuda_simulate_layout(p);
+    const int64_t R = p->dims.R, heads = p->dims.B * p->dims.G;
+    text_window w = {};
+    w.head = open_head(p, &at, workspace, b, g, at.window);
+    const int64_t i = w.head.index;
+    w.windows = (int32_t *)(workspace + at.windows) + i;
+    w.number = *w.windows - over;
+    w.first = w.head.dense + w.number * at.window;
+    w.count = clamp(w.head.tokens - w.first, 0, at.window);
+    int32_t *const tokens = (int32_t *)(workspace + at.tokens);
+    w.tokens = tokens + (w.number % 2 * heads + i) * at.slots;
+    w.next_tokens = tokens + ((w.number + 1) % 2 * heads + i) * at.slots;
+    w.new_cells = (int32_t *)(workspace + at.new_cells) + i * at.window;
+    w.ld = cuda_ceil(w.head.head.slots, 4) * 4;
+    w.logits = (float *)(workspace + at.logits) + i * at.window * R * at.pitch;
+    w.inverse = (float *)(workspace + at.inverse) + i * at.window * R;
+    w.products = (float *)(workspace + at.products) + i * VALUES_PARTS * at.window * R * at.depth;
+    w.pitch = at.depth;
+    w.parts_done = (uint32_t *)(workspace + at.parts_done) + i * at.tiles;
+    return w;
+}
+
+/* Gives the tokens from `first` on, of the window after the present one, their cells; where there
+ * are none the text is over. */
+DEVICE void choose_cells(const simulate_head *h, int64_t first, int64_t W, int32_t *tokens,
+                         int32_t *new_cells, select_buffer *buffer) {
+    const h2o_simulate_params *const p = h->p;
+    const slot_store *const store = &h->store;
+    const int64_t count = lower(h->tokens - first, W);
+    if (count <= 0) {
+        record_kept(h);
+        return;
+    }
+    compact(
+        h->head.slots, 0, buffer, [&](int64_t s) { return store->positions[s]; },
+        [](int32_t position) { return position < 0; },
+        [&](int64_t s, int64_t index) {
+            if (index < count) new_cells[index] = (int32_t)s;
+        });
+    NO_UNROLL
+    for (int64_t s = threadIdx.x; s < h->head.slots; s += blockDim.x)
+        tokens[s] = store->positions[s];
+    sync_block();
+    NO_UNROLL
+    for (int64_t i = threadIdx.x / 32; i < count; i += blockDim.x / 32) {
+        const int32_t cell = new_cells[i];
+        float norm = 0.0f;
+        if (store->norms)
+            norm = norm_of(row_of(&p->values, h->b, h->g, h->columns[first + i]), p->dims.D);
+        if (threadIdx.x % 32 != 0) continue;
+        if (store->norms) store->norms[cell] = norm;
+        tokens[cell] = (int32_t)(first + i);
+    }
+}
+
+/* Before the first window: prunes the prompt. */
+DEVICE void open_windows(const h2o_simulate_params *p, char *workspace, char *shared) {
+    const simulate_layout at = cuda_simulate_layout(p);
+    const simulate_head h = open_head(p, &at, workspace, blockIdx.y, blockIdx.x, at.window);
+    clear_head(&h);
+    if (threadIdx.x == 0) ((int32_t *)(workspace + at.windows))[h.index] = 0;
+    NO_UNROLL
+    for (int64_t i = threadIdx.x; i < at.tiles; i += blockDim.x)
+        ((uint32_t *)(workspace + at.parts_done))[h.index * at.tiles + i] = 0;
+    if (h.tokens == 0) return;
+    prune_prompt(&h, &at, workspace, shared);
+    choose_cells(&h, h.dense, at.window, (int32_t *)(workspace + at.tokens) + h.index * at.slots,
+                 (int32_t *)(workspace + at.new_cells) + h.index * at.window,
+                 (select_buffer *)shared);
+}
+
+/* ---- Token by token ------------------------------------------------------ */
+
+/* Exponentials of some logits: relative to which, and their sum, or 1 / the sum. */
+typedef struct {
+    float max, sum;
+} softmax_part;
+
+enum { WINDOW_WARPS = WINDOW_THREADS / 32 };
+
+/* In shared memory; then a softmax_part for each of R heads, and one of each warp for each. */
+typedef struct {
+    h2o_candidate candidates[WINDOW_WARPS];
+    h2o_eviction evictions[WINDOW_MOST];
+    int32_t cells[WINDOW_MOST];
+    double lost; /* of no interest */
+    int32_t free_slot;
+    select_buffer select;
+} window_buffer;
+
+static_assert(sizeof(window_buffer) <= WINDOW_KEPT);
+
+DEVICE softmax_part *softmax_of(window_buffer *buffer) {
+    return (softmax_part *)((char *)buffer + WINDOW_KEPT);
+}
+
+/* What a sum relative to one maximum is relative to a higher one. */
+DEVICE float rescaled(softmax_part part, float max) {
+    return part.max == max ? part.sum : part.sum * exponential(part.max, max);
+}
+
+DEVICE softmax_part warp_softmax(softmax_part part) {
+    const float max = warp_max(part.max);
+    return softmax_part{max, warp_sum(rescaled(part, max))};
+}
+
+/* A thread's part of the softmax of STEP_HEADS heads from r of the group on; x: rows of logits. */
+DEVICE void thread_softmax(const text_window *w, const float *x, int64_t r,
+                           softmax_part part[STEP_HEADS]) {
+    const int64_t cells = w->head.head.slots, R = w->head.p->dims.R;
+    UNROLL
+    for (int i = 0; i < STEP_HEADS; i++) part[i] = softmax_part{-INFINITY, 0.0f};
+    NO_UNROLL
+    for (int64_t first = threadIdx.x; first < cells; first += STEP_LOADS * WINDOW_THREADS) {
+        int32_t position[STEP_LOADS];
+        float logit[STEP_HEADS][STEP_LOADS];
+        UNROLL
+        for (int k = 0; k < STEP_LOADS; k++) {
+            const int64_t s = first + k * WINDOW_THREADS, cell = s < cells ? s : first;
+            position[k] = s < cells ? w->head.store.positions[cell] : -1;
+            UNROLL
+            for (int i = 0; i < STEP_HEADS; i++)
+                logit[i][k] = x[lower(r + i, R - 1) * w->ld + cell];
+        }
+        UNROLL
+        for (int i = 0; i < STEP_HEADS; i++) {
+            float max = part[i].max;
+            UNROLL
+            for (int k = 0; k < STEP_LOADS; k++)
+                max = position[k] < 0 ? max : fmaxf(max, logit[i][k]);
+            float sum = rescaled(part[i], max);
+            UNROLL
+            for (int k = 0; k < STEP_LOADS; k++)
+                sum += position[k] < 0 ? 0.0f : exponential(logit[i][k], max);
+            part[i] = softmax_part{max, sum};
+        }
+    }
+}
+
+/* The softmax of row i of the window over the keys that are held, for each head; as `sum` it has
+ * 1 / the sum. */
+DEVICE void row_softmax(const text_window *w, int64_t i, const float *x, softmax_part *softmax) {
+    const h2o_simulate_params *const p = w->head.p;
+    const int64_t R = p->dims.R;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    softmax_part *const parts = softmax + R;
+    NO_UNROLL
+    for (int64_t r = 0; r < R; r += STEP_HEADS) {
+        softmax_part part[STEP_HEADS];
+        thread_softmax(w, x, r, part);
+        UNROLL
+        for (int j = 0; j < STEP_HEADS; j++) {
+            if (r + j >= R) continue;
+            const softmax_part of_warp = warp_softmax(part[j]);
+            if (lane == 0) parts[(r + j) * WINDOW_WARPS + warp] = of_warp;
+        }
+    }
+    sync_block();
+    NO_UNROLL
+    for (int64_t r = warp; r < R; r += WINDOW_WARPS) {
+        const float sink = sink_of(&p->sink_logits, w->head.g * R + r);
+        softmax_part part = {-INFINITY, 0.0f};
+        if (lane < WINDOW_WARPS) part = parts[r * WINDOW_WARPS + lane];
+        part = warp_softmax(part);
+        add_sink(sink, &part.max, &part.sum);
+        if (lane != 0) continue;
+        softmax[r] = softmax_part{part.max, 1.0f / part.sum};
+        w->inverse[i * R + r] = softmax[r].sum;
+    }
+    sync_block();
+}
+
+/* Logits of some cells to exponentials in place, -1 where no key is held, for STEP_HEADS heads from r
+ * of the group on; what the softmax gives the keys is added to sum, or the largest with it. */
+DEVICE void weigh_cells(const text_window *w, float *x, const softmax_part *softmax,
+                        const int64_t cell[STEP_LOADS], const int32_t position[STEP_LOADS],
+                        int64_t r, float sum[STEP_LOADS]) {
+    const int64_t R = w->head.p->dims.R;
+    const h2o_policy *const policy = &w->head.p->policy;
+    float logit[STEP_HEADS][STEP_LOADS];
+    UNROLL
+    for (int i = 0; i < STEP_HEADS * STEP_LOADS; i++) {
+        const int j = i / STEP_LOADS, k = i % STEP_LOADS;
+        logit[j][k] = x[lower(r + j, R - 1) * w->ld + cell[k]];
+    }
+    UNROLL
+    for (int j = 0; j < STEP_HEADS; j++) {
+        if (r + j >= R) continue;
+        const softmax_part of_head = softmax[r + j];
+        UNROLL
+        for (int k = 0; k < STEP_LOADS; k++) {
+            const bool held = position[k] >= 0;
+            const float e = exponential(logit[j][k], of_head.max);
+            x[(r + j) * w->ld + cell[k]] = held ? e : -1.0f;
+            const float with = received_with(policy, sum[k], e, of_head.sum);
+            sum[k] = held ? with : sum[k];
+        }
+    }
+}
+
+/* What step_scores and step_evict ask of a head. */
+DEVICE step_item open_rows(const text_window *w, window_buffer *buffer) {
+    step_item item = {};
+    item.policy = &w->head.p->policy;
+    item.R = w->head.p->dims.R;
+    item.head = w->head.head;
+    item.store = w->head.store;
+    item.slots = w->head.head.slots;
+    item.lost = &buffer->lost;
+    item.free_slot = &buffer->free_slot;
+    return item;
+}
+
+/* A key takes its cell; by one thread. */
+DEVICE void hold_key(const text_window *w, const window_buffer *buffer, int64_t i) {
+    if (i >= w->count) return;
+    w->head.store.positions[buffer->cells[i]] = (int32_t)(w->first + i);
+    w->head.store.scores[buffer->cells[i]] = 0.0f;
+}
+
+/* One token, whose key has its cell: softmax, scores, and one key is evicted. */
+DEVICE void window_row(const text_window *w, step_item *item, h2o_ranking *ranking, int64_t i,
+                       window_buffer *buffer) {
+    const int64_t position = w->first + i;
+    float *const x = w->logits + i * item->R * w->ld;
+    softmax_part *const softmax = softmax_of(buffer);
+    row_softmax(w, i, x, softmax);
+    h2o_policy_advance(ranking, item->head.recent, position + 1);
+    item->head.held = h2o_policy_held(item->head.budget, position);
+    const h2o_candidate worst = step_scores<WINDOW_THREADS>(
+        item, ranking, buffer->candidates,
+        [&](const int64_t *cell, const int32_t *held, int64_t r, float *sum) {
+            weigh_cells(w, x, softmax, cell, held, r, sum);
+        });
+    const h2o_eviction evicted = step_evict(item, ranking, worst.index, [] { return false; });
+    if (threadIdx.x == 0) {
+        buffer->evictions[i] = evicted;
+        hold_key(w, buffer, i + 1);
+    }
+    sync_block();
+}
+
+DEVICE void window_rows(const h2o_simulate_params *p, char *workspace, window_buffer *buffer) {
+    const text_window w = open_window(p, workspace, blockIdx.y, blockIdx.x, 0);
+    const simulate_head *const h = &w.head;
+    const int64_t last = w.first + w.count;
+    if (threadIdx.x < w.count) buffer->cells[threadIdx.x] = w.new_cells[threadIdx.x];
+    sync_block();
+    if (threadIdx.x == 0) {
+        *w.windows = (int32_t)w.number + 1;
+        buffer->lost = 0.0;
+        hold_key(&w, buffer, 0);
+    }
+    if (w.count == 0) return;
+    sync_block();
+    step_item item = open_rows(&w, buffer);
+    h2o_ranking ranking =
+        h2o_policy_ranking(item.policy, item.head.heavy, item.head.recent, w.first);
+    for (int64_t i = 0; i < w.count; i++) window_row(&w, &item, &ranking, i, buffer);
+    if (threadIdx.x < w.count && buffer->evictions[threadIdx.x].position >= 0)
+        record_eviction(h, buffer->evictions[threadIdx.x], w.first + threadIdx.x);
+    choose_cells(h, last, cuda_window(p->dims.R), w.next_tokens, w.new_cells, &buffer->select);
+}
+
+#endif
