@@ -258,10 +258,11 @@ FEW_POLICIES := h2o or value-weighted or decayed-max or everything
 CUDA_EMULATED := not large_store and not oracle and not (simulation_is_the_cache and core1) \
 	and not 16-576 and not (long_text and each) \
 	and not (as_with_values and (8-256 or 3-32) and not ($(FEW_POLICIES)))
-# And once as for compute capability 7.5: products of half the depth, copies that wait.
+# And once as for compute capability 7.5: products of half the depth, copies that wait; and with little
+# shared memory.
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 	@$(TOGETHER) build/cuda-ucontext/test_shim CUDA=build/cuda-ucontext CFLAGS="-O1 -DSHIM_UCONTEXT"
-	@$(TOGETHER) build/cuda-75/test_cuda CUDA=build/cuda-75 CFLAGS="-O1 -DCAPABILITY=75"
+	@$(TOGETHER) build/cuda-75/test_cuda CUDA=build/cuda-75 CFLAGS="-O1 -DCAPABILITY=75 -DH2O_SMALL_BLOCKS"
 	build/cuda-75/test_cuda
 	@$(TOGETHER) $(CUDA)/test_shim $(CUDA)/test_cuda $(CUDA)/lib
 	build/cuda-ucontext/test_shim

@@ -17,12 +17,14 @@ enum {
     STEP_THREADS = 128, /* of a block */
     STEP_SLOTS = 128,   /* slots of a head for each block, ... */
     STEP_PARTS = 16,    /* ... but at most so many blocks for a head */
-#ifdef H2O_SMALL_BLOCKS /* for ThreadSanitizer, whose number of threads is limited */
+#ifdef H2O_SMALL_BLOCKS /* for ThreadSanitizer, whose number of threads is limited, and tests */
     EVICT_THREADS = 128,
     WINDOW_THREADS = 128,
+    WINDOW_CACHED = 10 << 10,
 #else
     EVICT_THREADS = 256,
-    WINDOW_THREADS = 512, /* of a block that goes through a window of a simulated text */
+    WINDOW_THREADS = 256, /* of a block that goes through a window of a simulated text, and ... */
+    WINDOW_CACHED = 56 << 10, /* ... bytes of its shared memory, of which window_buffer has ... */
 #endif
     MOVE_THREADS = 128,
     MOVE_ROWS = 32, /* keys, or values, for each block that moves them */
@@ -43,7 +45,7 @@ enum {
     WINDOW_MOST = 64,
     WINDOW_LEAST = 8,   /* ... and at least */
     WINDOW_BLOCKS = 64, /* of a head, that compute the logits of a window, at most */
-    WINDOW_KEPT = 8192, /* bytes of window_buffer */
+    WINDOW_KEPT = 8192, /* bytes of window_buffer, and ... */
     VALUES_PARTS = 8,   /* blocks that share the cells of a window's values */
     LOGITS_DEPTH = 64,  /* elements of keys, and ... */
     VALUES_DEPTH = 32,  /* ... of values that a block has in shared memory at a time, and ... */
@@ -302,9 +304,15 @@ H2O_INLINE unsigned cuda_simulate_shared(void) {
     return step > evict ? step : evict;
 }
 
-/* Of window_rows: window_buffer, and for each head its own softmax and those of the warps. */
-H2O_INLINE unsigned cuda_window_shared(int64_t R) {
+/* Of window_rows: window_buffer, and for each head its own softmax and those of the warps; in the
+ * rest what is known of the cells and a row of logits, where these fit. */
+H2O_INLINE unsigned cuda_window_kept(int64_t R) {
     return WINDOW_KEPT + (unsigned)(R * (WINDOW_THREADS / 32 + 1) * 8);
+}
+
+H2O_INLINE unsigned cuda_window_shared(int64_t R) {
+    const unsigned kept = cuda_window_kept(R);
+    return kept > WINDOW_CACHED ? kept : WINDOW_CACHED;
 }
 
 #endif

@@ -122,8 +122,8 @@ DEVICE void matrix_sums_block(const h2o_attend_params *p, char *workspace, unsig
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int row = warp_row() + lane_row() + 8 * i;
-        const float column_sum =
-            h2o_scores_largest(&p->policy) ? largest_of_lanes<4>(sum[i]) : quad_sum(sum[i]);
+        const float column_sum = h2o_scores_largest(&p->policy) ? largest_of_lanes<4>(sum[i])
+                                                                : quad_sum(sum[i]);
         if (lane_column() == 0)
             write_score(&item, stored, first + row, buffer->bias[row], column_sum);
     }

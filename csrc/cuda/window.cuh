@@ -31,6 +31,7 @@ typedef struct {
     float *logits, *inverse, *products;
     int64_t pitch; /* floats from row to row of products */
     uint32_t *parts_done;
+    float *cache; /* of a row of logits, in shared memory; NULL: there is no room */
 } text_window;
 
 /* The window that comes next, or where over is 1 the one before it. */
@@ -132,6 +133,38 @@ DEVICE softmax_part *softmax_of(window_buffer *buffer) {
     return (softmax_part *)((char *)buffer + WINDOW_KEPT);
 }
 
+/* Keeps what is known of the cells in shared memory, if that has room. Returns where a row of logits
+ * has room behind it, or NULL. */
+DEVICE float *cache_cells(text_window *w, window_buffer *buffer) {
+    slot_store *const store = &w->head.store;
+    const int64_t cells = w->head.head.slots, R = w->head.p->dims.R;
+    const int64_t arrays = store->norms ? 3 : 2;
+    const int64_t room = (cuda_window_shared(R) - cuda_window_kept(R)) / sizeof(float);
+    float *const cache = (float *)((char *)buffer + cuda_window_kept(R));
+    if (arrays * cells > room) return NULL;
+    NO_UNROLL
+    for (int64_t s = threadIdx.x; s < cells; s += WINDOW_THREADS) {
+        cache[s] = store->scores[s];
+        ((int32_t *)cache)[cells + s] = store->positions[s];
+        if (store->norms) cache[2 * cells + s] = store->norms[s];
+    }
+    store->scores = cache;
+    store->positions = (int32_t *)cache + cells;
+    if (store->norms) store->norms = cache + 2 * cells;
+    return (arrays + R) * cells > room ? NULL : cache + arrays * cells;
+}
+
+/* Brings it back; norms have not changed. */
+DEVICE void uncache_cells(const slot_store *store, const simulate_head *h) {
+    NO_UNROLL
+    for (int64_t s = threadIdx.x; store->scores != h->store.scores && s < h->head.slots;
+         s += WINDOW_THREADS) {
+        h->store.scores[s] = store->scores[s];
+        h->store.positions[s] = store->positions[s];
+    }
+    sync_block();
+}
+
 /* What a sum relative to one maximum is relative to a higher one. */
 DEVICE float rescaled(softmax_part part, float max) {
     return part.max == max ? part.sum : part.sum * exponential(part.max, max);
@@ -145,20 +178,31 @@ DEVICE softmax_part warp_softmax(softmax_part part) {
 /* A thread's part of the softmax of STEP_HEADS heads from r of the group on; x: rows of logits. */
 DEVICE void thread_softmax(const text_window *w, const float *x, int64_t r,
                            softmax_part part[STEP_HEADS]) {
-    const int64_t cells = w->head.head.slots, R = w->head.p->dims.R;
+    const int cells = (int)w->head.head.slots;
+    const int64_t R = w->head.p->dims.R;
+    const float *row[STEP_HEADS];
     UNROLL
-    for (int i = 0; i < STEP_HEADS; i++) part[i] = softmax_part{-INFINITY, 0.0f};
+    for (int i = 0; i < STEP_HEADS; i++) {
+        part[i] = softmax_part{-INFINITY, 0.0f};
+        row[i] = x + lower(r + i, R - 1) * w->ld;
+    }
     NO_UNROLL
-    for (int64_t first = threadIdx.x; first < cells; first += STEP_LOADS * WINDOW_THREADS) {
+    for (int first = (int)threadIdx.x; first < cells; first += STEP_LOADS * WINDOW_THREADS) {
         int32_t position[STEP_LOADS];
         float logit[STEP_HEADS][STEP_LOADS];
         UNROLL
         for (int k = 0; k < STEP_LOADS; k++) {
-            const int64_t s = first + k * WINDOW_THREADS, cell = s < cells ? s : first;
+            const int s = first + k * WINDOW_THREADS, cell = s < cells ? s : first;
             position[k] = s < cells ? w->head.store.positions[cell] : -1;
             UNROLL
-            for (int i = 0; i < STEP_HEADS; i++)
-                logit[i][k] = x[lower(r + i, R - 1) * w->ld + cell];
+            for (int i = 0; i < STEP_HEADS; i++) logit[i][k] = row[i][cell];
+        }
+        UNROLL
+        for (int i = 0; w->cache && i < STEP_HEADS * STEP_LOADS; i++) {
+            const int s = first + i % STEP_LOADS * WINDOW_THREADS;
+            const int64_t head = r + i / STEP_LOADS;
+            if (s < cells && head < R)
+                w->cache[head * cells + s] = logit[i / STEP_LOADS][i % STEP_LOADS];
         }
         UNROLL
         for (int i = 0; i < STEP_HEADS; i++) {
@@ -216,10 +260,12 @@ DEVICE void weigh_cells(const text_window *w, float *x, const softmax_part *soft
     const int64_t R = w->head.p->dims.R;
     const h2o_policy *const policy = &w->head.p->policy;
     float logit[STEP_HEADS][STEP_LOADS];
+    const float *const from = w->cache ? w->cache : x;
+    const int64_t ld = w->cache ? w->head.head.slots : w->ld;
     UNROLL
     for (int i = 0; i < STEP_HEADS * STEP_LOADS; i++) {
         const int j = i / STEP_LOADS, k = i % STEP_LOADS;
-        logit[j][k] = x[lower(r + j, R - 1) * w->ld + cell[k]];
+        logit[j][k] = from[lower(r + j, R - 1) * ld + cell[k]];
     }
     UNROLL
     for (int j = 0; j < STEP_HEADS; j++) {
@@ -279,10 +325,11 @@ DEVICE void window_row(const text_window *w, step_item *item, h2o_ranking *ranki
 }
 
 DEVICE void window_rows(const h2o_simulate_params *p, char *workspace, window_buffer *buffer) {
-    const text_window w = open_window(p, workspace, blockIdx.y, blockIdx.x, 0);
-    const simulate_head *const h = &w.head;
+    text_window w = open_window(p, workspace, blockIdx.y, blockIdx.x, 0);
+    const simulate_head h = w.head;
     const int64_t last = w.first + w.count;
     if (threadIdx.x < w.count) buffer->cells[threadIdx.x] = w.new_cells[threadIdx.x];
+    if (w.count > 0) w.cache = cache_cells(&w, buffer);
     sync_block();
     if (threadIdx.x == 0) {
         *w.windows = (int32_t)w.number + 1;
@@ -296,8 +343,9 @@ DEVICE void window_rows(const h2o_simulate_params *p, char *workspace, window_bu
         h2o_policy_ranking(item.policy, item.head.heavy, item.head.recent, w.first);
     for (int64_t i = 0; i < w.count; i++) window_row(&w, &item, &ranking, i, buffer);
     if (threadIdx.x < w.count && buffer->evictions[threadIdx.x].position >= 0)
-        record_eviction(h, buffer->evictions[threadIdx.x], w.first + threadIdx.x);
-    choose_cells(h, last, cuda_window(p->dims.R), w.next_tokens, w.new_cells, &buffer->select);
+        record_eviction(&h, buffer->evictions[threadIdx.x], w.first + threadIdx.x);
+    uncache_cells(&w.head.store, &h);
+    choose_cells(&h, last, cuda_window(p->dims.R), w.next_tokens, w.new_cells, &buffer->select);
 }
 
 #endif

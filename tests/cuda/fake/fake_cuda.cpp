@@ -239,9 +239,7 @@ int cuDeviceGetName(char *name, int length, int device) {
     return OK;
 }
 
-static int most_shared(void) {
-    return setting("FAKE_CUDA_CAPABILITY", 90) < 80 ? 64 << 10 : 99 << 10;
-}
+static int most_shared(void) { return setting("FAKE_CUDA_CAPABILITY", 90) < 80 ? 64 << 10 : 99 << 10; }
 
 int cuDeviceGetAttribute(int *value, int attribute, int) {
     BEGIN("cuDeviceGetAttribute");
