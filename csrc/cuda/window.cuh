@@ -200,7 +200,7 @@ DEVICE void thread_softmax(const text_window *w, const float *x, int64_t r,
         UNROLL
         for (int i = 0; w->cache && i < STEP_HEADS * STEP_LOADS; i++) {
             const int s = first + i % STEP_LOADS * WINDOW_THREADS;
-            const int64_t head = r + i / STEP_LOADS;
+            const int head = (int)r + i / STEP_LOADS;
             if (s < cells && head < R)
                 w->cache[head * cells + s] = logit[i / STEP_LOADS][i % STEP_LOADS];
         }
@@ -259,23 +259,25 @@ DEVICE void weigh_cells(const text_window *w, float *x, const softmax_part *soft
                         int64_t r, float sum[STEP_LOADS]) {
     const int64_t R = w->head.p->dims.R;
     const h2o_policy *const policy = &w->head.p->policy;
+    const int64_t cells = w->head.head.slots;
     float logit[STEP_HEADS][STEP_LOADS];
-    const float *const from = w->cache ? w->cache : x;
-    const int64_t ld = w->cache ? w->head.head.slots : w->ld;
     UNROLL
-    for (int i = 0; i < STEP_HEADS * STEP_LOADS; i++) {
-        const int j = i / STEP_LOADS, k = i % STEP_LOADS;
-        logit[j][k] = from[lower(r + j, R - 1) * ld + cell[k]];
+    for (int j = 0; j < STEP_HEADS; j++) {
+        const int64_t head = lower(r + j, R - 1);
+        const float *const row = w->cache ? w->cache + head * cells : x + head * w->ld;
+        UNROLL
+        for (int k = 0; k < STEP_LOADS; k++) logit[j][k] = row[(int32_t)cell[k]];
     }
     UNROLL
     for (int j = 0; j < STEP_HEADS; j++) {
         if (r + j >= R) continue;
         const softmax_part of_head = softmax[r + j];
+        float *const row = x + (r + j) * w->ld;
         UNROLL
         for (int k = 0; k < STEP_LOADS; k++) {
             const bool held = position[k] >= 0;
             const float e = exponential(logit[j][k], of_head.max);
-            x[(r + j) * w->ld + cell[k]] = held ? e : -1.0f;
+            row[(int32_t)cell[k]] = held ? e : -1.0f;
             const float with = received_with(policy, sum[k], e, of_head.sum);
             sum[k] = held ? with : sum[k];
         }
