@@ -75,7 +75,7 @@ test-all: test notebooks ## the slow ones and the notebooks too
 # of CUDA 12.8 from PyPI, which knows all of them and whose code drivers from 525 on take; or by
 # NVCC, where that is given. The last bytes say which sources core and kernels must share, see
 # setup.py. Nothing reads so far: a driver is given no size.
-KERNELS_WORD = h2o-kernels-$$(cat $(sort $(wildcard csrc/*.h)) csrc/cuda/kernels.h csrc/cuda/plan.c | sha256sum | cut -c1-16)
+KERNELS_WORD = h2o-kernels-$$(cat $(sort $(wildcard csrc/*.h)) $(sort $(wildcard csrc/cuda/kernels*.h)) csrc/cuda/plan.c | sha256sum | cut -c1-16)
 KERNEL_SOURCES := csrc/cuda/kernels.cu csrc/cuda/plan.c $(CUDA_HEADERS)
 ARCHITECTURES := 75 80 86 89 90 100 120
 KERNEL_PARTS := $(ARCHITECTURES:%=build/kernels/sm_%.cubin) build/kernels/compute_80.ptx

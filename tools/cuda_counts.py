@@ -48,7 +48,7 @@ GROWTH = 1.1
 
 
 def counted() -> Iterator[dict[str, Any]]:
-    """The launches since the last call, as the machine wrote them down; those of a kernel as one."""
+    """The launches since the last call, as the machine wrote them down; a kernel's as one."""
     path = Path(os.environ["H2O_PTX_COUNTS"])
     text = path.read_text() if path.exists() else ""
     path.unlink(missing_ok=True)
@@ -57,11 +57,11 @@ def counted() -> Iterator[dict[str, Any]]:
         if launch["kernel"] not in kernels:
             kernels[launch["kernel"]] = launch
             continue
-        all_of_it = kernels[launch["kernel"]]
-        all_of_it["kinds"] = dict(Counter(all_of_it["kinds"]) + Counter(launch["kinds"]))
-        all_of_it["trips"] = [a + b for a, b in zip(all_of_it["trips"], launch["trips"], strict=True)]
+        known = kernels[launch["kernel"]]
+        known["kinds"] = dict(Counter(known["kinds"]) + Counter(launch["kinds"]))
+        known["trips"] = [a + b for a, b in zip(known["trips"], launch["trips"], strict=True)]
         for field in ("issued", "wavefronts", "sectors", "bytes", "distinct"):
-            all_of_it[field] += launch[field]
+            known[field] += launch[field]
     yield from kernels.values()
 
 

@@ -9,7 +9,7 @@
 #ifndef H2O_CUDA_PLAN_H
 #define H2O_CUDA_PLAN_H
 
-#include "kernels.h"
+#include "kernels_simulate.h"
 
 enum { CUDA_MOST_LAUNCHES = 7, CUDA_KERNELS = 32 };
 

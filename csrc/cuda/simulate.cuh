@@ -4,7 +4,7 @@
  *   1. Dense part: the prompt, and the tokens after it until the budget of some head is full,
  *      by the kernels of attend (attend.cuh) for all heads together.
  *   2. One block for each head prunes the prompt to the budget, as evict does it (evict.cuh).
- *   3. The rest goes by windows (window.cuh, window_matrix.cuh); or, where keys are merged, by
+ *   3. The rest goes by windows (window.cuh); or, where keys are merged, by
  *      tokens: that block takes one decode step after the other (step.cuh), with all slots in one
  *      part, on a private store in the workspace. */
 #ifndef H2O_CUDA_SIMULATE_CUH
@@ -13,8 +13,8 @@
 #include "attend.cuh"
 #include "simulate_head.cuh"
 #include "step.cuh"
-#include "window.cuh"
 #include "window_matrix.cuh"
+#include "window_rows.cuh"
 
 /* Grid: B. */
 KERNEL(h2o_cuda_simulate_prepare, h2o_simulate_params) {

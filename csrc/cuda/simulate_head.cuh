@@ -4,6 +4,7 @@
 #define H2O_CUDA_SIMULATE_HEAD_CUH
 
 #include "evict.cuh"
+#include "kernels_simulate.h"
 
 /* Tokens of row b that the dense part covers: at least the prompt, and all before the first
  * eviction. In a quantised store only the prompt, since later tokens attend to quantised rows. */

@@ -13,7 +13,7 @@ typedef union {
         float columns[ATTEND_TILE][LOGITS_DEPTH + 4]; /* keys */
     } logits;
     struct {
-        float weights[VALUES_CELLS / ATTEND_TILE][ATTEND_TILE][ATTEND_TILE + 4];
+        float weights[VALUES_CELLS / (int)ATTEND_TILE][ATTEND_TILE][ATTEND_TILE + 4];
         float values[VALUES_CELLS][VALUES_DEPTH + 4];
     } sums;
 } window_buffers;
@@ -235,7 +235,7 @@ DEVICE void window_values(const h2o_simulate_params *p, char *workspace, window_
                 load_weights(w, first_row, first, buffer);
                 load_cells<VALUES_DEPTH, VALUES_CELLS>(buffer->sums.values, w, &values, first, d);
                 sync_block();
-                for (int i = 0; i < VALUES_CELLS / ATTEND_TILE; i++) {
+                for (int i = 0; i < VALUES_CELLS / (int)ATTEND_TILE; i++) {
                     accumulate_values<VALUES_DEPTH>(row, column, buffer->sums.weights[i],
                                                     buffer->sums.values + i * ATTEND_TILE, &sums);
                 }
