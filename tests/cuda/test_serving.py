@@ -79,7 +79,6 @@ WRONG = {
     "h2o_cuda_move": "evict gets slots.keys wrong",
     "h2o_cuda_step": "step gets out wrong",
     "h2o_cuda_simulate_open": "simulate gets out wrong",
-    "h2o_cuda_simulate": "simulate gets out wrong",
 }
 
 
