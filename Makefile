@@ -75,7 +75,7 @@ test-all: test notebooks ## the slow ones and the notebooks too
 # of CUDA 12.8 from PyPI, which knows all of them and whose code drivers from 525 on take; or by
 # NVCC, where that is given. The last bytes say which sources core and kernels must share, see
 # setup.py. Nothing reads so far: a driver is given no size.
-KERNELS_WORD = h2o-kernels-$$(cat $(sort $(wildcard csrc/*.h)) csrc/cuda/kernels.h csrc/cuda/plan.c | sha256sum | cut -c1-16)
+KERNELS_WORD = h2o-kernels-$$(cat $(sort $(wildcard csrc/*.h)) $(sort $(wildcard csrc/cuda/kernels*.h)) csrc/cuda/plan.c | sha256sum | cut -c1-16)
 KERNEL_SOURCES := csrc/cuda/kernels.cu csrc/cuda/plan.c $(CUDA_HEADERS)
 ARCHITECTURES := 75 80 86 89 90 100 120
 KERNEL_PARTS := $(ARCHITECTURES:%=build/kernels/sm_%.cubin) build/kernels/compute_80.ptx
@@ -258,10 +258,11 @@ FEW_POLICIES := h2o or value-weighted or decayed-max or everything
 CUDA_EMULATED := not large_store and not oracle and not (simulation_is_the_cache and core1) \
 	and not 16-576 and not (long_text and each) \
 	and not (as_with_values and (8-256 or 3-32) and not ($(FEW_POLICIES)))
-# And once as for compute capability 7.5: products of half the depth, copies that wait.
+# And once as for compute capability 7.5: products of half the depth, copies that wait; and with little
+# shared memory.
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 	@$(TOGETHER) build/cuda-ucontext/test_shim CUDA=build/cuda-ucontext CFLAGS="-O1 -DSHIM_UCONTEXT"
-	@$(TOGETHER) build/cuda-75/test_cuda CUDA=build/cuda-75 CFLAGS="-O1 -DCAPABILITY=75"
+	@$(TOGETHER) build/cuda-75/test_cuda CUDA=build/cuda-75 CFLAGS="-O1 -DCAPABILITY=75 -DH2O_SMALL_BLOCKS"
 	build/cuda-75/test_cuda
 	@$(TOGETHER) $(CUDA)/test_shim $(CUDA)/test_cuda $(CUDA)/lib
 	build/cuda-ucontext/test_shim

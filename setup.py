@@ -61,7 +61,7 @@ limited_tag = {"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED else {}
 
 def kernels_word():
     """What a file of kernels must end with to be of these sources; the Makefile says the same."""
-    agreed = [*sorted(glob("csrc/*.h")), "csrc/cuda/kernels.h", "csrc/cuda/plan.c"]
+    agreed = [*sorted(glob("csrc/*.h")), *sorted(glob("csrc/cuda/kernels*.h")), "csrc/cuda/plan.c"]
     text = b"".join(Path(path).read_bytes() for path in agreed)
     return f"h2o-kernels-{hashlib.sha256(text).hexdigest()[:16]}"
 

@@ -64,15 +64,19 @@ H2O_INLINE int64_t h2o_policy_held(int64_t budget, int64_t length) {
     return length < budget ? length : budget;
 }
 
+/* What of a row's policy changes with its length. */
+H2O_INLINE void h2o_policy_advance(h2o_ranking *ranking, int32_t recent, int64_t length) {
+    const int64_t evictable = length - recent - ranking->first;
+    ranking->span = evictable > 0 ? (uint32_t)evictable : 0;
+    ranking->length = (int32_t)length;
+}
+
 /* The policy of a row that has seen length tokens, the newest included. */
 H2O_INLINE h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heavy, int32_t recent,
                                           int64_t length) {
-    const int64_t evictable = length - recent - policy->sinks;
     h2o_ranking ranking = {
         .budget = h2o_policy_budget(policy, heavy, recent),
         .first = policy->sinks,
-        .span = evictable > 0 ? (uint32_t)evictable : 0,
-        .length = (int32_t)length,
         .kind = H2O_BY_SCORE,
         .value_weighted = policy->value_weighted,
         .largest = h2o_scores_largest(policy),
@@ -85,6 +89,7 @@ H2O_INLINE h2o_ranking h2o_policy_ranking(const h2o_policy *policy, int32_t heav
         ranking.log_decay = (float)log((double)policy->decay);
         ranking.all_ages = 1.0f / (policy->decay - 1.0f);
     }
+    h2o_policy_advance(&ranking, recent, length);
     return ranking;
 }
 

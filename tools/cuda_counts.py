@@ -15,7 +15,8 @@ the same, so that only the model knows of them. In an object:
     global memory for each byte used: 1/32 at best), round_trips (to memory, one after the other,
     of the slowest block), blocks_per_sm, waves, model_us, bound (what the model says it waits for)
 
-`unit`: a 64 x 64 tile of logits for forward and sums, a moved row, a slot of a step, a token.
+`unit`: a 64 x 64 tile of logits for forward and sums, a moved row, a slot of a step, a token. A
+kernel that an operation launches again and again is counted as one, its round trips added up.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,11 +48,21 @@ GROWTH = 1.1
 
 
 def counted() -> Iterator[dict[str, Any]]:
-    """The launches since the last call, as the machine wrote them down."""
+    """The launches since the last call, as the machine wrote them down; a kernel's as one."""
     path = Path(os.environ["H2O_PTX_COUNTS"])
     text = path.read_text() if path.exists() else ""
     path.unlink(missing_ok=True)
-    yield from map(json.loads, text.splitlines())
+    kernels: dict[str, dict[str, Any]] = {}
+    for launch in map(json.loads, text.splitlines()):
+        if launch["kernel"] not in kernels:
+            kernels[launch["kernel"]] = launch
+            continue
+        known = kernels[launch["kernel"]]
+        known["kinds"] = dict(Counter(known["kinds"]) + Counter(launch["kinds"]))
+        known["trips"] = [a + b for a, b in zip(known["trips"], launch["trips"], strict=True)]
+        for field in ("issued", "wavefronts", "sectors", "bytes", "distinct"):
+            known[field] += launch[field]
+    yield from kernels.values()
 
 
 def tiles(tokens: int, stored: int) -> int:
@@ -98,6 +110,14 @@ def run(prompts: list[int], held: list[int]) -> Iterator[dict[str, Any]]:
             keys, values = (normal(1, 1, tokens, DEPTH, dtype=dtype) for _ in range(2))
             ops.attend(normal(1, HEADS, tokens, DEPTH, dtype=dtype), keys, values)
             yield from named(name, tokens)
+    for name in ("float32", "float16"):
+        dtype = getattr(torch, name)
+        for tokens in prompts:
+            text = (normal(1, n, tokens, DEPTH, dtype=dtype) for n in (HEADS, 1, 1))
+            kept = int(tokens * KEPT)
+            budget = torch.tensor([[kept - kept // 2, kept // 2]], dtype=torch.int32)
+            ops.simulate(*text, torch.ones(1, dtype=torch.int32), budget)
+            yield from (x for x in named(name, tokens) if "simulate" in x["kernel"])
     for stored in (None, "int8", "int8-int4"):
         name, dtype = stored or "float16", torch.float16
         for prompt, tokens in [(x, int(x * KEPT)) for x in prompts] + [(x, x) for x in held]:

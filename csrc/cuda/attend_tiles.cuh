@@ -196,14 +196,11 @@ DEVICE void load_tile(float (*tile)[DEPTH + 4], int64_t D, ROW row) {
     }
 }
 
-/* The logits of a thread: dot products of THREAD_ROWS rows with THREAD_COLUMNS columns, which are
- * ROW_THREADS apart. */
+/* Adds the dot products of THREAD_ROWS rows with THREAD_COLUMNS columns, which are ROW_THREADS
+ * apart: a thread's part of a tile of logits. */
 template <int DEPTH>
-DEVICE void tile_dots(const float (*rows)[DEPTH + 4], const float (*columns)[DEPTH + 4], int row,
-                      int column, float sum[THREAD_ROWS][THREAD_COLUMNS]) {
-    UNROLL
-    for (int i = 0; i < THREAD_ROWS * THREAD_COLUMNS; i++)
-        sum[i / THREAD_COLUMNS][i % THREAD_COLUMNS] = 0.0f;
+DEVICE void add_tile_dots(const float (*rows)[DEPTH + 4], const float (*columns)[DEPTH + 4],
+                          int row, int column, float sum[THREAD_ROWS][THREAD_COLUMNS]) {
     for (int d = 0; d < DEPTH; d += 4) {
         vec16 x[THREAD_ROWS];
         UNROLL
@@ -220,6 +217,15 @@ DEVICE void tile_dots(const float (*rows)[DEPTH + 4], const float (*columns)[DEP
             }
         }
     }
+}
+
+template <int DEPTH>
+DEVICE void tile_dots(const float (*rows)[DEPTH + 4], const float (*columns)[DEPTH + 4], int row,
+                      int column, float sum[THREAD_ROWS][THREAD_COLUMNS]) {
+    UNROLL
+    for (int i = 0; i < THREAD_ROWS * THREAD_COLUMNS; i++)
+        sum[i / THREAD_COLUMNS][i % THREAD_COLUMNS] = 0.0f;
+    add_tile_dots<DEPTH>(rows, columns, row, column, sum);
 }
 
 /* Over the threads that share a row. */

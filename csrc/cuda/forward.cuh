@@ -55,17 +55,17 @@ DEVICE void update_softmax(const attend_item *item, bool stored, int64_t first, 
     }
 }
 
-/* Step 3: O += P V. */
+/* Step 3: O += P V for a tile of keys. */
 template <int DEPTH>
-DEVICE void accumulate_values(int row, int column, const tile_buffer<DEPTH> *buffer,
-                              running_softmax<DEPTH> *softmax) {
+DEVICE void accumulate_values(int row, int column, const float (*weights)[ATTEND_TILE + 4],
+                              const float (*values)[DEPTH + 4], running_softmax<DEPTH> *softmax) {
     for (int j = 0; j < ATTEND_TILE; j++) {
         float weight[THREAD_ROWS];
         UNROLL
-        for (int i = 0; i < THREAD_ROWS; i++) weight[i] = buffer->weights[row + i][j];
+        for (int i = 0; i < THREAD_ROWS; i++) weight[i] = weights[row + i][j];
         UNROLL
         for (int k = 0; k < DEPTH / ROW_THREADS; k += 4) {
-            const vec16 value = load16(&buffer->columns[j][k * ROW_THREADS + column * 4]);
+            const vec16 value = load16(&values[j][k * ROW_THREADS + column * 4]);
             UNROLL
             for (int i = 0; i < THREAD_ROWS; i++) {
                 if (weight[i] < 0.0f) continue; /* masked; NaN is not */
@@ -94,7 +94,7 @@ DEVICE void forward_tile(const attend_item *item, bool stored, int64_t first, in
     sync_block();
     load_tile<DEPTH>(buffer->columns, D, [&](int i) { return value_row(item, stored, first + i); });
     sync_block();
-    accumulate_values<DEPTH>(row, column, buffer, softmax);
+    accumulate_values<DEPTH>(row, column, buffer->weights, buffer->columns, softmax);
     sync_block();
 }
 

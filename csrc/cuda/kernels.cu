@@ -1,5 +1,5 @@
 /* kernels.cu - all kernels for NVIDIA GPUs as one translation unit: prepare, forward and sums of
- * attend, evict, step, and simulate with its prepare.
+ * attend, evict, step, and those of simulate.
  *
  * Each is extern "C", by the name under which plan.c launches it, and takes the operation's
  * parameters by value and a workspace, laid out as in kernels.h. */

@@ -25,17 +25,17 @@ enum {
     MOVE_THREADS = 128,
     MOVE_ROWS = 32, /* keys, or values, for each block that moves them */
     ATTEND_THREADS = 128,
-    ATTEND_TILE = 32, /* queries, and keys, of a tile of logits; */
-    MATRIX_ROWS = 64, /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
-    STEP_HEADS = 4,   /* query heads for which a key is loaded once */
-    STEP_LOADS = 4,   /* slots whose rows a thread loads before it uses the first */
+    ATTEND_TILE = 32,    /* queries, and keys, of a tile of logits; */
+    MATRIX_ROWS = 64,    /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
+    STEP_HEADS = 4,      /* query heads for which a key is loaded once */
+    STEP_LOADS = 4,      /* slots whose rows a thread loads before it uses the first */
     STEP_PARTS_READ = 8, /* parts whose products with the values a thread loads likewise */
-    TEAM = 8,         /* threads that compute a dot product together */
+    TEAM = 8,            /* threads that compute a dot product together */
     STEP_TEAMS = STEP_THREADS / TEAM,
-    RUN = 8,          /* elements of a row that a thread reads at a time */
+    RUN = 8, /* elements of a row that a thread reads at a time */
     STEP_FLOATS = STEP_THREADS * STEP_HEADS * RUN, /* shared: queries, partial sums, factors; */
     STEP_KEPT = STEP_FLOATS * 4 + 512, /* where after these, and buffers for reductions, there is */
-    STEP_SHARED = STEP_KEPT + 512      /* what a block keeps for the end of a step; bytes in all */
+    STEP_SHARED = STEP_KEPT + 512,     /* what a block keeps for the end of a step; bytes in all */
 };
 
 H2O_INLINE int64_t cuda_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -198,61 +198,6 @@ H2O_INLINE int64_t cuda_move_blocks(const h2o_evict_params *p) {
 /* Bytes of a block's shared memory: evict_buffers of evict_list.cuh. */
 H2O_INLINE unsigned cuda_evict_shared(void) {
     return (unsigned)((2 + 4) * CUDA_DEPTH * sizeof(float)) + 4096;
-}
-
-/* ---- simulate ------------------------------------------------------------ */
-
-/* Workspaces of attend and of evict; then each head's private store, for all tokens of a text
- * and one more, and the arrays of step_layout, with one part for each head. */
-typedef struct {
-    int64_t slots;
-    size_t evict;                          /* begin of evict's workspace; attend's is at 0 */
-    size_t keys, values;                   /* [B][G][slots] rows, ... */
-    int64_t key_bytes, value_bytes;        /* ... so many bytes apart */
-    size_t scores, positions, norms, bias; /* [B][G][slots] */
-    size_t lost, free;                     /* [B][G] f64, i32 */
-    size_t weights;                        /* [B][G][slots][R] f32 */
-    size_t row_max, row_sum;               /* [B][G][R] f32 */
-    size_t outputs;                        /* [B][G][R][D] f32 */
-    size_t bytes;
-} simulate_layout;
-
-/* The view whose dtype the private store has: the quantised rows of the call if there are any. */
-H2O_INLINE const h2o_view *cuda_stored_like(const h2o_view *tensor, const h2o_view *stored) {
-    return h2o_given(stored) ? stored : tensor;
-}
-
-H2O_INLINE simulate_layout cuda_simulate_layout(const h2o_simulate_params *p) {
-    const h2o_dims *const d = &p->dims;
-    const h2o_view *const keys = cuda_stored_like(&p->keys, &p->stored_keys);
-    const h2o_view *const values = cuda_stored_like(&p->values, &p->stored_values);
-    const int64_t heads = d->B * d->G;
-    simulate_layout at = {};
-    const int64_t S = at.slots = d->Q + 1;
-    at.bytes = cuda_attend_layout(d).bytes;
-    at.evict = cuda_take(
-        &at.bytes,
-        (int64_t)cuda_evict_layout(d, S, cuda_row_bytes(keys, values, d->D), &p->policy).bytes, 1);
-    at.key_bytes = cuda_ceil(h2o_row_bytes(h2o_stored_type(keys, d->D), d->D), 16) * 16;
-    at.value_bytes = cuda_ceil(h2o_row_bytes(h2o_stored_type(values, d->D), d->D), 16) * 16;
-    at.keys = cuda_take(&at.bytes, heads * S, (size_t)at.key_bytes);
-    at.values = cuda_take(&at.bytes, heads * S, (size_t)at.value_bytes);
-    at.scores = cuda_take(&at.bytes, heads * S, sizeof(float));
-    at.positions = cuda_take(&at.bytes, heads * S, sizeof(int32_t));
-    at.norms = cuda_take(&at.bytes, heads * S, sizeof(float));
-    at.bias = cuda_take(&at.bytes, heads * S, sizeof(float));
-    at.lost = cuda_take(&at.bytes, heads, sizeof(double));
-    at.free = cuda_take(&at.bytes, heads, sizeof(int32_t));
-    at.weights = cuda_take(&at.bytes, heads * S * d->R, sizeof(float));
-    at.row_max = cuda_take(&at.bytes, heads * d->R, sizeof(float));
-    at.row_sum = cuda_take(&at.bytes, heads * d->R, sizeof(float));
-    at.outputs = cuda_take(&at.bytes, heads * d->R * d->D, sizeof(float));
-    return at;
-}
-
-H2O_INLINE unsigned cuda_simulate_shared(void) {
-    const unsigned step = cuda_step_shared(), evict = cuda_evict_shared();
-    return step > evict ? step : evict;
 }
 
 #endif

@@ -55,8 +55,9 @@ static int launch(const cuda_plan *plan, int32_t device, const h2o_exec *exec, h
     int status = cuda_enter(device, &scope, error);
     if (status != H2O_OK) return status;
     status = cuda_clear(exec->workspace, plan->cleared, exec->stream, error);
-    for (int i = 0; i < plan->count && status == H2O_OK; i++) {
-        status = cuda_start(&scope, &plan->launch[i], exec->workspace, exec->stream, error);
+    for (int64_t i = 0; i < cuda_plan_launches(plan) && status == H2O_OK; i++) {
+        const cuda_launch *const next = cuda_plan_launch(plan, i);
+        status = cuda_start(&scope, next, exec->workspace, exec->stream, error);
     }
     cuda_leave(&scope);
     return status;

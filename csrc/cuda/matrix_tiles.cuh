@@ -186,14 +186,12 @@ DEVICE void multiply(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     multiply_f16(c, a, b);
 }
 
-/* The dot products of a warp's 16 rows with all columns of a tile. */
+/* Adds the dot products of a warp's 16 rows with all columns of a tile. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer,
-                        const uint16_t (*tile)[DEPTH + MATRIX_GAP],
-                        float c[matrix_buffer<DEPTH>::COLUMNS / 8][4]) {
+DEVICE void add_matrix_dots(const matrix_buffer<DEPTH> *buffer,
+                            const uint16_t (*tile)[DEPTH + MATRIX_GAP],
+                            float c[matrix_buffer<DEPTH>::COLUMNS / 8][4]) {
     const int lane = threadIdx.x % 32, columns = matrix_buffer<DEPTH>::COLUMNS;
-    UNROLL
-    for (int i = 0; i < columns / 8 * 4; i++) c[i / 4][i % 4] = 0.0f;
     UNROLL
     for (int d = 0; d < DEPTH; d += 16) {
         uint32_t a[4], b[4];
@@ -205,6 +203,15 @@ DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer,
             multiply<TYPE>(c[n / 8 + 1], a, b + 2);
         }
     }
+}
+
+template <int DEPTH, h2o_dtype TYPE>
+DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer,
+                        const uint16_t (*tile)[DEPTH + MATRIX_GAP],
+                        float c[matrix_buffer<DEPTH>::COLUMNS / 8][4]) {
+    UNROLL
+    for (int i = 0; i < matrix_buffer<DEPTH>::COLUMNS / 8 * 4; i++) c[i / 4][i % 4] = 0.0f;
+    add_matrix_dots<DEPTH, TYPE>(buffer, tile, c);
 }
 
 /* Products with the numbers of quantised keys to those with the keys; of element i of c the key's

@@ -2,7 +2,19 @@
 #include "plan.h"
 
 enum { KINDS = 3, SIZES = 3 }; /* any floats, float16, bfloat16; head dimensions */
-enum { PREPARE, EVICT, MOVE, STEP, SIMULATE_PREPARE, SIMULATE, FORWARD };
+enum {
+    PREPARE,
+    EVICT,
+    MOVE,
+    STEP,
+    SIMULATE_PREPARE,
+    SIMULATE,
+    SIMULATE_OPEN,
+    SIMULATE_ROWS,
+    SIMULATE_LOGITS,
+    SIMULATE_VALUES = SIMULATE_LOGITS + KINDS,
+    FORWARD = SIMULATE_VALUES + KINDS
+};
 enum { SUMS = FORWARD + KINDS * SIZES };
 
 const char *const cuda_kernel_names[CUDA_KERNELS] = {
@@ -12,6 +24,14 @@ const char *const cuda_kernel_names[CUDA_KERNELS] = {
     "h2o_cuda_step",
     "h2o_cuda_simulate_prepare",
     "h2o_cuda_simulate",
+    "h2o_cuda_simulate_open",
+    "h2o_cuda_simulate_rows",
+    "h2o_cuda_simulate_logits",
+    "h2o_cuda_simulate_logits_f16",
+    "h2o_cuda_simulate_logits_bf16",
+    "h2o_cuda_simulate_values",
+    "h2o_cuda_simulate_values_f16",
+    "h2o_cuda_simulate_values_bf16",
     "h2o_cuda_forward_64",
     "h2o_cuda_forward_128",
     "h2o_cuda_forward_256",
@@ -35,9 +55,12 @@ const char *const cuda_kernel_names[CUDA_KERNELS] = {
 static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t size, int64_t x,
                        int64_t y, int64_t z, unsigned block, unsigned shared) {
     if (x * y * z == 0) return;
-    plan->launch[plan->count++] = (cuda_launch){
-        cuda_kernel_names[kernel], params, size, {(unsigned)x, (unsigned)y, (unsigned)z},
-        block, shared};
+    plan->launch[plan->count++] = (cuda_launch){cuda_kernel_names[kernel],
+                                                params,
+                                                size,
+                                                {(unsigned)x, (unsigned)y, (unsigned)z},
+                                                block,
+                                                shared};
 }
 
 /* Whether all numbers are of the same 16 bits, as the tensor cores want them, or are stored as
@@ -52,11 +75,16 @@ static bool fits_matrices(const h2o_attend_params *p) {
            (values == type || h2o_row_is_quantised(values));
 }
 
+/* Of KINDS, for numbers of a dtype. */
+static int kind_of(h2o_dtype type, bool matrices) {
+    return !matrices ? 0 : type == H2O_F16 ? 1 : 2;
+}
+
 /* forward and sums, after a kernel has prepared the rows. */
 static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const h2o_dims *const d = &params->dims;
     const bool matrices = fits_matrices(params);
-    const int kind = !matrices ? 0 : params->query.dtype == H2O_F16 ? 1 : 2;
+    const int kind = kind_of(params->query.dtype, matrices);
     const int size = d->D <= 64 ? 0 : d->D <= 128 ? 1 : 2, depth = 64 << size;
     const int tile = matrices ? MATRIX_ROWS : ATTEND_TILE;
     const int shared = matrices ? CUDA_MATRIX_SHARED(depth) : CUDA_ATTEND_SHARED(depth);
@@ -110,6 +138,27 @@ static h2o_attend_params dense_part(const h2o_simulate_params *p) {
     };
 }
 
+/* The tokens after the dense part, a window after the other. At least one token is in that part. */
+static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
+    const h2o_dims *const d = &params->dims;
+    const bool matrices = fits_matrices(&plan->dense) && !h2o_given(&params->stored_keys);
+    const int kind = kind_of(params->query.dtype, matrices), before = plan->count;
+    const int tile = matrices ? MATRIX_ROWS : ATTEND_TILE;
+    const int depth = matrices ? WINDOW_DEPTH : VALUES_DEPTH;
+    const unsigned shared = matrices ? CUDA_MATRIX_SHARED(WINDOW_DEPTH) : WINDOW_SHARED;
+    const int64_t W = cuda_window(d->R), windows = cuda_ceil(d->Q - 1, W);
+    const int64_t rows = cuda_ceil(W * d->R, tile), tiles = rows * cuda_ceil(d->Q, tile);
+    if (windows == 0) return;
+    add_launch(plan, SIMULATE_LOGITS + kind, params, sizeof *params,
+               tiles < WINDOW_BLOCKS ? tiles : WINDOW_BLOCKS, d->G, d->B, ATTEND_THREADS, shared);
+    add_launch(plan, SIMULATE_ROWS, params, sizeof *params, d->G, d->B, 1, WINDOW_THREADS,
+               cuda_window_shared(d->R));
+    add_launch(plan, SIMULATE_VALUES + kind, params, sizeof *params,
+               rows * cuda_ceil(d->D, depth) * VALUES_PARTS, d->G, d->B, ATTEND_THREADS, shared);
+    plan->repeated = plan->count - before;
+    plan->repeats = windows - 1;
+}
+
 static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes};
@@ -117,8 +166,14 @@ static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     add_launch(plan, SIMULATE_PREPARE, params, sizeof *params, d->B, 1, 1, EVICT_THREADS,
                cuda_prepare_shared());
     add_attention(plan, &plan->dense);
-    add_launch(plan, SIMULATE, params, sizeof *params, d->G, d->B, 1, STEP_THREADS,
-               cuda_simulate_shared());
+    if (!cuda_has_windows(params)) {
+        add_launch(plan, SIMULATE, params, sizeof *params, d->G, d->B, 1, STEP_THREADS,
+                   cuda_simulate_shared());
+        return;
+    }
+    add_launch(plan, SIMULATE_OPEN, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
+               cuda_evict_shared());
+    add_windows(plan, params);
 }
 
 void cuda_plan_call(h2o_operation operation, const void *params, cuda_plan *plan) {

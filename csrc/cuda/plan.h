@@ -4,13 +4,14 @@
  *     attend        prepare, forward, sums
  *     evict         evict, move (where many rows can move)
  *     step          one kernel
- *     simulate      prepare, forward, sums, simulate */
+ *     simulate      prepare, forward, sums, open, then for each window: logits, rows, values; or,
+ *                   where keys are merged, prepare, forward, sums, simulate */
 #ifndef H2O_CUDA_PLAN_H
 #define H2O_CUDA_PLAN_H
 
-#include "kernels.h"
+#include "kernels_simulate.h"
 
-enum { CUDA_MOST_LAUNCHES = 4, CUDA_KERNELS = 24 };
+enum { CUDA_MOST_LAUNCHES = 7, CUDA_KERNELS = 32 };
 
 /* The names of all kernels. Those for tensor cores in bfloat16 are there from compute capability 8.0
  * on only. */
@@ -28,11 +29,23 @@ typedef struct {
  * cleared on it. They point to the call's parameters and into the plan. */
 typedef struct {
     size_t workspace, cleared;
-    int capability; /* the least that has these kernels, 10 times major + minor */
-    int count;
+    int capability;  /* the least that has these kernels, 10 times major + minor */
+    int count;       /* of launch[], of which the last `repeated` ... */
+    int repeated;    /* ... come again and again, ... */
+    int64_t repeats; /* ... so many times after the first */
     cuda_launch launch[CUDA_MOST_LAUNCHES];
     h2o_attend_params dense; /* simulate: a part of it, which is like a call of its own */
 } cuda_plan;
+
+/* How many launches there are with those that come again, and number i of them. */
+H2O_INLINE int64_t cuda_plan_launches(const cuda_plan *plan) {
+    return plan->count + plan->repeated * plan->repeats;
+}
+
+H2O_INLINE const cuda_launch *cuda_plan_launch(const cuda_plan *plan, int64_t i) {
+    if (i < plan->count) return &plan->launch[i];
+    return &plan->launch[plan->count - plan->repeated + (i - plan->count) % plan->repeated];
+}
 
 /* params: those of the operation. */
 void cuda_plan_call(h2o_operation operation, const void *params, cuda_plan *plan);

@@ -85,22 +85,34 @@ DEVICE void step_outputs(const step_item *item, const float *factors) {
     }
 }
 
-/* The worst candidate of all threads of a block. warps: shared, one for each warp. */
-DEVICE h2o_candidate block_candidate(h2o_candidate worst, h2o_candidate *warps) {
+/* The worst candidate of LANES neighbouring lanes. */
+template <int LANES> DEVICE h2o_candidate worst_of_lanes(h2o_candidate worst) {
     UNROLL
-    for (int offset = 16; offset > 0; offset /= 2) {
+    for (int offset = LANES / 2; offset > 0; offset /= 2) {
         const h2o_candidate other = {shfl_xor(worst.key, offset), shfl_xor(worst.position, offset),
                                      shfl_xor(worst.index, offset)};
         /* both lanes compare the two in the same order, so that ties end alike */
         worst = threadIdx.x % (2 * offset) < (unsigned)offset ? h2o_policy_worse(worst, other)
                                                               : h2o_policy_worse(other, worst);
     }
+    return worst;
+}
+
+/* The worst candidate of all threads of a block. warps: shared, one for each warp. */
+template <int THREADS>
+DEVICE h2o_candidate block_candidate(h2o_candidate worst, h2o_candidate *warps) {
+    worst = worst_of_lanes<32>(worst);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = worst;
     sync_block();
-    worst = warps[0];
-    for (int i = 1; i < STEP_THREADS / 32; i++) worst = h2o_policy_worse(worst, warps[i]);
+    worst = worst_of_lanes<THREADS / 32>(warps[threadIdx.x % (THREADS / 32)]);
     sync_block();
     return worst;
+}
+
+/* What a key receives from some heads and one more, whose weight is e * factor. */
+DEVICE float received_with(const h2o_policy *policy, float received, float e, float factor) {
+    return h2o_scores_largest(policy) ? h2o_larger(received, e * factor)
+                                      : fmaf(e, factor, received);
 }
 
 /* Softmax weights of some slots, from r of the group on, added to sum or the largest with it. */
@@ -119,49 +131,50 @@ DEVICE void add_weights(const step_item *item, const float *factors, const int64
         UNROLL
         for (int i = 0; i < STEP_HEADS; i++) {
             if (r + i >= item->R) continue;
-            sum[k] = h2o_scores_largest(item->policy) ? h2o_larger(sum[k], weight[k][i] * factor[i])
-                                                      : fmaf(weight[k][i], factor[i], sum[k]);
+            sum[k] = received_with(item->policy, sum[k], weight[k][i], factor[i]);
         }
     }
 }
 
 /* scores = decay * scores + weights of the R heads, or the largest of these; returns the candidate
  * with the lowest rank. A thread reads all there is to know of STEP_LOADS slots before it writes:
- * its first slot again in the place of those past the end. */
+ * its first slot again in the place of those past the end. Empty slots are the last to be chosen.
+ * add(slot, position, r, sum) adds the weights of STEP_HEADS heads from r of the group on. */
+template <int THREADS, typename ADD>
 DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranking,
-                                 const float *factors, h2o_candidate *warps) {
+                                 h2o_candidate *warps, ADD add) {
     const slot_store *const store = &item->store;
     const float decay = item->policy->decay;
     h2o_candidate worst = {UINT32_MAX, 0, -1};
     NO_UNROLL
-    for (int64_t first = threadIdx.x; first < item->slots; first += STEP_LOADS * STEP_THREADS) {
+    for (int64_t first = threadIdx.x; first < item->slots; first += STEP_LOADS * THREADS) {
         int64_t slot[STEP_LOADS];
         int32_t position[STEP_LOADS];
         float sum[STEP_LOADS] = {}, score[STEP_LOADS], norm[STEP_LOADS];
         UNROLL
         for (int k = 0; k < STEP_LOADS; k++) {
-            const int64_t s = first + k * STEP_THREADS;
+            const int64_t s = first + k * THREADS;
             slot[k] = s < item->slots ? s : first;
             score[k] = store->scores[slot[k]];
             position[k] = store->positions[slot[k]];
             norm[k] = ranking->value_weighted ? store->norms[slot[k]] : 1.0f;
         }
         NO_UNROLL
-        for (int64_t r = 0; r < item->R; r += STEP_HEADS) add_weights(item, factors, slot, r, sum);
+        for (int64_t r = 0; r < item->R; r += STEP_HEADS) add(slot, position, r, sum);
         UNROLL
         for (int k = 0; k < STEP_LOADS; k++) {
-            if (first + k * STEP_THREADS >= item->slots) continue;
+            if (first + k * THREADS >= item->slots) continue;
             score[k] = h2o_scores_largest(item->policy) ? h2o_larger(score[k] * decay, sum[k])
                                                         : fmaf(score[k], decay, sum[k]);
             store->scores[slot[k]] = score[k];
             const h2o_candidate candidate = {h2o_policy_slot_key(ranking, ranking->kind,
                                                                  ranking->value_weighted, score[k],
                                                                  position[k], norm[k]),
-                                             (uint32_t)position[k], slot[k]};
+                                             position[k] < 0 ? 0 : (uint32_t)position[k], slot[k]};
             worst = worst.index < 0 ? candidate : h2o_policy_worse(worst, candidate);
         }
     }
-    return block_candidate(worst, warps);
+    return block_candidate<THREADS>(worst, warps);
 }
 
 /* Merges a slot's key into the nearest other one, if any is near enough; returns whether. rows:
@@ -182,15 +195,16 @@ DEVICE bool step_merge(const step_item *item, const h2o_ranking *ranking, int64_
 }
 
 /* Empties the slot if the head exceeds its budget, and makes it the free one. Returns the evicted
- * key, position -1 where none is. */
+ * key, position -1 where none is. merge(): merges it, and returns whether. */
+template <typename MERGE>
 DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking, int64_t slot,
-                               float *rows, nearest_key *warps) {
+                               MERGE merge) {
     const slot_store *const store = &item->store;
-    const bool evicts = item->slots > ranking->budget;
+    const bool evicts = item->head.held >= ranking->budget;
     h2o_eviction eviction = {-1, 0.0f};
     if (evicts) eviction = h2o_eviction{store->positions[slot], store->scores[slot]};
     bool merged = false;
-    if (evicts && h2o_merges(item->policy)) merged = step_merge(item, ranking, slot, rows, warps);
+    if (evicts && h2o_merges(item->policy)) merged = merge();
     const int32_t rank = evicts && item->ranks ? item->ranks[slot] : 0;
     sync_block(); /* all threads have read what changes below */
     NO_UNROLL
@@ -218,8 +232,14 @@ DEVICE h2o_eviction step_finish(const step_item *item, float *shared) {
     const float *const factors = step_factors(item, shared);
     sync_block();
     step_outputs(item, factors);
-    const h2o_candidate worst = step_scores(item, &ranking, factors, (h2o_candidate *)reduction);
-    return step_evict(item, &ranking, worst.index, shared, (nearest_key *)(reduction + 256));
+    const h2o_candidate worst =
+        step_scores<STEP_THREADS>(item, &ranking, (h2o_candidate *)reduction,
+                                  [&](const int64_t *slot, const int32_t *, int64_t r, float *sum) {
+                                      add_weights(item, factors, slot, r, sum);
+                                  });
+    return step_evict(item, &ranking, worst.index, [&] {
+        return step_merge(item, &ranking, worst.index, shared, (nearest_key *)(reduction + 256));
+    });
 }
 
 /* ---- The kernel ---------------------------------------------------------- */

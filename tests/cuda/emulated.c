@@ -25,8 +25,8 @@ static int launch(const cuda_plan *plan, h2o_error *error) {
     pthread_mutex_lock(&one_at_a_time);
     shim_unset(workspace, plan->workspace);
     memset(workspace, 0, plan->cleared);
-    for (int i = 0; i < plan->count && status == 0; i++) {
-        const cuda_launch *const l = &plan->launch[i];
+    for (int64_t i = 0; i < cuda_plan_launches(plan) && status == 0; i++) {
+        const cuda_launch *const l = cuda_plan_launch(plan, i);
         status =
             shim_launch(l->kernel, l->params, l->size, workspace, l->grid, l->block, l->shared);
         if (status != 0) {

@@ -78,7 +78,7 @@ WRONG = {
     "h2o_cuda_evict": "evict gets slots.scores wrong",
     "h2o_cuda_move": "evict gets slots.keys wrong",
     "h2o_cuda_step": "step gets out wrong",
-    "h2o_cuda_simulate": "simulate gets out wrong",
+    "h2o_cuda_simulate_open": "simulate gets out wrong",
 }
 
 

@@ -354,7 +354,7 @@ static const h2o_view *result_of(const std::string &name, const char *params) {
     if (name == "h2o_cuda_evict") return &((h2o_evict_params *)params)->slots.scores;
     if (name == "h2o_cuda_move") return &((h2o_evict_params *)params)->slots.keys;
     if (name == "h2o_cuda_step") return &((h2o_step_params *)params)->out;
-    if (name == "h2o_cuda_simulate") return &((h2o_simulate_params *)params)->out;
+    if (name == "h2o_cuda_simulate_open") return &((h2o_simulate_params *)params)->out;
     return nullptr;
 }
 

@@ -1,0 +1,147 @@
+/* simulate_head.cuh - one key/value head of a simulated text: the tokens of its dense part, what it
+ * keeps of them, and the outputs evicted_at and scores [B,G,Q]. */
+#ifndef H2O_CUDA_SIMULATE_HEAD_CUH
+#define H2O_CUDA_SIMULATE_HEAD_CUH
+
+#include "evict.cuh"
+#include "kernels_simulate.h"
+
+/* Tokens of row b that the dense part covers: at least the prompt, and all before the first
+ * eviction. In a quantised store only the prompt, since later tokens attend to quantised rows. */
+DEVICE int64_t dense_tokens(const h2o_simulate_params *p, int64_t b) {
+    int64_t budget = h2o_given(&p->stored_keys) ? 0 : INT32_MAX;
+    for (int64_t g = 0; g < p->dims.G; g++) {
+        h2o_head head = {};
+        read_budget(&p->budget, b, g, &p->policy, &head);
+        budget = lower(budget, head.budget);
+    }
+    return higher(budget, higher(i32_at(&p->prompt, b, 0, 0), 1));
+}
+
+typedef struct {
+    const h2o_simulate_params *p;
+    int64_t b, g, index;    /* index: among all heads */
+    int64_t tokens, dense;  /* of the row, and of the dense part */
+    const int32_t *columns; /* [tokens] */
+    h2o_head head;
+    slot_store store;
+    double *lost;
+    int32_t *free_slot;
+} simulate_head;
+
+/* spare: slots in use beyond the budget. */
+DEVICE simulate_head open_head(const h2o_simulate_params *p, const simulate_layout *at,
+                               char *workspace, int64_t b, int64_t g, int64_t spare) {
+    const int64_t D = p->dims.D;
+    const attend_layout attend = cuda_attend_layout(&p->dims);
+    simulate_head h = {};
+    h.p = p;
+    h.b = b;
+    h.g = g;
+    h.index = b * p->dims.G + g;
+    h.tokens = ((const int32_t *)(workspace + attend.row_tokens))[b];
+    h.dense = ((const int32_t *)(workspace + attend.tokens))[b];
+    h.columns = (const int32_t *)(workspace + attend.columns) + b * p->dims.Q;
+    read_budget(&p->budget, b, g, &p->policy, &h.head);
+    h.head.slots = lower(h.head.budget + spare, h.tokens + 1);
+    const int64_t first = h.index * at->slots;
+    slot_store *const store = &h.store;
+    store->keys = workspace + at->keys + first * at->key_bytes;
+    store->values = workspace + at->values + first * at->value_bytes;
+    store->key_stride = at->key_bytes;
+    store->value_stride = at->value_bytes;
+    store->key_type = h2o_stored_type(cuda_stored_like(&p->keys, &p->stored_keys), D);
+    store->value_type = h2o_stored_type(cuda_stored_like(&p->values, &p->stored_values), D);
+    store->scores = (float *)(workspace + at->scores) + first;
+    store->positions = (int32_t *)(workspace + at->positions) + first;
+    if (p->policy.value_weighted) store->norms = (float *)(workspace + at->norms) + first;
+    if (!cuda_has_windows(p)) store->bias = (float *)(workspace + at->bias) + first;
+    store->slots = h.head.slots;
+    h.lost = (double *)(workspace + at->lost) + h.index;
+    h.free_slot = (int32_t *)(workspace + at->free) + h.index;
+    return h;
+}
+
+DEVICE int32_t *evicted_at(const simulate_head *h, int64_t column) {
+    return (int32_t *)h2o_at(&h->p->evicted_at, h->b, h->g, column);
+}
+
+DEVICE float *final_score(const simulate_head *h, int64_t column) {
+    return (float *)h2o_at(&h->p->scores, h->b, h->g, column);
+}
+
+/* The key at position `evicted` is evicted after the token at another. */
+DEVICE void record_eviction(const simulate_head *h, h2o_eviction evicted, int64_t after) {
+    const int64_t column = h->columns[evicted.position];
+    *final_score(h, column) = evicted.score;
+    *evicted_at(h, column) = h->columns[after] + 1;
+}
+
+/* The scores of the keys that are kept to the end. */
+DEVICE void record_kept(const simulate_head *h) {
+    NO_UNROLL
+    for (int64_t s = threadIdx.x; s < h->head.slots; s += blockDim.x) {
+        const int32_t position = h->store.positions[s];
+        if (position >= 0) *final_score(h, h->columns[position]) = h->store.scores[s];
+    }
+}
+
+/* Empties the store; no token is evicted yet. */
+DEVICE void clear_head(const simulate_head *h) {
+    const h2o_simulate_params *const p = h->p;
+    NO_UNROLL
+    for (int64_t q = threadIdx.x; q < p->dims.Q; q += blockDim.x) {
+        *evicted_at(h, q) = is_token(&p->mask, h->b, q) ? (int32_t)p->dims.Q : 0;
+    }
+    NO_UNROLL
+    for (int64_t s = threadIdx.x; h->store.norms && s < h->head.slots; s += blockDim.x) {
+        h->store.norms[s] = 0.0f;
+    }
+    clear_slots(&h->store, 0, h->head.slots);
+    if (threadIdx.x == 0) *h->lost = 0.0;
+    sync_block();
+}
+
+/* Selects among the keys of the dense part, of which a private store takes the rows; those that are
+ * not kept then were evicted. */
+DEVICE void prune_prompt(const simulate_head *h, const simulate_layout *at, char *workspace,
+                         char *shared) {
+    const h2o_simulate_params *const p = h->p;
+    const slot_store *const store = &h->store;
+    const int64_t row = cuda_row_bytes(cuda_stored_like(&p->keys, &p->stored_keys),
+                                       cuda_stored_like(&p->values, &p->stored_values), p->dims.D);
+    const evict_layout evict = cuda_evict_layout(&p->dims, at->slots, row, &p->policy);
+    evict_item item = {};
+    item.policy = &p->policy;
+    item.keys = &p->keys;
+    item.values = &p->values;
+    item.scores = &p->scores;
+    item.mask = &p->mask;
+    item.b = h->b;
+    item.g = h->g;
+    item.Q = p->dims.Q;
+    item.D = p->dims.D;
+    item.tokens = h->dense;
+    item.head = h->head;
+    item.store = *store;
+    item.lost = h->lost;
+    item.free_slot = h->free_slot;
+    item.rows_wait = cuda_has_windows(p);
+    item.shared = shared;
+    lay_out_workspace(&item, &evict, workspace + at->evict, h->index);
+    evict_head(&item);
+    const int32_t first_row = h->columns[h->dense - 1] + 1; /* without them */
+    NO_UNROLL
+    for (int64_t i = threadIdx.x; i < h->dense; i += blockDim.x) {
+        *evicted_at(h, h->columns[i]) = first_row;
+    }
+    sync_block();
+    NO_UNROLL
+    for (int64_t s = threadIdx.x; s < h->head.slots; s += blockDim.x) {
+        const int32_t position = store->positions[s];
+        if (position >= 0) *evicted_at(h, h->columns[position]) = (int32_t)p->dims.Q;
+    }
+    sync_block();
+}
+
+#endif
