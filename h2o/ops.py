@@ -235,7 +235,7 @@ def step(
         _refuse_grad(slots, query=query, key=key, value=value, out=out, sink_logits=sink_logits)
     if fields:
         policy = one_policy(policy, fields)
-    backend = backends.opened(query)
+    backend = backends.serving(query, opens=False)
     sizes = four_sizes(query)
     if sizes is not None:
         B, H, Q, D = sizes
@@ -346,11 +346,11 @@ def info() -> dict[str, Any]:
 
 def _refuse_grad(slots: Slots | None, **tensors: Tensor) -> None:
     """Raises BufferError for torch tensors whose gradient the operations would lose."""
-    if isinstance(slots, Slots):
-        tensors |= {f"slots.{name}": tensor for name, tensor in slots._asdict().items()}
-    for name, tensor in tensors.items():
-        if getattr(tensor, "requires_grad", False):
+    more = slots if isinstance(slots, Slots) else ()
+    for index, tensor in enumerate((*tensors.values(), *more)):
+        if tensor is not None and getattr(tensor, "requires_grad", False):
+            names = [*tensors, *(f"slots.{field}" for field in Slots._fields)]
             raise BufferError(
-                f"{name}: requires grad, but h2o's operations are not differentiable; "
+                f"{names[index]}: requires grad, but h2o's operations are not differentiable; "
                 "call them under torch.no_grad() or pass tensor.detach()"
             )
