@@ -74,6 +74,8 @@ def started(stack: contextlib.ExitStack, work: Work) -> dict[str, Peer]:
 def compared(peers: dict[str, Peer], work: Work, measure: str) -> Iterator[Row]:
     """Rows of our engine against each other one. measure: "seconds", of all tokens, or "last", a
     token of the last request."""
+    if OURS not in peers:
+        return
     new = sum(work.new)
     times, facts = {}, {}
     for name, peer in peers.items():

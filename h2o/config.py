@@ -86,7 +86,8 @@ class H2OConfig:
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
     h2o for this model. "scores": the heavy hitters of a prompt are the highest ranks of all layers
     and heads together. Until all have read it an eighth more than that is held, and a layer; with
-    `merge` or a mean that decays all of it. "layer": of each layer. None: all the same."""
+    `merge`, a mean that decays or layers of unlike heads all of it. "layer": of each layer. None:
+    all the same."""
     of: Of = "keys"
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything

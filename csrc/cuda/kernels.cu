@@ -2,7 +2,7 @@
  * attend, evict, step, and those of simulate.
  *
  * Each is extern "C", by the name under which plan.c launches it, and takes the operation's
- * parameters by value and a workspace, laid out as in kernels.h. */
+ * parameters by value and a workspace, laid out as in kernels.h and kernels_simulate.h. */
 #include "attend.cuh"
 #include "evict.cuh"
 #include "simulate.cuh"

@@ -42,8 +42,7 @@ def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
     """The backend for such a tensor: `OPERATIONS` by name, with the operands of `_core.call`.
 
     The first call for a CUDA device opens it: loads the kernels, checks them, writes the verdict
-    into the cache folder. Where it must not, as in a decode step, a device that none has opened is
-    left to torch.
+    into the cache folder. Where it must not, a device that none has opened is left to torch.
     """
     on_cpu = getattr(tensor, "is_cpu", None)  # torch's word; others' tensors have none
     if on_cpu is None or not HAS_CORE or (on_cpu and not forced):
@@ -52,6 +51,10 @@ def serving(tensor: Any, *, opens: bool = True) -> SimpleNamespace:
         choose = cuda.serving if opens else cuda.opened
         return choose(tensor.device.index, _portable())
     return _portable()
+
+
+opened = functools.partial(serving, opens=False)
+"""As `serving`, for a decode step: looks a verdict up, and opens no device."""
 
 
 def is_cuda(tensor: Any) -> bool:

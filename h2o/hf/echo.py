@@ -44,8 +44,6 @@ ROWS = 1024
 """Queries of each head that the kernels are asked at a time."""
 TILE = 32
 """Queries whose nearest keys come from one product of matrices."""
-LEAST = 1e-30
-"""Attention that a float32 still has all digits of."""
 
 
 class Echo:
@@ -139,7 +137,7 @@ def largest(
     how = _Logits(D**-0.5 if scale is None else scale, softcap, sink_logits)
     scores = torch.zeros(G, n, dtype=torch.float32, device=keys.device)
     probed, rows = None, max(1, ENTRIES // max(1, H * n))
-    if n and backends.serving(keys) is backends.core:
+    if n and backends.HAS_CORE and backends.serving(keys) is backends.core:
         probed, rows = _probed(keys), ROWS
     for first in range(0, n, rows):
         asked = grouped[:, :, first : first + rows]
@@ -172,8 +170,8 @@ class _Logits(NamedTuple):
 
 def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Products, scaled, of queries [G, R, m, D] with the key of their own token and of the `BEFORE`
-    tokens behind it, [G, R, m, BEFORE + 1] float32; -inf behind the last of the keys [G, m to m +
-    BEFORE, D], which begin with the first query's.
+    tokens behind it, [G, R, m, BEFORE + 1] float32; of the keys [G, m to m + BEFORE, D], which
+    begin with the first query's. Behind the last of them stands nothing that counts.
 
     Of tiles of queries by keys the diagonals are taken: one product of matrices for all.
     """
@@ -185,10 +183,7 @@ def _nearest(asked: Tensor, keys: Tensor, scale: float) -> Tensor:
     windows = behind.unfold(1, TILE + BEFORE, TILE)  # [G, tiles, D, TILE + BEFORE]
     products = (queries @ windows).unflatten(2, (R, TILE))
     diagonals = [products.diagonal(offset, -2, -1) for offset in range(BEFORE + 1)]
-    near = torch.stack(diagonals, -1).transpose(1, 2).flatten(2, 3)[:, :, :m]
-    token = torch.arange(m, device=keys.device)[:, None]
-    offset = torch.arange(BEFORE + 1, device=keys.device)
-    return near.masked_fill(token + offset >= keys.shape[1], -torch.inf)
+    return torch.stack(diagonals, -1).transpose(1, 2).flatten(2, 3)[:, :, :m]
 
 
 def _totals(asked: Tensor, keys: Tensor, how: _Logits) -> Tensor:
@@ -205,9 +200,9 @@ def _totals_by_kernels(asked: Tensor, probed: ops.Slots, first: Tensor, how: _Lo
 
     So each query sees one key a second time: the first one, [G, 1, D], a probe whose value is 1
     where the others' (`_probed`) is 0. Their answer is the attention that the probe gets, e^logit /
-    (e^logit + the sum): at most 1/2, so that the sum comes from it without loss. Where the probe
-    gets next to nothing, torch makes the sum. Each query comes as a head of its own: that is how
-    all of them see all keys.
+    (e^logit + the sum): at most 1/2, so that the sum comes from it to as many digits as the
+    answer's dtype has. Where the probe gets less than that dtype has all digits of, torch makes the
+    sum. Each query comes as a head of its own: that is how all of them see all keys.
     """
     G, R, m, D = asked.shape
     logit = how.capped((asked.float() * how.scale * first.float()[:, None]).sum(-1))
@@ -219,7 +214,7 @@ def _totals_by_kernels(asked: Tensor, probed: ops.Slots, first: Tensor, how: _Lo
     )  # fmt: skip
     part = out.view(G, R, m, D)[..., 0].float()
     total = logit + torch.log1p(-part) - part.log()
-    lost, keys = part < LEAST, probed.keys[0, :, :-1]
+    lost, keys = part < torch.finfo(out.dtype).tiny, probed.keys[0, :, :-1]
     for g, r in lost.any(-1).nonzero().tolist():
         one = how._replace(sink_logits=None if sinks is None else sinks[g * R + r])
         for at in lost[g, r].nonzero()[:, 0].split(max(1, ENTRIES // keys.shape[1])):

@@ -11,7 +11,8 @@ read, call its N-th highest rank the bar. Below it N keys are better than a key,
 can only add more, so that it will never be chosen: its key and value are forgotten at once, and its
 score stays, since what is evicted counts. The bar never falls. So while a prompt is read there
 are held, of the layers read before, at most N keys of each row and what ties with the last, and
-an eighth more (`ROOM`), besides what each head keeps anyway.
+an eighth more (`ROOM`), besides what each head keeps anyway. Where keys merge, a mean decays or
+layers differ in heads or sizes all of the prompt is held.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
 M keys of all rows and heads of a layer that are held.
@@ -107,7 +108,7 @@ class OneBudget:
             self.forget()
             spare = [sum(row) for row in zip(*(x.spare for x in waiting), strict=True)]
             _share(waiting, list(map(min, spare, places)) if self.alike else spare)
-        elif self.alike and new.is_ranked_alone:
+        elif self.places and self.alike and new.is_ranked_alone:
             self._drop(new)
 
     def _foresee(self, layer: Any, prompt: Prompt) -> None:

@@ -153,11 +153,6 @@ class Running:
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.prompt_tokens)
         self.tokens_read = int(self.cache.get_seq_length())
-        if self.tokens_read >= self.prompt_tokens:
-            raise ValueError(
-                f"a prompt of {self.prompt_tokens} tokens after a prefix of {self.tokens_read}: it "
-                "contains the prefix and more"
-            )
         prepared = settings.prepared(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
         self.criteria = prepared["stopping_criteria"]
@@ -198,6 +193,11 @@ class Running:
 
     def read(self) -> bool:
         """Reads a piece of the prompt; at its end, whether it is reached, also the first token."""
+        if self.tokens_read >= self.prompt_tokens:
+            raise ValueError(
+                f"a prompt of {self.prompt_tokens} tokens after a prefix of {self.tokens_read}: it "
+                "contains the prefix and more"
+            )
         begin, end = self.tokens_read, self.tokens_read + self.piece
         logits = self._forward(begin, end)
         self.tokens_read = end

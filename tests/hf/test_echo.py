@@ -187,6 +187,16 @@ def test_a_row_in_sixteen_bits(dtype):
     )
 
 
+def test_a_first_key_of_next_to_no_attention():
+    """Sums come from what it gets, of which float16 has no digits left."""
+    generator = torch.Generator().manual_seed(1)
+    query, keys = (torch.randn(h, 300, 32, generator=generator).half() for h in (4, 2))
+    query += 1.5
+    keys[:, 0] = -0.9
+    expected = echo.largest(query.float(), keys.float(), None)
+    torch.testing.assert_close(echo.largest(query, keys, None), expected, rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("name", ["llama", "phi", "gemma2"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_of_a_batch_are_documents_of_their_own(name, side, monkeypatch):

@@ -173,6 +173,7 @@ def test_prefix():
     )
     assert lost.finish_reason == "error"
     assert "prefix" in str(lost.error)
+    assert lost.prompt_tokens == 9
 
 
 def test_bytes_say_how_many_rows():
