@@ -16,7 +16,7 @@ from h2o.hf.row_batch import row_bytes
 
 from .model_tables import load, prompt
 from .options import Options
-from .throughput_tables import MB, Work, answer_batch, token_bytes
+from .throughput_tables import MB, Work, answer_batch, passages, token_bytes
 from .timing import Row, Times
 
 CONFIG = h2o.H2OConfig(
@@ -41,9 +41,7 @@ def disk(options: Options) -> Iterator[Row]:
         disk_offload(model, folder, execution_device=torch.device("cpu"))
         times = {}
         for name, count in rows.items():
-            starts = [(97 * i) % (len(text) - tokens) for i in range(count)]
-            passages = [text[n : n + tokens].tolist() for n in starts]
-            work = Work("R4", passages, [new] * count, limit)
+            work = Work("R4", passages(text.tolist(), count, tokens), [new] * count, limit)
             samples = [seconds_a_token(model, work, name) for _ in range(options.rounds + 1)]
             times[name] = Times(name, samples[1:])
     yield Row(

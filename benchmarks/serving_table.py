@@ -13,7 +13,7 @@ from typing import Any
 from .model_tables import load, prompt
 from .options import Options
 from .peers.environments import Peer, PeerMissing
-from .throughput_tables import MB, Work, entry, vllm_peer
+from .throughput_tables import H2O_ENTRY, MB, Work, passages, vllm_peer
 from .timing import Row, Times
 
 REQUESTS = (1, 8, 64, 256)
@@ -34,8 +34,7 @@ def serving(options: Options) -> Iterator[Row]:
     text = prompt(tokenizer, 8192)[0].tolist()
 
     def work(row: str, requests: int, tokens: int, new: int, bytes: int | None) -> Work:
-        starts = [(97 * i) % (len(text) - tokens) for i in range(requests)]
-        return Work(row, [text[n : n + tokens] for n in starts], [new] * requests, bytes)
+        return Work(row, passages(text, requests, tokens), [new] * requests, bytes)
 
     counts, shape, lengths = REQUESTS, SHAPE, PROMPTS
     if options.quick:
@@ -55,7 +54,7 @@ def serving(options: Options) -> Iterator[Row]:
 def started(stack: contextlib.ExitStack, work: Work) -> dict[str, Peer]:
     """Each engine by its name, warm; one that does not start is named and left out."""
     entries: dict[str, dict[str, Any]] = {
-        OURS: {"additional_config": {"h2o": entry()}},
+        OURS: H2O_ENTRY,
         "vLLM": {},
         "vLLM, fp8": {"kv_cache_dtype": "fp8"},
     }

@@ -83,6 +83,12 @@ def _span(numbers: list[int]) -> str:
     return str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]}..{numbers[-1]}"
 
 
+def passages(text: list[int], count: int, tokens: int) -> list[list[int]]:
+    """As many as wanted, of so many tokens each, which begin at different words."""
+    starts = [(97 * i) % (len(text) - tokens) for i in range(count)]
+    return [text[n : n + tokens] for n in starts]
+
+
 def works(tokenizer: Any, quick: bool) -> list[Work]:
     """Prompts are passages of one text, which begin at different words."""
     text = prompt(tokenizer, 8192)[0].tolist()
@@ -168,7 +174,7 @@ def engines(model: Any, work: Work, stack: contextlib.ExitStack) -> dict[str, En
     every = work._replace(bytes=None)
     peers: dict[str, Callable[[], Engine]] = {
         "vLLM": partial(vllm, stack, work),
-        "vLLM with h2o": partial(vllm, stack, work, entry()),
+        "vLLM with h2o": partial(vllm, stack, work, H2O_ENTRY),
         "OpenVINO": partial(openvino, stack, model, 0),
         "OpenVINO, evicting": partial(openvino, stack, model, BUDGET),
     }
@@ -272,10 +278,9 @@ def continuous_batching(model: Any, work: Work) -> tuple[float, Answers]:
     return seconds, [ids[:n] for ids, n in zip(outs, work.new, strict=True)]
 
 
-def entry() -> dict[str, Any]:
-    """h2o's entry in vLLM's additional configuration."""
-    names = ("heavy", "recent", "sinks", "rank_by", "value_weighted", "kv_dtype")
-    return {name: getattr(CONFIG, name) for name in names}
+_NAMES = ("heavy", "recent", "sinks", "rank_by", "value_weighted", "kv_dtype")
+H2O_ENTRY = {"additional_config": {"h2o": {name: getattr(CONFIG, name) for name in _NAMES}}}
+"""The option of vLLM's engine that makes it h2o's."""
 
 
 def vllm_peer(stack: contextlib.ExitStack, work: Work, options: dict[str, Any]) -> Peer:
@@ -290,11 +295,8 @@ def vllm_peer(stack: contextlib.ExitStack, work: Work, options: dict[str, Any]) 
     return stack.enter_context(Peer("vllm", folder, threads, json.dumps(engine | options)))
 
 
-def vllm(
-    stack: contextlib.ExitStack, work: Work, additional: dict[str, Any] | None = None
-) -> Engine:
-    options = {} if additional is None else {"additional_config": {"h2o": additional}}
-    peer = vllm_peer(stack, work, options)
+def vllm(stack: contextlib.ExitStack, work: Work, options: dict[str, Any] | None = None) -> Engine:
+    peer = vllm_peer(stack, work, options or {})
 
     def answer(work: Work) -> tuple[float, Answers]:
         told = peer.ask(ids=work.prompts, tokens=work.new)

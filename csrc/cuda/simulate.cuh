@@ -64,18 +64,8 @@ DEFINE_WINDOW(_bf16, window_matrices, window_logits_matrix<H2O_BF16>,
 /* ---- By tokens ----------------------------------------------------------- */
 
 DEVICE step_item open_steps(const simulate_head *h, const simulate_layout *at, char *workspace) {
-    const h2o_simulate_params *const p = h->p;
-    const int64_t R = p->dims.R, D = p->dims.D;
-    step_item item = {};
-    item.policy = &p->policy;
-    item.R = R;
-    item.D = D;
-    item.scale = p->scale;
-    item.softcap = p->softcap;
-    item.sink_logits = &p->sink_logits;
-    item.first_head = h->g * R;
-    item.query_stride = p->query.stride[1] * h2o_dtype_size(p->query.dtype);
-    item.out_stride = p->out.stride[2] * h2o_dtype_size(p->out.dtype);
+    const int64_t R = h->p->dims.R, D = h->p->dims.D;
+    step_item item = open_group(h->p, h->g);
     item.head = h->head;
     item.store = h->store;
     item.lost = h->lost;

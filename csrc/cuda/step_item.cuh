@@ -32,23 +32,30 @@ DEVICE int64_t part_slots(const step_item *item) { return cuda_ceil(item->slots,
 
 /* ---- Opening ------------------------------------------------------------- */
 
-DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b, int64_t g) {
-    const step_layout at = cuda_step_layout(p);
-    const int64_t R = p->dims.R, D = p->dims.D, head_index = b * p->dims.G + g;
+/* What does not depend on the token, nor on where a head's keys are: of step's parameters, or of
+ * simulate's. */
+template <typename PARAMS> DEVICE step_item open_group(const PARAMS *p, int64_t g) {
     step_item item = {};
     item.policy = &p->policy;
-    item.R = R;
-    item.D = D;
+    item.R = p->dims.R;
+    item.D = p->dims.D;
     item.scale = p->scale;
     item.softcap = p->softcap;
     item.sink_logits = &p->sink_logits;
-    item.first_head = g * R;
+    item.first_head = g * p->dims.R;
+    item.query_stride = p->query.stride[1] * h2o_dtype_size(p->query.dtype);
+    item.out_stride = p->out.stride[2] * h2o_dtype_size(p->out.dtype);
+    return item;
+}
+
+DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b, int64_t g) {
+    const step_layout at = cuda_step_layout(p);
+    const int64_t R = p->dims.R, D = p->dims.D, head_index = b * p->dims.G + g;
+    step_item item = open_group(p, g);
     item.query = row_of(&p->query, b, g * R, 0);
     item.key = row_of(&p->key, b, g, 0);
     item.value = row_of(&p->value, b, g, 0);
     item.out = row_of(&p->out, b, 0, g * R);
-    item.query_stride = p->query.stride[1] * h2o_dtype_size(p->query.dtype);
-    item.out_stride = p->out.stride[2] * h2o_dtype_size(p->out.dtype);
     item.length = read_length(&p->slots.lengths, b, 1);
     item.head = read_head(&p->slots, b, g, &p->policy, item.length);
     item.head.held = lower(item.head.held, item.head.slots - 1);

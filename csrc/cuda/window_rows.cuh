@@ -182,9 +182,7 @@ DEVICE void weigh_cells(const text_window *w, float *x, const softmax_part *soft
 
 /* What step_scores and step_evict ask of a head. */
 DEVICE step_item open_rows(const text_window *w, window_buffer *buffer) {
-    step_item item = {};
-    item.policy = &w->head.p->policy;
-    item.R = w->head.p->dims.R;
+    step_item item = open_group(w->head.p, w->head.g);
     item.head = w->head.head;
     item.store = w->head.store;
     item.slots = w->head.head.slots;
