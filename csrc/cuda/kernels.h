@@ -122,12 +122,20 @@ H2O_INLINE unsigned cuda_prepare_shared(void) { return 4096; }
 /* Columns of a tile of logits that the tensor cores compute, MATRIX_ROWS x so many. */
 #define CUDA_MATRIX_COLUMNS(depth) ((depth) > 128 ? 32 : 64)
 
-/* Sizes of tile_buffer<depth> and matrix_buffer<depth>, for the host's compiler, which knows no
- * templates. */
+/* Sizes of tile_buffer<depth>, matrix_buffer<depth> and sums_buffer<depth>, for the host's
+ * compiler, which knows no templates. */
 #define CUDA_ATTEND_SHARED(depth) (4 * ATTEND_TILE * (2 * ((depth) + 4) + (ATTEND_TILE + 4) + 1))
 #define CUDA_MATRIX_SHARED(depth)                                                                  \
-    (2 * (MATRIX_ROWS + 2 * CUDA_MATRIX_COLUMNS(depth)) * ((depth) + 8) +                          \
-     4 * (2 * MATRIX_ROWS + 4 * CUDA_MATRIX_COLUMNS(depth)))
+    (2 * (MATRIX_ROWS + 2 * CUDA_MATRIX_COLUMNS(depth)) * (depth) + 4 * 2 * MATRIX_ROWS)
+#define CUDA_SUMS_SHARED(depth)                                                                    \
+    (2 * 2 * CUDA_MATRIX_COLUMNS(depth) * (depth) +                                                \
+     4 * (4 * CUDA_MATRIX_COLUMNS(depth) + 3 * MATRIX_ROWS))
+
+/* Blocks of sums, of a head whose slots are so many tiles: one for each, and one for two of new keys,
+ * see each_key_tile. */
+H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
+    return stored_tiles + cuda_ceil(tiles, 2);
+}
 
 /* ---- evict --------------------------------------------------------------- */
 

@@ -109,7 +109,7 @@ DEVICE void accumulate_matrix_values(const matrix_buffer<DEPTH> *buffer,
         }
         UNROLL
         for (int d = 0; d < DEPTH; d += 16) {
-            load_transposed(b, &buffer->columns[1][k + lane % 16][d + lane / 16 * 8]);
+            load_transposed(b, tile_at(buffer->columns[1], k + lane % 16, d + lane / 16 * 8));
             multiply<TYPE>(softmax->output[d / 8], a, b);
             multiply<TYPE>(softmax->output[d / 8 + 1], a, b + 2);
         }
@@ -138,7 +138,7 @@ DEVICE void accumulate_nonfinite(matrix_buffer<DEPTH> *buffer,
             UNROLL
             for (int n = 0; n < DEPTH / 4; n++) {
                 const int d = n / 2 * 8 + lane_column() + n % 2;
-                const uint16_t half = buffer->columns[1][first + k][d];
+                const uint16_t half = *tile_at(buffer->columns[1], first + k, d);
                 const float value = TYPE == H2O_BF16 ? bf16_to_float(half) : f16_to_float(half);
                 UNROLL
                 for (int i = 0; i < 2; i++) {
@@ -201,7 +201,7 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<D
         const bool numbers = h2o_row_is_quantised(at.keys.type);
         if (numbers)
             load_numbers<DEPTH, TYPE, columns>(buffer->columns[0], item, &at.keys, at.first,
-                                               buffer);
+                                               buffer->bias, buffer->scales);
         wait_copies<0>();
         sync_block(); /* the previous values have been used */
         fetch_values<DEPTH, TYPE>(item, &at, buffer);

@@ -20,7 +20,7 @@ template <h2o_dtype TYPE> DEVICE void clip_run(float x[RUN]) {
  * is no key. load(row, d, D, x) reads elements d..d+RUN-1 of N rows at once: neighbours, so that
  * all lanes find the same alignment, as not every row of Q8 is aligned to words. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS, int N, typename LOAD>
-DEVICE void load_quantised(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item *item,
+DEVICE void load_quantised(uint16_t (*tile)[DEPTH], const attend_item *item,
                            const row_source *source, int64_t first, const float *bias, LOAD load) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs;
     const int d = threadIdx.x % runs * RUN;
@@ -44,32 +44,32 @@ DEVICE void load_quantised(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_it
                 UNROLL
                 for (int j = 0; j < 4; j++) run.w[j] = pack<TYPE>(x[i][2 * j], x[i][2 * j + 1]);
             }
-            store16(&tile[k][d], run);
+            store16(tile_at(tile, k, d), run);
         }
     }
 }
 
 /* The numbers of keys of Q8, and their scales. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
-DEVICE void load_numbers(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item *item,
-                         const row_source *source, int64_t first, matrix_buffer<DEPTH> *buffer) {
+DEVICE void load_numbers(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
+                         int64_t first, const float *bias, float *scales) {
     const int k = threadIdx.x;
     load_quantised<DEPTH, TYPE, ROWS, NUMBERS_LOADED>(
-        tile, item, source, first, buffer->bias,
+        tile, item, source, first, bias,
         [](const char *const row[], int64_t d, int64_t D, float x[][RUN]) {
             q8_rows{}.template numbers<NUMBERS_LOADED>(row, d, D, x);
         });
     if (k < ROWS) {
         const char *const row = source->data + (first + k) * source->pitch;
-        const bool is_key = buffer->bias[k] != INFINITY;
-        buffer->scales[k] = is_key ? q8_rows{}.scale(row, item->p->dims.D) : 0.0f;
+        const bool is_key = bias[k] != INFINITY;
+        scales[k] = is_key ? q8_rows{}.scale(row, item->p->dims.D) : 0.0f;
     }
 }
 
 /* Values of Q8 or Q4, rounded. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
-DEVICE void load_rounded(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item *item,
-                         const row_source *source, int64_t first, const float *bias) {
+DEVICE void load_rounded(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
+                         int64_t first, const float *bias) {
     by_stored_dtype<false>(source->type, [&](auto rows) {
         load_quantised<DEPTH, TYPE, ROWS, VALUES_LOADED>(
             tile, item, source, first, bias,

@@ -1,18 +1,39 @@
 /* matrix_sums.cuh - sums.cuh with tensor cores: the attention that each key received.
  *
- * A block has MATRIX_ROWS keys, which stay in shared memory, a warp 16 of them, and a lane sums
- * for two. Queries come in tiles through two stages of shared memory: while one tile's logits and
- * exponentials are computed, the next one is being copied. */
+ * A block has MATRIX_ROWS keys, which stay in the registers of its warps: half of them in each, for
+ * which it computes half the columns of a tile of queries, so that two warps instead of four read
+ * a query from shared memory. Queries come in tiles through two stages of shared memory: while one
+ * tile's logits and exponentials are computed, the next one is being copied. */
 #ifndef H2O_CUDA_MATRIX_SUMS_CUH
 #define H2O_CUDA_MATRIX_SUMS_CUH
 
 #include "matrix_stored.cuh"
+#include "sums.cuh"
+
+enum { LANE_KEYS = 4 }; /* that a lane sums for, 8 rows apart */
+
+template <int DEPTH> struct sums_buffer {
+    enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH) };
+    uint16_t columns[2][COLUMNS][DEPTH];            /* of queries, in use and on their way */
+    float row_max[2][COLUMNS], factors[2][COLUMNS]; /* of these queries */
+    float bias[MATRIX_ROWS], scales[MATRIX_ROWS];   /* of keys, as in matrix_buffer */
+    float sums[MATRIX_ROWS];                        /* over the second half of the columns */
+};
+
+/* A warp's keys: 16 elements of 16 keys are a matrix a of mma. */
+template <int DEPTH> struct key_matrices {
+    uint32_t a[DEPTH / 16][2][4];
+};
+
+DEVICE int first_key() { return threadIdx.x / 64 * 32; }
+DEVICE int lane_key() { return first_key() + lane_row(); }
+DEVICE int column_half() { return threadIdx.x / 32 % 2; }
 
 /* Starts the copy of a tile of queries of one head with their row max and factors. */
 template <int DEPTH>
 DEVICE void fetch_queries(const attend_item *item, const row_source *queries, int64_t h,
-                          int64_t query, int stage, matrix_buffer<DEPTH> *buffer) {
-    const int columns = matrix_buffer<DEPTH>::COLUMNS;
+                          int64_t query, int stage, sums_buffer<DEPTH> *buffer) {
+    const int columns = sums_buffer<DEPTH>::COLUMNS;
     const int64_t token = query + threadIdx.x;
     fetch_matrix<DEPTH, columns>(buffer->columns[stage], item, queries, false, query, NULL);
     if (threadIdx.x < (unsigned)columns && token < item->tokens) {
@@ -23,25 +44,71 @@ DEVICE void fetch_queries(const attend_item *item, const row_source *queries, in
     close_copies();
 }
 
-/* Adds what such a tile, of which c has the logits, gives to a lane's two keys. UNMASKED: every
- * query sees every key, and no key has a bias. LARGEST: maxima instead of sums. */
+/* Loads a tile of keys by way of the queries' shared memory, which is free again afterwards. */
+template <int DEPTH, h2o_dtype TYPE>
+DEVICE void load_keys(const attend_item *item, bool stored, int64_t first,
+                      sums_buffer<DEPTH> *buffer, key_matrices<DEPTH> *keys) {
+    static_assert(sizeof buffer->columns >= sizeof(uint16_t[MATRIX_ROWS][DEPTH]));
+    uint16_t (*const tile)[DEPTH] = (uint16_t (*)[DEPTH])buffer->columns;
+    const row_source source = key_source(item, stored);
+    if (h2o_row_is_quantised(source.type)) {
+        load_numbers<DEPTH, TYPE, MATRIX_ROWS>(tile, item, &source, first, buffer->bias,
+                                               buffer->scales);
+    } else {
+        fetch_matrix<DEPTH, MATRIX_ROWS>(tile, item, &source, stored, first, NULL);
+        close_copies();
+    }
+    wait_copies<0>();
+    sync_block();
+    UNROLL
+    for (int i = 0; i < DEPTH / 16 * 2; i++)
+        load_rows(keys->a[i / 2][i % 2], tile, first_key() + i % 2 * 16, i / 2 * 16);
+    sync_block();
+}
+
+/* The dot products of a warp's keys with its columns: of 16 keys with all of them, then of the
+ * other 16. */
+template <int DEPTH, h2o_dtype TYPE>
+DEVICE void key_dots(const key_matrices<DEPTH> *keys, const uint16_t (*tile)[DEPTH],
+                     float c[sums_buffer<DEPTH>::COLUMNS / 8][4]) {
+    const int columns = sums_buffer<DEPTH>::COLUMNS;
+    UNROLL
+    for (int i = 0; i < columns / 8 * 4; i++) c[i / 4][i % 4] = 0.0f;
+    UNROLL
+    for (int d = 0; d < DEPTH; d += 16) {
+        UNROLL
+        for (int n = 0; n < columns / 2; n += 16) {
+            uint32_t b[4];
+            load_columns(b, tile, column_half() * columns / 2 + n, d);
+            UNROLL
+            for (int i = 0; i < 4; i++) {
+                multiply<TYPE>(c[i / 2 * (columns / 16) + n / 8 + i % 2], keys->a[d / 16][i / 2],
+                               b + i % 2 * 2);
+            }
+        }
+    }
+}
+
+/* Adds what such a tile, of which c has the logits, gives to a lane's keys. UNMASKED: every query
+ * sees every key, and no key has a bias. LARGEST: maxima instead of sums. */
 template <int DEPTH, bool UNMASKED, bool LARGEST>
 DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t first, int64_t query,
-                               int stage, const matrix_buffer<DEPTH> *buffer,
-                               const float c[matrix_buffer<DEPTH>::COLUMNS / 8][4], float sum[2]) {
-    const int columns = matrix_buffer<DEPTH>::COLUMNS, row = warp_row() + lane_row();
+                               int stage, const sums_buffer<DEPTH> *buffer,
+                               const float c[sums_buffer<DEPTH>::COLUMNS / 8][4],
+                               float sum[LANE_KEYS]) {
+    const int columns = sums_buffer<DEPTH>::COLUMNS;
     UNROLL
-    for (int k = 0; k < columns / 4; k++) {
-        const int at = k / 2 * 8 + lane_column() + k % 2;
+    for (int k = 0; k < columns / 8; k++) {
+        const int at = column_half() * columns / 2 + k / 2 * 8 + lane_column() + k % 2;
         const int64_t token = query + at;
         if (!UNMASKED && token >= item->tokens) continue;
         const float row_max = buffer->row_max[stage][at], factor = buffer->factors[stage][at];
         UNROLL
-        for (int i = 0; i < 2; i++) {
-            float logit = c[k / 2][2 * i + k % 2];
+        for (int i = 0; i < LANE_KEYS; i++) {
+            float logit = c[i / 2 * (columns / 16) + k / 2][i % 2 * 2 + k % 2];
             if (!UNMASKED) {
-                const float bias = buffer->bias[row + 8 * i];
-                if (bias == INFINITY || (!stored && first + row + 8 * i > token)) continue;
+                const float bias = buffer->bias[lane_key() + 8 * i];
+                if (bias == INFINITY || (!stored && first + lane_key() + 8 * i > token)) continue;
                 logit += bias;
             }
             const float e = fast_exp(logit - row_max);
@@ -51,21 +118,28 @@ DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t fir
 }
 
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void add_matrix_column_sums(const attend_item *item, bool stored, int64_t first,
-                                   int64_t query, int stage, const matrix_buffer<DEPTH> *buffer,
-                                   float sum[2]) {
-    const int columns = matrix_buffer<DEPTH>::COLUMNS;
+DEVICE void add_matrix_column_sums(const attend_item *item, const key_matrices<DEPTH> *keys,
+                                   bool stored, int64_t first, int64_t query, int stage,
+                                   const sums_buffer<DEPTH> *buffer, float sum[LANE_KEYS]) {
+    const int columns = sums_buffer<DEPTH>::COLUMNS;
     const bool unmasked =
         !stored && first + MATRIX_ROWS <= query + 1 && query + columns <= item->tokens;
     float c[columns / 8][4];
-    matrix_dots<DEPTH, TYPE>(buffer, buffer->columns[stage], c);
+    key_dots<DEPTH, TYPE>(keys, buffer->columns[stage], c);
     if (stored && h2o_row_is_quantised(item->store.key_type)) {
-        const float *const scales = &buffer->scales[warp_row() + lane_row()];
-        scale_dots<columns / 8>(c, [&](int i) { return scales[i % 4 / 2 * 8]; });
+        const float *const scales = &buffer->scales[lane_key()];
+        scale_dots<columns / 8>(
+            c, [&](int i) { return scales[i / (columns / 4) * 16 + i % 4 / 2 * 8]; });
     }
     dots_to_logits<columns / 8>(c, item->p->scale, item->p->softcap);
     if (h2o_scores_largest(&item->p->policy)) {
-        add_column_sums_of<DEPTH, false, true>(item, stored, first, query, stage, buffer, c, sum);
+        if (unmasked) {
+            add_column_sums_of<DEPTH, true, true>(item, stored, first, query, stage, buffer, c,
+                                                  sum);
+        } else {
+            add_column_sums_of<DEPTH, false, true>(item, stored, first, query, stage, buffer, c,
+                                                   sum);
+        }
     } else if (unmasked) {
         add_column_sums_of<DEPTH, true, false>(item, stored, first, query, stage, buffer, c, sum);
     } else {
@@ -76,17 +150,13 @@ DEVICE void add_matrix_column_sums(const attend_item *item, bool stored, int64_t
 /* The column sums of a tile of keys, over the queries that see them of all R heads. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void sum_over_queries(const attend_item *item, bool stored, int64_t first,
-                             matrix_buffer<DEPTH> *buffer, float sum[2]) {
-    const int columns = matrix_buffer<DEPTH>::COLUMNS;
+                             sums_buffer<DEPTH> *buffer, float sum[LANE_KEYS]) {
+    const int columns = sums_buffer<DEPTH>::COLUMNS;
     const int64_t R = item->p->dims.R, begin = stored ? 0 : first;
     const int64_t tiles = cuda_ceil(item->tokens - begin, columns);
-    const row_source keys = key_source(item, stored);
     row_source queries = token_source(item, &item->p->query, item->g * R);
-    if (h2o_row_is_quantised(keys.type)) {
-        load_numbers<DEPTH, TYPE, MATRIX_ROWS>(buffer->rows, item, &keys, first, buffer);
-    } else {
-        fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, item, &keys, stored, first, NULL);
-    }
+    key_matrices<DEPTH> keys;
+    load_keys<DEPTH, TYPE>(item, stored, first, buffer, &keys);
     fetch_queries<DEPTH>(item, &queries, item->g * R, begin, 0, buffer);
     int stage = 0;
     for (int64_t r = 0; r < R; r++) {
@@ -99,34 +169,47 @@ DEVICE void sum_over_queries(const attend_item *item, bool stored, int64_t first
                 fetch_queries<DEPTH>(item, &queries, item->g * R + r + last,
                                      begin + (last ? 0 : i + 1) * columns, 1 - stage, buffer);
             }
-            add_matrix_column_sums<DEPTH, TYPE>(item, stored, first, begin + i * columns, stage,
-                                                buffer, sum);
+            add_matrix_column_sums<DEPTH, TYPE>(item, &keys, stored, first, begin + i * columns,
+                                                stage, buffer, sum);
             stage = 1 - stage;
         }
     }
 }
 
-/* Grid: tiles of keys, stored ones first, G, B. */
+/* Writes the scores of a tile of keys, from both halves of the columns. */
+template <int DEPTH>
+DEVICE void write_scores(const attend_item *item, bool stored, int64_t first,
+                         sums_buffer<DEPTH> *buffer, const float sum[LANE_KEYS]) {
+    const bool largest = h2o_scores_largest(&item->p->policy);
+    const bool speaks = lane_column() == 0, is_second = column_half() == 1;
+    float half[LANE_KEYS];
+    UNROLL
+    for (int i = 0; i < LANE_KEYS; i++) {
+        half[i] = largest ? largest_of_lanes<4>(sum[i]) : quad_sum(sum[i]);
+        if (is_second && speaks) buffer->sums[lane_key() + 8 * i] = half[i];
+    }
+    sync_block();
+    if (is_second || !speaks) return;
+    UNROLL
+    for (int i = 0; i < LANE_KEYS; i++) {
+        const int row = lane_key() + 8 * i;
+        const float other = buffer->sums[row];
+        write_score(item, stored, first + row, buffer->bias[row],
+                    largest ? h2o_larger(half[i], other) : half[i] + other);
+    }
+}
+
+/* Grid: cuda_sums_blocks, G, B. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void matrix_sums_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
-    matrix_buffer<DEPTH> *const buffer = (matrix_buffer<DEPTH> *)shared;
-    const int64_t g = blockIdx.y, b = blockIdx.z;
-    const attend_item item = open_attend(p, workspace, b, g);
-    const int64_t stored_tiles = gridDim.x - cuda_ceil(p->dims.Q, MATRIX_ROWS);
-    const bool stored = blockIdx.x < stored_tiles;
-    const int64_t first = (stored ? blockIdx.x : blockIdx.x - stored_tiles) * MATRIX_ROWS;
-    if (!stored) clear_pad_scores(p, b, g, first, MATRIX_ROWS);
-    const bool any = load_bias(&item, stored, first, MATRIX_ROWS, buffer->bias) && item.tokens > 0;
-    float sum[2] = {};
-    if (any) sum_over_queries<DEPTH, TYPE>(&item, stored, first, buffer, sum);
-    UNROLL
-    for (int i = 0; i < 2; i++) {
-        const int row = warp_row() + lane_row() + 8 * i;
-        const float column_sum = h2o_scores_largest(&p->policy) ? largest_of_lanes<4>(sum[i])
-                                                                : quad_sum(sum[i]);
-        if (lane_column() == 0)
-            write_score(&item, stored, first + row, buffer->bias[row], column_sum);
-    }
+    static_assert(sizeof(sums_buffer<DEPTH>) == CUDA_SUMS_SHARED(DEPTH));
+    sums_buffer<DEPTH> *const buffer = (sums_buffer<DEPTH> *)shared;
+    const attend_item item = open_attend(p, workspace, blockIdx.z, blockIdx.y);
+    each_key_tile<MATRIX_ROWS>(&item, buffer->bias, [&](bool stored, int64_t first, bool any) {
+        float sum[LANE_KEYS] = {};
+        if (any) sum_over_queries<DEPTH, TYPE>(&item, stored, first, buffer, sum);
+        write_scores<DEPTH>(&item, stored, first, buffer, sum);
+    });
 }
 
 #endif

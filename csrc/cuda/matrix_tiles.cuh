@@ -17,20 +17,23 @@
 #include "attend_tiles.cuh"
 
 enum {
-    MATRIX_GAP = 8,     /* elements between rows, so that a column's banks differ */
     NUMBERS_LOADED = 4, /* quantised keys that a thread loads before it uses the first, ... */
     VALUES_LOADED = 2   /* ... and values; of more of both registers become scarce */
 };
 
 template <int DEPTH> struct matrix_buffer {
     enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH) };
-    uint16_t rows[MATRIX_ROWS][DEPTH + MATRIX_GAP]; /* forward: queries; sums: keys */
-    /* forward: keys, and their values; sums: two stages of queries, in use and on their way */
-    uint16_t columns[2][COLUMNS][DEPTH + MATRIX_GAP];
-    float bias[MATRIX_ROWS];                        /* of keys, see load_bias */
-    float scales[MATRIX_ROWS];                      /* of quantised keys */
-    float row_max[2][COLUMNS], factors[2][COLUMNS]; /* sums: of each stage's queries */
+    uint16_t rows[MATRIX_ROWS][DEPTH];   /* queries */
+    uint16_t columns[2][COLUMNS][DEPTH]; /* keys, and their values */
+    float bias[MATRIX_ROWS];             /* of keys, see load_bias */
+    float scales[MATRIX_ROWS];           /* of quantised keys */
 };
+
+/* Where element d of a tile's row is. The runs of RUN elements are swizzled: their numbers are
+ * XORed with the row's, so that of eight rows in sequence the same run lies in different banks. */
+template <typename ROW> DEVICE auto *tile_at(ROW *tile, int row, int d) {
+    return &tile[row][d ^ row % 8 * RUN];
+}
 
 DEVICE int lane_row() { return threadIdx.x % 32 / 4; }
 DEVICE int lane_column() { return threadIdx.x % 4 * 2; }
@@ -104,8 +107,8 @@ DEVICE row_source value_source(const attend_item *item, bool stored) {
  * row's bias, if that is given, says that there is no key: aligned runs by copies that the caller
  * waits for, others at once. */
 template <int DEPTH, int ROWS>
-DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item *item,
-                         const row_source *source, bool stored, int64_t first, const float *bias) {
+DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const row_source *source,
+                         bool stored, int64_t first, const float *bias) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs, each = ROWS / step;
     const int top = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
     /* Devices whose copies wait hold the rows of a turn in registers, and have few left. */
@@ -122,7 +125,7 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item
             if (i < count && !(bias && bias[k] == INFINITY)) {
                 row.data = source->data + (listed ? item->columns[i] : i) * source->pitch;
             }
-            store16(&tile[k][d], row.data ? load_halves(row, d, D) : vec16{});
+            store16(tile_at(tile, k, d), row.data ? load_halves(row, d, D) : vec16{});
         }
     } else if (first + ROWS <= count && !listed && !bias && d < D) {
         from += (first + top) * source->pitch;
@@ -130,7 +133,7 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item
         for (int begin = 0; begin < each; begin += turn) {
             UNROLL
             for (int k = begin; k < begin + turn; k++, from += step * source->pitch) {
-                copy_async<16>(&tile[top + k * step][d], from);
+                copy_async<16>(tile_at(tile, top + k * step, d), from);
             }
         }
     } else {
@@ -142,9 +145,9 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH + MATRIX_GAP], const attend_item
                 const bool empty = bias && bias[top + k * step] == INFINITY;
                 if (i < count && d < D && !empty) {
                     const int64_t row = listed ? item->columns[i] : i;
-                    copy_async<16>(&tile[top + k * step][d], from + row * source->pitch);
+                    copy_async<16>(tile_at(tile, top + k * step, d), from + row * source->pitch);
                 } else {
-                    store16(&tile[top + k * step][d], vec16{});
+                    store16(tile_at(tile, top + k * step, d), vec16{});
                 }
             }
         }
@@ -163,13 +166,13 @@ template <h2o_dtype TYPE> DEVICE uint32_t pack(float low, float high) {
 /* Whether this thread's share of a tile's elements is finite. Where an exponent is all ones, one
  * more in its last place carries into the sign, which is left out before. */
 template <int DEPTH, h2o_dtype TYPE, int ROWS>
-DEVICE bool finite_part(const uint16_t (*tile)[DEPTH + MATRIX_GAP]) {
+DEVICE bool finite_part(const uint16_t (*tile)[DEPTH]) {
     const uint32_t exponents = TYPE == H2O_BF16 ? 0x7f807f80 : 0x7c007c00;
     const uint32_t last = TYPE == H2O_BF16 ? 0x00800080 : 0x04000400;
     const int runs = DEPTH / RUN;
     uint32_t carries = 0;
     for (int i = threadIdx.x; i < ROWS * runs; i += ATTEND_THREADS) {
-        const vec16 x = load16(&tile[i / runs][i % runs * RUN]);
+        const vec16 x = load16(tile_at(tile, i / runs, i % runs * RUN));
         UNROLL
         for (int j = 0; j < 4; j++) carries |= (x.w[j] & exponents) + last;
     }
@@ -186,19 +189,30 @@ DEVICE void multiply(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     multiply_f16(c, a, b);
 }
 
+/* Elements d..d+15 of 16 columns, as two matrices b of mma. */
+template <typename ROW> DEVICE void load_columns(uint32_t b[4], const ROW *tile, int n, int d) {
+    const int lane = threadIdx.x % 32;
+    load_matrices(b, tile_at(tile, n + lane % 8 + lane / 16 * 8, d + lane / 8 % 2 * 8));
+}
+
+/* The same of 16 rows, as a matrix a. */
+template <typename ROW> DEVICE void load_rows(uint32_t a[4], const ROW *tile, int row, int d) {
+    const int lane = threadIdx.x % 32;
+    load_matrices(a, tile_at(tile, row + lane % 16, d + lane / 16 * 8));
+}
+
 /* Adds the dot products of a warp's 16 rows with all columns of a tile. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void add_matrix_dots(const matrix_buffer<DEPTH> *buffer,
-                            const uint16_t (*tile)[DEPTH + MATRIX_GAP],
+DEVICE void add_matrix_dots(const matrix_buffer<DEPTH> *buffer, const uint16_t (*tile)[DEPTH],
                             float c[matrix_buffer<DEPTH>::COLUMNS / 8][4]) {
-    const int lane = threadIdx.x % 32, columns = matrix_buffer<DEPTH>::COLUMNS;
+    const int columns = matrix_buffer<DEPTH>::COLUMNS;
     UNROLL
     for (int d = 0; d < DEPTH; d += 16) {
         uint32_t a[4], b[4];
-        load_matrices(a, &buffer->rows[warp_row() + lane % 16][d + lane / 16 * 8]);
+        load_rows(a, buffer->rows, warp_row(), d);
         UNROLL
         for (int n = 0; n < columns; n += 16) {
-            load_matrices(b, &tile[n + lane % 8 + lane / 16 * 8][d + lane / 8 % 2 * 8]);
+            load_columns(b, tile, n, d);
             multiply<TYPE>(c[n / 8], a, b);
             multiply<TYPE>(c[n / 8 + 1], a, b + 2);
         }
@@ -206,8 +220,7 @@ DEVICE void add_matrix_dots(const matrix_buffer<DEPTH> *buffer,
 }
 
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer,
-                        const uint16_t (*tile)[DEPTH + MATRIX_GAP],
+DEVICE void matrix_dots(const matrix_buffer<DEPTH> *buffer, const uint16_t (*tile)[DEPTH],
                         float c[matrix_buffer<DEPTH>::COLUMNS / 8][4]) {
     UNROLL
     for (int i = 0; i < matrix_buffer<DEPTH>::COLUMNS / 8 * 4; i++) c[i / 4][i % 4] = 0.0f;

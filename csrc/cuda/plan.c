@@ -84,14 +84,15 @@ static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const int kind = kind_of(params->query.dtype, matrices);
     const int size = d->D <= 64 ? 0 : d->D <= 128 ? 1 : 2, depth = 64 << size;
     const int tile = matrices ? MATRIX_ROWS : ATTEND_TILE;
-    const int shared = matrices ? CUDA_MATRIX_SHARED(depth) : CUDA_ATTEND_SHARED(depth);
-    const int64_t queries = cuda_ceil(d->Q, tile);
+    const int forward = matrices ? CUDA_MATRIX_SHARED(depth) : CUDA_ATTEND_SHARED(depth);
+    const int sums = matrices ? CUDA_SUMS_SHARED(depth) : CUDA_ATTEND_SHARED(depth);
+    const int64_t tiles = cuda_ceil(d->Q, tile);
     const int64_t stored = params->has_slots ? cuda_ceil(cuda_slots(&params->slots), tile) : 0;
     if (kind == 2) plan->capability = 80;
-    add_launch(plan, FORWARD + kind * SIZES + size, params, sizeof *params, queries, d->H, d->B,
-               ATTEND_THREADS, (unsigned)shared);
-    add_launch(plan, SUMS + kind * SIZES + size, params, sizeof *params, stored + queries, d->G,
-               d->B, ATTEND_THREADS, (unsigned)shared);
+    add_launch(plan, FORWARD + kind * SIZES + size, params, sizeof *params, tiles, d->H, d->B,
+               ATTEND_THREADS, (unsigned)forward);
+    add_launch(plan, SUMS + kind * SIZES + size, params, sizeof *params,
+               cuda_sums_blocks(stored, tiles), d->G, d->B, ATTEND_THREADS, (unsigned)sums);
 }
 
 static void plan_attend(const h2o_attend_params *params, cuda_plan *plan) {

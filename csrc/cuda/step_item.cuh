@@ -15,7 +15,7 @@ typedef struct {
     int64_t R, D;
     float scale, softcap;
     const h2o_view *sink_logits;
-    int64_t first_head; /* of the group */
+    int64_t first_head;                 /* of the group */
     element_ref query, key, value, out; /* query, out: of the group's first head, ... */
     int64_t query_stride, out_stride;   /* ... and bytes from head to head */
     int32_t *ranks;

@@ -9,8 +9,8 @@
  *
  * Where scores are the largest attention, it takes the maximum instead of the sum over queries.
  *
- * A block has ATTEND_TILE keys, which stay in shared memory, and loads one tile of the queries
- * that see them after the other, of all R heads of the group. No other block adds to these sums:
+ * A block has a tile of ATTEND_TILE keys at a time, which stay in shared memory, and loads one tile
+ * of the queries that see them after the other, of all R heads of the group. No other block adds to these sums:
  * there are no atomics, and the order of additions is fixed. matrix_sums.cuh does the same with
  * tensor cores. */
 #ifndef H2O_CUDA_SUMS_CUH
@@ -44,45 +44,68 @@ DEVICE void add_column_sums(const attend_item *item, bool stored, int64_t first,
     }
 }
 
-/* Grid: tiles of keys, stored ones first, G, B. */
-template <int DEPTH>
-DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
-    tile_buffer<DEPTH> *const buffer = (tile_buffer<DEPTH> *)shared;
-    const int64_t g = blockIdx.y, b = blockIdx.z;
-    const bool largest = h2o_scores_largest(&p->policy);
-    const attend_item item = open_attend(p, workspace, b, g);
-    const int64_t stored_tiles = gridDim.x - cuda_ceil(p->dims.Q, ATTEND_TILE);
+/* A block's tiles of ROWS keys: one of slots, or of new keys the first and the last, or the second
+ * and the last but one, and so on, since the earlier a key the more queries see it.
+ * use(stored, first, any) gets whether the tile has a key that a query sees. */
+template <int ROWS, typename USE>
+DEVICE void each_key_tile(const attend_item *item, float *bias, USE use) {
+    const int64_t tiles = cuda_ceil(item->p->dims.Q, ROWS);
+    const int64_t stored_tiles = gridDim.x - cuda_ceil(tiles, 2);
     const bool stored = blockIdx.x < stored_tiles;
-    const int64_t first = (stored ? blockIdx.x : blockIdx.x - stored_tiles) * ATTEND_TILE;
-    const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
-    if (!stored) clear_pad_scores(p, b, g, first, ATTEND_TILE);
-    const bool any = load_bias(&item, stored, first, ATTEND_TILE, buffer->bias) && item.tokens > 0;
-    float sum[THREAD_ROWS] = {};
-    if (any) {
-        load_tile<DEPTH>(buffer->rows, p->dims.D,
-                         [&](int i) { return key_row(&item, stored, first + i); });
+    const int64_t early = stored ? blockIdx.x : blockIdx.x - stored_tiles;
+    const int64_t late = stored ? early : tiles - 1 - early;
+    NO_UNROLL
+    for (int64_t tile = early;; tile = late) {
+        const int64_t first = tile * ROWS;
+        if (!stored) clear_pad_scores(item->p, item->b, item->g, first, ROWS);
+        const bool any = load_bias(item, stored, first, ROWS, bias);
+        use(stored, first, any && item->tokens > 0);
+        if (tile == late) return;
+        sync_block(); /* the first tile's bias has been read */
     }
-    for (int64_t r = 0; any && r < p->dims.R; r++) {
-        const int64_t h = g * p->dims.R + r;
-        for (int64_t query = stored ? 0 : first; query < item.tokens; query += ATTEND_TILE) {
+}
+
+/* Adds up a tile of keys. */
+template <int DEPTH>
+DEVICE void sum_tile(const attend_item *item, bool stored, int64_t first,
+                     tile_buffer<DEPTH> *buffer, float sum[THREAD_ROWS]) {
+    const h2o_attend_params *const p = item->p;
+    load_tile<DEPTH>(buffer->rows, p->dims.D,
+                     [&](int i) { return key_row(item, stored, first + i); });
+    for (int64_t r = 0; r < p->dims.R; r++) {
+        const int64_t h = item->g * p->dims.R + r;
+        for (int64_t query = stored ? 0 : first; query < item->tokens; query += ATTEND_TILE) {
             sync_block(); /* the previous tile has been read */
             load_tile<DEPTH>(buffer->columns, p->dims.D,
-                             [&](int i) { return token_row(&item, &p->query, h, query + i); });
+                             [&](int i) { return token_row(item, &p->query, h, query + i); });
             sync_block();
-            if (largest) {
-                add_column_sums<DEPTH, true>(&item, stored, first, h, query, buffer, sum);
+            if (h2o_scores_largest(&p->policy)) {
+                add_column_sums<DEPTH, true>(item, stored, first, h, query, buffer, sum);
             } else {
-                add_column_sums<DEPTH, false>(&item, stored, first, h, query, buffer, sum);
+                add_column_sums<DEPTH, false>(item, stored, first, h, query, buffer, sum);
             }
         }
     }
-    UNROLL
-    for (int i = 0; i < THREAD_ROWS; i++) {
-        const float column_sum =
-            largest ? largest_of_lanes<ROW_THREADS>(sum[i]) : row_threads_sum(sum[i]);
-        if (column == 0)
-            write_score(&item, stored, first + row + i, buffer->bias[row + i], column_sum);
-    }
+}
+
+/* Grid: cuda_sums_blocks, G, B. */
+template <int DEPTH>
+DEVICE void sums_block(const h2o_attend_params *p, char *workspace, unsigned char *shared) {
+    tile_buffer<DEPTH> *const buffer = (tile_buffer<DEPTH> *)shared;
+    const attend_item item = open_attend(p, workspace, blockIdx.z, blockIdx.y);
+    const int row = threadIdx.x / ROW_THREADS * THREAD_ROWS, column = threadIdx.x % ROW_THREADS;
+    each_key_tile<ATTEND_TILE>(&item, buffer->bias, [&](bool stored, int64_t first, bool any) {
+        float sum[THREAD_ROWS] = {};
+        if (any) sum_tile<DEPTH>(&item, stored, first, buffer, sum);
+        UNROLL
+        for (int i = 0; i < THREAD_ROWS; i++) {
+            const float column_sum = h2o_scores_largest(&p->policy)
+                                         ? largest_of_lanes<ROW_THREADS>(sum[i])
+                                         : row_threads_sum(sum[i]);
+            if (column == 0)
+                write_score(&item, stored, first + row + i, buffer->bias[row + i], column_sum);
+        }
+    });
 }
 
 #endif

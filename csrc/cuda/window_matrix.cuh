@@ -17,7 +17,7 @@ typedef matrix_buffer<WINDOW_DEPTH> window_matrices;
  * number k on, `step` apart; zeros where data is NULL: aligned runs by copies that the caller waits
  * for. */
 template <int DEPTH, typename AT>
-DEVICE void fetch_rows(uint16_t (*tile)[DEPTH + MATRIX_GAP], int64_t d, int64_t D, AT at) {
+DEVICE void fetch_rows(uint16_t (*tile)[DEPTH], int64_t d, int64_t D, AT at) {
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs;
     const int top = threadIdx.x / runs, run = threadIdx.x % runs * RUN;
     element_ref row[WINDOW_FETCHED];
@@ -27,7 +27,7 @@ DEVICE void fetch_rows(uint16_t (*tile)[DEPTH + MATRIX_GAP], int64_t d, int64_t 
         const int64_t skipped = 2 * (d + run) * row[k].stride;
         const char *const from = row[k].data ? row[k].data + skipped : NULL;
         const bool aligned = row[k].stride == 1 && d + run + RUN <= D && is_aligned(from);
-        uint16_t *const to = &tile[top + k * step][run];
+        uint16_t *const to = tile_at(tile, top + k * step, run);
         if (from && aligned) {
             copy_async<16>(to, from);
         } else {
@@ -38,8 +38,8 @@ DEVICE void fetch_rows(uint16_t (*tile)[DEPTH + MATRIX_GAP], int64_t d, int64_t 
 }
 
 template <int DEPTH>
-DEVICE void fetch_cells(uint16_t (*tile)[DEPTH + MATRIX_GAP], const text_window *w,
-                        const token_rows *rows, int64_t first, int64_t d) {
+DEVICE void fetch_cells(uint16_t (*tile)[DEPTH], const text_window *w, const token_rows *rows,
+                        int64_t first, int64_t d) {
     fetch_rows<DEPTH>(tile, d, w->head.p->dims.D, [&](int top, int step, element_ref *row) {
         int64_t token[WINDOW_FETCHED];
         const char *data[WINDOW_FETCHED];
