@@ -43,29 +43,31 @@ DEFINE_ATTEND(64)
 DEFINE_ATTEND(128)
 DEFINE_ATTEND(256)
 
-/* Tensor cores; FORWARD is KERNEL, or where registers would else be too many for three blocks of a
- * multiprocessor: */
-#define THREE_BLOCKS(name, type) BOUNDED_KERNEL(name, type, ATTEND_THREADS, 3)
-
-#define DEFINE_MATRIX(type, TYPE, depth, FORWARD)                                                  \
-    FORWARD(h2o_cuda_forward_##type##_##depth, h2o_attend_params) {                                \
+/* Tensor cores, with registers for so many blocks of forward and of sums on a multiprocessor: the
+ * most for which the compiler needs no local memory. */
+#define FORWARD_64 (CAPABILITY < 100 ? 3 : 2)
+#define SUMS_64 (CAPABILITY == 90 ? 3 : 4)
+#define DEFINE_MATRIX(type, TYPE, depth, forward_blocks, sums_blocks)                              \
+    BOUNDED_KERNEL(h2o_cuda_forward_##type##_##depth, h2o_attend_params, ATTEND_THREADS,           \
+                   forward_blocks) {                                                               \
         DYN_SHARED(shared);                                                                        \
         matrix_forward<depth, TYPE>(&params, workspace, shared);                                   \
     }                                                                                              \
     EXPORT_KERNEL(h2o_cuda_forward_##type##_##depth, h2o_attend_params)                            \
-    KERNEL(h2o_cuda_sums_##type##_##depth, h2o_attend_params) {                                    \
+    BOUNDED_KERNEL(h2o_cuda_sums_##type##_##depth, h2o_attend_params, ATTEND_THREADS,              \
+                   sums_blocks) {                                                                  \
         DYN_SHARED(shared);                                                                        \
         matrix_sums_block<depth, TYPE>(&params, workspace, shared);                                \
     }                                                                                              \
     EXPORT_KERNEL(h2o_cuda_sums_##type##_##depth, h2o_attend_params)
 
-DEFINE_MATRIX(f16, H2O_F16, 64, THREE_BLOCKS)
-DEFINE_MATRIX(f16, H2O_F16, 128, KERNEL)
-DEFINE_MATRIX(f16, H2O_F16, 256, KERNEL)
+DEFINE_MATRIX(f16, H2O_F16, 64, FORWARD_64, SUMS_64)
+DEFINE_MATRIX(f16, H2O_F16, 128, 2, 3)
+DEFINE_MATRIX(f16, H2O_F16, 256, 1, 2)
 #if CAPABILITY >= 80
-DEFINE_MATRIX(bf16, H2O_BF16, 64, THREE_BLOCKS)
-DEFINE_MATRIX(bf16, H2O_BF16, 128, KERNEL)
-DEFINE_MATRIX(bf16, H2O_BF16, 256, KERNEL)
+DEFINE_MATRIX(bf16, H2O_BF16, 64, FORWARD_64, SUMS_64)
+DEFINE_MATRIX(bf16, H2O_BF16, 128, 2, 3)
+DEFINE_MATRIX(bf16, H2O_BF16, 256, 1, 2)
 #endif
 
 #endif

@@ -127,8 +127,9 @@ H2O_INLINE unsigned cuda_prepare_shared(void) { return 4096; }
 #define CUDA_ATTEND_SHARED(depth) (4 * ATTEND_TILE * (2 * ((depth) + 4) + (ATTEND_TILE + 4) + 1))
 #define CUDA_MATRIX_SHARED(depth)                                                                  \
     (2 * (MATRIX_ROWS + 2 * CUDA_MATRIX_COLUMNS(depth)) * (depth) + 4 * 2 * MATRIX_ROWS)
+#define CUDA_SUMS_STAGES(depth) ((depth) > 128 ? 4 : 2)
 #define CUDA_SUMS_SHARED(depth)                                                                    \
-    (2 * 2 * CUDA_MATRIX_COLUMNS(depth) * (depth) +                                                \
+    (2 * CUDA_SUMS_STAGES(depth) * CUDA_MATRIX_COLUMNS(depth) * (depth) +                          \
      4 * (4 * CUDA_MATRIX_COLUMNS(depth) + 3 * MATRIX_ROWS))
 
 /* Blocks of sums, of a head whose slots are so many tiles: one for each, and one for two of new keys,

@@ -18,9 +18,9 @@
 /* A tile of keys: stored ones first, then new ones up to the last query's own. */
 typedef struct {
     bool stored;
-    int64_t first;
-    int64_t end;  /* of the new keys, ... */
-    int64_t past; /* ... and of those that every query sees */
+    int32_t first;
+    int32_t end;  /* of the new keys, ... */
+    int32_t past; /* ... and of those that every query sees */
     row_source keys, values;
 } key_tile;
 
@@ -51,20 +51,21 @@ DEVICE void update_matrix_softmax(const key_tile *at, int64_t query,
                                   float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
                                   matrix_softmax<DEPTH> *softmax) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
+    const int ahead = at->stored ? -columns : at->first - (int)query; /* keys, of the queries */
     UNROLL
     for (int i = 0; i < 2; i++) {
-        const int64_t token = query + warp_row() + lane_row() + 8 * i;
+        const int row = warp_row() + lane_row() + 8 * i;
         float row_max = softmax->row_max[i], row_sum = 0.0f;
-        uint64_t visible = 0;
+        uint32_t visible = 0;
         UNROLL
         for (int k = 0; k < columns / 4; k++) {
             const int column = k / 2 * 8 + lane_column() + k % 2;
             float *const x = &c[k / 2][2 * i + k % 2];
             if (!UNMASKED) {
                 const float bias = buffer->bias[column];
-                if (bias == INFINITY || (!at->stored && at->first + column > token)) continue;
+                if (bias == INFINITY || column + ahead > row) continue;
                 *x += bias;
-                visible |= (uint64_t)1 << k;
+                visible |= 1u << k;
             }
             row_max = fmaxf(row_max, *x);
         }
@@ -192,8 +193,8 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<D
                          matrix_softmax<DEPTH> *softmax) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     key_tile at = {};
-    at.end = lower(query + MATRIX_ROWS, item->tokens);
-    at.past = query + 1;
+    at.end = (int32_t)lower(query + MATRIX_ROWS, item->tokens);
+    at.past = (int32_t)query + 1;
     open_keys(item, item->slots > 0, &at);
     bool more = fetch_keys<DEPTH>(item, &at, buffer);
     while (more) {

@@ -13,16 +13,19 @@
 enum { LANE_KEYS = 4 }; /* that a lane sums for, 8 rows apart */
 
 template <int DEPTH> struct sums_buffer {
-    enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH) };
-    uint16_t columns[2][COLUMNS][DEPTH];            /* of queries, in use and on their way */
+    enum { COLUMNS = CUDA_MATRIX_COLUMNS(DEPTH), STAGES = CUDA_SUMS_STAGES(DEPTH) };
+    uint16_t columns[STAGES][COLUMNS][DEPTH];       /* two of queries, keys in the last */
     float row_max[2][COLUMNS], factors[2][COLUMNS]; /* of these queries */
     float bias[MATRIX_ROWS], scales[MATRIX_ROWS];   /* of keys, as in matrix_buffer */
     float sums[MATRIX_ROWS];                        /* over the second half of the columns */
 };
 
-/* A warp's keys: 16 elements of 16 keys are a matrix a of mma. */
+/* A warp's keys, whose rows are in shared memory: 16 elements of 16 keys are a matrix a of mma. Of
+ * rows of more than 128 elements registers have no room for all. */
 template <int DEPTH> struct key_matrices {
-    uint32_t a[DEPTH / 16][2][4];
+    enum { KEPT = DEPTH <= 128 };
+    uint16_t (*rows)[DEPTH];
+    uint32_t a[KEPT ? DEPTH / 16 : 1][2][4];
 };
 
 DEVICE int first_key() { return threadIdx.x / 64 * 32; }
@@ -44,46 +47,52 @@ DEVICE void fetch_queries(const attend_item *item, const row_source *queries, in
     close_copies();
 }
 
-/* Loads a tile of keys by way of the queries' shared memory, which is free again afterwards. */
+/* Loads a tile of keys. Those that registers keep were in the place of the second stage. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void load_keys(const attend_item *item, bool stored, int64_t first,
                       sums_buffer<DEPTH> *buffer, key_matrices<DEPTH> *keys) {
-    static_assert(sizeof buffer->columns >= sizeof(uint16_t[MATRIX_ROWS][DEPTH]));
-    uint16_t (*const tile)[DEPTH] = (uint16_t (*)[DEPTH])buffer->columns;
+    const int stages = MATRIX_ROWS / CUDA_MATRIX_COLUMNS(DEPTH); /* as large as a tile of keys */
     const row_source source = key_source(item, stored);
+    keys->rows = (uint16_t (*)[DEPTH])buffer->columns[sums_buffer<DEPTH>::STAGES - stages];
     if (h2o_row_is_quantised(source.type)) {
-        load_numbers<DEPTH, TYPE, MATRIX_ROWS>(tile, item, &source, first, buffer->bias,
+        load_numbers<DEPTH, TYPE, MATRIX_ROWS>(keys->rows, item, &source, first, buffer->bias,
                                                buffer->scales);
     } else {
-        fetch_matrix<DEPTH, MATRIX_ROWS>(tile, item, &source, stored, first, NULL);
-        close_copies();
+        fetch_matrix<DEPTH, MATRIX_ROWS>(keys->rows, item, &source, stored, first, NULL);
     }
+}
+
+template <int DEPTH> DEVICE void keep_keys(key_matrices<DEPTH> *keys) {
+    if (!key_matrices<DEPTH>::KEPT) return;
     wait_copies<0>();
     sync_block();
     UNROLL
     for (int i = 0; i < DEPTH / 16 * 2; i++)
-        load_rows(keys->a[i / 2][i % 2], tile, first_key() + i % 2 * 16, i / 2 * 16);
+        load_rows(keys->a[i / 2][i % 2], keys->rows, first_key() + i % 2 * 16, i / 2 * 16);
     sync_block();
 }
 
 /* The dot products of a warp's keys with its columns: of 16 keys with all of them, then of the
  * other 16. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void key_dots(const key_matrices<DEPTH> *keys, const uint16_t (*tile)[DEPTH],
+DEVICE void key_dots(key_matrices<DEPTH> *keys, const uint16_t (*tile)[DEPTH],
                      float c[sums_buffer<DEPTH>::COLUMNS / 8][4]) {
     const int columns = sums_buffer<DEPTH>::COLUMNS;
     UNROLL
     for (int i = 0; i < columns / 8 * 4; i++) c[i / 4][i % 4] = 0.0f;
     UNROLL
     for (int d = 0; d < DEPTH; d += 16) {
+        const bool kept = key_matrices<DEPTH>::KEPT;
+        uint32_t (*const a)[4] = keys->a[kept ? d / 16 : 0];
+        UNROLL
+        for (int i = 0; i < 2 && !kept; i++) load_rows(a[i], keys->rows, first_key() + i * 16, d);
         UNROLL
         for (int n = 0; n < columns / 2; n += 16) {
             uint32_t b[4];
             load_columns(b, tile, column_half() * columns / 2 + n, d);
             UNROLL
             for (int i = 0; i < 4; i++) {
-                multiply<TYPE>(c[i / 2 * (columns / 16) + n / 8 + i % 2], keys->a[d / 16][i / 2],
-                               b + i % 2 * 2);
+                multiply<TYPE>(c[i / 2 * (columns / 16) + n / 8 + i % 2], a[i / 2], b + i % 2 * 2);
             }
         }
     }
@@ -97,18 +106,19 @@ DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t fir
                                const float c[sums_buffer<DEPTH>::COLUMNS / 8][4],
                                float sum[LANE_KEYS]) {
     const int columns = sums_buffer<DEPTH>::COLUMNS;
+    const int count = (int)lower(item->tokens - query, columns);
+    const int ahead = stored ? -MATRIX_ROWS : (int)(first - query); /* keys, of the queries */
     UNROLL
     for (int k = 0; k < columns / 8; k++) {
         const int at = column_half() * columns / 2 + k / 2 * 8 + lane_column() + k % 2;
-        const int64_t token = query + at;
-        if (!UNMASKED && token >= item->tokens) continue;
+        if (!UNMASKED && at >= count) continue;
         const float row_max = buffer->row_max[stage][at], factor = buffer->factors[stage][at];
         UNROLL
         for (int i = 0; i < LANE_KEYS; i++) {
             float logit = c[i / 2 * (columns / 16) + k / 2][i % 2 * 2 + k % 2];
             if (!UNMASKED) {
                 const float bias = buffer->bias[lane_key() + 8 * i];
-                if (bias == INFINITY || (!stored && first + lane_key() + 8 * i > token)) continue;
+                if (bias == INFINITY || lane_key() + 8 * i + ahead > at) continue;
                 logit += bias;
             }
             const float e = fast_exp(logit - row_max);
@@ -118,8 +128,8 @@ DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t fir
 }
 
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void add_matrix_column_sums(const attend_item *item, const key_matrices<DEPTH> *keys,
-                                   bool stored, int64_t first, int64_t query, int stage,
+DEVICE void add_matrix_column_sums(const attend_item *item, key_matrices<DEPTH> *keys, bool stored,
+                                   int64_t first, int64_t query, int stage,
                                    const sums_buffer<DEPTH> *buffer, float sum[LANE_KEYS]) {
     const int columns = sums_buffer<DEPTH>::COLUMNS;
     const bool unmasked =
@@ -158,6 +168,7 @@ DEVICE void sum_over_queries(const attend_item *item, bool stored, int64_t first
     key_matrices<DEPTH> keys;
     load_keys<DEPTH, TYPE>(item, stored, first, buffer, &keys);
     fetch_queries<DEPTH>(item, &queries, item->g * R, begin, 0, buffer);
+    keep_keys<DEPTH>(&keys);
     int stage = 0;
     for (int64_t r = 0; r < R; r++) {
         for (int64_t i = 0; i < tiles; i++) {

@@ -112,7 +112,7 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const
     const int runs = DEPTH / RUN, step = ATTEND_THREADS / runs, each = ROWS / step;
     const int top = threadIdx.x / runs, d = threadIdx.x % runs * RUN;
     /* Devices whose copies wait hold the rows of a turn in registers, and have few left. */
-    const int turn = CAPABILITY < 80 && DEPTH > 128 ? 2 : each;
+    const int turn = CAPABILITY < 80 && DEPTH > 128 ? 1 : each;
     const int64_t D = item->p->dims.D, count = stored ? item->slots : item->tokens;
     /* without pads a token's index is its column, and `columns` need not be read */
     const bool listed = !stored && h2o_given(&item->p->mask);
