@@ -55,9 +55,12 @@ const char *const cuda_kernel_names[CUDA_KERNELS] = {
 static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t size, int64_t x,
                        int64_t y, int64_t z, unsigned block, unsigned shared) {
     if (x * y * z == 0) return;
-    plan->launch[plan->count++] = (cuda_launch){
-        cuda_kernel_names[kernel], params, size, {(unsigned)x, (unsigned)y, (unsigned)z},
-        block, shared};
+    plan->launch[plan->count++] = (cuda_launch){cuda_kernel_names[kernel],
+                                                params,
+                                                size,
+                                                {(unsigned)x, (unsigned)y, (unsigned)z},
+                                                block,
+                                                shared};
 }
 
 /* Whether all numbers are of the same 16 bits, as the tensor cores want them, or are stored as
