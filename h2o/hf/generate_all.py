@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from h2o.config_fields import ConfigFields
 
-__all__ = ["Request", "Result", "generate_all"]
+__all__ = ["Request", "Result", "generate_all", "serves"]
 
 TOKENS_A_STEP = 2048
 """Of prompts that are read between two decode steps, as for `max_num_batched_tokens` of vLLM: fewer
@@ -108,6 +108,22 @@ def generate_all(
         rows = max(1, min(rows, len(prompts)))
     results = _Engine(settings, prompts, rows, bytes, compileable).run()
     return results if as_completed else _in_order(results)
+
+
+def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any = None) -> bool:
+    """Whether `generate_all` takes a request: the layers of its model, its way of decoding.
+
+    Raises:
+        ValueError: what no way of decoding could answer.
+    """
+    config = h2o_config.for_model(model)
+    settings = Settings(model, config, None, None, tokenizer, None, 0, None)
+    try:
+        RowBatch(model, config, 1)
+        Running(0, request, settings)
+    except Unsupported:
+        return False
+    return True
 
 
 class _Engine:

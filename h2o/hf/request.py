@@ -16,6 +16,7 @@ from transformers.generation import (
     EosTokenCriteria,
     GenerationMode,
     MaxLengthCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -25,7 +26,7 @@ from h2o.errors import Unsupported
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import input_device
 
-__all__ = ["Prompt", "Request", "Result", "Running", "Settings"]
+__all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
@@ -42,6 +43,9 @@ class Request:
     generation_config: Any = None
     config: H2OConfig | None = None
     """Budgets of its own. Policy, positions and storage must be those of the call."""
+    stopping_criteria: Sequence[StoppingCriteria] = ()
+    """Of transformers, beside those of the generation config; they get ids [1, n], prompt
+    included"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +104,19 @@ class Settings:
         settings = request.generation_config or self.generation_config
         limit = request.max_new_tokens or self.max_new_tokens
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
+        criteria = StoppingCriteriaList(request.stopping_criteria)
         strings = getattr(settings or self.model.generation_config, "stop_strings", None)
         if strings is not None:  # for which a decoding loop of our own would be given no tokenizer
             if self.tokenizer is None:
                 raise ValueError("stop_strings need the tokenizer")
-            criterion = StopStringCriteria(self.tokenizer, strings)
-            more |= {"stopping_criteria": StoppingCriteriaList([criterion]), "stop_strings": None}
+            criteria.append(StopStringCriteria(self.tokenizer, strings))
+            more["stop_strings"] = None
         arguments: dict[str, Any] = self.model.generate(
             ids,
             generation_config=settings,
             past_key_values=cache,
-            custom_generate=_arguments,
+            stopping_criteria=criteria,
+            custom_generate=decoding_arguments,
             **more,
         )
         return arguments
@@ -138,7 +144,7 @@ def _is_chat(prompt: Prompt) -> bool:
     return is_list and isinstance(prompt[0], Mapping)
 
 
-def _arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[str, Any]:
+def decoding_arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[str, Any]:
     """In the place of a decoding loop of `generate()`: what it is called with."""
     return arguments
 
@@ -229,7 +235,8 @@ class Running:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
         self.ids = torch.cat([self.ids, token], dim=1)
         self._note(int(token))
-        hit = [bool(criterion(self.ids, scores).all()) for criterion in self.criteria]
+        # A criterion may say so for all rows of its batch at once.
+        hit = [bool(torch.as_tensor(x(self.ids, scores)).all()) for x in self.criteria]
         by_length = [isinstance(criterion, MaxLengthCriteria) for criterion in self.criteria]
         if any(hit):
             stopped = any(x and not y for x, y in zip(hit, by_length, strict=True))
