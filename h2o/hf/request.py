@@ -65,7 +65,7 @@ class Result:
     """`seen` tokens, `kept` of each head on average, and the `bytes` of the row; {} after an
     error"""
     error: Exception | None = None
-    """Why the prompt could not be read"""
+    """Why it could not be answered"""
 
 
 @dataclasses.dataclass
@@ -92,20 +92,26 @@ class Settings:
                 prompt = self.tokenizer.apply_chat_template(
                     prompt, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
-        ids = torch.as_tensor(prompt, dtype=torch.long, device=input_device(self.model)).reshape(
-            1, -1
-        )
-        if ids.shape[1] == 0:
+        ids = torch.as_tensor(prompt)
+        if ids.numel() == 0:
             raise ValueError("a prompt without tokens")
-        return ids
+        if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or ids.numel() != ids.shape[-1]:
+            raise ValueError(
+                f"a prompt of shape {tuple(ids.shape)}, {ids.dtype}: wanted token ids [n]"
+            )
+        known = self.model.config.get_text_config(decoder=True).vocab_size
+        if int(ids.min()) < 0 or int(ids.max()) >= known:  # a GPU would take no call after that
+            raise ValueError(f"token ids {int(ids.min())} to {int(ids.max())} of {known}")
+        return ids.reshape(1, -1).to(input_device(self.model), torch.long)
 
     def prepared(self, request: Request, ids: Tensor, cache: H2OCache) -> dict[str, Any]:
         """What `generate()` hands to its decoding loop for a request."""
         settings = request.generation_config or self.generation_config
-        limit = request.max_new_tokens or self.max_new_tokens
+        limit = self.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
         criteria = StoppingCriteriaList(request.stopping_criteria)
-        strings = getattr(settings or self.model.generation_config, "stop_strings", None)
+        said = (getattr(x, "stop_strings", None) for x in (settings, self.model.generation_config))
+        strings = next((x for x in said if x is not None), None)
         if strings is not None:  # for which a decoding loop of our own would be given no tokenizer
             if self.tokenizer is None:
                 raise ValueError("stop_strings need the tokenizer")
@@ -234,7 +240,7 @@ class Running:
         else:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
         self.ids = torch.cat([self.ids, token], dim=1)
-        self._note(int(token))
+        self.new.append(int(token))
         # A criterion may say so for all rows of its batch at once.
         hit = [bool(torch.as_tensor(x(self.ids, scores)).all()) for x in self.criteria]
         by_length = [isinstance(criterion, MaxLengthCriteria) for criterion in self.criteria]
@@ -244,16 +250,11 @@ class Running:
 
     def take(self, token: int) -> None:
         """The next token, where nothing but its number and the length end the answer."""
-        self._note(token)
+        self.new.append(token)
         if token in self.ends:
             self.finish_reason = "stop"
         elif self.prompt_tokens + len(self.new) >= self.limit:
             self.finish_reason = "length"
-
-    def _note(self, token: int) -> None:
-        self.new.append(token)
-        if self.settings.on_token is not None:
-            self.settings.on_token(self.index, token)
 
     def result(self, report: dict[str, int]) -> Result:
         return Result(
