@@ -74,7 +74,9 @@ def texts(
     by_index = {}
     mixed = lm.mixed_precision_dtype
     with (
-        tqdm(total=len(indices), disable=disable_tqdm, desc="generate_until in rows") as bar,
+        tqdm(
+            total=len(indices), disable=disable_tqdm, desc="Running generate_until requests"
+        ) as bar,
         torch.autocast(lm.device.type, dtype=mixed, enabled=mixed is not None),
         contextlib.closing(by_rows(lm.model, setting, all_of_them(), rows)) as results,
     ):

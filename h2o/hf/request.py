@@ -7,6 +7,7 @@ criteria for each request as for a call of its own.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -99,7 +100,7 @@ class Settings:
             raise ValueError(
                 f"a prompt of shape {tuple(ids.shape)}, {ids.dtype}: wanted token ids [n]"
             )
-        known = self.model.config.get_text_config(decoder=True).vocab_size
+        known = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", math.inf)
         if int(ids.min()) < 0 or int(ids.max()) >= known:  # a GPU would take no call after that
             raise ValueError(f"token ids {int(ids.min())} to {int(ids.max())} of {known}")
         return ids.reshape(1, -1).to(input_device(self.model), torch.long)

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from h2o import cli
+from h2o import H2OCache, cli, models
 from h2o.errors import UserError
 from h2o.evaluate import summarize
-from tests.evaluate.conftest import exit_code
+from tests.evaluate.conftest import build, exit_code
 
 ARTICLES = [
     "The bridge over the river was closed on Monday after a crack was found in a pillar.",
@@ -192,6 +192,23 @@ def test_many_articles_at_a_time(folder, file, tmp_path, passes):
     assert number[1] == sum(new)
     assert number[3] < 0.6 * number[1]
     assert results[3] == results[1]
+
+
+def test_what_rows_do_not_serve(file, tmp_path, tokenizer):
+    """A model with sliding windows: one article after the other."""
+    folder, model = tmp_path / "windows", build("gemma2")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert run(folder, file, tmp_path, "--compare", "h2o:6+6", "--max-new-tokens", 9) == 0
+    results = by_row(tmp_path)
+    assert len(results) == len(ARTICLES)
+    model.set_attn_implementation("h2o")
+    for row in summarize.read_rows(file):
+        ids = models.encode(tokenizer, row.prompt, False)
+        cache = H2OCache(model.config, heavy=6, recent=6)
+        new = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        text = tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
+        assert results[row.name]["summary"] == text.partition("###")[0].strip()
 
 
 @pytest.mark.parametrize("stopped", [3, 5])
