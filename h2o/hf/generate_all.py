@@ -63,7 +63,7 @@ def generate_all(
     config, up to rounding: nothing depends on its neighbours but in which order float sums of a
     larger matrix product are added. Prompts are read one at a time, in chunks with
     `generation_config.prefill_chunk_size`; rows that run decode a token after each chunk, or after
-    prompts of 2,048 tokens.
+    prompts of 2,048 tokens. Several calls, also of threads, may share a model.
 
     Args:
         model: a causal language model of transformers, in eval mode.
@@ -107,7 +107,7 @@ def generate_all(
             "give heavy and recent as numbers of tokens, without such shares, or the number of rows"
         )
     if prefix is not None:
-        _check_prefix(prefix, config)
+        prefix = _checked(prefix, config).fork()  # its owner may go on with it
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, on_token
     )
@@ -118,7 +118,7 @@ def generate_all(
     return results if as_completed else _in_order(results)
 
 
-def _check_prefix(prefix: H2OCache, config: H2OConfig) -> None:
+def _checked(prefix: H2OCache, config: H2OConfig) -> H2OCache:
     if (rows := prefix.layers[0].batch_size) > 1:
         raise ValueError(f"a prefix is a cache of one row, not of {rows}")
     for name in (field.name for field in dataclasses.fields(config)):
@@ -128,6 +128,7 @@ def _check_prefix(prefix: H2OCache, config: H2OConfig) -> None:
                 f"the prefix was read with {name}={read!r} and the call has {wanted!r}: give "
                 "h2o_config=prefix.config"
             )
+    return prefix
 
 
 def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any = None) -> bool:
@@ -164,7 +165,7 @@ class _Engine:
         """The request whose prompt is being read"""
 
     def run(self) -> Iterator[Result]:
-        lock = PatchLock("patched", unwrapped(self.settings.model), "h2o")
+        lock = PatchLock("served", unwrapped(self.settings.model), "h2o")
         lock.acquire(self.settings.model)
         try:
             while True:

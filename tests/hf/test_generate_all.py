@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -170,6 +172,12 @@ def test_prefix():
         new = ours.generate(ids, past_key_values=cache.fork(), max_new_tokens=8, do_sample=False)
         assert result.ids == new[0, len(text) :].tolist()
     assert cache.get_seq_length() == len(document)
+    goes_on = cache.fork()
+    again = h2o.generate_all(ours, asked, CONFIGS["h2o"], rows=2, prefix=goes_on, max_new_tokens=8)
+    ours.generate(
+        torch.tensor([asked[0]], device=ours.device), past_key_values=goes_on, max_new_tokens=3
+    )
+    assert [result.ids for result in again] == [result.ids for result in results]
     (lost,) = h2o.generate_all(
         ours, [document[:9]], CONFIGS["h2o"], rows=2, prefix=cache, max_new_tokens=8
     )
@@ -347,6 +355,41 @@ def test_the_model_is_as_before():
     assert ours.config._attn_implementation == "h2o"
     results.close()
     assert ours.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_threads_that_share_a_model(is_patched):
+    """Each with rows of its own; a simulation beside them is refused."""
+    ours = model("llama", attention="sdpa")
+    names = ["h2o", "int8", "mean, sinks"]
+    here = threading.Barrier(len(names) + 1)
+    answers, some = {}, texts(*LENGTHS) * 2
+
+    def answer(name):
+        results = h2o.generate_all(ours, some, CONFIGS[name], rows=3, max_new_tokens=12)
+        first = next(results)
+        here.wait()
+        here.wait()
+        answers[name] = [result.ids for result in (first, *results)]
+
+    threads = [threading.Thread(target=answer, args=(name,)) for name in names]
+    with h2o.patched(ours, CONFIGS["h2o"]) if is_patched else contextlib.nullcontext():
+        for thread in threads:
+            thread.start()
+        here.wait()
+        with (
+            pytest.raises(RuntimeError, match="by another thread"),
+            h2o.simulated(ours, CONFIGS["h2o"]),
+        ):
+            pass
+        here.wait()
+        for thread in threads:
+            thread.join()
+    assert ours.config._attn_implementation == "sdpa"
+    ours.set_attn_implementation("h2o")
+    for name in names:
+        for text, ids in zip(some, answers[name], strict=True):
+            assert ids == alone(ours, text, CONFIGS[name], max_new_tokens=12, do_sample=False)
 
 
 @pytest.mark.parametrize(
