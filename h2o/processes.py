@@ -57,10 +57,21 @@ class Processes:
         self, pieces: Sequence[Piece], work: Callable[[Piece], Result]
     ) -> Iterator[tuple[Piece, Result]]:
         """(piece, its result) in order, on every process; each works on every world-th piece."""
-        for start in range(0, len(pieces), self.world):
-            round_ = pieces[start : start + self.world]
-            result = work(round_[self.rank]) if self.rank < len(round_) else None
-            yield from zip(round_, self.everyone(result), strict=False)  # type: ignore[arg-type]
+        return self.streamed(pieces, lambda mine: enumerate(map(work, mine)))
+
+    def streamed(
+        self,
+        pieces: Sequence[Piece],
+        work: Callable[[Sequence[Piece]], Iterator[tuple[int, Result]]],
+    ) -> Iterator[tuple[Piece, Result]]:
+        """As `shared`, for work on many pieces at a time: it takes every world-th of them, and
+        yields (index among these, result) in any order."""
+        mine = work(pieces[self.rank :: self.world])
+        for _ in range(0, len(pieces), self.world):
+            for rank, done in enumerate(self.everyone(next(mine, None))):
+                if done is not None:
+                    index, result = done
+                    yield pieces[rank + index * self.world], result
 
     def agree(self, facts: Sequence[dict[str, Any]]) -> None:
         """Raises: UserError that names what a process has found otherwise than the first one."""

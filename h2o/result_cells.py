@@ -4,11 +4,12 @@ which was interrupted goes on with.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,30 +146,61 @@ class Cells:
 
         Processes share it: each measures the same column of another row. `name`: of the bar.
         """
-        self.processes.agree([facts for row in rows for facts, _ in row])
-        try:
-            self._measure(rows, name)
-        finally:
-            if self.noted:
-                self._write()
-        self.cells = self.processes.of_first(self.in_file | self.cells)
-        return [[self.cells[fingerprint(facts)]["result"] for facts, _ in row] for row in rows]
-
-    def _measure(self, rows: Sequence[Sequence[Work]], name: str) -> None:
-        """What is not known of `complete`'s rows, noted by all processes."""
-        from tqdm import tqdm  # --help does without
-
         world, columns = self.processes.world, len(rows[0])
-        with tqdm(total=len(rows) * columns, desc=name, disable=not self.processes.first) as bar:
+        with (
+            self._completing([facts for row in rows for facts, _ in row]),
+            self._bar(len(rows) * columns, name) as bar,
+        ):
             for start in range(0, len(rows), world):
                 for column in zip(*rows[start : start + world], strict=True):
                     missing = [work for work in column if self.find(work[0]) is None]
                     measured = self.processes.shared(missing, lambda work: work[1]())
                     for (facts, _), result in measured:
-                        self._note(facts, result)
-                        if time.monotonic() >= self.next_write:
-                            self._write()
+                        self._note_in_time(facts, result)
                     bar.update(len(column))
+        return [[self.cells[fingerprint(facts)]["result"] for facts, _ in row] for row in rows]
+
+    def complete_together(
+        self,
+        every: Sequence[dict[str, Any]],
+        measure: Callable[[Sequence[int]], Iterator[tuple[int, dict[str, Any]]]],
+        name: str,
+    ) -> list[dict[str, Any]]:
+        """As `complete`, of one column whose rows are measured many at a time.
+
+        Args:
+            every: the facts of each result.
+            measure: yields (index among its argument, result), in any order, for some rows that the
+                file does not have.
+        """
+        with self._completing(every), self._bar(len(every), name) as bar:
+            missing = [i for i, facts in enumerate(every) if self.find(facts) is None]
+            bar.update(len(every) - len(missing))
+            for i, result in self.processes.streamed(missing, measure):
+                self._note_in_time(every[i], result)
+                bar.update()
+        return [self.cells[fingerprint(facts)]["result"] for facts in every]
+
+    @contextlib.contextmanager
+    def _completing(self, every: Sequence[dict[str, Any]]) -> Iterator[None]:
+        """All processes want the same results, and know the same ones after that."""
+        self.processes.agree(every)
+        try:
+            yield
+        finally:
+            if self.noted:
+                self._write()
+        self.cells = self.processes.of_first(self.in_file | self.cells)
+
+    def _bar(self, total: int, name: str) -> Any:
+        from tqdm import tqdm  # --help does without
+
+        return tqdm(total=total, desc=name, disable=not self.processes.first)
+
+    def _note_in_time(self, facts: dict[str, Any], result: dict[str, Any]) -> None:
+        self._note(facts, result)
+        if time.monotonic() >= self.next_write:
+            self._write()
 
 
 def fingerprint(facts: dict[str, Any]) -> str:

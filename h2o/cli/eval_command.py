@@ -9,6 +9,7 @@ from typing import Any
 
 from h2o import model_identity
 from h2o.cli.cache_options import OPTIONS, add_cache_options, asked, preset_setting, spelled
+from h2o.cli.prompts_file import ROWS
 from h2o.errors import UserError
 from h2o.evaluate.facts import KINDS
 from h2o.evaluate.setting import (
@@ -103,6 +104,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     text = p.add_argument_group("summaries, perplexity and needles")
     text.add_argument("--chat", action="store_true", help="summaries: use the chat template")
     text.add_argument("--max-new-tokens", type=int, default=64, help="of a summary (default 64)")
+    text.add_argument("--rows", type=int, default=ROWS, metavar="N",
+                      help="summaries: articles at a time (%(default)s)")  # fmt: skip
     text.add_argument("--window", type=int, default=1024, help="of perplexity (default 1024)")
     text.add_argument("--lengths", default="256,512,1024", metavar="TOKENS",
                       help="of texts in which facts are hidden (default %(default)s)")  # fmt: skip
@@ -211,7 +214,9 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         return needle.compare(args.needle, settings, output, **how, **common)
     from h2o.evaluate import summarize
 
-    how = {"chat": args.chat, "max_new_tokens": args.max_new_tokens}
+    if args.rows < 1:
+        raise Misused(f"--rows {args.rows}: at least 1")
+    how = {"chat": args.chat, "max_new_tokens": args.max_new_tokens, "at_a_time": args.rows}
     return summarize.compare(args.summarize, settings, output, **how, **common)
 
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from h2o import models
 from h2o.config import H2OConfig
-from h2o.evaluate import protocols
+from h2o.evaluate import protocols, until
 from h2o.evaluate.fitting import try_on
 from h2o.evaluate.journal import Journal, Request
 from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
@@ -217,30 +217,47 @@ class H2OLM(HFLM):
         return sums
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """HFLM's, each process with batches of its own: the same that a single process makes."""
+        """HFLM's, by rows that are refilled as answers end where `h2o.generate_all` serves them."""
         for context, how in (request.args for request in requests):
             if self.protocol != "simulate":
                 new = normalize_gen_kwargs(how, self.max_gen_toks)["max_gen_toks"]
                 self._hold(self.tok_encode(context)[new - self.max_length :])
-        if self.workers.world == 1:
-            return super().generate_until(requests, disable_tqdm)
-        sorted_ = Collator(
-            [(*request.args, index) for index, request in enumerate(requests)],
-            sort_fn=lambda x: (-len(self.tok_encode(x[0])), x[0]),
-            group_by="gen_kwargs",
-            group_fn=lambda x: x[1],
-        )
-        batches = list(sorted_.get_batched(n=self._batch_size()))
-        indices = [
-            index for x in batches[self.workers.rank :: self.workers.world] for *_, index in x
-        ]
-        texts = (
-            super().generate_until([requests[i] for i in indices], disable_tqdm) if indices else []
-        )
-        by_index = dict(zip(indices, texts, strict=True))
-        for more in self.workers.everyone(by_index):
-            by_index |= more
-        return [by_index[index] for index in range(len(requests))]
+        by_rows, by_batches = list[int](), list(range(len(requests)))
+        if self.protocol == "drop":
+            by_rows, by_batches = until.divided(self, self.setting, requests)
+        texts = self._in_batches(requests, by_batches, disable_tqdm)
+        if by_rows:
+            texts |= until.texts(
+                self,
+                self.setting,
+                requests,
+                by_rows[self.workers.rank :: self.workers.world],
+                rows=min(self._batch_size(), len(by_rows)),
+                seed=int(torch.randint(2**62, ())),
+                disable_tqdm=disable_tqdm or not self.processes.first,
+            )
+        for others in self.workers.everyone(texts):
+            texts |= others
+        return [texts[index] for index in range(len(requests))]
+
+    def _in_batches(
+        self, requests: Sequence[Instance], indices: list[int], disable_tqdm: bool
+    ) -> dict[int, str]:
+        """By HFLM, each process with batches of its own: the same that a single process makes."""
+        if self.workers.world > 1:
+            sorted_ = Collator(
+                [(*requests[index].args, index) for index in indices],
+                sort_fn=lambda x: (-len(self.tok_encode(x[0])), x[0]),
+                group_by="gen_kwargs",
+                group_fn=lambda x: x[1],
+            )
+            batches = list(sorted_.get_batched(n=self._batch_size())) if indices else []
+            mine = batches[self.workers.rank :: self.workers.world]
+            indices = [index for batch in mine for *_, index in batch]
+        if not indices:
+            return {}
+        texts = super().generate_until([requests[index] for index in indices], disable_tqdm)
+        return dict(zip(indices, texts, strict=True))
 
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
@@ -321,8 +338,7 @@ class H2OLM(HFLM):
         if self.protocol == "read":
             how = self._forward, self.model, self.setting
             return ids, mask, protocols.documents(*how, *document, self.tokenizer)
-        lengths = mask.sum(1).tolist()
-        return ids, mask, H2OCache(self.model.config, self.setting.config, prompt_length=lengths)
+        return ids, mask, H2OCache(self.model.config, self.setting.config)
 
     def _forward(self, last: int, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
         """Logits [B, last, vocabulary] of the last columns."""

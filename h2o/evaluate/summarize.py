@@ -8,25 +8,28 @@ rouge-score package (Lin, "ROUGE: A Package for Automatic Evaluation of Summarie
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from h2o import models
 from h2o.errors import UserError
 from h2o.evaluate import kept_bytes
+from h2o.evaluate.answers import answers
 from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
-from h2o.hf.new_cache import new_cache
+from h2o.hf.request import Request
 from h2o.packages import install_command
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
@@ -103,6 +106,7 @@ def compare(
     device: str = "cpu",
     chat: bool = False,
     max_new_tokens: int = 64,
+    at_a_time: int,
     limit: int | None = None,
     as_json: bool = False,
 ) -> str:
@@ -114,6 +118,7 @@ def compare(
         output: folder for summaries.json, which holds every summary and which a second run
             completes, and summaries.png.
         chat: give the prompt as a user's turn of the model's chat template.
+        at_a_time: how many articles, in the rows of `h2o.generate_all`.
         as_json: return the results as the file has them, those of this call.
 
     Returns:
@@ -136,15 +141,17 @@ def compare(
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     scorer = RougeScorer(ROUGE, use_stemmer=True)
 
-    def judged(row: Row, ids: torch.Tensor, setting: Setting) -> dict[str, Any]:
-        result = summarize(model, tokenizer, ids, setting, max_new_tokens, row.stop)
-        score = scorer.score(row.reference, result["summary"])
-        rouge = {name: score[name].fmeasure for name in ROUGE}
-        return result | rouge | {"reference": row.reference}
+    def judged(setting: Setting, indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        wanted = [(rows[i], prompts[i][0]) for i in indices]
+        for i, result in summarize(model, tokenizer, setting, wanted, max_new_tokens, at_a_time):
+            reference = wanted[i][0].reference
+            score = scorer.score(reference, result["summary"])
+            rouge = {name: score[name].fmeasure for name in ROUGE}
+            yield i, result | rouge | {"reference": reference}
 
-    work = []
-    for row, ids in zip(rows, prompts, strict=True):
-        facts = origin | {
+    by_row = [
+        origin
+        | {
             "file": file.name,
             "row": row.name,
             "content": fingerprint(dataclasses.asdict(row)),
@@ -154,9 +161,12 @@ def compare(
             "protocol": "drop",
             "ratio_of": "prompt",
         }
-        work.append([(facts | x.describe(), partial(judged, row, ids, x)) for x in settings])
-    by_row = map(list, zip(*cells.complete(work, "summaries"), strict=True))
-    results = dict(zip((setting.name for setting in settings), by_row, strict=True))
+        for row in rows
+    ]
+    every = {x.name: [facts | x.describe() for facts in by_row] for x in settings}
+    results = {
+        x.name: cells.complete_together(every[x.name], partial(judged, x), x.name) for x in settings
+    }
     sizes = {x.name: kept_bytes.of_rows(x, model, results[x.name]) for x in settings}
     in_bytes = kept_bytes.by_bytes(settings)
     curves: dict[str, list[tuple[float, float, float]]] = {}
@@ -168,7 +178,7 @@ def compare(
         output / "summaries.png", [(file.name, curves)], "ROUGE-L", kept_bytes.axis(in_bytes)
     )
     if as_json:
-        return cells.as_json(facts for row in work for facts, _ in row)
+        return cells.as_json(itertools.chain(*every.values()))
     first = f"{origin['model']}, {len(rows)} rows of {file.name}, fractions of the prompt"
     return "\n".join([first, "", as_table(results, sizes), "", written(cells.path, drawn)])
 
@@ -176,38 +186,40 @@ def compare(
 def summarize(
     model: Any,
     tokenizer: Any,
-    ids: torch.Tensor,
     setting: Setting,
+    wanted: Sequence[tuple[Row, torch.Tensor]],
     max_new_tokens: int,
-    stop: Sequence[str],
-) -> dict[str, Any]:
-    """One summary: its text up to the first stop text, and what it took."""
-    config = None if setting.variant == "full" else setting.config
-    ids = ids.to(model.device)
-    cache = new_cache(model, config, ids.shape[1])
-    start = time.perf_counter()
-    with torch.no_grad():
-        out = model.generate(
+    at_a_time: int,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(index, summary) of rows and their prompts [n], as they finish: the text up to the first
+    stop text, and what it took. The seconds are those since the one before."""
+    requests = [
+        Request(
             ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            stop_strings=list(stop),
-            tokenizer=tokenizer,
+            generation_config=GenerationConfig(
+                max_new_tokens=max_new_tokens, do_sample=False, stop_strings=list(row.stop)
+            ),
         )
-    seconds = time.perf_counter() - start
-    prompt = ids.shape[1]
-    text = tokenizer.decode(out[0, prompt:].tolist(), skip_special_tokens=True)
-    for end in stop:
-        text = text.partition(end)[0]
-    return {
-        "summary": text.strip(),
-        "prompt_tokens": prompt,
-        "new_tokens": out.shape[1] - prompt,
-        "kept": setting.config.for_model(model).held(prompt),
-        "seconds": seconds,
-    }
+        for row, ids in wanted
+    ]
+    config = setting.config.for_model(model)
+    start = time.perf_counter()
+    for index, new in answers(model, setting, requests, at_a_time, tokenizer):
+        row, ids = wanted[index]
+        text = tokenizer.decode(new, skip_special_tokens=True)
+        for end in row.stop:
+            text = text.partition(end)[0]
+        seconds, start = time.perf_counter() - start, time.perf_counter()
+        yield (
+            index,
+            {
+                "summary": text.strip(),
+                "prompt_tokens": len(ids),
+                "new_tokens": len(new),
+                "kept": config.held(len(ids)),
+                "seconds": seconds,
+            },
+        )
 
 
 def check_lengths(

@@ -9,7 +9,9 @@ constant size under H2O, so no memory is moved or freed in between: this is cont
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from h2o.config import H2OConfig, one_config
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from h2o.config_fields import ConfigFields
 
-__all__ = ["Request", "Result", "generate_all"]
+__all__ = ["Request", "Result", "generate_all", "serves"]
 
 TOKENS_A_STEP = 2048
 """Of prompts that are read between two decode steps, as for `max_num_batched_tokens` of vLLM: fewer
@@ -61,7 +63,7 @@ def generate_all(
     config, up to rounding: nothing depends on its neighbours but in which order float sums of a
     larger matrix product are added. Prompts are read one at a time, in chunks with
     `generation_config.prefill_chunk_size`; rows that run decode a token after each chunk, or after
-    prompts of 2,048 tokens.
+    prompts of 2,048 tokens. Several calls, also of threads, may share a model.
 
     Args:
         model: a causal language model of transformers, in eval mode.
@@ -70,7 +72,8 @@ def generate_all(
         h2o_config, parameters: as for `H2OCache`. Fractions are of each prompt.
         rows: how many requests at a time.
         bytes: instead of `rows`, what all rows may take together, all tensors of the cache counted.
-            A prompt that is being read needs its own keys and values beside it.
+            A prompt that is being read needs its own keys and values beside it. Not with budgets
+            that depend on the prompt, nor with those of a request.
         max_new_tokens, generation_config: as for `generate()`.
         tokenizer: for prompts that are texts or chats, stop strings, and `Result.text`.
         prefix: what every prompt begins with, read before: a cache of one row of the same settings,
@@ -83,23 +86,28 @@ def generate_all(
             hence other graphs. A model that cannot be compiled is served eagerly, with a warning.
 
     Yields:
-        A `Result` for each prompt. One that cannot be read has `finish_reason="error"`; the others
-        go on.
+        A `Result` for each prompt. One that cannot be answered has `finish_reason="error"`; the
+        others go on. What `prompts` or `on_token` raise is raised.
 
     Raises:
         Unsupported: beams and assisted decoding; a model whose layers are not all H2O's.
-        ValueError: neither `rows` nor `bytes`, or too few of them.
+        ValueError: neither `rows` nor `bytes`, or too few of them; a prefix of other settings.
     """
     config = one_config(h2o_config, parameters).for_model(model)
     if (rows is None) == (bytes is None):
         raise ValueError("give either rows, how many requests at a time, or the bytes for them")
-    if min(x for x in (rows, bytes) if x is not None) < 1:
-        raise ValueError(f"rows is {rows}, bytes is {bytes}: wanted at least 1")
-    if bytes is not None and config.needs_prompt_length:
+    for name, value in (("rows", rows), ("bytes", bytes), ("max_new_tokens", max_new_tokens)):
+        if value is not None and (not isinstance(value, Integral) or value < 1):
+            raise ValueError(f"{name} is {value!r}: wanted a whole number of at least 1")
+    if isinstance(prompts, str | Mapping):
+        raise ValueError(f"prompts is a single {type(prompts).__name__}: give a list of prompts")
+    if bytes is not None and (config.needs_prompt_length or config.shares_by_rank):
         raise ValueError(
-            "a row's bytes depend on its prompt where budgets are fractions: give heavy and recent "
-            "as numbers of tokens, or the number of rows"
+            "a row's bytes depend on its prompt where budgets are fractions or shared by rank: "
+            "give heavy and recent as numbers of tokens, without such shares, or the number of rows"
         )
+    if prefix is not None:
+        prefix = _checked(prefix, config).fork()  # its owner may go on with it
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, on_token
     )
@@ -108,6 +116,35 @@ def generate_all(
         rows = max(1, min(rows, len(prompts)))
     results = _Engine(settings, prompts, rows, bytes, compileable).run()
     return results if as_completed else _in_order(results)
+
+
+def _checked(prefix: H2OCache, config: H2OConfig) -> H2OCache:
+    if (rows := prefix.layers[0].batch_size) > 1:
+        raise ValueError(f"a prefix is a cache of one row, not of {rows}")
+    for name in (field.name for field in dataclasses.fields(config)):
+        read, wanted = getattr(prefix.config, name), getattr(config, name)
+        if read != wanted:
+            raise ValueError(
+                f"the prefix was read with {name}={read!r} and the call has {wanted!r}: give "
+                "h2o_config=prefix.config"
+            )
+    return prefix
+
+
+def serves(model: Any, h2o_config: H2OConfig, request: Request, tokenizer: Any = None) -> bool:
+    """Whether `generate_all` takes a request: the layers of its model, its way of decoding.
+
+    Raises:
+        ValueError: what no way of decoding could answer.
+    """
+    config = h2o_config.for_model(model)
+    settings = Settings(model, config, None, None, tokenizer, None, 0, None)
+    try:
+        RowBatch(model, config, 1)
+        Running(0, request, settings)
+    except Unsupported:
+        return False
+    return True
 
 
 class _Engine:
@@ -128,7 +165,7 @@ class _Engine:
         """The request whose prompt is being read"""
 
     def run(self) -> Iterator[Result]:
-        lock = PatchLock("patched", unwrapped(self.settings.model), "h2o")
+        lock = PatchLock("served", unwrapped(self.settings.model), "h2o")
         lock.acquire(self.settings.model)
         try:
             while True:
@@ -160,6 +197,8 @@ class _Engine:
     def _begin(self, index: int, prompt: Prompt) -> Iterator[Result]:
         request = prompt if isinstance(prompt, Request) else Request(prompt)
         try:
+            if self.bytes is not None and request.config is not None:
+                raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
             self.reading = Running(index, request, self.settings)
         except Unsupported:
             raise
@@ -178,6 +217,7 @@ class _Engine:
         if not is_read:
             return
         self.reading = None
+        self._tell(running)
         if running.finish_reason:
             yield running.result(_figures(running.cache))
         else:
@@ -195,19 +235,44 @@ class _Engine:
 
     def _step(self) -> Iterator[Result]:
         """One token for each row that runs."""
-        logits = self.batch.step([0 if x is None else x.new[-1] for x in self.running])
+        before = self.batch.cache.get_seq_length()
+        try:
+            logits = self.batch.step([0 if x is None else x.new[-1] for x in self.running])
+        except IndexError as error:  # of a table of positions, which the longest row has left
+            if self.batch.cache.get_seq_length() != before:
+                raise
+            row = max(range(len(self.running)), key=self.batch.tokens.__getitem__)
+            yield self._failed(row, error)
+            return
         best = logits.float().argmax(-1).tolist()  # in 16 bits torch takes five times as long
         for row, running in enumerate(self.running):
             if running is None:
                 continue
-            if running.by_number:
-                running.take(best[row])
-            else:
-                running.accept(logits[row : row + 1])
+            try:
+                if running.by_number:
+                    running.take(best[row])
+                else:
+                    running.accept(logits[row : row + 1])
+            except Exception as error:
+                yield self._failed(row, error)
+                continue
+            self._tell(running)
             if running.finish_reason:
                 yield running.result(_figures(self.batch.cache, row))
-                self.batch.leave(row)
-                self.running[row] = None
+                self._leave(row)
+
+    def _tell(self, running: Running) -> None:
+        if self.settings.on_token is not None:
+            self.settings.on_token(running.index, running.new[-1])
+
+    def _failed(self, row: int, error: Exception) -> Result:
+        running = self.running[row]
+        self._leave(row)
+        return _failed(running.index, running.prompt_tokens, error)
+
+    def _leave(self, row: int) -> None:
+        self.batch.leave(row)
+        self.running[row] = None
 
 
 def _rows_in(bytes: int, each: int) -> int:

@@ -30,7 +30,8 @@ _held: list[PatchLock] = []
 
 
 class PatchLock:
-    """That of one `enable` of `patched`, or of one block of `simulated`.
+    """That of one `enable` of `patched`, one block of `simulated`, or one `generate_all`
+    ("served"), which hands each pass its cache and so goes with all that want the same name.
 
     A copy of it, in a copied model, holds nothing: the configs of that model were never switched
     here, and it has what they said at first with it.
@@ -94,6 +95,8 @@ class PatchLock:
 
     def _excludes(self, other: PatchLock) -> bool:
         if other.thread is None or not other.thread.is_alive():
+            return False
+        if self.name == other.name and "served" in (self.kind, other.kind):
             return False
         if self.kind == other.kind == "patched":  # both say "h2o", and know whose a call is
             return other.thread is not self.thread and other.model == self.model

@@ -7,6 +7,7 @@ criteria for each request as for a call of its own.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.generation import (
     EosTokenCriteria,
     GenerationMode,
     MaxLengthCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -25,7 +27,7 @@ from h2o.errors import Unsupported
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import input_device
 
-__all__ = ["Prompt", "Request", "Result", "Running", "Settings"]
+__all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
 
 Prompt = Any  # a text, a chat, token ids, or a Request with one of them
 
@@ -42,6 +44,9 @@ class Request:
     generation_config: Any = None
     config: H2OConfig | None = None
     """Budgets of its own. Policy, positions and storage must be those of the call."""
+    stopping_criteria: Sequence[StoppingCriteria] = ()
+    """Of transformers, beside those of the generation config; they get ids [1, n], prompt
+    included"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Result:
     """`seen` tokens, `kept` of each head on average, and the `bytes` of the row; {} after an
     error"""
     error: Exception | None = None
-    """Why the prompt could not be read"""
+    """Why it could not be answered"""
 
 
 @dataclasses.dataclass
@@ -88,29 +93,37 @@ class Settings:
                 prompt = self.tokenizer.apply_chat_template(
                     prompt, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
-        ids = torch.as_tensor(prompt, dtype=torch.long, device=input_device(self.model)).reshape(
-            1, -1
-        )
-        if ids.shape[1] == 0:
+        ids = torch.as_tensor(prompt)
+        if ids.numel() == 0:
             raise ValueError("a prompt without tokens")
-        return ids
+        if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or ids.numel() != ids.shape[-1]:
+            raise ValueError(
+                f"a prompt of shape {tuple(ids.shape)}, {ids.dtype}: wanted token ids [n]"
+            )
+        known = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", math.inf)
+        if int(ids.min()) < 0 or int(ids.max()) >= known:  # a GPU would take no call after that
+            raise ValueError(f"token ids {int(ids.min())} to {int(ids.max())} of {known}")
+        return ids.reshape(1, -1).to(input_device(self.model), torch.long)
 
     def prepared(self, request: Request, ids: Tensor, cache: H2OCache) -> dict[str, Any]:
         """What `generate()` hands to its decoding loop for a request."""
         settings = request.generation_config or self.generation_config
-        limit = request.max_new_tokens or self.max_new_tokens
+        limit = self.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         more: dict[str, Any] = {} if limit is None else {"max_new_tokens": limit}
-        strings = getattr(settings or self.model.generation_config, "stop_strings", None)
+        criteria = StoppingCriteriaList(request.stopping_criteria)
+        said = (getattr(x, "stop_strings", None) for x in (settings, self.model.generation_config))
+        strings = next((x for x in said if x is not None), None)
         if strings is not None:  # for which a decoding loop of our own would be given no tokenizer
             if self.tokenizer is None:
                 raise ValueError("stop_strings need the tokenizer")
-            criterion = StopStringCriteria(self.tokenizer, strings)
-            more |= {"stopping_criteria": StoppingCriteriaList([criterion]), "stop_strings": None}
+            criteria.append(StopStringCriteria(self.tokenizer, strings))
+            more["stop_strings"] = None
         arguments: dict[str, Any] = self.model.generate(
             ids,
             generation_config=settings,
             past_key_values=cache,
-            custom_generate=_arguments,
+            stopping_criteria=criteria,
+            custom_generate=decoding_arguments,
             **more,
         )
         return arguments
@@ -138,7 +151,7 @@ def _is_chat(prompt: Prompt) -> bool:
     return is_list and isinstance(prompt[0], Mapping)
 
 
-def _arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[str, Any]:
+def decoding_arguments(model: Any, input_ids: Tensor, **arguments: Any) -> dict[str, Any]:
     """In the place of a decoding loop of `generate()`: what it is called with."""
     return arguments
 
@@ -228,8 +241,9 @@ class Running:
         else:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
         self.ids = torch.cat([self.ids, token], dim=1)
-        self._note(int(token))
-        hit = [bool(criterion(self.ids, scores).all()) for criterion in self.criteria]
+        self.new.append(int(token))
+        # A criterion may say so for all rows of its batch at once.
+        hit = [bool(torch.as_tensor(x(self.ids, scores)).all()) for x in self.criteria]
         by_length = [isinstance(criterion, MaxLengthCriteria) for criterion in self.criteria]
         if any(hit):
             stopped = any(x and not y for x, y in zip(hit, by_length, strict=True))
@@ -237,16 +251,11 @@ class Running:
 
     def take(self, token: int) -> None:
         """The next token, where nothing but its number and the length end the answer."""
-        self._note(token)
+        self.new.append(token)
         if token in self.ends:
             self.finish_reason = "stop"
         elif self.prompt_tokens + len(self.new) >= self.limit:
             self.finish_reason = "length"
-
-    def _note(self, token: int) -> None:
-        self.new.append(token)
-        if self.settings.on_token is not None:
-            self.settings.on_token(self.index, token)
 
     def result(self, report: dict[str, int]) -> Result:
         return Result(

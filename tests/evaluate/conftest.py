@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 POSITIONS = 320
 ENDED, PADDED = 256, 257
@@ -60,6 +67,20 @@ def build(model_type: str = "llama"):
         pad_token_id=PADDED,
     )
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The batch rows of each forward pass of a llama."""
+    rows, original = [], LlamaForCausalLM.forward
+
+    @functools.wraps(original)
+    def forward(self, input_ids=None, **kwargs):
+        rows.append(input_ids.shape[0])
+        return original(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    return rows
 
 
 @pytest.fixture(scope="session")

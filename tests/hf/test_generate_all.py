@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import resource
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from torch._dynamo.utils import counters
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria
 
 import h2o
 from h2o import H2OCache, H2OConfig, models
@@ -168,6 +172,12 @@ def test_prefix():
         new = ours.generate(ids, past_key_values=cache.fork(), max_new_tokens=8, do_sample=False)
         assert result.ids == new[0, len(text) :].tolist()
     assert cache.get_seq_length() == len(document)
+    goes_on = cache.fork()
+    again = h2o.generate_all(ours, asked, CONFIGS["h2o"], rows=2, prefix=goes_on, max_new_tokens=8)
+    ours.generate(
+        torch.tensor([asked[0]], device=ours.device), past_key_values=goes_on, max_new_tokens=3
+    )
+    assert [result.ids for result in again] == [result.ids for result in results]
     (lost,) = h2o.generate_all(
         ours, [document[:9]], CONFIGS["h2o"], rows=2, prefix=cache, max_new_tokens=8
     )
@@ -192,6 +202,9 @@ def test_bytes_say_how_many_rows():
     )
     assert all(result.report["bytes"] * 5 <= 20_000 for result in results)
     assert 20_000 // max(seen) == 5
+    own = h2o.Request(texts(5)[0], config=H2OConfig(heavy=2, recent=2))
+    (result,) = h2o.generate_all(ours, [own], CONFIGS["h2o"], bytes=20_000, max_new_tokens=5)
+    assert "a budget of its own" in str(result.error)
 
 
 def stored(cache):
@@ -226,13 +239,113 @@ def test_prompts_that_cannot_be_read():
     """The others go on as if they had not been there."""
     ours = model("llama")
     good = texts(9, 12)
-    wrong = [[], "a text without a tokenizer", good[0], h2o.Request(good[1]), ["x"], [10**9]]
-    results = list(h2o.generate_all(ours, wrong, CONFIGS["h2o"], rows=2, max_new_tokens=5))
-    reasons = [result.finish_reason for result in results]
-    assert reasons == ["error", "error", "length", "length", "error", "error"]
-    assert "tokenizer" in str(results[1].error)
-    for text, result in zip(good, results[2:], strict=False):
+    wrong = {
+        "no tokens": ([], "without tokens"),
+        "a text": ("a text without a tokenizer", "tokenizer"),
+        "texts": (["x"], "str"),
+        "no such token": ([10**9], "of 97"),
+        "negative": ([3, -1], "token ids -1 to 3"),
+        "no ids": ([1.0, 2.0], "wanted token ids"),
+        "two prompts": ([[1, 2], [3, 4]], "wanted token ids"),
+        "an id": (7, "wanted token ids"),
+        "no new tokens": (h2o.Request(good[0], max_new_tokens=0), "greater than 0"),
+    }
+    asked = [good[0], *(prompt for prompt, _ in wrong.values()), h2o.Request(good[1])]
+    first, *failed, last = h2o.generate_all(ours, asked, CONFIGS["h2o"], rows=2, max_new_tokens=5)
+    for result, (_, words) in zip(failed, wrong.values(), strict=True):
+        assert (result.finish_reason, result.ids) == ("error", [])
+        assert words in str(result.error)
+    for text, result in zip(good, (first, last), strict=True):
         assert result.ids == alone(ours, text, CONFIGS["h2o"], max_new_tokens=5, do_sample=False)
+
+
+class Until(StoppingCriteria):
+    """Stops, or breaks, once so many tokens are there."""
+
+    def __init__(self, tokens, answer):
+        self.tokens, self.answer = tokens, answer
+
+    def __call__(self, ids, scores, **kwargs):
+        if ids.shape[1] < self.tokens:
+            return False
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_stopping_criteria():
+    """Of a request, which may answer for a row or for all; one that breaks ends its own row."""
+    ours = model("llama")
+    some = texts(9, 12, 20, 6)
+    answers = [True, torch.tensor([True]), RuntimeError("broken"), None]
+    requests = [
+        h2o.Request(text, stopping_criteria=[] if x is None else [Until(len(text) + 4, x)])
+        for text, x in zip(some, answers, strict=True)
+    ]
+    results = list(h2o.generate_all(ours, requests, CONFIGS["h2o"], rows=3, max_new_tokens=15))
+    assert [x.finish_reason for x in results] == ["stop", "stop", "error", "length"]
+    assert results[2].error is answers[2]
+    for text, result, n in zip(some, results, (4, 4, 0, 15), strict=True):
+        want = alone(ours, text, CONFIGS["h2o"], max_new_tokens=15, do_sample=False)
+        assert result.ids == want[:n]
+
+
+def test_stop_strings_of_the_model():
+    """Hold for a config that says nothing of them, as in generate()."""
+    ours = model("llama")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:97]
+    core = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    settings = GenerationConfig(max_new_tokens=20)
+    plain = alone(ours, texts(9)[0], CONFIGS["h2o"], generation_config=settings)
+    ours.generation_config.stop_strings = [letters[plain[6]]]
+    how = {"generation_config": settings, "tokenizer": tokenizer}
+    want = alone(ours, texts(9)[0], CONFIGS["h2o"], **how)
+    (result,) = h2o.generate_all(ours, texts(9), CONFIGS["h2o"], rows=1, **how)
+    assert result.error is None
+    assert result.ids == want
+    assert len(want) < 20
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_a_table_of_positions_that_comes_to_its_end(family):
+    """Ends the row that has left it, in the prompt or later, and no other."""
+    ours = model(family)
+    most = ours.config.max_position_embeddings
+    some = texts(9, most - 3, 12, most + 1, 7, most - 9)
+    results = list(h2o.generate_all(ours, some, CONFIGS["h2o"], rows=3, max_new_tokens=9))
+    reasons = [result.finish_reason for result in results]
+    assert reasons == ["length", "error", "length", "error", "length", "length"]
+    for text, result in zip(some, results, strict=True):
+        if result.error is None:
+            want = alone(ours, text, CONFIGS["h2o"], max_new_tokens=9, do_sample=False)
+            assert result.ids == want
+        else:
+            assert isinstance(result.error, IndexError)
+
+
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_what_the_caller_raises_is_raised(call):
+    """By what is called with tokens, the first of a prompt or a later one, and by the prompts."""
+    ours = model("llama", attention="sdpa")
+    count = []
+
+    def called(*args):
+        count.append(args)
+        if len(count) == call:
+            raise KeyError("of the caller")
+
+    def from_file():
+        for text in texts(*LENGTHS):
+            called()
+            yield text
+
+    for asked, how in ((texts(*LENGTHS), {"on_token": called}), (from_file(), {})):
+        count.clear()
+        with pytest.raises(KeyError, match="of the caller"):
+            list(h2o.generate_all(ours, asked, CONFIGS["h2o"], rows=2, max_new_tokens=4, **how))
+        assert ours.config._attn_implementation == "sdpa"
 
 
 def test_the_model_is_as_before():
@@ -244,19 +357,86 @@ def test_the_model_is_as_before():
     assert ours.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_threads_that_share_a_model(is_patched):
+    """Each with rows of its own; a simulation beside them is refused."""
+    ours = model("llama", attention="sdpa")
+    names = ["h2o", "int8", "mean, sinks"]
+    here = threading.Barrier(len(names) + 1)
+    answers, some = {}, texts(*LENGTHS) * 2
+
+    def answer(name):
+        results = h2o.generate_all(ours, some, CONFIGS[name], rows=3, max_new_tokens=12)
+        first = next(results)
+        here.wait()
+        here.wait()
+        answers[name] = [result.ids for result in (first, *results)]
+
+    threads = [threading.Thread(target=answer, args=(name,)) for name in names]
+    with h2o.patched(ours, CONFIGS["h2o"]) if is_patched else contextlib.nullcontext():
+        for thread in threads:
+            thread.start()
+        here.wait()
+        with (
+            pytest.raises(RuntimeError, match="by another thread"),
+            h2o.simulated(ours, CONFIGS["h2o"]),
+        ):
+            pass
+        here.wait()
+        for thread in threads:
+            thread.join()
+    assert ours.config._attn_implementation == "sdpa"
+    ours.set_attn_implementation("h2o")
+    for name in names:
+        for text, ids in zip(some, answers[name], strict=True):
+            assert ids == alone(ours, text, CONFIGS[name], max_new_tokens=12, do_sample=False)
+
+
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
         ({}, ValueError, "rows"),
         ({"rows": 2, "bytes": 100}, ValueError, "rows"),
         ({"rows": 0}, ValueError, "at least 1"),
+        ({"rows": 2.5}, ValueError, "rows is 2.5: wanted a whole number"),
         ({"bytes": 100}, ValueError, "hold no row"),
+        ({"rows": 2, "max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
+        ({"rows": 2, "prompts": "a text"}, ValueError, "a single str: give a list"),
+        ({"rows": 2, "prompts": {"input_ids": [[1, 2]]}}, ValueError, "a single dict"),
         ({"rows": 2, "generation_config": GenerationConfig(num_beams=3)}, h2o.Unsupported, "beam"),
     ],
 )
 def test_refused(how, error, words):
+    how = {"prompts": texts(5), "max_new_tokens": 3, **how}
     with pytest.raises(error, match=words):
-        list(h2o.generate_all(model("llama"), texts(5), CONFIGS["h2o"], max_new_tokens=3, **how))
+        list(h2o.generate_all(model("llama"), h2o_config=CONFIGS["h2o"], **how))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [CONFIGS["fractions"], H2OConfig(6, 6, shares="scores"), H2OConfig(6, 6, shares="layer")],
+)
+def test_bytes_want_budgets_that_do_not_depend_on_the_prompt(config):
+    with pytest.raises(ValueError, match="depend on its prompt"):
+        h2o.generate_all(model("llama"), texts(5), config, bytes=10**6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "words"),
+    [
+        (1, H2OConfig(heavy=6, recent=6, rank_by="mean"), "rank_by='mean'.*'sum'"),
+        (1, H2OConfig(heavy=5, recent=6), "heavy=5 and the call has 6"),
+        (1, H2OConfig(heavy=6, recent=6, kv_dtype="int8"), "kv_dtype='int8'"),
+        (2, CONFIGS["h2o"], "one row, not of 2"),
+    ],
+)
+def test_a_prefix_that_was_read_otherwise(rows, config, words):
+    ours = model("llama")
+    cache = H2OCache(ours.config, config)
+    with torch.no_grad():
+        ours(torch.tensor(texts(20) * rows, device=ours.device), past_key_values=cache)
+    with pytest.raises(ValueError, match=words):
+        h2o.generate_all(ours, [], CONFIGS["h2o"], rows=2, prefix=cache)
 
 
 def test_sliding_windows_are_refused():
