@@ -3,6 +3,7 @@
     python tools/cuda_counts.py          all sizes and devices, a JSON object a line
     python tools/cuda_counts.py --check  small sizes against tools/cuda_counts.json
     python tools/cuda_counts.py --write  renews that file
+    python tools/cuda_counts.py --table  writes benchmarks/cuda_counts.csv from objects on its input
 
 The operations run with the project's own launch plans on the PTX of CUDA's compiler (tools/ptx),
 with one head of keys and values and HEADS heads of queries; the other heads and rows of a batch do
@@ -13,7 +14,8 @@ the same, so that only the model knows of them. In an object:
     `unit`), unit, kinds (the same by kind),
     wavefronts (passes of shared memory for a unit), sectors_per_byte (sectors of 32 bytes of
     global memory for each byte used: 1/32 at best), round_trips (to memory, one after the other,
-    of the slowest block), blocks_per_sm, waves, model_us, bound (what the model says it waits for)
+    of the slowest block), blocks_per_sm, waves, model_us, bound (what the model says it waits for),
+    floor_us (of that the part that no schedule saves: its bytes and its products)
 
 `unit`: a 64 x 64 tile of logits for forward and sums, a moved row, a slot of a step, a token. A
 kernel that an operation launches again and again is counted as one, its round trips added up.
@@ -21,13 +23,14 @@ kernel that an operation launches again and again is counted as one, its round t
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,12 @@ KEPT = 0.2
 CHUNK = 256
 """Tokens that come together after others: a chunk of a prompt, a turn of a chat."""
 GROWTH = 1.1
+TABLE = ROOT / "benchmarks" / "cuda_counts.csv"
+TABLED = "A100", "L4", "H100"
+COLUMNS = (
+    "device", "kernel", "dtype", "tokens", "chunk", "batch", "unit", "issued", "wavefronts",
+    "sectors_per_byte", "round_trips", "blocks_per_sm", "waves", "model_us", "bound", "floor_us",
+)  # fmt: skip
 
 
 def counted() -> Iterator[dict[str, Any]]:
@@ -197,6 +206,7 @@ def modelled(program: Path, prompts: list[int], held: list[int]) -> Iterator[dic
                     "waves": round(grid / (device.multiprocessors * blocks), 2),
                     "model_us": round(times[bound], 2),
                     "bound": bound,
+                    "floor_us": round(max(times["memory"], times["tensor"]), 2),
                 }
 
 
@@ -226,6 +236,15 @@ def small() -> list[dict[str, Any]]:
     return measured
 
 
+def write_table(lines: Iterable[str]) -> None:
+    """Of the devices of TABLED, from the objects among these lines."""
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    with TABLE.open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        table.writerows(row for row in rows if row["device"] in TABLED)
+
+
 def main(arguments: list[str]) -> int:
     match arguments:
         case ["--run", sizes]:
@@ -234,6 +253,8 @@ def main(arguments: list[str]) -> int:
         case ["--write"]:
             lines = ",\n".join(json.dumps(x) for x in small())
             COMMITTED.write_text(f"[\n{lines}\n]\n")
+        case ["--table"]:
+            write_table(sys.stdin)
         case ["--check"]:
             grown = checked(small(), json.loads(COMMITTED.read_text()))
             print("\n".join(grown or ["no count has grown by a tenth"]))

@@ -47,6 +47,7 @@ DEFINE_ATTEND(256)
  * most for which the compiler needs no local memory. */
 #define FORWARD_64 (CAPABILITY < 100 ? 3 : 2)
 #define SUMS_64 (CAPABILITY == 90 ? 3 : 4)
+#define SUMS_128 (CAPABILITY < 100 ? 3 : 2)
 #define DEFINE_MATRIX(type, TYPE, depth, forward_blocks, sums_blocks)                              \
     BOUNDED_KERNEL(h2o_cuda_forward_##type##_##depth, h2o_attend_params, ATTEND_THREADS,           \
                    forward_blocks) {                                                               \
@@ -62,11 +63,11 @@ DEFINE_ATTEND(256)
     EXPORT_KERNEL(h2o_cuda_sums_##type##_##depth, h2o_attend_params)
 
 DEFINE_MATRIX(f16, H2O_F16, 64, FORWARD_64, SUMS_64)
-DEFINE_MATRIX(f16, H2O_F16, 128, 2, 3)
+DEFINE_MATRIX(f16, H2O_F16, 128, 2, SUMS_128)
 DEFINE_MATRIX(f16, H2O_F16, 256, 1, 2)
 #if CAPABILITY >= 80
 DEFINE_MATRIX(bf16, H2O_BF16, 64, FORWARD_64, SUMS_64)
-DEFINE_MATRIX(bf16, H2O_BF16, 128, 2, 3)
+DEFINE_MATRIX(bf16, H2O_BF16, 128, 2, SUMS_128)
 DEFINE_MATRIX(bf16, H2O_BF16, 256, 1, 2)
 #endif
 

@@ -39,7 +39,7 @@
     extern "C" __global__ void __launch_bounds__(threads, blocks) name PARAMETERS(type)
 #define EXPORT_KERNEL(name, type)
 
-extern __shared__ __align__(16) unsigned char dynamic_shared[];
+extern __shared__ __align__(128) unsigned char dynamic_shared[];
 #define DYN_SHARED(p) unsigned char *const p = dynamic_shared
 
 DEVICE void check_alignment(const void *p) { (void)p; } /* the device faults by itself */
@@ -106,9 +106,10 @@ DEVICE uint32_t pack_bf16(float low, float high) {
 #endif
 
 /* Four 8 x 8 matrices of 16 bits from shared memory, of which lane i gives row i % 8 of number
- * i / 8: lane i gets elements 2 (i % 4) and the next of row i / 4 of each. */
-DEVICE void load_matrices(uint32_t r[4], const void *row) {
-    const uint32_t at = (uint32_t)__cvta_generic_to_shared(row);
+ * i / 8: lane i gets elements 2 (i % 4) and the next of row i / 4 of each. The row's address is
+ * (row ^ flip) + past, in bytes. */
+DEVICE void load_matrices(uint32_t r[4], const void *row, uint32_t flip = 0, uint32_t past = 0) {
+    const uint32_t at = ((uint32_t)__cvta_generic_to_shared(row) ^ flip) + past;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(at)
@@ -116,8 +117,8 @@ DEVICE void load_matrices(uint32_t r[4], const void *row) {
 }
 
 /* The same of the matrices transposed. */
-DEVICE void load_transposed(uint32_t r[4], const void *row) {
-    const uint32_t at = (uint32_t)__cvta_generic_to_shared(row);
+DEVICE void load_transposed(uint32_t r[4], const void *row, uint32_t flip = 0, uint32_t past = 0) {
+    const uint32_t at = ((uint32_t)__cvta_generic_to_shared(row) ^ flip) + past;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(at)

@@ -30,6 +30,27 @@ DEVICE float element_of(element_ref row, int64_t d) {
     return load_float(row.data + d * row.stride * h2o_dtype_size(row.type), row.type);
 }
 
+enum { LANE_ELEMENTS = CUDA_DEPTH / 32 };
+
+/* A lane's elements of a row: x[i] is element 32 i + lane, 0 from D on. All are loaded before the
+ * first is used. */
+DEVICE void load_lane(element_ref row, int64_t D, float x[LANE_ELEMENTS]) {
+    const int lane = threadIdx.x % 32, size = (int)h2o_dtype_size(row.type);
+    uint32_t bits[LANE_ELEMENTS] = {};
+    UNROLL
+    for (int i = 0; i < LANE_ELEMENTS; i++) {
+        const char *const p = row.data + (32 * i + lane) * row.stride * size;
+        if (32 * i + lane >= D) continue;
+        bits[i] = size == 4 ? *(const uint32_t *)p : *(const uint16_t *)p;
+    }
+    UNROLL
+    for (int i = 0; i < LANE_ELEMENTS; i++) {
+        x[i] = row.type == H2O_F32   ? bits_float(bits[i])
+               : row.type == H2O_F16 ? f16_to_float((uint16_t)bits[i])
+                                     : bf16_to_float((uint16_t)bits[i]);
+    }
+}
+
 /* Writes x as element d of a row. */
 DEVICE void set_element(element_ref row, int64_t d, float x) {
     char *const p = (char *)row.data + d * row.stride * h2o_dtype_size(row.type);

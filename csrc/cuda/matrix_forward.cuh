@@ -99,7 +99,6 @@ template <int DEPTH, h2o_dtype TYPE>
 DEVICE void accumulate_matrix_values(const matrix_buffer<DEPTH> *buffer,
                                      const float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
                                      matrix_softmax<DEPTH> *softmax) {
-    const int lane = threadIdx.x % 32;
     UNROLL
     for (int k = 0; k < matrix_buffer<DEPTH>::COLUMNS; k += 16) {
         uint32_t a[4], b[4];
@@ -110,7 +109,7 @@ DEVICE void accumulate_matrix_values(const matrix_buffer<DEPTH> *buffer,
         }
         UNROLL
         for (int d = 0; d < DEPTH; d += 16) {
-            load_transposed(b, tile_at(buffer->columns[1], k + lane % 16, d + lane / 16 * 8));
+            load_values(b, buffer->columns[1], k, d);
             multiply<TYPE>(softmax->output[d / 8], a, b);
             multiply<TYPE>(softmax->output[d / 8 + 1], a, b + 2);
         }

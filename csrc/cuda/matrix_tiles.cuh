@@ -189,16 +189,35 @@ DEVICE void multiply(float c[4], const uint32_t a[4], const uint32_t b[2]) {
     multiply_f16(c, a, b);
 }
 
+/* How load_matrices finds what tile_at(tile, first + row, d + shift) is, where first is a multiple
+ * of 8 and d one of 16, both known when compiled: rows begin at multiples of 128 bytes, so that of
+ * the lane's address only the bits of a run change, and the rest is a number in the instruction. */
+DEVICE uint32_t flip_of(int row, int shift, int d) {
+    return 2 * (uint32_t)(row % 8 * RUN ^ shift ^ d % 64);
+}
+template <int DEPTH> DEVICE uint32_t past_of(int first, int d) {
+    return 2 * (uint32_t)(first * DEPTH + d / 64 * 64);
+}
+
 /* Elements d..d+15 of 16 columns, as two matrices b of mma. */
-template <typename ROW> DEVICE void load_columns(uint32_t b[4], const ROW *tile, int n, int d) {
-    const int lane = threadIdx.x % 32;
-    load_matrices(b, tile_at(tile, n + lane % 8 + lane / 16 * 8, d + lane / 8 % 2 * 8));
+template <int DEPTH>
+DEVICE void load_columns(uint32_t b[4], const uint16_t (*tile)[DEPTH], int first, int d) {
+    const int lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8, shift = lane / 8 % 2 * 8;
+    load_matrices(b, tile[row], flip_of(row, shift, d), past_of<DEPTH>(first, d));
 }
 
 /* The same of 16 rows, as a matrix a. */
-template <typename ROW> DEVICE void load_rows(uint32_t a[4], const ROW *tile, int row, int d) {
-    const int lane = threadIdx.x % 32;
-    load_matrices(a, tile_at(tile, row + lane % 16, d + lane / 16 * 8));
+template <int DEPTH>
+DEVICE void load_rows(uint32_t a[4], const uint16_t (*tile)[DEPTH], int first, int d) {
+    const int lane = threadIdx.x % 32, row = lane % 16, shift = lane / 16 * 8;
+    load_matrices(a, tile[row], flip_of(row, shift, d), past_of<DEPTH>(first, d));
+}
+
+/* The same elements of 16 rows as two matrices b. */
+template <int DEPTH>
+DEVICE void load_values(uint32_t b[4], const uint16_t (*tile)[DEPTH], int first, int d) {
+    const int lane = threadIdx.x % 32, row = lane % 16, shift = lane / 16 * 8;
+    load_transposed(b, tile[row], flip_of(row, shift, d), past_of<DEPTH>(first, d));
 }
 
 /* Adds the dot products of a warp's 16 rows with all columns of a tile. */

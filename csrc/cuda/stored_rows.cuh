@@ -130,18 +130,19 @@ struct q8_rows {
 
     DEVICE_METHOD void store(char *row, element_ref from, int64_t D) const {
         const int lane = threadIdx.x % 32;
-        float high = 0.0f;
+        float x[LANE_ELEMENTS], high = 0.0f;
         bool finite = true;
-        NO_UNROLL
-        for (int64_t d = 0; d < D; d += 32) {
-            const float x = d + lane < D ? element_of(from, d + lane) : 0.0f;
-            finite = finite && x - x == 0.0f;
-            high = fmaxf(high, fabsf(x));
+        load_lane(from, D, x);
+        UNROLL
+        for (int i = 0; i < LANE_ELEMENTS; i++) {
+            finite = finite && x[i] - x[i] == 0.0f;
+            high = fmaxf(high, fabsf(x[i]));
         }
         const quantiser q = q8_quantiser(warp_max(high), warp_all(finite));
-        NO_UNROLL
-        for (int64_t d = lane; d < D; d += 32) {
-            row[d] = (char)(int8_t)q8_quantised(q, element_of(from, d));
+        UNROLL
+        for (int i = 0; i < LANE_ELEMENTS; i++) {
+            const int d = 32 * i + lane;
+            if (d < D) row[d] = (char)(int8_t)q8_quantised(q, x[i]);
         }
         if (lane == 0) store_half(row + D, q.scale);
     }
@@ -183,9 +184,14 @@ struct q4_rows {
 
     /* Each lane has one element of a group. */
     DEVICE_METHOD void store(char *row, element_ref from, int64_t D) const {
+        static_assert(H2O_GROUP == 32);
         const int lane = threadIdx.x % 32;
-        for (int64_t group = 0; group < D / H2O_GROUP; group++) {
-            const float x = element_of(from, group * H2O_GROUP + lane);
+        float elements[LANE_ELEMENTS];
+        load_lane(from, D, elements);
+        UNROLL
+        for (int group = 0; group < LANE_ELEMENTS; group++) {
+            if (group * H2O_GROUP >= D) break;
+            const float x = elements[group];
             const quantiser q = q4_quantiser(-warp_max(-x), warp_max(x), warp_all(x - x == 0.0f));
             const int32_t low = q4_quantised(q, x), high = shfl_xor(low, 16);
             char *const scale_minimum = row + D / 2 + 4 * group;
@@ -280,12 +286,10 @@ DEVICE void copy_row(char *to, const char *from, int64_t bytes) {
 
 /* The L2 norm of a row, the same for all lanes. */
 DEVICE float norm_of(element_ref row, int64_t D) {
-    float sum = 0.0f;
-    NO_UNROLL
-    for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
-        const float x = element_of(row, d);
-        sum = fmaf(x, x, sum);
-    }
+    float x[LANE_ELEMENTS], sum = 0.0f;
+    load_lane(row, D, x);
+    UNROLL
+    for (int i = 0; i < LANE_ELEMENTS; i++) sum = fmaf(x[i], x[i], sum);
     return sqrtf(warp_sum(sum));
 }
 

@@ -289,7 +289,7 @@ struct retired {
 
 static void *get_memory(size_t bytes, retired *used) {
     void *memory;
-    if (posix_memalign(&memory, 16, bytes) != 0) abort();
+    if (posix_memalign(&memory, 128, bytes) != 0) abort();
     used->memory.push_back(memory);
     return memory;
 }
