@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
+from h2o.hf import prompt_echo
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.echo_layer import EchoLayer
@@ -96,8 +97,12 @@ def layers_of(
         if has_states(layer):
             layer_class = with_states(layer_class, layer.number_of_states)
         placed[index] = layer_class(*arguments, **more)
+    h2o_layers = [x for x in placed if isinstance(x, H2OLayer)]
     if h2o_config.shares_by_rank:
-        _share_by_rank([x for x in placed if isinstance(x, H2OLayer)], h2o_config, config)
+        _share_by_rank(h2o_layers, h2o_config, config)
+    if (rotary := prompt_echo.rotary_for(config, h2o_config)) is not None:
+        for x in h2o_layers:
+            x.prompt_echo = prompt_echo.PromptEcho(rotary, config, x.layer_idx, x.policy)
     return placed
 
 

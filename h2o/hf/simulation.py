@@ -33,6 +33,7 @@ from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.patch_lock import unwrapped
+from h2o.hf.prompt_echo import PromptEcho, rotary_for
 from h2o.hf.shared_keys import reusing
 from h2o.hf.support import transformers_layers
 from h2o.hf.visible_keys import VisibleKeys
@@ -105,7 +106,7 @@ def simulated(
     if shared and (variant != "h2o" or config.merge is not None):
         what = f"variant {variant!r}" if variant != "h2o" else "merge"
         raise Unsupported(f"{what}: not simulated where layers attend to the keys of others")
-    rotary = echo_rotary(model.config) if config.by_echo else None
+    rotary = echo_rotary(model.config) if config.by_echo else rotary_for(model.config, config)
     simulation = Simulation(
         budgets, variant, prompt_length, ratio_of, trace, mass, shared, model.config, rotary
     )
@@ -134,7 +135,7 @@ class Simulation:
         model_config: Any,
         rotary: Rotary | None,
     ) -> None:
-        """`rotary`: of a config that ranks by echo."""
+        """`rotary`: of a config that ranks by echo, or prompts by it."""
         self._budgets, self._variant = budgets, variant
         self._prompt_length, self._ratio_of = prompt_length, ratio_of
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
@@ -231,10 +232,9 @@ class Simulation:
         config: H2OConfig, layer: int,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
-        if self._rotary is not None:
-            echo = EchoScores(self._rotary, self._model_config, layer, config.kv_dtype)
+        if (reader := self._reader(config, layer, max(prompts, default=0))) is not None:
             return echo_simulation.simulate(
-                text, prompts, by_row, echo, config.policy, config.kv_dtype
+                text, prompts, by_row, reader, config.policy, config.kv_dtype
             )
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
@@ -249,6 +249,17 @@ class Simulation:
             policy=config.policy,
         )
         return simulated
+
+    def _reader(self, config: H2OConfig, layer: int, prompt: int) -> Any:
+        """Of `h2o.hf.echo_simulation`, where echo makes scores in prompts of so many tokens."""
+        if self._rotary is None:
+            return None
+        of_layer = self._rotary, self._model_config, layer
+        if config.by_echo:
+            return echo_simulation.Echoing(EchoScores(*of_layer, config.kv_dtype))
+        if prompt <= max(1, config.sinks):  # whose keys have the attention that there is
+            return None
+        return echo_simulation.EchoingPrompts(PromptEcho(*of_layer, config.policy))
 
     def _resolve(
         self, config: H2OConfig, lengths: list[int]
