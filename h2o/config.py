@@ -65,7 +65,7 @@ class H2OConfig:
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
     age is no advantage. "max": the largest attention of any one query and head. "echo": what the
     text's own queries look for when they are asked again (rotary positions only). "mean-echo": the
-    mean, half of a prompt's given out anew as echo says; elsewhere the mean."""
+    mean, most of a prompt's given out anew as echo says; elsewhere the mean."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""
@@ -175,10 +175,9 @@ class H2OConfig:
         cls, budget: Amount, profile: Profile | None = None, of: Of = "keys"
     ) -> H2OConfig:
         """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`), and
-        a prompt's keys ranked by echo too, on models with rotary positions.
+        with echo in the prompt (`rank_by="mean-echo"`).
 
-        Without a profile the one that comes with h2o for the model; where there is none, the
-        cache raises a ValueError.
+        Without a profile the one that comes with h2o for the model, or a ValueError of the cache.
         """
         ranked = {"rank_by": "mean-echo", "shares": profile or "shipped"}
         return dataclasses.replace(cls.robust(budget, of), **ranked)
@@ -223,11 +222,6 @@ class H2OConfig:
     def by_echo(self) -> bool:
         """Whether layers make the scores, rather than attention."""
         return self.rank_by == "echo"
-
-    @property
-    def echoes_prompt(self) -> bool:
-        """Whether layers make the scores of a prompt, of echo and of attention."""
-        return self.rank_by == "mean-echo"
 
     @property
     def shares_by_rank(self) -> bool:

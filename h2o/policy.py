@@ -101,7 +101,7 @@ FIELDS: dict[str, Field] = {
         str, get_args(Ranking), None,
         "accumulated attention, the same per query that has seen the key, the largest that one "
         "query gave, what the text's own queries look for when they come again, or the mean with "
-        "half of that in the prompt (%(default)s)",
+        "most of that in the prompt (%(default)s)",
     ),
     "decay": Field(
         float, None, "D", "what remains of a score after one more token, 0 to 1 (%(default)s)"

@@ -10,19 +10,22 @@ Shape letters: B batch rows, H query heads, G key/value heads, N columns of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.config import H2OConfig
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.echo_scores import EchoScores, as_stored
+from h2o.hf.echo_scores import EchoScores
+from h2o.hf.model_rotary import Rotary
 from h2o.hf.prompt_echo import PromptEcho
 from h2o.hf.trace import by_column, not_held
 from h2o.policy import Policy
 
-__all__ = ["Echoing", "EchoingPrompts", "simulate"]
+__all__ = ["Echoing", "reader_of", "simulate"]
 
 
 class Echoing:
@@ -32,43 +35,33 @@ class Echoing:
         self.echo = echo
 
     def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
-        """Output [B, Q, H, D] and scores [B, G, Q]."""
+        """As `PromptEcho.prompt`."""
         out, scores, self.asked = self.echo.prompt(tokens)
         return out, scores
 
     def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
-        """The same of one token; the slots' scores become what attention makes of them."""
+        """As `PromptEcho.step`; the scores of the slots stay."""
         out, scores, self.asked = self.echo.step(token, self.asked, slots)
         return out, scores
 
 
-class EchoingPrompts:
-    """Reads as a layer with a `PromptEcho` does."""
-
-    def __init__(self, prompt_echo: PromptEcho) -> None:
-        self.prompt_echo = prompt_echo
-
-    def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
-        """As `Echoing.prompt`."""
-        out, received = self._attention(tokens, None)
-        return out, self.prompt_echo.scores(tokens, received)
-
-    def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
-        """As `Echoing.step`."""
-        return self._attention(as_stored(token, slots), slots)
-
-    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
-        return ops.attend(
-            *tokens[:3], slots, mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
-            sink_logits=tokens.sink_logits, policy=self.prompt_echo.policy,
-        )  # fmt: skip
+def reader_of(
+    rotary: Rotary, model_config: Any, layer: int, config: H2OConfig, prompt: int
+) -> Echoing | PromptEcho | None:
+    """What `simulate` takes, of a layer of a model; None where no prompt has more than `prompt`
+    tokens, and echo changes the score of none."""
+    if config.by_echo:
+        return Echoing(EchoScores(rotary, model_config, layer, config.kv_dtype))
+    if prompt <= max(1, config.sinks):
+        return None
+    return PromptEcho(rotary, model_config, layer, config.policy)
 
 
 def simulate(
     text: NewTokens,
     prompts: Sequence[int],
     by_row: list[list[tuple[int, int]]],
-    reader: Echoing | EchoingPrompts,
+    reader: Echoing | PromptEcho,
     policy: Policy,
     kv_dtype: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,5 +122,5 @@ def simulate(
         ops.evict(one.key, one.value, score, slots, mask=one.mask, policy=policy)
         out[:, i : i + 1] += answer  # 0 where it is of no row
         record(seen.fill_(i + 1))
-    columns = order.clamp(min=0)[:, None].expand(B, G, N)
-    return out, by_column(evicted_after, real), last.gather(2, columns) * real[:, None]
+    position = order.clamp(min=0)[:, None].expand(B, G, N)
+    return out, by_column(evicted_after, real), last.gather(2, position) * real[:, None]

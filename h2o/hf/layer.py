@@ -15,7 +15,8 @@ token's index in its own row, pads not counted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +38,6 @@ from h2o.hf.layer_state import restore, state_of
 from h2o.hf.one_budget import Budgets, OneBudget, Prompt
 from h2o.hf.pass_state import PassState, columns_left
 from h2o.hf.slot_layout import Capacity
-
-if TYPE_CHECKING:
-    from h2o.hf.prompt_echo import PromptEcho
 
 __all__ = ["H2OLayer"]
 
@@ -67,7 +65,7 @@ class H2OLayer(LayerContents):
         self.record_past = False  # transformers' name for it
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
         self.one_budget: OneBudget | None = None  # of layers that share by rank
-        self.prompt_echo: PromptEcho | None = None  # of layers that rank by "mean-echo"
+        self.prompt_scores: Callable[[NewTokens, Tensor], Tensor] | None = None  # from attention's
         self.reset()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
@@ -218,8 +216,8 @@ class H2OLayer(LayerContents):
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
             out, scores = self._attend_and_score(tokens, unscored)
-            if self.prompt_echo is not None and unscored is None:
-                scores = self.prompt_echo.scores(tokens, scores)
+            if self.prompt_scores is not None and unscored is None:
+                scores = self.prompt_scores(tokens, scores)
             prompt = Prompt(
                 tokens.key, tokens.value, tokens.mask, scores, counts, Q, tokens.mask,
                 budget.by_row, budget.raised,

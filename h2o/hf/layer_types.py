@@ -15,7 +15,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
-from h2o.hf import prompt_echo
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.echo_layer import EchoLayer
@@ -28,6 +27,7 @@ from h2o.hf.model_rotary import Rotary, has_rotary
 from h2o.hf.one_budget import OneBudget
 from h2o.hf.other_heads import OtherHeadsLayer, width_of
 from h2o.hf.pass_state import PassState
+from h2o.hf.prompt_echo import PromptEcho, rotary_for
 from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_keys_layer import SharedKeysLayer
 from h2o.kv_dtype import stored_bytes
@@ -100,9 +100,9 @@ def layers_of(
     h2o_layers = [x for x in placed if isinstance(x, H2OLayer)]
     if h2o_config.shares_by_rank:
         _share_by_rank(h2o_layers, h2o_config, config)
-    if (rotary := prompt_echo.rotary_for(config, h2o_config)) is not None:
+    if (rotary := rotary_for(config, h2o_config)) is not None:
         for x in h2o_layers:
-            x.prompt_echo = prompt_echo.PromptEcho(rotary, config, x.layer_idx, x.policy)
+            x.prompt_scores = PromptEcho(rotary, config, x.layer_idx, x.policy).scores
     return placed
 
 

@@ -1,4 +1,4 @@
-"""`rank_by="mean-echo"`: a half of the attention in a prompt goes to the keys that echo finds.
+"""`rank_by="mean-echo"`: attention of a prompt is given out anew, to the keys that echo finds.
 
 The mean attention of a key tells what the next words will need, and nothing of what a later
 question will ask for; echo (`h2o.hf.echo_scores`) tells of that, and less of the next words. So in
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o import ops
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.echo_scores import EchoScores, echo_rotary
+from h2o.hf.echo_scores import EchoScores, as_stored, echo_rotary
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import positions_in, queries_that_saw
 from h2o.hf.other_heads import width_of
@@ -31,14 +32,14 @@ from h2o.policy import Policy
 
 __all__ = ["PART", "PromptEcho", "rotary_for"]
 
-PART = 0.5
+PART = 0.75
 """Of the attention; chosen on texts and facts of their own (docs/results.md)."""
 
 
 def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
     """Of a model with this config; None where prompts keep the scores that attention gives."""
-    rolled = h2o_config.positions != "original"
-    if not h2o_config.echoes_prompt or rolled or width_of(config) is not None:
+    asked = h2o_config.rank_by == "mean-echo" and h2o_config.positions == "original"
+    if not asked or width_of(config) is not None:
         return None
     try:
         return echo_rotary(config)
@@ -64,3 +65,18 @@ class PromptEcho:
         total = weights.sum(-1, keepdim=True)
         anew = torch.where((total > 0) & ~is_sink, weights / total * pool, received)
         return received + PART * (anew - received)
+
+    def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
+        """What a first pass makes: [B, Q, H, D], and [B, G, Q] float32 of the new keys."""
+        out, received = self._attention(tokens, None)
+        return out, self.scores(tokens, received)
+
+    def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
+        """The same of one later token, whose attention is added to the scores of the slots."""
+        return self._attention(as_stored(token, slots), slots)
+
+    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        return ops.attend(
+            *tokens[:3], slots, mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits, policy=self.policy,
+        )  # fmt: skip

@@ -28,12 +28,12 @@ from h2o.head_budgets import levelled
 from h2o.hf import echo_simulation, tensor_parallel
 from h2o.hf.attention_call import NewTokens, Undifferentiable
 from h2o.hf.attention_hook import Call, attending
-from h2o.hf.echo_scores import EchoScores, echo_rotary
+from h2o.hf.echo_scores import echo_rotary
 from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.patch_lock import unwrapped
-from h2o.hf.prompt_echo import PromptEcho, rotary_for
+from h2o.hf.prompt_echo import rotary_for
 from h2o.hf.shared_keys import reusing
 from h2o.hf.support import transformers_layers
 from h2o.hf.visible_keys import VisibleKeys
@@ -232,10 +232,13 @@ class Simulation:
         config: H2OConfig, layer: int,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
-        if (reader := self._reader(config, layer, max(prompts, default=0))) is not None:
-            return echo_simulation.simulate(
-                text, prompts, by_row, reader, config.policy, config.kv_dtype
-            )
+        if self._rotary is not None:
+            rotary = self._rotary, self._model_config, layer
+            reader = echo_simulation.reader_of(*rotary, config, max(prompts, default=0))
+            if reader is not None:
+                return echo_simulation.simulate(
+                    text, prompts, by_row, reader, config.policy, config.kv_dtype
+                )
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
             *text[:3],
@@ -249,17 +252,6 @@ class Simulation:
             policy=config.policy,
         )
         return simulated
-
-    def _reader(self, config: H2OConfig, layer: int, prompt: int) -> Any:
-        """Of `h2o.hf.echo_simulation`, where echo makes scores in prompts of so many tokens."""
-        if self._rotary is None:
-            return None
-        of_layer = self._rotary, self._model_config, layer
-        if config.by_echo:
-            return echo_simulation.Echoing(EchoScores(*of_layer, config.kv_dtype))
-        if prompt <= max(1, config.sinks):  # whose keys have the attention that there is
-            return None
-        return echo_simulation.EchoingPrompts(PromptEcho(*of_layer, config.policy))
 
     def _resolve(
         self, config: H2OConfig, lengths: list[int]

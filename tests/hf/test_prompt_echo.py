@@ -1,4 +1,4 @@
-"""rank_by="mean-echo": half of the attention in a prompt goes to the keys that echo finds."""
+"""rank_by="mean-echo": most of a prompt's attention is given out anew, to keys that echo finds."""
 
 from __future__ import annotations
 
