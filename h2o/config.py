@@ -24,7 +24,7 @@ from h2o.config_fields import ConfigFields, Of, Positions
 from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
 from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, key_bytes, per_token
 from h2o.model_identity import describe, group_size, key_size, latent_row
-from h2o.policy import BEFORE, Policy, Ranking, check_echo, checked
+from h2o.policy import BEFORE, OPERATIONS_RANK_BY, Policy, Ranking, check_echo, checked
 from h2o.profile import Profile
 
 __all__ = ["PRESETS", "UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
@@ -64,7 +64,8 @@ class H2OConfig:
     rank_by: Ranking = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
     age is no advantage. "max": the largest attention of any one query and head. "echo": what the
-    text's own queries look for when they are asked again (rotary positions only)."""
+    text's own queries look for when they are asked again (rotary positions only). "mean-echo": the
+    mean, most of a prompt's given out anew as echo says; elsewhere the mean."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""
@@ -173,12 +174,13 @@ class H2OConfig:
     def calibrated(
         cls, budget: Amount, profile: Profile | None = None, of: Of = "keys"
     ) -> H2OConfig:
-        """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`).
+        """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`), and
+        with echo in the prompt (`rank_by="mean-echo"`).
 
-        Without a profile the one that comes with h2o for the model; where there is none, the
-        cache raises a ValueError.
+        Without a profile the one that comes with h2o for the model, or a ValueError of the cache.
         """
-        return dataclasses.replace(cls.robust(budget, of), shares=profile or "shipped")
+        ranked = {"rank_by": "mean-echo", "shares": profile or "shipped"}
+        return dataclasses.replace(cls.robust(budget, of), **ranked)
 
     @classmethod
     def retrieval(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
@@ -214,7 +216,7 @@ class H2OConfig:
     def policy(self) -> Policy:
         """What the operations of `h2o.ops` are given."""
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
-        return policy._replace(rank_by="max") if self.by_echo else policy
+        return policy._replace(rank_by=OPERATIONS_RANK_BY.get(self.rank_by, policy.rank_by))
 
     @property
     def by_echo(self) -> bool:

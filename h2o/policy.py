@@ -16,6 +16,7 @@ from h2o.budgets import tokens_of
 __all__ = [
     "BEFORE",
     "FIELDS",
+    "OPERATIONS_RANK_BY",
     "PAPER",
     "Field",
     "Policy",
@@ -29,8 +30,11 @@ __all__ = [
 
 RankBy = Literal["sum", "mean", "max"]
 """What the operations rank by: how attention makes the score of a key."""
-Ranking = Literal["sum", "mean", "max", "echo"]
-"""What a cache can rank by: of "echo" its layers make the scores, and give them to `evict`."""
+Ranking = Literal["sum", "mean", "max", "echo", "mean-echo"]
+"""What a cache can rank by: of "echo" its layers make the scores, and give them to `evict`; of
+"mean-echo" those of a prompt, in part."""
+OPERATIONS_RANK_BY: dict[str, RankBy] = {"echo": "max", "mean-echo": "mean"}
+"""What the operations are told, where that is not the same."""
 BEFORE = 4
 """How many tokens before a key "echo" looks at, beside its own."""
 
@@ -96,7 +100,8 @@ FIELDS: dict[str, Field] = {
     "rank_by": Field(
         str, get_args(Ranking), None,
         "accumulated attention, the same per query that has seen the key, the largest that one "
-        "query gave, or what the text's own queries look for when they come again (%(default)s)",
+        "query gave, what the text's own queries look for when they come again, or the mean with "
+        "most of that in the prompt (%(default)s)",
     ),
     "decay": Field(
         float, None, "D", "what remains of a score after one more token, 0 to 1 (%(default)s)"

@@ -32,7 +32,7 @@ from h2o.hf.model_rotary import Rotary, has_rotary, turned
 from h2o.policy import BEFORE, Policy
 from h2o.quantisation import dequantised, quantised, stored_like
 
-__all__ = ["LATER", "EchoScores", "Pass", "echo_rotary", "newly_found"]
+__all__ = ["LATER", "EchoScores", "Pass", "as_stored", "echo_rotary", "newly_found"]
 
 LATER = 256
 """How many positions later queries are asked again whose text has no end yet."""
@@ -162,7 +162,7 @@ class EchoScores:
 
     def step(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots) -> Pass:
         """A pass over one token of each row, which reads itself as it is stored."""
-        out = _attention(_as_stored(tokens, slots), slots)
+        out = _attention(as_stored(tokens, slots), slots)
         return Pass(out, self.of_one(tokens, asked, slots), self.remembered(tokens, asked))
 
     def _again(self, query: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ def _without_scores(slots: ops.Slots) -> ops.Slots:
     return slots._replace(scores=torch.zeros_like(slots.scores))
 
 
-def _as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
+def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
     """New tokens as they are read from the slots."""
     if slots.keys.dtype != torch.uint8 or tokens.value is None:
         return tokens

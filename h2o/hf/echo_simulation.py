@@ -1,7 +1,8 @@
-"""`h2o.hf.simulation` for `rank_by="echo"`: what a layer's cache does with a text, token by token.
+"""`h2o.hf.simulation` where echo makes scores: what a layer's cache does with a text.
 
-A score depends on the keys that are held when its key comes. So the prompts are read at once and
-all later tokens one after the other, by the operations that an `EchoLayer` goes by.
+With `rank_by="echo"` a score depends on the keys that are held when its key comes, with "mean-echo"
+those of a prompt are not what attention gives. So the prompts are read at once and all later tokens
+one after the other, by the operations that a layer goes by.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text.
 """
@@ -9,25 +10,58 @@ Shape letters: B batch rows, H query heads, G key/value heads, N columns of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.config import H2OConfig
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.echo_scores import EchoScores
+from h2o.hf.model_rotary import Rotary
+from h2o.hf.prompt_echo import PromptEcho
 from h2o.hf.trace import by_column, not_held
 from h2o.policy import Policy
 
-__all__ = ["simulate"]
+__all__ = ["Echoing", "reader_of", "simulate"]
+
+
+class Echoing:
+    """Reads as an `EchoLayer` does."""
+
+    def __init__(self, echo: EchoScores) -> None:
+        self.echo = echo
+
+    def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
+        """As `PromptEcho.prompt`."""
+        out, scores, self.asked = self.echo.prompt(tokens)
+        return out, scores
+
+    def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
+        """As `PromptEcho.step`; the scores of the slots stay."""
+        out, scores, self.asked = self.echo.step(token, self.asked, slots)
+        return out, scores
+
+
+def reader_of(
+    rotary: Rotary, model_config: Any, layer: int, config: H2OConfig, prompt: int
+) -> Echoing | PromptEcho | None:
+    """What `simulate` takes, of a layer of a model; None where no prompt has more than `prompt`
+    tokens, and echo changes the score of none."""
+    if config.by_echo:
+        return Echoing(EchoScores(rotary, model_config, layer, config.kv_dtype))
+    if prompt <= max(1, config.sinks):
+        return None
+    return PromptEcho(rotary, model_config, layer, config.policy)
 
 
 def simulate(
     text: NewTokens,
     prompts: Sequence[int],
     by_row: list[list[tuple[int, int]]],
-    echo: EchoScores,
+    reader: Echoing | PromptEcho,
     policy: Policy,
     kv_dtype: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,6 +71,7 @@ def simulate(
         text: N tokens.
         prompts: tokens of each row that are read before the first eviction, at least 1.
         by_row: (heavy, recent) of each row and each head, or one for all heads.
+        reader: what makes the scores.
         policy: `H2OConfig.policy`.
 
     Returns:
@@ -50,17 +85,30 @@ def simulate(
     widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
     sizes = slot_layout.capacities(widest, N)
     slots = slot_layout.with_capacities(
-        text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=kv_dtype
-    )
+        text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
+        merge=policy.merge is not None,
+    )  # fmt: skip
     slots.budget.copy_(torch.tensor(by_row, dtype=torch.int32).squeeze(1))
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
+    last = torch.zeros(B, G, N + 1, device=device)  # scores by position; that of no key is N
+
+    def note(positions: Tensor, scores: Tensor) -> None:
+        last.scatter_(2, positions.expand_as(scores) % (N + 1), scores)
+
+    def note_held() -> None:
+        positions, scores = (
+            slot_layout.by_head(slots, sizes, x, -1) for x in ("positions", "scores")
+        )
+        note(positions.long(), scores)
 
     def record(seen: Tensor) -> None:
         """When rows [B] have seen so many columns."""
         evicted = not_held(slots, sizes, N) & (evicted_after < 0)
         evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
+        note_held()  # what was merged has added to a score
 
-    out, scores, asked = echo.prompt(text._replace(mask=early))
+    out, scores = reader.prompt(text._replace(mask=early))
+    note(order.masked_fill(~early, N)[:, None], scores)
     ops.evict(text.key, text.value, scores, slots, mask=early, policy=policy)
     columns = torch.arange(1, N + 1, device=device)
     seen = (early * columns).amax(1)
@@ -68,9 +116,11 @@ def simulate(
     late = real & ~early
     for i in late.any(0).nonzero()[:, 0].tolist():
         one = text.columns(i, i + 1)._replace(mask=late[:, i : i + 1])
-        answer, score, asked = echo.step(one, asked, slots)
+        answer, score = reader.step(one, slots)
+        note_held()
+        note(order[:, i : i + 1].masked_fill(~late[:, i : i + 1], N)[:, None], score)
         ops.evict(one.key, one.value, score, slots, mask=one.mask, policy=policy)
         out[:, i : i + 1] += answer  # 0 where it is of no row
-        scores[..., i : i + 1] += score
         record(seen.fill_(i + 1))
-    return out, by_column(evicted_after, real), scores
+    position = order.clamp(min=0)[:, None].expand(B, G, N)
+    return out, by_column(evicted_after, real), last.gather(2, position) * real[:, None]

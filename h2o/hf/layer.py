@@ -15,6 +15,7 @@ token's index in its own row, pads not counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class H2OLayer(LayerContents):
         self.record_past = False  # transformers' name for it
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
         self.one_budget: OneBudget | None = None  # of layers that share by rank
+        self.prompt_scores: Callable[[NewTokens, Tensor], Tensor] | None = None  # from attention's
         self.reset()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
@@ -214,6 +216,8 @@ class H2OLayer(LayerContents):
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
             out, scores = self._attend_and_score(tokens, unscored)
+            if self.prompt_scores is not None and unscored is None:
+                scores = self.prompt_scores(tokens, scores)
             prompt = Prompt(
                 tokens.key, tokens.value, tokens.mask, scores, counts, Q, tokens.mask,
                 budget.by_row, budget.raised,

@@ -27,6 +27,7 @@ from h2o.hf.model_rotary import Rotary, has_rotary
 from h2o.hf.one_budget import OneBudget
 from h2o.hf.other_heads import OtherHeadsLayer, width_of
 from h2o.hf.pass_state import PassState
+from h2o.hf.prompt_echo import PromptEcho, rotary_for
 from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_keys_layer import SharedKeysLayer
 from h2o.kv_dtype import stored_bytes
@@ -96,8 +97,12 @@ def layers_of(
         if has_states(layer):
             layer_class = with_states(layer_class, layer.number_of_states)
         placed[index] = layer_class(*arguments, **more)
+    h2o_layers = [x for x in placed if isinstance(x, H2OLayer)]
     if h2o_config.shares_by_rank:
-        _share_by_rank([x for x in placed if isinstance(x, H2OLayer)], h2o_config, config)
+        _share_by_rank(h2o_layers, h2o_config, config)
+    if (rotary := rotary_for(config, h2o_config)) is not None:
+        for x in h2o_layers:
+            x.prompt_scores = PromptEcho(rotary, config, x.layer_idx, x.policy).scores
     return placed
 
 

@@ -31,7 +31,16 @@ from h2o.errors import Unsupported
 from h2o.hf import prompt_budget, tensor_parallel
 from h2o.policy import Policy
 
-__all__ = ["Budgets", "OneBudget", "Prompt", "each_head", "parted", "won"]
+__all__ = [
+    "Budgets",
+    "OneBudget",
+    "Prompt",
+    "each_head",
+    "parted",
+    "positions_in",
+    "queries_that_saw",
+    "won",
+]
 
 Budgets = list[list[tuple[int, int]]]
 """(heavy, recent) of each row and each head of a layer"""
@@ -156,7 +165,7 @@ class _Waiting:
         self.layer, self.prompt = layer, prompt
         G, sinks = prompt.scores.shape[1], layer.policy.sinks
         self.floor, self.spare = parted(each_head(prompt.by_row, G), sinks, 0.0)
-        positions, tokens = _positions(prompt)
+        positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, layer.policy)
         self.spared = _spared(positions, tokens, sinks, self.floor)
         self.held: Tensor | None = None  # [B, G, K], whose rows `prompt` has, [M, D]; None: all
@@ -232,23 +241,29 @@ def _share(waiting: list[_Waiting], places: list[int]) -> None:
         first.layer.store(first.whole(), budgets)
 
 
-def _positions(prompt: Prompt) -> tuple[Tensor, Tensor]:
-    """[B, 1, K] int64, -1 at a pad; and tokens [B, 1, 1] of each row."""
-    B, _, K = prompt.scores.shape
-    real = torch.ones(B, K, dtype=torch.bool, device=prompt.scores.device)
-    if prompt.mask is not None:
-        real = prompt.mask.bool()
+def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a prompt's columns, with a mask [B, K] and scores [B, G, K]: [B, 1, K] int64, -1 at a pad;
+    and tokens [B, 1, 1] of each row."""
+    B, _, K = scores.shape
+    real = torch.ones(B, K, dtype=torch.bool, device=scores.device)
+    if mask is not None:
+        real = mask.bool()
     count = real.cumsum(1)[:, None]
     return (count - 1).masked_fill(~real[:, None], -1), count[..., -1:]
+
+
+def queries_that_saw(positions: Tensor, tokens: Tensor, decay: float) -> Tensor:
+    """How many queries of a prompt of so many tokens have seen the keys at these positions, the
+    earlier ones counting less with decay; 1 or more."""
+    age = (tokens - positions).clamp(min=1)
+    return age if decay == 1 else (1 - decay**age) / (1 - decay)
 
 
 def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) -> Tensor:
     """[B, G, K]: the score, or what the policy makes of it."""
     ranks = prompt.scores
     if policy.rank_by == "mean":
-        age = (tokens - positions).clamp(min=1)
-        decay = policy.decay
-        ranks = ranks / (age if decay == 1 else (1 - decay**age) / (1 - decay))
+        ranks = ranks / queries_that_saw(positions, tokens, policy.decay)
     if policy.value_weighted:
         values = prompt.keys if prompt.values is None else prompt.values
         ranks = ranks * values.float().norm(dim=-1)

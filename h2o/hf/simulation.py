@@ -28,11 +28,12 @@ from h2o.head_budgets import levelled
 from h2o.hf import echo_simulation, tensor_parallel
 from h2o.hf.attention_call import NewTokens, Undifferentiable
 from h2o.hf.attention_hook import Call, attending
-from h2o.hf.echo_scores import EchoScores, echo_rotary
+from h2o.hf.echo_scores import echo_rotary
 from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.patch_lock import unwrapped
+from h2o.hf.prompt_echo import rotary_for
 from h2o.hf.shared_keys import reusing
 from h2o.hf.support import transformers_layers
 from h2o.hf.visible_keys import VisibleKeys
@@ -105,7 +106,7 @@ def simulated(
     if shared and (variant != "h2o" or config.merge is not None):
         what = f"variant {variant!r}" if variant != "h2o" else "merge"
         raise Unsupported(f"{what}: not simulated where layers attend to the keys of others")
-    rotary = echo_rotary(model.config) if config.by_echo else None
+    rotary = echo_rotary(model.config) if config.by_echo else rotary_for(model.config, config)
     simulation = Simulation(
         budgets, variant, prompt_length, ratio_of, trace, mass, shared, model.config, rotary
     )
@@ -134,7 +135,7 @@ class Simulation:
         model_config: Any,
         rotary: Rotary | None,
     ) -> None:
-        """`rotary`: of a config that ranks by echo."""
+        """`rotary`: of a config that ranks by echo, or prompts by it."""
         self._budgets, self._variant = budgets, variant
         self._prompt_length, self._ratio_of = prompt_length, ratio_of
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
@@ -232,10 +233,12 @@ class Simulation:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
         if self._rotary is not None:
-            echo = EchoScores(self._rotary, self._model_config, layer, config.kv_dtype)
-            return echo_simulation.simulate(
-                text, prompts, by_row, echo, config.policy, config.kv_dtype
-            )
+            rotary = self._rotary, self._model_config, layer
+            reader = echo_simulation.reader_of(*rotary, config, max(prompts, default=0))
+            if reader is not None:
+                return echo_simulation.simulate(
+                    text, prompts, by_row, reader, config.policy, config.kv_dtype
+                )
         device = text.query.device
         simulated: tuple[Tensor, Tensor, Tensor] = ops.simulate(
             *text[:3],

@@ -87,7 +87,11 @@ def test_is_frozen_and_pickles():
         ({"heavy": 1.5}, ValueError, "for a number of tokens give an int"),
         ({"heavy": -0.1}, ValueError, r"must be in \[0, 1\]"),
         ({"recent": float("nan")}, ValueError, r"must be in \[0, 1\]"),
-        ({"rank_by": "maks"}, ValueError, 'rank_by must be "sum", "mean", "max" or "echo", not'),
+        (
+            {"rank_by": "maks"},
+            ValueError,
+            'rank_by must be "sum", "mean", "max", "echo" or "mean-echo", not',
+        ),
         ({"decay": 1.1}, ValueError, "decay must be in"),
         ({"decay": float("nan")}, ValueError, "decay must be in"),
         ({"decay": "1"}, TypeError, "decay must be a number"),
@@ -156,6 +160,15 @@ def test_retrieval_is_robust_by_echo_with_one_budget():
         assert (retrieval.rank_by, retrieval.shares) == ("echo", "scores")
         ranked = {"rank_by": "mean", "value_weighted": True, "shares": None}
         assert dataclasses.replace(retrieval, **ranked) == robust
+
+
+def test_calibrated_is_robust_with_a_profile_and_echo_in_prompts():
+    profile = Profile.load(PROFILE)
+    for budget, of in ((0.2, "keys"), (0.1, "bytes"), (64, "keys")):
+        robust, calibrated = H2OConfig.robust(budget, of), H2OConfig.calibrated(budget, profile, of)
+        assert (calibrated.rank_by, calibrated.shares) == ("mean-echo", profile)
+        assert calibrated.policy == robust.policy  # the operations go by the mean
+        assert dataclasses.replace(calibrated, rank_by="mean", shares=None) == robust
 
 
 def test_a_cache_tells_its_config():

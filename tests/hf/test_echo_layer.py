@@ -176,17 +176,18 @@ def test_every_model_type(family):
         assert torch.equal(simulation.evicted_at(layer), cache.evicted_at(layer))
 
 
+@pytest.mark.parametrize("ranking", ["echo", "mean-echo"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_a_batch_are_alone(side):
-    ours = tiny.model("llama", "sdpa")
+def test_rows_of_a_batch_are_alone(side, ranking):
+    ours, settings = tiny.model("llama", "sdpa"), SMALL | {"rank_by": ranking}
     rows, lengths = [text(seed, n) for seed, n in enumerate([50, 23, 64])], [20, 9, 30]
     padded = tiny.batch(rows, side)
     padded["position_ids"] = (padded["attention_mask"].cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        with h2o.simulated(ours, prompt_length=lengths, trace=True, **SMALL) as together:
+        with h2o.simulated(ours, prompt_length=lengths, trace=True, **settings) as together:
             batched = ours(**padded, use_cache=False).logits
         for b, row in enumerate(rows):
-            with h2o.simulated(ours, prompt_length=lengths[b], trace=True, **SMALL) as alone:
+            with h2o.simulated(ours, prompt_length=lengths[b], trace=True, **settings) as alone:
                 logits = ours(row, use_cache=False).logits[0]
             real = padded["attention_mask"][b].bool()
             torch.testing.assert_close(batched[b, real], logits, atol=2e-4, rtol=0)

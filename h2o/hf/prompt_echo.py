@@ -1,0 +1,82 @@
+"""`rank_by="mean-echo"`: attention of a prompt is given out anew, to the keys that echo finds.
+
+The mean attention of a key tells what the next words will need, and nothing of what a later
+question will ask for; echo (`h2o.hf.echo_scores`) tells of that, and less of the next words. So in
+the first forward pass of a cache the attention that the keys of a head have received, but for the
+sinks, is added up, and `PART` of it given out anew: each key's mean attention from that is
+proportional to its echo. The sum stays, and so do the units. What follows is added to these scores
+as to any others: keys that were found compete with new tokens by the mean, and fade as it does.
+
+Where queries cannot be rotated on the scores stay as they are: without rotary positions, with
+cache-relative ones, in keys that were taken over from a DynamicCache.
+
+Shape letters: B batch rows, G key/value heads, Q columns of the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o import ops
+from h2o.config import H2OConfig
+from h2o.errors import Unsupported
+from h2o.hf.attention_call import NewTokens
+from h2o.hf.echo_scores import EchoScores, as_stored, echo_rotary
+from h2o.hf.model_rotary import Rotary
+from h2o.hf.one_budget import positions_in, queries_that_saw
+from h2o.hf.other_heads import width_of
+from h2o.policy import Policy
+
+__all__ = ["PART", "PromptEcho", "rotary_for"]
+
+PART = 0.75
+"""Of the attention; chosen on texts and facts of their own (docs/results.md)."""
+
+
+def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
+    """Of a model with this config; None where prompts keep the scores that attention gives."""
+    asked = h2o_config.rank_by == "mean-echo" and h2o_config.positions == "original"
+    if not asked or width_of(config) is not None:
+        return None
+    try:
+        return echo_rotary(config)
+    except Unsupported:
+        return None
+
+
+class PromptEcho:
+    """Makes the scores of a prompt in one layer."""
+
+    def __init__(self, rotary: Rotary, config: Any, layer: int, policy: Policy) -> None:
+        """`config`: the model's. `policy`: `H2OConfig.policy`, whose `rank_by` is "mean"."""
+        self.echo, self.policy = EchoScores(rotary, config, layer, None), policy
+
+    def scores(self, tokens: NewTokens, received: Tensor) -> Tensor:
+        """[B, G, Q] float32 of the tokens of a first pass, from the attention that they received,
+        a tensor like it."""
+        positions, count = positions_in(tokens.mask, received)
+        is_sink = positions < self.policy.sinks  # or a pad
+        queries = queries_that_saw(positions, count, self.policy.decay)
+        weights = (self.echo.of_prompt(tokens) * queries).masked_fill(is_sink, 0.0)
+        pool = received.masked_fill(is_sink, 0.0).sum(-1, keepdim=True)
+        total = weights.sum(-1, keepdim=True)
+        anew = torch.where((total > 0) & ~is_sink, weights / total * pool, received)
+        return received + PART * (anew - received)
+
+    def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
+        """What a first pass makes: [B, Q, H, D], and [B, G, Q] float32 of the new keys."""
+        out, received = self._attention(tokens, None)
+        return out, self.scores(tokens, received)
+
+    def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
+        """The same of one later token, whose attention is added to the scores of the slots."""
+        return self._attention(as_stored(token, slots), slots)
+
+    def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        return ops.attend(
+            *tokens[:3], slots, mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
+            sink_logits=tokens.sink_logits, policy=self.policy,
+        )  # fmt: skip
