@@ -33,6 +33,9 @@ def modes_of(name: str) -> list[str]:
     return [mode for mode in MODES if mode not in FAMILIES[name].lacks]
 
 
+PADDED = [name for name in PURE + HYBRID + WITH_STATES if modes_of(name)]
+"""Families whose own padded rows are what they are alone; MiniMax, which has no modes, is none."""
+
 OF_ATTENTION = ("greedy", "chunked prompt", "inputs_embeds", "model(...) by hand")
 """Modes that come to a model's own code in different ways. The others choose among tokens and rows
 of the cache, which is generate()'s and the cache's part."""
@@ -84,7 +87,7 @@ POLICY_CASES = [
         name,
         chosen,
     )
-    for i, name in enumerate(PURE + HYBRID + WITH_STATES)
+    for i, name in enumerate(PADDED)
     for j, chosen in enumerate(POLICIES)
 ]
 """A third of the policies for each twin, each policy for a third of the twins: a policy sees

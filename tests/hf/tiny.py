@@ -205,7 +205,11 @@ FAMILIES = {
                 "granitemoehybrid",
                 _MAMBA
                 | _MOE
-                | {"shared_intermediate_size": 32, "layer_types": _LINEAR["layer_types"]},
+                | {
+                    "shared_intermediate_size": 32,
+                    "layer_types": _LINEAR["layer_types"],
+                    "attention_multiplier": 0.1,  # where the largest attention is 1, ranks are ties
+                },
                 layers=_TWICE,
             ),
             Family("lfm2", _CONV, layers=_TWICE),
