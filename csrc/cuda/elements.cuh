@@ -30,13 +30,17 @@ DEVICE float element_of(element_ref row, int64_t d) {
     return load_float(row.data + d * row.stride * h2o_dtype_size(row.type), row.type);
 }
 
+/* A lane's elements of a row in registers: x[i] is element 32 i + lane, 0 from D on. */
 enum { LANE_ELEMENTS = CUDA_DEPTH / 32 };
+typedef struct {
+    float x[LANE_ELEMENTS];
+} lane_elements;
 
-/* A lane's elements of a row: x[i] is element 32 i + lane, 0 from D on. All are loaded before the
- * first is used. */
-DEVICE void load_lane(element_ref row, int64_t D, float x[LANE_ELEMENTS]) {
+/* All are loaded before the first is used. */
+DEVICE lane_elements load_lane(element_ref row, int64_t D) {
     const int lane = threadIdx.x % 32, size = (int)h2o_dtype_size(row.type);
     uint32_t bits[LANE_ELEMENTS] = {};
+    lane_elements elements;
     UNROLL
     for (int i = 0; i < LANE_ELEMENTS; i++) {
         const char *const p = row.data + (32 * i + lane) * row.stride * size;
@@ -45,9 +49,24 @@ DEVICE void load_lane(element_ref row, int64_t D, float x[LANE_ELEMENTS]) {
     }
     UNROLL
     for (int i = 0; i < LANE_ELEMENTS; i++) {
-        x[i] = row.type == H2O_F32   ? bits_float(bits[i])
-               : row.type == H2O_F16 ? f16_to_float((uint16_t)bits[i])
-                                     : bf16_to_float((uint16_t)bits[i]);
+        elements.x[i] = row.type == H2O_F32   ? bits_float(bits[i])
+                        : row.type == H2O_F16 ? f16_to_float((uint16_t)bits[i])
+                                              : bf16_to_float((uint16_t)bits[i]);
+    }
+    return elements;
+}
+
+/* Calls use(d, x) for a lane's elements of a row, from memory or from registers. */
+template <typename USE> DEVICE void each_element(element_ref row, int64_t D, USE use) {
+    NO_UNROLL
+    for (int64_t d = threadIdx.x % 32; d < D; d += 32) use(d, element_of(row, d));
+}
+
+template <typename USE> DEVICE void each_element(lane_elements row, int64_t D, USE use) {
+    UNROLL
+    for (int i = 0; i < LANE_ELEMENTS; i++) {
+        const int d = 32 * i + threadIdx.x % 32;
+        if (d < D) use(d, row.x[i]);
     }
 }
 

@@ -83,7 +83,7 @@ DEVICE void move_all(const evict_item *item, int64_t moves, int64_t kept) {
     NO_UNROLL
     for (int values = 0; !item->rows_wait && values <= !store_is_shared(&item->store); values++) {
         const row_moves rows = moves_of(item, values != 0, moves);
-        move_rows(&rows, block_share{0, 1});
+        move_rows<false>(&rows, block_share{0, 1});
     }
     sync_block();
     clear_slots(&item->store, kept, item->head.slots);
@@ -243,7 +243,7 @@ KERNEL(h2o_cuda_move, h2o_evict_params) {
     const evict_item item = open_rows(p, workspace, blockIdx.z, blockIdx.y);
     if (values && store_is_shared(&item.store)) return;
     const row_moves rows = moves_of(&item, values, *item.moves);
-    move_rows(&rows, block_share{index, blocks});
+    move_rows<true>(&rows, block_share{index, blocks});
 }
 EXPORT_KERNEL(h2o_cuda_move, h2o_evict_params)
 

@@ -87,8 +87,8 @@ template <typename WORD> DEVICE void copy_moves(const row_moves *moves, block_sh
     }
 }
 
-/* By a warp for each row. */
-DEVICE void store_moves(const row_moves *moves, block_share share) {
+/* By a warp for each row. MANY: registers are there for all of one. */
+template <bool MANY> DEVICE void store_moves(const row_moves *moves, block_share share) {
     const int64_t warps = blockDim.x / 32;
     NO_UNROLL
     for (int64_t m = share.index * warps + threadIdx.x / 32; m < moves->count;
@@ -99,15 +99,19 @@ DEVICE void store_moves(const row_moves *moves, block_share share) {
             copy_row(to, source_of(moves, i), h2o_row_bytes(moves->type, moves->D));
         } else {
             const element_ref row = {source_of(moves, i), moves->first.type, moves->first.stride};
-            store_row(to, moves->type, row, moves->D);
+            if (MANY) {
+                store_loaded(to, moves->type, row, moves->D);
+            } else {
+                store_row(to, moves->type, row, moves->D);
+            }
         }
     }
 }
 
 /* A block's share of the moves. */
-DEVICE void move_rows(const row_moves *moves, block_share share) {
+template <bool MANY> DEVICE void move_rows(const row_moves *moves, block_share share) {
     if (!is_copied(moves)) {
-        store_moves(moves, share);
+        store_moves<MANY>(moves, share);
         return;
     }
     const uint64_t addresses = (uintptr_t)moves->rows | (uint64_t)moves->stride |

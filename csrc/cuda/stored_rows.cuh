@@ -128,23 +128,18 @@ struct q8_rows {
         return scale(row, D) * (float)(int8_t)row[d];
     }
 
-    DEVICE_METHOD void store(char *row, element_ref from, int64_t D) const {
-        const int lane = threadIdx.x % 32;
-        float x[LANE_ELEMENTS], high = 0.0f;
+    /* ROW: an element_ref, or lane_elements. */
+    template <typename ROW> DEVICE_METHOD void store(char *row, ROW from, int64_t D) const {
+        float high = 0.0f;
         bool finite = true;
-        load_lane(from, D, x);
-        UNROLL
-        for (int i = 0; i < LANE_ELEMENTS; i++) {
-            finite = finite && x[i] - x[i] == 0.0f;
-            high = fmaxf(high, fabsf(x[i]));
-        }
+        each_element(from, D, [&](int64_t, float x) {
+            finite = finite && x - x == 0.0f;
+            high = fmaxf(high, fabsf(x));
+        });
         const quantiser q = q8_quantiser(warp_max(high), warp_all(finite));
-        UNROLL
-        for (int i = 0; i < LANE_ELEMENTS; i++) {
-            const int d = 32 * i + lane;
-            if (d < D) row[d] = (char)(int8_t)q8_quantised(q, x[i]);
-        }
-        if (lane == 0) store_half(row + D, q.scale);
+        each_element(from, D,
+                     [&](int64_t d, float x) { row[d] = (char)(int8_t)q8_quantised(q, x); });
+        if (threadIdx.x % 32 == 0) store_half(row + D, q.scale);
     }
 
     DEVICE_METHOD void store_floats(char *row, const float *x, int64_t D) const {
@@ -183,15 +178,11 @@ struct q4_rows {
     }
 
     /* Each lane has one element of a group. */
-    DEVICE_METHOD void store(char *row, element_ref from, int64_t D) const {
+    template <typename ROW> DEVICE_METHOD void store(char *row, ROW from, int64_t D) const {
         static_assert(H2O_GROUP == 32);
         const int lane = threadIdx.x % 32;
-        float elements[LANE_ELEMENTS];
-        load_lane(from, D, elements);
-        UNROLL
-        for (int group = 0; group < LANE_ELEMENTS; group++) {
-            if (group * H2O_GROUP >= D) break;
-            const float x = elements[group];
+        each_element(from, D, [&](int64_t d, float x) {
+            const int64_t group = d / H2O_GROUP;
             const quantiser q = q4_quantiser(-warp_max(-x), warp_max(x), warp_all(x - x == 0.0f));
             const int32_t low = q4_quantised(q, x), high = shfl_xor(low, 16);
             char *const scale_minimum = row + D / 2 + 4 * group;
@@ -200,7 +191,7 @@ struct q4_rows {
                 store_half(scale_minimum, q.scale);
                 store_half(scale_minimum + 2, q.minimum);
             }
-        }
+        });
     }
 
     DEVICE_METHOD void store_floats(char *row, const float *x, int64_t D) const {
@@ -211,8 +202,10 @@ struct q4_rows {
 /* FLOATS: whether the rows may be of floats. */
 template <bool FLOATS = true, typename USE> DEVICE auto by_stored_dtype(h2o_dtype stored, USE use) {
     if (stored == H2O_Q4) return use(q4_rows{});
-    if (!FLOATS || stored == H2O_Q8) return use(q8_rows{});
-    return use(float_rows{stored});
+    if constexpr (FLOATS) {
+        if (stored != H2O_Q8) return use(float_rows{stored});
+    }
+    return use(q8_rows{});
 }
 
 /* ---- Rows of any stored dtype -------------------------------------------- */
@@ -251,6 +244,16 @@ DEVICE void store_row(char *row, h2o_dtype stored, element_ref from, int64_t D) 
     by_stored_dtype(stored, [&](auto rows) { rows.store(row, from, D); });
 }
 
+/* The same, where many rows are stored: by a load of memory instead of one for every 32 elements. */
+DEVICE void store_loaded(char *row, h2o_dtype stored, element_ref from, int64_t D) {
+    if (!h2o_row_is_quantised(stored)) {
+        float_rows{stored}.store(row, from, D);
+        return;
+    }
+    const lane_elements elements = load_lane(from, D);
+    by_stored_dtype<false>(stored, [&](auto rows) { rows.store(row, elements, D); });
+}
+
 DEVICE void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D) {
     by_stored_dtype(stored, [&](auto rows) { rows.store_floats(row, x, D); });
 }
@@ -286,10 +289,8 @@ DEVICE void copy_row(char *to, const char *from, int64_t bytes) {
 
 /* The L2 norm of a row, the same for all lanes. */
 DEVICE float norm_of(element_ref row, int64_t D) {
-    float x[LANE_ELEMENTS], sum = 0.0f;
-    load_lane(row, D, x);
-    UNROLL
-    for (int i = 0; i < LANE_ELEMENTS; i++) sum = fmaf(x[i], x[i], sum);
+    float sum = 0.0f;
+    each_element(row, D, [&](int64_t, float x) { sum = fmaf(x, x, sum); });
     return sqrtf(warp_sum(sum));
 }
 
