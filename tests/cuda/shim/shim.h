@@ -204,18 +204,18 @@ DEVICE void shim_load(shim_operation operation, uint32_t r[4], const void *row, 
     shim_warp(operation, (uintptr_t)&operands, 0, line);
 }
 
-DEVICE const void *flipped(const void *row, uint32_t flip, uint32_t past) {
+DEVICE const void *shim_address(const void *row, uint32_t flip, uint32_t past) {
     return (const char *)((uintptr_t)row ^ flip) + past;
 }
 
 DEVICE void load_matrices(uint32_t r[4], const void *row, uint32_t flip = 0, uint32_t past = 0,
                           int line = __builtin_LINE()) {
-    shim_load(SHIM_MATRICES, r, flipped(row, flip, past), line);
+    shim_load(SHIM_MATRICES, r, shim_address(row, flip, past), line);
 }
 
 DEVICE void load_transposed(uint32_t r[4], const void *row, uint32_t flip = 0, uint32_t past = 0,
                             int line = __builtin_LINE()) {
-    shim_load(SHIM_TRANSPOSED, r, flipped(row, flip, past), line);
+    shim_load(SHIM_TRANSPOSED, r, shim_address(row, flip, past), line);
 }
 
 DEVICE void multiply_half_f16(float c[4], const uint32_t a[2], uint32_t b,
