@@ -24,11 +24,13 @@ demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of 
 bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
 
-# What keeps one processor busy goes side by side; pytest keeps them all.
+# What keeps one processor busy goes side by side, the outputs one after the other where make can;
+# pytest keeps all processors busy.
+SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 BEFORE_PYTHON := lint balance test-c test-pure $(if $(shell command -v $(CXX)),test-cuda,no-cxx)
 test: .venv/core .venv/test ## everything but the slow tests
-	@$(TOGETHER) --output-sync $(BEFORE_PYTHON)
-	@$(MAKE) --silent test-python
+	@$(TOGETHER) $(SYNCED) $(BEFORE_PYTHON)
+	@$(MAKE) --silent test-python PYTEST_MARKS='$(PYTEST_MARKS)'
 
 no-cxx:
 	@echo "no C++ compiler ($(CXX)), so the kernels for GPUs are not tested"
