@@ -29,7 +29,7 @@ bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on 
 SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 BEFORE_PYTHON := lint balance test-c test-pure $(if $(shell command -v $(CXX)),test-cuda,no-cxx)
 test: .venv/core .venv/test ## everything but the slow tests
-	@$(TOGETHER) $(SYNCED) $(BEFORE_PYTHON)
+	+@$(TOGETHER) $(SYNCED) $(BEFORE_PYTHON)
 	@$(MAKE) --silent test-python PYTEST_MARKS='$(PYTEST_MARKS)'
 
 no-cxx:

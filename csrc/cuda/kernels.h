@@ -132,8 +132,8 @@ H2O_INLINE unsigned cuda_prepare_shared(void) { return 4096; }
     (2 * CUDA_SUMS_STAGES(depth) * CUDA_MATRIX_COLUMNS(depth) * (depth) +                          \
      4 * (4 * CUDA_MATRIX_COLUMNS(depth) + 3 * MATRIX_ROWS))
 
-/* Blocks of sums, of a head whose slots are so many tiles: one for each, and one for two of new keys,
- * see each_key_tile. */
+/* Blocks of sums, of a head whose slots are so many tiles: one for each, and one for two of new
+ * keys, see each_key_tile. */
 H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
     return stored_tiles + cuda_ceil(tiles, 2);
 }

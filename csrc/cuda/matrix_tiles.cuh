@@ -1,10 +1,11 @@
 /* matrix_tiles.cuh - attend with tensor cores: tiles of 16-bit elements in shared memory, and their
  * matrix products.
  *
- * A tile of logits has MATRIX_ROWS rows, which stay in shared memory, and COLUMNS columns, of
- * which one tile after the other is copied in asynchronously. Each of the four warps computes 16
- * rows of it by mma.m16n8k16: of each 16 x 8 product lane i has in c[0..1] elements 2 (i % 4) and
- * the next of row i / 4, in c[2..3] the same of row i / 4 + 8. So four lanes share a row.
+ * A tile of logits has MATRIX_ROWS rows, which stay where they are, and COLUMNS columns, of which
+ * one tile after the other is copied in asynchronously. Each of the four warps computes 16 rows of
+ * it (matrix_sums.cuh: 32 rows of half the columns) by mma.m16n8k16: of each 16 x 8 product lane i
+ * has in c[0..1] elements 2 (i % 4) and the next of row i / 4, in c[2..3] the same of row
+ * i / 4 + 8. So four lanes share a row.
  *
  * Quantised rows of slots become such elements as they are loaded. Of keys these are the whole
  * numbers of Q8, which 16 bits hold exactly; their scale comes after the product, so that logits

@@ -244,7 +244,7 @@ DEVICE void store_row(char *row, h2o_dtype stored, element_ref from, int64_t D) 
     by_stored_dtype(stored, [&](auto rows) { rows.store(row, from, D); });
 }
 
-/* The same, where many rows are stored: by a load of memory instead of one for every 32 elements. */
+/* The same, where many rows are stored: by a load instead of one for every 32 elements. */
 DEVICE void store_loaded(char *row, h2o_dtype stored, element_ref from, int64_t D) {
     if (!h2o_row_is_quantised(stored)) {
         float_rows{stored}.store(row, from, D);

@@ -10,9 +10,9 @@
  * Where scores are the largest attention, it takes the maximum instead of the sum over queries.
  *
  * A block has a tile of ATTEND_TILE keys at a time, which stay in shared memory, and loads one tile
- * of the queries that see them after the other, of all R heads of the group. No other block adds to these sums:
- * there are no atomics, and the order of additions is fixed. matrix_sums.cuh does the same with
- * tensor cores. */
+ * of the queries that see them after the other, of all R heads of the group. No other block adds to
+ * these sums: there are no atomics, and the order of additions is fixed. matrix_sums.cuh does the
+ * same with tensor cores. */
 #ifndef H2O_CUDA_SUMS_CUH
 #define H2O_CUDA_SUMS_CUH
 

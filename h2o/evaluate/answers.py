@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,10 +33,11 @@ def by_rows(
     results = generate_all(
         model, requests, setting.config, rows=rows, tokenizer=tokenizer, as_completed=True
     )
-    for result in results:
-        if result.error is not None:
-            raise result.error
-        yield result.index, result.ids
+    with contextlib.closing(results):  # an error's traceback would keep the model's lock
+        for result in results:
+            if result.error is not None:
+                raise result.error
+            yield result.index, result.ids
 
 
 def answers(

@@ -225,15 +225,16 @@ class H2OLM(HFLM):
         by_rows, by_batches = list[int](), list(range(len(requests)))
         if self.protocol == "drop":
             by_rows, by_batches = until.divided(self, self.setting, requests)
+        seed = int(torch.randint(2**62, ()))  # the same in all processes, before they part
         texts = self._in_batches(requests, by_batches, disable_tqdm)
-        if by_rows:
+        if by_rows := by_rows[self.workers.rank :: self.workers.world]:
             texts |= until.texts(
                 self,
                 self.setting,
                 requests,
-                by_rows[self.workers.rank :: self.workers.world],
+                by_rows,
                 rows=min(self._batch_size(), len(by_rows)),
-                seed=int(torch.randint(2**62, ())),
+                seed=seed,
                 disable_tqdm=disable_tqdm or not self.processes.first,
             )
         for others in self.workers.everyone(texts):

@@ -209,7 +209,7 @@ def summarize(
         text = tokenizer.decode(new, skip_special_tokens=True)
         for end in row.stop:
             text = text.partition(end)[0]
-        seconds, start = time.perf_counter() - start, time.perf_counter()
+        seconds = time.perf_counter() - start
         yield (
             index,
             {
@@ -220,6 +220,7 @@ def summarize(
                 "seconds": seconds,
             },
         )
+        start = time.perf_counter()
 
 
 def check_lengths(

@@ -48,8 +48,8 @@ class Echoing:
 def reader_of(
     rotary: Rotary, model_config: Any, layer: int, config: H2OConfig, prompt: int
 ) -> Echoing | PromptEcho | None:
-    """What `simulate` takes, of a layer of a model; None where no prompt has more than `prompt`
-    tokens, and echo changes the score of none."""
+    """What `simulate` takes, of a layer of a model. `prompt`: tokens of the longest prompt. None
+    where they are all sinks or a single one, whose scores echo does not change."""
     if config.by_echo:
         return Echoing(EchoScores(rotary, model_config, layer, config.kv_dtype))
     if prompt <= max(1, config.sinks):

@@ -106,12 +106,12 @@ def generate_all(
             "a row's bytes depend on its prompt where budgets are fractions or shared by rank: "
             "give heavy and recent as numbers of tokens, without such shares, or the number of rows"
         )
+    RowBatch(model, config, 1, compileable)  # refuses what cannot be served
     if prefix is not None:
         prefix = _checked(prefix, config).fork()  # its owner may go on with it
     settings = Settings(
         model, config, generation_config, max_new_tokens, tokenizer, prefix, seed, on_token
     )
-    RowBatch(model, config, 1, compileable)  # refuses what cannot be served
     if rows is not None and isinstance(prompts, Sized):
         rows = max(1, min(rows, len(prompts)))
     results = _Engine(settings, prompts, rows, bytes, compileable).run()
@@ -235,11 +235,11 @@ class _Engine:
 
     def _step(self) -> Iterator[Result]:
         """One token for each row that runs."""
-        before = self.batch.cache.get_seq_length()
+        before = int(self.batch.cache.get_seq_length())  # of a tensor that steps change
         try:
             logits = self.batch.step([0 if x is None else x.new[-1] for x in self.running])
         except IndexError as error:  # of a table of positions, which the longest row has left
-            if self.batch.cache.get_seq_length() != before:
+            if int(self.batch.cache.get_seq_length()) != before:
                 raise
             row = max(range(len(self.running)), key=self.batch.tokens.__getitem__)
             yield self._failed(row, error)

@@ -100,10 +100,11 @@ class Settings:
             raise ValueError(
                 f"a prompt of shape {tuple(ids.shape)}, {ids.dtype}: wanted token ids [n]"
             )
+        ids = ids.reshape(1, -1).to(torch.long)  # torch orders no uint16
         known = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", math.inf)
         if int(ids.min()) < 0 or int(ids.max()) >= known:  # a GPU would take no call after that
             raise ValueError(f"token ids {int(ids.min())} to {int(ids.max())} of {known}")
-        return ids.reshape(1, -1).to(input_device(self.model), torch.long)
+        return ids.to(input_device(self.model))
 
     def prepared(self, request: Request, ids: Tensor, cache: H2OCache) -> dict[str, Any]:
         """What `generate()` hands to its decoding loop for a request."""

@@ -9,6 +9,7 @@ import resource
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -442,6 +443,16 @@ def test_a_prefix_that_was_read_otherwise(rows, config, words):
 def test_sliding_windows_are_refused():
     with pytest.raises(h2o.Unsupported, match=r"layer 0 is a Dynamic.*Layer"):
         h2o.generate_all(model("gemma2"), texts(5), CONFIGS["h2o"], rows=2)
+    cache = H2OCache(model("gemma2").config, CONFIGS["h2o"])
+    with pytest.raises(h2o.Unsupported, match=r"layer 0 is a Dynamic.*Layer"):
+        h2o.generate_all(model("gemma2"), texts(5), CONFIGS["h2o"], rows=2, prefix=cache)
+
+
+def test_token_ids_of_any_integers():
+    ours, (ids,) = model("llama"), prompts(9)
+    kinds = [ids[0].numpy().astype(kind) for kind in (np.uint16, np.int32, np.int64)]
+    results = h2o.generate_all(ours, kinds, CONFIGS["h2o"], rows=2, max_new_tokens=3)
+    assert len({tuple(result.ids) for result in results}) == 1
 
 
 @pytest.fixture
