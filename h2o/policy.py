@@ -7,6 +7,7 @@ torch nor NumPy.
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
@@ -64,6 +65,17 @@ class Policy(NamedTuple):
         """Whether a score is the largest attention that any one query gave, rather than the sum.
         Both fade alike: attention counts decay^age."""
         return self.rank_by == "max"
+
+    def queries_of(self, positions: Any, lengths: Any) -> Any:
+        """How many queries have made up each score, float32: all that have seen the key, decay^0 +
+        ... + decay^(age - 1), or the one that gave the most. Integer tensors of torch, positions
+        of keys and tokens that their rows have seen."""
+        age = (lengths - positions).clamp(min=1).float()
+        if self.scores_largest or self.decay == 0.0:
+            return age.new_ones(age.shape)
+        if self.decay == 1.0:
+            return age
+        return (age * math.log(self.decay)).expm1() / (self.decay - 1.0)
 
 
 class PolicyFields(TypedDict, total=False):

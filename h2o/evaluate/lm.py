@@ -225,15 +225,16 @@ class H2OLM(HFLM):
         by_rows, by_batches = list[int](), list(range(len(requests)))
         if self.protocol == "drop":
             by_rows, by_batches = until.divided(self, self.setting, requests)
-        seed = int(torch.randint(2**62, ()))  # the same in all processes, before they part
+        # The same in all processes, before they part; batches alone sample as HFLM does.
+        seed = int(torch.randint(2**62, ())) if by_rows else 0
         texts = self._in_batches(requests, by_batches, disable_tqdm)
-        if by_rows := by_rows[self.workers.rank :: self.workers.world]:
+        if mine := by_rows[self.workers.rank :: self.workers.world]:
             texts |= until.texts(
                 self,
                 self.setting,
                 requests,
-                by_rows,
-                rows=min(self._batch_size(), len(by_rows)),
+                mine,
+                rows=min(self._batch_size(), len(mine)),
                 seed=seed,
                 disable_tqdm=disable_tqdm or not self.processes.first,
             )

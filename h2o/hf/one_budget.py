@@ -38,7 +38,6 @@ __all__ = [
     "each_head",
     "parted",
     "positions_in",
-    "queries_that_saw",
     "won",
 ]
 
@@ -252,18 +251,11 @@ def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
     return (count - 1).masked_fill(~real[:, None], -1), count[..., -1:]
 
 
-def queries_that_saw(positions: Tensor, tokens: Tensor, decay: float) -> Tensor:
-    """How many queries of a prompt of so many tokens have seen the keys at these positions, the
-    earlier ones counting less with decay; 1 or more."""
-    age = (tokens - positions).clamp(min=1)
-    return age if decay == 1 else (1 - decay**age) / (1 - decay)
-
-
 def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) -> Tensor:
     """[B, G, K]: the score, or what the policy makes of it."""
     ranks = prompt.scores
     if policy.rank_by == "mean":
-        ranks = ranks / queries_that_saw(positions, tokens, policy.decay)
+        ranks = ranks / policy.queries_of(positions, tokens)
     if policy.value_weighted:
         values = prompt.keys if prompt.values is None else prompt.values
         ranks = ranks * values.float().norm(dim=-1)

@@ -26,7 +26,7 @@ from h2o.errors import Unsupported
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.echo_scores import EchoScores, as_stored, echo_rotary
 from h2o.hf.model_rotary import Rotary
-from h2o.hf.one_budget import positions_in, queries_that_saw
+from h2o.hf.one_budget import positions_in
 from h2o.hf.other_heads import width_of
 from h2o.policy import Policy
 
@@ -59,7 +59,7 @@ class PromptEcho:
         a tensor like it."""
         positions, count = positions_in(tokens.mask, received)
         is_sink = positions < self.policy.sinks  # or a pad
-        queries = queries_that_saw(positions, count, self.policy.decay)
+        queries = self.policy.queries_of(positions, count)
         weights = (self.echo.of_prompt(tokens) * queries).masked_fill(is_sink, 0.0)
         pool = received.masked_fill(is_sink, 0.0).sum(-1, keepdim=True)
         total = weights.sum(-1, keepdim=True)

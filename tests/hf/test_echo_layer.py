@@ -19,8 +19,8 @@ from h2o.slots import new_slots
 from tests import inputs
 from tests.hf import drive, tiny
 from tests.hf.modes import MODES
-from tests.hf.test_hybrids import stepwise
-from tests.hf.test_simulation import PROMPT, prove, text
+from tests.hf.test_hybrids import prove_stepwise
+from tests.hf.test_simulation import PROMPT, fitted, prove, text
 from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 1, "rank_by": "echo"}
@@ -153,10 +153,8 @@ POLICIES = {
 @pytest.mark.parametrize("chosen", POLICIES)
 @pytest.mark.parametrize("prompt_length", [1, PROMPT, 40, 96])
 def test_simulation_equals_the_cache(chosen, prompt_length):
-    ours, settings = tiny.model("llama", "sdpa"), dict(POLICIES[chosen])
-    if "shares" in settings:
-        heads = ours.config.num_key_value_heads
-        settings["shares"] = [row[:heads] for row in settings["shares"]]
+    ours = tiny.model("llama", "sdpa")
+    settings = fitted(POLICIES[chosen], ours)
     swaps = prove(ours, text(1), prompt_length, 2e-2 if chosen == "int8" else 2e-4, **settings)
     assert swaps >= 3 or chosen == "large" or prompt_length == 96
 
@@ -164,16 +162,7 @@ def test_simulation_equals_the_cache(chosen, prompt_length):
 @pytest.mark.parametrize("family", sorted(set(tiny.FAMILIES) & SERVED))
 def test_every_model_type(family):
     ours, (ids,) = model(family), prompts(36)
-    cache = H2OCache(ours.config, **SMALL, trace=True)
-    with torch.no_grad():
-        with h2o.simulated(ours, **SMALL, prompt_length=20, trace=True) as simulation:
-            expected = ours(ids, use_cache=False).logits
-        full = ours(ids, use_cache=False).logits
-        got = stepwise(ours, ids, 20, cache)
-    # States of one pass and of single steps are summed in another order.
-    assert (got - expected).abs().max() < 1e-3 * (full - expected).abs().max()
-    for layer in simulation.layers():
-        assert torch.equal(simulation.evicted_at(layer), cache.evicted_at(layer))
+    prove_stepwise(ours, ids, **SMALL)
 
 
 @pytest.mark.parametrize("ranking", ["echo", "mean-echo"])

@@ -30,6 +30,20 @@ def stepwise(ours, ids, prompt, cache):
     return torch.cat(out, dim=1)
 
 
+def prove_stepwise(ours, ids, **settings):
+    """The simulation is the cache, of a text [1, N] whose first 20 tokens are the prompt."""
+    cache = H2OCache(ours.config, **settings, trace=True)
+    with torch.no_grad():
+        with simulated(ours, **settings, prompt_length=20, trace=True) as simulation:
+            expected = ours(ids, use_cache=False).logits
+        full = ours(ids, use_cache=False).logits
+        got = stepwise(ours, ids, 20, cache)
+    # States of one pass and of single steps are summed in another order.
+    assert (got - expected).abs().max() < 1e-3 * (full - expected).abs().max()
+    for layer in simulation.layers():
+        assert torch.equal(simulation.evicted_at(layer), cache.evicted_at(layer))
+
+
 def everything(cache):
     """{layer: {name: tensor}} of keys and states."""
     return [state_of(layer).tensors for layer in cache.layers]
@@ -71,17 +85,7 @@ def test_rows_are_rows_alone_and_the_budget_holds(name):
 @pytest.mark.parametrize("name", WITH_STATES)
 def test_the_simulation_is_the_cache(name):
     ours, (ids,) = model(name), prompts(36)
-    cache = H2OCache(ours.config, **SMALL, trace=True)
-    with torch.no_grad():
-        with simulated(ours, **SMALL, prompt_length=20, trace=True) as simulation:
-            expected = ours(ids, use_cache=False).logits
-        full = ours(ids, use_cache=False).logits
-        got = stepwise(ours, ids, 20, cache)
-    # States of one pass and of single steps are summed in another order.
-    apart = (full - expected).abs().max()
-    assert (got - expected).abs().max() < 1e-3 * apart
-    for layer in simulation.layers():
-        assert torch.equal(simulation.evicted_at(layer), cache.evicted_at(layer))
+    prove_stepwise(ours, ids, **SMALL)
 
 
 @pytest.mark.parametrize("name", WITH_STATES)

@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig, Unsupported, analyze, calibrate, patched, simulated, supports
+from h2o import H2OCache, H2OConfig, Unsupported, analyze, calibrate, patched, supports
 from h2o.model_identity import key_size
-from tests.hf.test_hybrids import stepwise
+from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -24,16 +24,7 @@ every = pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_the_simulation_is_the_cache(name, kv_dtype):
     ours, (ids,) = model(name), prompts(36)
-    config = {**SMALL, "kv_dtype": kv_dtype, "value_weighted": True}
-    cache = H2OCache(ours.config, **config, trace=True)
-    with torch.no_grad():
-        with simulated(ours, **config, prompt_length=20, trace=True) as simulation:
-            expected = ours(ids, use_cache=False).logits
-        full = ours(ids, use_cache=False).logits
-        got = stepwise(ours, ids, 20, cache)
-    assert (got - expected).abs().max() < 1e-3 * (full - expected).abs().max()
-    for layer in simulation.layers():
-        assert torch.equal(simulation.evicted_at(layer), cache.evicted_at(layer))
+    prove_stepwise(ours, ids, **SMALL, kv_dtype=kv_dtype, value_weighted=True)
 
 
 @every

@@ -13,9 +13,9 @@ from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.prompt_echo import PART
 from tests.hf import tiny
 from tests.hf.modes import MODES
-from tests.hf.test_hybrids import stepwise
+from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.test_reading import positions
-from tests.hf.test_simulation import PROMPT, prove, text, text_of_all_words
+from tests.hf.test_simulation import PROMPT, fitted, prove, text, text_of_all_words
 from tests.hf.tiny import batch, greedy, model, prompts, shared
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "rank_by": "mean-echo"}
@@ -101,10 +101,8 @@ POLICIES = {
 @pytest.mark.parametrize("chosen", POLICIES)
 @pytest.mark.parametrize("prompt_length", [1, PROMPT, 40, 96])
 def test_simulation_equals_the_cache(chosen, prompt_length):
-    ours, settings = tiny.model("llama", "sdpa"), dict(POLICIES[chosen])
-    if "shares" in settings:
-        heads = ours.config.num_key_value_heads
-        settings["shares"] = [row[:heads] for row in settings["shares"]]
+    ours = tiny.model("llama", "sdpa")
+    settings = fitted(POLICIES[chosen], ours)
     ids = text_of_all_words() if chosen == "merge" else text(1)
     swaps = prove(ours, ids, prompt_length, 2e-2 if chosen == "int8" else 2e-4, **settings)
     assert swaps >= 3 or chosen == "large" or prompt_length == 96
@@ -113,16 +111,7 @@ def test_simulation_equals_the_cache(chosen, prompt_length):
 @pytest.mark.parametrize("family", sorted(set(tiny.FAMILIES) & SERVED))
 def test_every_model_type(family):
     ours, (ids,) = model(family), prompts(36)
-    cache = H2OCache(ours.config, **SMALL, trace=True)
-    with torch.no_grad():
-        with h2o.simulated(ours, **SMALL, prompt_length=20, trace=True) as simulation:
-            expected = ours(ids, use_cache=False).logits
-        full = ours(ids, use_cache=False).logits
-        got = stepwise(ours, ids, 20, cache)
-    # States of one pass and of single steps are summed in another order.
-    assert (got - expected).abs().max() < 1e-3 * (full - expected).abs().max()
-    for layer in simulation.layers():
-        assert torch.equal(simulation.evicted_at(layer), cache.evicted_at(layer))
+    prove_stepwise(ours, ids, **SMALL)
 
 
 def test_a_first_token_is_no_prompt():

@@ -102,7 +102,11 @@ def text_of_all_words() -> torch.Tensor:
 
 def policy(name: str, model) -> dict:
     """What the table says, for as many layers and heads as the model has."""
-    chosen = dict(POLICIES[name])
+    return fitted(POLICIES[name], model)
+
+
+def fitted(settings: dict, model) -> dict:
+    chosen = dict(settings)
     layers, heads = layers_and_heads(model)
     if isinstance(chosen["heavy"], list):
         chosen["heavy"] = chosen["heavy"][:layers]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o.backends.portable.merging import EvictedKeys, MergeTargets, merge_all
-from h2o.backends.portable.ranking import budget_of, highest, queries_of, rank_keys
+from h2o.backends.portable.ranking import budget_of, highest, rank_keys
 from h2o.backends.portable.slot_rows import Store, row_norms
 from h2o.policy import Policy
 from h2o.quantisation import dequantised, stored_like
@@ -56,13 +56,13 @@ def evict(
         lost = all_scores.masked_fill(~is_evicted, 0)
         _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms, bias)
     else:
-        queries = queries_of(policy, positions, seen)
+        queries = policy.queries_of(positions, seen)
         evicted = _evicted_keys(
             keys, values, store, is_evicted, positions, all_scores, bias, queries
         )
         _write_kept(keys, values, slots, store, is_kept, positions, all_scores, norms, bias)
         kept = store.by_head(slots.positions, -1)
-        targets = MergeTargets.of(store, kept, policy, queries_of(policy, kept, seen))
+        targets = MergeTargets.of(store, kept, policy, policy.queries_of(kept, seen))
         merged = merge_all(store, evicted, targets, policy.merge)
         lost = evicted.scores.masked_fill(merged | ~evicted.is_key, 0)
     slots.lost.add_(lost.sum(-1, dtype=slots.lost.dtype))

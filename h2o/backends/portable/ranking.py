@@ -6,7 +6,6 @@ is below every number, -0 equals +0, and what may not be evicted is above all.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from h2o.policy import Policy
 
-__all__ = ["Budget", "budget_of", "highest", "lowest", "queries_of", "rank_keys"]
+__all__ = ["Budget", "budget_of", "highest", "lowest", "rank_keys"]
 
 _SPARED = 2**31 - 1
 _NAN = -(2**31)
@@ -54,7 +53,7 @@ def rank_keys(
     """
     rank = scores
     if policy.rank_by == "mean":
-        rank = rank / queries_of(policy, positions, lengths)
+        rank = rank / policy.queries_of(positions, lengths)
     if norms is not None:
         rank = rank * norms
     if rank is not scores:
@@ -66,19 +65,6 @@ def rank_keys(
     recent = positions >= (lengths - budget.recent).to(positions.dtype)
     spared = recent.logical_or_(positions < policy.sinks)
     return keys.masked_fill_(spared, _SPARED)
-
-
-def queries_of(policy: Policy, positions: Tensor, lengths: Tensor) -> Tensor:
-    """How many queries have made up each score, float32: all that have seen the key, decay^0 + ...
-    + decay^(age - 1), or the one that gave the most."""
-    if policy.scores_largest:
-        return torch.ones_like(positions, dtype=torch.float32)
-    age = (lengths - positions).clamp(min=1).float()
-    if policy.decay == 1.0:
-        return age
-    if policy.decay == 0.0:
-        return torch.ones_like(age)
-    return torch.expm1(age * math.log(policy.decay)) / (policy.decay - 1.0)
 
 
 def lowest(keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

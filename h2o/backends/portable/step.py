@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h2o.backends.portable.attend import capped
 from h2o.backends.portable.merging import merge_one
-from h2o.backends.portable.ranking import budget_of, lowest, queries_of, rank_keys
+from h2o.backends.portable.ranking import budget_of, lowest, rank_keys
 from h2o.backends.portable.slot_rows import Store, as_stored, products, row_norms
 from h2o.policy import Policy
 from h2o.rotary_embedding import rotated
@@ -106,7 +106,7 @@ def eager_step(
     score = scores.gather(-1, last)
     dropped = evicts
     if policy.merge is not None:
-        counts = queries_of(policy, positions, seen)
+        counts = policy.queries_of(positions, seen)
         merged = merge_one(store, last, evicts, score, positions, counts, keys, policy)
         dropped = evicts & ~merged
     slots.lost.add_(torch.where(dropped, score, 0)[..., 0])
