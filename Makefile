@@ -24,11 +24,11 @@ demo: .venv/core ## a real model with the full cache, a fifth of it, a tenth of 
 bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on a quiet machine
 	$(BIN)/python -m benchmarks
 
-# What keeps one processor busy goes side by side, the outputs one after the other where make can;
-# pytest keeps all processors busy.
+# What keeps one processor busy goes side by side, the longest first, the outputs one after the other
+# where make can; pytest keeps all processors busy.
 SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync)
-BEFORE_PYTHON := lint balance test-c test-pure $(if $(shell command -v $(CXX)),test-cuda,no-cxx)
-test: .venv/core .venv/test ## everything but the slow tests
+BEFORE_PYTHON := $(if $(shell command -v $(CXX)),test-cuda,no-cxx) .venv/core balance test-c test-pure lint
+test: .venv/test ## everything but the slow tests
 	+@$(TOGETHER) $(SYNCED) $(BEFORE_PYTHON)
 	@$(MAKE) --silent test-python PYTEST_MARKS='$(PYTEST_MARKS)'
 
@@ -120,14 +120,18 @@ test-python: .venv/core .venv/test ## pytest
 test-portable: .venv/core .venv/test ## golden data, the oracle, caches and families with the torch backend on the CPU
 	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf
 
+# Python's sources in a folder of their own, without the core, which may just be built.
+define COPY_SOURCES
+	rm -rf $(1)
+	mkdir -p $(1)
+	tar cf - --exclude='_core*.so' --exclude=__pycache__ h2o tests | tar xf - -C $(1)
+endef
+
 # The package without its core, as the pure wheel has it. It says so when a cache is first made.
 PURE_TESTS := tests/core/test_golden.py tests/hf/test_simulation.py::test_hybrids \
 	tests/hf/test_generate.py::test_two_calls_are_one_conversation
 test-pure: .venv/test ## a build without the core: golden data, caches against the simulation, a generation
-	rm -rf build/pure
-	mkdir -p build/pure
-	cp -r h2o tests build/pure
-	rm -f build/pure/h2o/_core*
+	$(call COPY_SOURCES,build/pure)
 	echo tested > build/pure/h2o/pure_build.txt
 	cd build/pure && PYTHONPATH=. ../../$(BIN)/python -m pytest -q -c ../../pyproject.toml --rootdir . \
 		-W "ignore:this h2o-kv was built without its compiled core" $(PURE_TESTS)
@@ -167,10 +171,7 @@ test-c: ## the C tests
 # The package, with a core that is linked from the tests' objects. $(1): the compiler, $(2): the objects.
 PACKAGED := $(PYTHON_SOURCES) $(shell find h2o tests -name '*.py') .venv/base
 define PACKAGE
-	rm -rf $@
-	mkdir -p $@
-	cp -r h2o tests $@
-	rm -f $@/h2o/_core*.so
+	$(call COPY_SOURCES,$@)
 	$(1) -shared '-DH2O_VERSION="tested"' '-DH2O_KERNELS=""' $$($(BIN)/python tests/fuzz/python_flags.py) \
 		$(PYTHON_SOURCES) $(2) -o $@/h2o/_core.abi3.so -lm -ldl
 endef
@@ -202,7 +203,8 @@ balance: ## how well work spreads over 2 to 64 workers, counted; fails below wha
 
 # The kernels for GPUs, with a fiber for each thread, in the place of the CPU's level "generic".
 CUDA := build/cuda
-CUDA_FLAGS := -fno-math-errno -fno-trapping-math -fPIC -pthread -DH2O_GENERIC_ONLY -Icsrc -Itests/c $(CFLAGS)
+CUDA_FLAGS := -fno-math-errno -fno-trapping-math -fPIC -pthread -DH2O_GENERIC_ONLY -Icsrc -Itests/c \
+	$(if $(filter avx2,$(FEATURES)),-mavx2 -mfma -ffp-contract=off) $(CFLAGS)
 CUDA_CC := $(CC) -std=c11 -Wall -Wextra -Werror $(CUDA_FLAGS)
 CUDA_CXX := $(CXX) -std=gnu++20 -Wall -Werror $(CUDA_FLAGS)
 CUDA_HOST := $(patsubst csrc/%.c,$(CUDA)/%.o,$(filter-out $(PYTHON_SOURCES),$(wildcard csrc/*.c))) \

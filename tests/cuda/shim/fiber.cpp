@@ -48,7 +48,7 @@ static void tsan_switch(const fiber *) {}
 #ifdef SHIM_TSAN
 static const size_t STACK = 96 << 10; /* whose shadow takes time to clear */
 #else
-static const size_t STACK = 256 << 10;
+static const size_t STACK = 260 << 10; /* an odd number of pages, for the TLB */
 #endif
 
 /* AddressSanitizer keeps marks of frames that never returned. */
@@ -81,6 +81,10 @@ void fiber_here(fiber *f) {
 
 #ifndef UCONTEXT
 
+/* Stacks begin at different lines of a page, or those of a warp would share a few sets of the
+ * cache. */
+static size_t offset_of(const void *stack) { return 64 + (uintptr_t)stack / STACK % 32 * (9 * 64); }
+
 extern "C" void shim_switch(void **from, void *to);
 __asm__(".text\n"
         ".type shim_switch, @function\n"
@@ -94,7 +98,7 @@ __asm__(".text\n"
 
 void fiber_open(fiber *f, void (*function)(void)) {
     char *const stack = (char *)get_stack();
-    void **top = (void **)(stack + STACK - 64);
+    void **top = (void **)(stack + STACK - offset_of(stack));
     *--top = nullptr; /* as if called: the stack is aligned after a return address */
     *--top = (void *)function;
     for (int i = 0; i < 6; i++) *--top = nullptr;

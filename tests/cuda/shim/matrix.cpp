@@ -31,7 +31,9 @@ void shim_load_matrices(const uint64_t words[WARP], bool transposed) {
 /* c += a b, of depth 16 or 8. Of a's four registers the second and fourth hold rows 8 further on,
  * the last two, and the second of b, what is 8 further on along the depth; depth 8 has no such. */
 void shim_multiply(const uint64_t words[WARP], int depth) {
-    float a[16][16], b[16][8];
+    typedef float row_of_8 __attribute__((vector_size(32)));
+    float a[16][16];
+    row_of_8 b[16], c[16];
     for (int lane = 0; lane < WARP; lane++) {
         const shim_product *const p = (const shim_product *)(uintptr_t)words[lane];
         const int i = lane / 4, j = 2 * (lane % 4);
@@ -39,14 +41,16 @@ void shim_multiply(const uint64_t words[WARP], int depth) {
             a[i + e / 2 % 2 * 8][j + e % 2 + e / 4 * 8] = p->widen(half_of(p->a, e));
         }
         for (int e = 0; e < depth / 4; e++) b[j + e % 2 + e / 2 * 8][i] = p->widen(half_of(p->b, e));
+        for (int e = 0; e < 4; e++) c[i + e / 2 * 8][j + e % 2] = p->c[e];
+    }
+    for (int i = 0; i < 16; i++) {
+        row_of_8 sum = c[i];
+        for (int k = 0; k < depth; k++) sum += a[i][k] * b[k];
+        c[i] = sum;
     }
     for (int lane = 0; lane < WARP; lane++) {
-        float *const c = ((const shim_product *)(uintptr_t)words[lane])->c;
-        for (int e = 0; e < 4; e++) {
-            const int row = lane / 4 + e / 2 * 8, column = 2 * (lane % 4) + e % 2;
-            float sum = c[e];
-            for (int k = 0; k < depth; k++) sum += a[row][k] * b[k][column];
-            c[e] = sum;
-        }
+        float *const to = ((const shim_product *)(uintptr_t)words[lane])->c;
+        const int i = lane / 4, j = 2 * (lane % 4);
+        for (int e = 0; e < 4; e++) to[e] = c[i + e / 2 * 8][j + e % 2];
     }
 }

@@ -5,7 +5,8 @@
  *   2. run_block opens a fiber for each thread, with uninitialised shared memory, and switches to
  *      one that is ready after the other until all have returned.
  *   3. A fiber that reaches a barrier or a warp operation registers at a rendezvous and switches
- *      back to the scheduler; the last one to arrive computes the answers of all.
+ *      to one that is ready, or back to run_block where none is; the last one to arrive computes
+ *      the answers of all.
  *   4. A block in which fibers wait that cannot go on, a misaligned access and the like end the
  *      launch with a text, see shim_error. */
 #include "shim.h"
@@ -57,14 +58,12 @@ struct rendezvous {
 
 struct thread {
     fiber context;
-    unsigned index;
     bool finished;
     const char *waits_for;
     int line;
-    bool any;                      /* answers of its block's rendezvous, ... */
-    uint64_t answer;               /* ... and of its warp's */
-    shim_copy copies[MOST_COPIES]; /* in a ring */
-    unsigned issued, completed, batch;
+    bool any;        /* answers of its block's rendezvous, ... */
+    uint64_t answer; /* ... and of its warp's */
+    unsigned issued, completed, batch; /* of its copies */
 };
 
 /* The launch that is going on. */
@@ -75,6 +74,7 @@ static struct {
     char *workspace;
     unsigned char *shared;
     thread threads[MOST_THREADS];
+    shim_copy copies[MOST_THREADS][MOST_COPIES]; /* of each thread, in a ring */
     unsigned finished;
     rendezvous all, warps[MOST_THREADS / WARP];
     unsigned ready[MOST_THREADS]; /* a queue, in a ring */
@@ -136,12 +136,14 @@ static void wait_for_others(const char *group, int line) {
     thread *const self = &now.threads[now.running];
     self->waits_for = group;
     self->line = line;
-    fiber_switch(&self->context, &now.scheduler);
+    if (now.waiting > 0) now.running = next_ready();
+    const thread *const next = &now.threads[now.running];
+    fiber_switch(&self->context, next == self ? &now.scheduler : &next->context);
 }
 
 /* ---- What kernels call --------------------------------------------------- */
 
-shim_dim3 shim_thread_index(void) { return {now.threads[now.running].index, 0, 0}; }
+unsigned shim_thread_index(void) { return now.running; }
 shim_dim3 shim_block_index(void) { return now.at; }
 shim_dim3 shim_block_size(void) { return now.block; }
 shim_dim3 shim_grid_size(void) { return now.grid; }
@@ -159,7 +161,7 @@ bool shim_postpone(void *to, const void *from, int bytes) {
         fail("thread %u: more than %d copies under way", now.running, MOST_COPIES);
         end_fiber();
     }
-    self->copies[self->issued++ % MOST_COPIES] = {to, from, bytes, self->batch};
+    now.copies[now.running][self->issued++ % MOST_COPIES] = {to, from, bytes, self->batch};
     return true;
 }
 
@@ -168,7 +170,7 @@ void shim_close_batch(void) { now.threads[now.running].batch++; }
 /* Batches before the last `open` that are closed. */
 shim_copy shim_due(unsigned open) {
     thread *const self = &now.threads[now.running];
-    const shim_copy copy = self->copies[self->completed % MOST_COPIES];
+    const shim_copy copy = now.copies[now.running][self->completed % MOST_COPIES];
     if (self->completed == self->issued || copy.batch + open >= self->batch) return {};
     self->completed++;
     return copy;
@@ -315,7 +317,6 @@ static void run_block(unsigned shared, retired *used) {
     for (unsigned i = 0; i < now.block.x; i++) {
         if (i % WARP == 0) open_rendezvous(&now.warps[i / WARP], used);
         now.threads[i] = {};
-        now.threads[i].index = i;
         fiber_open(&now.threads[i].context, thread_main);
         make_ready(i);
     }

@@ -72,10 +72,10 @@ struct shim_dim3 {
 };
 
 /* Indices of the running fiber. Functions, since the scheduler writes them uninstrumented. */
-extern "C" shim_dim3 shim_thread_index(void), shim_block_index(void), shim_block_size(void),
-    shim_grid_size(void);
+extern "C" shim_dim3 shim_block_index(void), shim_block_size(void), shim_grid_size(void);
 extern "C" unsigned char *shim_shared(void);
-#define threadIdx (shim_thread_index())
+extern "C" __attribute__((const)) unsigned shim_thread_index(void); /* to a fiber it never changes */
+#define threadIdx (shim_dim3{shim_thread_index(), 0, 0})
 #define blockIdx (shim_block_index())
 #define blockDim (shim_block_size())
 #define gridDim (shim_grid_size())
