@@ -168,7 +168,7 @@ def test_whole_model(tmp_path):
 
 def load_float32(dtype):
     """The default model, in which torch takes minutes over a few tokens in bfloat16 where the
-    processor has no instructions for it. What a table does, and the bytes it counts, are the same."""
+    processor has no instructions for it. What a table does and counts is the same."""
     return model_tables.load("float32")
 
 
