@@ -58,7 +58,7 @@ def load(
 
     Raises:
         UserError (`h2o.errors`): a package is missing, and the command that installs it; or there
-            is no such model, dtype or device.
+            is no such model, dtype or device, or the device has no memory for it.
     """
     need_transformers()
     torch_device(device)  # before anything that takes long
@@ -90,7 +90,10 @@ def load(
     check(model)
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)
-    return model.eval().to(device), tokenizer
+    try:
+        return model.eval().to(device), tokenizer
+    except torch.OutOfMemoryError:
+        raise UserError(f"{device} has no memory for the model") from None
 
 
 def torch_device(name: str) -> Any:
