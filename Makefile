@@ -128,13 +128,11 @@ define COPY_SOURCES
 endef
 
 # The package without its core, as the pure wheel has it. It says so when a cache is first made.
-PURE_TESTS := tests/core/test_golden.py tests/hf/test_simulation.py::test_hybrids \
-	tests/hf/test_generate.py::test_two_calls_are_one_conversation
-test-pure: .venv/test ## a build without the core: golden data, caches against the simulation, a generation
+test-pure: .venv/test ## a build without the core: golden data, caches, evaluation, analysis, a command
 	$(call COPY_SOURCES,build/pure)
 	echo tested > build/pure/h2o/pure_build.txt
 	cd build/pure && PYTHONPATH=. ../../$(BIN)/python -m pytest -q -c ../../pyproject.toml --rootdir . \
-		-W "ignore:this h2o-kv was built without its compiled core" $(PURE_TESTS)
+		@tests/without_core.txt
 
 # Each tests/c/test_*.c is a program, linked with the core but for what needs Python. Compilers run
 # side by side, tests one after the other.

@@ -3,17 +3,21 @@
 A line `{{ README.md#Models }}` of a page becomes what stands below that heading of that file, so
 that each thing is written once; `{{ README.md# }}` what stands before the first heading of the
 second level, without the title; `{{ CHANGELOG.md }}` the whole file, of a notebook also what its
-cells have shown when it was run. Relative links are made fit.
+cells have shown when it was run; `{{ h2o --help }}` all commands with all their options. Relative
+links are made fit.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import h2o
+from h2o import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACES = {"docs/": "", "benchmarks/README.md": "benchmarks.md"}
@@ -73,8 +77,45 @@ def fenced(language: str, text: str) -> str:
     return f"````{language}\n{text}\n````"
 
 
+def commands() -> str:
+    """All commands as they are now, with what their --help says."""
+    return "\n\n".join(part for entry in cli.COMMANDS for part in command(entry))
+
+
+def command(entry: cli.Command) -> Iterator[str]:
+    """Its heading, what it is for, and a table of each group of its options."""
+    parser = cli.parser_of(entry)
+    yield f"## h2o {entry.name}"
+    yield fenced("text", (parser.description or entry.help).strip())
+    for group in parser._action_groups:
+        rows = [row(parser, action) for action in group._group_actions if action.dest != "help"]
+        if rows:
+            titled = group.title not in ("options", "positional arguments")
+            head = [f"| {group.title if titled else 'option'} | meaning |", "| --- | --- |"]
+            yield "\n".join(head + rows)
+    if parser.epilog:
+        yield fenced("text", parser.epilog.strip())
+
+
+BAR = r"\|"
+"""In a cell of a table."""
+
+
+def row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """Of the table: how an option is written, also formerly, and its help."""
+    formatter = argparse.HelpFormatter(parser.prog)
+    value = "" if action.nargs == 0 else f" {formatter._format_args(action, action.dest)}"
+    spelled = [f"{name}{value}" for name in action.option_strings] or [value.strip()]
+    written = ", ".join(f"`{name}`" for name in spelled)
+    text = formatter._expand_help(action) if action.help else ""
+    cells = (written, " ".join(text.split()))
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
+
+
 def included(name: str) -> str:
     """The text that `{{ name }}` stands for."""
+    if name == "h2o --help":
+        return commands()
     return notebook(ROOT / name) if name.endswith(".ipynb") else section(name)
 
 

@@ -1,6 +1,6 @@
 """Answers the prompts of a file on all machines of a Ray cluster, with an evicting cache on each.
 
-    pip install 'h2o-kv[hf]' 'ray[data]'
+    pip install '.[hf]' 'ray[data]'     # in the folder of h2o's sources, on each machine
     ray start --head                    # on one machine
     ray start --address=HEAD:6379       # on each of the others
     python examples/many_machines.py prompts.jsonl answers.jsonl --machines 2
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new ones, at most")
     options = parser.parse_args()
 
-    prompts = [json.loads(line) for line in options.prompts.read_text().splitlines() if line]
+    prompts = [json.loads(line) for line in lines_of(options.prompts.read_text("utf-8"))]
     options.answers.touch()
     done = {json.loads(line)["id"] for line in whole_lines(options.answers)}
     missing = [prompt for prompt in prompts if prompt["id"] not in done]
@@ -71,7 +71,7 @@ def main() -> None:
         num_cpus=options.cpus,
         num_gpus=options.gpus,
     )
-    with options.answers.open("a") as file:
+    with options.answers.open("a", encoding="utf-8") as file:
         for answer in answers.iter_rows():
             line = {"id": missing[answer["index"]]["id"], "text": answer["text"]}
             file.write(json.dumps(line) + "\n")
@@ -80,11 +80,16 @@ def main() -> None:
 
 def whole_lines(file: Path) -> list[str]:
     """The lines of a file, after a last one that a killed run has not finished is taken off."""
-    text = file.read_text()
+    text = file.read_text("utf-8")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
-        file.write_text(whole)
-    return whole.splitlines()
+        file.write_text(whole, "utf-8")
+    return lines_of(whole)
+
+
+def lines_of(text: str) -> list[str]:
+    """Not splitlines, which divides at what may stand within JSON, such as U+2028."""
+    return [line for line in text.split("\n") if line.strip()]
 
 
 if __name__ == "__main__":

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from h2o.budgets import Budget
 from h2o.kv_dtype import KvDtype
 from h2o.policy import PolicyFields
 
-__all__ = ["CacheFields", "ConfigFields", "Of", "Positions"]
+__all__ = ["CacheFields", "ConfigFields", "Of", "Positions", "PromptLength"]
 
 Of = Literal["keys", "bytes"]
 Positions = Literal["original", "rolled"]
+
+
+class Numbers(Protocol):
+    """A tensor or an array, of whichever library."""
+
+    def tolist(self) -> Any: ...
+
+
+PromptLength = int | Sequence[int] | Numbers | None
+"""Of all rows, or one for each."""
 
 
 class ConfigFields(PolicyFields, total=False):
@@ -30,6 +40,6 @@ class ConfigFields(PolicyFields, total=False):
 class CacheFields(ConfigFields, total=False):
     """What an `H2OCache` takes by name."""
 
-    prompt_length: int | Sequence[int] | None
+    prompt_length: PromptLength
     trace: bool
     compileable: bool

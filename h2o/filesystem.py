@@ -5,6 +5,7 @@ that a folder can be written to before a long run starts.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import sys
@@ -15,7 +16,15 @@ from pathlib import Path
 
 from h2o.errors import UserError
 
-__all__ = ["atomic_write", "cache_folder", "locked", "make_writable", "read_text", "writable"]
+__all__ = [
+    "atomic_write",
+    "cache_folder",
+    "drafts",
+    "locked",
+    "make_writable",
+    "read_text",
+    "writable",
+]
 
 
 def cache_folder() -> Path:
@@ -77,7 +86,8 @@ def locked(path: Path) -> Iterator[None]:
 
     The lock lies on a hidden file beside it. Its folder must be there.
     """
-    with (path.parent / f".{path.name}.lock").open("a") as lock:
+    hidden = path.parent / f".{path.name}.lock"
+    with _spoken_of_as(path, hidden), hidden.open("a") as lock:
         _wait_for(lock.fileno())
         yield
 
@@ -101,13 +111,37 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """A draft beside a file or folder, for the block to make, which then takes its place at once.
 
     Readers see what was there before or all that is new. A block that fails leaves nothing; only
-    of a process that was killed a draft remains, `.NAME.*draft*`.
+    of a process that was killed a draft remains, see `drafts`.
+
+    Raises: OSError, which names `path` where the system named the draft.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.draft")
+    draft = path.with_name(f"{_start(path)}{os.getpid()}-{threading.get_ident()}.draft")
     try:
-        yield draft
-        os.replace(draft, path)
+        with _spoken_of_as(path, draft):
+            yield draft
+            os.replace(draft, path)
     finally:
-        if draft.is_dir():
-            shutil.rmtree(draft, ignore_errors=True)
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def drafts(path: Path) -> Iterator[Path]:
+    """Those of a path, also what a process that was killed has left."""
+    return path.parent.glob(f"{glob.escape(_start(path))}*draft*")
+
+
+def _start(path: Path) -> str:
+    """Of its drafts' names, which are not to be too long where its own name is long."""
+    return f".{path.name[:40]}."
+
+
+@contextlib.contextmanager
+def _spoken_of_as(path: Path, hidden: Path) -> Iterator[None]:
+    """An OSError of the block names the file that its reader knows, not a hidden one beside it."""
+    try:
+        yield
+    except OSError as error:
+        if str(hidden) in (str(error.filename), str(error.filename2)):
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise

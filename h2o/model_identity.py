@@ -256,7 +256,7 @@ def _loaded(model: Any, name: str, value: Tensor) -> Tensor:
     for one in getattr(hook, "hooks", [hook]):
         weights = getattr(one, "weights_map", None)
         if value.is_meta and weights is not None:
-            return torch.as_tensor(weights[parameter])
+            return torch.as_tensor(weights[parameter], device="cpu")
     return value
 
 

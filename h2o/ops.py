@@ -120,7 +120,7 @@ def attend(
             `rank_by` is "max".
 
     Returns:
-        (out, scores): scores of a new key j are the sum over new queries i >= j
+        (out, scores). The score of a new key j is the sum over new queries i >= j
         and over the R query heads of its group of decay^(n-1-i) * p(i, j); with "max" the largest.
 
     Memory is O(Q + S) beyond the outputs; no Q x S matrix is made. A value that is not
@@ -287,7 +287,7 @@ def simulate(
         policy, fields, others: as in `attend` and `evict`.
 
     Returns:
-        (out, evicted_at, scores): [B, Q, H, D]; [B, G, Q] int32, the first row
+        (out, evicted_at, scores). [B, Q, H, D]; [B, G, Q] int32, the first row
         (column number, pads counted) that no longer sees the key, Q if none, 0
         for a pad; [B, G, Q] float32, the score at the end or at eviction.
     """

@@ -1,6 +1,6 @@
 """What is installed, and what stands in the way where the compiled core cannot be imported.
 
-The commands that messages name install from where this h2o came: a folder, a git URL, an index.
+The commands that messages name install from where this h2o came: a folder, a git URL, a file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ PACKAGE = Path(__file__).parent
 PURE_BUILD = "pure_build.txt"
 """The file by which a build without a core (setup.py, H2O_PURE=1) is told from one whose core is
 missing. It holds the version."""
-WITHOUT_CORE = (
-    "this h2o-kv was built without its compiled core (a pure wheel, which pip takes where none is "
-    "made for the system): torch operations serve, slower. With a C compiler: "
-    f"pip install --no-binary {DISTRIBUTION} {DISTRIBUTION}"
-)
+SOURCES = "in the folder of its sources"
+"""Where that is, nothing tells that came from a file or an index."""
 
 
 def version(package: str) -> str:
@@ -110,7 +107,17 @@ def pure_version() -> str:
 def warn_without_core() -> None:
     """Says, once a process, that torch operations serve where this build has no core."""
     if not has_core():
-        warnings.warn(WITHOUT_CORE, RuntimeWarning, stacklevel=3)
+        warnings.warn(without_core(), RuntimeWarning, stacklevel=3)
+
+
+def without_core() -> str:
+    """What a build without a core says of itself, and how to make one with it."""
+    from_file = _origin()[0].endswith(".whl")
+    command = f"pip install . {SOURCES}" if from_file else install_command()
+    return (
+        f"this {DISTRIBUTION} was built without its compiled core (a pure wheel, for where none is "
+        f"made for the system): torch operations serve, slower. With a C compiler: {command}"
+    )
 
 
 def take_installed_core() -> bool:
@@ -173,7 +180,7 @@ def remedy() -> str:
     return (
         ". In a folder of its sources build it: pip install -e .  Otherwise two packages may have "
         "met: H2O.ai's client, `h2o` on PyPI, has the same import name as h2o-kv, and both cannot "
-        f"be in one environment: pip uninstall h2o h2o-kv && {install_command()}"
+        f"be in one environment: pip uninstall h2o h2o-kv, then {install_command()}"
     )
 
 
@@ -181,16 +188,17 @@ def install_command(extra: str = "") -> str:
     """What installs h2o-kv from where it came from, with an extra of pyproject.toml."""
     extra = f"[{extra}]" if extra else ""
     url, editable = _origin()
+    if not url:  # no index has it
+        return f"pip install {shlex.quote(f'.{extra}')} {SOURCES}"
     if url.startswith("file://") and not url.endswith(".whl"):
         folder = unquote(urlsplit(url).path)
         return f"pip install {'-e ' if editable else ''}{shlex.quote(folder + extra)}"
-    name = f"{DISTRIBUTION}{extra}"
-    return f"pip install {shlex.quote(f'{name} @ {url}' if url else name)}"
+    return f"pip install {shlex.quote(f'{DISTRIBUTION}{extra} @ {url}')}"
 
 
 def _origin() -> tuple[str, bool]:
-    """(URL, whether editable) that h2o-kv was installed from; "" for an index. Where it was not
-    installed, the folder of the sources that this file lies in."""
+    """(URL, whether editable) that h2o-kv was installed from; "" where pip notes none, as with
+    --find-links. Where it was not installed, the folder of the sources that this file lies in."""
     try:
         text = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

@@ -81,9 +81,9 @@ def forward(
         sinks = None if sink_logits is None else sink_logits[g * R : (g + 1) * R, None].double()
         return float(softmax(logits, sinks)[:, j].max())
 
-    scores = torch.zeros(B, G, Q, dtype=torch.float32)
+    scores = torch.zeros(B, G, Q, dtype=torch.float32, device=query.device)
     for b in range(B):
-        real = torch.arange(Q) if mask is None else mask[b].nonzero()[:, 0]
+        real = torch.arange(Q, device=query.device) if mask is None else mask[b].nonzero()[:, 0]
         n, t = len(real), queries[b].shape[1]
         queries[b] = torch.cat([queries[b], query[b][:, real]], dim=1)
         for g in range(G):

@@ -115,8 +115,14 @@ def test_mistakes(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
     short.write_text("ab")
     page = str(tmp_path / "page.html")
     assert "at least 3" in error("--model", tiny, "--text", str(short), "--output", page, code=1)
-    assert "no cache" in error("--compare", "mask-global:0.1+0.1", "--output", page, code=1)
-    assert "wanted a name such as" in error("--output", str(tmp_path / "page"), code=1)
+    for wrong, said in (
+        (("--compare", "mask-global:0.1+0.1"), "no cache"),
+        (("--compare", "nonsense"), "unknown"),
+        (("--heavy", "1.5"), "heavy"),
+        (("--budget", "0.1"), "goes with --preset"),
+        (("--output", str(tmp_path / "page")), "wanted a name such as"),
+    ):
+        assert said in error("--output", page, *wrong, code=2)
     # A folder of this name cannot be made; said before the model is loaded.
     wrong = error("--model", "nowhere", "--output", f"{short}.html", code=1)
     assert "name another output folder" in wrong

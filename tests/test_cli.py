@@ -323,16 +323,21 @@ def options_of(command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "missing"),
-    [("generate", set()), ("eval", set()), ("analyze", {"--positions"})],
+    "command", [command.name for command in cli.COMMANDS if command.loads_model]
 )
-def test_every_field_of_a_cache_has_its_option(command, missing, capsys):
-    """What is left out: what `for_model` finds by itself."""
+def test_commands_have_the_same_options(command, capsys):
+    """No option is of what `for_model` finds by itself, none of positions where none roll, and none
+    of a cache where all caches are calibrated."""
+    options = options_of(command, capsys)
+    assert {"--model", "--dtype", "--device"} <= options
+    assert not options & {"--caches", "--windows", "--prompt-len"}  # former names are not shown
     fields = {field.name for field in dataclasses.fields(H2OConfig)} - {"slot"}
     assert fields == set(cache_options.OPTIONS)
-    wanted = {cache_options.spelled(name) for name in fields} - missing
-    assert wanted <= options_of(command, capsys)
-    assert {cache_options.spelled(name) for name in FIELDS} <= wanted
+    assert set(FIELDS) <= fields
+    wanted = {"--preset", "--budget", *map(cache_options.spelled, fields)}
+    if command != "calibrate":
+        assert "--compare" in options
+        assert wanted - options == ({"--positions"} if command == "analyze" else set())
 
 
 def test_a_config_is_what_the_options_say():
@@ -364,8 +369,11 @@ def test_a_preset_is_what_the_options_say(tmp_path):
         assert said(f"--preset {name} --budget 64") == H2OConfig.preset(name, 64)
         in_bytes = H2OConfig.preset(name, 0.1, of="bytes")
         assert said(f"--preset {name} --budget 0.1 --of bytes") == in_bytes
-        options = parser.parse_args(f"--preset {name} --budget 0.1 --of bytes".split())
-        assert setting.parse(cache_options.preset_setting(options)).config == in_bytes
+        one = cache_options.described(
+            parser.parse_args(f"--preset {name} --budget 0.1 --of bytes --sinks 2".split())
+        )
+        assert one == setting.parse(one.name)
+        assert one.config == dataclasses.replace(in_bytes, sinks=2)
         words = f"--preset {name} --budget 0.1 --of bytes --positions rolled"
         if in_bytes.by_echo:
             with pytest.raises(ValueError, match="does not go with positions"):
@@ -451,6 +459,23 @@ def test_comparison_for_readers(tiny, capsys, monkeypatch):
     assert rows["attention mass evicted"][0] == "0.0%"
     assert rows["leading tokens as with full"][0] == "60"
     assert all(len(line) <= 90 for line in lines)
+
+
+def test_settings_beside_which_a_run_is_shown(tiny, capsys):
+    options = ["--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "4", "--heavy", "9"]
+    settings = "robust-bytes:0.5/sinks=2,full,sink:4+30"
+    runs = generated(capsys, *options, "--compare", settings)["runs"]
+    assert [run["mode"] for run in runs] == [
+        "full", "h2o", "robust-bytes:0.5/sinks=2", "sink:4+30"
+    ]  # fmt: skip
+    assert [run["tokens_held"] for run in runs[::3]] == [len(PROMPT) + 3, 34]
+    assert runs[2]["kv_bytes_held"] <= 0.5 * runs[2]["kv_bytes_full"]
+    assert cli.main(["generate", *options, "--compare", settings]) == 0
+    table = [x for x in capsys.readouterr().out.splitlines() if "30.0" in x or "sink:4" in x]
+    assert len({len(line) for line in table[1:]}) <= 1
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", *options, "--compare", "mask-local:4+4"])
+    assert "a mask, no cache" in capsys.readouterr().err
 
 
 def test_answers_about_the_article_for_readers(monkeypatch):

@@ -10,10 +10,13 @@ import argparse
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import re
 import shlex
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -301,6 +304,35 @@ def is_there(name: str) -> bool:
     return True
 
 
+TEXTS = (".md", ".py", ".ipynb", ".txt", ".sh", ".yml", ".toml", "Makefile", ".ci/run")
+
+
+def test_no_index_is_asked_for_a_package_that_it_has_not():
+    """Until there is a release: then this test goes, and `packages.install_command` names it."""
+    named = r"""pip install[^\n`"]*[ '"](h2o-kv|\{DISTRIBUTION\})(?!\S* @ |\{extra\} @ )"""
+    assert re.search(named, "pip install 'h2o-kv[hf]'")
+    assert re.search(named, "pip install -q h2o-kv")
+    assert not re.search(named, "pip install 'h2o-kv[hf] @ git+https://b.org/c'")
+    folders = [ROOT / x for x in (*FOLDERS, ".github", ".ci")]
+    files = [*ROOT.glob("*"), *(file for folder in folders for file in folder.rglob("*"))]
+    for file in files:
+        if file.is_file() and str(file).endswith(TEXTS) and "__pycache__" not in file.parts:
+            text = file.read_text("utf-8")
+            if file != Path(__file__):
+                assert not re.search(named, text), file
+            if file.name == "requirements.txt":
+                assert "h2o-kv" not in text, file
+
+
+@pytest.fixture(scope="module")
+def conf():
+    """docs/conf.py, which draws what is drawn when the site is built."""
+    spec = importlib.util.spec_from_file_location("conf", ROOT / "docs" / "conf.py")
+    conf = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    return conf
+
+
 # ---- Tables of options -------------------------------------------------------------------------
 
 
@@ -319,12 +351,22 @@ def test_commands_are_listed():
     assert named == {command.name for command in cli.COMMANDS}
 
 
-def test_options_of_generate_are_listed(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["generate", "--help"])
-    options = set(re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)) - {"--help"}
-    named = set(re.findall(r"`(--[\w-]+)", first_columns("docs/commands.md")))
-    assert named == options
+def test_every_option_of_every_command_is_drawn(conf, capsys):
+    """On the site, from the parsers, each below its command and with what --help says."""
+    assert "{{ h2o --help }}" in (ROOT / "docs/options.md").read_text("utf-8").splitlines()
+    drawn = conf.included("h2o --help")
+    parts = dict(re.findall(r"^## h2o (\w+)\n((?:(?!## ).*\n?)*)", drawn, re.MULTILINE))
+    assert list(parts) == [command.name for command in cli.COMMANDS]
+    for name, part in parts.items():
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        said = capsys.readouterr().out
+        rows = re.findall(r"^\| `(.*?)[ `].* \| (.*) \|$", part, re.MULTILINE)
+        options = {option for option, _ in rows if option.startswith("--")}
+        assert options == set(re.findall(r"^  (--[\w-]+)", said, re.MULTILINE))
+        said = "".join(said.split())
+        for option, meaning in rows:
+            assert "".join(meaning.replace("\\|", "|").split()) in said, option
 
 
 def test_settings_of_compare_are_listed(capsys):
@@ -341,8 +383,54 @@ def test_settings_of_compare_are_listed(capsys):
     assert settings - {"settings", "follow", "real"} <= named
 
 
-def test_the_api_pages_have_all_that_is_public():
+def shown() -> dict[str, Any]:
+    """What the pages draw from docstrings, by dotted name."""
     pages = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md"))
-    shown = set(re.findall(r"^\.\. auto\w+:: h2o\.([\w.]+)", pages, re.MULTILINE))
-    assert shown >= set(h2o.__all__) - {"__version__"}
-    assert {"ops", "errors.UserError"} <= shown
+    names = re.findall(r"^\.\. auto\w+:: ([\w.]+)", pages, re.MULTILINE)
+    things = {name: found(name) for name in names}
+    for name, thing in list(things.items()):
+        if inspect.ismodule(thing):
+            things |= {f"{name}.{member}": getattr(thing, member) for member in thing.__all__}
+    return things
+
+
+def found(name: str) -> Any:
+    module, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+def given_by(thing: Any) -> Iterator[str]:
+    """Dotted names of h2o's classes that a function returns, or what a class has."""
+    texts = []
+    for owner in [x for x in getattr(thing, "__mro__", [thing]) if x.__module__.startswith("h2o")]:
+        members = [owner]
+        if inspect.isclass(owner):
+            if dataclasses.is_dataclass(owner) or hasattr(owner, "_fields"):
+                texts += [(owner.__module__, x) for x in inspect.get_annotations(owner).values()]
+            members = [x for name, x in vars(owner).items() if not name.startswith("_")]
+        for member in members:
+            member = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            if inspect.isfunction(function := inspect.unwrap(member)):
+                said = function.__annotations__.get("return", "")
+                texts.append((function.__module__, said))
+    for module, text in texts:
+        for name in re.findall(r"\b[A-Z]\w+", str(text)):
+            source = inspect.getsource(importlib.import_module(module))
+            imported = re.search(rf"from (h2o[\w.]*) import [^\n]*\b{name}\b", source)
+            if imported or re.search(rf"^class {name}\b", source, re.MULTILINE):
+                yield f"{imported[1] if imported else module}.{name}"
+
+
+def test_the_api_pages_have_all_that_is_public():
+    """What `h2o` has, what calls of that return, and what the documents' own code names."""
+    things = shown()
+    assert set(things) >= {f"h2o.{name}" for name in h2o.__all__} - {"h2o.__version__"}
+    assert "h2o.errors.UserError" in things
+    members = [thing for thing in things.values() if not inspect.ismodule(thing)]
+    given = {name for thing in members for name in given_by(thing)}
+    assert {"h2o.hf.kept.Kept", "h2o.hf.patching.Patch", "h2o.hf.report.LayerReport"} <= given
+    code = "\n".join(PYTHON.values())
+    given |= {name for name in re.findall(r"\bh2o(?:\.\w+)+\.[A-Z]\w+", code) if is_there(name)}
+    classes = {name for name in given if inspect.isclass(found(name))}
+    missing = {name for name in classes if found(name) not in things.values()}
+    assert not missing, f"not in docs/api: {sorted(missing)}"

@@ -503,6 +503,19 @@ def test_project_stands_alone():
         assert not match, f"{name}: {match[0]}"
 
 
+def test_lines_of_json_end_at_line_ends():
+    """And not at U+2028 or U+0085, at which splitlines divides and which JSON may hold as they are.
+    A first line is another matter."""
+    many = re.compile(r"\.splitlines\(\)(?!\[0\])")
+    reading = {
+        name: text
+        for name, text in {**PYTHON, **sources("examples", ".py")}.items()
+        if "json.loads(" in text
+    }
+    assert {"h2o/cli/prompts_file.py", "examples/many_machines.py"} <= set(reading)
+    assert not [name for name, text in reading.items() if many.search(text)]
+
+
 def test_what_is_installed_needs_nothing_that_is_not():
     """Benchmarks, tests and tools lie beside the package."""
     for room in ("benchmarks", "tests", "tools", "examples"):

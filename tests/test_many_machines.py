@@ -36,7 +36,9 @@ def start(cluster, tmp_path):
         {"id": f"q{i}", "prompt": f"Once upon a time {i} little bears lived in"}
         for i in range(PROMPTS)
     ]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    prompts[0]["prompt"] += "\u2028"  # which is no end of a line to JSON
+    lines = [json.dumps(prompt, ensure_ascii=False) for prompt in prompts]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines), "utf-8")
 
     with (tmp_path / "log").open("w") as log:
 

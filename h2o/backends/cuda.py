@@ -167,7 +167,7 @@ def _cannot_check() -> bool:
     """Whether kernels cannot be checked now: a graph is being captured, or tensors are fake."""
     import torch
 
-    fake = type(torch.empty(0)) is not torch.Tensor
+    fake = type(torch.empty(0, dtype=torch.float32, device="cpu")) is not torch.Tensor
     return fake or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 

@@ -31,7 +31,7 @@ __all__ = ["OPERANDS", "OPERATIONS", "call", "info", "parameters"]
 OPERATIONS = ("attend", "evict", "step", "simulate")
 
 if os.environ.get("H2O_CPU"):
-    raise ValueError(f"H2O_CPU={os.environ['H2O_CPU']}: no such level; {packages.WITHOUT_CORE}")
+    raise ValueError(f"H2O_CPU={os.environ['H2O_CPU']}: no such level; {packages.without_core()}")
 
 
 class Operand(NamedTuple):
@@ -99,7 +99,7 @@ def call(operation: str, mode: str, /, *operands: Any) -> None:
         run = portable.operation(operation)
     except ModuleNotFoundError as error:
         needed = f"torch, which is missing: {packages.install_command('hf')}"
-        raise ImportError(f"{packages.WITHOUT_CORE}; they need {needed}") from error
+        raise ImportError(f"{packages.without_core()}; they need {needed}") from error
     names = parameters(operation)
     if len(operands) != len(names):
         raise TypeError(f"{operation}: takes {len(names)} arguments, got {len(operands)}")

@@ -26,6 +26,7 @@ from h2o.model_identity import describe, sample
 from h2o.processes import ALONE, Processes
 from h2o.profile import Profile
 from h2o.result_cells import Cells, provenance
+from h2o.waiting_threads import sleeping
 
 __all__ = ["FRACTIONS", "Window", "calibrate", "grid_of", "policy", "windows_of"]
 
@@ -55,6 +56,7 @@ class Window:
         return _sha256(self.ids)
 
 
+@sleeping()
 def calibrate(
     model: Any,
     input_ids: Any,

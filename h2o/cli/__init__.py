@@ -120,6 +120,13 @@ def parse(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def parser_of(entry: Command) -> Parser:
+    """The parser of one command, for what lists options."""
+    parser = Parser(prog=f"h2o {entry.name}", description=entry.help)
+    importlib.import_module(entry.module).add_arguments(parser)
+    return parser
+
+
 def run(options: argparse.Namespace) -> int:
     """Carries a parsed command out; its exit code."""
     if check := getattr(options.module, "check", None):

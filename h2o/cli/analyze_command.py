@@ -11,6 +11,8 @@ from h2o.cli import texts
 from h2o.cli.cache_options import (
     OPTIONS,
     add_cache_options,
+    add_compare,
+    add_device,
     add_dtype,
     add_model,
     config_from,
@@ -42,16 +44,42 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("h2o-analysis.html"), metavar="PAGE.html",
         help="(%(default)s)")  # fmt: skip
     add_dtype(add)
+    add_device(add)
     add("--tokens", type=int, metavar="N", help="only the first so many of the text; default: as "
         "many as the model has positions")  # fmt: skip
     add_cache_options(p, CACHE_FIELDS)
     add("--prompt-length", "--prompt-len", type=int, default=1, metavar="N",
         help="tokens before the first eviction (%(default)s)")  # fmt: skip
-    add("--compare", default=COMPARE, metavar="SETTINGS", help="caches whose retained attention "
-        "is compared, written as for h2o eval; none for no others (%(default)s)")  # fmt: skip
+    add_compare(add, COMPARE, ", whose retained attention is drawn too; none for no others")
     add("--removal-tokens", type=int, default=1024, metavar="N", help="take keys away from the "
         "first so many tokens; 0 for no such measurement (%(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print the numbers as well")
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Adds to the options the `config`, the `settings` beside it, and the `content` of --text."""
+    from h2o.evaluate.setting import parse_all
+
+    for name in ("tokens", "prompt_length"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"argument --{name.replace('_', '-')}: must be at least 1, not {value}")
+    if options.removal_tokens < 0 or options.removal_tokens in (1, 2):
+        parser.error("argument --removal-tokens: must be 0 or at least 3")
+    if not options.output.suffix:
+        parser.error(f"argument --output: wanted a name such as page.html, not {options.output}")
+    try:
+        options.config = config_from(options)
+        compare = COMPARE if options.compare is None else options.compare
+        options.settings = [] if compare == "none" else parse_all(compare)
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    for setting in options.settings:
+        if setting.variant != "h2o":
+            parser.error(f"argument --compare: {setting.name} is no cache; {COMPARE} are")
+    options.content = None
+    if options.text is not None:
+        options.content = texts.read(parser, "--text", options.text)
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -61,46 +89,33 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from h2o.processes import refuse_several
 
     refuse_several("h2o analyze")
-    for name in ("tokens", "prompt_length"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"argument --{name.replace('_', '-')}: must be at least 1, not {value}")
-    if options.removal_tokens < 0 or options.removal_tokens in (1, 2):
-        parser.error("argument --removal-tokens: must be 0 or at least 3")
-    text = None if options.text is None else texts.read(parser, "--text", options.text)
     try:
         from h2o.draw import need
 
         need("matplotlib")
-        if not options.output.suffix:
-            raise ValueError(f"--output {options.output}: wanted a name such as page.html")
         with writable(options.output.with_suffix("")):
-            measure(options, text)
+            measure(options)
     except (ImportError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     return 0
 
 
-def measure(options: argparse.Namespace, text: str | None) -> None:
+def measure(options: argparse.Namespace) -> None:
     """Loads, measures and writes; says on stderr what takes long."""
     from h2o import models
     from h2o.analysis.analyze import analyze
     from h2o.analysis.page import LONGEST
     from h2o.analysis.write import write
     from h2o.evaluate.fitting import check_fit
-    from h2o.evaluate.setting import from_config, parse_all
+    from h2o.evaluate.setting import from_config
     from h2o.progress import stopwatch
 
     say = stopwatch()
-    config = config_from(options)
-    settings = parse_all(options.compare) if options.compare != "none" else []
-    for setting in settings:
-        if setting.variant != "h2o":
-            raise ValueError(f"--compare {setting.name}: no cache; {COMPARE} are")
+    config, settings = options.config, options.settings
     fit = check_fit([from_config(config), *settings])
-    model, tokenizer = models.load(options.model, dtype=options.dtype, say=say, check=fit)
-    if text is None:
-        text = texts.article()
+    how = {"dtype": options.dtype, "device": options.device}
+    model, tokenizer = models.load(options.model, **how, say=say, check=fit)
+    text = texts.article() if options.content is None else options.content
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     total = ids.shape[1]

@@ -8,12 +8,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h2o.cli.cache_options import add_dtype, add_model
+from h2o.cli.cache_options import (
+    add_cache_options,
+    add_compare,
+    add_device,
+    add_dtype,
+    add_model,
+    settings_from,
+)
 
 if TYPE_CHECKING:
     from h2o.evaluate.speed import Result
 
 __all__ = ["add_arguments", "check", "run"]
+
+COMPARE = "authors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,17 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to time").add_argument
     add_model(add)
     add_dtype(add)
-    add("--device", default="cpu", metavar="NAME", help="where the model runs: cpu, cuda, cuda:1, "
-        "mps, ... (%(default)s)")  # fmt: skip
+    add_device(add)
     add("--prompts", nargs="+", type=int, default=[512, 2048, 4096], metavar="N",
         help="prompt lengths in tokens (512 2048 4096)")  # fmt: skip
     add = parser.add_argument_group("beside the full cache").add_argument
     add("--budgets", nargs="+", default=["0.1", "0.2"], metavar="B", help="what h2o keeps: a "
         "number with a point is a fraction of the prompt, one without counts tokens "
         "(0.1 0.2)")  # fmt: skip
-    add("--compare", default="authors", metavar="LIST", help="how: settings as h2o eval has them, "
-        "with commas between; a name without a budget has each of --budgets (%(default)s; "
-        "robust-bytes or calibrated-bytes for fractions of the bytes)")  # fmt: skip
+    add_compare(add, COMPARE, "; a name without a budget has each of --budgets")
+    add_cache_options(parser.add_argument_group("or beside it one cache"))
     add = parser.add_argument_group("how").add_argument
     add("--tokens", type=int, default=16, metavar="N", help="decoded in each round (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="(%(default)s)")
@@ -81,8 +88,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.output and options.output.is_dir():
         parser.error(f"argument --output: {options.output} is a folder")
     try:
-        settings = setting.parse_all(options.compare, ",".join(options.budgets))
-    except ValueError as error:
+        settings = settings_from(options, COMPARE, ",".join(options.budgets))
+    except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     for one in settings:
         if not one.dropping:

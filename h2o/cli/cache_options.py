@@ -1,5 +1,5 @@
-"""Options that several commands have: the model and its dtype, and what a cache keeps, which are
-fields of H2OConfig and presets.
+"""Options that several commands have, each spelled here once: the model, its dtype and device, what
+a cache keeps, which are fields of H2OConfig and presets, and lists of settings to compare.
 
 Those of the policy come from `h2o.policy.FIELDS`, so that a new field has its option without more.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from h2o.budgets import Amount, parse_amount
 from h2o.config import PRESETS, H2OConfig
+from h2o.evaluate.setting import Setting, from_config, parse_all, shares_of, with_profile
 from h2o.head_budgets import BY_RANK
 from h2o.kv_dtype import QUANTISED
 from h2o.policy import FIELDS, Field
@@ -21,11 +22,16 @@ from h2o.profile import Profile
 __all__ = [
     "OPTIONS",
     "add_cache_options",
+    "add_compare",
+    "add_device",
     "add_dtype",
     "add_model",
+    "add_option",
     "asked",
     "config_from",
-    "preset_setting",
+    "described",
+    "has_preset",
+    "settings_from",
     "spelled",
 ]
 
@@ -93,30 +99,47 @@ def add_dtype(add: Callable[..., Any], more: str = "") -> None:
     )
 
 
+def add_device(add: Callable[..., Any]) -> None:
+    """--device."""
+    add("--device", default="cpu", metavar="NAME",
+        help="where the model runs: cpu, cuda, cuda:1, mps, ... (%(default)s)")  # fmt: skip
+
+
+def add_compare(
+    add: Callable[..., Any], default: str | None = None, more: str = "", *former: str
+) -> None:
+    """--compare, a list of settings for `settings_from`. `more` is added to its help; `former`:
+    what it was called before."""
+    shown = "" if default is None else f" ({default})"
+    add("--compare", *former, metavar="SETTINGS", help="caches, with commas between, as "
+        f"h2o eval --help lists them{more}{shown}")  # fmt: skip
+
+
 def add_cache_options(
     group: Any, names: Sequence[str] = tuple(OPTIONS), budget: Amount = FIFTH, **defaults: Any
 ) -> None:
     """Adds presets and the options of these fields to a parser or a group of one.
 
-    An option that is left out is None, so that it can be told what was asked for, and its help has
-    H2OConfig's default. But for `defaults`, and `budget`, that of a preset that is given none.
+    An option that is left out is None, so that it can be told what was asked for. What holds then
+    is H2OConfig's default or that of `defaults`, and `budget` where a preset is given none.
     """
+    group.set_defaults(cache_fields=tuple(names), cache_defaults=defaults, preset_budget=budget)
     add_preset_options(group, budget)
     for name in names:
-        add_option(group, name, defaults.get(name))
+        add_option(group, name, (DEFAULTS | defaults)[name])
 
 
-def add_option(group: Any, name: str, default: Any = None) -> None:
+def add_option(group: Any, name: str, shown: Any) -> None:
+    """The option of a field, whose help has this default."""
     field = OPTIONS[name]
     kind: dict[str, Any] = {"action": "store_true"}
     if not field.flag:
         kind = {"type": field.parse, "choices": field.choices, "metavar": field.metavar}
-    shown = DEFAULTS[name] if default is None else default
     text = field.help.replace("%(default)s", f"{shown}")
-    group.add_argument(spelled(name), dest=name, default=default, help=text, **kind)
+    group.add_argument(spelled(name), dest=name, default=None, help=text, **kind)
 
 
-def add_preset_options(group: Any, default: Amount) -> None:
+def add_preset_options(group: Any, shown: Amount) -> None:
     """--preset and --budget, whose help has this default."""
     group.add_argument(
         "--preset", choices=PRESETS, help="a config by name, instead of --heavy and --recent"
@@ -124,7 +147,7 @@ def add_preset_options(group: Any, default: Amount) -> None:
     group.add_argument(
         "--budget", type=parse_amount, metavar="B",
         help="of the preset: tokens, or a fraction of the keys, or with --of bytes of the bytes "
-        f"({default})",
+        f"({shown})",
     )  # fmt: skip
 
 
@@ -134,15 +157,14 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
     Raises: TypeError and ValueError for what H2OConfig does not take, and for options that do not
     go together, OSError for a profile that cannot be read.
     """
-    fields = asked(options)
-    if fields.get("shares", "shipped") not in ("shipped", *BY_RANK):
-        fields["shares"] = Profile.load(fields["shares"])
+    fields = asked(options, options.cache_fields)
+    if "shares" in fields:
+        fields["shares"] = shares_of(fields["shares"])
     if not has_preset(options):
-        return H2OConfig(**fields)
+        return H2OConfig(**options.cache_defaults | fields)
     for name in ("heavy", "recent"):
         if name in fields:
             raise ValueError(f"--preset has a --budget, and no {spelled(name)}")
-    budget = FIFTH if options.budget is None else options.budget
     shares = fields.pop("shares", None)
     if shares in BY_RANK:
         if options.preset == "calibrated":
@@ -151,22 +173,55 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
     if shares is not None and options.preset != "calibrated":
         raise ValueError(f"--profile goes with --preset calibrated, not with {options.preset}")
     profile = None if shares == "shipped" else shares
-    config = H2OConfig.preset(options.preset, budget, fields.pop("of", "keys"), profile)
+    config = H2OConfig.preset(options.preset, budget_of(options), fields.pop("of", "keys"), profile)
     return dataclasses.replace(config, **fields)
 
 
-def preset_setting(options: argparse.Namespace, default: Amount = FIFTH) -> str | None:
-    """The preset as `h2o.evaluate.setting` writes it, None where none was asked for.
+def described(options: argparse.Namespace) -> Setting | None:
+    """The config as a setting, None where no option says anything of a cache.
 
-    Raises: ValueError for a budget without a preset.
+    Raises: as `config_from`.
     """
+    config, fields = config_from(options), asked(options, options.cache_fields)
     if not has_preset(options):
-        return None
-    in_bytes = "-bytes" if options.of == "bytes" else ""
-    return f"{options.preset}{in_bytes}:{default if options.budget is None else options.budget}"
+        return from_config(config) if fields else None
+    kind = f"{options.preset}-bytes" if fields.pop("of", "keys") == "bytes" else options.preset
+    if fields.get("shares") not in BY_RANK:
+        fields.pop("shares", None)
+    name = "/".join([f"{kind}:{budget_of(options)}", *(f"{x}={y}" for x, y in fields.items())])
+    return Setting(name, kind, "h2o", config)
+
+
+def settings_from(
+    options: argparse.Namespace, default: str = "", budgets: str | None = None
+) -> list[Setting]:
+    """Those of --compare, with `budgets` where they have none, and after them the preset. Without
+    --compare the one that options describe or, where none does, those of `default`.
+
+    Raises: as `config_from`, and ValueError for options of one cache beside --compare.
+    """
+    if options.compare is None:
+        one = described(options)
+        return [one] if one is not None else parse_all(default, budgets)
+    settings = parse_all(options.compare, budgets)
+    profile = None if options.shares is None else shares_of(options.shares)
+    if isinstance(profile, Profile):  # of all that are calibrated
+        options = argparse.Namespace(**vars(options) | {"shares": None})
+    one = described(options)
+    if one is not None and not has_preset(options):
+        first = spelled(next(iter(asked(options, options.cache_fields))))
+        raise ValueError(f"{first} is for one setting; write it into --compare")
+    settings += [] if one is None else [one]
+    return with_profile(settings, profile) if isinstance(profile, Profile) else settings
+
+
+def budget_of(options: argparse.Namespace) -> Amount:
+    """Of the preset."""
+    return options.preset_budget if options.budget is None else options.budget
 
 
 def has_preset(options: argparse.Namespace) -> bool:
+    """Whether one was asked for. Raises: ValueError for a budget without."""
     if options.preset is None and options.budget is not None:
         raise ValueError("--budget goes with --preset; without one give --heavy and --recent")
     return options.preset is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from h2o.cli import texts
-from h2o.cli.cache_options import add_dtype, add_model
+from h2o.cli.cache_options import add_device, add_dtype, add_model
 
 DESCRIPTION = """\
 Measures which heads of a model need more of a cache than others, on texts of your choice, and
@@ -30,9 +30,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--text", required=True, nargs="+", metavar="FILE", help="plain texts, - for stdin")
     add("--output", required=True, type=Path, metavar="PROFILE.json")
     add_dtype(add, "; bfloat16 is faster on new processors")
+    add_device(add)
     add("--window", type=int, default=1024, metavar="N",
         help="texts are read in windows of so many tokens (%(default)s)")  # fmt: skip
-    add("--windows", type=int, metavar="N", help="only so many, spread over the texts")
+    add("--limit", "--windows", type=int, metavar="N",
+        help="only so many windows, spread over the texts")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn (%(default)s)")
 
 
@@ -45,6 +47,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     refuse_several("h2o calibrate")
     if options.output.suffix != ".json":
         parser.error(f"argument --output: wanted a name such as profile.json, not {options.output}")
+    if options.limit is not None and options.limit < 1:
+        parser.error(f"argument --limit: must be at least 1, not {options.limit}")
     names = [name if name == "-" else Path(name).name for name in options.text]
     if len(set(names)) < len(names):
         parser.error("argument --text: two files of the same name")
@@ -69,7 +73,8 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
 
     say = stopwatch()
     fit = check_fit([from_config(H2OConfig())])
-    model, tokenizer = models.load(options.model, dtype=options.dtype, say=say, check=fit)
+    how = {"dtype": options.dtype, "device": options.device}
+    model, tokenizer = models.load(options.model, **how, say=say, check=fit)
     ids = {
         name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
         for name, text in contents.items()
@@ -79,7 +84,7 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
         model,
         ids,
         window=options.window,
-        windows=options.windows,
+        windows=options.limit,
         seed=options.seed,
         resume=unfinished,
         progress=lambda done, total: say(f"{done} of {total} passes over a window"),

@@ -52,6 +52,7 @@ KEEPS = {
     "local": "the newest",
 }
 """What a cache keeps, in few words."""
+BY_NAME = "as its name says"
 
 
 def answers(result: Result, question: str) -> list[str]:
@@ -69,7 +70,7 @@ def answers(result: Result, question: str) -> list[str]:
                 paragraph, width, initial_indent=" " * 12, subsequent_indent=" " * 12
             ) or [""]
         lines.append("")
-    kept = "; ".join(f"{run.mode} {run.tokens_held}, {KEEPS[run.mode]}" for run in result.runs)
+    kept = "; ".join(f"{x.mode} {x.tokens_held}, {KEEPS.get(x.mode, BY_NAME)}" for x in result.runs)
     return [*lines, *textwrap.wrap(f"Kept, of {result.runs[0].tokens_seen} keys: {kept}.", width)]
 
 
@@ -94,7 +95,10 @@ def table(result: Result) -> list[str]:
     if result.runs[0].tokens_agree is not None:
         rows.append(("leading tokens as with full", lambda run: f"{run.tokens_agree}"))
     head = f"{result.model}, {result.dtype}, prompt of {result.prompt_tokens} tokens"
-    lines = [f"{name:<30}" + "".join(f"{of(run):>14}" for run in result.runs) for name, of in rows]
+    width = max(14, *(2 + len(run.mode) for run in result.runs))
+    lines = [
+        f"{name:<30}" + "".join(f"{of(run):>{width}}" for run in result.runs) for name, of in rows
+    ]
     presets = [
         f'{run.mode}: H2OConfig.{run.mode}(0.1, of="bytes"), a tenth of the bytes'
         for run in result.runs

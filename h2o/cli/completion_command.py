@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 
 from h2o import cli
@@ -59,10 +58,8 @@ def script() -> str:
     listed = [case("", ["--help", "--version", *commands])]
     choices = []
     for command in cli.COMMANDS:
-        parser = argparse.ArgumentParser(add_help=True)
-        importlib.import_module(command.module).add_arguments(parser)
         options: list[str] = []
-        for action in parser._actions:
+        for action in cli.parser_of(command)._actions:
             long = [name for name in action.option_strings if name.startswith("--")]
             options += long[:1]  # the others are former spellings
             if action.choices is not None:

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from h2o import model_identity
-from h2o.cli.cache_options import OPTIONS, add_cache_options, asked, preset_setting, spelled
+from h2o.cli.cache_options import (
+    OPTIONS,
+    add_cache_options,
+    add_compare,
+    add_device,
+    asked,
+    has_preset,
+    settings_from,
+    spelled,
+)
 from h2o.cli.prompts_file import ROWS
 from h2o.errors import UserError
 from h2o.evaluate.facts import KINDS
@@ -16,23 +25,19 @@ from h2o.evaluate.setting import (
     GRAMMAR,
     Setting,
     from_options,
-    parse_all,
-    with_profile,
 )
 from h2o.filesystem import make_writable
 from h2o.models import DTYPES, need_transformers, torch_device
 from h2o.packages import install_command
 from h2o.processes import finish, launched
-from h2o.profile import Profile
 from h2o.result_cells import fingerprint
 
 __all__ = ["add_arguments", "run"]
 
 OUTPUT = Path("h2o-eval")
 
-CACHE_FIELDS = tuple(name for name in OPTIONS if name != "shares")
-CACHE = ("variant", *CACHE_FIELDS)
-"""Options that describe one setting. --profile is for those of --compare."""
+CACHE = ("variant", *OPTIONS)
+"""Options that describe one setting."""
 
 DESCRIPTION = """\
 What eviction costs: accuracy on lm-eval's tasks, ROUGE of summaries, perplexity, or facts that are
@@ -68,7 +73,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what.add_argument("--needle", type=Path, metavar="FILE", help="a plain text to hide facts in")
     p.add_argument("--model", "-M", help="name or folder; default: the embedded SmolLM2-135M")
     p.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as the model was saved")
-    p.add_argument("--device", default="cpu", help="any that torch has here (%(default)s)")
+    add_device(p.add_argument)
     p.add_argument(
         "--output-path", "--output_path", "-o", type=Path, metavar="FOLDER",
         help="for result files, from which an interrupted run goes on; default: h2o-eval",
@@ -87,18 +92,15 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "that is cut before a task's question; summaries and needles always use a "
                      "real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
-    add_cache_options(one, CACHE_FIELDS)
+    add_cache_options(one)
     one.add_argument("--prompt-length", "--prompt-len", type=int, metavar="N",
                      help="simulation: tokens before the first eviction")  # fmt: skip
     one.add_argument("--ratio-of", choices=["text", "prompt"], help="what fractions refer to")
 
     many = p.add_argument_group("several settings in one table")
-    many.add_argument("--compare", metavar="SETTINGS", help="see below")
+    add_compare(many.add_argument, more=", see below; --profile is of those that are calibrated")
     many.add_argument(
         "--budgets", metavar="AMOUNTS", help="for settings without one, e.g. 0.04,0.2"
-    )
-    many.add_argument(
-        "--profile", metavar="FILE", help="of h2o calibrate, for calibrated and calibrated-bytes"
     )
 
     text = p.add_argument_group("summaries, perplexity and needles")
@@ -119,17 +121,12 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     rest = args.rest
     try:
         check_numbers(args)
-        settings = compared(args)
         if args.budgets is not None and args.compare is None:
             raise Misused("--budgets goes with --compare")
-        if args.profile is not None:
-            settings = with_profile(settings, Profile.load(args.profile))
+        settings, one = compared(args)
         if args.json and args.tasks and not settings:
             raise Misused("--json with --tasks goes with --compare: lm-eval writes one setting's "
                           "results into --output-path")  # fmt: skip
-        if settings and single(args):
-            raise Misused(f"{single(args)[0]} is for one setting; write it into --compare")
-        one = from_options(**asked(args, CACHE))
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     need_transformers()
@@ -137,10 +134,10 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         if args.tasks:
             # What --model_args says of a single setting is checked where these are read.
-            check_protocol(args, settings or [one] * (args.protocol in ("drop", "read")))
+            check_protocol(args, settings or one * (args.protocol in ("drop", "read")))
             tasks(args, settings, rest)
         else:
-            say(texts(args, settings or [one]))
+            say(texts(args, settings or one))
         finish()
     except Misused as error:
         parser.error(str(error))
@@ -149,13 +146,13 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
-def compared(args: argparse.Namespace) -> list[Setting]:
-    """Those of --compare, and after them the preset; none where one setting is meant."""
-    preset = preset_setting(args)
-    if preset is not None:
-        args.of = None  # is said
-    listed = [x for x in (args.compare, preset) if x is not None]
-    return parse_all(",".join(listed), args.budgets) if listed else []
+def compared(args: argparse.Namespace) -> tuple[list[Setting], list[Setting]]:
+    """(those of a table, or the one that options describe: one of the two is empty)."""
+    if args.compare is None and not has_preset(args):
+        return [], [from_options(**asked(args, CACHE))]
+    if args.variant is not None:
+        raise Misused("--variant is for one setting; write it into --compare")
+    return settings_from(args, budgets=args.budgets), []
 
 
 def check_numbers(args: argparse.Namespace) -> None:
@@ -242,10 +239,6 @@ def say(text: str) -> None:
     """A result, which each of several processes has."""
     if launched().first:
         print(text)
-
-
-def single(args: argparse.Namespace) -> list[str]:
-    return [spelled(name) for name in asked(args, CACHE)]
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

@@ -8,10 +8,17 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from h2o.cli import prompts_file, texts
-from h2o.cli.cache_options import add_cache_options, add_dtype, add_model, config_from
+from h2o.cli.cache_options import (
+    add_cache_options,
+    add_device,
+    add_dtype,
+    add_model,
+    config_from,
+)
 from h2o.cli.comparison import Result
 from h2o.config import H2OConfig
 from h2o.errors import UserError
+from h2o.evaluate.setting import from_config, parse_all
 from h2o.profile import Profile
 
 if TYPE_CHECKING:
@@ -22,6 +29,8 @@ __all__ = ["add_arguments", "caches", "check", "run"]
 QUESTION = "What is Marrow Point?"
 """Follows the shipped article, when the user gives no prompt: its first sentence has the answer."""
 
+USUAL = "usual"
+"""--compare without settings."""
 TENTH = 0.1
 """Of a full cache's bytes: what the preset of a comparison may take."""
 
@@ -42,9 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how").add_argument
     add_dtype(add)
+    add_device(add)
     add("--max-new-tokens", type=int, default=120, metavar="N", help="(%(default)s)")
-    add("--compare", action="store_true", help="show it beside the full cache, a preset in a "
-        "tenth of its bytes, and `local`, the same budget without heavy hitters")  # fmt: skip
+    add("--compare", nargs="?", const=USUAL, metavar="SETTINGS", help="show it beside the full "
+        "cache and these, as h2o eval --help lists them; without SETTINGS beside a preset in a "
+        "tenth of the bytes, and `local`, the same budget without heavy hitters")  # fmt: skip
     add("--compile", action="store_true", help="compile the decode step first (not the full "
         "cache's), which takes a minute or two and a C++ compiler")  # fmt: skip
     add("--json", action="store_true", help="for machines: one object, nothing else")
@@ -57,8 +68,13 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("argument --max-new-tokens: must be at least 1")
     try:
         options.config = config_from(options)
+        named = options.compare not in (None, USUAL)
+        options.settings = parse_all(options.compare) if named else []
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
+    for setting in options.settings:
+        if not setting.dropping:
+            parser.error(f"argument --compare: {setting.why_not_dropping}")
     options.document = None
     prompts_file.check(parser, options)
     if options.prompt_file is not None:
@@ -93,7 +109,6 @@ def generate(options: argparse.Namespace) -> Result:
     """Generates greedily with an H2OCache, or with each of `caches`."""
     from h2o import generation, models
     from h2o.evaluate.fitting import check_fit
-    from h2o.evaluate.setting import from_config
     from h2o.progress import Progress
 
     shipped, progress = is_shipped(options), Progress(quiet=options.json)
@@ -104,10 +119,11 @@ def generate(options: argparse.Namespace) -> Result:
     text = "\n\n".join(parts)
     if len(parts) < (2 if options.scored_by else 1):
         raise UserError("the prompt is empty")
-    fit = check_fit([from_config(options.config)])
-    model, tokenizer = models.load(options.model, dtype=options.dtype, say=progress.say, check=fit)
+    fit = check_fit([from_config(options.config), *options.settings])
+    how = {"dtype": options.dtype, "device": options.device}
+    model, tokenizer = models.load(options.model, **how, say=progress.say, check=fit)
     chat = options.chat or (shipped and tokenizer.chat_template is not None)
-    ids = models.encode(tokenizer, text, chat)
+    ids = models.encode(tokenizer, text, chat).to(model.device)
     tokens = ids.shape[1]
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit and tokens + options.max_new_tokens > limit:
@@ -124,7 +140,13 @@ def generate(options: argparse.Namespace) -> Result:
     config = options.config
     runs: list[Run] = []
     full: list[int] | None = None
-    compared = caches(config, model, tokens) if options.compare else {"h2o": config}
+    compared: dict[str, H2OConfig | None]
+    compared = {"h2o": config}
+    if options.compare == USUAL:
+        compared = caches(config, model, tokens)
+    elif options.compare is not None:
+        more = {x.name: x.config for x in options.settings if x.variant != "full"}
+        compared = {"full": None, **compared, **more}
     for mode, cache in compared.items():
         one, new = generation.generate(
             mode, cache, model, tokenizer, ids,

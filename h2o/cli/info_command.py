@@ -35,7 +35,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from h2o import ops, packages
 
     if not packages.has_core():
-        print(packages.WITHOUT_CORE, file=sys.stderr)
+        print(packages.without_core(), file=sys.stderr)
     core = ops.info()
     versions = {"h2o": core.pop("version"), "python": platform.python_version()}
     for name in ("numpy", "torch", "transformers"):

@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 
-from h2o.cli.cache_options import add_dtype, add_model
+from h2o.cli.cache_options import (
+    add_cache_options,
+    add_compare,
+    add_dtype,
+    add_model,
+    settings_from,
+)
 from h2o.cli.prompts_file import parse_bytes
 from h2o.evaluate.devices import DEVICES, measured
 
 __all__ = ["add_arguments", "check", "run"]
 
+COMPARE = "full,robust:0.2,robust-bytes:0.1"
 HEADER = (
     "setting", "a request", "requests", "ms a prompt", "ms a step", "tokens/s", "", "bound by",
 )  # fmt: skip
@@ -31,22 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=int, metavar="N", help="at a time; default: as many as fit")
     add("--prompt", type=int, default=2048, metavar="N", help="tokens of a prompt (%(default)s)")
     add("--new", type=int, default=256, metavar="N", help="new tokens (%(default)s)")
-    add("--compare", default="full,robust:0.2,robust-bytes:0.1", metavar="LIST", help="settings as "
-        "h2o eval has them, with commas between (%(default)s)")  # fmt: skip
+    add_compare(add, COMPARE)
+    add_cache_options(parser.add_argument_group("or one cache"))
     add("--json", action="store_true", help="for machines")
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends with an error message where what is asked for makes no sense; else `settings`."""
-    from h2o.evaluate.setting import parse_all
-
     for name in ("requests", "prompt", "new"):
         number = getattr(options, name)
         if number is not None and number < 1:
             parser.error(f"argument --{name}: must be at least 1, not {number}")
     try:
-        options.settings = parse_all(options.compare)
-    except ValueError as error:
+        options.settings = settings_from(options, COMPARE)
+    except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     for one in options.settings:
         if not one.has_cache:

@@ -105,7 +105,8 @@ def run(options: argparse.Namespace) -> int:
     if not lines:
         return 0
     fit = check_fit([from_config(options.config)])
-    model, tokenizer = models.load(options.model, dtype=options.dtype, say=progress.say, check=fit)
+    how = {"dtype": options.dtype, "device": options.device}
+    model, tokenizer = models.load(options.model, **how, say=progress.say, check=fit)
     requests = [
         Request(
             [{"role": "user", "content": line.prompt}]

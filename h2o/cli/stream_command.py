@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from h2o.cli import texts
-from h2o.cli.cache_options import add_cache_options, add_dtype, add_model, preset_setting
+from h2o.cli.cache_options import (
+    OPTIONS,
+    add_cache_options,
+    add_compare,
+    add_device,
+    add_dtype,
+    add_model,
+    add_option,
+    settings_from,
+)
+from h2o.errors import UserError
 from h2o.filesystem import atomic_write, writable
 
 if TYPE_CHECKING:
@@ -22,12 +32,14 @@ DESCRIPTION = """\
 Text without end through caches of fixed size: perplexity over time, memory, time a token.
 
   h2o stream --tokens 20000
-  h2o stream --text book.txt --caches h2o:256+256,sink:4+508,local:512
-  tail -f log.txt | h2o stream --text - --caches h2o:128+128
-  h2o stream --chat --caches h2o:256+256/sinks=4
+  h2o stream --text book.txt --compare h2o:256+256,sink:4+508,local:512
+  tail -f log.txt | h2o stream --text - --heavy 128 --recent 128
+  h2o stream --chat --heavy 256 --recent 256
 """
-CACHES = "h2o:256+256/sinks=4/rank_by=mean,sink:4+508,local:512"
+COMPARE = "h2o:256+256/sinks=4/rank_by=mean,sink:4+508,local:512"
 """In a text without end sums would keep what was heavy in parts long past."""
+PLAIN = {"heavy": 256, "recent": 256, "sinks": 4, "rank_by": "mean"}
+"""What holds where an option of one cache is not given."""
 PRESET_TOKENS = 512
 """Of a preset without a budget: as many as these have."""
 
@@ -41,39 +53,36 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         "with the shipped article")  # fmt: skip
     add("--tokens", type=int, metavar="N", help="stop after so many; default: at the text's end, "
         "20000 of the shipped article")  # fmt: skip
-    add("--caches", default=CACHES, metavar="SETTINGS", help="written as for h2o eval, budgets in "
-        "tokens; full is the full cache, until it runs out of positions (%(default)s)")  # fmt: skip
-    # the other positions end where the model's do
-    add_cache_options(p, ("of", "positions"), PRESET_TOKENS, positions="rolled")
+    add_compare(add, COMPARE, "; budgets in tokens; full runs out of positions", "--caches")
+    fields = [name for name in OPTIONS if name != "positions"]
+    add_cache_options(p.add_argument_group("or one cache"), fields, PRESET_TOKENS, **PLAIN)
+    add_option(p, "positions", "rolled")  # the others end where the model's do
+    p.set_defaults(positions="rolled")
     add("--chunk", type=int, default=1, metavar="N", help="tokens of a forward pass: more are "
         "faster, and evicted together (%(default)s)")  # fmt: skip
     add("--every", type=int, default=500, metavar="N", help="a point for so many (%(default)s)")
     add_model(add)
     add_dtype(add)
+    add_device(add)
     add("--output", type=Path, default=Path("h2o-stream.json"), metavar="FILE.json",
         help="the numbers, and FILE.png beside it (%(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print the numbers as well")
     add("--chat", action="store_true", help="talk with the model instead, a line a turn; the first "
-        "of the caches is its memory")  # fmt: skip
+        "cache is its memory")  # fmt: skip
     add("--max-new-tokens", type=int, default=200, metavar="N", help="of a reply (%(default)s)")
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Adds the preset to the --caches, or takes it instead of the usual ones."""
+    """Adds to the options the `settings`, with the configs that they have here."""
+    from h2o.stream.endless import endless
+
     try:
-        preset = preset_setting(options, PRESET_TOKENS)
-    except ValueError as error:
+        options.settings = [
+            dataclasses.replace(setting, config=endless(setting, options.positions))
+            for setting in settings_from(options, COMPARE)
+        ]
+    except (OSError, TypeError, ValueError, UserError) as error:
         parser.error(str(error))
-    if preset is None and options.of is not None:
-        parser.error("argument --of: goes with --preset")
-    if preset is not None:
-        options.caches = preset if options.caches == CACHES else f"{options.caches},{preset}"
-
-
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The exit code. Raises: UserError."""
-    from h2o.errors import UserError
-
     for name in ("tokens", "chunk", "every", "max_new_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -85,6 +94,10 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             parser.error("standard input is closed")
         if options.repeat and not options.chat and not sys.stdin.seekable():
             parser.error("argument --repeat: standard input cannot be begun anew")
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The exit code. Raises: UserError."""
     try:
         if options.chat:
             chat(options)
@@ -105,14 +118,11 @@ def check_output(file: Path) -> None:
 
 
 def chat(options: argparse.Namespace) -> None:
-    from h2o.evaluate.setting import parse_all
     from h2o.stream.chat import Chat
-    from h2o.stream.reader import endless
 
-    setting = parse_all(options.caches)[0]
-    config = endless(setting, options.positions)
-    model, tokenizer = load(options, [dataclasses.replace(setting, config=config)])
-    talk = Chat(model, tokenizer, config)
+    memory = options.settings[0]
+    model, tokenizer = load(options, [memory])
+    talk = Chat(model, tokenizer, memory.config)
     try:
         while True:
             print("> ", end="", flush=True)
@@ -137,29 +147,28 @@ def load(options: argparse.Namespace, settings: list[Setting]) -> tuple[Any, Any
     from h2o import models
     from h2o.evaluate.fitting import check_fit
 
-    model, tokenizer = models.load(
-        options.model, dtype=options.dtype, say=models.say, check=check_fit(settings)
+    return models.load(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        attn_implementation="h2o",
+        say=models.say,
+        check=check_fit(settings),
     )
-    model.set_attn_implementation("h2o")
-    return model, tokenizer
 
 
 def stream(options: argparse.Namespace) -> None:
     from h2o import models
-    from h2o.evaluate.setting import parse_all
     from h2o.generation import versions
     from h2o.progress import Progress
     from h2o.stream import token_stream
-    from h2o.stream.reader import Reader, endless, read
+    from h2o.stream.reader import Reader, read
 
-    settings = parse_all(options.caches)
-    configs = [endless(setting, options.positions) for setting in settings]
-    served = [dataclasses.replace(x, config=y) for x, y in zip(settings, configs, strict=True)]
     shipped = options.text is None
     limit = options.tokens or (20000 if shipped else None)
     with opened(options.text) as file:
-        model, tokenizer = load(options, served)
-        readers = [Reader(model, setting, options.positions) for setting in settings]
+        model, tokenizer = load(options, options.settings)
+        readers = [Reader(model, setting, options.positions) for setting in options.settings]
         words = token_stream.pieces(file, repeat=shipped or options.repeat)
         chunks = token_stream.chunks(token_stream.tokens(words, tokenizer, limit), options.chunk)
         progress = Progress()

@@ -46,10 +46,10 @@ def measured() -> Device:
             times.append(time.perf_counter() - start)
         return work / min(times)
 
-    data = torch.ones(2**26)
+    data = torch.ones(2**26, dtype=torch.float32, device="cpu")
     products = []
     for dtype in (torch.bfloat16, torch.float32):
-        a = torch.ones(1024, 1024, dtype=dtype)
+        a = torch.ones(1024, 1024, dtype=dtype, device="cpu")
         products.append(rate(2 * 1024**3, lambda a=a: a @ a))
     return Device(_memory(), rate(data.nbytes, data.sum) / 1e9, max(products) / 1e12)
 

@@ -226,7 +226,7 @@ class H2OLM(HFLM):
         if self.protocol == "drop":
             by_rows, by_batches = until.divided(self, self.setting, requests)
         # The same in all processes, before they part; batches alone sample as HFLM does.
-        seed = int(torch.randint(2**62, ())) if by_rows else 0
+        seed = int(torch.randint(2**62, (), device="cpu")) if by_rows else 0
         texts = self._in_batches(requests, by_batches, disable_tqdm)
         if mine := by_rows[self.workers.rank :: self.workers.world]:
             texts |= until.texts(
@@ -358,7 +358,7 @@ class H2OLM(HFLM):
 
     def _answer(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
         """(log-likelihood, whether greedy decoding writes it) from logits [tokens, vocabulary]."""
-        target = torch.tensor(continuation, device=logits.device)
+        target = torch.tensor(continuation, dtype=torch.long, device=logits.device)
         logprobs = logits.log_softmax(-1, dtype=self.softmax_dtype)
         chosen = logprobs.gather(-1, target[:, None]).sum()
         return float(chosen), bool((logprobs.argmax(-1) == target).all())

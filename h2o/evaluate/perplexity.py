@@ -129,7 +129,7 @@ def measured(
     measure = by_simulation if protocol == "simulate" else by_cache
     start = time.perf_counter()
     loss, attention = measure(
-        model, torch.tensor([ids], device=model.device), setting, prompt_length
+        model, torch.tensor([ids], dtype=torch.long, device=model.device), setting, prompt_length
     )
     return {
         "loss": loss.double().sum().item(),

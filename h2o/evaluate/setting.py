@@ -23,6 +23,7 @@ __all__ = [
     "from_options",
     "parse",
     "parse_all",
+    "shares_of",
     "with_profile",
 ]
 
@@ -208,8 +209,18 @@ def parse(text: str) -> Setting:
     return Setting(text, kind, variant, config)
 
 
+def shares_of(text: str) -> str | Profile:
+    """`H2OConfig.shares` as an option says it: by a name, or by the path of a profile.
+
+    Raises: OSError and ValueError for a profile that cannot be read.
+    """
+    return text if text in ("shipped", *BY_RANK) else Profile.load(text)
+
+
 def from_options(variant: str = "h2o", **policy: Any) -> Setting:
-    """The setting that a variant and fields of H2OConfig describe."""
+    """The setting that a variant and fields of H2OConfig describe; `shares` as of `shares_of`."""
+    if isinstance(policy.get("shares"), str):
+        policy["shares"] = shares_of(policy["shares"])
     if variant == "full":
         if policy:
             raise ValueError(f"variant full keeps every key: {next(iter(policy))} has no meaning")

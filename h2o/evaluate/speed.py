@@ -170,12 +170,11 @@ def measure(request: Request, say: Callable[[str], None]) -> Result:
 
     Raises: UserError.
     """
-    import torch
-
     models.need_transformers()
     device = models.torch_device(request.device)
     fit = check_fit(request.settings)
-    model, tokenizer = models.load(request.model, dtype=request.dtype, say=say, check=fit)
+    how = {"dtype": request.dtype, "device": request.device}
+    model, tokenizer = models.load(request.model, **how, say=say, check=fit)
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(request.prompts) + request.tokens + 1
     if limit and longest > limit:
@@ -183,10 +182,6 @@ def measure(request: Request, say: Callable[[str], None]) -> Result:
             f"a prompt of {max(request.prompts)} tokens and {request.tokens + 1} new ones are more "
             f"than the {limit} positions of the model: name shorter --prompts"
         )
-    try:
-        model.to(device)
-    except torch.OutOfMemoryError:
-        raise UserError(f"{device} has no memory for the model") from None
     measurements = []
     for length in request.prompts:
         ids = prompt_ids(tokenizer, length).to(device)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ from h2o.model_identity import describe
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from h2o.config_fields import CacheFields, ConfigFields
+    from h2o.config_fields import CacheFields, ConfigFields, PromptLength
 
 __all__ = ["H2OCache", "H2OLayer", "Unsupported"]
 
@@ -89,7 +89,7 @@ class H2OCache(ReadableCache):
         config: Any,
         h2o_config: H2OConfig | None = None,
         *,
-        prompt_length: int | Sequence[int] | None = None,
+        prompt_length: PromptLength = None,
         trace: bool = False,
         compileable: bool = False,
         **parameters: Unpack[ConfigFields],

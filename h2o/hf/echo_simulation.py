@@ -79,18 +79,19 @@ def simulate(
     """
     B, _, N, _ = text.query.shape
     G, device = text.key.shape[1], text.key.device
-    real = torch.ones(B, N, device=device).bool() if text.mask is None else text.mask.bool()
+    real = text.key.new_ones(B, N) if text.mask is None else text.mask
+    real = real.bool()
     order = real.cumsum(1) - 1
-    early = real & (order < torch.tensor(prompts, device=device)[:, None])
+    early = real & (order < torch.tensor(prompts, dtype=torch.long, device=device)[:, None])
     widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
     sizes = slot_layout.capacities(widest, N)
     slots = slot_layout.with_capacities(
         text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
         merge=policy.merge is not None,
     )  # fmt: skip
-    slots.budget.copy_(torch.tensor(by_row, dtype=torch.int32).squeeze(1))
+    slots.budget.copy_(slots.budget.new_tensor(by_row).squeeze(1))
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
-    last = torch.zeros(B, G, N + 1, device=device)  # scores by position; that of no key is N
+    last = torch.zeros(B, G, N + 1, dtype=torch.float32, device=device)  # by position; of no key: N
 
     def note(positions: Tensor, scores: Tensor) -> None:
         last.scatter_(2, positions.expand_as(scores) % (N + 1), scores)

@@ -264,7 +264,7 @@ def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) ->
 
 def _spared(positions: Tensor, tokens: Tensor, sinks: int, budgets: Budgets) -> Tensor:
     """[B, G, K] bool: what is kept whatever its rank, and what is no key."""
-    recent = torch.tensor([[r for _, r in row] for row in budgets], device=positions.device)
+    recent = positions.new_tensor([[r for _, r in row] for row in budgets])
     return (positions < sinks) | (positions < 0) | (positions >= tokens - recent[..., None])
 
 

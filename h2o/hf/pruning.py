@@ -117,8 +117,8 @@ def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tens
     slots = slot_layout.with_capacities(
         keys, sizes, value_weighted=policy.value_weighted, shared=values is None
     )
-    slots.budget.copy_(torch.tensor(budgets, dtype=torch.int32).squeeze(1))
+    slots.budget.copy_(slots.budget.new_tensor(budgets).squeeze(1))
     ops.evict(keys, values, scores, slots, mask=mask, policy=policy._replace(merge=None))
     positions = slot_layout.by_head(slots, sizes, "positions", -1).long()
-    kept = torch.zeros(*scores.shape[:2], 1 + scores.shape[2], device=scores.device).bool()
+    kept = scores.new_zeros(*scores.shape[:2], 1 + scores.shape[2], dtype=torch.bool)
     return kept.scatter_(2, positions + 1, True)[..., 1:] | ~mask[:, None]

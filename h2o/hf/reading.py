@@ -150,7 +150,7 @@ def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
         if tokenizer is None:
             raise ValueError("h2o.read needs the tokenizer, or token ids as repeat")
         repeat = tokenizer(repeat, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    return torch.as_tensor(repeat).reshape(1, -1)
+    return torch.as_tensor(repeat, device="cpu").reshape(1, -1)
 
 
 class _Reader:

@@ -93,7 +93,7 @@ class Settings:
                 prompt = self.tokenizer.apply_chat_template(
                     prompt, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
-        ids = torch.as_tensor(prompt)
+        ids = torch.as_tensor(prompt, device="cpu")
         if ids.numel() == 0:
             raise ValueError("a prompt without tokens")
         if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or ids.numel() != ids.shape[-1]:
@@ -244,7 +244,8 @@ class Running:
         self.ids = torch.cat([self.ids, token], dim=1)
         self.new.append(int(token))
         # A criterion may say so for all rows of its batch at once.
-        hit = [bool(torch.as_tensor(x(self.ids, scores)).all()) for x in self.criteria]
+        answers = (x(self.ids, scores) for x in self.criteria)
+        hit = [bool(torch.as_tensor(answer, device="cpu").all()) for answer in answers]
         by_length = [isinstance(criterion, MaxLengthCriteria) for criterion in self.criteria]
         if any(hit):
             stopped = any(x and not y for x, y in zip(hit, by_length, strict=True))

@@ -70,10 +70,10 @@ class RowBatch:
             Logits [B, vocabulary].
         """
         device = input_device(self.model)
-        position_ids = torch.tensor([[n] for n in self.tokens], device=device)
+        position_ids = torch.tensor([[n] for n in self.tokens], dtype=torch.long, device=device)
         mask = position_ids > 0
         inputs = {
-            "input_ids": torch.tensor([[i] for i in ids], device=device),
+            "input_ids": torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
             # Without a mask there is nothing to look up; but that would take another graph.
             "attention_mask": None if all(self.tokens) and not self.compiled else mask,
             "position_ids": position_ids,

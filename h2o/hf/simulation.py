@@ -379,7 +379,7 @@ def _retained(
 ) -> Tensor:
     """[B, H, N], NaN for pads"""
     B, H, N, _ = query.shape
-    mass = torch.full((B, H, N), torch.nan, device=query.device)
+    mass = torch.full((B, H, N), torch.nan, dtype=torch.float32, device=query.device)
     for b, columns in enumerate(_columns(mask, B, N, query.device)):
         left = torch.searchsorted(columns, evicted_at[b, :, columns].long())
         mass[b, :, columns] = retained_mass(

@@ -73,7 +73,7 @@ class VisibleKeys(NamedTuple):
     def _in_prompt(self, call: Call, N: int) -> Tensor:
         """[B, N], whether a column's token is in its row's prompt."""
         device = call.key.device
-        prompts = torch.tensor([max(1, x) for x in self.prompts], device=device)[:, None]
+        prompts = torch.tensor(self.prompts, dtype=torch.long, device=device).clamp(min=1)[:, None]
         order = torch.arange(N, device=device)[None]
         return (order if call.mask is None else call.mask.cumsum(1) - 1) < prompts
 

@@ -18,13 +18,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from h2o.config import H2OConfig
-from h2o.errors import UserError
+from h2o.config_fields import Positions
 from h2o.evaluate.setting import Setting
 from h2o.hf.cache import H2OCache
 from h2o.hf.new_cache import bytes_of_keys
 from h2o.hf.patch_lock import input_device
+from h2o.stream.endless import endless
 
-__all__ = ["Point", "Reader", "endless", "read"]
+__all__ = ["Point", "Reader", "read"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +43,6 @@ class Point:
     """that any key or query was given in the stretch"""
 
 
-def endless(setting: Setting, positions: str = "rolled") -> H2OConfig:
-    """The config of a setting for a text, or a chat, that has no end.
-
-    Raises: UserError for what is no cache, and for fractions: there is no length to take them of.
-    """
-    if not setting.dropping:
-        raise UserError(setting.why_not_dropping)
-    config = dataclasses.replace(setting.config, positions=positions)
-    if config.needs_prompt_length:
-        raise UserError(f"{setting.name}: give numbers of tokens; a stream has no length")
-    return config
-
-
 class Reader:
     """A model that reads with one cache.
 
@@ -67,7 +55,7 @@ class Reader:
     Raises: UserError for what is no cache, and for fractions: a text without end has none.
     """
 
-    def __init__(self, model: Any, setting: Setting, positions: str = "rolled") -> None:
+    def __init__(self, model: Any, setting: Setting, positions: Positions = "rolled") -> None:
         config = endless(setting, positions)
         self.name, self.model = setting.name, model
         self.config: H2OConfig | None = None

@@ -76,7 +76,7 @@ class PageStore:
                 field[page] = -1 if name == "positions" else 0
         for field in (pages.free, pages.lengths, pages.lost):
             field[page] = 0
-        pages.budget[page] = torch.tensor(budgets, dtype=torch.int32).view_as(pages.budget[page])
+        pages.budget[page] = pages.budget.new_tensor(budgets).view_as(pages.budget[page])
 
     def _evicted(self, part: slice) -> int:
         """Keys evicted by the requests that have some pages now, or had them last."""

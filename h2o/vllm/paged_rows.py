@@ -130,17 +130,18 @@ def _ranges(rows: list[tuple[int, int]]) -> list[Steps]:
             continue
         part, begin = rows[begin:i], i
         first, end = part[0][0], part[-1][0] + 1
-        places = torch.tensor([page - first for page, _ in part])
+        places = torch.tensor([page - first for page, _ in part], dtype=torch.long, device="cpu")
         tokens = [token for _, token in part]
         dense = len(part) == end - first
         mask = None
         if not dense:
-            mask = torch.zeros(end - first, 1, dtype=torch.bool)
+            mask = torch.zeros(end - first, 1, dtype=torch.bool, device="cpu")
             mask[places] = True
         if dense and tokens == list(range(tokens[0], tokens[-1] + 1)):
             ranges.append(Steps(first, end, slice(tokens[0], tokens[-1] + 1), places, None))
         else:
-            ranges.append(Steps(first, end, torch.tensor(tokens), places, mask))
+            at = torch.tensor(tokens, dtype=torch.long, device="cpu")
+            ranges.append(Steps(first, end, at, places, mask))
     return ranges
 
 

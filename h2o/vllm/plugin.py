@@ -222,7 +222,8 @@ def page_spec(spec: AttentionSpec, budget: PageBudget) -> PageSpec:
             f"h2o does not serve keys of {spec.head_size} elements with values of "
             f"{spec.head_size_v} in vLLM"
         )
-    keys = torch.empty(1, spec.num_kv_heads, 1, spec.head_size, dtype=spec.dtype)
+    shape = (1, spec.num_kv_heads, 1, spec.head_size)
+    keys = torch.empty(shape, dtype=spec.dtype, device="cpu")
     return PageSpec(
         block_size=BLOCK,
         num_kv_heads=spec.num_kv_heads,

@@ -151,6 +151,35 @@ def test_without_a_gpu_it_does_not_begin(checkout, library):
     assert "nvcc" not in done.stdout
 
 
+@pytest.mark.slow
+def test_every_command_with_a_model_goes_there(checkout, library, tiny, tmp_path):  # noqa: F811
+    """In one process, for which torch is imported once."""
+    (tmp_path / "text").write_text("".join(chr(97 + i * i % 23) for i in range(150)))
+    text = ["--text", str(tmp_path / "text")]
+    lines = [
+        ["generate", "--prompt", "x" * 60, "--max-new-tokens", "3", "--compare"],
+        ["analyze", *text, "--output", str(tmp_path / "page.html"), "--compare", "none"],
+        ["stream", *text, "--chunk", "9", "--heavy", "8", "--recent", "8",
+         "--output", str(tmp_path / "stream.json")],
+        ["calibrate", *text, "--window", "60", "--limit", "1",
+         "--output", str(tmp_path / "p.json")],
+        ["eval", "--perplexity", str(tmp_path / "text"), "--window", "60", "--limit", "1",
+         "-o", str(tmp_path / "out")],
+    ]  # fmt: skip
+    program = (
+        "import json, sys, h2o.models as models; from h2o.cli import main\n"
+        "load, devices = models.load, []\n"
+        "def noting(*names, **how):\n"
+        "    devices.append(how['device']); return load(*names, **how)\n"
+        "models.load = noting\n"
+        "codes = [main([*line, '--device', 'cuda', '--model', sys.argv[1]])\n"
+        "         for line in json.loads(sys.argv[2])]\n"
+        "print(codes, devices)"
+    )
+    done = run(checkout, library, sys.executable, "-c", program, tiny, json.dumps(lines))
+    assert done.stdout.splitlines()[-1] == f"{[0] * 5} {['cuda'] * 5}", done.stdout
+
+
 def test_a_model_is_timed_there(checkout, library, tiny, tmp_path):  # noqa: F811
     made = run(checkout, library, "make", "--silent", "cuda", "NVCC=nvcc")
     assert made.returncode == 0, made.stdout

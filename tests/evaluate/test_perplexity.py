@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from h2o import cli
+from h2o import Profile, cli
 from h2o.evaluate import perplexity
 from h2o.evaluate.setting import parse
 from h2o.hf import simulation as simulating
@@ -173,6 +173,19 @@ def test_one_setting_by_options(folder, text, tmp_path, capsys):
     want = {"heavy": 6, "recent": 5, "sinks": 2, "rank_by": "mean", "value_weighted": True}
     assert want.items() <= cell["facts"].items()
     assert cell["result"]["kept"] == 13
+
+
+def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, tmp_path, capsys):
+    shares = ((0.5, 1.5), (1.25, 0.75))
+    Profile((0.5,), (shares,), 64).save(tmp_path / "profile.json")
+    options = ["--profile", tmp_path / "profile.json", "--window", 80, "--limit", 1]
+    assert run(folder, text, tmp_path, "--heavy", 20, "--recent", 20, *options) == 0
+    assert run(folder, text, tmp_path, "--compare", "local:0.2,calibrated:0.2", *options) == 0
+    one, local, calibrated = (cell["facts"].get("shares") for cell in cells(tmp_path))
+    assert (one == calibrated) and one and local is None
+    code = conftest.exit_code(run, folder, text, tmp_path, "--compare", "local:0.2", *options)
+    assert code == 2
+    assert "--profile goes with calibrated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

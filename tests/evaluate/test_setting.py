@@ -158,6 +158,18 @@ def test_a_profile_of_ones_own():
         with_profile(parse_all("full,h2o:0.1"), profile)
 
 
+def test_a_profile_is_named_by_its_path(tmp_path):
+    """As options and lm-eval's model arguments have it."""
+    (profile,) = _all_shipped()
+    profile.save(tmp_path / "profile.json")
+    setting = from_options(heavy=0.1, recent=0.1, shares=str(tmp_path / "profile.json"))
+    assert setting.config.shares == profile
+    assert setting.name == "h2o:0.1+0.1"
+    assert from_options(shares="scores").name == "h2o:0.1+0.1/shares=scores"
+    with pytest.raises(FileNotFoundError):
+        from_options(shares="nowhere.json")
+
+
 def test_presets():
     assert H2OConfig.authors(0.2) == H2OConfig(0.1, 0.1)
     ranking = {"rank_by": "mean", "value_weighted": True}

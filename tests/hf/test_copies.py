@@ -12,14 +12,19 @@ from transformers import DynamicCache
 from h2o import H2OCache, H2OConfig
 from tests.hf.tiny import greedy, model, prompts
 
+COPIED = {
+    "fork": lambda cache, path: cache.fork(),
+    "deepcopy": lambda cache, path: copy.deepcopy(cache),
+    "pickle": lambda cache, path: pickle.loads(pickle.dumps(cache)),
+    "load": lambda cache, path: cache.save(path) or H2OCache.load(path, model("llama")),
+}
 
-@pytest.mark.parametrize(
-    "copied", [H2OCache.fork, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
-)
-def test_a_copy_of_an_empty_cache_is_no_prompt(copied):
+
+@pytest.mark.parametrize("way", COPIED)
+def test_a_copy_of_an_empty_cache_is_no_prompt(way, tmp_path):
     """Chunks of a prompt are told from a question to a document that was copied."""
     ours = model("llama")
-    cache = copied(H2OCache(ours.config, heavy=0.25, recent=0.25))
+    cache = COPIED[way](H2OCache(ours.config, heavy=0.25, recent=0.25), tmp_path / "cache")
     with pytest.raises(ValueError, match="second chunk of a prompt"):
         greedy(ours, {"input_ids": prompts(60)[0]}, 2, past_key_values=cache, prefill_chunk_size=16)
 

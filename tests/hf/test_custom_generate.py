@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,5 +81,15 @@ def test_card():
     """What a hub reads, and what transformers looks for."""
     head = (Path(FOLDER) / "README.md").read_text("utf-8").split("---")[1]
     assert {"library_name: transformers", "  - custom_generate"} <= set(head.splitlines())
-    needed = (Path(FOLDER) / "custom_generate" / "requirements.txt").read_text("utf-8").split()
-    assert needed[0] == "h2o-kv"
+
+
+def test_without_h2o_it_says_how_to_install_that(monkeypatch):
+    """Not transformers, which would name a package that no index has."""
+    folder = Path(FOLDER) / "custom_generate"
+    monkeypatch.setitem(sys.modules, "h2o", None)
+    with pytest.raises(ImportError, match=r"h2o-kv: pip install '\.\[hf\]' in the folder"):
+        runpy.run_path(str(folder / "generate.py"))
+    assert (folder / "requirements.txt").read_text("utf-8").split() == [
+        "torch",
+        "transformers>=5.4",
+    ]

@@ -1,25 +1,43 @@
-"""torch's global settings, a default device and a default dtype, are not h2o's business."""
+"""torch's global settings, a default device and a default dtype, are not h2o's business.
+
+tests/test_layering.py reads the sources for what makes tensors; here the ways through them run.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
+import h2o
 from h2o import H2OCache, H2OConfig, patched, simulated
+from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.shared_keys import SHARES_KEYS
 from tests.devices import forget_default_device
 from tests.hf.modes import MODES, policy
-from tests.hf.tiny import batch, model, prompts
+from tests.hf.tiny import FAMILIES, LATENT, batch, prompts, shared
 
+ECHO = {"heavy": 6, "recent": 6, "sinks": 1}
 CACHES = {
     "h2o": {},
     "shares": {},
     "int8": {},
     "merge": {},
+    "fractions": {},
     "rolled": {"positions": "rolled"},
-    "compileable": {"compileable": True},
+    "compileable": {},
+    "echo": {"rank_by": "echo", "shares": "scores"},
+    "mean-echo": {"rank_by": "mean-echo"},
+    "scores": {"shares": "scores"},
+    "layer": {"shares": "layer"},
 }
+OTHERS = ["deepseek_v3"] * bool(LATENT) + ["lfm2", "qwen3_next"] * HYBRIDS
+OTHERS += ["gemma4_text"] * SHARES_KEYS
+ROWS = (17, 23, 30)
 
 
 @contextlib.contextmanager
@@ -38,44 +56,132 @@ def settings(device: str | None = None, dtype: torch.dtype = torch.float32):
 SETTINGS = {"device": {"device": "meta"}, "dtype": {"dtype": torch.bfloat16}}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+def without_windows(name):
+    """transformers' own layers of windows make tensors on the default device."""
+    family = FAMILIES.get(name)
+    if family is None or "sliding" not in family.layers:
+        return shared(name)
+    kinds = {"layer_types": ["full_attention"] * len(family.layers)}
+    config = dataclasses.replace(family, config=family.config | kinds).build_config()
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
+
+
+@functools.cache
+def inputs():
+    return batch(prompts(*ROWS))
+
+
+def alike(answers):
+    """What `answers` gives with torch as it is, and under each of the settings."""
+    expected = answers()
+    for setting in SETTINGS.values():
+        with settings(**setting):
+            got = answers()
+        assert len(got) == len(expected)
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, setting
+
+
+def by_hand(ours, cache):
+    """generate() itself makes tensors on torch's default device."""
+    tokens = MODES["model(...) by hand"](ours, inputs(), lambda: cache)
+    return [tokens, str(cache.report()), *held(cache)]
+
+
+def held(cache):
+    """Positions of the first layer that has an H2O cache."""
+    first = next(i for i, x in enumerate(cache.layers) if isinstance(x, h2o.H2OLayer))
+    return [cache.kept(first).positions, cache.kept(first).scores]
+
+
 @pytest.mark.parametrize("kind", CACHES)
-def test_every_cache_reads_and_decodes(kind, setting):
-    """By hand: generate() itself makes tensors on torch's default device."""
-    ours, inputs = model("llama"), batch(prompts(17, 23, 30))
-    how = dict(CACHES[kind])
-    config = policy(kind if kind in ("h2o", "shares", "int8", "merge") else "h2o", ours)
-    if "positions" in how:
-        config = H2OConfig(heavy=6, recent=6, positions="rolled")
-
-    def text():
-        cache = H2OCache(
-            ours.config, config, prompt_length=[17, 23, 30], compileable="compileable" in how
+def test_every_cache_reads_and_decodes(kind):
+    ours, how = shared("llama"), CACHES[kind]
+    config = H2OConfig(**ECHO, **how) if how else policy(kind.replace("compileable", "h2o"), ours)
+    compileable = kind == "compileable"
+    alike(
+        lambda: by_hand(
+            ours,
+            H2OCache(ours.config, config, prompt_length=list(ROWS), compileable=compileable),
         )
-        tokens = MODES["model(...) by hand"](ours, inputs, lambda: cache)
-        return tokens.tolist(), str(cache.report()), cache.kept(0).positions.tolist()
-
-    expected = text()
-    with settings(**SETTINGS[setting]):
-        assert text() == expected
+    )
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_patched_simulated_and_copies(setting):
-    ours, inputs = model("llama"), batch(prompts(17, 23, 30))
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name):
+    """States, latent attention, keys that layers share."""
+    ours = without_windows(name)
+    alike(lambda: by_hand(ours, H2OCache(ours.config, heavy=6, recent=6)))
+
+
+def test_patched_simulated_and_copies(tmp_path):
+    ours = shared("llama")
 
     def answers():
         with torch.no_grad(), patched(ours, heavy=6, recent=6) as patch:
-            logits = [ours(**inputs).logits]
+            logits = [ours(**inputs()).logits]
             assert patch.cache.fork().kept(0).positions.shape[-1] == 12
-        with (
-            torch.no_grad(),
-            simulated(ours, heavy=6, recent=6, value_weighted=True, trace=True) as simulation,
-        ):
-            logits.append(ours(**inputs, use_cache=False).logits)
-            evicted = simulation.evicted_at(0)
-        return [*logits, evicted]
+        patch.cache.save(tmp_path / "cache", model=ours)
+        loaded = H2OCache.load(tmp_path / "cache", ours)
+        ids = inputs()["input_ids"][:, :1]
+        with torch.no_grad():
+            logits += [ours(ids, past_key_values=x).logits for x in (loaded, patch.cache)]
+        return [*logits, *held(loaded)]
 
-    expected = answers()
-    with settings(**SETTINGS[setting]):
-        assert all(torch.equal(a, b) for a, b in zip(answers(), expected, strict=True))
+    alike(answers)
+
+
+@pytest.mark.parametrize("rank_by", ["sum", "echo", "mean-echo"])
+def test_simulated(rank_by):
+    ours = shared("llama")
+    more = {"rank_by": rank_by, "value_weighted": rank_by == "sum", "prompt_length": 12}
+
+    def answers():
+        with torch.no_grad(), simulated(ours, **ECHO, **more, trace=True) as simulation:
+            logits = ours(**inputs(), use_cache=False).logits
+            return [logits, simulation.evicted_at(0)]
+
+    alike(answers)
+
+
+@pytest.mark.parametrize("scored_by", ["repeat", "echo"])
+def test_read(scored_by):
+    ours, document = shared("llama"), prompts(40)[0]
+    question = torch.tensor([[5, 9, 2]])
+
+    def answers():
+        request = None if scored_by == "echo" else [5, 9]
+        cache = h2o.read(ours, document, heavy=12, recent=8, scored_by=scored_by, repeat=request)
+        with torch.no_grad():
+            return [*held(cache), ours(question, past_key_values=cache).logits]
+
+    alike(answers)
+
+
+def test_generate_all():
+    ours = shared("llama")
+    texts = [[2, 5, 9, 7] * 5, prompts(23)[0], torch.arange(3, 20, dtype=torch.int32)]
+
+    def answers():
+        results = h2o.generate_all(ours, texts, rows=2, heavy=6, recent=6, max_new_tokens=5)
+        return [result.ids for result in results]
+
+    alike(answers)
+
+
+def test_from_dynamic_cache():
+    ours = shared("llama")
+    ids, mask = inputs()["input_ids"], inputs()["attention_mask"]
+
+    def answers():
+        full = DynamicCache(config=ours.config)
+        with torch.no_grad():
+            ours(ids, attention_mask=mask, past_key_values=full)
+            cache = H2OCache.from_dynamic_cache(
+                full, ours.config, heavy=6, recent=6, attention_mask=mask.tolist()
+            )
+            longer = torch.cat([mask, mask[:, -1:]], dim=1)
+            return [ours(ids[:, :1], attention_mask=longer, past_key_values=cache).logits]
+
+    alike(answers)

@@ -162,7 +162,7 @@ def test_a_clone_takes_no_core_of_other_sources(clone):
         ('{"url": "https://b.org/c", "vcs_info": {"vcs": "git", "commit_id": "e1"}}',
          "pip install 'h2o-kv[hf] @ git+https://b.org/c@e1'"),
         ('{"url": "file:///d.whl", "archive_info": {}}', "pip install 'h2o-kv[hf] @ file:///d.whl'"),
-        (None, "pip install 'h2o-kv[hf]'"),
+        (None, "pip install '.[hf]' in the folder of its sources"),
     ],
     ids=str,
 )  # fmt: skip
@@ -174,6 +174,11 @@ def test_messages_install_from_where_h2o_came(tmp_path, monkeypatch, origin, com
         (facts / "direct_url.json").write_text(origin)
     monkeypatch.syspath_prepend(tmp_path)
     assert packages.install_command("hf") == command
+    again = packages.without_core().partition("With a C compiler: ")[2]
+    if ".whl" in command:  # which has none
+        assert again == "pip install . in the folder of its sources"
+    else:
+        assert again == packages.install_command()
 
 
 def test_messages_without_an_installation_name_the_folder(monkeypatch):

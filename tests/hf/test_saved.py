@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -195,6 +196,19 @@ def test_a_file_of_what_was_taken_over(tmp_path):
     expected = greedy(ours, after(document, question), past_key_values=cache)
     got = greedy(ours, after(document, question), past_key_values=loaded)
     assert got.tolist() == expected.tolist()
+
+
+def test_a_path_where_no_file_can_be_is_the_one_that_is_named(tmp_path):
+    """And not that of the hidden file by which it appears at once."""
+    ours = model("llama")
+    cache = has_read(ours, prompts(40)[0], **SMALL)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for place in ("folder", "file/cache", "missing/cache", "x" * 256):
+        with pytest.raises(OSError, match=f": {re.escape(repr(str(tmp_path / place)))}$"):
+            cache.save(tmp_path / place)
+        assert sorted(x.name for x in tmp_path.rglob("*")) == ["file", "folder"]
+    cache.save(tmp_path / ("x" * 255))
 
 
 @pytest.fixture

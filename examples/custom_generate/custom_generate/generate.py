@@ -7,7 +7,8 @@ name, which on PyPI is another package's.
 try:
     import h2o
 except ImportError as error:
-    raise ImportError(f"{error}; h2o is the import name of h2o-kv") from error
+    install = "pip install '.[hf]' in the folder of its sources"
+    raise ImportError(f"{error}; h2o is the import name of h2o-kv: {install}") from error
 
 
 def generate(model, preset=None, budget=None, **arguments):

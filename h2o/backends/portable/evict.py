@@ -34,7 +34,7 @@ def evict(
     store = Store(slots)
     before = slots.lengths[:, None, None]
     order = torch.arange(Q, device=keys.device)[None]
-    tokens = torch.full((1, 1), Q, device=keys.device)
+    tokens = torch.full((1, 1), Q, dtype=torch.long, device=keys.device)
     if mask is not None:
         real = mask.bool()
         order, tokens = (real.cumsum(1) - 1).masked_fill(~real, -1), real.sum(1, keepdim=True)
