@@ -12,7 +12,7 @@ SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
 .PHONY: help demo bench cuda test no-cxx test-all test-c test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance test-neon test-windows test-python test-portable test-hf test-vllm test-ray test-versions asan tsan fuzz \
-	lint format notebooks stubs docs docs-links pictures wheels test-wheels clean
+	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -66,7 +66,7 @@ test-all: test notebooks ## the slow ones and the notebooks too
 	touch $@
 
 .venv/lint: .venv/base
-	$(PIP) mypy clang-format
+	$(PIP) mypy clang-format jactionlint==2.3.0
 	touch $@
 
 .venv/docs: .venv/base
@@ -340,9 +340,9 @@ test-neon: ## the C tests for aarch64; needs gcc-aarch64-linux-gnu and qemu-user
 	$(MAKE) test-c OUT=build/c-neon CC=aarch64-linux-gnu-gcc \
 		EMULATOR="timeout -k 1 600 env H2O_TEST_LEVEL=neon H2O_TEST_EMULATED=1 qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
-# Not those that fork, which Windows cannot. The first build makes zig's libc, for minutes.
+# Not those that do all in forks, which Windows has not. The first build makes zig's libc, for minutes.
 WINE ?= $(firstword $(shell command -v wine64) /usr/lib/wine/wine64)
-WINDOWS_TESTS := $(addprefix build/c-windows/test_,policy attend kernels vec_generic vec_avx2)
+WINDOWS_TESTS := $(addprefix build/c-windows/test_,policy attend kernels scratch parallel vec_generic vec_avx2)
 test-windows: .venv/wheels ## C tests of a build for Windows, in wine; needs wine64
 	$(MAKE) test-c OUT=build/c-windows C_TESTS="$(WINDOWS_TESTS)" C_LIBRARIES= EMULATOR="env WINEDEBUG=-all $(WINE)" \
 		CC="$(abspath $(BIN))/python -m ziglang cc -target x86_64-windows-gnu"
@@ -455,6 +455,9 @@ format: .venv/test .venv/lint ## rewrite Python and C in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(SOURCES) $(HEADERS) $(wildcard tests/c/*.[ch] tests/c/*.inc tests/fuzz/*.[ch])
 
+workflows: .venv/lint ## .github/workflows by what actionlint checks (jactionlint, whose wheels hold the program)
+	$(BIN)/jactionlint --profile correctness --no-hints
+
 stubs: .venv/core .venv/lint ## the type stubs against the compiled core
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml h2o._core
 
@@ -467,7 +470,7 @@ pictures: .venv/core .venv/test ## README's picture, docs/results.svg, from the 
 docs-links: .venv/core .venv/docs ## asks every link of the documentation that leads elsewhere
 	$(BIN)/python -m sphinx -q -E -b linkcheck docs build/links
 
-wheels: .venv/wheels h2o/kernels.fatbin ## sdist and wheels of Linux (with the kernels for GPUs), macOS and the pure one in dist, by zig, audited
+wheels: .venv/wheels h2o/kernels.fatbin ## sdist and wheels of Linux (with the kernels for GPUs), macOS, Windows and the pure one in dist, by zig, audited
 	$(BIN)/python tools/wheels.py
 
 test-wheels: wheels ## the wheel of this machine and the pure one without a compiler; the sdist with gcc and clang

@@ -104,8 +104,6 @@ PLATFORMS: dict[str, Platform | None] = {
     "win_amd64": Platform("x86_64-windows-gnu", "win-amd64", WINDOWS, NARROW),
     "any": None,
 }
-UNFINISHED = {"win_amd64"}
-"""Made when they are asked for only: tests/c/test_attend.c, built for Windows, fails in wine."""
 LINKED = {  # beside what auditwheel knows
     "macosx": re.compile(r"/usr/lib/libSystem\.B\.dylib"),
     "win": re.compile(r"(python3|kernel32|ntdll|api-ms-win-crt-[\w-]+)\.dll", re.IGNORECASE),
@@ -274,7 +272,7 @@ def main() -> int:
     unknown = set(arguments.platforms) - set(PLATFORMS)
     if unknown:
         parser.error(f"{', '.join(unknown)}: wanted some of {', '.join(PLATFORMS)}")
-    platforms = arguments.platforms or [x for x in PLATFORMS if x not in UNFINISHED]
+    platforms = arguments.platforms or list(PLATFORMS)
     if any(map(takes_kernels, platforms)) and not FATBIN.is_file():
         parser.error(f"{KERNELS}, which Linux's wheels hold, is not built: make cuda")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):

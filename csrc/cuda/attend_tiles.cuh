@@ -61,6 +61,7 @@ DEVICE bool load_bias(const attend_item *item, bool stored, int64_t first, int c
         float bias = INFINITY;
         if (stored && i < item->slots && item->store.positions[i] >= 0) {
             bias = item->store.bias ? item->store.bias[i] : 0.0f;
+            TAKEN(bias_of_merged, bias != 0.0f);
         } else if (!stored && i < item->tokens) {
             bias = 0.0f;
         }
@@ -111,6 +112,7 @@ DEVICE float decay_after(float decay, int64_t rows) {
 DEVICE void write_score(const attend_item *item, bool stored, int64_t i, float bias, float sum) {
     const h2o_attend_params *const p = item->p;
     if (bias == INFINITY) return;
+    TAKEN(score_of_stored, stored);
     if (!stored) {
         *(float *)h2o_at(&p->scores, item->b, item->g, item->columns[i]) = sum;
     } else {

@@ -38,6 +38,7 @@
 #define BOUNDED_KERNEL(name, type, threads, blocks)                                                \
     extern "C" __global__ void __launch_bounds__(threads, blocks) name PARAMETERS(type)
 #define EXPORT_KERNEL(name, type)
+#define TAKEN(branch, condition) /* tests count how often the condition holds, see shim.h */
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
 #define DYN_SHARED(p) unsigned char *const p = dynamic_shared

@@ -62,6 +62,7 @@ DEVICE void move_records(const evict_item *item, int64_t moves) {
     NO_UNROLL
     for (int64_t m = threadIdx.x; m < moves; m += blockDim.x) {
         const int64_t i = item->sources[m], to = item->destinations[m];
+        TAKEN(evict_moves_stored, !is_new(item, i));
         store->scores[to] = score_of(item, i);
         store->positions[to] = position_of(item, i);
         if (store->norms) store->norms[to] = norm_of_candidate(item, i);
@@ -139,6 +140,8 @@ DEVICE evicted_key load_evicted(const evict_item *item, int64_t n, int64_t store
     const slot_store *const store = &item->store;
     const int64_t i = item->evicted[n], key_bytes = h2o_row_bytes(store->key_type, item->D);
     const char *row = item->saved + n * item->row;
+    TAKEN(evict_merges_stored, n < stored);
+    TAKEN(evict_merges_new, n >= stored);
     evicted_key e = {buffers->rows, buffers->rows + CUDA_DEPTH, {0.0f, 0.0f, 0}};
     if (n < stored) {
         e.member = item->members[n];

@@ -200,6 +200,7 @@ DEVICE int64_t choose(const evict_item *item, int64_t n, int64_t budget, select_
     int32_t last = INT32_MAX;
     if (n > budget) {
         int64_t among, tied_among;
+        TAKEN(evict_chooses, true);
         lowest = nth_highest(
             candidates(item), budget, &among, buffer, read,
             [](const candidate_read &x) { return x.mark != EMPTY; },

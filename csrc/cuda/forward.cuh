@@ -87,6 +87,8 @@ DEVICE void forward_tile(const attend_item *item, bool stored, int64_t first, in
     const int64_t D = item->p->dims.D;
     float dots[THREAD_ROWS][THREAD_COLUMNS];
     if (!load_bias(item, stored, first, ATTEND_TILE, buffer->bias)) return;
+    TAKEN(forward_of_stored, stored);
+    TAKEN(forward_second_tile, first > 0);
     load_tile<DEPTH>(buffer->columns, D, [&](int i) { return key_row(item, stored, first + i); });
     sync_block();
     tile_dots<DEPTH>(buffer->rows, buffer->columns, row, column, dots);

@@ -36,6 +36,7 @@ DEVICE float capped_large(float x, float softcap, float inverse) {
 
 DEVICE float logit_of(float dot, float scale, float softcap, float bias) {
     const float x = scale * dot;
+    TAKEN(softcap, softcap > 0.0f);
     if (softcap <= 0.0f) return x + bias;
     const float inverse = inverse_cap(softcap);
     return capped_large(capped_small(x, inverse), softcap, inverse) + bias;

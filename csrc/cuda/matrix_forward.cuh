@@ -212,6 +212,9 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<D
         }
         dots_to_logits<columns / 8>(c, item->p->scale, item->p->softcap);
         const bool past = is_past(&at, columns);
+        TAKEN(matrix_forward_unmasked, past);
+        TAKEN(matrix_forward_of_stored, at.stored);
+        TAKEN(matrix_forward_of_quantised, numbers);
         if (past) {
             update_matrix_softmax<DEPTH, true>(&at, query, buffer, c, softmax);
         } else {
@@ -221,6 +224,7 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<D
         sync_block(); /* the keys have been used */
         const bool slow = (TYPE == H2O_F16 || (!past && !at.stored)) &&
                           block_any(!finite_part<DEPTH, TYPE, columns>(buffer->columns[1]));
+        TAKEN(matrix_forward_nonfinite, slow);
         if (slow) {
             accumulate_nonfinite<DEPTH, TYPE>(buffer, c, softmax);
             sync_block();
@@ -266,6 +270,7 @@ DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned
     const int64_t h = blockIdx.y, b = blockIdx.z;
     const attend_item item = open_attend(p, workspace, b, h / p->dims.R);
     if (h2o_given(&p->mask)) clear_pads(p, b, h, query, MATRIX_ROWS);
+    TAKEN(matrix_forward_of_pads, query >= item.tokens);
     if (query >= item.tokens) return;
     matrix_softmax<DEPTH> softmax = {};
     softmax.row_max[0] = softmax.row_max[1] = -INFINITY;

@@ -12,6 +12,7 @@ template <h2o_dtype TYPE> DEVICE void clip_run(float x[RUN]) {
     UNROLL
     for (int i = 0; i < RUN; i++) most = fmaxf(most, fabsf(x[i]));
     if (most <= largest) return;
+    TAKEN(matrix_values_clipped, true);
     UNROLL
     for (int i = 0; i < RUN; i++) x[i] = fminf(fmaxf(x[i], -largest), largest);
 }

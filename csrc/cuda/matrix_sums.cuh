@@ -134,8 +134,12 @@ DEVICE void add_matrix_column_sums(const attend_item *item, key_matrices<DEPTH> 
     const int columns = sums_buffer<DEPTH>::COLUMNS;
     const bool unmasked =
         !stored && first + MATRIX_ROWS <= query + 1 && query + columns <= item->tokens;
+    TAKEN(matrix_sums_unmasked, unmasked);
+    TAKEN(matrix_sums_of_stored, stored);
+    TAKEN(matrix_sums_largest, h2o_scores_largest(&item->p->policy));
     float c[columns / 8][4];
     key_dots<DEPTH, TYPE>(keys, buffer->columns[stage], c);
+    TAKEN(matrix_sums_of_quantised, stored && h2o_row_is_quantised(item->store.key_type));
     if (stored && h2o_row_is_quantised(item->store.key_type)) {
         const float *const scales = &buffer->scales[lane_key()];
         scale_dots<columns / 8>(
@@ -173,6 +177,8 @@ DEVICE void sum_over_queries(const attend_item *item, bool stored, int64_t first
     for (int64_t r = 0; r < R; r++) {
         for (int64_t i = 0; i < tiles; i++) {
             const bool last = i + 1 == tiles;
+            TAKEN(matrix_sums_second_tile_of_queries, i > 0);
+            TAKEN(matrix_sums_second_head, r > 0);
             wait_copies<0>();
             sync_block(); /* the previous tile has been used */
             if (!last || r + 1 < R) {

@@ -119,6 +119,7 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const
     const bool listed = !stored && h2o_given(&item->p->mask);
     const char *from = source->data + 2 * d;
     if (source->stride != 0 || (d < D && d + RUN > D)) {
+        TAKEN(matrix_fetch_elements, true);
         NO_UNROLL
         for (int k = top; k < ROWS; k += step) {
             const int64_t i = first + k;
@@ -129,6 +130,7 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const
             store16(tile_at(tile, k, d), row.data ? load_halves(row, d, D) : vec16{});
         }
     } else if (first + ROWS <= count && !listed && !bias && d < D) {
+        TAKEN(matrix_fetch_all, true);
         from += (first + top) * source->pitch;
         NO_UNROLL
         for (int begin = 0; begin < each; begin += turn) {
@@ -144,6 +146,7 @@ DEVICE void fetch_matrix(uint16_t (*tile)[DEPTH], const attend_item *item, const
             for (int k = begin; k < begin + turn; k++) {
                 const int64_t i = first + top + k * step;
                 const bool empty = bias && bias[top + k * step] == INFINITY;
+                TAKEN(matrix_fetch_some, i >= count || empty);
                 if (i < count && d < D && !empty) {
                     const int64_t row = listed ? item->columns[i] : i;
                     copy_async<16>(tile_at(tile, top + k * step, d), from + row * source->pitch);
@@ -258,6 +261,7 @@ template <int TILES, typename SCALE> DEVICE void scale_dots(float c[TILES][4], S
 template <int TILES> DEVICE void dots_to_logits(float c[TILES][4], float scale, float softcap) {
     UNROLL
     for (int i = 0; i < TILES * 4; i++) c[i / 4][i % 4] *= scale;
+    TAKEN(matrix_softcap, softcap > 0.0f);
     if (softcap <= 0.0f) return;
     const float inverse = inverse_cap(softcap);
     UNROLL

@@ -119,6 +119,7 @@ DEVICE bool merge_into(const slot_store *store, nearest_key nearest, const evict
         const h2o_member kept = {store->scores[j], store->bias[j], store->positions[j]};
         both = h2o_policy_merge(ranking, kept, e->member);
         merged = both.possible;
+        TAKEN(merged, merged);
     }
     sync_block(); /* all threads have read what changes below */
     if (merged && warp == 0) {

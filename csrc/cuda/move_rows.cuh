@@ -110,6 +110,8 @@ template <bool MANY> DEVICE void store_moves(const row_moves *moves, block_share
 
 /* A block's share of the moves. */
 template <bool MANY> DEVICE void move_rows(const row_moves *moves, block_share share) {
+    TAKEN(moves_by_block, share.index > 0);
+    TAKEN(moves_converted, !is_copied(moves));
     if (!is_copied(moves)) {
         store_moves<MANY>(moves, share);
         return;

@@ -27,6 +27,7 @@ template <typename READ, typename USE> DEVICE void each_read(int64_t n, READ rea
     NO_UNROLL
     for (; first + 2 * stride < n; first += SELECT_LOADS * stride) {
         decltype(read(first)) x[SELECT_LOADS];
+        TAKEN(select_of_many, true);
         UNROLL
         for (int j = 0; j < SELECT_LOADS; j++) {
             const int64_t i = first + j * stride;

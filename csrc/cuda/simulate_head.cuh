@@ -131,6 +131,7 @@ DEVICE void prune_prompt(const simulate_head *h, const simulate_layout *at, char
     lay_out_workspace(&item, &evict, workspace + at->evict, h->index);
     evict_head(&item);
     const int32_t first_row = h->columns[h->dense - 1] + 1; /* without them */
+    TAKEN(simulate_after_dense, h->dense < h->tokens);
     NO_UNROLL
     for (int64_t i = threadIdx.x; i < h->dense; i += blockDim.x) {
         *evicted_at(h, h->columns[i]) = first_row;

@@ -68,6 +68,7 @@ DEVICE void step_outputs(const step_item *item, const float *factors) {
         NO_UNROLL
         for (int64_t part = 0; part < parts; part += STEP_PARTS_READ) {
             float output[STEP_PARTS_READ];
+            TAKEN(step_of_many_parts, part > 0);
             UNROLL
             for (int k = 0; k < STEP_PARTS_READ; k++)
                 output[k] = item->outputs[lower(part + k, parts - 1) * size + i];
@@ -163,6 +164,8 @@ DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranki
         for (int64_t r = 0; r < item->R; r += STEP_HEADS) add(slot, position, r, sum);
         UNROLL
         for (int k = 0; k < STEP_LOADS; k++) {
+            TAKEN(step_past_the_slots, first + k * THREADS >= item->slots);
+            TAKEN(step_scores_largest, h2o_scores_largest(item->policy));
             if (first + k * THREADS >= item->slots) continue;
             score[k] = h2o_scores_largest(item->policy) ? h2o_larger(score[k] * decay, sum[k])
                                                         : fmaf(score[k], decay, sum[k]);
@@ -203,12 +206,14 @@ DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking
     const bool evicts = item->head.held >= ranking->budget;
     h2o_eviction eviction = {-1, 0.0f};
     if (evicts) eviction = h2o_eviction{store->positions[slot], store->scores[slot]};
+    TAKEN(step_evicts_none, !evicts);
     bool merged = false;
     if (evicts && h2o_merges(item->policy)) merged = merge();
     const int32_t rank = evicts && item->ranks ? item->ranks[slot] : 0;
     sync_block(); /* all threads have read what changes below */
     NO_UNROLL
     for (int64_t s = threadIdx.x; evicts && item->ranks && s < item->slots; s += STEP_THREADS) {
+        TAKEN(step_lowers_ranks, s != slot && item->ranks[s] > rank);
         if (s != slot && item->ranks[s] > rank) item->ranks[s]--;
     }
     if (threadIdx.x == 0) {
@@ -264,6 +269,7 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, float *shared)
     step_part(&item, part, shared);
     uint32_t *const parts_done = (uint32_t *)(workspace + at.parts_done) + b * p->dims.G + g;
     uint32_t *const heads_done = (uint32_t *)(workspace + at.heads_done) + b;
+    TAKEN(step_of_several_parts, at.parts > 1);
     if (!arrive_last(parts_done, (uint32_t)at.parts)) return;
     step_item end = *kept; /* what only the end wants takes no registers before */
     end.policy = &p->policy;

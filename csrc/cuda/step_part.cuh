@@ -112,6 +112,8 @@ DEVICE void step_part(const step_item *item, int64_t part, float *shared) {
         load_queries(item, r, shared);
         sync_block();
         part_logits(item, r, begin, end, shared);
+        TAKEN(step_of_many_heads, r > 0);
+        TAKEN(step_without_slots, begin == end);
         sync_block();
     }
     part_exponentials(item, part, begin, end);

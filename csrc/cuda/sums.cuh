@@ -57,6 +57,7 @@ DEVICE void each_key_tile(const attend_item *item, float *bias, USE use) {
     NO_UNROLL
     for (int64_t tile = early;; tile = late) {
         const int64_t first = tile * ROWS;
+        TAKEN(sums_second_tile_of_keys, tile != early);
         if (!stored) clear_pad_scores(item->p, item->b, item->g, first, ROWS);
         const bool any = load_bias(item, stored, first, ROWS, bias);
         use(stored, first, any && item->tokens > 0);
@@ -75,10 +76,12 @@ DEVICE void sum_tile(const attend_item *item, bool stored, int64_t first,
     for (int64_t r = 0; r < p->dims.R; r++) {
         const int64_t h = item->g * p->dims.R + r;
         for (int64_t query = stored ? 0 : first; query < item->tokens; query += ATTEND_TILE) {
+            TAKEN(sums_second_tile_of_queries, query > (stored ? 0 : first));
             sync_block(); /* the previous tile has been read */
             load_tile<DEPTH>(buffer->columns, p->dims.D,
                              [&](int i) { return token_row(item, &p->query, h, query + i); });
             sync_block();
+            TAKEN(sums_largest, h2o_scores_largest(&p->policy));
             if (h2o_scores_largest(&p->policy)) {
                 add_column_sums<DEPTH, true>(item, stored, first, h, query, buffer, sum);
             } else {

@@ -226,6 +226,8 @@ DEVICE void window_rows(const h2o_simulate_params *p, char *workspace, window_bu
     const int64_t last = w.first + w.count;
     if (threadIdx.x < w.count) buffer->cells[threadIdx.x] = w.new_cells[threadIdx.x];
     if (w.count > 0) w.cache = cache_cells(&w, buffer);
+    TAKEN(window_second, w.number > 0 && w.count > 0);
+    TAKEN(window_without_cache, w.count > 0 && !w.cache);
     sync_block();
     if (threadIdx.x == 0) {
         *w.windows = (int32_t)w.number + 1;

@@ -175,6 +175,7 @@ DEVICE void values_block(const h2o_simulate_params *p, char *workspace, SUM sum)
     const int64_t begin = lower(part * each, cells), end = lower(begin + each, cells);
     if (first_row >= rows) return;
     sum(&w, first_row, first_d, begin, end, w.products + part * all_rows * w.pitch);
+    TAKEN(window_values_of_several_parts, part > 0 && begin < end);
     if (!arrive_last(w.parts_done + tile, VALUES_PARTS)) return;
     if (threadIdx.x == 0) w.parts_done[tile] = 0;
     NO_UNROLL

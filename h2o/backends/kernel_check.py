@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.policy import Policy
+from h2o.policy import Policy, RankBy
 from h2o.quantisation import dequantised
 from h2o.slots import KINDS, PER_SLOT, Slots, new_slots
 
@@ -32,19 +32,23 @@ TOLERANCE = {torch.float32: 4e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 class Size(NamedTuple):
-    """Tokens of a case: first a prompt and a chunk, then those of single steps."""
+    """Tokens of a case: a prompt, a step, a chunk, and more steps; and what is kept of them."""
 
     prompt: int
     chunk: int
     steps: int
     heavy: int
     recent: int
+    room: int = 0
+    """slots beyond those that the budget and a chunk need"""
 
 
 SHORT = Size(40, 9, 3, 18, 12)
-LONG = Size(290, 70, 3, 150, 100)
+LONG = Size(200, 70, 3, 100, 80, room=60)
 """What real sizes take: several blocks for a head's step, tiles of keys that all queries see, more
 than one tile of queries for a key, of quantised slots too."""
+ROOMY = Size(39, 9, 3, 30, 30, room=960)
+"""Nothing is evicted; a step has more blocks than are read at a time, and one without slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,50 +57,55 @@ class Case:
 
     D: int
     dtype: torch.dtype
+    size: Size = SHORT
+    R: int = 2
+    rank_by: RankBy = "sum"
     kv_dtype: str | None = None
     value_weighted: bool = False
     merge: float | None = None
     ragged: bool = False
     """heads with numbers of slots of their own"""
+    shared: bool = False
+    """keys that are the values too"""
+    rolled: bool = False
+    """steps turn half of the elements of query and keys by the keys' ranks"""
     pads: bool = False
     softcap: float = 0.0
     learned_sinks: bool = False
-    long: bool = False
-    """a prompt and a budget of hundreds of tokens"""
-
-    @property
-    def size(self) -> Size:
-        return LONG if self.long else SHORT
+    simulated: bool = True
 
     @property
     def name(self) -> str:
         facts = [str(self.dtype).removeprefix("torch."), f"D = {self.D}"]
-        facts += [f"{self.size.prompt} tokens"] if self.long else []
+        facts += [f"{self.size.prompt} tokens"] if self.size.prompt > SHORT.prompt else []
+        facts += [f"R = {self.R}"] if self.R != 2 else []
+        facts += [f"rank_by = {self.rank_by}"] if self.rank_by != "sum" else []
         facts += [self.kv_dtype] if self.kv_dtype else []
         facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
-        flags = ("value_weighted", "merge", "ragged", "pads", "learned_sinks")
+        flags = ("value_weighted", "merge", "ragged", "shared", "rolled", "pads", "learned_sinks")
         return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
 
 
 CASES = (
-    Case(64, torch.float32),
+    Case(64, torch.float32, rolled=True),
     Case(80, torch.float16, kv_dtype="int8", pads=True),
     Case(128, torch.bfloat16, value_weighted=True, ragged=True),
     Case(256, torch.bfloat16, kv_dtype="int8-int4"),
     Case(64, torch.bfloat16, merge=0.3),
-    Case(64, torch.bfloat16, softcap=2.0),
+    Case(64, torch.bfloat16, R=11, softcap=2.0),
     Case(128, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
-    Case(64, torch.bfloat16, learned_sinks=True),
-    Case(48, torch.float32, learned_sinks=True, pads=True),
-    Case(160, torch.float16, value_weighted=True),
+    Case(84, torch.bfloat16, rank_by="max", learned_sinks=True),
+    Case(48, torch.float32, rank_by="max", learned_sinks=True, pads=True),
+    Case(160, torch.float16, value_weighted=True, shared=True),
     Case(192, torch.float32, kv_dtype="int8-int4", pads=True),
-    Case(128, torch.bfloat16, ragged=True, long=True),
-    Case(64, torch.float16, pads=True, softcap=20.0, long=True),
-    Case(128, torch.float16, kv_dtype="int8", pads=True, long=True),
-    Case(96, torch.bfloat16, kv_dtype="int8-int4", ragged=True, long=True),
+    Case(64, torch.float16, ROOMY, rank_by="mean", simulated=False),
+    Case(128, torch.bfloat16, LONG, ragged=True),
+    Case(64, torch.float16, LONG, pads=True, softcap=20.0, simulated=False),
+    Case(128, torch.float16, LONG, kv_dtype="int8", pads=True, simulated=False),
+    Case(96, torch.bfloat16, LONG, kv_dtype="int8-int4", ragged=True, simulated=False),
 )
 
-B, G, R, SINKS = 2, 2, 2, 2
+B, G, SINKS = 2, 2, 2
 
 
 def mistakes(kernels: Any, by_torch: Any, device: Any) -> list[str]:
@@ -192,53 +201,67 @@ def _equal(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
-    """(operation, arguments, results): results(copies, arguments) pairs what both have written."""
-    H, D = G * R, case.D
-    prompt, chunk, steps, heavy, recent = case.size
+    """(operation, arguments, results): results(copies, arguments) pairs what both have written.
+    What is in the arguments when it goes on has been written by the torch backend."""
+    D, H = case.D, G * case.R
+    prompt, chunk, steps, heavy, recent, room = case.size
     total = prompt + chunk + steps
     query, keys, values = _text(case, total, device, seed)
     mask = torch.ones(B, total, dtype=torch.bool, device=device)
     if case.pads:
-        mask[1, :7] = False
-    scale, softcap, decay = D**-0.5, case.softcap, 0.97
+        mask[1, : prompt // 4] = False
     sinks = torch.linspace(-2, 3, H, dtype=torch.float32, device=device)
     sinks = sinks if case.learned_sinks else None
-    policy = Policy(SINKS, decay=decay, value_weighted=case.value_weighted, merge=case.merge)
-    capacity = SINKS + heavy + recent + chunk
+    policy = Policy(SINKS, case.rank_by, 0.97, case.value_weighted, case.merge)
+    numbers = (D**-0.5, case.softcap, policy)
+    capacity = SINKS + heavy + recent + chunk + room
     slots = new_slots(
         keys, [capacity, capacity + 3] if case.ragged else capacity, heavy, recent,
         value_weighted=case.value_weighted, kv_dtype=case.kv_dtype, merge=case.merge is not None,
+        shared=case.shared,
     )  # fmt: skip
+    angles = torch.linspace(0, 2, D // 4, device=device) * torch.arange(
+        capacity, dtype=torch.float32, device=device
+    ).unsqueeze(1)
+    table = torch.stack([angles.cos(), angles.sin()], 1)
 
     def number(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    for first, last in ((0, prompt), (prompt, prompt + chunk)):
+    last = 0
+    for tokens in (prompt, 1, chunk, *[1] * (steps - 1)):
+        first, last = last, last + tokens
         now = slice(first, last)
-        out = number(B, last - first, H, D, dtype=case.dtype)
-        scores = number(B, G, last - first)
-        new = (keys[:, :, now].contiguous(), values[:, :, now].contiguous())
+        out = number(B, tokens, H, D, dtype=case.dtype)
+        new = (keys[:, :, now], None if case.shared else values[:, :, now])
+        if tokens == 1:
+            rotary = (table, _ranks(slots.positions)) if case.rolled else (None, None)
+            arguments = (query[:, :, now], *new, None, slots, out, *numbers, *rotary, sinks)
+            yield "step", arguments, lambda a, b: [("out", a[5], b[5]), *_slots(a[4], b[4], D)]
+            continue
+        scores = number(B, G, tokens)
+        new = tuple(None if x is None else x.contiguous() for x in new)
         pads = mask[:, now].contiguous() if case.pads else None
         stored = slots if first else None
-        arguments = (query[:, :, now], *new, pads, stored, out, scores)
-        arguments = (*arguments, scale, softcap, policy, sinks)
+        arguments = (query[:, :, now], *new, pads, stored, out, scores, *numbers, sinks)
         yield "attend", arguments, _attended
         yield "evict", (*new, scores, pads, slots, policy), lambda a, b: _slots(a[4], b[4], D)
-    for t in range(prompt + chunk, total):
-        now = slice(t, t + 1)
-        out = number(B, 1, H, D, dtype=case.dtype)
-        new = (query[:, :, now], keys[:, :, now], values[:, :, now])
-        arguments = (*new, None, slots, out, scale, softcap, policy, None, None, sinks)
-        yield "step", arguments, lambda a, b: [("out", a[5], b[5]), *_slots(a[4], b[4], D)]
-    if case.kv_dtype is None and not case.long:
-        numbers = (scale, softcap, policy)
-        yield from _simulation(case, (query, keys, values), mask, numbers, sinks, number)
+    if case.simulated:
+        text = (query, keys, None if case.shared else values)
+        yield from _simulation(case, text, mask, numbers, sinks, number)
+
+
+def _ranks(positions: Tensor) -> Tensor:
+    """Of each key by position among those of its head, -1 for an empty slot; as positions."""
+    order = positions.masked_fill(positions < 0, torch.iinfo(torch.int32).max).argsort(-1)
+    return order.argsort(-1).int().masked_fill(positions < 0, -1)
 
 
 def _attended(actual: Any, expected: Any) -> list[tuple[str, Tensor, Tensor]]:
     pairs = [("out", actual[5], expected[5]), ("scores", actual[6], expected[6])]
-    if actual[4] is not None:
-        pairs.append(("slots.scores", actual[4].scores, expected[4].scores))
+    if actual[4] is not None:  # an empty slot may have any score
+        scores = [x[4].scores.masked_fill(x[4].positions < 0, 0) for x in (actual, expected)]
+        pairs.append(("slots.scores", scores[0], scores[1]))
     return pairs
 
 
@@ -246,16 +269,22 @@ def _simulation(
     case: Case, text: Any, mask: Tensor, numbers: Any, sinks: Tensor | None, number: Any
 ) -> Iterator[Any]:
     """The whole text, of which the prompt is one token shorter in each further row."""
-    query, keys, _ = text
+    query, keys, values = text
     total = query.shape[2]
+    pads = mask if case.pads else None
+    stored: tuple[Tensor | None, Tensor | None] = (None, None)
+    if case.kv_dtype is not None:
+        store = new_slots(keys, total, kv_dtype=case.kv_dtype, shared=case.shared)
+        arguments = (keys, values, number(B, G, total), pads, store, Policy())
+        yield "evict", arguments, lambda a, b: _slots(a[4], b[4], case.D)
+        stored = (store.keys, store.values)
     prompt = case.size.prompt - torch.arange(B, dtype=torch.int32, device=keys.device)
     budget = number(B, 2, dtype=torch.int32)
     budget[:, 0], budget[:, 1] = case.size.heavy, case.size.recent
-    out = number(B, total, G * R, case.D, dtype=case.dtype)
+    out = number(B, total, G * case.R, case.D, dtype=case.dtype)
     evicted = number(B, G, total, dtype=torch.int32)
     scores = number(B, G, total)
-    pads = mask if case.pads else None
-    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, None, None, sinks)
+    arguments = (*text, pads, prompt, budget, out, evicted, scores, *numbers, *stored, sinks)
     names = ("out", "evicted_at", "scores")
     yield "simulate", arguments, lambda a, b: list(zip(names, a[6:9], b[6:9], strict=True))
 
@@ -273,7 +302,8 @@ def _slots(actual: Slots, expected: Slots, D: int) -> list[tuple[str, Tensor, Te
 
 def _sorted(slots: Slots, D: int) -> dict[str, Tensor]:
     """What each head holds by position, and whether its next token's slot is empty."""
-    positions, free = slots.positions, slots.free.long()
+    positions = slots.positions
+    free = slots.free.long().clamp(0, positions.shape[-1] - 1)
     by_head = positions.long()
     if slots.starts is not None:  # heads one after the other, as they are
         slot = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
@@ -312,6 +342,6 @@ def _text(case: Case, tokens: int, device: torch.device, seed: int) -> tuple[Ten
     noise = 0.5 * min(1.0, 60 / tokens)  # the more keys, the nearer lie their scores
     keys = noise * normal(B, G, tokens, D) + common * (weights / tokens - 0.5)
     towards = common * (1 - 0.5 * time) + drift * time
-    query = towards.repeat_interleave(R, 1) + 0.3 * normal(B, G * R, tokens, D)
+    query = towards.repeat_interleave(case.R, 1) + 0.3 * normal(B, G * case.R, tokens, D)
     values = normal(B, G, tokens, D)
     return tuple(x.to(case.dtype).to(device) for x in (query, keys, values))

@@ -56,15 +56,6 @@ static inline bool is_left_out(size_t number, size_t dtype) {
     return is_slow() && dtype != (number + ADDRESS_SANITIZER) % 3;
 }
 
-/* Whether a process with threads can be forked here. ThreadSanitizer does not follow it. In the
- * child of AddressSanitizer (GCC 12's allocator holds a lock over the fork in one run of ten) and
- * of an emulator, one now and then waits for ever for a lock of theirs, not of ours. */
-static inline bool can_fork_threads(void) {
-    const bool can = !THREAD_SANITIZER && !ADDRESS_SANITIZER && getenv("H2O_TEST_EMULATED") == NULL;
-    if (!can) puts("forks of a process with threads are not tested here");
-    return can;
-}
-
 #define CHECK(condition)                                                                           \
     do {                                                                                           \
         if (!(condition)) {                                                                        \

@@ -3,11 +3,9 @@
 #define _GNU_SOURCE
 #include "run.h"
 
-#include "test.h"
+#include "children.h"
 
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 static void in_child(void (*test)(const char *), const char *argument) {
     fflush(NULL);
@@ -16,8 +14,7 @@ static void in_child(void (*test)(const char *), const char *argument) {
         test(argument);
         _exit(0);
     }
-    int status;
-    CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    CHECK(wait_for(child) == 0);
 }
 
 static void without_wish_the_highest(const char *unused) {

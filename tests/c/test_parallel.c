@@ -2,16 +2,17 @@
  * a borrowed one. */
 #define _GNU_SOURCE
 #include "run.h"
+#include "system.h"
 
-#include "test.h"
+#include "children.h"
 
+#if !defined(_WIN32)
 #include <dlfcn.h>
-#include <pthread.h>
 #include <sched.h>
+#endif
+#include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 enum { MOST_LANES = 300, CALLERS = 4 };
 
@@ -65,12 +66,6 @@ static void threads_may_call_at_once(void) {
     for (int i = 0; i < CALLERS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
 }
 
-static int wait_for(pid_t child) {
-    int status;
-    CHECK(child > 0 && waitpid(child, &status, 0) == child);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 /* The parent's workers are busy with other threads' calls while it forks. */
 static void a_forked_child_has_threads_of_its_own(void) {
     pthread_t thread;
@@ -86,6 +81,13 @@ static void a_forked_child_has_threads_of_its_own(void) {
     }
     CHECK(pthread_join(thread, NULL) == 0);
 }
+
+#if defined(_WIN32)
+
+static void a_loaded_libgomp_is_borrowed(void) {}
+static void without_a_wish_each_processor_has_a_thread(void) { CHECK(h2o_processors() >= 1); }
+
+#else
 
 /* A library that is loaded later is found, and its number of threads counts. */
 static void a_loaded_libgomp_is_borrowed(void) {
@@ -118,6 +120,8 @@ static void without_a_wish_each_processor_has_a_thread(void) {
     }
     CHECK(wait_for(child) == 0);
 }
+
+#endif
 
 int main(void) {
     without_a_wish_each_processor_has_a_thread();

@@ -2,12 +2,10 @@
 #define _GNU_SOURCE
 #include "run.h"
 
-#include "test.h"
+#include "children.h"
 
 #include <pthread.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 static void blocks_are_aligned_and_whole(void) {
     const size_t sizes[] = {0, 1, 63, 64, 65, 4096, 1000003, (size_t)80 << 20};
@@ -77,8 +75,7 @@ static void threads_and_children_may_use_it_at_once(void) {
             use_blocks((void *)(uintptr_t)9);
             _exit(0);
         }
-        int status;
-        CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+        CHECK(wait_for(child) == 0);
     }
     for (int i = 0; i < 4; i++) CHECK(pthread_join(threads[i], NULL) == 0);
 }

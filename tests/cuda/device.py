@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,11 +51,18 @@ class Driver:
 
     def widest(self) -> dict[str, int]:
         """Of each kernel the most blocks along x with which it has run; 0: it has not."""
-        name, names = self.library.fake_kernel, []
+        return {name: self.library.fake_widest(name.encode()) for name in self._names("kernel")}
+
+    def taken(self) -> dict[str, int]:
+        """Of each branch of the kernels that is counted (TAKEN) how often it was taken."""
+        return {name: self.library.fake_taken(name.encode()) for name in self._names("branch")}
+
+    def _names(self, what: str) -> list[str]:
+        name, names = getattr(self.library, f"fake_{what}"), []
         name.restype = ctypes.c_char_p
-        while kernel := name(len(names)):
-            names.append(kernel)
-        return {kernel.decode(): self.library.fake_widest(kernel) for kernel in names}
+        while one := name(len(names)):
+            names.append(one)
+        return [one.decode() for one in names]
 
     def flip(self, kernel: str) -> None:
         self.library.fake_flip(kernel.encode())
@@ -160,9 +168,16 @@ def operations(driver: Driver, replace: Callable[[Any, str, Any], None]) -> Simp
     """The operations as `h2o.backends.cuda` makes them, for the fake's devices; what no kernel
     serves raises NotImplementedError. `replace` substitutes that module's calls of torch."""
 
+    of_thread = threading.local()
+
     def workspace(tensor: DeviceTensor, size: int) -> DeviceTensor | None:
-        raw = torch.zeros(size, dtype=torch.uint8)
-        return DeviceTensor(driver, raw, tensor.device) if size else None
+        earlier = vars(of_thread).setdefault("workspaces", [])
+        while earlier and driver.library.fake_waiting() == 0:  # what used them has run
+            earlier.pop().release()
+        if size == 0:
+            return None
+        earlier.append(DeviceTensor(driver, torch.zeros(size, dtype=torch.uint8), tensor.device))
+        return earlier[-1]
 
     def unserved(*arguments: Any) -> None:
         raise NotImplementedError

@@ -31,9 +31,13 @@ def device(driver, kernels, built, monkeypatch):
     monkeypatch.setattr(cuda, "_cannot_check", lambda: False)
     monkeypatch.setattr(cuda, "_synchronise", driver.wait)
     # test_launch.py has them all, as they are
-    monkeypatch.setattr(kernel_check, "CASES", (kernel_check.Case(16, torch.float32),))
-    monkeypatch.setattr(kernel_check, "SHORT", kernel_check.Size(10, 3, 1, 4, 2))
+    check_small(monkeypatch, kernel_check.Size(10, 3, 1, 4, 2))
     return driver
+
+
+def check_small(monkeypatch, size: kernel_check.Size) -> None:
+    case = kernel_check.Case(16, torch.float32, size)
+    monkeypatch.setattr(kernel_check, "CASES", (case,))
 
 
 def serving(by_torch=None):
@@ -85,7 +89,7 @@ WRONG = {
 @pytest.mark.parametrize("kernel", WRONG)
 def test_a_wrong_kernel_is_named_and_does_not_serve(device, kernel, monkeypatch):
     if kernel == "h2o_cuda_move":  # evict itself moves few rows
-        monkeypatch.setattr(kernel_check, "SHORT", kernel_check.Size(40, 9, 1, 18, 12))
+        check_small(monkeypatch, kernel_check.Size(40, 9, 1, 18, 12))
     device.flip(kernel)
     with pytest.warns(RuntimeWarning, match=rf"torch backend serves cuda:0.*{WRONG[kernel]}"):
         assert serving() == "torch"

@@ -496,6 +496,18 @@ int fake_widest(const char *kernel) {
 }
 const char *fake_kernel(unsigned i) { return shim_kernel(i); }
 
+/* How often a branch of the kernels was taken since the last fake_forgive, 2^31 - 1 at most. */
+int fake_taken(const char *branch) {
+    const shim_branch *b = shim_branches();
+    while (b && strcmp(b->name, branch) != 0) b = b->next;
+    return b ? (int)(b->taken < INT32_MAX ? b->taken : INT32_MAX) : -1;
+}
+const char *fake_branch(unsigned i) {
+    const shim_branch *b = shim_branches();
+    while (b && i-- > 0) b = b->next;
+    return b ? b->name : nullptr;
+}
+
 /* The nth call of an entry from now fails with a code; of "kernel": the nth that runs. */
 void fake_fault(const char *entry, int nth, int code) {
     const std::lock_guard<std::recursive_mutex> guard(lock);
@@ -522,5 +534,6 @@ void fake_forgive(void) {
     flipped = "";
     waiting.clear();
     widest.clear();
+    for (shim_branch *b = shim_branches(); b; b = b->next) b->taken = 0;
 }
 }

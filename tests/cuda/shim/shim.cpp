@@ -30,12 +30,19 @@ static const unsigned MOST_THREADS = 1024;
 #endif
 
 static const shim_registration *kernels;
+static shim_branch *branches;
 
 /* No containers of C++ here: their library is not built for MemorySanitizer. */
 shim_registration::shim_registration(const char *name, size_t size, shim_entry entry)
     : name(name), size(size), entry(entry), next(kernels) {
     kernels = this;
 }
+
+shim_branch::shim_branch(const char *name) : name(name), taken(0), next(branches) {
+    branches = this;
+}
+
+shim_branch *shim_branches(void) { return branches; }
 
 static const shim_registration *find_kernel(const char *name) {
     const shim_registration *k = kernels;

@@ -65,6 +65,27 @@ struct shim_registration {
     }                                                                                              \
     static const shim_registration name##_registration(#name, sizeof(type), name##_entry);
 
+/* How often threads have taken a branch of the kernels; all branches are in a list, also those that
+ * none has. */
+struct shim_branch {
+    const char *name;
+    long taken;
+    shim_branch *next;
+    shim_branch(const char *name);
+};
+extern "C" shim_branch *shim_branches(void);
+
+template <size_t N> struct shim_text {
+    char text[N];
+    constexpr shim_text(const char (&from)[N]) {
+        for (size_t i = 0; i < N; i++) text[i] = from[i];
+    }
+};
+template <shim_text NAME> inline shim_branch shim_branch_of{NAME.text};
+
+#define TAKEN(branch, condition)                                                                   \
+    __atomic_fetch_add(&shim_branch_of<#branch>.taken, (condition) ? 1 : 0, __ATOMIC_RELAXED)
+
 /* ---- Inside a kernel ----------------------------------------------------- */
 
 struct shim_dim3 {

@@ -88,8 +88,8 @@ def start() -> None:
         **{name: with_torch(name, by_torch) for name in vars(by_torch)}
     )
     # The emulation takes long for all cases, and test_launch.py has them.
-    kernel_check.CASES = (kernel_check.Case(16, torch.float32),)
-    kernel_check.SHORT = kernel_check.Size(10, 3, 1, 4, 2)
+    size = kernel_check.Size(10, 3, 1, 4, 2)
+    kernel_check.CASES = (kernel_check.Case(16, torch.float32, size),)
     for name, answer in ANSWERS.items():
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     torch.cuda.synchronize = lambda *_: driver.wait()

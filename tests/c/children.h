@@ -1,0 +1,43 @@
+/* children.h - child processes of a test. Windows has no fork: what wants one is left out there. */
+#ifndef H2O_TEST_CHILDREN_H
+#define H2O_TEST_CHILDREN_H
+
+#include "test.h"
+
+#if defined(_WIN32)
+
+#include <process.h>
+#include <sys/types.h>
+
+static inline pid_t fork(void) { return -1; }
+static inline int wait_for(pid_t child) { return (int)child; }
+static inline void alarm(int seconds) { (void)seconds; }
+
+#else
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* A child's exit status, -1 where a signal has ended it. */
+static inline int wait_for(pid_t child) {
+    int status;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+#endif
+
+/* Whether a process with threads can be forked here. ThreadSanitizer does not follow it. In the
+ * child of AddressSanitizer (GCC 12's allocator holds a lock over the fork in one run of ten) and
+ * of an emulator, one now and then waits for ever for a lock of theirs, not of ours. */
+static inline bool can_fork_threads(void) {
+#if defined(_WIN32)
+    const bool can = false;
+#else
+    const bool can = !THREAD_SANITIZER && !ADDRESS_SANITIZER && getenv("H2O_TEST_EMULATED") == NULL;
+#endif
+    if (!can) puts("forks of a process with threads are not tested here");
+    return can;
+}
+
+#endif
