@@ -1,13 +1,17 @@
-"""When facts that nothing asks for leave a cache, by layer, and to whom.
+"""When the keys of facts that nothing asks for are evicted, by layer and head, and to whom.
 
     python -m benchmarks.lost_facts wikitext2_test.txt --compare robust-bytes:0.1
 
-The trials are those of `h2o eval --needle`. Each prompt is read and cut, then its question comes
-and the answer. Of the keys of the hidden number the table has what is held after the cut, in
-the first, middle and last third of the layers, and after the question; of the places for heavy
-hitters what the question's tokens hold then; and how many facts are found. "frozen" is the same
-cache, its heavy hitters kept as they are after the cut, so that what follows lives in the window of
-recent keys alone.
+The trials are those of `h2o eval --needle`. Each text is read and cut, then its question comes, and
+the right answer token by token, in a cache that records when each key is evicted. Of the keys of
+the answer, where the text has it, the first table has those evicted at each time, and those that
+are held throughout; of the places for heavy hitters those that tokens of the question and the
+answer hold in the end; and the facts found. "frozen" is the same cache, its heavy hitters kept as
+they are after the cut, so that what follows lives in the window of recent keys alone.
+
+Who is kept at the cut says the second table: of the tokens of the texts, and of the heavy hitters,
+those without a letter or digit, those that have stood in the text before, and the others. The
+third has what each head of each layer holds of the answers after the cut.
 """
 
 from __future__ import annotations
@@ -22,80 +26,104 @@ from torch import Tensor
 from tqdm import tqdm
 
 from h2o import H2OCache, models
+from h2o.cli.eval_command import kinds
 from h2o.evaluate import needle
+from h2o.evaluate.facts import Fact
 from h2o.evaluate.presentation import table
 from h2o.evaluate.setting import parse_all
 from h2o.hf.layer import H2OLayer
 
 ABOVE_ALL = 1e30
 """A score that no attention reaches."""
+WHEN = ("at the cut", "by the question", "by the answer", "held")
+WHO = ("marks", "seen before", "others")
 
 
-def place(document: Tensor, answer: Tensor) -> range:
-    """The positions in a document [1, n] at which an answer [1, m] stands first."""
-    text, words = document[0].tolist(), answer[0].tolist()
-    starts = range(len(text) - len(words) + 1)
-    start = next(i for i in starts if text[i : i + len(words)] == words)
-    return range(start, start + len(words))
+def place(tokenizer: Any, document: str, fact: Fact) -> slice:
+    """The tokens of a document at which the answer to a fact stands in its sentence."""
+    answer = fact.answer.strip()
+    sentence = document.index(fact.sentence)
+    begin = sentence + fact.sentence.rindex(answer)
+    offsets = tokenizer(document, return_offsets_mapping=True)["offset_mapping"]
+    inside = [i for i, (a, b) in enumerate(offsets) if a < begin + len(answer) and b > begin]
+    return slice(inside[0], inside[-1] + 1)
 
 
-def shares_held(cache: H2OCache, fact: range) -> list[float]:
-    """Of each H2O layer, the part of the fact's keys that its heads hold."""
-    layers = [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
-    held = [layer.kept().positions[0] for layer in layers]
-    return [((x >= fact.start) & (x < fact.stop)).sum().item() / len(fact) / len(x) for x in held]
+def sorts(tokenizer: Any, document: Tensor) -> Tensor:
+    """[n]: of each token of a document [1, n] which of `WHO` it is."""
+    tokens, seen = document[0].tolist(), set()
+    which = []
+    for token in tokens:
+        is_mark = not any(map(str.isalnum, tokenizer.decode([token])))
+        which.append(0 if is_mark else 1 if token in seen else 2)
+        seen.add(token)
+    return torch.tensor(which)
 
 
-def share_behind(cache: H2OCache, end: int) -> float:
-    """Of all places for heavy hitters, the part that tokens from position `end` on hold."""
-    behind = places = 0
-    for layer in cache.layers:
-        if isinstance(layer, H2OLayer):
-            positions = layer.kept().positions[0]
-            budget = layer.slots.budget[0].expand(len(positions), 2)
-            oldest_recent = layer.seen - budget[:, 1:]
-            behind += ((positions >= end) & (positions < oldest_recent)).sum().item()
-            places += budget[:, 0].sum().item()
-    return behind / places
+def h2o_layers(cache: H2OCache) -> list[H2OLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
 
 
 def freeze(cache: H2OCache) -> None:
     """Whatever is held outranks all that comes."""
-    for layer in cache.layers:
-        if isinstance(layer, H2OLayer):
-            layer.slots.scores.fill_(ABOVE_ALL)
+    for layer in h2o_layers(cache):
+        layer.slots.scores.fill_(ABOVE_ALL)
 
 
-def finds(model: Any, cache: H2OCache, question: Tensor, answer: Tensor, fact: range, end: int):
-    """(whether it is found, what is held of it after the question, the question's places)."""
+def hitters(cache: H2OCache) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer positions [G, slots] and which of them are heavy hitters."""
+    pairs = []
+    for layer in h2o_layers(cache):
+        positions = layer.kept().positions[0]
+        recent = layer.slots.budget[0].expand(len(positions), 2)[:, 1:]
+        oldest_recent = layer.seen - recent
+        pairs.append((positions, (positions >= layer.policy.sinks) & (positions < oldest_recent)))
+    return pairs
+
+
+def finds(model: Any, cache: H2OCache, asked: needle.Asked) -> tuple[bool, int]:
+    """Whether the one fact asked for is found, and the columns seen after the question."""
+    ((question, answer),) = asked
     decoded = []
-    for index, ids in enumerate((question, *needle.fed(answer))):
+    for ids in (question, *needle.fed(answer)):
         logits = model(ids, past_key_values=cache, use_cache=True).logits
         decoded.append(logits[0, -1].argmax().item())
-        if index == 0:
-            held, behind = statistics.fmean(shares_held(cache, fact)), share_behind(cache, end)
-    return decoded == answer[0].tolist(), held, behind
+        if len(decoded) == 1:
+            columns = cache.get_seq_length()
+    return decoded == answer[0].tolist(), columns
 
 
 @torch.no_grad()
-def measured(model: Any, setting: Any, document: Tensor, question: Tensor, answer: Tensor) -> dict:
-    """One trial, as columns of the table."""
-    fact, n = place(document, answer), document.shape[1]
-    cache = H2OCache(model.config, setting.config, prompt_length=n)
+def measured(model: Any, tokenizer: Any, setting: Any, trial: needle.Trial) -> dict[str, Any]:
+    """One trial: numbers, and tensors of layers and heads."""
+    document, asked = needle.encode(tokenizer, model.config, trial)
+    fact, n = place(tokenizer, trial.document, trial.turns[0].fact), document.shape[1]
+    cache = H2OCache(model.config, setting.config, prompt_length=n, trace=True)
     model.base_model(document, past_key_values=cache, use_cache=True)
-    by_layer = shares_held(cache, fact)
-    third = len(by_layer) / 3
-    thirds = [by_layer[round(i * third) : round((i + 1) * third)] for i in range(3)]
+    which, kept = sorts(tokenizer, document), torch.zeros(len(WHO))
+    for positions, are_hitters in hitters(cache):
+        kept += torch.bincount(which[positions[are_hitters].long()], minlength=len(WHO))
     frozen = cache.fork()
     freeze(frozen)
-    is_found, held, behind = finds(model, cache, question, answer, fact, n)
-    names = ("first third", "middle", "last")
+    is_found, asked_at = finds(model, cache, asked)
+    layers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, H2OLayer)]
+    at = torch.stack([cache.evicted_at(i)[0, :, fact] for i in layers])  # [layers, G, tokens]
+    tokens = torch.arange(fact.start, fact.stop)[:, None]
+    held = torch.stack([(x[:, None] == tokens).any(-1) for x, _ in hitters(cache)])
+    cut, by_question = ~held & (at <= n), ~held & (at > n) & (at <= asked_at)
+    when = [cut, by_question, ~held & (at > asked_at), held]
+    places = torch.stack([
+        torch.stack([are_hitters.sum(), (are_hitters & (positions >= n)).sum()])
+        for positions, are_hitters in hitters(cache)
+    ]).sum(0)  # fmt: skip
     return {
-        **{name: statistics.fmean(part) for name, part in zip(names, thirds, strict=True)},
-        "after the question": held,
-        "question's places": behind,
+        "when": [x.float().mean().item() for x in when],
+        "places": (places[1] / places[0]).item(),
         "found": float(is_found),
-        "found, frozen": float(finds(model, frozen, question, answer, fact, n)[0]),
+        "frozen": float(finds(model, frozen, asked)[0]),
+        "texts": torch.bincount(which, minlength=len(WHO)) / n,
+        "kept": kept / kept.sum(),
+        "by head": 1 - cut.float().mean(-1),
     }
 
 
@@ -104,22 +132,37 @@ def main() -> None:
     parser.add_argument("text", type=Path, help="a long plain text")
     parser.add_argument("--compare", default="robust-bytes:0.1", help="settings of h2o eval")
     parser.add_argument("--lengths", default="512", help="tokens of the texts (512)")
-    parser.add_argument("--limit", type=int, default=1, help="facts of each length and depth (1)")
+    parser.add_argument("--facts", default="all", help="kinds of h2o eval --needle (all)")
+    parser.add_argument("--limit", type=int, default=2, help="of each length, depth and kind (2)")
     parser.add_argument("--model", help="the default one")
+    parser.add_argument("--dtype", default="bfloat16", choices=models.DTYPES)
     options = parser.parse_args()
     settings = parse_all(options.compare)
-    model, tokenizer = models.load(options.model, dtype="bfloat16", say=models.say)
+    model, tokenizer = models.load(options.model, dtype=options.dtype, say=models.say)
     model.set_attn_implementation("h2o")
     lengths = [int(x) for x in options.lengths.split(",")]
-    trials = needle.trials(options.text.read_text("utf-8"), tokenizer, lengths, options.limit)
-    encoded = [needle.encode(tokenizer, model.config, trial) for trial in trials]
-    lines = []
+    text = options.text.read_text("utf-8")
+    trials = needle.trials(text, tokenizer, lengths, options.limit, kinds(options.facts))
+    first, second, heads = [], [], []
     for setting in settings:
-        rows = [measured(model, setting, *ids) for ids in tqdm(encoded, desc=setting.name)]
-        means = [statistics.fmean(row[name] for row in rows) for name in rows[0]]
-        lines.append([setting.name, *(f"{mean:.2f}" for mean in means)])
+        rows = [
+            measured(model, tokenizer, setting, trial) for trial in tqdm(trials, desc=setting.name)
+        ]
+        when = [statistics.fmean(x) for x in zip(*(row["when"] for row in rows), strict=True)]
+        more = [statistics.fmean(row[x] for row in rows) for x in ("places", "found", "frozen")]
+        first.append([setting.name, *(f"{x:.2f}" for x in when + more)])
+        texts, kept, by_head = (
+            torch.stack([row[x] for row in rows]).mean(0) for x in ("texts", "kept", "by head")
+        )
+        second = second or [["the texts", *(f"{x:.2f}" for x in texts)]]
+        second.append([setting.name, *(f"{x:.2f}" for x in kept)])
+        heads += ["", f"{setting.name}, layers down, heads across, held after the cut"]
+        heads += ["  ".join(f"{x:.2f}" for x in row) for row in by_head.tolist()]
     print(f"{len(trials)} facts")
-    print(table(["setting", *rows[0]], lines))
+    print(table(["setting", *WHEN, "places", "found", "frozen"], first))
+    print()
+    print(table(["heavy hitters", *WHO], second))
+    print("\n".join(heads))
 
 
 if __name__ == "__main__":

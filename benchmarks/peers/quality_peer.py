@@ -1,21 +1,24 @@
 """What a text loses when its prompt is compressed by kvpress or by transformers' QuantizedCache.
 
-Run by peers.Peer with the model's folder and the number of threads. A request is
-{"ids": [...], "prompt": tokens that are compressed, "method": one of METHODS or "QuantizedCache",
-"kept": keys that a press keeps of them, all by default, and "bits" of a quantised cache, which
-kvpress' presses may fill too}; the answer
+Run by peers.Peer with the model's folder, the number of threads and the dtype, bfloat16 by default.
+A request is {"ids": [...], "prompt": tokens that are compressed, "method": one of METHODS, "full"
+or "QuantizedCache", "kept": keys that a press keeps of them, all by default, and "bits" of a
+quantised cache, which kvpress' presses may fill too}; the answer
 {"loss": [-log p of each token from ids[prompt + 1] on], "bytes": {"cut": after the prompt,
-"end": after the text}}.
+"end": after the text}}. With "answer", tokens at the end of the ids, it has "found" too, whether
+greedy decoding writes these: what comes before the first of them goes in at once, then each alone.
 
 The forward passes are those of kvpress' own pipeline: the prompt without the model's head under the
 press, then the rest without it, at positions that count on. A press does nothing after the prompt,
 and a quantised cache with room left in its residual part takes new tokens as they are, so that the
-rest may go in at once.
+rest may go in at once. KVzip is told that the model has no chat template, as these prompts have
+none: it would take their first tokens for that.
 """
 
 import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import torch
@@ -23,10 +26,11 @@ from kvpress import (
     AdaKVPress,
     ExpectedAttentionPress,
     KeyDiffPress,
+    KVzipPress,
     ObservedAttentionPress,
     SnapKVPress,
 )
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, QuantizedCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache, QuantizedCache
 
 METHODS = {
     "ObservedAttention": ObservedAttentionPress,
@@ -34,8 +38,12 @@ METHODS = {
     "KeyDiff": KeyDiffPress,
     "ExpectedAttention": ExpectedAttentionPress,
     "AdaKV": lambda ratio: AdaKVPress(ExpectedAttentionPress(ratio, epsilon=1e-2)),
+    "KVzip": KVzipPress,
 }
 """As kvpress' own evaluation has them: AdaKV over ExpectedAttention, the others by default."""
+MASKING = ("AdaKV", "KVzip")
+"""What only masks the keys that it drops, unlike ones in each head: as many are counted as are
+seen."""
 
 
 def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -48,8 +56,7 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def bytes_held(cache: Cache, tokens: int) -> int:
-    """Bytes of keys and values; without quantisation of so many tokens, as AdaKV only masks what
-    it drops."""
+    """Bytes of keys and values; without quantisation of so many tokens, for those in `MASKING`."""
     total = 0
     for layer in cache.layers:
         if isinstance(cache, QuantizedCache):
@@ -61,33 +68,53 @@ def bytes_held(cache: Cache, tokens: int) -> int:
 
 
 folder, threads = sys.argv[1], int(sys.argv[2])
+dtype = getattr(torch, sys.argv[3] if len(sys.argv) > 3 else "bfloat16")
 torch.set_num_threads(threads)
 models = {
     attention: AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation=attention
+        folder, dtype=dtype, attn_implementation=attention
     ).eval()
     for attention in ("sdpa", "eager")
 }
+without_template = tempfile.TemporaryDirectory()
+tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer.chat_template = None
+tokenizer.save_pretrained(without_template.name)
+for model in models.values():
+    model.config.name_or_path = without_template.name  # where KVzip looks for a tokenizer
 for line in sys.stdin:
     request = json.loads(line)
     method, prompt = request["method"], request["prompt"]
     kept, bits = request.get("kept", prompt), request.get("bits")
-    ids = torch.tensor([request["ids"]])
+    ids, alone = torch.tensor([request["ids"]]), request.get("answer", 1) - 1
     model = models["eager" if method == "ObservedAttention" else "sdpa"]
     with torch.inference_mode():
         cache = QuantizedCache("quanto", model.config, nbits=bits) if bits else DynamicCache()
         press = contextlib.nullcontext()
-        if kept < prompt:  # a press rounds down; half a key more keeps what is asked for
-            press = METHODS[method](1 - (kept + 0.5) / prompt)(model)
+        if kept < prompt:  # most round down; half a key more keeps what is asked for
+            half = 0.0 if method == "KVzip" else 0.5
+            press = METHODS[method](1 - (kept + half) / prompt)(model)
         with press:
             model.model(input_ids=ids[:, :prompt], past_key_values=cache)
         answer = {"bytes": {"cut": bytes_held(cache, kept)}}
-        rest = ids[:, prompt:]
-        positions = torch.arange(prompt, ids.shape[1])[None]
-        logits = model(rest, past_key_values=cache, position_ids=positions).logits[0, :-1].float()
-        loss = torch.nn.functional.cross_entropy(logits, rest[0, 1:], reduction="none")
-        answer["bytes"]["end"] = bytes_held(cache, kept + rest.shape[1])
+        end = ids.shape[1]
+        # The last token is predicted only; with an answer it is not read.
+        first = end - 1 - alone if "answer" in request else end
+        pieces = [(prompt, first), *((i, i + 1) for i in range(first, end - 1))]
+        logits = torch.cat([
+            model(
+                ids[:, a:b], past_key_values=cache, position_ids=torch.arange(a, b)[None]
+            ).logits[0]
+            for a, b in pieces
+        ])[: end - prompt - 1].float()  # fmt: skip
+        targets = ids[0, prompt + 1 :]
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        read = pieces[-1][1] - prompt
+        answer["bytes"]["end"] = bytes_held(cache, kept + read)
         answer["loss"] = loss.tolist()
-    if method != "AdaKV":
-        assert cache.get_seq_length() == kept + rest.shape[1]
+        if "answer" in request:
+            right = logits.argmax(-1) == targets
+            answer["found"] = bool(right[-request["answer"] :].all())
+    if method not in MASKING:
+        assert cache.get_seq_length() == kept + read
     print(json.dumps(answer), flush=True)

@@ -114,6 +114,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     text.add_argument("--facts", default="number", metavar="KINDS",
                       help=f"of facts that are hidden: all, or some of {', '.join(KINDS)} "
                       "(default %(default)s)")  # fmt: skip
+    text.add_argument("--turns", type=int, default=1, metavar="N",
+                      help="facts in each text, asked for one after the other in one conversation "
+                      "(default %(default)s)")  # fmt: skip
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -207,7 +210,13 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
     if args.needle:
         from h2o.evaluate import needle
 
-        how = {"lengths": whole_numbers("--lengths", args.lengths), "kinds": kinds(args.facts)}
+        if args.turns < 1:
+            raise Misused(f"--turns {args.turns}: at least 1")
+        how = {
+            "lengths": whole_numbers("--lengths", args.lengths),
+            "kinds": kinds(args.facts),
+            "turns": args.turns,
+        }
         return needle.compare(args.needle, settings, output, **how, **common)
     from h2o.evaluate import summarize
 

@@ -4,12 +4,14 @@ A sentence (`h2o.evaluate.facts`) is hidden in a piece of a text. The piece is t
 `H2OCache`, which is cut to its budget before the question is known; then the question goes in, and
 the answer counts if greedy decoding writes it, token by token. What no token attends to
 while the text is read has to survive that cut: the hard case of every eviction (compare Kamradt,
-"Needle in a haystack", 2023).
+"Needle in a haystack", 2023). With several turns as many sentences are hidden in a piece, and asked
+for one after the other in one conversation, in which each question is followed by its right answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import re
 import statistics
@@ -24,7 +26,7 @@ import torch
 from h2o import models
 from h2o.errors import UserError
 from h2o.evaluate import kept_bytes
-from h2o.evaluate.facts import KINDS
+from h2o.evaluate.facts import KINDS, Fact
 from h2o.evaluate.fitting import check_fit
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
@@ -39,33 +41,57 @@ __all__ = ["DEPTHS", "LENGTHS", "Trial", "compare", "trials"]
 LENGTHS = (256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Where in the text the sentence stands: at 0 it is the second one, at 1 the last."""
-PARTS = {"length": "{} tokens", "depth": "depth {:g}", "kind": "{}"}
-"""Fields of a trial for each of whose values the table has a column, and its title."""
+PARTS = {"length": "{} tokens", "depth": "depth {:g}", "kind": "{}", "turn": "turn {}"}
+"""What a table has a column for each value of, and its title. Of kinds and turns there may be one
+only."""
+OF_TURN = ("depth", "kind", "turn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What is asked about a text."""
+
+    fact: Fact
+    depth: float
+    """Where in the text its sentence stands."""
+    kind: str
+    """One of `h2o.evaluate.facts.KINDS`."""
+    turn: int
+    """Counted from 1."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One text with its sentence, and the question to it."""
+    """One text with its sentences, and what is asked about it in one conversation."""
 
     length: int
-    depth: float
     document: str
-    question: str
-    answer: str
-    kind: str = "number"
-    """Of the fact: one of `h2o.evaluate.facts.KINDS`."""
+    turns: tuple[Turn, ...]
+
+
+Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Token ids [1, n] of the question and the answer of each turn."""
 
 
 def trials(
-    text: str, tokenizer: Any, lengths: Sequence[int], each: int, kinds: Sequence[str] = ("number",)
-) -> list[Trial]:
-    """`each` trials of every length, depth and kind of fact, always the same ones.
+    text: str, tokenizer: Any, lengths: Sequence[int], each: int,
+    kinds: Sequence[str] = ("number",), turns: int = 1,
+) -> list[Trial]:  # fmt: skip
+    """`each` trials of every length, and of every depth and kind of the fact that is asked for
+    first, always the same ones.
 
     Pieces of the text are taken one after the other, from its start again where it ends; a
-    length counts the piece's tokens, to which those of the sentence come.
+    length counts the piece's tokens, to which those of the sentences come. What later turns ask
+    for is of other kinds and stands elsewhere; over all trials each turn has all depths and kinds.
 
-    Raises: UserError for a text with fewer tokens than a length, or without sentences.
+    Raises: UserError for a text with fewer tokens than a length, or without sentences, and for
+    fewer kinds than turns.
     """
+    if turns > len(kinds):
+        raise UserError(
+            f"{turns} turns ask for facts of as many kinds, and there are {len(kinds)}: "
+            "name more with --facts"
+        )
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < max(lengths):
         raise UserError(
@@ -73,26 +99,30 @@ def trials(
         )
     draw = random.Random(0)
     chosen, start = [], 0
-    for length in lengths:
-        for depth in DEPTHS:
-            for kind in (kind for kind in kinds for _ in range(each)):
-                if start + length > len(ids):
-                    start = 0
-                piece = tokenizer.decode(ids[start : start + length])
-                start += length
-                fact = KINDS[kind](draw)
-                document = hidden(piece, fact.sentence, depth)
-                chosen.append(Trial(length, depth, document, fact.question, fact.answer, kind))
+    places = itertools.product(lengths, range(len(DEPTHS)), range(len(kinds)), range(each))
+    for length, place, first, _ in places:
+        if start + length > len(ids):
+            start = 0
+        piece = tokenizer.decode(ids[start : start + length])
+        start += length
+        asked = []
+        for turn in range(turns):
+            kind, depth = kinds[(first + turn) % len(kinds)], DEPTHS[(place + 2 * turn) % 5]
+            fact = KINDS[kind](draw)
+            asked.append(Turn(fact, depth, kind, turn + 1))
+        chosen.append(Trial(length, hidden(piece, asked), tuple(asked)))
     return chosen
 
 
-def hidden(piece: str, fact: str, depth: float) -> str:
-    """The piece with the fact between two of its sentences."""
+def hidden(piece: str, turns: Sequence[Turn]) -> str:
+    """The piece with the sentence of each turn between its own ones."""
     ends = [match.end() for match in re.finditer(r"[.!?;]\s+|\n+", piece)]
     if not ends:
         raise UserError("a piece of the text has no end of a sentence: nowhere to hide a fact")
-    at = ends[round(depth * (len(ends) - 1))]
-    return f"{piece[:at]}{fact} {piece[at:]}"
+    for turn in sorted(turns, key=lambda turn: -turn.depth):  # places before it stay what they are
+        at = ends[round(turn.depth * (len(ends) - 1))]
+        piece = f"{piece[:at]}{turn.fact.sentence} {piece[at:]}"
+    return piece
 
 
 def compare(
@@ -105,6 +135,7 @@ def compare(
     device: str = "cpu",
     lengths: Sequence[int] = LENGTHS,
     kinds: Sequence[str] = ("number",),
+    turns: int = 1,
     limit: int | None = None,
     as_json: bool = False,
 ) -> str:
@@ -116,6 +147,7 @@ def compare(
         output: folder for needle.json, which a second run completes, and needle.png.
         lengths: tokens of the texts.
         kinds: of facts, names of `h2o.evaluate.facts.KINDS`.
+        turns: questions to each text, one after the other in one conversation.
         limit: trials of every length, depth and kind; None is 4.
         as_json: return the results as the file has them, those of this call.
 
@@ -130,7 +162,7 @@ def compare(
     model, tokenizer = models.load(
         model_name, dtype=dtype, device=device, say=models.say, check=check_fit(settings)
     )
-    rows = trials(text, tokenizer, lengths, limit or 4, kinds)
+    rows = trials(text, tokenizer, lengths, limit or 4, kinds, turns)
     encoded = [encode(tokenizer, model.config, row) for row in rows]
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     work = []
@@ -139,8 +171,7 @@ def compare(
             "file": file.name,
             "content": fingerprint(dataclasses.asdict(row)),
             "length": row.length,
-            "depth": row.depth,
-            "kind": row.kind,
+            "turns": [{"depth": turn.depth, "kind": turn.kind} for turn in row.turns],
             "protocol": "drop",
             "ratio_of": "prompt",
         }
@@ -150,7 +181,12 @@ def compare(
     results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
     for row, row_results in zip(rows, cells.complete(work, "needles"), strict=True):
         for setting, result in zip(settings, row_results, strict=True):
-            results[setting.name].append(result | dataclasses.asdict(row))
+            seconds = result["seconds"] / len(row.turns)
+            same = result | {"length": row.length, "seconds": seconds}
+            results[setting.name] += [
+                same | {name: getattr(turn, name) for name in OF_TURN} | {"found": is_found}
+                for turn, is_found in zip(row.turns, result["found"], strict=True)
+            ]
     sizes = {x.name: kept_bytes.of_rows(x, model, results[x.name]) for x in settings}
     in_bytes = kept_bytes.by_bytes(settings)
     curves: dict[str, list[tuple[float, float, float]]] = {}
@@ -164,27 +200,30 @@ def compare(
     if as_json:
         return cells.as_json(facts for row in work for facts, _ in row)
     first = (
-        f"{origin['model']}, {len(rows)} facts in pieces of {file.name}, cut before the question; "
-        "fractions of the piece"
+        f"{origin['model']}, {len(rows) * turns} facts in pieces of {file.name}, cut before the "
+        "question; fractions of the piece"
     )
     return "\n".join([first, "", as_table(results, sizes), "", written(cells.path, drawn)])
 
 
-def encode(tokenizer: Any, config: Any, row: Trial) -> tuple[torch.Tensor, ...]:
-    """Token ids [1, n] of document, question and answer. Raises: UserError if they do not fit."""
-    document = tokenizer(row.document, return_tensors="pt")["input_ids"]
-    question, answer = (
-        tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        for text in (row.question, row.answer)
-    )
-    tokens = document.shape[1] + question.shape[1] + answer.shape[1]
+def encode(tokenizer: Any, config: Any, row: Trial) -> tuple[torch.Tensor, Asked]:
+    """Token ids [1, n] of the document, and what is asked. Raises: UserError if they do not fit."""
+
+    def ids_of(text: str, **how: Any) -> torch.Tensor:
+        ids: torch.Tensor = tokenizer(text, return_tensors="pt", **how)["input_ids"]
+        return ids
+
+    document = ids_of(row.document)
+    parts = [(turn.fact.question, turn.fact.answer) for turn in row.turns]
+    asked = [tuple(ids_of(x, add_special_tokens=False) for x in part) for part in parts]
+    tokens = document.shape[1] + sum(x.shape[1] for turn in asked for x in turn)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions and tokens > positions:
         raise UserError(
             f"a text of {row.length} tokens and its question are more than the model's "
             f"{positions} positions: lower --lengths"
         )
-    return document, question, answer
+    return document, asked
 
 
 def fed(answer: torch.Tensor) -> list[torch.Tensor]:
@@ -193,28 +232,31 @@ def fed(answer: torch.Tensor) -> list[torch.Tensor]:
 
 
 def answered(
-    model: Any, setting: Setting, document: torch.Tensor, question: torch.Tensor,
-    answer: torch.Tensor, tokenizer: Any = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Whether greedy decoding would write the answer: as long as it does, feeding the answer is
+    model: Any, setting: Setting, document: torch.Tensor, asked: Asked, tokenizer: Any = None
+) -> dict[str, Any]:
+    """Whether greedy decoding would write each answer: as long as it does, feeding the answer is
     the same as feeding what was decoded. `tokenizer`: for a second reading."""
     config = None if setting.variant == "full" else setting.config
-    document, question, answer = (x.to(model.device) for x in (document, question, answer))
+    document = document.to(model.device)
     n = document.shape[1]
     cache = new_cache(model, config, n)
     start = time.perf_counter()
-    decoded = []
+    found, unread = [], document[:, :0]
     with torch.no_grad():
         if setting.scored_by:
             how = {"scored_by": setting.scored_by, "tokenizer": tokenizer}
             cache = read(model, document, setting.config, **how)
         else:
             model.base_model(document, past_key_values=cache, use_cache=True)  # no logits needed
-        for ids in (question, *fed(answer)):
-            out = model(ids, past_key_values=cache, use_cache=True)
-            decoded.append(out.logits[0, -1].argmax().item())
+        for question, answer in ([x.to(document.device) for x in turn] for turn in asked):
+            decoded = []
+            for ids in (torch.cat([unread, question], dim=1), *fed(answer)):
+                out = model(ids, past_key_values=cache, use_cache=True)
+                decoded.append(out.logits[0, -1].argmax().item())
+            found.append(decoded == answer[0].tolist())
+            unread = answer[:, -1:]
     return {
-        "found": decoded == answer[0].tolist(),
+        "found": found,
         "seen": n,
         "kept": setting.holding.for_model(model).held(n),
         "seconds": time.perf_counter() - start,
@@ -232,23 +274,32 @@ def share_kept(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def as_table(results: dict[str, list[dict[str, Any]]], sizes: dict[str, float | None]) -> str:
-    """Settings down; lengths, depths and, if there are several, kinds of facts across."""
+    """Settings down; lengths, depths and, if there are several, kinds of facts and turns across.
+
+    With the full cache among the settings there is a column of what is found of the facts that it
+    finds: what the model cannot do tells nothing of a cache.
+    """
     first = next(iter(results.values()))
-    columns = [(name, value) for name in PARTS for value in dict.fromkeys(x[name] for x in first)]
-    if len({row["kind"] for row in first}) == 1:
-        columns = [(name, value) for name, value in columns if name != "kind"]
+    values = {name: dict.fromkeys(row[name] for row in first) for name in PARTS}
+    alone = [name for name in ("kind", "turn") if len(values[name]) == 1]
+    columns = [(name, value) for name in PARTS if name not in alone for value in values[name]]
+    full = [row["found"] for row in results.get("full", [])]
     lines = []
     for setting, rows in results.items():
         parts = [[row for row in rows if row[name] == value] for name, value in columns]
+        counted = [rows]
+        if any(full):
+            counted += [[row for row, is_found in zip(rows, full, strict=True) if is_found]]
         lines.append(
             [
                 setting,
                 f"{share_kept(rows):.1f}%",
                 kept_bytes.shown(sizes[setting]),
-                "{:.2f} ±{:.2f}".format(*found_share(rows)),
+                *("{:.2f} ±{:.2f}".format(*found_share(x)) for x in counted),
                 *(f"{found_share(part)[0]:.2f}" for part in parts),
                 f"{sum(row['seconds'] for row in rows):.0f} s",
             ]
         )
-    titles = [PARTS[name].format(value) for name, value in columns]
+    titles = [f"of full's {sum(full)}"] * any(full)
+    titles += [PARTS[name].format(value) for name, value in columns]
     return table(["setting", "kept", "bytes", "found", *titles, "time"], lines)

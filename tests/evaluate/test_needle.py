@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -30,37 +31,66 @@ def test_facts_stand_where_they_should(tokenizer):
     assert len(rows) == len(LENGTHS) * len(needle.DEPTHS) * 3
     assert len({row.document for row in rows}) == len(rows)
     for row in rows:
-        number = row.answer.strip()
+        (turn,) = row.turns
+        number = turn.fact.answer.strip()
         before, _, after = row.document.partition("The secret number of ")
         town = after.partition(" ")[0]
         assert after.startswith(f"{town} is {number}.")
         assert len(before) + len(after.partition(".")[2]) == row.length + len(" ")
         assert before.rstrip()[-1] == "."
-        assert town in row.question
-        assert number not in row.question
+        assert town in turn.fact.question
+        assert number not in turn.fact.question
         left, right = before.count(". "), after.count(". ") - 1  # but for the fact's own
-        assert left - 1 == round(row.depth * (left + right - 1))
+        assert left - 1 == round(turn.depth * (left + right - 1))
+
+
+def test_turns_ask_for_facts_of_all_kinds_and_depths(tokenizer):
+    kinds = ["number", "place", "gate"]
+    rows = needle.trials(TEXT, tokenizer, (110,), 1, kinds, turns=2)
+    assert rows[0].document != needle.trials(TEXT, tokenizer, (110,), 1, kinds)[0].document
+    for place in range(2):
+        turns = [row.turns[place] for row in rows]
+        assert {turn.turn for turn in turns} == {place + 1}
+        assert {(turn.depth, turn.kind) for turn in turns} == {
+            (depth, kind) for depth in needle.DEPTHS for kind in kinds
+        }
+    for row in rows:
+        first, second = sorted(row.turns, key=lambda turn: turn.depth)
+        places = [row.document.index(turn.fact.sentence) for turn in (first, second)]
+        assert places == sorted(places)
+        assert first.kind != second.kind
+    with pytest.raises(UserError, match="2 turns ask for facts of as many kinds, and there are 1"):
+        needle.trials(TEXT, tokenizer, (60,), 1, turns=2)
 
 
 @pytest.mark.parametrize("kind", facts.KINDS)
 def test_facts_of_every_kind(tokenizer, kind):
     """The text says what is asked for, once; the question does not."""
     rows = needle.trials(TEXT, tokenizer, (60,), 4, [kind])
-    assert {row.kind for row in rows} == {kind}
-    assert len({row.answer for row in rows}) > len(rows) / 2
-    for row in rows:
-        assert row.answer.startswith(" ")
-        assert row.document.count(row.answer) == 1
-        assert row.answer.strip() not in row.question
-        assert not row.question.endswith(" ")
+    assert {row.turns[0].kind for row in rows} == {kind}
+    hidden = [row.turns[0].fact for row in rows]
+    assert len({fact.answer for fact in hidden}) > len(rows) / 2
+    for row, fact in zip(rows, hidden, strict=True):
+        assert fact.answer.startswith(" ")
+        assert row.document.count(fact.answer) == 1
+        assert fact.answer.strip() not in fact.question
+        assert not fact.question.endswith(" ")
 
 
-def test_kinds_stand_side_by_side(folder, tmp_path, capsys):
+def test_kinds_and_turns_stand_side_by_side(folder, tmp_path, capsys):
+    """Another number of turns is measured anew."""
+    folder = shutil.copytree(folder, tmp_path / "longer")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 500}))
     chosen = ["--facts", "gate,place", "--lengths", 60, "--limit", 1, "--compare", "full"]
-    assert run(folder, tmp_path, *chosen) == 0
-    out = capsys.readouterr().out
-    assert "10 facts" in out
-    assert out.split("setting")[1].splitlines()[0].split()[-3:] == ["gate", "place", "time"]
+    for turns, columns in ((1, ["gate", "place"]), (2, ["place", "turn", "1", "turn", "2"])):
+        assert run(folder, tmp_path, *chosen, "--turns", turns) == 0
+        out = capsys.readouterr().out
+        assert f"{10 * turns} facts" in out
+        titles = out.split("setting")[1].splitlines()[0].split()
+        assert titles[-1 - len(columns) :] == [*columns, "time"]
+    cells = json.loads((tmp_path / "out" / "needle.json").read_text())["cells"]
+    assert [len(cell["facts"]["turns"]) for cell in cells] == [1] * 10 + [2] * 10
 
 
 def test_a_text_that_is_too_short_or_has_no_sentences(tokenizer):
@@ -72,25 +102,38 @@ def test_a_text_that_is_too_short_or_has_no_sentences(tokenizer):
 
 @pytest.mark.parametrize("setting", ["full", "h2o:9+6"])
 def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
-    """The model's own answer, generated token by token, counts as found; another does not."""
+    """The model's own answers, generated token by token in one conversation, count as found;
+    others do not, and change nothing of what the next turn finds."""
     model, setting = build(), parse(setting)
-    (row, *_) = needle.trials(TEXT, tokenizer, (60,), 1)
-    document, question, _ = needle.encode(tokenizer, model.config, row)
+    model.config.max_position_embeddings = 500
+    (row, *_) = needle.trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], turns=2)
+    document, asked = needle.encode(tokenizer, model.config, row)
     config = None if setting.variant == "full" else setting.config
     cache = needle.new_cache(model, config, document.shape[1])
+    answers, unread = [], document[:, :0]
     with torch.no_grad():
         model(document, past_key_values=cache, use_cache=True)
-        ids, written = question, []
-        for _ in range(5):
-            logits = model(ids, past_key_values=cache, use_cache=True).logits
-            ids = logits[:, -1:].argmax(-1)
-            written.append(ids.item())
-    answer = torch.tensor([written])
-    assert needle.answered(model, setting, document, question, answer)["found"]
+        for question, _ in asked:
+            ids, written = torch.cat([unread, question], 1), []
+            for _ in range(5):
+                logits = model(ids, past_key_values=cache, use_cache=True).logits
+                ids = logits[:, -1:].argmax(-1)
+                written.append(ids.item())
+            answers.append(torch.tensor([written]))
+            unread = ids
+
+    def found(first, second):
+        turns = [(asked[0][0], first), (asked[1][0], second)]
+        return needle.answered(model, setting, document, turns)["found"]
+
+    assert found(*answers) == [True, True]
     for place in (0, 4):
-        other = answer.clone()
+        other = answers[1].clone()
         other[0, place] = (other[0, place] + 1) % 256
-        assert not needle.answered(model, setting, document, question, other)["found"]
+        assert found(answers[0], other) == [True, False]
+    other = answers[0].clone()
+    other[0, 0] = (other[0, 0] + 1) % 256
+    assert not found(other, answers[1])[0]
 
 
 def test_compare(folder, tmp_path, capsys, monkeypatch):
@@ -101,18 +144,32 @@ def test_compare(folder, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert [rows[name][1] for name in settings[:2]] == ["100.0%"] * 2
+    assert "of full's" not in out  # which finds none
     assert rows["full"][3:-2] == rows["h2o:500+0"][3:-2] == rows["reread:500"][3:-2]
     assert rows["echo:500"][3:-2] == rows["full"][3:-2]
     assert rows["echo-bytes:0.2"][1:3] == rows["reread-bytes:0.2"][1:3]
     cells = json.loads((tmp_path / "out" / "needle.json").read_text())["cells"]
     assert len(cells) == len(settings) * 2 * len(needle.DEPTHS)
     for cell in cells:
-        assert {"model", "versions", "length", "depth", "setting"} <= set(cell["facts"])
+        assert {"model", "versions", "length", "turns", "setting"} <= set(cell["facts"])
     monkeypatch.setattr(needle, "answered", lambda *_: 1 / 0)  # nothing is measured again
     assert run(folder, tmp_path, *arguments) == 0
     capsys.readouterr()
     assert run(folder, tmp_path, *arguments, "--json") == 0
     assert json.loads(capsys.readouterr().out)["cells"] == cells
+
+
+def test_what_the_full_cache_finds_is_a_column_of_its_own():
+    def rows(*found):
+        same = {"length": 60, "depth": 0.5, "kind": "gate", "kept": 1, "seen": 2, "seconds": 1}
+        return [same | {"found": x, "turn": turn} for turn, x in enumerate(found, start=1)]
+
+    results = {"full": rows(True, True, False), "h2o:9+6": rows(False, True, True)}
+    lines = needle.as_table(results, {"full": 100.0, "h2o:9+6": 50.0}).splitlines()
+    assert "of full's 2" in lines[0]
+    assert lines[-2].split()[3:7] == ["0.67", "±0.33", "1.00", "±0.00"]
+    assert lines[-1].split()[3:7] == ["0.67", "±0.33", "0.50", "±0.50"]
+    assert lines[-1].split()[-5:-2] == ["0.00", "1.00", "1.00"]  # turn by turn
 
 
 def test_shares_and_errors():
@@ -133,6 +190,8 @@ def test_shares_and_errors():
         (["--lengths", "many"], 2, "--lengths many"),
         (["--lengths", "0"], 2, "--lengths 0"),
         (["--facts", "gates"], 2, "there are all, number, place"),
+        (["--turns", "0"], 2, "--turns 0: at least 1"),
+        (["--turns", "2"], 1, "name more with --facts"),
     ],
 )
 def test_arguments_that_do_not_fit(folder, tmp_path, capsys, arguments, code, words):

@@ -13,7 +13,7 @@ from tests.evaluate.conftest import build
 
 pytest.importorskip("benchmarks.equal_bytes", reason="the benchmarks are not here")
 
-from benchmarks import equal_bytes
+from benchmarks import equal_bytes, needle_peers
 
 PEER = Path(equal_bytes.__file__).with_name("peers") / "quality_peer.py"
 
@@ -31,7 +31,59 @@ def test_a_press_gets_the_budget_at_the_cut_or_at_the_end(script):
         assert f"{method}:0.04 end" not in kept
     assert kept["ObservedAttention, 4 bits:0.1 cut"] == int(100 * 16 / 4.5)
     source = PEER.read_text("utf-8")
-    assert all(f'"{method}": ' in source for method in script.PRESSES)
+    assert all(f'"{method}": ' in source for method in (*script.PRESSES, *needle_peers.PRESSES))
+
+
+def test_a_press_on_needles_gets_the_budget_at_the_cut_or_at_the_end():
+    document, rest = list(range(100)), [7] * 13
+    for count, part, kept in (("cut", 0.2, 20), ("end", 0.2, 8), ("cut", 0.1, 10)):
+        request = needle_peers.asked_of("KVzip", count, part, document, rest, 3)
+        assert (request["kept"], request["answer"]) == (kept, 3)
+        assert request["ids"] == document + rest
+    assert needle_peers.asked_of("KVzip", "end", 0.1, document, rest, 3) is None
+
+
+def test_the_table_of_needles(tokenizer, tmp_path, monkeypatch, capsys):
+    model = build()
+    asked = []
+
+    class Answers:
+        def __init__(self, *arguments):
+            assert arguments[0] == "quality"
+            assert arguments[-1] == "float32"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            pass
+
+        def ask(self, ids, prompt, answer, method, kept):
+            asked.append(method)
+            read = len(ids) - 1 - prompt
+            return {"found": method == "full" or kept > prompt // 6, "bytes": {"cut": kept, "end": kept + read}, "loss": [1.0]}
+
+    monkeypatch.setattr(needle_peers, "Peer", Answers)
+    monkeypatch.setattr(needle_peers.models, "load", lambda *a, **k: (model, tokenizer))
+    monkeypatch.setattr(needle_peers.models, "embedded_folder", lambda: tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Boat {i} came home with {i * i % 89} fish. " for i in range(40)))
+    chosen = ["--facts", "place", "--lengths", "60", "--limit", "1", "--dtype", "float32"]
+    where = ["needle_peers.py", str(text), "--output-path", str(tmp_path / "out"), *chosen]
+    monkeypatch.setattr(sys, "argv", where)
+    needle_peers.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line[: line.find("  ")]: line.split()[-6:] for line in lines[3:]}
+    assert lines[0] == "5 facts"
+    assert "of full's 5" in lines[1]
+    assert rows["full"][2:] == ["1.00", "±0.00"] * 2
+    assert rows["SnapKV:0.1 cut"][2:] == ["0.00", "±0.00"] * 2
+    assert rows["KVzip:0.2 cut"][2:] == ["1.00", "±0.00"] * 2
+    assert 19 < float(rows["KVzip:0.2 cut"][0][:-1]) <= 20
+    assert "KVzip:0.04 end" not in rows  # no key would be left
+    count = len(asked)
+    needle_peers.main()  # what is there is not measured again
+    assert len(asked) == count
 
 
 def test_the_table(script, tokenizer, tmp_path, monkeypatch, capsys):

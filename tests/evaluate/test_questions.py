@@ -29,6 +29,43 @@ QUESTIONS = [
     "Q: were the wells dry in May, or not?\n\nA:",
     None,
 ]
+RULER = {
+    "niah_single_1": (
+        "A special magic number is hidden within the following text.\nThe grass is green.\n"
+        "One of the special magic numbers for wry-yak is: 61.\nThere and back again.\n",
+        "What is the special magic number for wry-yak mentioned in the provided text? The special "
+        "magic number for wry-yak mentioned in the provided text is",
+    ),
+    "niah_multikey_2": (
+        "One of the special magic numbers for odd-ox is: 38.\n"
+        "One of the special magic numbers for wry-yak is: 61.\n",
+        "What is the special magic number for odd-ox mentioned in the provided text? The special "
+        "magic number for odd-ox mentioned in the provided text is",
+    ),
+    "niah_multikey_3": (
+        "One of the special magic uuids for 2f-70 is: 9c-b1.\n"
+        "One of the special magic uuids for 55-a4 is: 07-d3.\n",
+        "What is the special magic uuid for 55-a4 mentioned in the provided text? The special "
+        "magic uuid for 55-a4 mentioned in the provided text is",
+    ),
+    "ruler_vt": (
+        "The sky is blue. VAR A = 12\nQuestion: Find all variables that are assigned the value "
+        "12. Answer: they are: A\n\nHere we go. VAR B = 97 The sun is yellow. VAR C = VAR B\n",
+        "Question: Find all variables that are assigned the value 97 in the text above. Answer: "
+        "2 variables are assgined the value 97, they are:",
+    ),
+    "ruler_cwe": (
+        "Below is a numbered list of words.\n1. tree 2. boat 3. tree 4. tree 5. boat 6. ant\n",
+        "Question: What are the 10 most common words in the above list?\n\nAnswer: The top 10 "
+        "words that appear most often in the list are:",
+    ),
+    "ruler_fwe": (
+        "Find the three most frequently appeared coded words. ... dkwq ... dkwq ... pzva\n",
+        "Question: Please ignore the dots '....'. What are the three most frequently appeared "
+        "words? Answer: the three most frequently appeared words are:",
+    ),
+}
+"""Rows of RULER's tasks, cut short: document and question."""
 ANSWERS = [" blue, as I said", " May"]
 PAIRS = [(context, answer) for context in CONTEXTS for answer in ANSWERS]
 SETTINGS = ["h2o:4+4", "retrieval:0.3", "robust:0.4", "sink:2+5", "echo:0.2", "reread:0.2"]
@@ -56,7 +93,10 @@ def alone(lm, setting, context, new):
 # ---- Where it begins ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("context", "question"), [*zip(CONTEXTS, QUESTIONS, strict=True)])
+@pytest.mark.parametrize(
+    ("context", "question"),
+    [*zip(CONTEXTS, QUESTIONS, strict=True), *(("".join(row), row[1]) for row in RULER.values())],
+)
 def test_where_a_question_begins(tokenizer, context, question):
     tokens = tokenizer(context, add_special_tokens=False)["input_ids"]
     n = question_tokens(tokens, tokenizer)
@@ -125,14 +165,19 @@ def test_texts(lm, name):
     requests = [Instance("generate_until", {}, (x, how), i) for i, x in enumerate(CONTEXTS)]
     texts = lm.generate_until(requests, True)
     for context, text in zip(CONTEXTS, texts, strict=True):
-        cache, rest = alone(lm, setting, context, torch.empty(1, 0, dtype=torch.long))
-        tokens = []
-        with torch.no_grad():
-            for _ in range(9):
-                rest = lm.model(rest, past_key_values=cache).logits[:, -1:].argmax(-1)
-                tokens.append(rest.item())
-        assert lm.tokenizer.decode(tokens).startswith(text)
+        assert lm.tokenizer.decode(written(lm, setting, context, 9)).startswith(text)
         assert text
+
+
+def written(lm, setting, context, n):
+    """The first n tokens of an answer, by hand."""
+    cache, rest = alone(lm, setting, context, torch.empty(1, 0, dtype=torch.long))
+    tokens = []
+    with torch.no_grad():
+        for _ in range(n):
+            rest = lm.model(rest, past_key_values=cache).logits[:, -1:].argmax(-1)
+            tokens.append(rest.item())
+    return tokens
 
 
 def test_what_is_said_of_it(lm):
@@ -159,6 +204,22 @@ def test_generated_texts_are_counted(lm):
         tally = lm.tally
         assert (tally.requests, tally.tokens_seen) == (4, sum(lengths))
         assert tally.tokens_kept == 4 * 8
+
+
+def test_rows_of_ruler_are_cut_before_their_questions(lm):
+    """As one by one with a cache by hand, whatever the task."""
+    setting = parse("reread:0.3")
+    lm.use(setting, "read")
+    lm.batch_size_per_gpu = 6
+    how = {"until": [], "max_gen_toks": 3, "do_sample": False}
+    contexts = ["".join(row)[-300:] for row in RULER.values()]
+    requests = [Instance("generate_until", {}, (x, how), i) for i, x in enumerate(contexts)]
+    texts = lm.generate_until(requests, True)
+    for context, text in zip(contexts, texts, strict=True):
+        assert lm.tokenizer.decode(written(lm, setting, context, 3)) == text
+    asked = [len(lm.tok_encode(question)) for _, question in RULER.values()]
+    seen = [min(len(x), 300) - n for x, n in zip(map(lm.tok_encode, contexts), asked, strict=True)]
+    assert lm.tally.tokens_seen == sum(seen)
 
 
 @pytest.mark.parametrize(

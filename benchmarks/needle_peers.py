@@ -1,0 +1,121 @@
+"""Facts found by kvpress' methods at the bytes of `h2o eval --needle`, of which the trials are.
+
+    python -m benchmarks.needle_peers wikitext2_test.txt --facts all --lengths 512
+
+Each text is read and pruned before its question comes. Budgets are parts of what a full cache of
+the text takes. What a press leaves then grows with the question and the answer, where h2o keeps to
+its budget: "cut" lets it have the budget when the text is pruned, and more at the end; "end"
+gives it so much less that it has the budget at the end, where that leaves any. KVzip and AdaKV mask
+keys instead of dropping them, and are counted as if they did. The peers run in an environment of
+their own, which is made under h2o's cache folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from h2o import models
+from h2o.cli.eval_command import kinds
+from h2o.evaluate import needle
+from h2o.evaluate.presentation import table
+from h2o.result_cells import Cells, fingerprint, provenance
+
+from .equal_bytes import BUDGETS
+from .peers.environments import Peer
+
+PRESSES = ("KVzip", "SnapKV", "ExpectedAttention", "KeyDiff", "AdaKV")
+
+
+def rows() -> list[tuple[str, str, str, float]]:
+    """(name, method, whether the budget is that of the cut or of the end, budget)"""
+    listed = [("full", "full", "cut", 1.0)]
+    for method in PRESSES:
+        for count in ("cut", "end"):
+            listed += [(f"{method}:{part} {count}", method, count, part) for part in BUDGETS]
+    return listed
+
+
+def asked_of(method: str, count: str, part: float, document: list[int], rest: list[int],
+             answer: int) -> dict[str, Any] | None:  # fmt: skip
+    """The peer's request; None where nothing is left to keep. `answer`: tokens of `rest`."""
+    kept = int(part * len(document)) - (len(rest) - 1 if count == "end" else 0)
+    if kept <= 0:
+        return None
+    return {
+        "ids": document + rest, "prompt": len(document), "answer": answer, "method": method,
+        "kept": kept,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("text", type=Path, help="a long plain text")
+    parser.add_argument("--lengths", default="512", help="tokens of the texts (512)")
+    parser.add_argument("--facts", default="all", help="kinds of h2o eval --needle (all)")
+    parser.add_argument("--limit", type=int, default=2, help="of each length, depth and kind (2)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
+    options = parser.parse_args()
+    model, tokenizer = models.load(None, dtype=options.dtype, say=models.say)
+    origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
+    lengths = [int(x) for x in options.lengths.split(",")]
+    text = options.text.read_text("utf-8")
+    trials = needle.trials(text, tokenizer, lengths, options.limit, kinds(options.facts))
+    cells = Cells(options.output_path / "needle_peers.json", "facts found by peers")
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in rows()}
+    arguments = str(models.embedded_folder()), str(torch.get_num_threads()), options.dtype
+    with (
+        Peer("quality", *arguments) as peer,
+        tqdm(total=len(trials) * len(results)) as bar,
+    ):
+        for trial in trials:
+            document, ((question, answer),) = needle.encode(tokenizer, model.config, trial)
+            parts = [document[0].tolist(), question[0].tolist() + answer[0].tolist()]
+            for name, *what in rows():
+                bar.update()
+                request = asked_of(*what, *parts, answer.shape[1])
+                if request is None:
+                    continue
+                facts = origin | request | {"ids": fingerprint({"ids": request["ids"]})}
+                facts |= {"trial": fingerprint(dataclasses.asdict(trial))}
+                result = cells.find(facts)
+                if result is None:
+                    result = cells.put(facts, peer.ask(**request))
+                results[name].append(result | {"tokens": len(parts[0])})
+    print(f"{len(trials)} facts")
+    titles = ["setting", "bytes at the cut", "at the end", "found"]
+    full = [result["found"] for result in results["full"]]
+    lines = [line(name, found, full, results["full"]) for name, found in results.items() if found]
+    print(table([*titles, f"of full's {sum(full)}"], lines))
+
+
+def line(
+    name: str, found: list[dict[str, Any]], full: list[bool], whole: list[dict[str, Any]]
+) -> list[str]:
+    """Of a setting that was tried on all trials, or, where some left no keys, on some of them."""
+    if len(found) != len(full):
+        return [name, *[""] * 4]
+    known = [result for result, is_found in zip(found, full, strict=True) if is_found]
+    shares = [
+        statistics.fmean(
+            result["bytes"][when] / of["bytes"]["cut"]
+            for result, of in zip(found, whole, strict=True)
+        )
+        for when in ("cut", "end")
+    ]
+    return [
+        name,
+        *(f"{share:.1%}" for share in shares),
+        *("{:.2f} ±{:.2f}".format(*needle.found_share(x)) for x in (found, known) if x),
+    ]
+
+
+if __name__ == "__main__":
+    main()
