@@ -58,6 +58,8 @@ class Case:
     merge: float | None = None
     ragged: bool = False
     """heads with numbers of slots of their own"""
+    numbered: bool = False
+    """rows of slots that are found by number"""
     pads: bool = False
     softcap: float = 0.0
     learned_sinks: bool = False
@@ -74,16 +76,16 @@ class Case:
         facts += [f"{self.size.prompt} tokens"] if self.long else []
         facts += [self.kv_dtype] if self.kv_dtype else []
         facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
-        flags = ("value_weighted", "merge", "ragged", "pads", "learned_sinks")
+        flags = ("value_weighted", "merge", "ragged", "numbered", "pads", "learned_sinks")
         return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
 
 
 CASES = (
     Case(64, torch.float32),
-    Case(80, torch.float16, kv_dtype="int8", pads=True),
+    Case(80, torch.float16, kv_dtype="int8", pads=True, numbered=True),
     Case(128, torch.bfloat16, value_weighted=True, ragged=True),
     Case(256, torch.bfloat16, kv_dtype="int8-int4"),
-    Case(64, torch.bfloat16, merge=0.3),
+    Case(64, torch.bfloat16, merge=0.3, numbered=True),
     Case(64, torch.bfloat16, softcap=2.0),
     Case(128, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
     Case(64, torch.bfloat16, learned_sinks=True),
@@ -206,9 +208,13 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
     policy = Policy(SINKS, decay=decay, value_weighted=case.value_weighted, merge=case.merge)
     capacity = SINKS + heavy + recent + chunk
     slots = new_slots(
-        keys, [capacity, capacity + 3] if case.ragged else capacity, heavy, recent,
+        torch.cat([keys, keys])[: B + case.numbered],
+        [capacity, capacity + 3] if case.ragged else capacity, heavy, recent,
         value_weighted=case.value_weighted, kv_dtype=case.kv_dtype, merge=case.merge is not None,
     )  # fmt: skip
+
+    if case.numbered:
+        slots = slots._replace(rows=torch.arange(B, 0, -1, dtype=torch.int32, device=device))
 
     def number(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
