@@ -10,7 +10,6 @@ in blocks, so vLLM's slot mapping is not used, and nothing of a page can be shar
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,12 +28,11 @@ from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from h2o.budgets import amount_of
 from h2o.config import H2OConfig
 from h2o.vllm.metrics import Meter, Place
-from h2o.vllm.page_budget import PageBudget, config_of, cuts_chunks
+from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget
 from h2o.vllm.page_store import PageStore
-from h2o.vllm.paged_rows import Batch, PagedLayer, Request, plan
+from h2o.vllm.paged_rows import Batch, Begun, PagedLayer, Request, plan
 
 __all__ = ["H2OAttentionBackend", "register_requests"]
 
@@ -70,8 +68,8 @@ def budget_of(vllm_config: VllmConfig) -> PageBudget:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     part = parallel.rank % ranks, ranks
-    layers = model.get_num_layers(parallel)
-    return PageBudget(served_config(vllm_config), layers, model.max_model_len, part)
+    layers, places = model.get_num_layers(parallel), places_of(entry_of(vllm_config))
+    return PageBudget(served_config(vllm_config), layers, model.max_model_len, places, part)
 
 
 def refuse(vllm_config: VllmConfig) -> None:
@@ -129,18 +127,29 @@ class Requests(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, Request] = {}
-        self.wanted = entry_of(vllm_config) is not None
-        if self.wanted:
+        self.config: H2OConfig | None = None
+        if entry_of(vllm_config) is not None:
             refuse(vllm_config)  # for models whose layers never ask for this module's backend
+            self.config = served_config(vllm_config)
             self.of_config[vllm_config.instance_id] = self
 
     def update_state(self, batch_update: Any) -> None:
-        if self.wanted:
+        if self.config is not None:
             process_dict_updates(self.rows, batch_update, self.request)
 
     def request(self, params: Any, prompt: list[int] | None, answer: list[int]) -> Request | None:
-        """A new request; None where its prompt's length is not known."""
-        return None if prompt is None else Request(len(prompt))
+        """A new request; None where its prompt's length is not known.
+
+        Its own budget, `h2o_heavy` and `h2o_recent` of `vllm_xargs`, is as `H2OConfig` has them;
+        what is more than a page holds is cut off.
+        """
+        if prompt is None or self.config is None:
+            return None
+        try:
+            return Request(len(prompt), with_budget(self.config, params.extra_args or {}))
+        except (TypeError, ValueError) as error:  # here it would end the server
+            logger.warning("h2o: a request gets the server's budget: %s", error)
+            return Request(len(prompt))
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits
@@ -150,44 +159,17 @@ class Requests(LogitsProcessor):
 
 
 class Budgets(Requests):
-    """The same, for requests that say their own budget in `vllm_xargs`: h2o_heavy and h2o_recent,
-    as `H2OConfig` has them. What is more than a page holds is cut off.
-
-    Made by `--logits-processors h2o.vllm.plugin:Budgets`, so that vLLM asks it of each request
-    before that is taken.
-    """
+    """The same. Named by `--logits-processors h2o.vllm.plugin:Budgets`, which has vLLM ask it of
+    each request before that is taken: a wrong budget becomes the answer 400, where else the request
+    gets the server's budget, and a line of the log says why."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError for a wrong budget, which becomes the answer 400."""
-        arguments = sampling_params.extra_args or {}
-        names = [name for name in arguments if name.startswith("h2o_")]
-        if unknown := sorted({*names} - {"h2o_heavy", "h2o_recent"}):
-            raise ValueError(f"{unknown[0]}: a request has h2o_heavy and h2o_recent")
+        """Raises ValueError for a wrong budget."""
         try:
-            for name in names:
-                amount_of(name, arguments[name])
+            with_budget(H2OConfig(), sampling_params.extra_args or {})
         except TypeError as error:
             raise ValueError(str(error)) from error
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        super().__init__(vllm_config, device, is_pin_memory)
-        self.config = served_config(vllm_config) if self.wanted else None
-
-    def request(self, params: Any, prompt: list[int] | None, answer: list[int]) -> Request | None:
-        arguments = params.extra_args or {}
-        amounts = {
-            name.removeprefix("h2o_"): arguments[name]
-            for name in ("h2o_heavy", "h2o_recent")
-            if name in arguments
-        }
-        if prompt is None or self.config is None or not amounts:
-            return super().request(params, prompt, answer)
-        try:
-            return Request(len(prompt), dataclasses.replace(self.config, **amounts))
-        except (TypeError, ValueError) as error:  # here it would end the server
-            logger.warning("h2o: a request gets the server's budget: %s", error)
-            return super().request(params, prompt, answer)
 
 
 def register_requests() -> None:
@@ -242,10 +224,14 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
     pages = vllm_config.cache_config.num_gpu_blocks or 1
     size = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model).itemsize
     full = model.max_model_len * spec.num_kv_heads * 2 * spec.head_size * size
+    keys = torch.empty(1, spec.num_kv_heads, 1, spec.head_size, dtype=model.dtype)
+    budget = impls[0].engine.budget
     logger.info_once(
         "h2o: %d requests fit, where with all keys %d of the longest would: each takes %d bytes "
-        "a layer instead of %d",
+        "a layer instead of %d; of prompts read in pieces %d at a time are kept whole, beside the "
+        "pages in at most %d bytes a layer",
         *(pages - 1, pages * spec.page_size_bytes // full, spec.page_size_bytes, full),
+        *(budget.places, budget.whole_bytes(keys, impls[0].num_heads)),
     )
     return Meter(
         Place(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
@@ -258,6 +244,26 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
 # ---- Attention -------------------------------------------------------------------------------
 
 
+class Engine(NamedTuple):
+    """What the layers of an engine have in common."""
+
+    config: str
+    """`VllmConfig.instance_id`"""
+    budget: PageBudget
+    echoes: Any
+    """`PromptEchoes`; None: prompts keep the scores that attention gives"""
+
+
+def engine_of(vllm_config: VllmConfig) -> Engine:
+    """Raises: TypeError, ValueError for a wrong entry, and for what is not served."""
+    budget, echoes = budget_of(vllm_config), None
+    if budget.config.rank_by == "mean-echo":
+        from h2o.vllm.echo_of_prompts import PromptEchoes  # and all that serves transformers
+
+        echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
+    return Engine(vllm_config.instance_id, budget, echoes)
+
+
 class H2OAttentionBackend(CPUAttentionBackend):
     """vLLM's own on the CPU, but of h2o where the entry is there.
 
@@ -265,48 +271,42 @@ class H2OAttentionBackend(CPUAttentionBackend):
     only the first happens where vLLM says which config is current.
     """
 
-    budget: PageBudget | None = None
-    """Of the engine whose layers were made last; None: vLLM's own attention."""
+    engine: Engine | None = None
+    """That whose layers were made last; None: vLLM's own attention."""
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         vllm_config = get_current_vllm_config()
         if entry_of(vllm_config) is None:
-            H2OAttentionBackend.budget = None
+            H2OAttentionBackend.engine = None
             return super().get_impl_cls()
-        H2OAttentionBackend.budget = budget_of(vllm_config)
+        if cls.engine is None or cls.engine.config != vllm_config.instance_id:
+            H2OAttentionBackend.engine = engine_of(vllm_config)
         return H2OAttention
 
     @classmethod
     def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
-        return super().get_builder_cls() if cls.budget is None else BatchBuilder
+        return super().get_builder_cls() if cls.engine is None else BatchBuilder
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        if cls.budget is None:
+        if cls.engine is None:
             return super().customize_spec(spec)
-        return page_spec(spec, cls.budget)
+        return page_spec(spec, cls.engine.budget)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return super().get_supported_head_sizes() if cls.budget is None else []
+        return super().get_supported_head_sizes() if cls.engine is None else []
 
 
-class Metadata(NamedTuple):
-    """What the layers are given in a forward pass."""
-
-    batch: Batch
-
-
-class BatchBuilder(AttentionMetadataBuilder[Metadata]):
+class BatchBuilder(AttentionMetadataBuilder[Batch]):
     """Plans a forward pass for all layers."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.begun: dict[int, None] = {}
-        self.cuts_chunks = cuts_chunks(entry_of(vllm_config))
+        self.begun = Begun(places_of(entry_of(vllm_config)))
         requests = Requests.of_config.get(vllm_config.instance_id)
         self.request: Callable[[int], Request | None] = (
             (lambda row: None) if requests is None else requests.rows.get
@@ -315,17 +315,17 @@ class BatchBuilder(AttentionMetadataBuilder[Metadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> Metadata:
+    ) -> Batch:
         rows = common_attn_metadata
         self.meter.stepped()
         starts, lengths, pages = (
             x.tolist()
             for x in (rows.query_start_loc_cpu, rows.seq_lens, rows.block_table_tensor[:, 0])
         )
-        return Metadata(plan(starts, lengths, pages, self.request, self.begun, self.cuts_chunks))
+        return plan(starts, lengths, pages, self.request, self.begun)
 
 
-class H2OAttention(AttentionImpl[Metadata]):
+class H2OAttention(AttentionImpl[Batch]):
     """One layer's attention."""
 
     def __init__(
@@ -357,8 +357,8 @@ class H2OAttention(AttentionImpl[Metadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = None
         self.softcap = float(logits_soft_cap or 0)
-        assert H2OAttentionBackend.budget is not None
-        self.budget = H2OAttentionBackend.budget
+        assert H2OAttentionBackend.engine is not None
+        self.engine = H2OAttentionBackend.engine
         self.paged: PagedLayer | None = None
         self.memory = (0, 0)
 
@@ -369,7 +369,7 @@ class H2OAttention(AttentionImpl[Metadata]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Metadata | None,
+        attn_metadata: Batch | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -380,7 +380,7 @@ class H2OAttention(AttentionImpl[Metadata]):
         memory = kv_cache.data_ptr(), kv_cache.shape[0]
         if self.paged is None or self.memory != memory:
             self.paged, self.memory = self._pages(layer, kv_cache, key), memory
-        self.paged.forward(query, key, value, attn_metadata.batch, output)
+        self.paged.forward(query, key, value, attn_metadata, output)
         return output
 
     def do_kv_cache_update(self, *args: Any) -> None:
@@ -392,6 +392,9 @@ class H2OAttention(AttentionImpl[Metadata]):
                 f"h2o: pages with strides {kv_cache.stride()}, wanted one after another"
             )
         index = extract_layer_index(layer.layer_name)
-        page = self.budget.empty_page(index, key[:1].transpose(0, 1)[None])
-        store = PageStore(kv_cache.view(-1), kv_cache.shape[0], page)
-        return PagedLayer(store, self.budget, index, self.scale, self.softcap)
+        budget = self.engine.budget
+        page = budget.empty_page(index, key[:1].transpose(0, 1)[None])
+        store = PageStore(kv_cache.view(kv_cache.shape[0], -1), page)
+        echoes = self.engine.echoes
+        scores = None if echoes is None else echoes.of_layer(index, self.scale, self.softcap)
+        return PagedLayer(store, budget, index, self.scale, self.softcap, scores)
