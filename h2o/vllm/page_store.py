@@ -55,19 +55,22 @@ class Eviction(NamedTuple):
 class PageStore:
     """The slots of all pages of a layer, in memory that is given."""
 
-    def __init__(self, memory: torch.Tensor, page: ops.Slots) -> None:
+    def __init__(self, memory: torch.Tensor, page: ops.Slots, *, alone: bool = True) -> None:
         """Empties all pages.
 
         Args:
-            memory: [pages, bytes] of a dtype of one byte, contiguous, at an address that eight
+            memory: [pages, bytes] of a dtype of one byte, each at an address that `ALIGNMENT`
                 divides; at least `page_bytes` of each.
             page: slots of one row, empty.
+            alone: False: while no request of this store has a page others may write to it. Then
+                none is emptied before a request has it, and nothing is counted.
         """
+        self.alone = alone
         parts, begin = {}, 0
         for name, field in _fields(page):
             end = begin + field.nbytes
             part = memory[:, begin:end].view(field.dtype).view(len(memory), *field.shape[1:])
-            parts[name] = part.copy_(field.expand_as(part))
+            parts[name] = part.copy_(field.expand_as(part)) if alone else part
             begin = end
         self.pages = page._replace(**parts)
         self.lock = threading.Lock()
@@ -78,7 +81,8 @@ class PageStore:
     def empty(self, page: int, budgets: Sequence[tuple[int, int]]) -> None:
         """Makes a page that of a new request, with (heavy, recent) for all heads or for each."""
         budget = self.pages.budget[page]
-        self.evicted += self._evicted(slice(page, page + 1))
+        if self.alone:
+            self.evicted += self._evicted(slice(page, page + 1))
         empty_row(self.pages, page)
         budget.copy_(torch.tensor(budgets, dtype=torch.int32).view_as(budget))
 
@@ -92,7 +96,8 @@ class PageStore:
     def eviction(self) -> Eviction:
         """Of all requests so far; attention: of those whose pages no others have taken since.
 
-        In NumPy, for which no second team of threads is started where another thread asks.
+        Of a store whose pages are its alone. In NumPy, for which no second team of threads is
+        started where another thread asks.
         """
         pages = self.pages
         with self.lock:

@@ -30,6 +30,21 @@ def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
             assert served(llm, requests) == wanted
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("entry", [SMALL, {"heavy": 60, "recent": 40, "kv_dtype": "int8"}])
+def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
+    """Layers with a window are vLLM's own, in blocks of as many bytes as a page, which take turns
+    in the same memory. Smaller than a block of vLLM's, and larger."""
+    sizes = {"sliding_window": 32, "tie_word_embeddings": True, "head_dim": 32}
+    model = tiny(name, tmp_path, **sizes)
+    requests = prompts() + prompts(seed=1)
+    wanted = alone(model, requests, H2OConfig(**entry))
+    with engine(tmp_path, entry, kv_cache_memory_bytes=2 * MiB) as llm:
+        assert kinds(llm) == {"H2OAttention", "CPUAttentionBackendImpl"}
+        for _ in range(2):
+            assert served(llm, requests) == wanted
+
+
 POLICIES = {
     "robust": {"preset": "robust", "budget": 20},
     "fractions": {"heavy": 0.2, "recent": 0.1, "sinks": 2},
