@@ -37,7 +37,7 @@ static int count_attend(void *parameters, void *memory, h2o_error *error) {
     const h2o_counts_memory counted = h2o_count_tokens(memory, &params->dims, &params->mask);
     params->counts = (h2o_counts){.rows = counted.rows, .heads = counted.heads};
     if (!params->has_slots) return H2O_OK;
-    return h2o_count_slots(&params->slots, &params->dims, counted.heads, error);
+    return h2o_count_slots(&params->slots, &params->dims, &counted, error);
 }
 
 H2O_DEFINE_OPERATION(attend);

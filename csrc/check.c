@@ -6,8 +6,10 @@
  * that kernels use as indices or counts are counts.c's.
  *
  * Overlap is found by address ranges: a written tensor's range, from its first
- * to its last byte, may not touch that of any other tensor of the call. This
- * also refuses some that are interleaved without sharing an element.
+ * to its last byte, may not touch that of any other tensor of the call, unless
+ * both step from row to row by the same number of bytes, and their rows share none:
+ * so pages may have all fields of a row side by side. This also refuses some that
+ * are interleaved without sharing an element.
  */
 #include "operands.h"
 #include "policy.h"
@@ -23,13 +25,14 @@
 /* An operand's tensor, and what its row of the operation asks of it in this call. */
 typedef struct {
     h2o_view *view;
-    const char *letters;
+    char letters[H2O_MAX_DIMS + 1];
     h2o_dtype dtype;
     unsigned flags;
 } rule;
 
 typedef struct {
     uintptr_t first, last; /* addresses of the first and the last byte */
+    uint64_t step, reach;  /* bytes from row to row, and those that each spans */
 } range;
 
 static const char *device_text(const h2o_view *view, char text[40]) {
@@ -60,6 +63,8 @@ static int64_t *size_of(h2o_dims *dims, char letter) {
     switch (letter) {
     case 'B':
         return &dims->B;
+    case 'Z':
+        return &dims->Z;
     case 'H':
         return &dims->H;
     case 'G':
@@ -207,6 +212,9 @@ static bool find_range(const h2o_view *view, range *bytes) {
     }
     const uintptr_t data = (uintptr_t)view->data;
     const uintptr_t before = 0 - (uintptr_t)below;
+    const int64_t rows = (view->shape[0] - 1) * view->stride[0] * size;
+    bytes->step = (uint64_t)view->stride[0] * (uint64_t)size;
+    bytes->reach = (uint64_t)above - (uint64_t)below - (uint64_t)(rows < 0 ? -rows : rows) + 1;
     bytes->first = data - before;
     return data >= before && !__builtin_add_overflow(data, (uintptr_t)above, &bytes->last) &&
            bytes->last <= (uintptr_t)INTPTR_MAX;
@@ -262,12 +270,21 @@ static int check_layout(const rule *rule, range *bytes, h2o_error *error) {
     return H2O_OK;
 }
 
+/* Whether two tensors share no byte. Where both step from row to row by as many bytes, forwards,
+ * rows lie in a period of these: they are apart if those of one end before the other's begin. */
+static bool is_apart(const range *a, const range *b) {
+    if (a->last < b->first || b->last < a->first) return true;
+    if (a->step != b->step || (int64_t)a->step <= 0) return false;
+    if (b->first < a->first) return is_apart(b, a);
+    const uint64_t behind = (b->first - a->first) % a->step;
+    return a->reach <= behind && b->reach <= a->step - behind;
+}
+
 static int check_overlap(const rule *rules, const range *ranges, int count, h2o_error *error) {
     for (int i = 0; i < count; i++) {
         for (int j = i + 1; j < count; j++) {
-            const bool apart = ranges[i].last < ranges[j].first ||
-                               ranges[j].last < ranges[i].first || !rules[i].view->data ||
-                               !rules[j].view->data;
+            const bool apart =
+                is_apart(&ranges[i], &ranges[j]) || !rules[i].view->data || !rules[j].view->data;
             if (!apart && ((rules[i].flags | rules[j].flags) & H2O_WRITTEN)) {
                 const bool first = rules[i].flags & H2O_WRITTEN;
                 return h2o_fail(error, H2O_EVALUE, "%s: is written and shares memory with %s",
@@ -431,9 +448,28 @@ int h2o_check_needed(const h2o_slots *slots, const h2o_policy *policy, h2o_error
 
 /* ---- Operands ---------------------------------------------------------- */
 
-static const char *letters_of(const h2o_operand *operand, const h2o_view *view, bool uneven) {
-    if (operand->flags & H2O_PER_SLOT && uneven) return operand->letters[3] ? "BTD" : "BT";
-    return operand->flags & H2O_PER_HEAD && view->ndim != 3 ? "B2" : operand->letters;
+/* How the slots of a call lie. */
+typedef struct {
+    bool uneven;   /* heads have numbers of slots of their own */
+    bool numbered; /* the batch has some of their rows */
+} layout;
+
+static layout layout_of(const h2o_slots *slots) {
+    return (layout){h2o_given(&slots->starts), h2o_given(&slots->rows)};
+}
+
+/* The rule of a tensor, with its letters as this call has them. */
+static rule rule_of(const h2o_operand *operand, h2o_view *view, unsigned flags, layout slots) {
+    rule rule = {.view = view, .dtype = operand->dtype, .flags = flags};
+    const bool joined = operand->flags & H2O_PER_SLOT && slots.uneven;
+    const bool alike = operand->flags & H2O_PER_HEAD && view->ndim != 3;
+    int count = 0;
+    for (const char *at = operand->letters; *at != '\0'; at++) {
+        if (*at == 'G' && (joined || alike)) continue;
+        const bool same = *at == 'Z' && !slots.numbered;
+        rule.letters[count++] = same ? 'B' : *at == 'S' && joined ? 'T' : *at;
+    }
+    return rule;
 }
 
 /* What an operation with these flags for its slots asks of a field of theirs. */
@@ -449,14 +485,12 @@ static bool is_present(const h2o_operand *operand, const void *params) {
 }
 
 static int add_slots(const h2o_operand *operand, h2o_slots *slots, rule *rules) {
-    const bool uneven = h2o_given(&slots->starts);
     int count = 0;
     for (int i = 0; i < H2O_SLOTS_COUNT; i++) {
         const h2o_operand *const field = &h2o_slots_fields[i];
         h2o_view *const view = h2o_operand_at(slots, field);
         if (operand->flags & H2O_ATTENDED & ~field->flags) continue;
-        rules[count++] =
-            (rule){view, letters_of(field, view, uneven), field->dtype, flags_of(operand, field)};
+        rules[count++] = rule_of(field, view, flags_of(operand, field), layout_of(slots));
     }
     return count;
 }
@@ -465,19 +499,18 @@ int h2o_check_operands(const h2o_operation_row *row, void *params, h2o_error *er
     h2o_dims *const dims = (h2o_dims *)(void *)((char *)params + row->dims);
     rule rules[H2O_MOST_TENSORS];
     int count = 0, status = H2O_OK;
-    bool uneven = false;
+    layout slots = {false, false};
     *dims = (h2o_dims){0};
     for (int i = 0; i < row->operand_count && status == H2O_OK; i++) {
         const h2o_operand *const operand = &row->operands[i];
         void *const at = h2o_operand_at(params, operand);
         if (operand->kind == H2O_OPERAND_POLICY) status = check_policy(at, error);
         if (operand->kind == H2O_OPERAND_TENSOR) {
-            rules[count++] =
-                (rule){at, letters_of(operand, at, uneven), operand->dtype, operand->flags};
+            rules[count++] = rule_of(operand, at, operand->flags, slots);
         }
         if (operand->kind == H2O_OPERAND_SLOTS && is_present(operand, params)) {
             count += add_slots(operand, at, rules + count);
-            uneven = h2o_given(&((h2o_slots *)at)->starts);
+            slots = layout_of(at);
         }
     }
     return status != H2O_OK ? status : check_tensors(rules, count, dims, error);

@@ -1,8 +1,8 @@
 /* counts.c - copies the small tensors of a call into h2o_counts, and checks their values: see
  * operands.h.
  *
- * lengths [B], budget [B,2] or [B,G,2], free [B,G], starts [G+1], prompt [B] and mask [B,Q] decide
- * how much a kernel reads and where it writes. Another thread may change them meanwhile, so each
+ * lengths [Z], budget [Z,2] or [Z,G,2], free [Z,G], starts [G+1], rows [B], prompt [B] and mask [B,Q]
+ * decide how much a kernel reads and where it writes. Another thread may change them meanwhile, so each
  * number is loaded once, here or in the operation's file; kernels use the copies only.
  */
 #include "operands.h"
@@ -11,6 +11,7 @@
 #include <inttypes.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <string.h>
 
 /* ---- Reading ----------------------------------------------------------- */
 
@@ -31,16 +32,19 @@ static size_t heads_bytes(const h2o_dims *dims) {
     return (size_t)(dims->B * dims->G) * sizeof(h2o_head);
 }
 
+static size_t taken_bytes(const h2o_dims *dims) { return ((size_t)dims->Z + 63) / 64 * 8; }
+
 size_t h2o_counts_bytes(const h2o_dims *dims, const h2o_view *mask) {
     const size_t columns = h2o_given(mask) ? (size_t)(dims->B * dims->Q) : 0;
-    return rows_bytes(dims) + heads_bytes(dims) + columns * sizeof(int32_t);
+    return rows_bytes(dims) + heads_bytes(dims) + taken_bytes(dims) + columns * sizeof(int32_t);
 }
 
-/* Rows first, which have the strictest alignment, then heads and columns. */
+/* In the order of their alignment. */
 static h2o_counts_memory divide(void *memory, const h2o_dims *dims) {
     char *const heads = (char *)memory + rows_bytes(dims);
-    return (h2o_counts_memory){memory, (h2o_head *)(void *)heads,
-                               (int32_t *)(void *)(heads + heads_bytes(dims))};
+    char *const taken = heads + heads_bytes(dims);
+    return (h2o_counts_memory){memory, (h2o_head *)(void *)heads, (uint64_t *)(void *)taken,
+                               (int32_t *)(void *)(taken + taken_bytes(dims))};
 }
 
 h2o_counts_memory h2o_count_tokens(void *memory, const h2o_dims *dims, const h2o_view *mask) {
@@ -90,7 +94,28 @@ int h2o_count_budget(const h2o_view *budget, int64_t b, int64_t g, const h2o_pol
     return H2O_OK;
 }
 
-int h2o_count_slots(const h2o_slots *slots, h2o_dims *dims, h2o_head *heads, h2o_error *error) {
+/* The row of the slots that row b of the batch is. */
+static int count_place(const h2o_view *rows, const h2o_dims *dims, int64_t b, uint64_t *taken,
+                       int64_t *row, h2o_error *error) {
+    *row = h2o_given(rows) ? h2o_load_i32(rows, b, 0, 0) : b;
+    if (!h2o_given(rows)) return H2O_OK;
+    if (*row < 0 || *row >= dims->Z) {
+        return h2o_fail(error, H2O_EVALUE, "%s[%" PRId64 "]: is %" PRId64 ", wanted 0..%" PRId64,
+                        rows->name, b, *row, dims->Z - 1);
+    }
+    const uint64_t bit = (uint64_t)1 << *row % 64;
+    if (taken[*row / 64] & bit) {
+        return h2o_fail(error, H2O_EVALUE,
+                        "%s[%" PRId64 "]: is %" PRId64 " as of a row before, wanted each once",
+                        rows->name, b, *row);
+    }
+    taken[*row / 64] |= bit;
+    return H2O_OK;
+}
+
+int h2o_count_slots(const h2o_slots *slots, h2o_dims *dims, const h2o_counts_memory *memory,
+                    h2o_error *error) {
+    h2o_head *const heads = memory->heads;
     const h2o_view *const starts = &slots->starts;
     const int64_t all = dims->S;
     int64_t most = h2o_given(starts) ? 0 : all;
@@ -115,10 +140,17 @@ int h2o_count_slots(const h2o_slots *slots, h2o_dims *dims, h2o_head *heads, h2o
             }
         }
     }
-    for (int64_t i = dims->G; i < dims->B * dims->G; i++) {
-        heads[i] = heads[i % dims->G];
-    }
     dims->S = most;
+    memset(memory->taken, 0, taken_bytes(dims));
+    for (int64_t b = 0; b < dims->B; b++) {
+        int64_t row;
+        const int status = count_place(&slots->rows, dims, b, memory->taken, &row, error);
+        if (status != H2O_OK) return status;
+        for (int64_t g = 0; g < dims->G; g++) {
+            heads[b * dims->G + g] = heads[g];
+            heads[b * dims->G + g].row = row;
+        }
+    }
     return H2O_OK;
 }
 
@@ -135,10 +167,10 @@ static int count_length(const h2o_view *lengths, int64_t b, h2o_row *row, h2o_er
 int h2o_count_row(const h2o_slots *slots, const h2o_policy *policy, const h2o_dims *dims, int64_t b,
                   const h2o_counts_memory *counted, h2o_error *error) {
     h2o_row *const row = &counted->rows[b];
-    int status = count_length(&slots->lengths, b, row, error);
+    int status = count_length(&slots->lengths, counted->heads[b * dims->G].row, row, error);
     for (int64_t g = 0; g < dims->G && status == H2O_OK; g++) {
         h2o_head *const head = &counted->heads[b * dims->G + g];
-        status = h2o_count_budget(&slots->budget, b, g, policy, head, error);
+        status = h2o_count_budget(&slots->budget, head->row, g, policy, head, error);
         head->held = h2o_policy_held(head->budget, row->length);
     }
     return status;

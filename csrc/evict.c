@@ -28,9 +28,9 @@ static int check_evict(void *parameters, h2o_error *error) {
 
 /* Slots 0..held hold what lengths and budget say: otherwise evict would have more
  * keys than are to be kept. */
-static int check_filled(const h2o_slots *slots, int64_t b, int64_t g, const h2o_head *head,
-                        h2o_error *error) {
-    const int32_t *const positions = h2o_at(&slots->positions, b, head->offset, 0); /* [slots] */
+static int check_filled(const h2o_slots *slots, int64_t g, const h2o_head *head, h2o_error *error) {
+    const int32_t *const positions =
+        h2o_at(&slots->positions, head->row, head->offset, 0); /* [slots] */
     const int64_t held = head->held;
     int64_t filled = 0, early = 0;
     for (int64_t s = 0; s < head->slots; s++) {
@@ -44,7 +44,7 @@ static int check_filled(const h2o_slots *slots, int64_t b, int64_t g, const h2o_
                     "%s[%" PRId64 ", %" PRId64 "]: %" PRId64 " of the slots are filled, %" PRId64
                     " of these among the first %" PRId64
                     ", but lengths and budget say that %" PRId64 " are",
-                    slots->positions.name, b, g, filled, early, held + 1, held);
+                    slots->positions.name, head->row, g, filled, early, held + 1, held);
 }
 
 static int count_evict(void *parameters, void *memory, h2o_error *error) {
@@ -52,7 +52,7 @@ static int count_evict(void *parameters, void *memory, h2o_error *error) {
     h2o_dims *const dims = &params->dims;
     const h2o_slots *const slots = &params->slots;
     const h2o_counts_memory counted = h2o_count_tokens(memory, dims, &params->mask);
-    int status = h2o_count_slots(slots, dims, counted.heads, error);
+    int status = h2o_count_slots(slots, dims, &counted, error);
     for (int64_t b = 0; b < dims->B && status == H2O_OK; b++) {
         status = h2o_count_row(slots, &params->policy, dims, b, &counted, error);
         for (int64_t g = 0; g < dims->G && status == H2O_OK; g++) {
@@ -63,9 +63,9 @@ static int count_evict(void *parameters, void *memory, h2o_error *error) {
                 return h2o_fail(error, H2O_EVALUE,
                                 "%s: has %" PRId64 " slots, but row %" PRId64 " is to keep %" PRId64
                                 " tokens; make larger slots",
-                                slots->keys.name, head->slots, b, keeps);
+                                slots->keys.name, head->slots, head->row, keeps);
             }
-            status = check_filled(slots, b, g, head, error);
+            status = check_filled(slots, g, head, error);
         }
     }
     params->counts = (h2o_counts){.rows = counted.rows, .heads = counted.heads};

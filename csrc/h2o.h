@@ -12,7 +12,8 @@
  * from memory of the call's own.
  *
  * Shape letters, used at every pointer:
- *   B batch rows    H query heads   G key/value heads   R = H / G
+ *   B batch rows    Z rows of slots, as many unless slots.rows is given
+ *   H query heads   G key/value heads   R = H / G
  *   Q new tokens    S slots         D head dimension    N tokens of a text
  *   T slots of all heads of a row    P ranks of keys    F rotary frequencies
  */
@@ -77,7 +78,8 @@ H2O_INLINE void *h2o_at(const h2o_view *view, int64_t a, int64_t b, int64_t c) {
  * Those that an operation does not have are 0. */
 typedef struct {
     int64_t B, H, G, R, Q, S, D, P, F;
-} h2o_dims; /* S: of a head with the most, once the counts are there */
+    int64_t Z; /* 0 unless slots.rows is given */
+} h2o_dims;    /* S: of a head with the most, once the counts are there */
 
 /* ---- State and policy -------------------------------------------------- */
 
@@ -92,7 +94,10 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
  *
  * Heads may have numbers of slots of their own: then starts is given, a row's
  * slots lie one head after the other on one axis T, those of head g are
- * starts[g]..starts[g+1]-1 of it, and [B,G,S...] below reads [B,T...].
+ * starts[g]..starts[g+1]-1 of it, and [Z,G,S...] below reads [Z,T...].
+ *
+ * Row b of a call's batch is row b of the slots; or row rows[b] where rows is given, so that a
+ * call takes some of many rows, wherever they lie.
  *
  * Invariants, for a row b that has seen lengths[b] real tokens and whose
  * budget is k = sinks + heavy + recent: held = min(lengths[b], k) slots are
@@ -102,28 +107,30 @@ H2O_INLINE h2o_dtype h2o_stored_type(const h2o_view *rows, int64_t D) {
  * X(name, shape, dtype, flags of tables.h), in the order of h2o.slots.Slots. */
 #define H2O_SLOTS_FIELDS(X)                                                                        \
     /* rows f32/f16/bf16, or u8 rows of quantise.h */                                              \
-    X(keys, "BGSD", H2O_NONE, H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)  \
+    X(keys, "ZGSD", H2O_NONE, H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_DENSE | H2O_WRITTEN)  \
     /* the same; absent where the keys are the values too: once checked they are those views */    \
-    X(values, "BGSD", H2O_NONE,                                                                    \
+    X(values, "ZGSD", H2O_NONE,                                                                    \
       H2O_PER_SLOT | H2O_ATTENDED | H2O_STORED | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)           \
     /* what attention each key has received */                                                     \
-    X(scores, "BGS", H2O_F32, H2O_PER_SLOT | H2O_ATTENDED | H2O_SCORED | H2O_DENSE | H2O_WRITTEN)  \
+    X(scores, "ZGS", H2O_F32, H2O_PER_SLOT | H2O_ATTENDED | H2O_SCORED | H2O_DENSE | H2O_WRITTEN)  \
     /* index in the row without pads, -1 empty */                                                  \
-    X(positions, "BGS", H2O_I32, H2O_PER_SLOT | H2O_ATTENDED | H2O_DENSE | H2O_WRITTEN)            \
+    X(positions, "ZGS", H2O_I32, H2O_PER_SLOT | H2O_ATTENDED | H2O_DENSE | H2O_WRITTEN)            \
     /* the slot that the next token takes */                                                       \
-    X(free, "BG", H2O_I32, H2O_WRITTEN)                                                            \
+    X(free, "ZG", H2O_I32, H2O_WRITTEN)                                                            \
     /* real tokens that the row has seen */                                                        \
-    X(lengths, "B", H2O_I64, H2O_WRITTEN)                                                          \
+    X(lengths, "Z", H2O_I64, H2O_WRITTEN)                                                          \
     /* heavy, recent */                                                                            \
-    X(budget, "BG2", H2O_I32, H2O_PER_HEAD)                                                        \
+    X(budget, "ZG2", H2O_I32, H2O_PER_HEAD)                                                        \
     /* sum of the scores of evicted keys */                                                        \
-    X(lost, "BG", H2O_F64, H2O_WRITTEN)                                                            \
+    X(lost, "ZG", H2O_F64, H2O_WRITTEN)                                                            \
     /* L2 norm of each value; given if value_weighted only */                                      \
-    X(norms, "BGS", H2O_F32, H2O_PER_SLOT | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)                \
+    X(norms, "ZGS", H2O_F32, H2O_PER_SLOT | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)                \
     /* where the slots of each head begin, and where the last one's end */                         \
     X(starts, "+", H2O_I32, H2O_ATTENDED | H2O_OPTIONAL)                                           \
     /* log of a slot's number of keys; given if keys merge only */                                 \
-    X(bias, "BGS", H2O_F32, H2O_PER_SLOT | H2O_ATTENDED | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)
+    X(bias, "ZGS", H2O_F32, H2O_PER_SLOT | H2O_ATTENDED | H2O_OPTIONAL | H2O_DENSE | H2O_WRITTEN)  \
+    /* which row of the fields above each row of the batch is */                                   \
+    X(rows, "B", H2O_I32, H2O_ATTENDED | H2O_OPTIONAL)
 
 #define H2O_FIELD(name, letters, dtype, flags) h2o_view name;
 typedef struct {
@@ -153,6 +160,7 @@ typedef struct {
 
 /* One of its key/value heads. attend fills in only where the slots are. */
 typedef struct {
+    int64_t row;    /* of the slots */
     int64_t offset; /* index on the second axis of the store where its slots begin */
     int64_t slots;  /* how many */
     int32_t heavy, recent;

@@ -65,6 +65,7 @@ int h2o_share_values(h2o_view *values, const h2o_view *keys, h2o_slots *slots, h
 typedef struct {
     h2o_row *rows;    /* [B], then [B] of the dense part */
     h2o_head *heads;  /* [B][G] */
+    uint64_t *taken;  /* [Z] bits: rows of the slots that the batch has so far */
     int32_t *columns; /* [B][Q] */
 } h2o_counts_memory;
 
@@ -77,9 +78,10 @@ H2O_INLINE int32_t h2o_load_i32(const h2o_view *view, int64_t i, int64_t j, int6
 /* Divides the memory of a call, and fills in the rows' new tokens; every other field of rows is 0. */
 h2o_counts_memory h2o_count_tokens(void *memory, const h2o_dims *dims, const h2o_view *mask);
 
-/* Where each head's slots are. All rows have the same; dims->S becomes the most that
- * any head has. */
-int h2o_count_slots(const h2o_slots *slots, h2o_dims *dims, h2o_head *heads, h2o_error *error);
+/* Where each head's slots are, in the same place of each row; and which row of the slots each of
+ * the batch is, no two of them the same. dims->S becomes the most slots that any head has. */
+int h2o_count_slots(const h2o_slots *slots, h2o_dims *dims, const h2o_counts_memory *memory,
+                    h2o_error *error);
 
 /* The budget of a head. */
 int h2o_count_budget(const h2o_view *budget, int64_t b, int64_t g, const h2o_policy *policy,

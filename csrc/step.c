@@ -16,7 +16,7 @@ static const h2o_operand operands[] = {
     H2O_NUMBER(step, softcap),
     H2O_POLICY(step),
     H2O_TENSOR_AS(step, "rotary.table", rotary.table, "P2F", H2O_F32, H2O_OPTIONAL | H2O_DENSE),
-    H2O_TENSOR_AS(step, "rotary.ranks", rotary.ranks, "BGS", H2O_I32,
+    H2O_TENSOR_AS(step, "rotary.ranks", rotary.ranks, "ZGS", H2O_I32,
                   H2O_PER_SLOT | H2O_OPTIONAL | H2O_WRITTEN | H2O_DENSE),
     H2O_TENSOR(step, sink_logits, "H", H2O_F32, H2O_OPTIONAL),
 };
@@ -72,15 +72,14 @@ static int check_step(void *parameters, h2o_error *error) {
 }
 
 /* The slot that a head's new key takes. */
-static int count_free(const h2o_slots *slots, int64_t b, int64_t g, h2o_head *head,
-                      h2o_error *error) {
-    const int32_t free_slot = h2o_load_i32(&slots->free, b, g, 0);
+static int count_free(const h2o_slots *slots, int64_t g, h2o_head *head, h2o_error *error) {
+    const int32_t free_slot = h2o_load_i32(&slots->free, head->row, g, 0);
     head->free = free_slot;
     if (free_slot < 0 || free_slot > head->held) {
         return h2o_fail(error, H2O_EVALUE,
                         "%s[%" PRId64 ", %" PRId64 "]: is %d, wanted 0..%" PRId64
                         ", as the row holds %" PRId64 " tokens",
-                        slots->free.name, b, g, (int)free_slot, head->held, head->held);
+                        slots->free.name, head->row, g, (int)free_slot, head->held, head->held);
     }
     return H2O_OK;
 }
@@ -90,7 +89,7 @@ static int count_step(void *parameters, void *memory, h2o_error *error) {
     h2o_dims *const dims = &params->dims;
     const h2o_slots *const slots = &params->slots;
     const h2o_counts_memory counted = h2o_count_tokens(memory, dims, &params->mask);
-    int status = h2o_count_slots(slots, dims, counted.heads, error);
+    int status = h2o_count_slots(slots, dims, &counted, error);
     for (int64_t b = 0; b < dims->B && status == H2O_OK; b++) {
         status = h2o_count_row(slots, &params->policy, dims, b, &counted, error);
         for (int64_t g = 0; g < dims->G && status == H2O_OK && counted.rows[b].tokens > 0; g++) {
@@ -99,15 +98,15 @@ static int count_step(void *parameters, void *memory, h2o_error *error) {
                 return h2o_fail(error, H2O_EVALUE,
                                 "%s: all %" PRId64 " slots of row %" PRId64
                                 " are taken; make larger slots",
-                                slots->keys.name, head->slots, b);
+                                slots->keys.name, head->slots, head->row);
             }
             if (h2o_given(&params->rotary.table) && head->held >= dims->P) {
                 return h2o_fail(error, H2O_EVALUE,
                                 "%s: has angles of %" PRId64 " ranks, but row %" PRId64
                                 " holds %" PRId64 " tokens and gets one more",
-                                params->rotary.table.name, dims->P, b, head->held);
+                                params->rotary.table.name, dims->P, head->row, head->held);
             }
-            status = count_free(slots, b, g, head, error);
+            status = count_free(slots, g, head, error);
         }
     }
     params->counts = (h2o_counts){.rows = counted.rows, .heads = counted.heads};

@@ -22,20 +22,20 @@ H2O_INLINE int64_t row_pitch(const h2o_view *view) {
     return view->stride[view->ndim - 2] * h2o_dtype_size(view->dtype);
 }
 
-H2O_INLINE slot_store open_store(const h2o_slots *slots, int64_t b, const h2o_head *head,
-                                 int64_t D) {
+H2O_INLINE slot_store open_store(const h2o_slots *slots, const h2o_head *head, int64_t D) {
+    const int64_t row = head->row;
     const bool norms = h2o_given(&slots->norms), bias = h2o_given(&slots->bias);
     const slot_store store = {
-        .keys = (char *)h2o_at(&slots->keys, b, head->offset, 0),
-        .values = (char *)h2o_at(&slots->values, b, head->offset, 0),
+        .keys = (char *)h2o_at(&slots->keys, row, head->offset, 0),
+        .values = (char *)h2o_at(&slots->values, row, head->offset, 0),
         .key_stride = row_pitch(&slots->keys),
         .value_stride = row_pitch(&slots->values),
         .key_type = h2o_stored_type(&slots->keys, D),
         .value_type = h2o_stored_type(&slots->values, D),
-        .scores = (float *)h2o_at(&slots->scores, b, head->offset, 0),
-        .norms = norms ? (float *)h2o_at(&slots->norms, b, head->offset, 0) : NULL,
-        .bias = bias ? (float *)h2o_at(&slots->bias, b, head->offset, 0) : NULL,
-        .positions = (int32_t *)h2o_at(&slots->positions, b, head->offset, 0),
+        .scores = (float *)h2o_at(&slots->scores, row, head->offset, 0),
+        .norms = norms ? (float *)h2o_at(&slots->norms, row, head->offset, 0) : NULL,
+        .bias = bias ? (float *)h2o_at(&slots->bias, row, head->offset, 0) : NULL,
+        .positions = (int32_t *)h2o_at(&slots->positions, row, head->offset, 0),
         .slots = head->slots,
     };
     return store;

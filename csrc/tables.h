@@ -37,7 +37,7 @@ typedef struct {
     size_t present; /* slots that are H2O_OPTIONAL: where the bool lies that says they are there */
 } h2o_operand;
 
-enum { H2O_SLOTS_COUNT = 11, H2O_MOST_TENSORS = 20 /* of a call, its workspace included */ };
+enum { H2O_SLOTS_COUNT = 12, H2O_MOST_TENSORS = 21 /* of a call, its workspace included */ };
 extern const h2o_operand h2o_slots_fields[H2O_SLOTS_COUNT];
 
 /* The same address in a call's parameters. */

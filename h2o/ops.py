@@ -5,7 +5,7 @@ device and one floating dtype (float32, float16 or bfloat16; scores are always
 float32), reads them without a copy and writes its results into tensors that
 the caller owns. None of them is differentiable.
 
-Shape letters: B batch rows, H query heads, G key/value heads (H = G * R), Q
+Shape letters: B batch rows, Z rows of slots, H query heads, G key/value heads (H = G * R), Q
 new tokens, S slots, T slots of all heads of a row, D head dimension.
 
 What is computed is H2O (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient
@@ -31,7 +31,9 @@ arrays, which are read-only, can be inputs only. DLPack does not know torch's
 lazy negation: of a tensor x with `x.is_neg()` (as `z.conj().imag` is) give `x.resolve_neg()`, or
 the sign is lost. To look for it would slow every decode step down.
 Written tensors must have positive strides without overlap, and the range of
-memory that one spans must not touch that of another tensor of the call; the
+memory that one spans must not touch that of another tensor of the call, unless both step from row
+to row by the same number of bytes and their rows share none: so a row of slots may be a page of
+memory that has all its fields side by side (`Slots.rows` finds it by number). The
 last stride of the keys, values, scores, positions and norms of slots, and of a table of angles,
 must be 1.
 No size may be 0.
@@ -78,7 +80,7 @@ class Rotary(NamedTuple):
     table: Tensor
     """[P, 2, F] float32: cosines and sines of the angles of each rank, the last stride 1"""
     ranks: Tensor
-    """[B, G, S] (or [B, T]) int32, updated in place: how many keys of a lower position the head
+    """[Z, G, S] (or [Z, T]) int32, updated in place: how many keys of a lower position the head
     holds beside each; -1: empty. After `evict` make it anew (`h2o.reference.ranks`)."""
 
 

@@ -44,14 +44,7 @@ from h2o.slots import PER_SLOT, new_slots
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "attend",
-    "evict",
-    "kept",
-    "ranks",
-    "simulate",
-    "step",
-]
+__all__ = ["attend", "evict", "kept", "ranks", "simulate", "step"]
 
 
 def attend(
@@ -87,13 +80,13 @@ def attend(
     out.zero_()
     scores.zero_()
     for b in range(B):
-        new = _real_columns(mask, b, Q, query.device)
+        new, row = _real_columns(mask, b, Q, query.device), _row(slots, b)
         for g in range(G):
             key, value = keys[b, g, new], values[b, g, new]
             score = torch.zeros_like(scores[b, g, new])
             bias = torch.zeros_like(score)
             if slots is not None:
-                store = _store(slots, b, g)
+                store = _store(slots, row, g)
                 held = _held_slots(store)
                 stored_values = store.keys if store.values is None else store.values
                 key = torch.cat([dequantised(store.keys[held], D), key])
@@ -161,11 +154,11 @@ def evict(
     B, G, Q, D = keys.shape
     values = keys if values is None else values
     for b in range(B):
-        new = _real_columns(mask, b, Q, keys.device)
-        seen = int(slots.lengths[b]) + len(new)
+        new, row = _real_columns(mask, b, Q, keys.device), _row(slots, b)
+        seen = int(slots.lengths[row]) + len(new)
         for g in range(G if len(new) else 0):
-            heavy, recent = _budget(slots.budget, b, g)
-            store = _store(slots, b, g)
+            heavy, recent = _budget(slots.budget, row, g)
+            store = _store(slots, row, g)
             candidates = _candidates(
                 store, keys[b, g, new], values[b, g, new], scores[b, g, new], seen
             )
@@ -183,13 +176,13 @@ def evict(
             for i in at_evicted:
                 evicted = _at(candidates, i)
                 if merge is None or not merge_evicted(kept, evicted, policy, D):
-                    slots.lost[b, g] += evicted.scores.double()
+                    slots.lost[row, g] += evicted.scores.double()
             store.positions[:] = -1
             for name in PER_SLOT:
                 if getattr(store, name) is not None:
                     getattr(store, name)[: len(at_kept)] = getattr(kept, name)
-            slots.free[b, g] = len(at_kept)
-        slots.lengths[b] = seen
+            slots.free[row, g] = len(at_kept)
+        slots.lengths[row] = seen
 
 
 def _candidates(
@@ -361,6 +354,11 @@ def kept(slots: Any) -> tuple[Tensor, Tensor]:
             positions[b, g, : len(held)] = store.positions[held].long()
             scores[b, g, : len(held)] = store.scores[held]
     return positions, scores
+
+
+def _row(slots: Any, b: int) -> int:
+    """Which row of the slots row b of the batch is."""
+    return b if slots is None or slots.rows is None else int(slots.rows[b])
 
 
 def _store(slots: Any, b: int, g: int) -> SimpleNamespace:

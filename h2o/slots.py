@@ -1,8 +1,8 @@
 """`Slots`: the tensors of one layer's cache (keys, values, scores, positions, ...), of any library,
 and `new_slots`, which makes empty ones.
 
-Shape letters: B batch rows, G key/value heads, S slots, T slots of all heads of a row, D head
-dimension.
+Shape letters: B batch rows, Z rows of slots (B, unless `rows` is given), G key/value heads, S
+slots, T slots of all heads of a row, D head dimension.
 """
 
 from __future__ import annotations
@@ -31,32 +31,36 @@ class Slots(NamedTuple):
 
     Heads may have budgets of their own, and numbers of slots of their own, so that memory falls
     with the budgets: then `starts` is given, a row's slots lie one head after the other on one
-    axis T, and keys are [B, T, D] where [B, G, S, D] stands below, scores [B, T] for [B, G, S].
+    axis T, and keys are [Z, T, D] where [Z, G, S, D] stands below, scores [Z, T] for [Z, G, S].
+
+    With `rows` a call is about some of the rows, found by number: as many as its batch has.
     """
 
     keys: Tensor
-    """[B, G, S, D]; quantised: [B, G, S, bytes] uint8, read by `h2o.quantisation.dequantised`"""
+    """[Z, G, S, D]; quantised: [Z, G, S, bytes] uint8, read by `h2o.quantisation.dequantised`"""
     values: Tensor | None
     """as keys; None: the keys are the values too, as the latents of multi-head latent attention"""
     scores: Tensor
-    """[B, G, S] float32: attention that each key has received, the sum or the largest"""
+    """[Z, G, S] float32: attention that each key has received, the sum or the largest"""
     positions: Tensor
-    """[B, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
+    """[Z, G, S] int32: index of the token in its row, pads not counted; -1: empty"""
     free: Tensor
-    """[B, G] int32: the slot that the next token takes"""
+    """[Z, G] int32: the slot that the next token takes"""
     lengths: Tensor
-    """[B] int64: tokens that the row has seen, pads not counted"""
+    """[Z] int64: tokens that the row has seen, pads not counted"""
     budget: Tensor
-    """[B, 2], or [B, G, 2] for heads with budgets of their own, int32: heavy, recent"""
+    """[Z, 2], or [Z, G, 2] for heads with budgets of their own, int32: heavy, recent"""
     lost: Tensor
-    """[B, G] float64 (on mps float32): sum of the scores of evicted keys at their eviction"""
+    """[Z, G] float64 (on mps float32): sum of the scores of evicted keys at their eviction"""
     norms: Tensor | None = None
-    """[B, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
+    """[Z, G, S] float32: L2 norm of each value; given exactly if value_weighted"""
     starts: Tensor | None = None
     """[G + 1] int32: head g has the slots starts[g] to starts[g + 1] - 1 of axis T"""
     bias: Tensor | None = None
-    """[B, G, S] float32: log of the number of keys that a slot stands for, which its logits grow
+    """[Z, G, S] float32: log of the number of keys that a slot stands for, which its logits grow
     by; given exactly if keys are merged"""
+    rows: Tensor | None = None
+    """[B] int32: row b of the batch is row rows[b] of the fields above, each once; None: row b"""
 
 
 class Kind(NamedTuple):
@@ -73,25 +77,26 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "keys": Kind("BGSD", dtype=""),
-    "values": Kind("BGSD", optional=True, dtype=""),
-    "scores": Kind("BGS"),
-    "positions": Kind("BGS", dtype="int32"),
-    "free": Kind("BG", dtype="int32"),
-    "lengths": Kind("B", dtype="int64"),
-    "budget": Kind("B2", written=False, dtype="int32"),
-    "lost": Kind("BG", dtype="float64"),
-    "norms": Kind("BGS", optional=True),
+    "keys": Kind("ZGSD", dtype=""),
+    "values": Kind("ZGSD", optional=True, dtype=""),
+    "scores": Kind("ZGS"),
+    "positions": Kind("ZGS", dtype="int32"),
+    "free": Kind("ZG", dtype="int32"),
+    "lengths": Kind("Z", dtype="int64"),
+    "budget": Kind("Z2", written=False, dtype="int32"),
+    "lost": Kind("ZG", dtype="float64"),
+    "norms": Kind("ZGS", optional=True),
     "starts": Kind("+", written=False, optional=True, dtype="int32"),
-    "bias": Kind("BGS", optional=True),
+    "bias": Kind("ZGS", optional=True),
+    "rows": Kind("B", written=False, optional=True, dtype="int32"),
 }
 """By the names, and in the order, of the fields of `Slots`; `csrc/h2o.h` has the same list
 (`H2O_SLOTS_FIELDS`). What goes by a part of the fields takes it from here."""
 
 PER_SLOT = tuple(name for name, kind in KINDS.items() if "S" in kind.shape)
 """The fields that have something for each slot."""
-PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("B"))
-"""The fields that have something for each row of the batch."""
+PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("Z"))
+"""The fields that have something for each row."""
 
 
 def sizes_of_keys(keys: Tensor) -> tuple[int, int, int, int]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h2o import ops
+from h2o.slots import PER_ROW
 from tests.inputs import Policy, Text, heads, kept
 
 
@@ -30,8 +31,8 @@ class Conversation:
 
     Pieces of one column go through `step`, longer ones through `attend` and `evict`;
     `stepwise=False` sends those of one column the long way too, `shared` gives no values, so that
-    the keys stand for them. After each piece the
-    slots must be as `h2o.ops.Slots` promises.
+    the keys stand for them, `place` makes slots of the same rows that lie elsewhere (`Pages`).
+    After each piece the slots must be as `h2o.ops.Slots` promises.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Conversation:
         stepwise: bool = True,
         kv_dtype: str | None = None,
         shared: bool = False,
+        place: Callable[[Any], Any] = lambda slots: slots,
     ):
         self.do, self.policy, self.stepwise = engine.module, policy, stepwise
         self.query, self.keys, self.values = (engine.tensor(x) for x in text)
@@ -67,6 +69,7 @@ class Conversation:
             merge=policy.merge is not None, shared=shared,
         )  # fmt: skip
         self.slots.budget[:] = engine.tensor(rows)
+        self.slots = place(self.slots)
         self.column = 0
         self.out: list[np.ndarray] = []
         """[B, Q, H, D] float64 of each piece"""
@@ -87,8 +90,9 @@ class Conversation:
             out, scores = self.do.attend(q, k, v, self.slots, mask=mask, **self.logits, **ranking)
             self.do.evict(k, v, scores, self.slots, mask=mask, **ranking)
         self.out.append(as_float64(out))
-        self.kept.append(kept(self.slots))
-        check_slots(self.slots, self.policy.sinks)
+        own = own_rows(self.slots)
+        self.kept.append(kept(own))
+        check_slots(own, self.policy.sinks)
 
     def feed_all(self, calls: list[int]) -> Conversation:
         for columns in calls:
@@ -99,6 +103,48 @@ class Conversation:
     def answer(self) -> np.ndarray:
         """[B, N, H, D] of all that was fed."""
         return np.concatenate(self.out, axis=1)
+
+
+def own_rows(slots: Any) -> Any:
+    """Slots of the rows that these are about, and no others."""
+    if slots.rows is None:
+        return slots
+    rows = slots.rows.tolist()
+    own = {name: x[rows] for name in PER_ROW if (x := getattr(slots, name)) is not None}
+    return slots._replace(**own, rows=None)
+
+
+class Pages:
+    """Rows that lie apart in one memory, uint8 [Z, bytes] of NumPy or torch, each with all its
+    fields side by side; what no row of a batch has is rubbish."""
+
+    def __init__(self, memory: Any, numbers: Any) -> None:
+        """`numbers`: [B] int32, the rows of a batch."""
+        self.memory, self.numbers = memory, numbers
+        memory[:] = 0x7F
+        self.before = self.others()
+
+    @staticmethod
+    def bytes_of(slots: Any) -> int:
+        """Of a row, rounded up, so that each begins where elements may."""
+        fields = (x for name in PER_ROW if (x := getattr(slots, name)) is not None)
+        return -(-sum(x[:1].nbytes for x in fields) // 16) * 16
+
+    def __call__(self, slots: Any) -> Any:
+        """Slots [Z, ...] in the memory, whose rows of these numbers are those of `slots`."""
+        fields = {name: x for name in PER_ROW if (x := getattr(slots, name)) is not None}
+        parts, begin = {}, 0
+        for name, x in sorted(fields.items(), key=lambda field: -field[1].dtype.itemsize):
+            end = begin + x[:1].nbytes
+            part = self.memory[:, begin:end].view(x.dtype).reshape(len(self.memory), *x.shape[1:])
+            part[self.numbers.tolist()] = x
+            parts[name], begin = part, end
+        return slots._replace(**parts, rows=self.numbers)
+
+    def others(self) -> bytes:
+        """What lies in all other rows."""
+        left = sorted({*range(len(self.memory))} - {*self.numbers.tolist()})
+        return np.asarray(self.memory)[left].tobytes()
 
 
 def as_float64(tensor: Any) -> np.ndarray:

@@ -44,9 +44,9 @@ DEVICE attend_item open_attend(const h2o_attend_params *p, char *workspace, int6
     item.row_max = (float *)(workspace + at.row_max) + b * p->dims.H * p->dims.Q;
     item.factors = (float *)(workspace + at.factors) + b * p->dims.H * p->dims.Q;
     if (p->has_slots) {
-        const h2o_head head = read_extent(&p->slots, g);
+        const h2o_head head = read_extent(&p->slots, b, g);
         item.slots = head.slots;
-        item.store = open_store(&p->slots, b, &head, p->dims.D);
+        item.store = open_store(&p->slots, &head, p->dims.D);
     }
     return item;
 }

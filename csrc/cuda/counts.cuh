@@ -1,5 +1,5 @@
 /* counts.cuh - reads the small integer tensors of a call on the device: mask [B,Q], budget [B,2] or
- * [B,G,2], lengths [B], starts [G+1].
+ * [B,G,2], lengths [Z], starts [G+1], rows [B].
  *
  * On the CPU counts.c validates them and raises. A kernel that a graph has captured cannot
  * raise: whatever decides on an address is clamped here to what the tensors' shapes allow, which
@@ -26,10 +26,15 @@ DEVICE bool is_token(const h2o_view *mask, int64_t b, int64_t q) {
     return !h2o_given(mask) || *(const uint8_t *)h2o_at(mask, b, q, 0) != 0;
 }
 
-/* offset and slots of key/value head g: all S of axis G, or starts[g]..starts[g+1]-1 of axis T. */
-DEVICE h2o_head read_extent(const h2o_slots *slots, int64_t g) {
+/* Where the slots of key/value head g of row b are: all S of axis G, or starts[g]..starts[g+1]-1 of
+ * axis T, of that row or of the one that rows names. */
+DEVICE h2o_head read_extent(const h2o_slots *slots, int64_t b, int64_t g) {
     const int64_t all = cuda_slots(slots);
     h2o_head head = {};
+    head.row = b;
+    if (h2o_given(&slots->rows)) {
+        head.row = clamp(i32_at(&slots->rows, b, 0, 0), 0, slots->scores.shape[0] - 1);
+    }
     head.offset = g;
     head.slots = all;
     if (h2o_given(&slots->starts)) {
@@ -50,18 +55,16 @@ DEVICE void read_budget(const h2o_view *budget, int64_t b, int64_t g, const h2o_
     head->budget = higher(h2o_policy_budget(policy, head->heavy, head->recent), 1);
 }
 
-/* The tokens that row b had seen before this call of `tokens` more. */
-DEVICE int64_t read_length(const h2o_view *lengths, int64_t b, int64_t tokens) {
-    return clamp(*(const int64_t *)h2o_at(lengths, b, 0, 0), 0, INT32_MAX - tokens);
+/* The tokens that a row of the slots had seen before this call of `tokens` more. */
+DEVICE int64_t read_length(const h2o_view *lengths, int64_t row, int64_t tokens) {
+    return clamp(*(const int64_t *)h2o_at(lengths, row, 0, 0), 0, INT32_MAX - tokens);
 }
 
-/* Key/value head g of row b before a call; length: tokens seen by then. */
-DEVICE h2o_head read_head(const h2o_slots *slots, int64_t b, int64_t g, const h2o_policy *policy,
-                          int64_t length) {
-    h2o_head head = read_extent(slots, g);
-    read_budget(&slots->budget, b, g, policy, &head);
-    head.held = h2o_policy_held(head.budget, length);
-    return head;
+/* The rest of what read_extent has begun, before a call; length: tokens seen by then. */
+DEVICE void read_head(const h2o_slots *slots, int64_t g, const h2o_policy *policy, int64_t length,
+                      h2o_head *head) {
+    read_budget(&slots->budget, head->row, g, policy, head);
+    head->held = h2o_policy_held(head->budget, length);
 }
 
 #endif

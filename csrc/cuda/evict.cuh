@@ -232,7 +232,7 @@ KERNEL(h2o_cuda_evict, h2o_evict_params) {
     if (tokens == 0) return; /* the same for all heads of a row */
     if (!arrive_last((uint32_t *)workspace + b, (uint32_t)p->dims.G)) return;
     if (threadIdx.x == 0) {
-        *(int64_t *)h2o_at(&p->slots.lengths, b, 0, 0) = item.length + tokens;
+        *(int64_t *)h2o_at(&p->slots.lengths, item.head.row, 0, 0) = item.length + tokens;
     }
 }
 EXPORT_KERNEL(h2o_cuda_evict, h2o_evict_params)

@@ -79,8 +79,8 @@ DEVICE evict_item open_rows(const h2o_evict_params *p, char *workspace, int64_t 
     item.g = g;
     item.Q = p->dims.Q;
     item.D = p->dims.D;
-    item.head = read_extent(&p->slots, g);
-    item.store = open_store(&p->slots, b, &item.head, p->dims.D);
+    item.head = read_extent(&p->slots, b, g);
+    item.store = open_store(&p->slots, &item.head, p->dims.D);
     lay_out_workspace(&item, &at, workspace, b * p->dims.G + g);
     return item;
 }
@@ -92,10 +92,10 @@ DEVICE evict_item open_evict(const h2o_evict_params *p, char *workspace, int64_t
     item.scores = &p->scores;
     item.mask = &p->mask;
     item.tokens = p->dims.Q;
-    item.length = read_length(&p->slots.lengths, b, p->dims.Q);
-    item.head = read_head(&p->slots, b, g, &p->policy, item.length);
-    item.lost = (double *)h2o_at(&p->slots.lost, b, g, 0);
-    item.free_slot = (int32_t *)h2o_at(&p->slots.free, b, g, 0);
+    item.length = read_length(&p->slots.lengths, item.head.row, p->dims.Q);
+    read_head(&p->slots, g, &p->policy, item.length, &item.head);
+    item.lost = (double *)h2o_at(&p->slots.lost, item.head.row, g, 0);
+    item.free_slot = (int32_t *)h2o_at(&p->slots.free, item.head.row, g, 0);
     item.rows_wait = cuda_move_blocks(p) > 0;
     item.shared = shared;
     return item;

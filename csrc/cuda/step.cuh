@@ -276,7 +276,9 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, float *shared)
     end.sink_logits = &p->sink_logits;
     step_finish(&end, shared);
     if (!arrive_last(heads_done, (uint32_t)p->dims.G)) return;
-    if (threadIdx.x == 0) *(int64_t *)h2o_at(&p->slots.lengths, b, 0, 0) = kept->length + 1;
+    if (threadIdx.x == 0) {
+        *(int64_t *)h2o_at(&p->slots.lengths, kept->head.row, 0, 0) = kept->length + 1;
+    }
 }
 
 BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {

@@ -56,19 +56,21 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     item.key = row_of(&p->key, b, g, 0);
     item.value = row_of(&p->value, b, g, 0);
     item.out = row_of(&p->out, b, 0, g * R);
-    item.length = read_length(&p->slots.lengths, b, 1);
-    item.head = read_head(&p->slots, b, g, &p->policy, item.length);
+    item.head = read_extent(&p->slots, b, g);
+    const int64_t row = item.head.row;
+    item.length = read_length(&p->slots.lengths, row, 1);
+    read_head(&p->slots, g, &p->policy, item.length, &item.head);
     item.head.held = lower(item.head.held, item.head.slots - 1);
     if (h2o_given(&p->rotary.table)) {
         item.rotary = &p->rotary;
-        item.ranks = (int32_t *)h2o_at(&p->rotary.ranks, b, item.head.offset, 0);
+        item.ranks = (int32_t *)h2o_at(&p->rotary.ranks, row, item.head.offset, 0);
         item.head.held = lower(item.head.held, p->dims.P - 1);
     }
-    item.free_slot = (int32_t *)h2o_at(&p->slots.free, b, g, 0);
+    item.free_slot = (int32_t *)h2o_at(&p->slots.free, row, g, 0);
     item.head.free = clamp(*item.free_slot, 0, item.head.held);
     item.slots = item.head.held + 1;
-    item.store = open_store(&p->slots, b, &item.head, D);
-    item.lost = (double *)h2o_at(&p->slots.lost, b, g, 0);
+    item.store = open_store(&p->slots, &item.head, D);
+    item.lost = (double *)h2o_at(&p->slots.lost, row, g, 0);
     item.parts = at.parts;
     const int64_t first =
         b * at.slots + (h2o_given(&p->slots.starts) ? item.head.offset : g * cuda_slots(&p->slots));

@@ -69,6 +69,8 @@ class Case:
     """keys that are the values too"""
     rolled: bool = False
     """steps turn half of the elements of query and keys by the keys' ranks"""
+    numbered: bool = False
+    """rows of slots that are found by number"""
     pads: bool = False
     softcap: float = 0.0
     learned_sinks: bool = False
@@ -82,16 +84,19 @@ class Case:
         facts += [f"rank_by = {self.rank_by}"] if self.rank_by != "sum" else []
         facts += [self.kv_dtype] if self.kv_dtype else []
         facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
-        flags = ("value_weighted", "merge", "ragged", "shared", "rolled", "pads", "learned_sinks")
+        flags = (
+            "value_weighted", "merge", "ragged", "shared", "rolled", "numbered", "pads",
+            "learned_sinks",
+        )  # fmt: skip
         return ", ".join(facts + [flag for flag in flags if getattr(self, flag)])
 
 
 CASES = (
     Case(64, torch.float32, rolled=True),
-    Case(80, torch.float16, kv_dtype="int8", pads=True),
+    Case(80, torch.float16, kv_dtype="int8", pads=True, numbered=True),
     Case(128, torch.bfloat16, value_weighted=True, ragged=True),
     Case(256, torch.bfloat16, kv_dtype="int8-int4"),
-    Case(64, torch.bfloat16, merge=0.3),
+    Case(64, torch.bfloat16, merge=0.3, numbered=True),
     Case(64, torch.bfloat16, R=11, softcap=2.0),
     Case(128, torch.float32, softcap=1e6),  # which changes nothing, but may cost digits
     Case(84, torch.bfloat16, rank_by="max", learned_sinks=True),
@@ -216,7 +221,8 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
     numbers = (D**-0.5, case.softcap, policy)
     capacity = SINKS + heavy + recent + chunk + room
     slots = new_slots(
-        keys, [capacity, capacity + 3] if case.ragged else capacity, heavy, recent,
+        torch.cat([keys, keys])[: B + case.numbered],
+        [capacity, capacity + 3] if case.ragged else capacity, heavy, recent,
         value_weighted=case.value_weighted, kv_dtype=case.kv_dtype, merge=case.merge is not None,
         shared=case.shared,
     )  # fmt: skip
@@ -224,6 +230,9 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         capacity, dtype=torch.float32, device=device
     ).unsqueeze(1)
     table = torch.stack([angles.cos(), angles.sin()], 1)
+
+    if case.numbered:
+        slots = slots._replace(rows=torch.arange(B, 0, -1, dtype=torch.int32, device=device))
 
     def number(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -59,7 +59,7 @@ OPERANDS = {
     "scores": Operand("BGQ", written=True, dtype="float32"),
     "evicted_at": Operand("BGQ", written=True, dtype="int32"),
     "table": Operand("P2F", optional=True, dtype="float32"),
-    "ranks": Operand("BGS", written=True, optional=True, dtype="int32"),
+    "ranks": Operand("ZGS", written=True, optional=True, dtype="int32"),
     "stored_keys": Operand("BGQD", optional=True, dtype="uint8"),
     "stored_values": Operand("BGQD", optional=True, dtype="uint8"),
     "sink_logits": Operand("H", optional=True, dtype="float32"),
@@ -131,11 +131,13 @@ class _Check:
         if stored is not None and not isinstance(stored, Slots):
             raise TypeError(f"slots: is a {type(stored).__name__}, wanted Slots")
         uneven = stored is not None and stored.starts is not None
+        numbered = stored is not None and stored.rows is not None
         for name, operand in OPERANDS.items():
             if name not in named:
                 continue
             shape = operand.shape.replace("GS", "T") if uneven else operand.shape
             shape = shape.replace("Q", "1") if self.operation == "step" else shape
+            shape = shape if numbered else shape.replace("Z", "B")
             shape = "BG2" if name == "budget" and _axes(named[name]) == 3 else shape
             written = operand.written and self.operation != "evict"
             needs = (shape, operand.dtype, written, operand.optional)
@@ -154,7 +156,8 @@ class _Check:
         for name, kind in KINDS.items():
             tensor = getattr(slots, name)
             shape = kind.shape if slots.starts is None else kind.shape.replace("GS", "T")
-            shape = "BG2" if shape == "B2" and _axes(tensor) == 3 else shape
+            shape = "ZG2" if shape == "Z2" and _axes(tensor) == 3 else shape
+            shape = shape if slots.rows is not None else shape.replace("Z", "B")
             needs = (shape, kind.dtype, kind.written, attends or kind.optional)
             tensors[name] = self.tensor(f"slots.{name}", tensor, *needs)
         for name, wanted, why in (

@@ -55,7 +55,7 @@ class EchoLayer(H2OLayer):
 
     def row_bytes(self) -> int:
         """Bytes of all tensors that a row takes once its budget is full."""
-        return super().row_bytes() + self._bytes_asked() // max(1, self.batch_size)
+        return super().row_bytes() + (0 if self.asked is None else self.asked[0].nbytes)
 
     def report(self) -> LayerReport:
         """Numbers of this layer, the queries that it remembers among the bookkeeping."""
@@ -91,6 +91,11 @@ class EchoLayer(H2OLayer):
         self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
     ) -> Tensor:
         assert self.asked is not None
-        out, scores, self.asked = self.echo.step(tokens, self.asked, slots)
+        rows = slice(None) if slots.rows is None else slots.rows.long()
+        out, scores, asked = self.echo.step(tokens, self.asked[rows], slots)
+        if slots.rows is None:
+            self.asked = asked
+        else:
+            self.asked[rows] = asked.to(self.asked.dtype)
         ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=self.policy)
         return out

@@ -119,7 +119,8 @@ class EchoScores:
         several tokens are to them as many heads of one token."""
         again = self._again(tokens.query)
         asked = dequantised(asked, again.shape[-1]).to(again.dtype)
-        missing = BEFORE - torch.arange(BEFORE, device=asked.device) > slots.lengths[:, None]
+        lengths = slots.lengths if slots.rows is None else slots.lengths[slots.rows.long()]
+        missing = BEFORE - torch.arange(BEFORE, device=asked.device) > lengths[:, None]
         before = torch.where(missing[:, None, :, None], again, asked)
         queries = torch.cat([before, again], dim=2).flatten(1, 2)[:, :, None]  # [B, H * 5, 1, D]
         sinks = tokens.sink_logits

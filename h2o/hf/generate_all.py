@@ -245,14 +245,13 @@ class _Engine:
             yield self._failed(row, error)
             return
         best = logits.float().argmax(-1).tolist()  # in 16 bits torch takes five times as long
-        for row, running in enumerate(self.running):
-            if running is None:
-                continue
+        for place, row in enumerate(self.batch.live):
+            running = self.running[row]
             try:
                 if running.by_number:
-                    running.take(best[row])
+                    running.take(best[place])
                 else:
-                    running.accept(logits[row : row + 1])
+                    running.accept(logits[place : place + 1])
             except Exception as error:
                 yield self._failed(row, error)
                 continue

@@ -92,6 +92,10 @@ class LayerContents(CacheLayerMixin):
         self._hold(slots, Capacity(widest, sizes))
         self.longest = longest
 
+    def choose(self, rows: Tensor | None) -> None:
+        """From the next decode step on a batch is these rows, [n] int32, each once; None: all."""
+        self._hold(self.slots._replace(rows=rows), self.capacity)
+
     def row_bytes(self) -> int:
         """Bytes of all tensors that a row takes once its budget is full."""
         widest = self.capacity.widest
@@ -126,7 +130,8 @@ class LayerContents(CacheLayerMixin):
         self.keys = None if slots is None else slots.keys
         self.values = None if slots is None else slots.values
         self.is_initialized = slots is not None
-        self.batch_size = 0 if slots is None else slots.scores.shape[0]
+        batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
+        self.batch_size = 0 if batch is None else len(batch)
         self._out: Tensor | None = None  # the last decode step's output
 
     # ---- For transformers --------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """`RowBatch`: one `H2OCache` whose rows are conversations of their own, replaced one at a time.
 
 A row's state has a constant size, so the slots of a row that has come to its end are taken by the
-next conversation in place: nothing of the other rows is copied. An idle row is masked, and a decode
-step leaves it as it is.
+next conversation in place: nothing of the other rows is copied. A decode step is of the rows that
+are not idle, found by number; where it is compiled, whose shapes stay, of all, and idle ones are
+masked.
 
-Shape letters: B batch rows.
+Shape letters: n rows that are not idle.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
+from h2o.hf.layer_kinds import has_states
 from h2o.hf.patch_lock import input_device
 
 __all__ = ["RowBatch", "row_bytes"]
@@ -39,7 +41,7 @@ class RowBatch:
         self.compiled = torch.compile(model.forward, fullgraph=True) if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
         for index, layer in enumerate(self.cache.layers):
-            if not isinstance(layer, H2OLayer):
+            if not isinstance(layer, H2OLayer) or has_states(layer):
                 raise Unsupported(
                     f"rows that are refilled need full attention in all layers, and layer {index} "
                     f"is a {type(layer).__name__}: call model.generate() with an H2OCache for each "
@@ -47,6 +49,7 @@ class RowBatch:
                 )
         self.tokens = [0] * rows
         """Seen by each row; 0: idle"""
+        self._chosen: list[int] = []
 
     def join(self, row: int, joining: H2OCache) -> None:
         """A row becomes what the one row of another cache of the same settings is.
@@ -62,40 +65,62 @@ class RowBatch:
         """A row is idle from now on."""
         self.tokens[row] = 0
 
+    @property
+    def live(self) -> list[int]:
+        """The rows that are not idle."""
+        return [row for row, n in enumerate(self.tokens) if n]
+
     @torch.no_grad()
     def step(self, ids: list[int]) -> Tensor:
-        """The next token of every row; what stands for an idle row is not looked at.
+        """The next token of the rows that are not idle; others' in `ids` are not looked at.
 
         Returns:
-            Logits [B, vocabulary].
+            Logits [n, vocabulary], in the order of `live`.
         """
-        device = input_device(self.model)
-        position_ids = torch.tensor([[n] for n in self.tokens], dtype=torch.long, device=device)
-        mask = position_ids > 0
-        inputs = {
-            "input_ids": torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
-            # Without a mask there is nothing to look up; but that would take another graph.
-            "attention_mask": None if all(self.tokens) and not self.compiled else mask,
-            "position_ids": position_ids,
-            "past_key_values": self.cache,
-            "use_cache": True,
-        }
-        output = self._compiled(inputs) if self.compiled else self.model(**inputs)
+        live = self.live
+        logits = self._compiled(ids, live) if self.compiled else None
+        if logits is None:
+            self._choose(live if len(live) < len(ids) else [])
+            logits = self._forward(self.model, [ids[row] for row in live], live)
         self.tokens = [n and n + 1 for n in self.tokens]
+        return logits
+
+    def _forward(self, forward: Any, ids: list[int], rows: list[int], mask: Any = None) -> Tensor:
+        """Logits [len(rows), vocabulary]."""
+        how: Any = {"dtype": torch.long, "device": input_device(self.model)}
+        output = forward(
+            input_ids=torch.tensor([[i] for i in ids], **how),
+            attention_mask=mask,
+            position_ids=torch.tensor([[self.tokens[row]] for row in rows], **how),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _compiled(self, inputs: dict[str, Any]) -> Any:
-        """The model's output; eagerly from the first time that its graph cannot be made."""
+    def _compiled(self, ids: list[int], live: list[int]) -> Tensor | None:
+        """As `step`, always with a mask: without one it would be another graph. None from the first
+        time on that the graph cannot be made."""
         from torch._dynamo.exc import TorchDynamoException
 
+        here = [[n > 0] for n in self.tokens]
+        mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
         try:
-            return self.compiled(**inputs)
+            return self._forward(self.compiled, ids, [*range(len(ids))], mask)[live]
         except TorchDynamoException as error:  # nothing has run yet
             reason = textwrap.shorten(str(error), 300, placeholder=" ...")
             warnings.warn(f"steps are not compiled: {reason}", RuntimeWarning, stacklevel=2)
             self.compiled = None
-            return self.model(**inputs)
+            return None
+
+    def _choose(self, rows: list[int]) -> None:
+        """Has steps be of these rows; []: of all."""
+        if rows == self._chosen:
+            return
+        self._chosen = rows
+        for layer in self.cache.layers:
+            numbers = torch.tensor(rows, dtype=torch.int32, device=layer.slots.keys.device)
+            layer.choose(numbers if rows else None)
 
 
 def row_bytes(cache: H2OCache) -> int:

@@ -14,16 +14,22 @@ from typing import Any
 import torch
 
 from h2o import ops
+from h2o.budgets import amount_of
 from h2o.config import H2OConfig, one_config
 from h2o.head_budgets import levelled
 from h2o.vllm.page_store import page_bytes
 
-__all__ = ["PageBudget", "config_of", "cuts_chunks"]
+__all__ = ["PageBudget", "config_of", "places_of", "with_budget"]
+
+PLACES = 2
+"""Prompts that are kept whole at a time. vLLM reads one prompt in pieces after the other, unless
+`--long-prefill-token-threshold` says otherwise."""
 
 
 def config_of(entry: Any) -> H2OConfig:
     """The config that the entry `h2o` of `--additional-config` says: fields of `H2OConfig`, or
-    {"preset": "robust", "budget": 256}, with "of" if wanted; beside them "cut" (`cuts_chunks`).
+    {"preset": "robust", "budget": 256}, with "of" if wanted, and other fields; beside them what
+    `places_of` reads.
 
     Raises: TypeError, ValueError for what is no such thing, or is not served here.
     """
@@ -32,16 +38,22 @@ def config_of(entry: Any) -> H2OConfig:
             f'additional_config["h2o"] must be an object such as {{"heavy": 64, "recent": 64}}, '
             f"not {json.dumps(entry, default=str)}"
         )
-    cuts_chunks(entry)
-    fields = {name: _plain(value) for name, value in entry.items() if name != "cut"}
-    preset = fields.pop("preset", None)
-    config = one_config(None, fields) if preset is None else H2OConfig.preset(preset, **fields)
+    places = places_of(entry)
+    config = _config(entry)
     refused = {
         'positions="rolled"': (config.positions == "rolled", "keys come rotated"),
-        'rank_by="echo"': (config.by_echo, "queries come rotated, and none is remembered"),
+        'rank_by="echo"': (
+            config.by_echo,
+            'each step would attend twice; rank_by="mean-echo" has the echo of prompts',
+        ),
         f"shares={config.shares!r:.40}": (
             config.shares_by_rank,
-            "a layer's page cannot grow by what the others' keys rank",
+            "a layer's page cannot grow by what the others' keys rank; shares=\"shipped\", or a "
+            "profile of h2o calibrate, is served",
+        ),
+        'rank_by="mean-echo" with prompts that are cut after each piece': (
+            config.rank_by == "mean-echo" and places == 0,
+            'a prompt\'s echo is known at its end; give rank_by="mean"',
         ),
     }
     for what, (present, reason) in refused.items():
@@ -50,17 +62,51 @@ def config_of(entry: Any) -> H2OConfig:
     return config
 
 
-def cuts_chunks(entry: Mapping[str, Any]) -> bool:
-    """Whether the entry `h2o` wants a prompt that is read in chunks cut to its budget after each of
-    them ("cut": "chunk"), not once at its end ("prompt", the default). Then nothing but pages is
-    held; but what is evicted depends on where vLLM cuts a prompt, hence on other requests.
+def _config(entry: Mapping[str, Any]) -> H2OConfig:
+    """As `config_of`, before anything is refused."""
+    fields = {name: _plain(x) for name, x in entry.items() if name not in ("cut", "whole_prompts")}
+    if "preset" not in fields:
+        return one_config(None, fields)
+    preset = {name: fields.pop(name) for name in ("budget", "of") if name in fields}
+    config = H2OConfig.preset(fields.pop("preset"), **preset)
+    known = [field.name for field in dataclasses.fields(H2OConfig)]
+    if unknown := sorted({*fields} - {*known}):
+        raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(known)}")
+    return dataclasses.replace(config, **fields)
 
-    Raises: ValueError for another value.
+
+def places_of(entry: Mapping[str, Any]) -> int:
+    """How many prompts that are read in pieces are kept whole at a time until their end, where they
+    are cut to their budget ("whole_prompts"); 0 for "cut": "chunk". Then nothing but pages is held,
+    and each piece is cut to the budget; but what is evicted depends on where vLLM cuts a prompt,
+    hence on other requests.
+
+    Raises: ValueError for other values.
     """
     cut = entry.get("cut", "prompt")
     if cut not in ("prompt", "chunk"):
         raise ValueError(f'cut is "prompt" or "chunk", not {json.dumps(cut, default=str)}')
-    return cut == "chunk"
+    places = entry.get("whole_prompts", PLACES)
+    if isinstance(places, bool) or not isinstance(places, int) or places < 1:
+        raise ValueError(
+            f"whole_prompts is {json.dumps(places, default=str)}, wanted a number from 1 on; "
+            '"cut": "chunk" keeps none whole'
+        )
+    return 0 if cut == "chunk" else places
+
+
+def with_budget(config: H2OConfig, arguments: dict[str, Any]) -> H2OConfig | None:
+    """A config with the budget that a request's `vllm_xargs` say; None: they say none.
+
+    Raises: TypeError, ValueError for a wrong one, which name what is wrong.
+    """
+    wanted = {name: x for name, x in arguments.items() if name.startswith("h2o_")}
+    if unknown := sorted({*wanted} - {"h2o_heavy", "h2o_recent"}):
+        raise ValueError(f"{unknown[0]}: a request has h2o_heavy and h2o_recent")
+    if not wanted:
+        return None
+    amounts = {name.removeprefix("h2o_"): amount_of(name, x) for name, x in wanted.items()}
+    return dataclasses.replace(config, **amounts)
 
 
 def _plain(value: Any) -> Any:
@@ -76,6 +122,8 @@ class PageBudget:
     layers: int
     longest: int
     """Tokens that a request may have, prompt and answer"""
+    places: int = PLACES
+    """Prompts that are kept whole at a time, see `places_of`"""
     part: tuple[int, int] = (0, 1)
     """(i, n): the i-th of n equal parts of each layer's key/value heads is here"""
 
@@ -123,6 +171,20 @@ class PageBudget:
             kv_dtype=self.config.kv_dtype,
             merge=self.config.merge is not None,
         )
+
+    def whole(self, keys: torch.Tensor) -> ops.Slots:
+        """Slots without a budget, of one layer, for as many of the longest prompts as are kept
+        whole."""
+        keys = keys.new_empty(self.places, *keys.shape[1:])
+        return ops.new_slots(keys, self.longest, value_weighted=self.config.value_weighted)
+
+    def whole_bytes(self, keys: torch.Tensor, heads: int) -> int:
+        """Bytes of these, with the queries of so many heads where prompts are ranked by echo."""
+        if self.places == 0:
+            return 0
+        slots = sum(x.nbytes for x in self.whole(keys.to("meta")) if x is not None)
+        row = heads * keys.shape[-1] * keys.element_size()
+        return slots + (self.config.rank_by == "mean-echo") * self.places * self.longest * row
 
     def page_bytes(self, keys: torch.Tensor) -> int:
         """Bytes of a page: what the widest layer needs on any rank, since vLLM has all the same."""

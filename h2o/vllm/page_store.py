@@ -1,8 +1,8 @@
 """The pages of a layer, which are rows of one `Slots`.
 
-vLLM gives a layer one piece of memory for all its pages. The fields of the slots lie in it one
-after the other, each for all pages: so they are ordinary tensors [pages, ...], and any range of
-pages is a batch of rows for `h2o.ops`.
+vLLM gives a layer one piece of memory for all its pages. In each page the fields of the slots lie
+one after the other: each is a tensor [pages, ...] whose rows are a page apart, and `h2o.ops` finds
+the rows of a batch by number.
 """
 
 from __future__ import annotations
@@ -14,20 +14,31 @@ from typing import NamedTuple
 import torch
 
 from h2o import ops
-from h2o.slots import PER_ROW, PER_SLOT
+from h2o.slots import KINDS, PER_ROW
 
-__all__ = ["Eviction", "PageStore", "page_bytes"]
+__all__ = ["Eviction", "PageStore", "empty_row", "page_bytes"]
+
+ALIGNMENT = 16
 
 
 def page_bytes(page: ops.Slots) -> int:
-    """Bytes of a page that has the fields of slots of one row, rounded up to eight."""
-    return -(-sum(field.nbytes for _, field in _fields(page)) // 8) * 8
+    """Bytes of a page that has the fields of slots of one row, rounded up, so that vectors of the
+    next one begin where those of this one do."""
+    return -(-sum(field.nbytes for _, field in _fields(page)) // ALIGNMENT) * ALIGNMENT
 
 
 def _fields(page: ops.Slots) -> list[tuple[str, torch.Tensor]]:
     """The fields of a page, those of large elements first: so each begins at a multiple of them."""
     fields = [(name, getattr(page, name)) for name in PER_ROW if getattr(page, name) is not None]
     return sorted(fields, key=lambda field: -field[1].element_size())
+
+
+def empty_row(slots: ops.Slots, row: int) -> None:
+    """Forgets all that a row holds, but for its budget."""
+    for name, kind in KINDS.items():
+        field = getattr(slots, name)
+        if kind.written and field is not None and name not in ("keys", "values"):
+            field[row] = -1 if name == "positions" else 0
 
 
 class Eviction(NamedTuple):
@@ -44,39 +55,36 @@ class Eviction(NamedTuple):
 class PageStore:
     """The slots of all pages of a layer, in memory that is given."""
 
-    def __init__(self, memory: torch.Tensor, pages: int, page: ops.Slots) -> None:
+    def __init__(self, memory: torch.Tensor, page: ops.Slots, *, alone: bool = True) -> None:
         """Empties all pages.
 
         Args:
-            memory: [bytes] of a dtype of one byte, contiguous, at an address that eight divides;
-                at least pages * page_bytes(page).
+            memory: [pages, bytes] of a dtype of one byte, each at an address that `ALIGNMENT`
+                divides; at least `page_bytes` of each.
             page: slots of one row, empty.
+            alone: False: while no request of this store has a page others may write to it. Then
+                none is emptied before a request has it, and nothing is counted.
         """
+        self.alone = alone
         parts, begin = {}, 0
         for name, field in _fields(page):
-            end = begin + pages * field.nbytes
-            part = memory[begin:end].view(field.dtype).view(pages, *field.shape[1:])
-            parts[name] = part.copy_(field.expand_as(part))
+            end = begin + field.nbytes
+            part = memory[:, begin:end].view(field.dtype).view(len(memory), *field.shape[1:])
+            parts[name] = part.copy_(field.expand_as(part)) if alone else part
             begin = end
         self.pages = page._replace(**parts)
         self.lock = threading.Lock()
         """Held by who writes to pages, and by who counts while another thread may write"""
         self.evicted = 0
         """Keys, by requests whose pages have been taken by others since"""
-        self._range = (0, 0)
-        self._rows = self.pages
 
     def empty(self, page: int, budgets: Sequence[tuple[int, int]]) -> None:
         """Makes a page that of a new request, with (heavy, recent) for all heads or for each."""
-        pages = self.pages
-        self.evicted += self._evicted(slice(page, page + 1))
-        for name in PER_SLOT:
-            field = getattr(pages, name)
-            if field is not None and name not in ("keys", "values"):
-                field[page] = -1 if name == "positions" else 0
-        for field in (pages.free, pages.lengths, pages.lost):
-            field[page] = 0
-        pages.budget[page] = pages.budget.new_tensor(budgets).view_as(pages.budget[page])
+        budget = self.pages.budget[page]
+        if self.alone:
+            self.evicted += self._evicted(slice(page, page + 1))
+        empty_row(self.pages, page)
+        budget.copy_(budget.new_tensor(budgets).view_as(budget))
 
     def _evicted(self, part: slice) -> int:
         """Keys evicted by the requests that have some pages now, or had them last."""
@@ -88,7 +96,8 @@ class PageStore:
     def eviction(self) -> Eviction:
         """Of all requests so far; attention: of those whose pages no others have taken since.
 
-        In NumPy, for which no second team of threads is started where another thread asks.
+        Of a store whose pages are its alone. In NumPy, for which no second team of threads is
+        started where another thread asks.
         """
         pages = self.pages
         with self.lock:
@@ -99,14 +108,6 @@ class PageStore:
             keys = self.evicted + self._evicted(slice(None))
             return Eviction(keys, float(lost.sum()), float(kept))
 
-    def rows(self, first: int, end: int) -> ops.Slots:
-        """The slots of the pages first to end - 1."""
-        if self._range != (first, end):
-            views = {
-                name: field[first:end]
-                for name in PER_ROW
-                if (field := getattr(self.pages, name)) is not None
-            }
-            self._rows = self.pages._replace(**views)
-            self._range = (first, end)
-        return self._rows
+    def rows(self, numbers: torch.Tensor) -> ops.Slots:
+        """The slots of the pages of these numbers, [n] int32."""
+        return self.pages._replace(rows=numbers)

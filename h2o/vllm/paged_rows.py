@@ -2,14 +2,15 @@
 
 `plan` says once a forward pass what the rows of the batch are, `PagedLayer` does that in each
 layer. A prompt that comes in pieces is kept whole until its end, then cut to its budget, so that
-what a request keeps does not depend on how vLLM cut it, hence not on other requests; or each piece
-is taken as an end (`h2o.vllm.page_budget.cuts_chunks`).
+what a request keeps does not depend on how vLLM cut it, hence not on other requests. There is room
+for so many at a time (`Begun`); a piece for which there is none is taken as an end.
 
 Letters: n tokens of the batch, H query heads, G key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,18 +19,14 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
-from h2o.policy import Policy
 from h2o.vllm.page_budget import PageBudget
-from h2o.vllm.page_store import PageStore
+from h2o.vllm.page_store import PageStore, empty_row
 
-__all__ = ["Batch", "PagedLayer", "Piece", "Request", "Steps", "plan"]
+__all__ = ["Batch", "Begun", "PagedLayer", "Piece", "PromptScores", "Request", "Steps", "plan"]
 
-GAP = 64
-"""A call of `step` passes over pages without a request of the batch up to a gap of so many. A row
-that is masked costs next to nothing, a call some sixty microseconds."""
-
-IDLE = 4
-"""Prompts begun that may wait for their next piece outside the batch before the oldest is cut."""
+PromptScores = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Scores [1, G, Q] of a prompt from its query [1, H, Q, D], key and value [1, G, Q, D], and the
+attention [1, G, Q] that its keys have received."""
 
 
 class Request(NamedTuple):
@@ -54,29 +51,47 @@ class Piece(NamedTuple):
     """whether the prompt begins here"""
     ends: bool
     """whether it is cut to its budget now"""
+    place: int | None
+    """where the prompt is kept whole; None: it is not"""
 
 
 class Steps(NamedTuple):
-    """Requests with one new token each, in a range of pages."""
+    """Requests with one new token each."""
 
-    first: int
-    end: int
     tokens: Tensor | slice
-    """[rows] int64: which tokens of the batch; a slice where they and their pages follow one
-    another without a gap"""
-    places: Tensor
-    """[rows] int64: their pages, counted from `first`"""
-    mask: Tensor | None
-    """[end - first, 1] bool: pages of the batch; None: all"""
+    """[rows] int64: which tokens of the batch; a slice where they follow one another"""
+    pages: Tensor
+    """[rows] int32"""
 
 
 class Batch(NamedTuple):
-    """What one forward pass has to do in every layer."""
+    """What one forward pass has to do in every layer, in this order."""
 
+    late: list[Piece]
+    """prompts that are cut before their end, without new tokens"""
     pieces: list[Piece]
-    steps: list[Steps]
-    late: list[int]
-    """pages whose prompts are cut before their end"""
+    steps: Steps | None
+
+
+class Begun:
+    """The prompts of which pieces have come, and where each is kept whole beside the pages."""
+
+    def __init__(self, places: int) -> None:
+        """`places`: how many there is room for; 0: none is kept whole."""
+        self.places = places
+        self.pieces: dict[int, Piece] = {}
+        """The last piece of each, by page, that of the oldest first"""
+
+    def take(self, here: set[int]) -> tuple[int | None, Piece | None]:
+        """A place, or None; and whose it was until now: the oldest prompt of no page of `here`."""
+        taken = {piece.place for piece in self.pieces.values()}
+        for place in range(self.places):
+            if place not in taken:
+                return place, None
+        for page, piece in self.pieces.items():
+            if page not in here:
+                return piece.place, self.pieces.pop(page)
+        return None, None
 
 
 def plan(
@@ -84,8 +99,7 @@ def plan(
     lengths: Sequence[int],
     pages: Sequence[int],
     requests: Callable[[int], Request | None],
-    begun: dict[int, None],
-    cuts_chunks: bool = False,
+    begun: Begun,
 ) -> Batch:
     """What the rows of a batch are.
 
@@ -93,71 +107,84 @@ def plan(
         starts: where each row's tokens begin in the batch, and where the last one's end.
         lengths: tokens of each row with the new ones.
         requests: the request of a row, if it is known.
-        begun: pages of prompts that are kept whole, the oldest first; kept up to date.
-        cuts_chunks: none is kept whole.
+        begun: kept up to date.
     """
-    pieces, single = [], []
+    later, opening, single = [], [], []
     for row, (length, page) in enumerate(zip(lengths, pages, strict=True)):
         begin, end = starts[row], starts[row + 1]
-        opens = length == end - begin
         if begin == end:
             continue
+        opens = length == end - begin
         if opens:
-            begun.pop(page, None)
-        elif end - begin == 1 and page not in begun:
+            begun.pieces.pop(page, None)  # of another request
+        elif end - begin == 1 and page not in begun.pieces:
             single.append((page, begin))
             continue
         request = requests(row) or Request(length)
-        ends = cuts_chunks or length >= request.prompt
-        if ends:
-            begun.pop(page, None)
-        elif opens:
-            begun[page] = None
-        pieces.append(Piece(begin, end, page, length, request, opens, ends))
-    here = set(pages)
-    late = [page for page in begun if page not in here][:-IDLE]
-    for page in late:
-        del begun[page]
-    return Batch(pieces, _ranges(sorted(single)), late)
-
-
-def _ranges(rows: list[tuple[int, int]]) -> list[Steps]:
-    """Rows (page, token) by ascending page, in ranges without large gaps."""
-    ranges: list[Steps] = []
-    begin = 0
-    for i in range(1, len(rows) + 1):
-        if i < len(rows) and rows[i][0] - rows[i - 1][0] <= GAP:
-            continue
-        part, begin = rows[begin:i], i
-        first, end = part[0][0], part[-1][0] + 1
-        places = torch.tensor([page - first for page, _ in part], dtype=torch.long, device="cpu")
-        tokens = [token for _, token in part]
-        dense = len(part) == end - first
-        mask = None
-        if not dense:
-            mask = torch.zeros(end - first, 1, dtype=torch.bool, device="cpu")
-            mask[places] = True
-        if dense and tokens == list(range(tokens[0], tokens[-1] + 1)):
-            ranges.append(Steps(first, end, slice(tokens[0], tokens[-1] + 1), places, None))
+        # What has been cut before its end goes on so.
+        place = begun.pieces[page].place if page in begun.pieces else None
+        ends = length >= request.prompt or not (opens or page in begun.pieces)
+        piece = Piece(begin, end, page, length, request, opens, ends, place)
+        (opening if opens else later).append(piece)
+    for piece in later:  # first, so that those that end make room
+        if piece.ends:
+            begun.pieces.pop(piece.page, None)
         else:
-            at = torch.tensor(tokens, dtype=torch.long, device="cpu")
-            ranges.append(Steps(first, end, at, places, mask))
-    return ranges
+            begun.pieces[piece.page] = piece
+    late, here = [], set(pages)
+    for i, piece in enumerate(opening):
+        if piece.ends:
+            continue
+        place, before = begun.take(here)
+        late += [before] if before else []
+        if place is None:
+            if begun.places:
+                warnings.warn(
+                    f"h2o: more than {begun.places} prompts are read in pieces at once, so some "
+                    'are cut before their end: give a larger "whole_prompts"',
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            opening[i] = piece._replace(ends=True)
+        else:
+            opening[i] = begun.pieces[piece.page] = piece._replace(place=place)
+    return Batch(late, later + opening, _steps(single))
+
+
+def _steps(rows: list[tuple[int, int]]) -> Steps | None:
+    """Of rows (page, token)."""
+    if not rows:
+        return None
+    pages, tokens = zip(*rows, strict=True)
+    numbers = torch.tensor(pages, dtype=torch.int32, device="cpu")
+    if tokens[-1] - tokens[0] == len(tokens) - 1:  # they ascend
+        return Steps(slice(tokens[0], tokens[-1] + 1), numbers)
+    return Steps(torch.tensor(tokens, dtype=torch.long, device="cpu"), numbers)
+
+
+def _number(row: int) -> Tensor:
+    return torch.tensor([row], dtype=torch.int32, device="cpu")
 
 
 class PagedLayer:
-    """One layer: its pages, and the prompts that are not yet whole."""
+    """One layer: its pages, and beside them the prompts that are kept whole."""
 
     def __init__(
-        self, store: PageStore, budget: PageBudget, layer: int, scale: float, softcap: float
-    ) -> None:
+        self, store: PageStore, budget: PageBudget, layer: int, scale: float, softcap: float,
+        prompt_scores: PromptScores | None = None,
+    ) -> None:  # fmt: skip
+        """`prompt_scores`: what the keys of a prompt are ranked by when it is cut, where that is
+        not the attention that they have received."""
         self.store = store
         self.budget = budget
         self.layer = layer
-        self.scale = scale
-        self.softcap = softcap
+        self.logits = {"scale": scale, "softcap": softcap}
         self.policy = budget.config.policy
-        self.uncut: dict[int, tuple[ops.Slots, Request]] = {}
+        self.prompt_scores = prompt_scores
+        self.whole: ops.Slots | None = None
+        """[places, ...], without a budget, in order of positions"""
+        self.queries: Tensor | None = None
+        """[places, H, tokens, D] of these, where scores of prompts want them"""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, out: Tensor) -> None:
         """Attention of a batch's tokens, and eviction.
@@ -168,95 +195,86 @@ class PagedLayer:
             out: [n, H, D], contiguous, written.
         """
         with self.store.lock:
-            for page in batch.late:
-                if page in self.uncut:
-                    self._cut(page, *self.uncut.pop(page))
+            for piece in batch.late:
+                self._cut(piece)
             for piece in batch.pieces:
                 part = slice(piece.begin, piece.end)
-                q, k, v = (x[part].transpose(0, 1)[None] for x in (query, key, value))
-                self._piece(piece, q, k, v, out[part][None])
-            for steps in batch.steps:
-                self._steps(steps, query, key, value, out)
+                tokens = [x[part].transpose(0, 1)[None] for x in (query, key, value)]
+                self._piece(piece, *tokens, out[part][None])
+            if batch.steps is not None:
+                self._step(batch.steps, query, key, value, out)
 
     def _piece(self, piece: Piece, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        """Tokens of one request. query [1, H, Q, D], key, value [1, G, Q, D], out [1, Q, H, D]."""
-        page, request = piece.page, piece.request
-        held, _ = self.uncut.pop(page, (None, None))
+        """Tokens of one request: query [1, H, Q, D], key, value [1, G, Q, D], out [1, Q, H, D]."""
+        tokens = query, key, value
+        if piece.place is not None:
+            self._keep_whole(piece, tokens, out)
+        elif piece.opens:
+            scores = self._attend(tokens, None, out)
+            if self.prompt_scores is not None:
+                scores = self.prompt_scores(*tokens, scores)
+            ops.evict(key, value, scores, self._new_page(piece, key), policy=self.policy)
+        else:  # of a prompt that has been cut
+            page = self.store.rows(_number(piece.page))
+            scores = self._attend(tokens, page, out)
+            ops.evict(key, value, scores, page, policy=self.policy)
+
+    def _keep_whole(self, piece: Piece, tokens: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+        query, key, value = tokens
+        place = piece.place
+        if self.whole is None:
+            self.whole = self._make_room(query, key)
+        assert place is not None
         if piece.opens:
-            held = None
-        elif held is None:  # of a request whose prompt has been cut
-            held = self.store.rows(page, page + 1)
-            self._attend(query, key, value, held, out, held)
-            return
-        if piece.opens and piece.ends:
-            self._attend(query, key, value, None, out, self._new_page(page, key, request))
-            return
-        held = self._room_for(max(request.prompt, piece.length), key, held)
-        self._attend(query, key, value, held, out, held)
+            empty_row(self.whole, place)
+        held = self.whole._replace(rows=_number(place))
+        scores = self._attend(tokens, held, out)
+        ops.evict(key, value, scores, held, policy=self.policy._replace(merge=None))
+        if self.queries is not None:
+            self.queries[place, :, piece.length - query.shape[2] : piece.length] = query[0]
         if piece.ends:
-            self._cut(page, held, request)
-        else:
-            self.uncut[page] = held, request
+            self._cut(piece)
 
-    def _room_for(self, tokens: int, keys: Tensor, held: ops.Slots | None) -> ops.Slots:
-        """Slots for so many tokens, none of which is evicted, with what is held. More than the
-        prompt come where vLLM has a request that it had put off read again, with its answer."""
-        if held is not None and held.scores.shape[-1] >= tokens:
-            return held
-        slots = ops.new_slots(keys, tokens, value_weighted=self.policy.value_weighted)
-        if held is not None:
-            self._store(held, slots, self.policy._replace(merge=None))
-        return slots
-
-    def _store(self, held: ops.Slots, slots: ops.Slots, policy: Policy) -> None:
-        """Takes what is held, of which nothing was evicted, into empty slots."""
-        n = int(held.lengths[0])
-        keys, values, scores = (x[:, :, :n] for x in (held.keys, held.values, held.scores))
-        ops.evict(keys, values, scores, slots, policy=policy)
+    def _make_room(self, query: Tensor, key: Tensor) -> ops.Slots:
+        """For the longest prompts. Most of it is not touched before one is there."""
+        places, longest = self.budget.places, self.budget.longest
+        if self.prompt_scores is not None:
+            self.queries = query.new_zeros(places, query.shape[1], longest, query.shape[3])
+        return self.budget.whole(key)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor,
-        seen: ops.Slots | None, out: Tensor, slots: ops.Slots,
-    ) -> None:  # fmt: skip
-        # What is kept whole has no bias, and nothing is merged there.
-        policy = self.policy if slots.bias is not None else self.policy._replace(merge=None)
-        _, scores = ops.attend(
-            query, key, value, seen,
-            scale=self.scale, softcap=self.softcap, out=out, policy=policy,
-        )  # fmt: skip
-        ops.evict(key, value, scores, slots, policy=policy)
+        self, tokens: tuple[Tensor, Tensor, Tensor], seen: ops.Slots | None, out: Tensor
+    ) -> Tensor:
+        scores: Tensor
+        _, scores = ops.attend(*tokens, seen, out=out, policy=self.policy, **self.logits)
+        return scores
 
-    def _new_page(self, page: int, keys: Tensor, request: Request) -> ops.Slots:
+    def _new_page(self, piece: Piece, keys: Tensor) -> ops.Slots:
+        request = piece.request
         budgets = self.budget.by_head(self.layer, keys, request.prompt, request.config)
-        self.store.empty(page, budgets)
-        return self.store.rows(page, page + 1)
+        self.store.empty(piece.page, budgets)
+        return self.store.rows(_number(piece.page))
 
-    def _cut(self, page: int, held: ops.Slots, request: Request) -> None:
-        """Puts what the budget keeps of a prompt into its page."""
-        self._store(held, self._new_page(page, held.keys, request), self.policy)
-
-    def _steps(self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        slots = self.store.rows(steps.first, steps.end)
-        if isinstance(steps.tokens, slice):
-            q, k, v = (x[steps.tokens].unsqueeze(2) for x in (query, key, value))
-            self._step(q, k, v, slots, None, out[steps.tokens].unsqueeze(1))
-            return
-        rows = steps.end - steps.first
-        q, k, v = (
-            x.new_zeros(rows, x.shape[1], 1, x.shape[2]).index_copy_(
-                0, steps.places, x[steps.tokens].unsqueeze(2)
-            )
-            for x in (query, key, value)
+    def _cut(self, piece: Piece) -> None:
+        """Puts what the budget keeps of a prompt that was kept whole into its page."""
+        assert self.whole is not None
+        place, n = piece.place, piece.length
+        keys, values, scores = (
+            x[place, :, :n][None] for x in (self.whole.keys, self.whole.values, self.whole.scores)
         )
-        result = out.new_empty(rows, 1, *out.shape[1:])
-        self._step(q, k, v, slots, steps.mask, result)
-        out[steps.tokens] = result[steps.places, 0]
+        if self.prompt_scores is not None:
+            assert self.queries is not None
+            scores = self.prompt_scores(self.queries[place, :, :n][None], keys, values, scores)
+        ops.evict(keys, values, scores, self._new_page(piece, keys), policy=self.policy)
 
-    def _step(
-        self, query: Tensor, key: Tensor, value: Tensor,
-        slots: ops.Slots, mask: Tensor | None, out: Tensor,
-    ) -> None:  # fmt: skip
-        ops.step(
-            query, key, value, slots,
-            mask=mask, scale=self.scale, softcap=self.softcap, out=out, policy=self.policy,
+    def _step(self, steps: Steps, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        """One token of each request."""
+        q, k, v = (x[steps.tokens].unsqueeze(2) for x in (query, key, value))
+        slots, in_place = self.store.rows(steps.pages), isinstance(steps.tokens, slice)
+        answer = ops.step(
+            q, k, v, slots,
+            out=out[steps.tokens].unsqueeze(1) if in_place else None,
+            policy=self.policy, **self.logits,
         )  # fmt: skip
+        if not in_place:
+            out[steps.tokens] = answer[:, 0]

@@ -1,200 +1,48 @@
-"""What vLLM sees of h2o: an attention backend, the size of its pages, and who the requests are.
+"""What vLLM sees of h2o: an attention backend and the size of its pages.
 
-The only module that knows vLLM, by its internals of the versions in `h2o.vllm.TESTED`. On the CPU
+With `served` it alone knows vLLM, by the internals of the versions in `h2o.vllm.TESTED`. On the CPU
 platform vLLM always takes the backend CPU_ATTN, so h2o's stands in its place, and is vLLM's own
 wherever the config has no entry "h2o".
 
 A request has one page for life (vLLM's CircularBufferSpec), which holds its slots; tokens are not
-in blocks, so vLLM's slot mapping is not used, and nothing of a page can be shared.
+in blocks, so vLLM's slot mapping is not used, and nothing of a page can be shared. Of a model with
+sliding windows in some layers these stay vLLM's own, and all blocks are as large as a page.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
-from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
-from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from h2o.budgets import amount_of
-from h2o.config import H2OConfig
 from h2o.vllm.metrics import Meter, Place
-from h2o.vllm.page_budget import PageBudget, config_of, cuts_chunks
-from h2o.vllm.page_store import PageStore
-from h2o.vllm.paged_rows import Batch, PagedLayer, Request, plan
+from h2o.vllm.page_budget import PageBudget, places_of
+from h2o.vllm.page_store import ALIGNMENT, PageStore
+from h2o.vllm.paged_rows import Batch, Begun, PagedLayer, Request, plan
+from h2o.vllm.served import (
+    Budgets,
+    Requests,
+    budget_of,
+    entry_of,
+    has_windows,
+    logger,
+    register_requests,
+)
 
-__all__ = ["H2OAttentionBackend", "register_requests"]
-
-logger = init_logger("vllm.h2o")
-
-ENTRY = "h2o"
-"""The entry of `--additional-config`."""
+__all__ = ["Budgets", "H2OAttentionBackend", "register_requests"]
 
 BLOCK = 1 << 20
 """Tokens of a vLLM block: more than a request has, so that one block is all that it takes."""
-
-
-# ---- What is served --------------------------------------------------------------------------
-
-
-def entry_of(vllm_config: VllmConfig) -> Any:
-    """The entry "h2o" of the config; None where there is none."""
-    additional = vllm_config.additional_config
-    return additional.get(ENTRY) if isinstance(additional, dict) else None
-
-
-def served_config(vllm_config: VllmConfig) -> H2OConfig:
-    """What the entry "h2o" says, for this model. Raises: TypeError, ValueError for a wrong one."""
-    return config_of(entry_of(vllm_config)).for_model(vllm_config.model_config.hf_text_config)
-
-
-def budget_of(vllm_config: VllmConfig) -> PageBudget:
-    """The budgets of this model's layers, or of this rank's part of them.
-
-    Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not served.
-    """
-    refuse(vllm_config)
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size
-    part = parallel.rank % ranks, ranks
-    layers = model.get_num_layers(parallel)
-    return PageBudget(served_config(vllm_config), layers, model.max_model_len, part)
-
-
-def refuse(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for a setting that is not served, with the reason."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    cache = vllm_config.cache_config
-    reasons = {
-        "other platforms than the CPU": (
-            not current_platform.is_cpu(),
-            "none was tested so far",
-        ),
-        "layers with states": (model.is_hybrid, "their pages and h2o's were not tried together"),
-        "speculative decoding": (
-            vllm_config.speculative_config,
-            "drafts that are not accepted would have evicted keys already",
-        ),
-        "pipeline parallelism": (
-            parallel.pipeline_parallel_size > 1,
-            "pages have the size of the model's widest layer; use --tensor-parallel-size",
-        ),
-        "context parallelism": (
-            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-            "a request's keys are ranked together, on one rank",
-        ),
-        "multi-head latent attention": (model.use_mla, "its keys are no heads of their own"),
-        f"--kv-cache-dtype {cache.cache_dtype}": (
-            cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"),
-            "give kv_dtype in the entry h2o",
-        ),
-        "a KV connector": (vllm_config.kv_transfer_config, "pages cannot be shared or moved"),
-        "vLLM's V2 model runner": (
-            vllm_config.use_v2_model_runner,
-            "set VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
-        f"{model.get_total_num_kv_heads()} key/value heads on {parallel.tensor_parallel_size} "
-        "tensor parallel ranks": (
-            model.get_total_num_kv_heads() % parallel.tensor_parallel_size,
-            "a head that is copied to several ranks would be scored by a part of its queries",
-        ),
-    }
-    for what, (present, reason) in reasons.items():
-        if present:
-            raise ValueError(f"h2o does not serve {what}: {reason}")
-
-
-# ---- Who the requests are --------------------------------------------------------------------
-
-
-class Requests(LogitsProcessor):
-    """The requests of a batch by row. vLLM tells logits processors of them before each forward
-    pass; logits stay as they are."""
-
-    of_config: dict[str, Requests] = {}  # noqa: RUF012 - by the instance of a config
-    """Those of each engine of this process, by `VllmConfig.instance_id`."""
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.rows: dict[int, Request] = {}
-        self.wanted = entry_of(vllm_config) is not None
-        if self.wanted:
-            refuse(vllm_config)  # for models whose layers never ask for this module's backend
-            self.of_config[vllm_config.instance_id] = self
-
-    def update_state(self, batch_update: Any) -> None:
-        if self.wanted:
-            process_dict_updates(self.rows, batch_update, self.request)
-
-    def request(self, params: Any, prompt: list[int] | None, answer: list[int]) -> Request | None:
-        """A new request; None where its prompt's length is not known."""
-        return None if prompt is None else Request(len(prompt))
-
-    def apply(self, logits: Tensor) -> Tensor:
-        return logits
-
-    def is_argmax_invariant(self) -> bool:
-        return True
-
-
-class Budgets(Requests):
-    """The same, for requests that say their own budget in `vllm_xargs`: h2o_heavy and h2o_recent,
-    as `H2OConfig` has them. What is more than a page holds is cut off.
-
-    Made by `--logits-processors h2o.vllm.plugin:Budgets`, so that vLLM asks it of each request
-    before that is taken.
-    """
-
-    @classmethod
-    def validate_params(cls, sampling_params: Any) -> None:
-        """Raises ValueError for a wrong budget, which becomes the answer 400."""
-        arguments = sampling_params.extra_args or {}
-        names = [name for name in arguments if name.startswith("h2o_")]
-        if unknown := sorted({*names} - {"h2o_heavy", "h2o_recent"}):
-            raise ValueError(f"{unknown[0]}: a request has h2o_heavy and h2o_recent")
-        try:
-            for name in names:
-                amount_of(name, arguments[name])
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        super().__init__(vllm_config, device, is_pin_memory)
-        self.config = served_config(vllm_config) if self.wanted else None
-
-    def request(self, params: Any, prompt: list[int] | None, answer: list[int]) -> Request | None:
-        arguments = params.extra_args or {}
-        amounts = {
-            name.removeprefix("h2o_"): arguments[name]
-            for name in ("h2o_heavy", "h2o_recent")
-            if name in arguments
-        }
-        if prompt is None or self.config is None or not amounts:
-            return super().request(params, prompt, answer)
-        try:
-            return Request(len(prompt), dataclasses.replace(self.config, **amounts))
-        except (TypeError, ValueError) as error:  # here it would end the server
-            logger.warning("h2o: a request gets the server's budget: %s", error)
-            return super().request(params, prompt, answer)
-
-
-def register_requests() -> None:
-    """Has vLLM tell `Requests`. Among the processors that come with vLLM, since its V2 model runner
-    refuses to start where a plugin's entry point names one of this kind."""
-    if Requests not in BUILTIN_LOGITS_PROCESSORS:
-        BUILTIN_LOGITS_PROCESSORS.append(Requests)
 
 
 # ---- Pages -----------------------------------------------------------------------------------
@@ -215,15 +63,16 @@ class PageSpec(CircularBufferSpec):
         return super().max_memory_usage_bytes(vllm_config)
 
 
-def page_spec(spec: AttentionSpec, budget: PageBudget) -> PageSpec:
+def page_spec(spec: AttentionSpec, engine: Engine) -> PageSpec:
     """The page of a layer whose keys and values vLLM describes by `spec`."""
     if spec.head_size_v != spec.head_size:
         raise ValueError(
             f"h2o does not serve keys of {spec.head_size} elements with values of "
             f"{spec.head_size_v} in vLLM"
         )
-    shape = (1, spec.num_kv_heads, 1, spec.head_size)
-    keys = torch.empty(shape, dtype=spec.dtype, device="cpu")
+    keys = _one_key(spec, spec.dtype)
+    # Layers with a window get blocks of as many bytes, which are to be whole ones of their own.
+    unit = spec.page_size_bytes if engine.has_windows else 1
     return PageSpec(
         block_size=BLOCK,
         num_kv_heads=spec.num_kv_heads,
@@ -231,22 +80,36 @@ def page_spec(spec: AttentionSpec, budget: PageBudget) -> PageSpec:
         dtype=torch.uint8,
         num_head_slots=1,
         tokens_per_state=BLOCK,
-        state_content_bytes=budget.page_bytes(keys),
+        state_content_bytes=-(-engine.budget.page_bytes(keys) // unit) * unit,
     )
+
+
+def _one_key(spec: AttentionSpec, dtype: torch.dtype) -> torch.Tensor:
+    """[1, G, 1, D] that stands for the keys of a layer."""
+    shape = (1, spec.num_kv_heads, 1, spec.head_size)
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def impls_of(vllm_config: VllmConfig, layers: list[str]) -> list[H2OAttention]:
+    known = vllm_config.compilation_config.static_forward_context
+    return [known[name].impl for name in layers]
 
 
 def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Meter:
     """Of the pages of some layers, once it is known how many there are; logs that."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    known = vllm_config.compilation_config.static_forward_context
-    impls = [known[name].impl for name in layers]
+    impls = impls_of(vllm_config, layers)
     pages = vllm_config.cache_config.num_gpu_blocks or 1
     size = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model).itemsize
     full = model.max_model_len * spec.num_kv_heads * 2 * spec.head_size * size
+    keys = _one_key(spec, model.dtype)
+    budget = impls[0].engine.budget
     logger.info_once(
         "h2o: %d requests fit, where with all keys %d of the longest would: each takes %d bytes "
-        "a layer instead of %d",
+        "a layer instead of %d; of prompts read in pieces %d at a time are kept whole, beside the "
+        "pages in at most %d bytes a layer",
         *(pages - 1, pages * spec.page_size_bytes // full, spec.page_size_bytes, full),
+        *(budget.places, budget.whole_bytes(keys, impls[0].num_heads)),
     )
     return Meter(
         Place(str(model.served_model_name), str(parallel.data_parallel_index), str(parallel.rank)),
@@ -259,6 +122,28 @@ def meter_of(vllm_config: VllmConfig, layers: list[str], spec: PageSpec) -> Mete
 # ---- Attention -------------------------------------------------------------------------------
 
 
+class Engine(NamedTuple):
+    """What the layers of an engine have in common."""
+
+    config: str
+    """`VllmConfig.instance_id`"""
+    budget: PageBudget
+    has_windows: bool
+    """in other layers, which are vLLM's own"""
+    echoes: Any
+    """`PromptEchoes`; None: prompts keep the scores that attention gives"""
+
+
+def engine_of(vllm_config: VllmConfig) -> Engine:
+    """Raises: TypeError, ValueError for a wrong entry, and for what is not served."""
+    budget, echoes = budget_of(vllm_config), None
+    if budget.config.rank_by == "mean-echo":
+        from h2o.vllm.echo_of_prompts import PromptEchoes  # and all that serves transformers
+
+        echoes = PromptEchoes(vllm_config.model_config.hf_config, budget.config)
+    return Engine(vllm_config.instance_id, budget, has_windows(vllm_config), echoes)
+
+
 class H2OAttentionBackend(CPUAttentionBackend):
     """vLLM's own on the CPU, but of h2o where the entry is there.
 
@@ -266,68 +151,84 @@ class H2OAttentionBackend(CPUAttentionBackend):
     only the first happens where vLLM says which config is current.
     """
 
-    budget: PageBudget | None = None
-    """Of the engine whose layers were made last; None: vLLM's own attention."""
+    engine: Engine | None = None
+    """That whose layers were made last; None: vLLM's own attention."""
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
         vllm_config = get_current_vllm_config()
         if entry_of(vllm_config) is None:
-            H2OAttentionBackend.budget = None
+            H2OAttentionBackend.engine = None
             return super().get_impl_cls()
-        H2OAttentionBackend.budget = budget_of(vllm_config)
+        if cls.engine is None or cls.engine.config != vllm_config.instance_id:
+            H2OAttentionBackend.engine = engine_of(vllm_config)
         return H2OAttention
 
     @classmethod
     def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
-        return super().get_builder_cls() if cls.budget is None else BatchBuilder
+        return super().get_builder_cls() if cls.engine is None else BatchBuilder
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        if cls.budget is None:
+        if cls.engine is None or isinstance(spec, SlidingWindowSpec):
             return super().customize_spec(spec)
-        return page_spec(spec, cls.budget)
+        return page_spec(spec, cls.engine)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return super().get_supported_head_sizes() if cls.budget is None else []
+        return super().get_supported_head_sizes() if cls.engine is None else []
 
 
-class Metadata(NamedTuple):
-    """What the layers are given in a forward pass."""
+class BatchBuilder(AttentionMetadataBuilder[Batch]):
+    """Plans a forward pass for all layers that have h2o's pages; vLLM's own for the others."""
 
-    batch: Batch
-
-
-class BatchBuilder(AttentionMetadataBuilder[Metadata]):
-    """Plans a forward pass for all layers."""
+    def __new__(cls, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kv_cache_spec, PageSpec):
+            return super().__new__(cls)
+        return CPUAttentionBackend.get_builder_cls()(kv_cache_spec, *args, **kwargs)
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.begun: dict[int, None] = {}
-        self.cuts_chunks = cuts_chunks(entry_of(vllm_config))
+        self.begun = Begun(places_of(entry_of(vllm_config)))
         requests = Requests.of_config.get(vllm_config.instance_id)
         self.request: Callable[[int], Request | None] = (
             (lambda row: None) if requests is None else requests.rows.get
         )
-        self.meter = meter_of(vllm_config, layer_names, kv_cache_spec)
+        self.meter: Meter | None = None
+        if impls_of(vllm_config, layer_names)[0].engine.has_windows:
+            logger.info_once("h2o: layers with a sliding window are vLLM's own")
+        else:
+            self.meter = meter_of(vllm_config, layer_names, kv_cache_spec)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> Metadata:
+    ) -> Batch:
         rows = common_attn_metadata
-        self.meter.stepped()
+        if self.meter is not None:
+            self.meter.stepped()
         starts, lengths, pages = (
             x.tolist()
             for x in (rows.query_start_loc_cpu, rows.seq_lens, rows.block_table_tensor[:, 0])
         )
-        return Metadata(plan(starts, lengths, pages, self.request, self.begun, self.cuts_chunks))
+        return plan(starts, lengths, pages, self.request, self.begun)
 
 
-class H2OAttention(AttentionImpl[Metadata]):
-    """One layer's attention."""
+class H2OAttention(AttentionImpl[Batch]):
+    """One layer's attention; vLLM's own where that has a window and others have not."""
+
+    def __new__(
+        cls, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        engine = H2OAttentionBackend.engine
+        if not (sliding_window and engine is not None and engine.has_windows):
+            return super().__new__(cls)
+        own = CPUAttentionBackend.get_impl_cls()
+        known = num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window
+        return own(*known, *args, **kwargs)
 
     def __init__(
         self,
@@ -358,8 +259,8 @@ class H2OAttention(AttentionImpl[Metadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = None
         self.softcap = float(logits_soft_cap or 0)
-        assert H2OAttentionBackend.budget is not None
-        self.budget = H2OAttentionBackend.budget
+        assert H2OAttentionBackend.engine is not None
+        self.engine = H2OAttentionBackend.engine
         self.paged: PagedLayer | None = None
         self.memory = (0, 0)
 
@@ -370,7 +271,7 @@ class H2OAttention(AttentionImpl[Metadata]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Metadata | None,
+        attn_metadata: Batch | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -381,18 +282,19 @@ class H2OAttention(AttentionImpl[Metadata]):
         memory = kv_cache.data_ptr(), kv_cache.shape[0]
         if self.paged is None or self.memory != memory:
             self.paged, self.memory = self._pages(layer, kv_cache, key), memory
-        self.paged.forward(query, key, value, attn_metadata.batch, output)
+        self.paged.forward(query, key, value, attn_metadata, output)
         return output
 
     def do_kv_cache_update(self, *args: Any) -> None:
         """Nothing: `forward` stores what is kept."""
 
     def _pages(self, layer: Any, kv_cache: Tensor, key: Tensor) -> PagedLayer:
-        if not kv_cache.is_contiguous():
-            raise ValueError(
-                f"h2o: pages with strides {kv_cache.stride()}, wanted one after another"
-            )
+        if not kv_cache[0].is_contiguous() or kv_cache.stride(0) % ALIGNMENT:
+            raise ValueError(f"h2o: pages with strides {kv_cache.stride()}, wanted each in a piece")
         index = extract_layer_index(layer.layer_name)
-        page = self.budget.empty_page(index, key[:1].transpose(0, 1)[None])
-        store = PageStore(kv_cache.view(-1), kv_cache.shape[0], page)
-        return PagedLayer(store, self.budget, index, self.scale, self.softcap)
+        budget = self.engine.budget
+        page = budget.empty_page(index, key[:1].transpose(0, 1)[None])
+        store = PageStore(kv_cache.flatten(1), page, alone=not self.engine.has_windows)
+        echoes = self.engine.echoes
+        scores = None if echoes is None else echoes.of_layer(index, self.scale, self.softcap)
+        return PagedLayer(store, budget, index, self.scale, self.softcap, scores)

@@ -21,7 +21,7 @@ static h2o_view columns(const h2o_view *view, int64_t begin, int64_t count) {
 typedef struct {
     h2o_dims dims; /* Q: of the whole text */
     h2o_dtype dtype;
-    h2o_dtype stored; /* in the slots, H2O_Q8 or H2O_Q4; H2O_NONE: dtype */
+    h2o_dtype stored;                /* in the slots, H2O_Q8 or H2O_Q4; H2O_NONE: dtype */
     int64_t prompt, chunk_at, chunk; /* prompt, steps, a chunk, steps */
     int32_t heavy, recent;
     h2o_policy policy;
@@ -30,6 +30,8 @@ typedef struct {
     layout how;
     bool sinks; /* heads have learned ones */
     bool weird; /* some values, keys and queries are not finite */
+    int64_t
+        spare; /* rows of the slots that the batch has not: its own follow, the last one first */
 } scene;
 
 typedef struct {
@@ -87,9 +89,23 @@ static void free_text(const text *t) {
 static answer make_answer(const scene *s) {
     const h2o_dims *const d = &s->dims;
     const h2o_dtype stored = s->stored == H2O_NONE ? s->dtype : s->stored;
-    return (answer){make_layout(s->how, s->dtype, 4, d->B, d->Q, d->H, d->D, 2),
-                    make_slots(s->how, d, stored, s->heavy, s->recent, s->policy.value_weighted,
-                               h2o_merges(&s->policy))};
+    h2o_dims slots = *d;
+    slots.B += s->spare;
+    answer a = {make_layout(s->how, s->dtype, 4, d->B, d->Q, d->H, d->D, 2),
+                make_slots(s->how, &slots, stored, s->heavy, s->recent, s->policy.value_weighted,
+                           h2o_merges(&s->policy))};
+    if (s->spare > 0) {
+        a.slots.rows = make_layout(s->how, H2O_I32, 1, d->B, 1, 1, 1, 2);
+        for (int64_t b = 0; b < d->B; b++) {
+            AT(int32_t, a.slots.rows, b, 0, 0) = (int32_t)(slots.B - 1 - b);
+        }
+    }
+    return a;
+}
+
+/* Which row of the slots a row of the batch is. */
+static int64_t row_of(const h2o_slots *slots, int64_t b) {
+    return h2o_given(&slots->rows) ? AT(int32_t, slots->rows, b, 0, 0) : b;
 }
 
 /* Calls f with every tensor of an answer. */
@@ -106,6 +122,7 @@ static void for_each_tensor(const answer *a, const answer *b,
     f(&a->slots.lost, &b->slots.lost);
     if (h2o_given(&a->slots.norms)) f(&a->slots.norms, &b->slots.norms);
     if (h2o_given(&a->slots.bias)) f(&a->slots.bias, &b->slots.bias);
+    if (h2o_given(&a->slots.rows)) f(&a->slots.rows, &b->slots.rows);
 }
 
 static void check_same(const h2o_view *a, const h2o_view *b) {
@@ -285,12 +302,14 @@ static void evict_plainly(const scene *s, int64_t length, kept_keys *kept) {
 /* The kept keys in the slots are those of the plain loops. */
 static void check_slots(const answer *a, int64_t b, int64_t g, const kept_keys *kept) {
     const h2o_slots *const slots = &a->slots;
+    const int64_t row = row_of(slots, b);
     int64_t found = 0;
     for (int64_t slot = 0; slot < slots->positions.shape[2]; slot++) {
-        const int32_t position = AT(int32_t, slots->positions, b, g, slot);
+        const int32_t position = AT(int32_t, slots->positions, row, g, slot);
         for (int64_t i = 0; position >= 0 && i < kept->count; i++) {
             if (kept->positions[i] == position) {
-                CHECK(is_near(AT(float, slots->scores, b, g, slot), (double)kept->scores[i], 2e-5));
+                CHECK(
+                    is_near(AT(float, slots->scores, row, g, slot), (double)kept->scores[i], 2e-5));
                 found++;
             }
         }
@@ -331,8 +350,8 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
                 if (real) attend_plainly(s, &u, sink, r, q, &kept, weights, out);
                 for (int64_t i = 0; real && i < kept.count; i++) {
                     const float given = (float)weights[i];
-                    kept.scores[i] = largest ? h2o_larger(kept.scores[i], given)
-                                             : kept.scores[i] + given;
+                    kept.scores[i] =
+                        largest ? h2o_larger(kept.scores[i], given) : kept.scores[i] + given;
                 }
                 check_row(&a->out, b, q, g * d->R + r, out);
             }
@@ -355,14 +374,28 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
 static void check_merged(const scene *s, const answer *a) {
     const h2o_slots *const slots = &a->slots;
     for (int64_t i = 0; i < s->dims.B * s->dims.G; i++) {
-        const int64_t b = i / s->dims.G, g = i % s->dims.G;
+        const int64_t row = row_of(slots, i / s->dims.G), g = i % s->dims.G;
         int64_t merged = 0;
         for (int64_t slot = 0; slot < s->dims.S; slot++) {
-            const float bias = AT(float, slots->bias, b, g, slot);
-            CHECK(bias >= 0.0f && (bias == 0.0f || AT(int32_t, slots->positions, b, g, slot) >= 0));
+            const float bias = AT(float, slots->bias, row, g, slot);
+            CHECK(bias >= 0.0f &&
+                  (bias == 0.0f || AT(int32_t, slots->positions, row, g, slot) >= 0));
             merged += bias > 0.0f;
         }
         CHECK(merged > 0);
+    }
+}
+
+/* Rows of the slots that no row of the batch is are still empty. */
+static void check_spare(const scene *s, const answer *a) {
+    const h2o_slots *const slots = &a->slots;
+    for (int64_t row = 0; row < s->spare; row++) {
+        CHECK(AT(int64_t, slots->lengths, row, 0, 0) == 0);
+        for (int64_t i = 0; i < s->dims.G * s->dims.S; i++) {
+            const int64_t g = i / s->dims.S, slot = i % s->dims.S;
+            CHECK(AT(int32_t, slots->positions, row, g, slot) == -1);
+            CHECK(isnan(AT(float, slots->scores, row, g, slot)));
+        }
     }
 }
 
@@ -385,10 +418,12 @@ static void test_scene(const h2o_ops *ops, const scene *s, uint64_t seed, player
     const answer conversation = play(ops, s, &t, converse);
     check_units(s, &t, &conversation);
     if (h2o_merges(&s->policy)) check_merged(s, &conversation);
+    check_spare(s, &conversation);
     for_each_tensor(&conversation, &conversation, free_tensor);
 
     scene whole = *s; /* without a chunk, and nothing is overwritten */
     whole.chunk_at = -1;
+    whole.spare = 0;
     whole.dims.S = whole.dims.Q;
     const answer simulation = play(ops, &whole, &t, simulate);
     list_survivors(&whole, &t, &simulation);

@@ -67,6 +67,7 @@ int main(void) {
          .policy = merging,
          .scale = 0.1f},
         {.dims = make_dims(2, 16, 2, 130, 100, 8),
+         .spare = 2,
          .prompt = 90,
          .chunk_at = 95,
          .chunk = 20,
@@ -98,6 +99,7 @@ int main(void) {
         /* so many heads that a step multiplies matrices, and they are divided among workers: several
          * chunks of slots, full panels of values and ragged ones, an odd number of heads */
         {.dims = make_dims(2, 1, 37, 330, 300, 64),
+         .spare = 3,
          .prompt = 290,
          .chunk_at = 305,
          .chunk = 8,
@@ -127,6 +129,7 @@ int main(void) {
          .weird = true},
         /* a prompt much longer than what is kept of it and a window */
         {.dims = make_dims(2, 2, 2, 400, 120, 16),
+         .spare = 1,
          .prompt = 370,
          .chunk_at = 380,
          .chunk = 9,

@@ -11,8 +11,8 @@
 enum { B = 3, G = 2, R = 2, S = 40, D = 12, F = 4, Q = 70, ROUNDS = 80 };
 
 /* What is stored: nothing in particular, values' norms, keys that stand for several, bytes, keys
- * before their rotation, heads with slots of their own. */
-typedef enum { PLAIN, WEIGHTED, MERGING, BYTES, ROLLED, UNEVEN, KINDS } kind;
+ * before their rotation, heads with slots of their own, rows that are found by number. */
+typedef enum { PLAIN, WEIGHTED, MERGING, BYTES, ROLLED, UNEVEN, NUMBERED, KINDS } kind;
 
 typedef struct {
     kind kind;
@@ -55,6 +55,7 @@ static void make_slots_of(stage *st, const h2o_dims *d) {
         st->rotary.ranks = make_tensor(H2O_I32, 3, B, G, S, 1);
         FILL(float, st->rotary.table, 0.7f);
     }
+    if (st->kind == NUMBERED) slots->rows = make_tensor(H2O_I32, 1, B, 1, 1, 1);
     st->as_passed = *slots;
     if (st->kind == UNEVEN) {
         slots->starts = make_tensor(H2O_I32, 1, G + 1, 1, 1, 1);
@@ -92,8 +93,9 @@ static void free_stage(const stage *st) {
                                      &st->slots.free,   &st->slots.lengths,
                                      &st->slots.budget, &st->slots.lost,
                                      &st->slots.norms,  &st->slots.bias,
-                                     &st->slots.starts, &st->rotary.table,
-                                     &st->rotary.ranks, &st->stored};
+                                     &st->slots.starts, &st->slots.rows,
+                                     &st->rotary.table, &st->rotary.ranks,
+                                     &st->stored};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++) free(views[i]->data);
 }
 
@@ -128,6 +130,9 @@ static void *disturb(void *argument) {
         if (st->kind == UNEVEN && any % 16 == 0) {
             DISTURB(int32_t, st->slots.starts, random_int(&random, 0, G), 0, 0, any);
         }
+        if (st->kind == NUMBERED && any % 4 == 0)
+            DISTURB(int32_t, st->slots.rows, b, 0, 0, any % B);
+        if (st->kind == NUMBERED && any % 16 == 0) DISTURB(int32_t, st->slots.rows, b, 0, 0, any);
         for (int i = 0; st->positions_too && i < 8; i++) {
             disturb_slot(st, b, g, random_int(&random, 0, S - 1), any);
         }
@@ -155,6 +160,7 @@ static void mend(stage *st, test_random *random) {
         DISTURB(int32_t, st->slots.starts, g, 0, 0, start);
     }
     for (int64_t b = 0; b < B; b++) {
+        if (st->kind == NUMBERED) DISTURB(int32_t, st->slots.rows, b, 0, 0, B - 1 - b);
         DISTURB(int64_t, st->slots.lengths, b, 0, 0, held);
         DISTURB(int32_t, st->slots.budget, b, 0, 0, heavy);
         DISTURB(int32_t, st->slots.budget, b, 1, 0, 8);

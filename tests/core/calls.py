@@ -82,7 +82,8 @@ STATE = ("keys", "values", "scores", "positions", "free", "lengths", "lost")
 
 
 def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
-    """A valid call; name: a function, "step weighted" for one with norms, "step rolled"."""
+    """A valid call; name: a function, "step weighted" for one with norms, "step rolled", or "step
+    numbered" about rows 0 and 3 of 4."""
     rng = np.random.default_rng(seed)
     name, _, kind = name.partition(" ")
     weighted = kind == "weighted"
@@ -118,6 +119,9 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
                 table = rng.uniform(-1, 1, (S, 2, 3)).astype(np.float32)
                 arguments["rotary"] = ops.Rotary(table, ranks(state.positions))
                 in_slots += ("rotary.ranks",)
+            if kind == "numbered":
+                whole = ops.Slots(*(x if x is None else np.concatenate([x, x]) for x in state))
+                arguments["slots"] = whole._replace(rows=np.array([0, 3], np.int32))
             return Call(ops.step, arguments, ("out", *in_slots))
         case "simulate":
             arguments = {"query": query, "keys": keys, "values": values, "mask": mask}
@@ -127,7 +131,10 @@ def make(name: str, dtype: Any = np.float32, seed: int = 0) -> Call:
     raise ValueError(name)
 
 
-NAMES = ("attend", "evict", "step", "simulate", "evict weighted", "step weighted", "step rolled")
+NAMES = (
+    *("attend", "evict", "step", "simulate", "evict weighted", "step weighted", "step rolled"),
+    "step numbered",
+)
 
 EVERY_TENSOR = [(name, tensor) for name in NAMES for tensor in make(name).tensors()]
 EVERY_WRITTEN = [(name, tensor) for name in NAMES for tensor in make(name).written]

@@ -132,6 +132,8 @@ def test_none(name, tensor, refused):
     made = {"out", "evicted_at"} | ({"scores"} if "evict" not in name else set())
     if tensor.startswith("rotary."):
         refused(call.put(tensor, None), ValueError, "^rotary.ranks: is .*, but rotary.table is ")
+    elif tensor == "slots.rows":
+        refused(call.put(tensor, None), ValueError, "^slots.keys: has shape")
     elif tensor in OPTIONAL | made or (name, tensor) == ("simulate", "values"):
         if tensor == "slots.norms":
             refused(call.put(tensor, None), ValueError, "^slots.norms: is None, but value_weighted")

@@ -161,6 +161,19 @@ static h2o_view choose_starts(bench *w, bool sound) {
     return starts;
 }
 
+/* Which rows of a store the batch has: mostly none of them twice, in reverse order. Chosen last, as
+ * learned sinks are, of a store with as many rows as the batch. */
+static h2o_view choose_rows(bench *w) {
+    if (choose(&w->in, 3) != 1) return (h2o_view){.name = "rows"};
+    const h2o_view rows = choose_tensor(w, "rows", "B", H2O_I32);
+    choose_numbers(w, &rows, w->dims.B);
+    if (!rarely(&w->in) && is_countable(&rows, H2O_I32, 1)) {
+        for (int64_t b = 0; b < rows.shape[0]; b++)
+            *(int32_t *)h2o_at(&rows, b, 0, 0) = (int32_t)(rows.shape[0] - 1 - b);
+    }
+    return rows;
+}
+
 /* A store that holds what it says, mostly: the first slots of each head. */
 static h2o_slots choose_slots(bench *w, bool weighted, bool merges) {
     input *const in = &w->in;
@@ -182,6 +195,7 @@ static h2o_slots choose_slots(bench *w, bool weighted, bool merges) {
         .norms = {.name = "norms"},
         .starts = {.name = "starts"},
         .bias = {.name = "bias"},
+        .rows = {.name = "rows"},
     };
     if (weighted) s.norms = choose_tensor(w, "norms", numbers, H2O_F32);
     if (merges) s.bias = choose_tensor(w, "bias", numbers, H2O_F32);
@@ -304,6 +318,7 @@ static void call_operation(bench *w) {
         p.has_slots = choose(in, 2);
         if (p.has_slots) p.slots = choose_slots(w, false, choose(in, 4) == 3);
         p.sink_logits = choose_sinks(w);
+        if (p.has_slots) p.slots.rows = choose_rows(w);
         call_with(H2O_ATTEND, &p, call);
         break;
     }
@@ -314,6 +329,7 @@ static void call_operation(bench *w) {
                               .mask = mask,
                               .policy = policy,
                               .slots = choose_slots(w, policy.value_weighted, h2o_merges(&policy))};
+        p.slots.rows = choose_rows(w);
         call_with(H2O_EVICT, &p, call);
         break;
     }
@@ -329,6 +345,7 @@ static void call_operation(bench *w) {
                              .slots = choose_slots(w, policy.value_weighted, h2o_merges(&policy)),
                              .rotary = choose_rotary(w)};
         p.sink_logits = choose_sinks(w);
+        p.slots.rows = choose_rows(w);
         call_with(H2O_STEP, &p, call);
         break;
     }

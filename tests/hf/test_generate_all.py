@@ -33,6 +33,7 @@ CONFIGS = {
     "value norms": H2OConfig(heavy=6, recent=6, value_weighted=True),
     "uneven heads": H2OConfig(heavy=6, recent=6, shares=[[1.4, 0.6], [0.5, 1.5]]),
     "everything": H2OConfig.full(),
+    "echo": H2OConfig(heavy=6, recent=6, rank_by="echo", kv_dtype="int8"),
 }
 
 
@@ -72,6 +73,29 @@ def test_families(family):
     results = h2o.generate_all(ours, texts(*LENGTHS), heavy=6, recent=6, rows=3, max_new_tokens=9)
     for text, result in zip(texts(*LENGTHS), results, strict=True):
         assert result.ids == alone(ours, text, CONFIGS["h2o"], max_new_tokens=9, do_sample=False)
+
+
+def test_a_step_is_of_the_rows_that_are_not_idle():
+    """Of few answers that are longer than all others."""
+    ours, batches = model("llama"), []
+    hook = ours.register_forward_pre_hook(
+        lambda _, args, kwargs: batches.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    requests = [
+        h2o.Request(x, max_new_tokens=n) for x, n in zip(texts(9, 5, 7), (4, 12, 8), strict=True)
+    ]
+    try:
+        results = list(h2o.generate_all(ours, requests, heavy=6, recent=6, rows=3))
+    finally:
+        hook.remove()
+    assert [len(result.ids) for result in results] == [4, 12, 8]
+    assert batches == [1] * 3 + [3] * 3 + [2] * 4 + [1] * 4
+
+
+def test_models_with_states_are_refused():
+    """Which a row would have to take along, beside its keys."""
+    with pytest.raises(h2o.Unsupported, match="layer 0 is a _H2OLayer: call"):
+        h2o.generate_all(model("falcon_h1"), texts(5), heavy=6, recent=6, rows=2)
 
 
 def test_sampling_does_not_depend_on_neighbours():

@@ -18,9 +18,9 @@ import torch
 
 from h2o import H2OConfig, ops
 from h2o.vllm import metrics
-from h2o.vllm.page_budget import PageBudget, config_of
+from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget
 from h2o.vllm.page_store import PageStore, page_bytes
-from h2o.vllm.paged_rows import GAP, IDLE, PagedLayer, Request, plan
+from h2o.vllm.paged_rows import Begun, PagedLayer, Request, plan
 from tests import inputs
 
 H, G, D = 4, 2, 32
@@ -59,14 +59,19 @@ def talk(seed: int, prompt: int, tokens: int) -> Talk:
     return Talk(inputs.drifting(seed, B=1, H=H, G=G, N=tokens, D=D, sink=True), prompt)
 
 
-def paged(config: H2OConfig) -> PagedLayer:
+def paged(config: H2OConfig, prompt_scores=None) -> PagedLayer:
     budget = PageBudget(config, LAYERS, LONGEST)
     page = budget.empty_page(LAYER, torch.empty(1, G, 1, D))
-    memory = torch.full((PAGES * page_bytes(page),), 7, dtype=torch.int8)
-    return PagedLayer(PageStore(memory, PAGES, page), budget, LAYER, SCALE, 0.0)
+    memory = torch.full((PAGES, page_bytes(page)), 7, dtype=torch.int8)
+    return PagedLayer(PageStore(memory, page), budget, LAYER, SCALE, 0.0, prompt_scores)
 
 
-def feed(layer: PagedLayer, begun: dict, rows: list[tuple[Talk, int]]) -> None:
+def held(layer: PagedLayer, page: int) -> torch.Tensor:
+    """Positions in a page."""
+    return layer.store.pages.positions[page : page + 1].clone()
+
+
+def feed(layer: PagedLayer, begun: Begun, rows: list[tuple[Talk, int]]) -> None:
     """A forward pass: of each talk so many tokens."""
     parts = [talk.text.cut(talk.seen, talk.seen + n) for talk, n in rows]
     query, key, value = (
@@ -89,7 +94,7 @@ def feed(layer: PagedLayer, begun: dict, rows: list[tuple[Talk, int]]) -> None:
         each.answer.append(out[begin:end])
 
 
-def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, ops.Slots]:
+def alone(config: H2OConfig, each: Talk, prompt_scores=None) -> tuple[torch.Tensor, ops.Slots]:
     """The same request by the operations, one after the other."""
     query, keys, values = map(torch.from_numpy, each.text)
     budget = PageBudget(config, LAYERS, LONGEST)
@@ -98,6 +103,8 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, ops.Slots]:
     slots.budget.copy_(torch.tensor(wanted, dtype=torch.int32).view_as(slots.budget))
     q, k, v = (x[:, :, : each.prompt] for x in (query, keys, values))
     out, scores = ops.attend(q, k, v, scale=SCALE, policy=config.policy)
+    if prompt_scores is not None:
+        scores = prompt_scores(q, k, v, scores)
     ops.evict(k, v, scores, slots, policy=config.policy)
     answer = [out[0]]
     for i in range(each.prompt, each.seen):
@@ -106,11 +113,12 @@ def alone(config: H2OConfig, each: Talk) -> tuple[torch.Tensor, ops.Slots]:
     return torch.cat(answer), slots
 
 
-def traffic(layer: PagedLayer, talks: list[Talk], seed: int, room: int) -> int:
-    """Serves the talks, at most `room` tokens a pass, as many at once as there are pages; tells how
-    many passes had a prompt cut into pieces."""
+def traffic(layer: PagedLayer, talks: list[Talk], seed: int, room: int, most: int = LONGEST) -> int:
+    """Serves the talks, at most `room` tokens a pass and `most` of one, as many at once as there
+    are pages; tells how many passes had a prompt cut into pieces."""
     rng = np.random.default_rng(seed)
-    free, waiting, running, begun = list(range(1, PAGES)), list(talks), [], {}
+    free, waiting, running = list(range(1, PAGES)), list(talks), []
+    begun = Begun(layer.budget.places)
     rng.shuffle(free)
     cut = 0
     while waiting or running:
@@ -119,7 +127,7 @@ def traffic(layer: PagedLayer, talks: list[Talk], seed: int, room: int) -> int:
             running[-1].page = free.pop(0)
         left, rows = room, []
         for each in running:
-            n = min(left, each.prompt - each.seen if each.seen < each.prompt else 1)
+            n = min(left, most, each.prompt - each.seen if each.seen < each.prompt else 1)
             if n > 0:
                 rows.append((each, n))
                 left -= n
@@ -127,9 +135,10 @@ def traffic(layer: PagedLayer, talks: list[Talk], seed: int, room: int) -> int:
         rng.shuffle(rows)
         feed(layer, begun, rows)
         for each in [each for each in running if each.seen == each.tokens]:
-            each.kept = layer.store.rows(each.page, each.page + 1).positions.clone()
+            each.kept = held(layer, each.page)
             running.remove(each)
             free.append(each.page)
+    assert not begun.pieces
     return cut
 
 
@@ -167,37 +176,91 @@ def test_prompts_in_pieces_are_cut_at_their_end(name):
         wanted, slots = alone(CONFIGS[name], each)
         torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
         assert torch.equal(each.kept, slots.positions)
-    assert not layer.uncut
+
+
+def last_first(query, key, value, received):
+    """Scores that are no attention: by the queries, which tells whether all of them are there."""
+    return query.abs().amax(-1).unflatten(1, (G, -1)).amax(2) + key[..., 0] + 0 * received
+
+
+@pytest.mark.parametrize("room", [1000, 16])
+def test_scores_of_prompts_that_are_not_their_attention(room):
+    """They are asked once, at a prompt's end, for all of it."""
+    config = CONFIGS["everything"]
+    layer, served = paged(config, last_first), talks()
+    assert (traffic(layer, served, seed=3, room=room) > 10) == (room < 1000)
+    for each in served:
+        wanted, slots = alone(config, each, last_first)
+        torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
+        assert torch.equal(each.kept, slots.positions)
+        assert len(each.answer) > 20 or not torch.equal(
+            slots.positions, alone(config, each)[1].positions
+        )
 
 
 def test_a_request_that_left_in_its_prompt_leaves_nothing():
     """Neither in the page that another request takes, nor, after some more, in memory."""
-    layer, begun = paged(CONFIGS["tokens"]), {}
-    left = [talk(seed, 40, 40) for seed in range(IDLE + 5)]
+    layer, begun = paged(CONFIGS["tokens"]), Begun(2)
+    left = [talk(seed, 40, 40) for seed in range(5)]
     for page, each in enumerate(left, start=1):
         each.page = page
         feed(layer, begun, [(each, 20)])
-    assert len(layer.uncut) == IDLE + 1
+    assert [*begun.pieces] == [4, 5]
+    assert layer.whole.keys.shape == (2, G, LONGEST, D)
+    assert held(layer, 1).max() == 19  # cut, for the next one
     other = talk(50, 30, 60)
-    other.page = left[-1].page
+    other.page = 5
     feed(layer, begun, [(other, 30)])
     while other.seen < other.tokens:
         feed(layer, begun, [(other, 1)])
     assert torch.equal(torch.cat(other.answer), alone(CONFIGS["tokens"], other)[0])
-    assert len(layer.uncut) == len(begun) == IDLE
+    assert [*begun.pieces] == [4]
+
+
+def test_more_prompts_at_once_than_there_is_room_for():
+    """What has no room is cut after each piece, said so; the others are what they are alone."""
+    layer, served = paged(CONFIGS["tokens"]), [talk(seed, 40, 60) for seed in range(6)]
+    with pytest.warns(RuntimeWarning, match=r"more than 2 prompts .* give a larger .whole_prompts"):
+        traffic(layer, served, seed=3, room=1000, most=9)
+    same = [torch.equal(each.kept, alone(CONFIGS["tokens"], each)[1].positions) for each in served]
+    assert 2 <= sum(same) < len(same)
+    assert {int((each.kept >= 0).sum(-1).max()) for each in served} == {16}
+
+
+def test_without_room_each_piece_is_an_end():
+    """ "cut": "chunk" """
+    config = CONFIGS["everything"]
+    layer, served, begun = paged(config), [talk(seed, 40, 50) for seed in (1, 2)], Begun(0)
+    for page, each in enumerate(served, start=1):
+        each.page = page
+    for n in (17, 13, 10, *[1] * 10):
+        feed(layer, begun, [(each, n) for each in served])
+    assert layer.whole is None
+    for each in served:
+        query, keys, values = map(torch.from_numpy, each.text)
+        slots = PageBudget(config, LAYERS, LONGEST).empty_page(LAYER, keys)
+        slots.budget.copy_(torch.tensor([9, 7]))
+        answers, begin = [], 0
+        for n in (17, 13, 10):
+            q, k, v = (x[:, :, begin : begin + n] for x in (query, keys, values))
+            out, scores = ops.attend(q, k, v, slots, scale=SCALE, policy=config.policy)
+            ops.evict(k, v, scores, slots, policy=config.policy)
+            answers.append(out[0])
+            begin += n
+        assert torch.equal(torch.cat(each.answer[:3]), torch.cat(answers))
 
 
 @pytest.mark.parametrize("name", ["tokens", "everything", "merged"])
 def test_a_request_that_is_read_again_with_its_answer(name):
     """As vLLM does with one that it had put off: more tokens come than the prompt has."""
-    layer, begun, each = paged(CONFIGS[name]), {}, talk(7, 40, 80)
+    layer, begun, each = paged(CONFIGS[name]), Begun(1), talk(7, 40, 80)
     each.page = 4
     for n in (30, 30, *[1] * 20):
         feed(layer, begun, [(each, n)])
     each.prompt = 60
     wanted, slots = alone(CONFIGS[name], each)
     torch.testing.assert_close(torch.cat(each.answer), wanted, rtol=2e-4, atol=2e-4)
-    assert torch.equal(layer.store.rows(4, 5).positions, slots.positions)
+    assert torch.equal(held(layer, 4), slots.positions)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -280,13 +343,14 @@ def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
     meter.write()
 
 
-def test_pages_far_apart_make_several_calls():
-    starts, lengths, pages = [0, 1, 2, 3, 4], [50, 60, 70, 80], [3, 3 + GAP, 200, 201]
-    steps = plan(starts, lengths, pages, lambda row: None, {}).steps
-    assert [(x.first, x.end) for x in steps] == [(3, 4 + GAP), (200, 202)]
-    assert steps[0].mask.sum() == 2
-    assert steps[1].mask is None
-    assert steps[1].tokens == slice(2, 4)
+def test_steps_are_one_call_wherever_their_pages_are():
+    starts, lengths, pages = [0, 1, 2, 9, 10], [50, 60, 7, 80], [300, 3, 5, 200]
+    batch = plan(starts, lengths, pages, lambda row: None, Begun(1))
+    assert batch.steps.pages.tolist() == [300, 3, 200]
+    assert batch.steps.tokens.tolist() == [0, 1, 9]
+    assert [piece.page for piece in batch.pieces] == [5]
+    batch = plan([0, 7, 8, 9], [7, 50, 60], [5, 300, 3], lambda row: None, Begun(1))
+    assert batch.steps.tokens == slice(7, 9)
 
 
 def test_a_request_has_its_own_budget_within_its_page():
@@ -302,7 +366,7 @@ def test_a_request_has_its_own_budget_within_its_page():
 def test_pages_are_as_large_as_the_widest_layer_needs_on_any_rank():
     keys = torch.empty(1, G, 1, D)
     config = H2OConfig([[9, 9, 2, 2], [1, 1, 30, 40], [9, 9, 2, 2]], 4)
-    ranks = [PageBudget(config, LAYERS, LONGEST, (rank, 2)) for rank in range(2)]
+    ranks = [PageBudget(config, LAYERS, LONGEST, part=(rank, 2)) for rank in range(2)]
     widest = ranks[1].empty_page(1, keys)
     assert widest.starts.tolist() == [0, 35, 80]
     assert {rank.page_bytes(keys) for rank in ranks} == {page_bytes(widest)}
@@ -311,7 +375,7 @@ def test_pages_are_as_large_as_the_widest_layer_needs_on_any_rank():
 def test_a_page_is_as_large_as_its_fields():
     page = PageBudget(CONFIGS["everything"], LAYERS, LONGEST).empty_page(0, torch.empty(1, G, 1, D))
     assert sum(x.nbytes for x in page if x is not None) <= page_bytes(page)
-    assert page_bytes(page) % 8 == 0
+    assert page_bytes(page) % 16 == 0
     assert page.keys.shape == (1, G, 21, D + 2)
 
 
@@ -323,7 +387,16 @@ def test_a_page_is_as_large_as_its_fields():
         ({"heavy": 64, "window": 3}, "unknown parameter 'window'"),
         ({"heavy": 0, "recent": 0}, "keeps nothing"),
         ({"heavy": 64, "positions": "rolled"}, "rolled.* is not served.* in vLLM: keys come"),
-        ({"heavy": 64, "rank_by": "echo"}, "echo.* is not served.* in vLLM: queries come"),
+        ({"heavy": 64, "rank_by": "echo"}, "echo.* is not served.* in vLLM: .*mean-echo"),
+        (
+            {"heavy": 64, "rank_by": "mean-echo", "cut": "chunk"},
+            "mean-echo.* its end; give rank_by",
+        ),
+        ({"preset": "calibrated", "budget": 64, "cut": "chunk"}, "mean-echo.* is not served"),
+        ({"preset": "robust", "budget": 64, "window": 3}, "unknown parameter 'window'"),
+        ({"heavy": 64, "cut": "often"}, 'cut is "prompt" or "chunk", not "often"'),
+        ({"heavy": 64, "whole_prompts": 0}, "whole_prompts is 0, wanted a number from 1 on"),
+        ({"heavy": 64, "whole_prompts": "2"}, 'whole_prompts is "2"'),
         ({"heavy": 64, "shares": "layer"}, "layer.* is not served.* in vLLM: a layer's page"),
         ({"preset": "best", "budget": 64}, "preset must be one of"),
     ],
@@ -336,3 +409,20 @@ def test_wrong_entries_are_refused(entry, message):
 def test_entries_are_configs():
     assert config_of({"heavy": 8, "recent": [1, 2]}) == H2OConfig(8, [1, 2])
     assert config_of({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)
+    chunk = {"preset": "calibrated", "budget": 64, "rank_by": "mean", "cut": "chunk"}
+    calibrated = H2OConfig.calibrated(64)
+    assert config_of(chunk) == dataclasses.replace(calibrated, rank_by="mean")
+    assert config_of({"preset": "calibrated", "budget": 64}).rank_by == "mean-echo"
+    assert [places_of(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
+
+
+def test_a_request_says_a_budget_of_its_own():
+    config = H2OConfig(64, 32, 4)
+    assert with_budget(config, {}) is with_budget(config, {"other": 3}) is None
+    assert with_budget(config, {"h2o_heavy": 8}) == H2OConfig(8, 32, 4)
+    assert with_budget(config, {"h2o_heavy": 0.1, "h2o_recent": 3}) == H2OConfig(0.1, 3, 4)
+    for wrong in ({"h2o_heavy": "8"}, {"h2o_recent": True}, {"h2o_heavy": -1}, {"h2o_budget": 3}):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"heavy|recent|h2o_budget: a request has"
+        ):
+            with_budget(config, wrong)

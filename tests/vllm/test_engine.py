@@ -30,6 +30,21 @@ def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
             assert served(llm, requests) == wanted
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("entry", [SMALL, {"heavy": 60, "recent": 40, "kv_dtype": "int8"}])
+def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
+    """Layers with a window are vLLM's own, in blocks of as many bytes as a page, which take turns
+    in the same memory. Smaller than a block of vLLM's, and larger."""
+    sizes = {"sliding_window": 32, "tie_word_embeddings": True, "head_dim": 32}
+    model = tiny(name, tmp_path, **sizes)
+    requests = prompts() + prompts(seed=1)
+    wanted = alone(model, requests, H2OConfig(**entry))
+    with engine(tmp_path, entry, kv_cache_memory_bytes=2 * MiB) as llm:
+        assert kinds(llm) == {"H2OAttention", "CPUAttentionBackendImpl"}
+        for _ in range(2):
+            assert served(llm, requests) == wanted
+
+
 POLICIES = {
     "robust": {"preset": "robust", "budget": 20},
     "fractions": {"heavy": 0.2, "recent": 0.1, "sinks": 2},
@@ -38,6 +53,7 @@ POLICIES = {
     "faded": {"heavy": 10, "recent": 6, "decay": 0.9, "rank_by": "max"},
     "of heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "kv_dtype": "int8"},
     "shares": {"heavy": 12, "recent": 12, "shares": [[1, 2], [3, 1]]},
+    "echo": {"heavy": 10, "recent": 6, "sinks": 2, "rank_by": "mean-echo", "value_weighted": True},
 }
 
 
@@ -52,10 +68,36 @@ def test_policies_and_stored_dtypes(name, llama):
         assert served(llm, prompts()) == alone(model, prompts(), config)
 
 
-def test_prompts_in_chunks_are_cut_at_their_end(llama):
+@pytest.mark.parametrize("entry", [SMALL, POLICIES["echo"]])
+def test_prompts_in_chunks_are_cut_at_their_end(entry, llama):
     folder, model = llama
-    with engine(folder, SMALL, max_num_batched_tokens=32) as llm:
-        assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**SMALL))
+    with engine(folder, entry, max_num_batched_tokens=32) as llm:
+        assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**entry))
+
+
+@pytest.mark.parametrize("name", ["cohere", "opt"])
+def test_the_echo_of_prompts_is_that_of_an_h2o_cache(name, tmp_path):
+    """Whose rotary pairs are neighbours, and where there are none."""
+    model = tiny(name, tmp_path, tie_word_embeddings=True)
+    wanted = alone(model, prompts(), H2OConfig(**POLICIES["echo"]))
+    with engine(tmp_path, POLICIES["echo"]) as llm:
+        assert served(llm, prompts()) == wanted
+    by_attention = alone(model, prompts(), H2OConfig(**POLICIES["echo"] | {"rank_by": "mean"}))
+    assert (wanted == by_attention) == (name == "opt")
+
+
+def test_requests_have_budgets_of_their_own_without_a_flag(llama):
+    """A wrong one, which nobody refuses then, is the server's, said in the log."""
+    folder, model = llama
+    requests = [prompt for prompt in prompts() if len(prompt) > 30]
+    with engine(folder, SMALL) as llm:
+        fewer, plain, wrong = (
+            served(llm, requests, extra_args=arguments)
+            for arguments in ({"h2o_heavy": 2}, None, {"h2o_heavy": "a lot"})
+        )
+    assert fewer == alone(model, requests, H2OConfig(2, 8))
+    assert plain == wrong == alone(model, requests, H2OConfig(**SMALL))
+    assert fewer != plain
 
 
 def test_prompts_that_are_cut_after_each_chunk(llama):
@@ -77,9 +119,9 @@ def test_prompts_that_are_cut_after_each_chunk(llama):
         assert [served(llm, [prompt])[0] for prompt in prompts()] == wanted
         assert all(len(answer) == NEW for answer in served(llm, prompts()))
         (kept_whole,) = llm.apply_model(
-            lambda model: [len(x.impl.paged.uncut) for x in model.modules() if hasattr(x, "impl")]
+            lambda model: [x.impl.paged.whole for x in model.modules() if hasattr(x, "impl")]
         )
-    assert set(kept_whole) == {0}
+    assert kept_whole == [None, None]
 
 
 @pytest.mark.slow

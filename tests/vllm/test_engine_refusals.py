@@ -16,7 +16,7 @@ EngineArgs = pytest.importorskip("vllm").EngineArgs
 from vllm.config import set_current_vllm_config  # noqa: E402 - where vLLM is
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
-from h2o.vllm import plugin  # noqa: E402
+from h2o.vllm import served  # noqa: E402
 
 SMALL = {"heavy": 8, "recent": 8}
 
@@ -55,7 +55,7 @@ def test_ways_of_splitting_a_model_are_refused(llama, options, message):
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL}, **options)
     with pytest.raises(ValueError, match=message):
-        plugin.refuse(config.create_engine_config())
+        served.refuse(config.create_engine_config())
 
 
 def test_models_with_states_are_refused(tmp_path):
@@ -69,7 +69,7 @@ def test_models_with_states_are_refused(tmp_path):
     arguments = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 256}
     config = EngineArgs(**arguments, additional_config={"h2o": SMALL})
     with pytest.raises(ValueError, match="layers with states"):
-        plugin.refuse(config.create_engine_config())
+        served.refuse(config.create_engine_config())
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_attention_of_other_platforms_is_refused_and_without_the_entry_is_vllms(
     """Asked for as a GPU's platform asks, which takes the first backend that can be had; one that
     cannot be imported it passes over."""
     arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
-    served = EngineArgs(**arguments, additional_config={"h2o": SMALL}).create_engine_config()
-    with set_current_vllm_config(served):
+    config = EngineArgs(**arguments, additional_config={"h2o": SMALL}).create_engine_config()
+    with set_current_vllm_config(config):
         for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TRITON_MLA"):
             with pytest.raises(ValueError, match=f"does not serve attention by {name}, only"):
                 AttentionBackendEnum[name].get_class()
@@ -131,10 +131,10 @@ def test_the_v2_model_runner_is_refused(llama, monkeypatch):
         model=str(llama), skip_tokenizer_init=True, max_model_len=256,
         additional_config={"h2o": SMALL},
     ).create_engine_config()  # fmt: skip
-    plugin.refuse(config)
+    served.refuse(config)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match="V2 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"):
-        plugin.refuse(config)
+        served.refuse(config)
 
 
 def test_drafts_are_refused(llama):

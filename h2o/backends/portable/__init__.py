@@ -26,6 +26,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from h2o.backends.portable.numbered_rows import by_number
+
 __all__ = ["operation"]
 
 
@@ -35,4 +37,4 @@ def operation(name: str) -> Callable[..., Any]:
     Raises: ModuleNotFoundError without torch.
     """
     function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{name}"), name)
-    return function
+    return by_number(function, *(("scores",) if name == "attend" else ()))

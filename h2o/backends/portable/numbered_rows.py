@@ -1,0 +1,47 @@
+"""Slots with `rows`: an operation is given those rows as slots of their own, and what it writes to
+them is written back.
+
+Shape letters: Z rows of the slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from h2o.slots import KINDS, PER_ROW
+
+__all__ = ["by_number"]
+
+
+def by_number(operation: Callable[..., Any], *written: str) -> Callable[..., Any]:
+    """The same operation, whose slots may say which of their rows it is about.
+
+    `written`: the fields of the slots that it writes to, by default all that any operation does.
+    A number that is no row is taken for the nearest one: on a device nobody can look at it.
+    """
+    names = tuple(inspect.signature(operation).parameters)
+    fields = written or tuple(name for name in PER_ROW if KINDS[name].written)
+
+    @functools.wraps(operation)
+    def run(*operands: Any) -> Any:
+        named = dict(zip(names, operands, strict=True))
+        slots = named.get("slots")
+        if slots is None or slots.rows is None:
+            return operation(*operands)
+        rows = slots.rows.long().clamp(0, len(slots.scores) - 1)
+        whole = {name: x for name in PER_ROW if (x := getattr(slots, name)) is not None}
+        own = {name: x.index_select(0, rows) for name, x in whole.items()}
+        named["slots"] = slots._replace(**own, rows=None)
+        if named.get("ranks") is not None:  # of a step, [Z, G, S] as the scores
+            whole["ranks"], own["ranks"] = named["ranks"], named["ranks"].index_select(0, rows)
+            named["ranks"] = own["ranks"]
+        result = operation(*named.values())
+        for name in (*fields, "ranks"):
+            if name in whole:
+                whole[name].index_copy_(0, rows, own[name])
+        return result
+
+    return run

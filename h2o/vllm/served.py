@@ -1,0 +1,174 @@
+"""What h2o serves in vLLM, and whom: the entry "h2o" of the config, what is refused beside it, and
+the requests with their budgets. Knows vLLM, as `plugin` does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from h2o.config import H2OConfig
+from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget
+from h2o.vllm.paged_rows import Request
+
+__all__ = [
+    "Budgets",
+    "Requests",
+    "budget_of",
+    "entry_of",
+    "has_windows",
+    "logger",
+    "refuse",
+    "register_requests",
+]
+
+logger = init_logger("vllm.h2o")
+
+ENTRY = "h2o"
+"""The entry of `--additional-config`."""
+
+
+# ---- What is served --------------------------------------------------------------------------
+
+
+def entry_of(vllm_config: VllmConfig) -> Any:
+    """The entry "h2o" of the config; None where there is none."""
+    additional = vllm_config.additional_config
+    return additional.get(ENTRY) if isinstance(additional, dict) else None
+
+
+def served_config(vllm_config: VllmConfig) -> H2OConfig:
+    """What the entry "h2o" says, for this model. Raises: TypeError, ValueError for a wrong one."""
+    return config_of(entry_of(vllm_config)).for_model(vllm_config.model_config.hf_text_config)
+
+
+def budget_of(vllm_config: VllmConfig) -> PageBudget:
+    """The budgets of this model's layers, or of this rank's part of them.
+
+    Raises: TypeError, ValueError for a wrong entry, and for a model or setting that is not served.
+    """
+    refuse(vllm_config)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    part = parallel.rank % ranks, ranks
+    layers, places = model.get_num_layers(parallel), places_of(entry_of(vllm_config))
+    return PageBudget(served_config(vllm_config), layers, model.max_model_len, places, part)
+
+
+def has_windows(vllm_config: VllmConfig) -> bool:
+    """Whether some layers of the model have a sliding window, and others full attention."""
+    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
+    return {"full_attention", "sliding_attention"} <= {*kinds}
+
+
+def refuse(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for a setting that is not served, with the reason."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    cache = vllm_config.cache_config
+    reasons = {
+        "other platforms than the CPU": (
+            not current_platform.is_cpu(),
+            "none was tested so far",
+        ),
+        "layers with states": (model.is_hybrid, "their pages and h2o's were not tried together"),
+        "speculative decoding": (
+            vllm_config.speculative_config,
+            "drafts that are not accepted would have evicted keys already",
+        ),
+        "pipeline parallelism": (
+            parallel.pipeline_parallel_size > 1,
+            "pages have the size of the model's widest layer; use --tensor-parallel-size",
+        ),
+        "context parallelism": (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "a request's keys are ranked together, on one rank",
+        ),
+        "multi-head latent attention": (model.use_mla, "its keys are no heads of their own"),
+        f"--kv-cache-dtype {cache.cache_dtype}": (
+            cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"),
+            "give kv_dtype in the entry h2o",
+        ),
+        "a KV connector": (vllm_config.kv_transfer_config, "pages cannot be shared or moved"),
+        "vLLM's V2 model runner": (
+            vllm_config.use_v2_model_runner,
+            "set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        f"{model.get_total_num_kv_heads()} key/value heads on {parallel.tensor_parallel_size} "
+        "tensor parallel ranks": (
+            model.get_total_num_kv_heads() % parallel.tensor_parallel_size,
+            "a head that is copied to several ranks would be scored by a part of its queries",
+        ),
+    }
+    for what, (present, reason) in reasons.items():
+        if present:
+            raise ValueError(f"h2o does not serve {what}: {reason}")
+
+
+# ---- Who the requests are --------------------------------------------------------------------
+
+
+class Requests(LogitsProcessor):
+    """The requests of a batch by row. vLLM tells logits processors of them before each forward
+    pass; logits stay as they are."""
+
+    of_config: dict[str, Requests] = {}  # noqa: RUF012 - by the instance of a config
+    """Those of each engine of this process, by `VllmConfig.instance_id`."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.rows: dict[int, Request] = {}
+        self.config: H2OConfig | None = None
+        if entry_of(vllm_config) is not None:
+            refuse(vllm_config)  # for models whose layers never ask for this module's backend
+            self.config = served_config(vllm_config)
+            self.of_config[vllm_config.instance_id] = self
+
+    def update_state(self, batch_update: Any) -> None:
+        if self.config is not None:
+            process_dict_updates(self.rows, batch_update, self.request)
+
+    def request(self, params: Any, prompt: list[int] | None, answer: list[int]) -> Request | None:
+        """A new request; None where its prompt's length is not known.
+
+        Its own budget, `h2o_heavy` and `h2o_recent` of `vllm_xargs`, is as `H2OConfig` has them;
+        what is more than a page holds is cut off.
+        """
+        if prompt is None or self.config is None:
+            return None
+        try:
+            return Request(len(prompt), with_budget(self.config, params.extra_args or {}))
+        except (TypeError, ValueError) as error:  # here it would end the server
+            logger.warning("h2o: a request gets the server's budget: %s", error)
+            return Request(len(prompt))
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+
+class Budgets(Requests):
+    """The same. Named by `--logits-processors h2o.vllm.plugin:Budgets`, which has vLLM ask it of
+    each request before that is taken: a wrong budget becomes the answer 400, where else the request
+    gets the server's budget, and a line of the log says why."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raises ValueError for a wrong budget."""
+        try:
+            with_budget(H2OConfig(), sampling_params.extra_args or {})
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+def register_requests() -> None:
+    """Has vLLM tell `Requests`. Among the processors that come with vLLM, since its V2 model runner
+    refuses to start where a plugin's entry point names one of this kind."""
+    if Requests not in BUILTIN_LOGITS_PROCESSORS:
+        BUILTIN_LOGITS_PROCESSORS.append(Requests)

@@ -1,0 +1,73 @@
+"""Slots of which a call is about some rows, found by number, on torch tensors: oracle, core and
+torch backend. tests/core/test_numbered_rows.py has what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from h2o import backends, ops
+from tests import inputs
+from tests.conversation import Conversation, Pages, own_rows
+from tests.inputs import POLICIES
+from tests.torch import engines
+
+CALLS = [24, *[1] * 12, 7, *[1] * 6]
+UNEVEN = np.array([[[9, 5], [2, 1]], [[4, 4], [0, 7]]], np.int32)
+STORES = {
+    "floats": (POLICIES["everything"], {}),
+    "bytes": (POLICIES["h2o"], {"kv_dtype": "int8-int4"}),
+    "heads": (POLICIES["everything"], {"budget": UNEVEN, "kv_dtype": "int8"}),
+    "shared": (POLICIES["decayed-max"], {"shared": True}),
+    "merged": (inputs.Policy(10, 6, 2, merge=0.3), {}),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize("engine", [engines.oracle, engines.core, engines.portable])
+def test_as_rows_that_follow_one_another(name, engine):
+    """No other row is touched."""
+    policy, store = STORES[name]
+    N = sum(CALLS)
+    text = inputs.drifting(11, B=2, H=4, G=2, N=N, D=32, sink=True)
+    rest = np.ones((2, N - 24), bool)
+    rest[0, [3, 11]] = False
+    mask = np.concatenate([inputs.holes(4, [20, 13], 24), rest], 1)
+    plain = Conversation(engine(), text, policy, mask=mask, **store)
+    rows = torch.tensor([5, 2], dtype=torch.int32)
+    memory = torch.empty(7, Pages.bytes_of(plain.slots), dtype=torch.uint8)
+    placed = Pages(memory, rows)
+    numbered = Conversation(engine(), text, policy, mask=mask, place=placed, **store)
+    plain.feed_all(CALLS)
+    numbered.feed_all(CALLS)
+    np.testing.assert_array_equal(numbered.answer, plain.answer)
+    for got, wanted in zip(own_rows(numbered.slots), plain.slots, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert placed.others() == placed.before
+
+
+def test_ranks_of_rolled_keys_are_of_the_rows_too():
+    """By the torch backend, in which they are no part of the slots."""
+    query, key, value = (torch.randn(1, 2, 1, 8) for _ in range(3))
+    slots = ops.new_slots(key.expand(3, -1, -1, -1), 6, 3, 2)
+    table, ranks = torch.rand(8, 2, 4), torch.full((3, 2, 6), -1, dtype=torch.int32)
+    slots = slots._replace(rows=torch.tensor([1], dtype=torch.int32))
+    for _ in range(2):
+        with backends.by_torch():
+            ops.step(query, key, value, slots, rotary=ops.Rotary(table, ranks))
+    assert ranks[1, :, :3].tolist() == [[0, 1, -1]] * 2
+    assert (ranks[[0, 2]] == -1).all()
+    assert slots.lengths.tolist() == [0, 2, 0]
+
+
+def test_the_torch_backend_takes_what_is_no_row_for_the_nearest():
+    """Where nobody can look at numbers, as on a GPU."""
+    from h2o.backends.portable import operation
+
+    query, key, value = (torch.randn(2, 2, 1, 8) for _ in range(3))
+    slots = ops.new_slots(key[:1].expand(3, -1, -1, -1), 6, 3, 2)
+    slots = slots._replace(rows=torch.tensor([-7, 99], dtype=torch.int32))
+    out = torch.empty(2, 1, 2, 8)
+    operation("step")(query, key, value, None, slots, out, 0.3, 0.0, ops.Policy(), None, None, None)
+    assert slots.lengths.tolist() == [1, 0, 1]
