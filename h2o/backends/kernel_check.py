@@ -59,7 +59,7 @@ class Case:
     dtype: torch.dtype
     size: Size = SHORT
     R: int = 2
-    rank_by: RankBy = "sum"
+    rank_by: RankBy = Policy().rank_by
     kv_dtype: str | None = None
     value_weighted: bool = False
     merge: float | None = None
@@ -81,7 +81,7 @@ class Case:
         facts = [str(self.dtype).removeprefix("torch."), f"D = {self.D}"]
         facts += [f"{self.size.prompt} tokens"] if self.size.prompt > SHORT.prompt else []
         facts += [f"R = {self.R}"] if self.R != 2 else []
-        facts += [f"rank_by = {self.rank_by}"] if self.rank_by != "sum" else []
+        facts += [f"rank_by = {self.rank_by}"] if self.rank_by != Case.rank_by else []
         facts += [self.kv_dtype] if self.kv_dtype else []
         facts += [f"softcap = {self.softcap:g}"] if self.softcap else []
         flags = (
@@ -226,7 +226,7 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         value_weighted=case.value_weighted, kv_dtype=case.kv_dtype, merge=case.merge is not None,
         shared=case.shared,
     )  # fmt: skip
-    angles = torch.linspace(0, 2, D // 4, device=device) * torch.arange(
+    angles = torch.linspace(0, 2, D // 4, dtype=torch.float32, device=device) * torch.arange(
         capacity, dtype=torch.float32, device=device
     ).unsqueeze(1)
     table = torch.stack([angles.cos(), angles.sin()], 1)

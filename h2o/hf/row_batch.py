@@ -87,11 +87,11 @@ class RowBatch:
 
     def _forward(self, forward: Any, ids: list[int], rows: list[int], mask: Any = None) -> Tensor:
         """Logits [len(rows), vocabulary]."""
-        how: Any = {"dtype": torch.long, "device": input_device(self.model)}
+        device, places = input_device(self.model), [[self.tokens[row]] for row in rows]
         output = forward(
-            input_ids=torch.tensor([[i] for i in ids], **how),
+            input_ids=torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
             attention_mask=mask,
-            position_ids=torch.tensor([[self.tokens[row]] for row in rows], **how),
+            position_ids=torch.tensor(places, dtype=torch.long, device=device),
             past_key_values=self.cache,
             use_cache=True,
         )

@@ -61,7 +61,9 @@ def test_the_table_of_needles(tokenizer, tmp_path, monkeypatch, capsys):
         def ask(self, ids, prompt, answer, method, kept):
             asked.append(method)
             read = len(ids) - 1 - prompt
-            return {"found": method == "full" or kept > prompt // 6, "bytes": {"cut": kept, "end": kept + read}, "loss": [1.0]}
+            found = method == "full" or kept > prompt // 6
+            held = {"cut": kept, "end": kept + read}
+            return {"found": found, "bytes": held, "loss": [1.0]}
 
     monkeypatch.setattr(needle_peers, "Peer", Answers)
     monkeypatch.setattr(needle_peers.models, "load", lambda *a, **k: (model, tokenizer))

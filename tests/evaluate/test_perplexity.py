@@ -182,7 +182,8 @@ def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, 
     assert run(folder, text, tmp_path, "--heavy", 20, "--recent", 20, *options) == 0
     assert run(folder, text, tmp_path, "--compare", "local:0.2,calibrated:0.2", *options) == 0
     one, local, calibrated = (cell["facts"].get("shares") for cell in cells(tmp_path))
-    assert (one == calibrated) and one and local is None
+    assert one
+    assert [calibrated, local] == [one, None]
     code = conftest.exit_code(run, folder, text, tmp_path, "--compare", "local:0.2", *options)
     assert code == 2
     assert "--profile goes with calibrated" in capsys.readouterr().err
