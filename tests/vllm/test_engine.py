@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -173,6 +175,20 @@ def test_log_likelihoods_of_a_prompt_are_those_of_all_keys(llama):
         wanted = [x[token].item() for x, token in zip(logprobs, prompt[1:], strict=True)]
         pairs = zip(out.prompt_logprobs[1:], prompt[1:], strict=True)
         assert [x[token].logprob for x, token in pairs] == pytest.approx(wanted, abs=1e-3)
+
+
+def test_prefix_caching_is_turned_off_with_a_note(llama, monkeypatch, caplog):
+    """Requests that begin alike share nothing."""
+    folder, model = llama
+    monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
+    (long,) = prompts((120,))
+    requests = [long[:n] for n in (120, 100, 110, 120)]
+    with engine(folder, SMALL, enable_prefix_caching=True) as llm:
+        assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+        for _ in range(2):
+            assert served(llm, requests) == alone(model, requests, H2OConfig(**SMALL))
+    assert "prefix caching is off, since what is kept depends on what follows" in caplog.text
+    assert "of prompts read in pieces 2 at a time are kept whole" in caplog.text
 
 
 def test_more_requests_fit(llama):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+import urllib.request
 
 import pytest
 
 from h2o import H2OConfig
+from h2o.vllm.metrics import SECONDS
 from tests.launch import ROOT, launch
 from tests.vllm.engines import alone, prompts, tiny
 from tests.vllm.servers import SMALL, free_port, serving, started, together, with_tokenizer
@@ -41,3 +45,20 @@ def test_two_nodes_answer_as_one(tmp_path):
     finally:
         other.terminate()
         other.wait(60)
+
+
+def test_replicas_answer_as_one(tmp_path):
+    """Data parallel: two engines behind one server, each with pages and numbers of its own."""
+    folder = tmp_path / "model"
+    model = with_tokenizer(folder)
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    options = {"data-parallel-size": 2, "max-num-seqs": 4}
+    with serving(folder, tmp_path / "log", environment, **options) as server:
+        requests = prompts() + prompts(seed=1)
+        answers = together(server.address, requests)
+        assert answers == alone(model, requests, H2OConfig(**SMALL))
+        time.sleep(SECONDS + 3)
+        text = urllib.request.urlopen(f"{server.address}/metrics", timeout=30).read().decode()
+    evicted = re.findall(r'^h2o:evicted_keys_total{engine="(.)".*} ([\d.e+]+)$', text, re.M)
+    assert sorted(engine for engine, _ in evicted) == ["0", "1"]
+    assert all(float(keys) > 0 for _, keys in evicted)

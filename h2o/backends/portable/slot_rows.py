@@ -20,6 +20,10 @@ __all__ = ["Store", "as_stored", "products", "row_norms"]
 FEW = 64
 """On a CPU products of up to so many rows with a 16-bit matrix are computed in float32."""
 
+FUSED = 8
+"""Up to so many rows of a head a compiler multiplies in loops of its own: it then neither calls
+anything nor stores the matrix in float32."""
+
 BLOCK = 1 << 17
 """Elements that such a product converts to float32 at a time, so that they stay in cache."""
 
@@ -193,6 +197,8 @@ def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:
     left float32 is converted to the dtype of right, unless `exact`, or for few rows on a CPU: many
     CPUs have no 16-bit products, and a decode step is bound by memory anyway.
     """
+    if torch.compiler.is_compiling() and left.shape[2] <= FUSED:
+        return (left[..., None] * right[:, :, None].float()).sum(-2)
     right, rows = right.flatten(0, 1), left.shape[:-1]
     left = left.reshape(len(right), rows.numel() // len(right), -1)
     if right.is_cpu and right.element_size() == 2 and (exact or left.shape[1] <= FEW):

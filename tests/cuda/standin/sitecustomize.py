@@ -12,7 +12,9 @@ H2O_STANDIN_WRONG=h2o_cuda_step has that kernel answer wrongly.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +39,12 @@ ANSWERS = {
     "init": None,
     "set_sync_debug_mode": None,
     "_sleep": None,
+    "reset_peak_memory_stats": None,
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "get_device_properties": SimpleNamespace(
+        name="Fake GPU 0", major=9, minor=0, multi_processor_count=1, total_memory=1 << 30
+    ),
 }
 """What functions of torch.cuda return."""
 
@@ -48,7 +56,7 @@ class OnDevice(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         placed = {name: on_cpu(x) for name, x in (kwargs or {}).items()}
-        return func(*map(on_cpu, args), **placed)
+        return captured(functools.partial(func, *map(on_cpu, args), **placed))
 
 
 def on_cpu(x: Any) -> Any:
@@ -59,6 +67,66 @@ def on_cpu(x: Any) -> Any:
 
 class Stream:
     """One that nothing is done on."""
+
+
+class Event:
+    """The time of the CPU, when all that was queued is done."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.seconds = 0.0
+
+    def record(self) -> None:
+        torch.cuda.synchronize()
+        self.seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.seconds - self.seconds) * 1e3
+
+
+class CUDAGraph:
+    """Calls that were captured, which are made then too, and their results: a replay makes them
+    again, and writes what comes out to the same tensors."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def replay(self) -> None:
+        for call, results in self.calls:
+            again = call()
+            for result, new in zip(tensors(results), tensors(again), strict=True):
+                if result.data_ptr() != new.data_ptr():  # not of the same memory anyway
+                    result.copy_(new)
+
+
+def tensors(results: Any) -> list[Tensor]:
+    results = results if isinstance(results, tuple | list) else [results]
+    return [x for x in results if isinstance(x, Tensor)]
+
+
+_capturing: list[CUDAGraph] = []
+
+
+@contextlib.contextmanager
+def capture(graph: CUDAGraph) -> Any:
+    _capturing.append(graph)
+    try:
+        yield
+    finally:
+        _capturing.clear()
+
+
+def captured(call: Any) -> Any:
+    """The result of a call, which the graph that is being captured makes again; calls within it are
+    parts of it."""
+    graph = _capturing.pop() if _capturing else None
+    result = call()
+    if graph is not None:
+        graph.calls.append((call, result))
+        _capturing.append(graph)
+    return result
 
 
 @contextlib.contextmanager
@@ -82,7 +150,7 @@ def start() -> None:
             except NotImplementedError:  # no kernel serves it
                 getattr(by_torch, name)(*arguments)
 
-        return run
+        return lambda *arguments: captured(functools.partial(run, *arguments))
 
     cuda._kernels = lambda by_torch: SimpleNamespace(
         **{name: with_torch(name, by_torch) for name in vars(by_torch)}
@@ -94,7 +162,8 @@ def start() -> None:
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     torch.cuda.synchronize = lambda *_: driver.wait()
     torch.cuda.stream = torch.cuda.device = nothing
-    torch.cuda.Stream = Stream
+    torch.cuda.Stream, torch.cuda.Event = Stream, Event
+    torch.cuda.graph, torch.cuda.CUDAGraph = capture, CUDAGraph
     OnDevice().__enter__()
 
 
