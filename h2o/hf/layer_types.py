@@ -58,7 +58,7 @@ def layers_of(
     """
     windows = [kind_of(layer) == "sliding" for layer in layers]
     if compileable:
-        _refuse_compiling(windows, h2o_config, trace)
+        _refuse_compiling({str(kind_of(layer)) for layer in layers}, h2o_config, trace)
     latent = latent_row(config) and config.get_text_config(decoder=True).kv_lora_rank
     if latent:
         _refuse_latents(h2o_config, compileable)
@@ -153,11 +153,11 @@ def _refuse_other_heads(h2o_config: H2OConfig, compileable: bool) -> None:
             raise Unsupported(f"keys unlike values, or repeated, do not go with {reason}")
 
 
-def _refuse_compiling(windows: list[bool], h2o_config: H2OConfig, trace: bool) -> None:
-    """Raises `Unsupported` for what changes its shape from step to step. `windows`: of each layer,
-    whether it has a sliding window."""
+def _refuse_compiling(kinds: set[str], h2o_config: H2OConfig, trace: bool) -> None:
+    """Raises `Unsupported` for what changes its shape from step to step. `kinds`: of the layers."""
     reasons = {
-        "layers with a sliding window, which grow as they go": any(windows),
+        "layers with a sliding window, which grow as they go": "sliding" in kinds,
+        "layers for images, whose keys are transformers' own": "cross" in kinds,
         'positions="rolled", whose angles are looked up anew': h2o_config.positions != "original",
         'rank_by="echo", whose steps are several operations': h2o_config.by_echo,
         "trace=True, whose record grows": trace,
