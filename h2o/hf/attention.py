@@ -194,7 +194,7 @@ def h2o_mask(
         )  # fmt: skip
     # Offsets are tensors where the cache is to be compiled: reading one would wait for its device.
     is_h2o = kv_length == q_length and (kv_offset is q_offset or kv_offset == q_offset)
-    if not is_h2o and (kv_offset != 0 or kv_length != q_length + q_offset):
+    if not is_h2o and kv_offset + kv_length != q_offset + q_length:
         raise Unsupported(
             f"h2o attention was given a cache with {kv_length} places for {q_offset} + {q_length} "
             "tokens, such as StaticCache: use H2OCache or DynamicCache"
