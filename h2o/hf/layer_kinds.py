@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 __all__ = [
     "HYBRIDS",
@@ -19,8 +19,10 @@ __all__ = [
     "States",
     "StatesAndKeys",
     "cross_attention_layers",
+    "full_layers",
     "has_states",
     "kind_of",
+    "layers_of",
     "type_refusal",
 ]
 
@@ -93,6 +95,19 @@ def kind_of(layer: Any) -> str | None:
     """Of a layer of transformers' own cache, or of an `H2OCache`; None: h2o cannot serve it."""
     kind: str | None = getattr(layer, "kind", None) or _KINDS.get(type(layer))
     return kind
+
+
+def layers_of(text: Any) -> list[Any]:
+    """The layers that transformers' own cache has for a language model with this text config."""
+    layers = DynamicCache(config=text).layers
+    for index in cross_attention_layers(text):
+        layers[index] = CrossAttentionLayer()
+    return layers
+
+
+def full_layers(text: Any) -> list[int]:
+    """Which of them are h2o's."""
+    return [index for index, layer in enumerate(layers_of(text)) if kind_of(layer) == "h2o"]
 
 
 def has_states(layer: Any) -> bool:

@@ -10,16 +10,11 @@ import dataclasses
 from typing import Any
 
 import transformers
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from h2o.errors import Unsupported
 from h2o.hf import latent_attention, model_rotary, shared_keys
-from h2o.hf.layer_kinds import (
-    CrossAttentionLayer,
-    cross_attention_layers,
-    kind_of,
-    type_refusal,
-)
+from h2o.hf.layer_kinds import kind_of, layers_of, type_refusal
 
 __all__ = ["Support", "refusal", "supports", "transformers_layers"]
 
@@ -147,9 +142,7 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
     text_config = config.get_text_config(decoder=True)
     if reason := refusal(config):
         raise Unsupported(f"h2o cannot serve {config.model_type}: {reason}")
-    layers = DynamicCache(config=text_config).layers
-    for index in cross_attention_layers(text_config):
-        layers[index] = CrossAttentionLayer()
+    layers = layers_of(text_config)
     if not layers:  # Gemma 4 without shared layers in transformers 5.10
         raise Unsupported(
             f"h2o cannot serve {config.model_type}: transformers caches no layer of it"

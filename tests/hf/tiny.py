@@ -452,6 +452,15 @@ TWINS = tuple(
 them, and so are shapes and kinds of layers (test_families.py shows that). What a mode or a policy
 does to these two it does to the twins: tests without `-m slow` cross them with a few of each."""
 
+WITHOUT_ROTARY = ("opt", "gpt2", "jamba", "granitemoehybrid", "nemotron_h", "zamba", "zamba2")
+"""Learned positions, or none; Granite 4 and Zamba 2 have rotary ones where configs say so."""
+ROTARY = [
+    name
+    for name, family in FAMILIES.items()
+    if name not in WITHOUT_ROTARY and "h2o" in family.layers
+    and not (family.vision or family.weights)
+]  # fmt: skip
+
 
 @functools.cache
 def _model(name: str) -> Any:
