@@ -29,7 +29,8 @@ __all__ = ["ROLLED", "Rotary", "refusal", "turned"]
 
 ROLLED = frozenset(
     "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma gpt_neox phi phi3 stablelm olmo2 granite "
-    "cohere smollm3 starcoder2".split()
+    "cohere smollm3 starcoder2 qwen3_next qwen3_5_text olmo_hybrid bamba lfm2 lfm2_moe "
+    "falcon_h1".split()
 )
 """Model types whose keys can have cache-relative positions (`positions="rolled"`): tests show that
 the rotation of a key can be undone."""
