@@ -368,7 +368,13 @@ def test_layers_without_keys_have_no_share(name):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        slow_if(name not in ("qwen3_next", "falcon_h1"), name)
+        for name in ("qwen3_next", "falcon_h1", "lfm2", "bamba", "jamba", "zamba2")
+    ],
+)
 def test_the_decode_step_compiles(name):
     from tests.hf.test_compiled import compiling
 
