@@ -26,6 +26,7 @@ from transformers.utils.output_capturing import _active_collector
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import AttentionCall
 from h2o.hf.layer import H2OLayer
+from h2o.hf.layer_kinds import cross_attention_layers
 from h2o.hf.shared_keys import Pads, pads_of
 from h2o.sink_logits import softmax
 
@@ -97,9 +98,9 @@ def h2o_attention_forward(
         return layer.attend(call), None
     if error := _unsupported(module, _foreign(kwargs)):
         raise error
-    mask = _dense_mask(module, query, key, attention_mask, is_causal)
-    how = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout": dropout}
     causal = _looks_back_only(module, is_causal)
+    mask = _dense_mask(query, key, attention_mask, causal)
+    how = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout": dropout}
     if s_aux is not None:
         return _attention_with_sinks(query, key, value, mask, causal, **how), None
     if softcap is not None:
@@ -109,7 +110,7 @@ def h2o_attention_forward(
         return _softmax_attention(query, key, value, mask, **how), None
     return sdpa_attention_forward(
         module, query, key, value, mask,
-        dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+        dropout=dropout, scaling=scaling, is_causal=is_causal if causal else False, **kwargs,
     )  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def h2o_mask(
         )  # fmt: skip
     # Offsets are tensors where the cache is to be compiled: reading one would wait for its device.
     is_h2o = kv_length == q_length and (kv_offset is q_offset or kv_offset == q_offset)
-    if not is_h2o and (kv_offset != 0 or kv_length != q_length + q_offset):
+    if not is_h2o and kv_offset + kv_length != q_offset + q_length:
         raise Unsupported(
             f"h2o attention was given a cache with {kv_length} places for {q_offset} + {q_length} "
             "tokens, such as StaticCache: use H2OCache or DynamicCache"
@@ -212,13 +213,11 @@ def h2o_mask(
     return mask
 
 
-def _dense_mask(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
-) -> Tensor | None:
+def _dense_mask(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
     """The mask that "sdpa" expects, from what `h2o_mask` gave."""
     if mask is not None and mask.ndim != 2:
         return mask
-    if mask is None and not _looks_back_only(module, is_causal):
+    if mask is None and not causal:
         return None
     Q, N = query.shape[2], key.shape[2]
     if mask is None and Q in (1, N):
@@ -230,8 +229,13 @@ def _dense_mask(
 
 
 def _looks_back_only(module: nn.Module, is_causal: bool | None) -> bool:
-    """Whether attention is causal, as the caller says, or else the module."""
-    return getattr(module, "is_causal", True) if is_causal is None else is_causal
+    """Whether attention is causal, as the caller says, or else the module; none to images is."""
+    if is_causal is not None:
+        return is_causal
+    of_images = cross_attention_layers(getattr(module, "config", None))
+    if getattr(module, "layer_idx", None) in of_images:
+        return False
+    return getattr(module, "is_causal", True)
 
 
 def _softmax_attention(

@@ -79,7 +79,7 @@ def attending(
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        layer = shared.layer(module)
+        layer = shared.layer(module)  # of what reads images: None
         attention_mask = pads_of(attention_mask)
 
         def full() -> Tensor:
@@ -105,8 +105,8 @@ def attending(
         out = visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, uniform_full))
         return other_heads.restored(module, out, key, value.shape[-1]), None
 
-    shared = _SharedModules()
     model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
+    shared = _SharedModules(type(model.config.get_text_config(decoder=True)))
     name = f"h2o_simulated:{next(_numbers)}"
     lock = PatchLock("simulated", model, name)
     attention.register(name, function)
@@ -125,13 +125,16 @@ class _SharedModules:
     """Which layer an attention module is at work for: some models (Zamba) have one module for
     several layers, and give its forward a `layer_idx`."""
 
-    def __init__(self) -> None:
-        self._here = threading.local()
+    def __init__(self, text_config: type) -> None:
+        """`text_config`: the class of the language model's config."""
+        self._here, self._text_config = threading.local(), text_config
 
-    def layer(self, module: nn.Module) -> int:
-        """The layer whose attention this module computes now."""
-        layer: int = vars(self._here).get(str(id(module)), module.layer_idx)
-        return layer
+    def layer(self, module: nn.Module) -> int | None:
+        """The layer whose attention this module computes now; None: of another model within."""
+        if not isinstance(getattr(module, "config", None), self._text_config | None):
+            return None
+        layer: int | None = getattr(module, "layer_idx", None)
+        return vars(self._here).get(str(id(module)), layer)
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:

@@ -57,8 +57,8 @@ class H2OCache(ReadableCache):
 
     One cache is one conversation, or one batch of them: used again it goes on, `reset()`
     starts anew. A pipeline or a loop over prompts would therefore go on with the first prompt:
-    use `h2o.patched()` there, which makes a fresh cache each time. Layers with a sliding window
-    keep transformers' own cache, all others are H2O.
+    use `h2o.patched()` there, which makes a fresh cache each time. Layers with a sliding window,
+    with states, or for images keep transformers' own cache, all others are H2O.
 
     Args:
         config: the model's (`model.config`).
@@ -271,7 +271,7 @@ class H2OCache(ReadableCache):
             self.pass_state.refuse_other_thread()
         super().reset()
         for layer in self.layers:  # transformers' own may keep zeros
-            if kind_of(layer) == "sliding":
+            if kind_of(layer) in ("sliding", "cross"):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
             if has_states(layer):
@@ -309,7 +309,11 @@ class H2OCache(ReadableCache):
     def _refuse_parted(self) -> None:
         """Raises RuntimeError where layers have not come as far as others."""
         refuse_broken(
-            [int(x.get_seq_length()) for x in self.layers if isinstance(x, CacheLayerMixin)]
+            [
+                int(x.get_seq_length())
+                for x in self.layers
+                if isinstance(x, CacheLayerMixin) and kind_of(x) != "cross"
+            ]
         )
         self.pass_state.refuse_parted_states()
 
@@ -335,9 +339,11 @@ class H2OCache(ReadableCache):
                 f"layer {layer_idx} was given a cache of {len(self.layers)} layers: "
                 "make the H2OCache from the config of the model that it is used with"
             )
-        pass_state = self.pass_state
+        pass_state, layer = self.pass_state, self.layers[layer_idx]
+        if kind_of(layer) == "cross":  # which comes amid the others, and not in every pass
+            image: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
+            return image
         pass_state.enter()
-        layer = self.layers[layer_idx]
         try:
             keys_and_values = layer.update(key_states, value_states, *args, **kwargs)
         except Exception:

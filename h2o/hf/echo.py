@@ -26,24 +26,26 @@ from h2o.errors import Unsupported
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer
-from h2o.hf.model_rotary import ROLLED, Rotary, has_rotary, turned
+from h2o.hf.model_rotary import Rotary, turned
 from h2o.hf.patch_lock import unwrapped
+from h2o.model_identity import latent_row
 from h2o.policy import BEFORE
 
-__all__ = ["SERVED", "Echo", "largest"]
+__all__ = ["Echo", "largest", "rotary_of"]
 
-SERVED = ROLLED | frozenset(
-    "gemma2 gemma3_text glm glm4 gpt_oss qwen3_next olmo_hybrid bamba lfm2 lfm2_moe falcon_h1 "
-    "minimax".split()
-)
-"""Model types whose queries can be rotated on: tests compare them with the model's own at later
-positions."""
 ENTRIES = 1 << 21
 """Attention entries that exist at one time, where torch makes them."""
 ROWS = 1024
 """Queries of each head that the kernels are asked at a time."""
 TILE = 32
 """Queries whose nearest keys come from one product of matrices."""
+
+
+def rotary_of(config: Any, asked: str) -> Rotary:
+    """As `Rotary`, for echo; of latents it knows no queries to ask again."""
+    if latent_row(config):
+        raise Unsupported(f"{asked} cannot serve {config.model_type}: its keys are latents")
+    return Rotary(config, asked=asked)
 
 
 class Echo:
@@ -61,11 +63,11 @@ class Echo:
         self.config, self.mask = unwrapped(model).config, mask
         self.lengths: list[int] = mask.sum(1).tolist()
         try:
-            self.rotary = Rotary(self.config, served=SERVED, asked='scored_by="echo"')
+            self.rotary = rotary_of(self.config, 'scored_by="echo"')
             self._refuse_longer(max(self.lengths))
         except Unsupported as error:
             raise Unsupported(f'{error}; scored_by="repeat" can serve it') from None
-        self.angles = [self.rotary.shift(n) for n in self.lengths]
+        self.angles = [self.rotary.shift(n) if self.rotary.turning else None for n in self.lengths]
         self.queries: dict[int, list[Tensor]] = {}
         self.logits: dict[int, dict[str, Any]] = {}
 
@@ -107,14 +109,14 @@ class Echo:
             layer.slots, layer.capacity.sizes, positions=-1.0, keys=0.0
         )
         query = torch.cat(self.queries.pop(layer.layer_idx), dim=2)
-        rotated = has_rotary(self.config, layer.layer_idx)
+        turns = self.rotary.turns(layer.layer_idx)
         mask = self.mask.to(query.device)
         scores = torch.zeros(positions.shape, dtype=torch.float32, device=query.device)
         for b, (n, angles) in enumerate(zip(self.lengths, self.angles, strict=True)):
             scores[b, :, :n] = largest(
                 self.rotary.halves(query[b][:, mask[b]]),
                 self.rotary.halves(keys[b, :, :n]),
-                angles.to(query.device) if rotated else None,
+                angles.to(query.device) if turns and angles is not None else None,
                 **self.logits[layer.layer_idx],
             )
         return scores

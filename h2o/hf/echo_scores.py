@@ -27,8 +27,8 @@ from h2o import ops
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.echo import ENTRIES, SERVED, largest
-from h2o.hf.model_rotary import Rotary, has_rotary, turned
+from h2o.hf.echo import ENTRIES, largest, rotary_of
+from h2o.hf.model_rotary import Rotary, turned
 from h2o.policy import BEFORE, Policy
 from h2o.quantisation import dequantised, quantised, stored_like
 
@@ -45,17 +45,11 @@ def echo_rotary(config: Any) -> Rotary:
         Unsupported: positions of this model are not rotary, or not known to be plain rotations.
     """
     try:
-        rotary = Rotary(config, served=SERVED, asked='rank_by="echo"')
-        if rotary.by_length:
-            raise Unsupported(
-                f'rank_by="echo" cannot serve {config.model_type}: the angles of this model depend '
-                "on the length of the text"
-            )
+        return rotary_of(config, 'rank_by="echo"')
     except Unsupported as error:
         raise Unsupported(
             f'{error}; use rank_by="max", or h2o.read(scored_by="repeat") for a document'
         ) from None
-    return rotary
 
 
 class Pass(NamedTuple):
@@ -72,22 +66,23 @@ class Pass(NamedTuple):
 class EchoScores:
     """Makes the scores of one layer."""
 
-    def __init__(self, rotary: Rotary, config: Any, layer: int, kv_dtype: str | None) -> None:
-        """`config`: the model's. `kv_dtype`: where keys are stored in eight bits, queries that are
+    def __init__(self, rotary: Rotary, layer: int, kv_dtype: str | None) -> None:
+        """`rotary`: the model's. `kv_dtype`: where keys are stored in eight bits, queries that are
         remembered are too."""
-        self.rotary, self.rotated = rotary, has_rotary(config, layer)
+        self.rotary, self.rotated = rotary, rotary.turns(layer)
         self.quantises = kv_dtype is not None
-        self._later: Tensor | None = None  # angles by which queries are rotated on
+        self._later: tuple[Any, Tensor] | None = None  # of a length and device: the angles
 
     def of_prompt(self, tokens: NewTokens) -> Tensor:
         """[B, G, Q] float32 of the tokens of a first pass; 0 at a pad."""
         B, G, Q, _ = tokens.key.shape
         scores = torch.zeros(B, G, Q, dtype=torch.float32, device=tokens.key.device)
+        length = self._length(tokens, None)
         for b in range(B):
             real = _columns(tokens.mask, b)
             query, key = tokens.query[b][:, real], tokens.key[b][:, real]
             n = query.shape[1]
-            angles = self.rotary.shift(n).to(query.device) if self.rotated and n else None
+            angles = self.rotary.shift(n, length).to(query.device) if self.rotated and n else None
             scores[b, :, real] = largest(
                 self.rotary.halves(query), self.rotary.halves(key), angles, **_logits(tokens)
             )
@@ -101,7 +96,7 @@ class EchoScores:
         `asked`: of the tokens before, as `remembered` makes it; `sizes`: as `Capacity.sizes`.
         """
         B, G, Q, D = tokens.key.shape
-        again = self._again(tokens.query)
+        again = self._again(tokens.query, self._length(tokens, slots))
         asked = dequantised(asked, D).to(again.dtype)
         positions, keys = slot_layout.held(slots, sizes, positions=-1.0, keys=0.0)
         keys = dequantised(keys, D)
@@ -117,10 +112,9 @@ class EchoScores:
     def of_one(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots) -> Tensor:
         """As `of_chunk` for one new token of each row, by the kernels: the queries of one head and
         several tokens are to them as many heads of one token."""
-        again = self._again(tokens.query)
+        again = self._again(tokens.query, self._length(tokens, slots))
         asked = dequantised(asked, again.shape[-1]).to(again.dtype)
-        lengths = slots.lengths if slots.rows is None else slots.lengths[slots.rows.long()]
-        missing = BEFORE - torch.arange(BEFORE, device=asked.device) > lengths[:, None]
+        missing = BEFORE - torch.arange(BEFORE, device=asked.device) > _lengths(slots)[:, None]
         before = torch.where(missing[:, None, :, None], again, asked)
         queries = torch.cat([before, again], dim=2).flatten(1, 2)[:, :, None]  # [B, H * 5, 1, D]
         sinks = tokens.sink_logits
@@ -132,11 +126,13 @@ class EchoScores:
         )  # fmt: skip
         return scores
 
-    def remembered(self, tokens: NewTokens, asked: Tensor | None) -> Tensor:
+    def remembered(
+        self, tokens: NewTokens, asked: Tensor | None, slots: ops.Slots | None
+    ) -> Tensor:
         """[B, H, BEFORE, D or bytes] queries of each row's last tokens, rotated on; of a row with
-        fewer tokens the first ones have no meaning. `asked`: the same before these tokens."""
+        fewer tokens the first ones have no meaning. `asked`, `slots`: before these tokens."""
         last = tokens.query[:, :, -BEFORE:] if tokens.mask is None else tokens.query
-        again = self._again(last)
+        again = self._again(last, self._length(tokens, slots))
         B, H, Q, D = again.shape
         if self.quantises:
             again = quantised(again.reshape(-1, D), 8).view(B, H, Q, -1)
@@ -154,25 +150,43 @@ class EchoScores:
 
     def prompt(self, tokens: NewTokens) -> Pass:
         """A first pass."""
-        return Pass(_attention(tokens, None), self.of_prompt(tokens), self.remembered(tokens, None))
+        return Pass(
+            _attention(tokens, None), self.of_prompt(tokens), self.remembered(tokens, None, None)
+        )
 
     def chunk(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots, sizes: list[int]) -> Pass:
         """A pass over several tokens behind what the slots hold."""
         out, scores = _attention(tokens, slots), self.of_chunk(tokens, asked, slots, sizes)
-        return Pass(out, scores, self.remembered(tokens, asked))
+        return Pass(out, scores, self.remembered(tokens, asked, slots))
 
     def step(self, tokens: NewTokens, asked: Tensor, slots: ops.Slots) -> Pass:
         """A pass over one token of each row, which reads itself as it is stored."""
         out = _attention(as_stored(tokens, slots), slots)
-        return Pass(out, self.of_one(tokens, asked, slots), self.remembered(tokens, asked))
+        scores = self.of_one(tokens, asked, slots)
+        return Pass(out, scores, self.remembered(tokens, asked, slots))
 
-    def _again(self, query: Tensor) -> Tensor:
-        """Queries [B, H, Q, D], rotated on by `LATER` positions, of the same dtype."""
+    def _length(self, tokens: NewTokens, slots: ops.Slots | None) -> int:
+        """Tokens of the longest row with the new ones, where angles depend on it; else 0."""
+        if not (self.rotated and self.rotary.by_length):
+            return 0
+        new = tokens.key.new_full([len(tokens.key)], tokens.key.shape[2], dtype=torch.long)
+        new = new if tokens.mask is None else tokens.mask.sum(1)
+        return int((new if slots is None else new + _lengths(slots)).max())
+
+    def _again(self, query: Tensor, length: int) -> Tensor:
+        """Queries [B, H, Q, D] of a text of this length, rotated on by `LATER` positions, of the
+        same dtype."""
         if not self.rotated:
             return query
-        if self._later is None or self._later.device != query.device:
-            self._later = self.rotary.shift(LATER).to(query.device)
-        return self.rotary.unhalved(turned(self.rotary.halves(query), self._later))
+        of = length, query.device
+        if self._later is None or self._later[0] != of:
+            self._later = of, self.rotary.shift(LATER, length).to(query.device)
+        return self.rotary.unhalved(turned(self.rotary.halves(query), self._later[1]))
+
+
+def _lengths(slots: ops.Slots) -> Tensor:
+    """Tokens that each row of a batch has seen, [B]."""
+    return slots.lengths if slots.rows is None else slots.lengths[slots.rows.long()]
 
 
 def newly_found(

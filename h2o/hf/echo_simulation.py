@@ -10,7 +10,6 @@ Shape letters: B batch rows, H query heads, G key/value heads, N columns of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,15 +45,15 @@ class Echoing:
 
 
 def reader_of(
-    rotary: Rotary, model_config: Any, layer: int, config: H2OConfig, prompt: int
+    rotary: Rotary, layer: int, config: H2OConfig, prompt: int
 ) -> Echoing | PromptEcho | None:
     """What `simulate` takes, of a layer of a model. `prompt`: tokens of the longest prompt. None
     where they are all sinks or a single one, whose scores echo does not change."""
     if config.by_echo:
-        return Echoing(EchoScores(rotary, model_config, layer, config.kv_dtype))
+        return Echoing(EchoScores(rotary, layer, config.kv_dtype))
     if prompt <= max(1, config.sinks):
         return None
-    return PromptEcho(rotary, model_config, layer, config.policy)
+    return PromptEcho(rotary, layer, config.policy)
 
 
 def simulate(

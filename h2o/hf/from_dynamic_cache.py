@@ -47,7 +47,7 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
             'positions="rolled" cannot go on from a DynamicCache, whose keys are rotated at '
             "positions that it does not tell: read the text with an H2OCache instead"
         )
-    B, n = _sizes(cache, len(layers))
+    B, n = _sizes(cache, layers)
     mask = _mask(attention_mask, B, n)
     for index, (source, layer) in enumerate(zip(cache.layers, layers, strict=True)):
         if kind_of(source) is None:
@@ -66,6 +66,10 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
             held = {name: x.detach().clone() for name, x in states.tensors_of(source).items()}
             states.put(layer, held, states.numbers_of(source))
         if kind_of(layer) in ("states", "none"):
+            continue
+        if kind_of(layer) == "cross":
+            if source.is_initialized:
+                layer.update(source.keys.detach(), source.values.detach())
             continue
         needed = n if isinstance(layer, H2OLayer) else min(n, layer.sliding_window - 1)
         if source.keys.shape[2] < needed:
@@ -87,18 +91,23 @@ def take_over(cache: Any, layers: list[CacheLayerMixin], attention_mask: Any = N
         layer.take_over(keys, values, None if mask is None else mask.to(keys.device))
 
 
-def _sizes(cache: DynamicCache, layers: int) -> tuple[int, int]:
-    """B and n, the same for all layers."""
-    with_keys = [x for x in cache.layers if isinstance(x, CacheLayerMixin)]
+def _sizes(cache: DynamicCache, layers: list[CacheLayerMixin]) -> tuple[int, int]:
+    """B and n, the same for all layers but those for images."""
+    of_images = {index for index, layer in enumerate(layers) if kind_of(layer) == "cross"}
+    with_keys = [
+        x
+        for index, x in enumerate(cache.layers)
+        if isinstance(x, CacheLayerMixin) and index not in of_images
+    ]
     sizes = [(x.get_seq_length(), len(x.keys) if x.is_initialized else 0) for x in with_keys]
     if not any(columns for columns, _ in sizes):
         raise ValueError(
             "the DynamicCache is empty: there is nothing to take over, so make an H2OCache(config)"
         )
-    if len(cache.layers) != layers:
+    if len(cache.layers) != len(layers):
         raise ValueError(
-            f"the DynamicCache has {len(cache.layers)} layers, the config tells of {layers}: give "
-            "the config of the model that filled it"
+            f"the DynamicCache has {len(cache.layers)} layers, the config tells of {len(layers)}: "
+            "give the config of the model that filled it"
         )
     if len(set(sizes)) != 1:
         raise ValueError(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf.cache import H2OCache
+from h2o.hf.layer import H2OLayer
 from h2o.hf.patch_lock import PatchLock, unwrapped
 from h2o.hf.request import Prompt, Request, Result, Running, Settings
 from h2o.hf.row_batch import RowBatch, row_bytes
@@ -90,7 +91,7 @@ def generate_all(
         others go on. What `prompts` or `on_token` raise is raised.
 
     Raises:
-        Unsupported: beams and assisted decoding; a model whose layers are not all H2O's.
+        Unsupported: beams and assisted decoding; a model with sliding windows, or for images.
         ValueError: neither `rows` nor `bytes`, or too few of them; a prefix of other settings.
     """
     config = one_config(h2o_config, parameters).for_model(model)
@@ -119,7 +120,7 @@ def generate_all(
 
 
 def _checked(prefix: H2OCache, config: H2OConfig) -> H2OCache:
-    if (rows := prefix.layers[0].batch_size) > 1:
+    if (rows := _h2o_layers(prefix)[0].batch_size) > 1:
         raise ValueError(f"a prefix is a cache of one row, not of {rows}")
     for name in (field.name for field in dataclasses.fields(config)):
         read, wanted = getattr(prefix.config, name), getattr(config, name)
@@ -286,7 +287,7 @@ def _failed(index: int, prompt_tokens: int, error: Exception) -> Result:
 
 def _figures(cache: H2OCache, row: int = 0) -> dict[str, int]:
     """`Result.report` of a row."""
-    layers = cache.layers
+    layers = _h2o_layers(cache)
     kept = [float((layer.slots.positions[row] >= 0).sum()) for layer in layers]
     heads = [layer.slots.free.shape[1] for layer in layers]
     return {
@@ -294,6 +295,10 @@ def _figures(cache: H2OCache, row: int = 0) -> dict[str, int]:
         "kept": round(sum(kept) / sum(heads)),
         "bytes": row_bytes(cache),
     }
+
+
+def _h2o_layers(cache: H2OCache) -> list[H2OLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, H2OLayer)]
 
 
 def _in_order(results: Iterator[Result]) -> Iterator[Result]:

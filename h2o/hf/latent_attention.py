@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o.errors import Unsupported
+from h2o.hf.linear_matrix import matrix_of
 from h2o.hf.traced_tensor import TracedTensor, plain
 
 __all__ = [
@@ -73,7 +74,9 @@ class Expansion(NamedTuple):
         """
         H, width = query.shape[1], query.shape[-1]
         C, V = width - (row.shape[-1] - L), value.shape[-1]
-        weight = _weight(module.kv_b_proj, L, query)
+        if getattr(module.kv_b_proj, "bias", None) is not None:
+            raise Unsupported("h2o attention does not support a kv_b_proj with a bias")
+        weight = matrix_of(module.kv_b_proj, L, query)
         if weight.shape != (H * (C + V), L):
             raise Unsupported(
                 f"h2o attention ({type(module).__name__}) does not support a kv_b_proj of shape "
@@ -108,21 +111,6 @@ def over_latents(call: Any, latent: Tensor) -> tuple[Any, Expansion]:
     scale = D**-0.5 if call.scale is None else call.scale
     query = expansion.queries(call.query)
     return call._replace(query=query, key=rows, value=rows, scale=scale), expansion
-
-
-def _weight(projection: nn.Module, L: int, like: Tensor) -> Tensor:
-    """The matrix [H * (C + V), L] of a linear module, in the dtype of a tensor.
-
-    Of one that is quantised, offloaded or has an adapter: what it makes of the unit vectors.
-    """
-    if getattr(projection, "bias", None) is not None:
-        raise Unsupported("h2o attention does not support a kv_b_proj with a bias")
-    if type(projection) is nn.Linear and projection.weight.is_floating_point():
-        weight = projection.weight.detach()
-        if type(weight) is Tensor and not weight.is_meta and weight.device == like.device:
-            return weight.to(like.dtype)
-    identity = torch.eye(L, dtype=like.dtype, device=like.device)
-    return plain(projection(identity)).detach().to(like.dtype).T.contiguous()
 
 
 def refusal(text: Any) -> str | None:

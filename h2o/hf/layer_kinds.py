@@ -2,8 +2,8 @@
 
 The one place that says so: `supports`, the cache, simulation and analysis all ask here. Full
 attention is h2o's. All else stays transformers' own layer, of whatever class: sliding windows,
-and the convolution and recurrent states of linear attention and state space models. A layer may
-have both states and keys; then the states stay and the keys are as any others.
+the keys of images, and the convolution and recurrent states of linear attention and state space
+models. A layer may have both states and keys; then the states stay and the keys are as any others.
 """
 
 from __future__ import annotations
@@ -11,9 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-__all__ = ["HYBRIDS", "States", "StatesAndKeys", "has_states", "kind_of", "type_refusal"]
+__all__ = [
+    "HYBRIDS",
+    "CrossAttentionLayer",
+    "States",
+    "StatesAndKeys",
+    "cross_attention_layers",
+    "full_layers",
+    "has_states",
+    "kind_of",
+    "layers_of",
+    "type_refusal",
+]
 
 HYBRIDS = hasattr(cache_utils.Cache, "get_conv_state")
 """Whether models tell this version of transformers' caches that they begin with a layer's states;
@@ -33,6 +44,21 @@ States = _class("LinearAttentionLayer")
 StatesAndKeys = _class("LinearAttentionAndFullAttentionLayer")
 """transformers' layer with states and full attention."""
 
+
+class CrossAttentionLayer(DynamicLayer):
+    """transformers' own layer in the place of one whose queries attend to keys of images.
+
+    These come in a forward pass that brings an image, and stay. A text without has none.
+    """
+
+    kind = "cross"
+
+
+def cross_attention_layers(config: Any) -> tuple[int, ...]:
+    """Which layers of a model with this text config attend to keys of images (Mllama)."""
+    return tuple(getattr(config, "cross_attention_layers", None) or ())
+
+
 _KINDS = {
     States: "states",
     StatesAndKeys: "h2o",
@@ -44,7 +70,7 @@ _KINDS = {
 }
 """What a layer of each class is in an `H2OCache`: "h2o", "sliding" (transformers' own, with a
 window), "states" (transformers' own, without keys) or "none" (nothing is stored, as for a layer of
-experts alone)."""
+experts alone); "cross" of a `CrossAttentionLayer`."""
 
 _TYPES = getattr(
     cache_utils,
@@ -58,6 +84,7 @@ _WITHOUT = ("moe", "mlp")
 _SPARSE = "sparse attention: an indexer of its own chooses what each query sees"
 _REASONS = {
     "indexed_attention": _SPARSE,
+    "minimax_m3_sparse": _SPARSE,
     "heavily_compressed_attention": "compressed attention: it caches sums of keys",
     "compressed_sparse_attention": "compressed attention: it caches sums of keys",
     "reference_sliding_attention": "a sliding window of its own over the text behind an image",
@@ -68,6 +95,19 @@ def kind_of(layer: Any) -> str | None:
     """Of a layer of transformers' own cache, or of an `H2OCache`; None: h2o cannot serve it."""
     kind: str | None = getattr(layer, "kind", None) or _KINDS.get(type(layer))
     return kind
+
+
+def layers_of(text: Any) -> list[Any]:
+    """The layers that transformers' own cache has for a language model with this text config."""
+    layers = DynamicCache(config=text).layers
+    for index in cross_attention_layers(text):
+        layers[index] = CrossAttentionLayer()
+    return layers
+
+
+def full_layers(text: Any) -> list[int]:
+    """Which of them are h2o's."""
+    return [index for index, layer in enumerate(layers_of(text)) if kind_of(layer) == "h2o"]
 
 
 def has_states(layer: Any) -> bool:

@@ -58,9 +58,10 @@ def keys_of(layer: Any) -> State:
     """As `state_of`, without convolution and recurrent states."""
     if kind_of(layer) in ("states", "none"):
         return State({}, {})
-    if layer.is_sliding:
+    if kind_of(layer) in ("sliding", "cross"):
         tensors = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
-        return State(tensors, {"cumulative_length": layer.cumulative_length})
+        numbers = {"cumulative_length": layer.cumulative_length} if layer.is_sliding else {}
+        return State(tensors, numbers)
     tensors = {}
     if layer.slots is not None:
         tensors = _named(_SLOTS, layer.slots._asdict())
@@ -91,10 +92,11 @@ def restore_keys(layer: Any, state: State) -> None:
     """As `restore`, of a state of `keys_of`: convolution and recurrent states are not touched."""
     if kind_of(layer) in ("states", "none"):
         return
-    if layer.is_sliding:
+    if kind_of(layer) in ("sliding", "cross"):
         if "keys" in state.tensors:
             layer.update(state.tensors["keys"], state.tensors["values"])
-        layer.cumulative_length = state.numbers["cumulative_length"]
+        if layer.is_sliding:
+            layer.cumulative_length = state.numbers["cumulative_length"]
         return
     layer.empty()
     fields = _unnamed(_SLOTS, state.tensors)

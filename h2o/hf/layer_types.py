@@ -15,15 +15,17 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
+from h2o.hf import model_rotary
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
+from h2o.hf.echo_forms import EchoOtherHeadsLayer, EchoSharedKeysLayer
 from h2o.hf.echo_layer import EchoLayer
 from h2o.hf.echo_scores import EchoScores, echo_rotary
 from h2o.hf.latent_layer import LatentLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_with_states import with_states
-from h2o.hf.model_rotary import Rotary, has_rotary
+from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import OneBudget
 from h2o.hf.other_heads import OtherHeadsLayer, width_of
 from h2o.hf.pass_state import PassState
@@ -56,9 +58,9 @@ def layers_of(
         Unsupported: a setting that does not go with `compileable`, or a model whose positions
             cannot be made cache-relative.
     """
-    windows = [kind_of(layer) == "sliding" for layer in layers]
+    kinds = {str(kind_of(layer)) for layer in layers}
     if compileable:
-        _refuse_compiling(windows, h2o_config, trace)
+        _refuse_compiling(kinds, h2o_config, trace)
     latent = latent_row(config) and config.get_text_config(decoder=True).kv_lora_rank
     if latent:
         _refuse_latents(h2o_config, compileable)
@@ -70,7 +72,9 @@ def layers_of(
         raise Unsupported("compileable=True does not go with layers that attend to others' keys")
     rotary = None
     if h2o_config.positions == "rolled":
-        rotary = Rotary(config, windows=any(windows))
+        if reason := model_rotary.refusal(config, windows="sliding" in kinds):
+            raise Unsupported(f'positions="rolled" cannot serve {config.model_type}: {reason}')
+        rotary = Rotary(config)
     if h2o_config.by_echo:
         rotary = echo_rotary(config)
     placed = list(layers)
@@ -81,11 +85,12 @@ def layers_of(
         layer_class: Any = CompileableLayer if compileable else H2OLayer
         more: dict[str, Any] = {"trace": trace}
         if h2o_config.by_echo and rotary is not None:
-            layer_class, more["echo"] = (
-                EchoLayer,
-                EchoScores(rotary, config, index, h2o_config.kv_dtype),
-            )
-        elif rotary is not None and has_rotary(config, index):
+            layer_class, more["echo"] = EchoLayer, EchoScores(rotary, index, h2o_config.kv_dtype)
+            if width is not None:
+                layer_class = functools.partial(EchoOtherHeadsLayer, width=width)
+            elif index in shared:
+                layer_class = functools.partial(EchoSharedKeysLayer, reused_by=shared[index])
+        elif rotary is not None and rotary.turns(index):
             layer_class = CacheRelativeLayer
             arguments.append(rotary)
         elif latent:
@@ -102,7 +107,7 @@ def layers_of(
         _share_by_rank(h2o_layers, h2o_config, config)
     if (rotary := rotary_for(config, h2o_config)) is not None:
         for x in h2o_layers:
-            x.prompt_scores = PromptEcho(rotary, config, x.layer_idx, x.policy).scores
+            x.prompt_scores = PromptEcho(rotary, x.layer_idx, x.policy).scores
     return placed
 
 
@@ -146,18 +151,17 @@ def _refuse_other_heads(h2o_config: H2OConfig, compileable: bool) -> None:
     """Raises `Unsupported` for what does not go with `h2o.hf.other_heads`."""
     for reason, holds in {
         'positions="rolled"': h2o_config.positions != "original",
-        'rank_by="echo"': h2o_config.by_echo,
         "compileable=True": compileable,
     }.items():
         if holds:
             raise Unsupported(f"keys unlike values, or repeated, do not go with {reason}")
 
 
-def _refuse_compiling(windows: list[bool], h2o_config: H2OConfig, trace: bool) -> None:
-    """Raises `Unsupported` for what changes its shape from step to step. `windows`: of each layer,
-    whether it has a sliding window."""
+def _refuse_compiling(kinds: set[str], h2o_config: H2OConfig, trace: bool) -> None:
+    """Raises `Unsupported` for what changes its shape from step to step. `kinds`: of the layers."""
     reasons = {
-        "layers with a sliding window, which grow as they go": any(windows),
+        "layers with a sliding window, which grow as they go": "sliding" in kinds,
+        "layers for images, whose keys are transformers' own": "cross" in kinds,
         'positions="rolled", whose angles are looked up anew': h2o_config.positions != "original",
         'rank_by="echo", whose steps are several operations': h2o_config.by_echo,
         "trace=True, whose record grows": trace,

@@ -53,9 +53,9 @@ class PassState:
         self.prompt_length: int | Sequence[int] | None = prompt_length
         """Tokens of the whole prompt, where it is known to come in chunks."""
         kinds = [kind_of(layer) for layer in layers] or ["h2o"]
-        storing = [index for index, kind in enumerate(kinds) if kind != "none"]
+        storing = [index for index, kind in enumerate(kinds) if kind not in ("none", "cross")]
         self.first, self.last = storing[0], max(storing[-1], last)
-        """The layers that come first and last to the cache in a forward pass."""
+        """The layers that come first and last to the cache in every forward pass."""
         self._has_states = any(map(has_states, layers))
         self._ends_in_states = kinds[self.last] == "states"
         self.copied = False

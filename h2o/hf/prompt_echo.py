@@ -27,7 +27,6 @@ from h2o.hf.attention_call import NewTokens
 from h2o.hf.echo_scores import EchoScores, as_stored, echo_rotary
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import positions_in
-from h2o.hf.other_heads import width_of
 from h2o.policy import Policy
 
 __all__ = ["PART", "PromptEcho", "rotary_for"]
@@ -39,7 +38,7 @@ PART = 0.75
 def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
     """Of a model with this config; None where prompts keep the scores that attention gives."""
     asked = h2o_config.rank_by == "mean-echo" and h2o_config.positions == "original"
-    if not asked or width_of(config) is not None:
+    if not asked:
         return None
     try:
         return echo_rotary(config)
@@ -50,9 +49,9 @@ def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
 class PromptEcho:
     """Makes the scores of a prompt in one layer."""
 
-    def __init__(self, rotary: Rotary, config: Any, layer: int, policy: Policy) -> None:
-        """`config`: the model's. `policy`: `H2OConfig.policy`, whose `rank_by` is "mean"."""
-        self.echo, self.policy = EchoScores(rotary, config, layer, None), policy
+    def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
+        """`rotary`: the model's. `policy`: `H2OConfig.policy`, whose `rank_by` is "mean"."""
+        self.echo, self.policy = EchoScores(rotary, layer, None), policy
 
     def scores(self, tokens: NewTokens, received: Tensor) -> Tensor:
         """[B, G, Q] float32 of the tokens of a first pass, from the attention that they received,

@@ -24,6 +24,7 @@ __all__ = ["ReadableCache"]
 _OTHERS = {
     "sliding": "has a sliding window and keeps transformers' own cache",
     "states": "has states, which transformers keeps, and no keys",
+    "cross": "attends to images, whose keys all stay",
     "none": "stores nothing",
 }
 
@@ -116,7 +117,7 @@ class ReadableCache(Cache):
 def _of_other(index: int, layer: Any) -> LayerReport:
     """Of transformers' own layer."""
     kind = str(kind_of(layer))
-    if kind != "sliding":
+    if kind not in ("sliding", "cross"):
         return LayerReport(index, kind)
     held = sum(x.numel() * x.element_size() for x in (layer.keys, layer.values) if x is not None)
     columns = layer.keys.shape[2] if held else 1

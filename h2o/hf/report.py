@@ -20,7 +20,7 @@ class LayerReport:
     layer: int
     kind: str
     """"h2o", or transformers' own layer, of which h2o knows the bytes only: "sliding", "states"
-    (without keys) or "none" (nothing is stored)."""
+    (without keys), "cross" (keys of images) or "none" (nothing is stored)."""
     seen: list[int] = dataclasses.field(default_factory=list)
     """Tokens seen."""
     kept_by_head: list[list[int]] = dataclasses.field(default_factory=list)

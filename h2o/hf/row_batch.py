@@ -1,9 +1,9 @@
 """`RowBatch`: one `H2OCache` whose rows are conversations of their own, replaced one at a time.
 
-A row's state has a constant size, so the slots of a row that has come to its end are taken by the
-next conversation in place: nothing of the other rows is copied. A decode step is of the rows that
-are not idle, found by number; where it is compiled, whose shapes stay, of all, and idle ones are
-masked.
+A row has a constant size, so the slots and states of a row that has come to its end are taken by
+the next conversation in place: nothing of the other rows is copied. A decode step is of the rows
+that are not idle, found by number. Where it is compiled, whose shapes stay, and where layers have
+states, which transformers updates as they lie, it is of all, and idle ones are masked.
 
 Shape letters: n rows that are not idle.
 """
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
+from h2o.hf import states
 from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
-from h2o.hf.layer_kinds import has_states
+from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.patch_lock import input_device
 
 __all__ = ["RowBatch", "row_bytes"]
@@ -33,7 +34,7 @@ class RowBatch:
     compileable: torch.compile takes a step whole, in one graph for all of them.
 
     Raises:
-        Unsupported: a model with layers that are not H2O's.
+        Unsupported: a model with layers that have keys which are not H2O's.
     """
 
     def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool = False) -> None:
@@ -41,15 +42,16 @@ class RowBatch:
         self.compiled = torch.compile(model.forward, fullgraph=True) if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
         for index, layer in enumerate(self.cache.layers):
-            if not isinstance(layer, H2OLayer) or has_states(layer):
+            if kind_of(layer) in ("sliding", "cross"):
                 raise Unsupported(
-                    f"rows that are refilled need full attention in all layers, and layer {index} "
-                    f"is a {type(layer).__name__}: call model.generate() with an H2OCache for each "
-                    "batch of prompts"
+                    "rows that are refilled need full attention or states in all layers, and "
+                    f"layer {index} is a {type(layer).__name__}: call model.generate() with an "
+                    "H2OCache for each batch of prompts"
                 )
         self.tokens = [0] * rows
         """Seen by each row; 0: idle"""
         self._chosen: list[int] = []
+        self._has_states = any(map(has_states, self.cache.layers))
 
     def join(self, row: int, joining: H2OCache) -> None:
         """A row becomes what the one row of another cache of the same settings is.
@@ -59,7 +61,10 @@ class RowBatch:
         """
         self.tokens[row] = int(joining.get_seq_length())
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):
-            layer.take_row(row, other, len(self.tokens), max(self.tokens))
+            if isinstance(layer, H2OLayer):
+                layer.take_row(row, other, len(self.tokens), max(self.tokens))
+            if has_states(layer):
+                states.take_row(layer, row, other, len(self.tokens))
 
     def leave(self, row: int) -> None:
         """A row is idle from now on."""
@@ -79,7 +84,9 @@ class RowBatch:
         """
         live = self.live
         logits = self._compiled(ids, live) if self.compiled else None
-        if logits is None:
+        if logits is None and self._has_states:
+            logits = self._of_all(self.model, ids, masked=len(live) < len(ids))[live]
+        elif logits is None:
             self._choose(live if len(live) < len(ids) else [])
             logits = self._forward(self.model, [ids[row] for row in live], live)
         self.tokens = [n and n + 1 for n in self.tokens]
@@ -98,15 +105,19 @@ class RowBatch:
         logits: Tensor = output.logits[:, -1]
         return logits
 
+    def _of_all(self, forward: Any, ids: list[int], *, masked: bool) -> Tensor:
+        """Logits [rows, vocabulary], of all rows, where `masked` with a mask of idle ones."""
+        here = [[n > 0] for n in self.tokens]
+        mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
+        return self._forward(forward, ids, [*range(len(ids))], mask if masked else None)
+
     def _compiled(self, ids: list[int], live: list[int]) -> Tensor | None:
         """As `step`, always with a mask: without one it would be another graph. None from the first
         time on that the graph cannot be made."""
         from torch._dynamo.exc import TorchDynamoException
 
-        here = [[n > 0] for n in self.tokens]
-        mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
         try:
-            return self._forward(self.compiled, ids, [*range(len(ids))], mask)[live]
+            return self._of_all(self.compiled, ids, masked=True)[live]
         except TorchDynamoException as error:  # nothing has run yet
             reason = textwrap.shorten(str(error), 300, placeholder=" ...")
             warnings.warn(f"steps are not compiled: {reason}", RuntimeWarning, stacklevel=2)
@@ -126,4 +137,6 @@ class RowBatch:
 def row_bytes(cache: H2OCache) -> int:
     """Bytes of all tensors that one row takes once its budget is full, by a cache of one row that
     has read its prompt."""
-    return sum(layer.row_bytes() for layer in cache.layers)
+    h2o_layers = (layer for layer in cache.layers if isinstance(layer, H2OLayer))
+    with_states = (layer for layer in cache.layers if has_states(layer))
+    return sum(x.row_bytes() for x in h2o_layers) + sum(map(states.row_bytes, with_states))

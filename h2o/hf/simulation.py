@@ -107,9 +107,7 @@ def simulated(
         what = f"variant {variant!r}" if variant != "h2o" else "merge"
         raise Unsupported(f"{what}: not simulated where layers attend to the keys of others")
     rotary = echo_rotary(model.config) if config.by_echo else rotary_for(model.config, config)
-    simulation = Simulation(
-        budgets, variant, prompt_length, ratio_of, trace, mass, shared, model.config, rotary
-    )
+    simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass, shared, rotary)
     tracing = latents_traced(unwrapped(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
     with attending(model, attended, simulation.attend), tracing:
@@ -132,7 +130,6 @@ class Simulation:
         trace: bool,
         mass: bool,
         shared: dict[int, tuple[int, ...]],
-        model_config: Any,
         rotary: Rotary | None,
     ) -> None:
         """`rotary`: of a config that ranks by echo, or prompts by it."""
@@ -142,7 +139,6 @@ class Simulation:
         self._scores: dict[int, Tensor] | None = {} if trace else None
         self._mass: dict[int, Tensor] | None = {} if mass else None
         self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
-        self._model_config = model_config
         self._rotary = rotary
         self._here = threading.local()  # of layers whose keys others attend to, their VisibleKeys
 
@@ -233,8 +229,8 @@ class Simulation:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
         if self._rotary is not None:
-            rotary = self._rotary, self._model_config, layer
-            reader = echo_simulation.reader_of(*rotary, config, max(prompts, default=0))
+            longest = max(prompts, default=0)
+            reader = echo_simulation.reader_of(self._rotary, layer, config, longest)
             if reader is not None:
                 return echo_simulation.simulate(
                     text, prompts, by_row, reader, config.policy, config.kv_dtype

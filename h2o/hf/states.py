@@ -13,7 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["bytes_of", "each", "forget", "numbers_of", "put", "tensors_of"]
+__all__ = [
+    "bytes_of",
+    "each",
+    "forget",
+    "numbers_of",
+    "put",
+    "row_bytes",
+    "take_row",
+    "tensors_of",
+]
 
 _NAMES = ("conv", "recurrent")
 
@@ -62,6 +71,21 @@ def forget(layer: Any) -> None:
 def each(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Every state, [B, ...], is changed."""
     put(layer, {name: change(x) for name, x in tensors_of(layer).items()}, numbers_of(layer))
+
+
+def take_row(layer: Any, row: int, source: Any, rows: int) -> None:
+    """Row `row` of `rows` becomes what the one row of another layer is, in place."""
+    taken = tensors_of(source)
+    if not tensors_of(layer):
+        empty = {name: x.new_zeros(rows, *x.shape[1:]) for name, x in taken.items()}
+        put(layer, empty, numbers_of(source))
+    for name, state in tensors_of(layer).items():
+        state[row].copy_(taken[name][0])
+
+
+def row_bytes(layer: Any) -> int:
+    """Of its states in each row."""
+    return sum(x[0].nbytes for x in tensors_of(layer).values())
 
 
 def bytes_of(layer: Any) -> int:

@@ -10,11 +10,11 @@ import dataclasses
 from typing import Any
 
 import transformers
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from h2o.errors import Unsupported
 from h2o.hf import latent_attention, model_rotary, shared_keys
-from h2o.hf.layer_kinds import kind_of, type_refusal
+from h2o.hf.layer_kinds import kind_of, layers_of, type_refusal
 
 __all__ = ["Support", "refusal", "supports", "transformers_layers"]
 
@@ -23,6 +23,7 @@ _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 _BIAS = "it adds a bias to the attention logits that depends on positions"
 
 _UNSERVED_TYPES = {
+    "diffusion_gemma": "its tokens look both ways within a block (block diffusion)",
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
     "gemma4_unified": _PATTERN,
@@ -30,7 +31,6 @@ _UNSERVED_TYPES = {
     "hrm_text": "it runs its layers several times for each token, with a cache for each time",
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
-    "mllama": "its cross-attention layers keep the keys of images in the cache",
     "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
 }
@@ -46,8 +46,8 @@ class Support:
     reason: str
     """Why not; empty if it is."""
     layers: tuple[str, ...]
-    """Of each layer "h2o", "sliding", "states" or "none" (`h2o.hf.layer_kinds`); empty if not
-    supported."""
+    """Of each layer "h2o", "sliding", "states", "cross" or "none" (`h2o.hf.layer_kinds`); empty if
+    not supported."""
     not_rolled: str = ""
     """Why not with positions="rolled"; empty if supported with that too, or not at all."""
 
@@ -71,6 +71,7 @@ class Support:
 _REST = {
     "sliding": "keep their own sliding window",
     "states": "have states instead of keys",
+    "cross": "attend to images",
     "none": "store nothing",
 }
 
@@ -141,7 +142,7 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
     text_config = config.get_text_config(decoder=True)
     if reason := refusal(config):
         raise Unsupported(f"h2o cannot serve {config.model_type}: {reason}")
-    layers = DynamicCache(config=text_config).layers
+    layers = layers_of(text_config)
     if not layers:  # Gemma 4 without shared layers in transformers 5.10
         raise Unsupported(
             f"h2o cannot serve {config.model_type}: transformers caches no layer of it"

@@ -33,8 +33,7 @@ class TracedTensor(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         attributes = next(_traced(args), {})
-        with torch._C.DisableTorchFunctionSubclass():
-            made = function(*args, **(kwargs or {}))
+        made = function(*_plain(args), **(kwargs or {}))  # which weights may have their own way of
         if isinstance(made, Tensor):
             return _with(made, attributes)
         if type(made) in (tuple, list):
@@ -49,6 +48,13 @@ def _traced(args: Any) -> Iterator[dict[str, Any]]:
             yield vars(x)
         elif isinstance(x, tuple | list):
             yield from _traced(x)
+
+
+def _plain(x: Any) -> Any:
+    """An argument, or several, without the attributes of traced tensors."""
+    if isinstance(x, TracedTensor):
+        return plain(x)
+    return type(x)(map(_plain, x)) if type(x) in (tuple, list) else x
 
 
 def _with(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:

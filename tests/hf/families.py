@@ -24,11 +24,17 @@ MAPPINGS = {
     "causal language models": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "models that read images too": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
+_SPARSE = {"sparse_attention_config": {"sparse_attention_freq": [0] * 3 + [1] * 57}}
+_KINDS = ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)]
 AS_RELEASED = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {
         "layer_types": ["attention" if layer % 8 == 5 else "mamba" for layer in range(32)]
     },
+    "lfm2": {"num_hidden_layers": 16, "layer_types": _KINDS},
+    "lfm2_vl": {"text_config": {"num_hidden_layers": 16, "layer_types": _KINDS}},
+    "minimax_m3_vl": {"text_config": _SPARSE},
+    "minimax_m3_vl_text": _SPARSE,
 }
 
 AS_DECODERS = (

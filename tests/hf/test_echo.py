@@ -16,18 +16,35 @@ from transformers.modeling_utils import AttentionInterface
 
 import h2o
 from h2o import H2OConfig, Unsupported, backends
-from h2o.hf import echo, reading
+from h2o.hf import echo, other_heads, reading
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS
+from h2o.hf.model_rotary import Rotary
 from tests.hf.test_reading import BUDGET, choice, positions, weights_of
 from tests.hf.test_rolled import SCALED, scaled
-from tests.hf.tiny import DEVICE, FAMILIES, LATENT, Family, batch, greedy, model, prompts, shared
+from tests.hf.tiny import (
+    DEVICE,
+    FAMILIES,
+    LATENT,
+    ROTARY,
+    TWINS,
+    WITHOUT_ROTARY,
+    Family,
+    batch,
+    greedy,
+    model,
+    prompts,
+    shared,
+    slow_if,
+)
 
-SERVED = {family.model_type: family for family in FAMILIES.values()} | FAMILIES
+SERVED = {name: FAMILIES[name] for name in ROTARY}
 SERVED |= {"glm": Family("glm"), "glm4": Family("glm4")}
-SERVED = {name: family for name, family in SERVED.items() if name in echo.SERVED}
 MORE = {f"llama, {kind}": scaled(kind) for kind in SCALED} | {
     "smollm3, a layer without rotation": Family("smollm3", {"no_rope_layers": [1, 0]}),
+    "cohere2, full attention without rotation": Family(
+        "cohere2", {"sliding_window": 10}, layers=("sliding", "h2o")
+    ),
     "phi, half of each head": Family("phi", {"partial_rotary_factor": 0.5}),
     "gemma2, a low cap": Family(
         "gemma2",
@@ -54,8 +71,9 @@ def attention_of(theirs, document, shift):
     inputs_of = {}
 
     def function(module, query, key, value, mask, **kwargs):
-        inputs_of[module.layer_idx] = module, query[0], key[0], kwargs
         eager = sys.modules[type(module).__module__].eager_attention_forward
+        uniform = other_heads.uniform(module, query, key, value)
+        inputs_of[module.layer_idx] = module, uniform[0][0], uniform[1][0], kwargs
         return eager(module, query, key, value, mask, **kwargs)
 
     AttentionInterface.register("test_echo", function)
@@ -114,12 +132,7 @@ def agree(cache, theirs, document, row=0):
         torch.testing.assert_close(got.double(), wanted, rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.skipif(not HYBRIDS, reason="this version of transformers does not serve all of them")
-def test_every_model_type_is_tried():
-    assert set(SERVED) == echo.SERVED
-
-
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [slow_if(name in TWINS, name) for name in EVERY])
 def test_scores(name):
     ours, (document,) = made(name), prompts(50)
     cache = h2o.read(ours, document, H2OConfig.full(), scored_by="echo")
@@ -251,11 +264,34 @@ def test_threads_read_with_one_model():
 
 @pytest.mark.parametrize(
     "name",
-    ["opt", "gpt2", *["deepseek_v3"] * bool(LATENT), *["granitemoehybrid", "zamba2"] * HYBRIDS],
+    [*["deepseek_v3"] * bool(LATENT), *[name for name in WITHOUT_ROTARY if name in FAMILIES]],
 )
 def test_models_that_it_does_not_serve(name):
     with pytest.raises(Unsupported, match=r'scored_by="echo" cannot serve .*scored_by="repeat"'):
         h2o.read(shared(name), prompts(20)[0], BUDGET, scored_by="echo")
+
+
+@pytest.mark.parametrize("n", [60, 140])
+def test_scores_where_angles_depend_on_the_length(n):
+    """Before and behind the length at which they change: those of a text so long."""
+    ours, (document,) = made("llama, longrope"), prompts(n)
+    cache = h2o.H2OCache(ours.config, heavy=n, recent=0, rank_by="echo")
+    with torch.no_grad():
+        ours(document, past_key_values=cache)
+        agree(cache, ours, document)
+        for _ in range(2):  # the queries of one set of angles are rotated on by the same
+            ours(document[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("length", [100, 140, 600])
+def test_angles_of_a_text_of_a_length(kind, length):
+    rotary = Rotary(scaled(kind).build_config())
+    cos, sin = copy.deepcopy(rotary.module)(torch.zeros(1), torch.tensor([[7, length - 1]]))
+    angles = rotary.shift(7, length)
+    size = rotary.module.attention_scaling
+    torch.testing.assert_close(angles[0] * size, cos[0, 0, :4], rtol=0, atol=1e-5)
+    torch.testing.assert_close(angles[1] * size, sin[0, 0, :4], rtol=0, atol=1e-5)
 
 
 def test_angles_that_change_with_the_length():

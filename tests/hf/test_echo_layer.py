@@ -12,7 +12,6 @@ from transformers import DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, reference, reference_echo
 from h2o.hf import echo_scores
-from h2o.hf.echo import SERVED
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.policy import Policy
 from h2o.slots import new_slots
@@ -21,7 +20,7 @@ from tests.hf import drive, tiny
 from tests.hf.modes import MODES
 from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.test_simulation import PROMPT, fitted, prove, text
-from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
+from tests.hf.tiny import LATENT, ROTARY, TWINS, batch, greedy, model, prompts, shared, slow_if
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 1, "rank_by": "echo"}
 CALLS = [20, 1, 1, 1, 7, 1, 1, 3, *[1] * 20]
@@ -159,7 +158,7 @@ def test_simulation_equals_the_cache(chosen, prompt_length):
     assert swaps >= 3 or chosen == "large" or prompt_length == 96
 
 
-@pytest.mark.parametrize("family", sorted(set(tiny.FAMILIES) & SERVED))
+@pytest.mark.parametrize("family", [slow_if(name in TWINS, name) for name in ROTARY])
 def test_every_model_type(family):
     ours, (ids,) = model(family), prompts(36)
     prove_stepwise(ours, ids, **SMALL)

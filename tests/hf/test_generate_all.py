@@ -92,12 +92,6 @@ def test_a_step_is_of_the_rows_that_are_not_idle():
     assert batches == [1] * 3 + [3] * 3 + [2] * 4 + [1] * 4
 
 
-def test_models_with_states_are_refused():
-    """Which a row would have to take along, beside its keys."""
-    with pytest.raises(h2o.Unsupported, match="layer 0 is a _H2OLayer: call"):
-        h2o.generate_all(model("falcon_h1"), texts(5), heavy=6, recent=6, rows=2)
-
-
 def test_sampling_does_not_depend_on_neighbours():
     """With processors, penalties and seeds of its own, as after torch.manual_seed alone."""
     ours = model("llama")

@@ -9,16 +9,49 @@ import pytest
 import torch
 from transformers import AutoConfig, DynamicCache
 
-from h2o import H2OCache, H2OConfig, Unsupported, analyze, calibrate, patched, simulated, supports
+from h2o import (
+    H2OCache,
+    H2OConfig,
+    Unsupported,
+    analyze,
+    calibrate,
+    generate_all,
+    patched,
+    simulated,
+    supports,
+)
 from h2o.hf import states
 from h2o.hf.layer_kinds import HYBRIDS, has_states, kind_of
 from h2o.hf.layer_state import state_of
-from tests.hf.tiny import WITH_STATES, batch, greedy, model, needs_compiler, prompts
+from tests.hf.tiny import (
+    LATENT_AND_STATES,
+    WITH_STATES,
+    batch,
+    greedy,
+    model,
+    needs_compiler,
+    prompts,
+    slow_if,
+)
 
 pytestmark = pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
 SMALL = {"heavy": 6, "recent": 6}
 LAYOUTS = ["qwen3_next", "lfm3", "nemotron_h", "falcon_h1", "zamba2"] if HYBRIDS else []
 """States before keys, beside a window, beside nothing, in one layer, of a shared block."""
+ALIKE = {
+    "qwen3_5": "qwen3_next",
+    "qwen3_5, whole": "qwen3_next",
+    "olmo_hybrid": "qwen3_next",
+    "granitemoehybrid": "bamba",
+    "lfm2_moe": "lfm2",
+    "lfm2_vl": "lfm2",
+    "zamba": "zamba2",
+    "kimi_linear": "bailing_hybrid",
+}
+"""Families whose states, and layers beside them, are those of another."""
+every = pytest.mark.parametrize(
+    "name", [slow_if(name in ALIKE, name) for name in [*WITH_STATES, *LATENT_AND_STATES]]
+)
 
 
 def stepwise(ours, ids, prompt, cache):
@@ -56,7 +89,7 @@ def assert_same(one, other):
             assert torch.equal(here[name], there[name]), name
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
+@every
 def test_a_budget_for_all_gives_the_full_caches_tokens(name):
     ours, theirs = model(name), model(name, "sdpa")
     inputs = batch(prompts(17, 23))
@@ -68,7 +101,7 @@ def test_a_budget_for_all_gives_the_full_caches_tokens(name):
     assert len(expected.unique()) > 10
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
+@every
 def test_rows_are_rows_alone_and_the_budget_holds(name):
     ours, rows = model(name), prompts(17, 30)
     cache = H2OCache(ours.config, **SMALL)
@@ -82,13 +115,13 @@ def test_rows_are_rows_alone_and_the_budget_holds(name):
             assert (cache.kept(index)[0] >= 0).sum(-1).unique().tolist() == [12]
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
+@every
 def test_the_simulation_is_the_cache(name):
     ours, (ids,) = model(name), prompts(36)
     prove_stepwise(ours, ids, **SMALL)
 
 
-@pytest.mark.parametrize("name", WITH_STATES)
+@every
 def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
     ours, (ids, more) = model(name), prompts(20, 4)
     cache = H2OCache(ours.config, **SMALL)
@@ -299,6 +332,26 @@ def test_patched_with_beams(name):
         assert patch.cache.report().total.bytes_states > 0
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "zaya"])
+def test_rows_are_refilled_with_states(name):
+    ours, rows = model(name), prompts(17, 30, 9, 22)
+    texts = [row[0].tolist() for row in rows]
+    results = list(generate_all(ours, texts, rows=2, max_new_tokens=6, **SMALL))
+    for row, result in zip(rows, results, strict=True):
+        cache = H2OCache(ours.config, **SMALL)
+        alone = greedy(ours, {"input_ids": row}, 6, past_key_values=cache)
+        assert result.ids == alone[0].tolist()
+        kept = [cache.kept(i)[0] for i, x in enumerate(cache.layers) if kind_of(x) == "h2o"]
+        held = sum(int((x >= 0).sum()) for x in kept) / sum(x.shape[1] for x in kept)
+        assert result.report["kept"] == round(held)
+        assert result.report["bytes"] > cache.report().total.bytes_states > 0
+
+
+def test_rows_with_windows_are_not_refilled():
+    with pytest.raises(Unsupported, match="full attention or states in all layers, and layer 1"):
+        list(generate_all(model("lfm3"), [[5, 6]], rows=1, **SMALL))
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "zamba2"])
 def test_layers_without_keys_have_no_share(name):
     ours, (ids,) = model(name), prompts(64)
@@ -315,7 +368,13 @@ def test_layers_without_keys_have_no_share(name):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        slow_if(name not in ("qwen3_next", "falcon_h1"), name)
+        for name in ("qwen3_next", "falcon_h1", "lfm2", "bamba", "jamba", "zamba2")
+    ],
+)
 def test_the_decode_step_compiles(name):
     from tests.hf.test_compiled import compiling
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from h2o import H2OCache, Unsupported, model_identity, patched, simulated
+from h2o import H2OCache, model_identity, patched, simulated
 from h2o.evaluate.setting import parse
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.stream import token_stream
@@ -89,9 +89,18 @@ def test_a_stream_is_read_by_original_positions(name):
 
 
 @every
-def test_a_stream_with_rolled_positions_is_refused(name):
-    with pytest.raises(Unsupported, match="rotary embedding has not been tested"):
-        Reader(model(name), parse("h2o:6+6"))
+def test_a_stream_with_rolled_positions(name):
+    ours, (row,) = model(name), prompts(120)
+    reader = Reader(ours, parse("h2o:6+6"))
+    for _ in read(token_stream.chunks(row[0].tolist(), 4), [reader], every=40):
+        pass
+    cache = H2OCache(ours.config, **SMALL, positions="rolled")
+    with torch.no_grad():  # at the positions of the text, which are taken off again
+        for i, part in enumerate(row.split(4, dim=1)):
+            ids = torch.arange(4 * i, 4 * i + 4)[None]
+            logits = ours(part, past_key_values=cache, position_ids=ids).logits
+    torch.testing.assert_close(reader._logits[0], logits[0, -1], rtol=0, atol=1e-3)
+    assert reader.points[-1].highest_position == 15
 
 
 # ---- Evaluation --------------------------------------------------------------------------------

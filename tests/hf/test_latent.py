@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, supports
+from h2o.hf import linear_matrix
 from tests.hf.modes import MODES, POLICIES
 from tests.hf.test_families import OF_ATTENTION, generation, held, one_in_three
 from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared, slow_if
@@ -18,6 +20,7 @@ from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared, slow_if
 pytestmark = pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
 LENGTHS = (5, 17, 23, 30)
 SMALL = {"heavy": 6, "recent": 6}
+FULL = {"heavy": 10**6}
 SERVED = [name for name in POLICIES if name not in ("merge", "shares")]
 WHOLE = ("deepseek_v2", "youtu")
 """What attention of few heads does, and of many. The other families' latents come to the cache in
@@ -240,25 +243,94 @@ def test_a_pass_that_broke_off_leaves_nothing_behind():
         ours(ids, past_key_values=cache)
 
 
-def test_a_projection_that_is_no_plain_matrix():
-    """A quantised one, or one with an adapter, is asked for its matrix."""
-    ours, twin = model("deepseek_v2"), model("deepseek_v2")
+class Wrapped(torch.nn.Module):
+    """A projection whose matrix cannot be seen, with an adapter that is switched on by a scale."""
 
-    class Wrapped(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
+    asked = 0
 
-        def forward(self, x):
-            return self.inner(x)
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.scale = inner, 0.0
+        self.up = torch.nn.Parameter(torch.full((inner.out_features, 1), 0.3))
 
-    for layer in twin.model.layers:
+    def forward(self, x):
+        Wrapped.asked += x.shape == (16, 16)  # the unit vectors
+        return self.inner(x) + self.scale * x[..., :1] @ self.up.T
+
+    def merged(self):
+        weight = self.inner.weight.detach().clone()
+        weight[:, :1] += self.scale * self.up.detach()
+        return weight
+
+
+def wrapped(ours):
+    for layer in ours.model.layers:
         layer.self_attn.kv_b_proj = Wrapped(layer.self_attn.kv_b_proj)
-    row = {"input_ids": prompts(30)[0]}
-    answers = [
-        greedy(x, row, 12, past_key_values=H2OCache(ours.config, **SMALL)) for x in (ours, twin)
-    ]
-    assert torch.equal(*answers)
+    return [layer.self_attn.kv_b_proj for layer in ours.model.layers]
+
+
+def test_a_projection_that_is_no_plain_matrix(monkeypatch):
+    """A quantised one, or one with an adapter, is asked for its matrix, once."""
+    ours, twin, row = model("deepseek_v2"), model("deepseek_v2"), {"input_ids": prompts(30)[0]}
+    wrapped(twin)
+    monkeypatch.setattr(Wrapped, "asked", 0)
+    for _ in range(2):
+        caches = [H2OCache(ours.config, **SMALL) for _ in range(2)]
+        answers = [
+            greedy(x, row, 12, past_key_values=cache)
+            for x, cache in zip((ours, twin), caches, strict=True)
+        ]
+        assert torch.equal(*answers)
+    assert Wrapped.asked == 2  # layers
+
+
+CHANGES = {
+    "weights, in place": lambda x: x.inner.weight.mul_(0.5),
+    "weights, others": lambda x: setattr(x.inner.weight, "data", x.inner.weight.data * 0.5),
+    "a new parameter": lambda x: setattr(
+        x.inner, "weight", torch.nn.Parameter(x.inner.weight.detach() * 0.5)
+    ),
+    "an adapter": lambda x: setattr(x, "scale", 2.0),
+    "an adapter's weights": lambda x: (setattr(x, "scale", 2.0), x.up.neg_()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_projection_that_changes_between_two_steps(change):
+    ours, twin, ids = model("deepseek_v2"), model("deepseek_v2"), prompts(32)[0]
+    projections = wrapped(twin)
+    caches = [H2OCache(ours.config, **SMALL) for _ in range(2)]
+    logits = []
+    with torch.no_grad():
+        for piece in ids.split([30, 1, 1], 1):
+            logits = [
+                x(piece, past_key_values=cache).logits
+                for x, cache in zip((ours, twin), caches, strict=True)
+            ]
+            torch.testing.assert_close(*logits)
+            for layer, projection in zip(ours.model.layers, projections, strict=True):
+                CHANGES[change](projection)
+                layer.self_attn.kv_b_proj.weight.copy_(projection.merged())
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao quantises weights")
+def test_a_quantised_projection_is_asked_for_its_matrix_once(monkeypatch):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    ours, calls = model("deepseek_v2"), []
+    quantize_(ours, Int8WeightOnlyConfig(), lambda _, name: name.endswith("kv_b_proj"))
+    ask = linear_matrix._ask
+    monkeypatch.setattr(linear_matrix, "_ask", lambda *x: (calls.append(1), ask(*x))[1])
+    full, cache, (ids,) = (
+        DynamicCache(config=ours.config),
+        H2OCache(ours.config, **FULL),
+        prompts(30),
+    )
+    with torch.no_grad():
+        for piece in ids.split([20, *[1] * 10], 1):
+            got, expected = (ours(piece, past_key_values=x).logits for x in (cache, full))
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+    assert len(calls) == 2  # layers
 
 
 def test_half_precision_is_near_float32():

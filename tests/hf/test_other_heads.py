@@ -105,7 +105,7 @@ def test_bytes_are_those_of_a_full_cache(name):
 @every
 def test_what_is_refused(name):
     config = model(name).config
-    for more in ({"positions": "rolled"}, {"rank_by": "echo"}, {"compileable": True}):
+    for more in ({"positions": "rolled"}, {"compileable": True}):
         with pytest.raises(Unsupported):
             H2OCache(config, **SMALL, **more)
     assert supports(config).not_rolled

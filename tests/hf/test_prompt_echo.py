@@ -8,7 +8,6 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig
-from h2o.hf.echo import SERVED
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.prompt_echo import PART
 from tests.hf import tiny
@@ -16,7 +15,7 @@ from tests.hf.modes import MODES
 from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.test_reading import positions
 from tests.hf.test_simulation import PROMPT, fitted, prove, text, text_of_all_words
-from tests.hf.tiny import batch, greedy, model, prompts, shared
+from tests.hf.tiny import ROTARY, TWINS, batch, greedy, model, prompts, shared, slow_if
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "rank_by": "mean-echo"}
 ROOMY = {"heavy": 500, "recent": 0}
@@ -108,7 +107,7 @@ def test_simulation_equals_the_cache(chosen, prompt_length):
     assert swaps >= 3 or chosen == "large" or prompt_length == 96
 
 
-@pytest.mark.parametrize("family", sorted(set(tiny.FAMILIES) & SERVED))
+@pytest.mark.parametrize("family", [slow_if(name in TWINS, name) for name in ROTARY])
 def test_every_model_type(family):
     ours, (ids,) = model(family), prompts(36)
     prove_stepwise(ours, ids, **SMALL)

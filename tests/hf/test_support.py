@@ -192,3 +192,18 @@ def test_models_that_do_not_tell_their_layers_about_the_cache():
 def test_a_model_is_asked_as_its_config_is():
     ours = model("llama")
     assert supports(ours) == supports(ours.config)
+
+
+def test_windows_that_only_the_cache_knows():
+    """Moshi's: its mask is causal, over the last keys that the cache still holds."""
+    numbers = FAMILIES["llama"].build_config().to_dict()
+    for name in ("model_type", "tie_word_embeddings", "intermediate_size"):
+        numbers.pop(name)
+    config = AutoConfig.for_model("moshi", **numbers, ffn_dim=48, sliding_window=10)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    inputs = batch(prompts(17, 23))
+    expected = greedy(plain, inputs).tolist()
+    plain.set_attn_implementation("h2o")
+    assert greedy(plain, inputs).tolist() == expected
+    assert greedy(plain, inputs, past_key_values=H2OCache(config, **SMALL)).tolist() == expected

@@ -73,7 +73,7 @@ class Family:
         if self.vision is not None:
             text = {"model_type": self.model_type, **numbers, **self.config}
             return AutoConfig.for_model(
-                self.name,
+                self.name.partition(",")[0],
                 text_config=text,
                 vision_config=self.vision,
                 tie_word_embeddings=False,
@@ -179,6 +179,29 @@ FAMILIES = {
             },
             lacks=("guidance", *(["chunked prompt", "prompt token by token"] * CROPS_TO_LENGTH)),
         ),
+        Family(
+            "mllama",
+            {"cross_attention_layers": [1]},
+            model_type="mllama_text_model",
+            layers=("h2o", "cross", "h2o"),
+            vision={
+                **_EYE,
+                "patch_size": 4,
+                "num_hidden_layers": 2,
+                "num_global_layers": 1,
+                "attention_heads": 2,
+                "vision_output_dim": 48,
+                "intermediate_layers_indices": [0, 1],
+                "max_num_tiles": 1,
+                "supported_aspect_ratios": [[1, 1]],
+            },
+            image={
+                "pixel_values": _PIXELS.reshape(1, 1, 1, 3, 8, 8),
+                "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
+                "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
+            },
+            lacks=("guidance", "chunked prompt", "prompt token by token"),
+        ),
         *[
             Family("qwen3_next", _LINEAR | _MOE | {"num_experts": 4}, layers=_TWICE),
             Family("qwen3_5", _LINEAR, model_type="qwen3_5_text", layers=_TWICE),
@@ -212,7 +235,46 @@ FAMILIES = {
                 },
                 layers=_TWICE,
             ),
+            Family(
+                "qwen3_5, whole",
+                _LINEAR | {"head_dim": 16},
+                model_type="qwen3_5_text",
+                layers=_TWICE,
+                vision={
+                    **_EYE,
+                    "depth": 1,
+                    "num_heads": 2,
+                    "patch_size": 2,
+                    "temporal_patch_size": 1,
+                    "out_hidden_size": 32,
+                    "num_position_embeddings": 16,
+                },
+                image={
+                    "pixel_values": _PIXELS.reshape(16, 12),
+                    "image_grid_thw": torch.tensor([[1, 4, 4]]),
+                },
+                lacks=("guidance",),
+            ),
             Family("lfm2", _CONV, layers=_TWICE),
+            Family(
+                "lfm2_vl",
+                _CONV,
+                model_type="lfm2",
+                layers=_TWICE,
+                vision={
+                    **_EYE,
+                    "model_type": "siglip2_vision_model",
+                    "patch_size": 2,
+                    "num_patches": 16,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                },
+                image={
+                    "pixel_values": _PIXELS.reshape(1, 16, 12),
+                    "spatial_shapes": torch.tensor([[4, 4]]),
+                    "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
+                },
+            ),
             Family("lfm2_moe", _CONV | _MOE | {"num_experts": 4}, layers=_TWICE),
             Family(
                 "lfm3",
@@ -343,6 +405,40 @@ LATENT = {
 whose values have the size of its keys."""
 
 _WITH_KEYS = ("falcon_h1", "zaya")
+LATENT_AND_STATES = {
+    family.name: family
+    for family in [
+        Family(
+            "kimi_linear",
+            {
+                **_LATENT,
+                "q_lora_rank": None,
+                "moe_intermediate_size": 32,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "linear_head_dim": 8,
+                "linear_num_heads": 4,
+                "layer_types": _LINEAR["layer_types"],
+            },
+            layers=_TWICE,
+        ),
+        Family(
+            "bailing_hybrid",
+            {
+                **_LATENT,
+                "moe_intermediate_size": 32,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "layer_types": _LINEAR["layer_types"],
+            },
+            layers=_TWICE,
+        ),
+    ]
+    if HYBRIDS and family.name in transformers.CONFIG_MAPPING
+}
+"""Layers with latents beside layers with states."""
 WITH_STATES = [name for name, x in FAMILIES.items() if "states" in x.layers or name in _WITH_KEYS]
 """Convolution or recurrent states, beside keys or instead of them."""
 OTHERS = [name for name in FAMILIES if name not in WITH_STATES]
@@ -356,17 +452,29 @@ TWINS = tuple(
 them, and so are shapes and kinds of layers (test_families.py shows that). What a mode or a policy
 does to these two it does to the twins: tests without `-m slow` cross them with a few of each."""
 
+WITHOUT_ROTARY = ("opt", "gpt2", "jamba", "granitemoehybrid", "nemotron_h", "zamba", "zamba2")
+"""Learned positions, or none; Granite 4 and Zamba 2 have rotary ones where configs say so."""
+ROTARY = [
+    name
+    for name, family in FAMILIES.items()
+    if name not in WITHOUT_ROTARY and "h2o" in family.layers
+    and not (family.vision or family.weights)
+]  # fmt: skip
+
 
 @functools.cache
 def _model(name: str) -> Any:
     torch.manual_seed(len(name))
-    family = (FAMILIES | LATENT)[name]
+    family = (FAMILIES | LATENT | LATENT_AND_STATES)[name]
     auto = AutoModelForImageTextToText if family.image else AutoModelForCausalLM
     config = family.build_config()
     if family.architecture:
         made = getattr(transformers, family.architecture)(config).eval()
     else:
         made = auto.from_config(config).eval()
+    for part, gate in made.named_parameters():
+        if part.endswith(("attn_gate", "mlp_gate")):  # which are 0 until a model is trained
+            torch.nn.init.constant_(gate, 0.3)
     if family.weights:
         quantise(made, family.weights)
     return made
@@ -426,7 +534,7 @@ def batch(rows: list[torch.Tensor], side: str = "left") -> dict[str, torch.Tenso
 
 def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same batch for a family that reads images: one amid each row, another one in each."""
-    image = (FAMILIES | LATENT)[name].image
+    image = (FAMILIES | LATENT | LATENT_AND_STATES)[name].image
     if not image:
         return inputs
     B = len(inputs["input_ids"])
@@ -439,6 +547,9 @@ def with_image(name: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
         pixels * torch.linspace(1, 2, len(pixels))[(..., *[None] * (pixels.ndim - 1))]
     )
     more = {key: value.to(ids.device) for key, value in more.items()}
+    if "aspect_ratio_ids" in image:  # what stands behind it sees it
+        seen = (ids == IMAGE).cumsum(1) > 0
+        more["cross_attention_mask"] = seen.long()[:, :, None, None]
     if "image_grid_thw" in image:
         more["mm_token_type_ids"] = (ids == IMAGE).long()
     return {**inputs, "input_ids": ids, **more}

@@ -1,0 +1,167 @@
+"""Mllama: layers whose queries attend to keys of images keep these, the others' are h2o's.
+
+The cross with modes and policies is that of test_families.py, the image that of test_images.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from h2o import H2OCache, H2OConfig, Unsupported, enable, generate_all, patched, supports
+from h2o.hf.layer_kinds import CrossAttentionLayer
+from h2o.hf.layer_state import state_of
+from h2o.hf.pass_state import CROPS_TO_LENGTH
+from tests.hf.tiny import batch, greedy, model, prompts, shared, with_image
+
+NAME, SMALL, IMAGES = "mllama", {"heavy": 6, "recent": 6}, 1
+"""IMAGES: the layer of three that attends to them."""
+
+
+def illustrated(*lengths, **how):
+    return with_image(NAME, batch(prompts(*lengths, **how)))
+
+
+def read(ours, inputs, cache):
+    with torch.no_grad():
+        return ours(**inputs, past_key_values=cache).logits
+
+
+def image_of(cache):
+    layer = cache.layers[IMAGES]
+    return layer.keys, layer.values
+
+
+def test_what_is_said_of_it():
+    ours = shared(NAME)
+    assert "2 of 3 layers by h2o, 1 attend to images" in str(supports(ours))
+    cache = H2OCache(ours.config, **SMALL)
+    greedy(ours, illustrated(17, 23), 4, past_key_values=cache)
+    keys, values = image_of(cache)
+    report = cache.report().layers[IMAGES]
+    assert report.kind == "cross"
+    assert report.bytes_held == report.bytes_full == keys.nbytes + values.nbytes > 0
+    with pytest.raises(ValueError, match=r"layer 1 attends to images.* h2o are \[0, 2\]"):
+        cache.kept(IMAGES)
+    assert [len(x) for x in list(cache)] == [3] * 3
+
+
+def test_saved_loaded_and_forked_it_goes_on_as_before(tmp_path):
+    ours, inputs, (more,) = shared(NAME), illustrated(24), prompts(4, seed=1)
+    cache = H2OCache(ours.config, **SMALL)
+    read(ours, inputs, cache)
+    cache.save(tmp_path / "cache.safetensors", ours)
+    loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
+    twice, once = cache.fork(2), cache.fork()
+    assert isinstance(loaded.layers[IMAGES], CrossAttentionLayer)
+    again = {"input_ids": torch.cat([inputs["input_ids"], more], dim=1)}
+    expected = greedy(ours, again, 8, past_key_values=cache).tolist()
+    for other in (loaded, once):
+        assert greedy(ours, again, 8, past_key_values=other).tolist() == expected
+        for here, there in zip(other.layers, cache.layers, strict=True):
+            one, two = state_of(here).tensors, state_of(there).tensors
+            assert one.keys() == two.keys()
+            assert all(torch.equal(one[name], two[name]) for name in one)
+    again = {"input_ids": again["input_ids"].repeat(2, 1)}
+    assert greedy(ours, again, 8, past_key_values=twice).tolist() == expected * 2
+    chosen = cache.fork(3)
+    chosen.batch_select_indices(torch.tensor([2, 0]))
+    assert torch.equal(image_of(chosen)[1], image_of(cache)[1].repeat(2, 1, 1, 1))
+
+
+def test_an_image_may_come_later_or_not_at_all():
+    ours, theirs = shared(NAME), shared(NAME, "sdpa")
+    first, inputs = prompts(9)[0], illustrated(20, seed=1)
+    cache, full = H2OCache(ours.config, H2OConfig.full()), DynamicCache(config=ours.config)
+    for one, of in ((ours, cache), (theirs, full)):
+        read(one, {"input_ids": first}, of)
+    assert image_of(cache) == (None, None)
+    assert cache.fork().layers[IMAGES].get_seq_length() == 0
+    inputs["attention_mask"] = torch.ones(1, 29, dtype=torch.long)
+    for _ in range(2):  # a second image is seen beside the first
+        got, expected = read(ours, inputs, cache), read(theirs, inputs, full)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+        inputs["attention_mask"] = torch.ones(1, 49, dtype=torch.long)
+        shown = inputs["cross_attention_mask"]
+        inputs["cross_attention_mask"] = torch.cat([torch.ones_like(shown), shown], 2)
+    assert torch.equal(image_of(cache)[0], full.layers[IMAGES].keys)
+    cache.reset()
+    assert image_of(cache) == (None, None)
+    assert read(ours, {"input_ids": first}, cache).shape[1] == 9
+
+
+def test_an_image_without_a_mask_is_seen_whole():
+    """As "eager" has it; "sdpa" takes the attention for causal."""
+    ours, theirs = shared(NAME), shared(NAME, "eager")
+    for length in (20, 5):  # as many as the image has keys
+        inputs = illustrated(length + 12)
+        del inputs["cross_attention_mask"]
+        cache = H2OCache(ours.config, H2OConfig.full())
+        expected = read(theirs, inputs, DynamicCache(config=ours.config))
+        torch.testing.assert_close(read(ours, inputs, cache), expected, rtol=0, atol=1e-4)
+        assert image_of(cache)[0].shape[2] == 5
+
+
+@pytest.mark.skipif(CROPS_TO_LENGTH, reason="recorded from 5.16 on by minus a number")
+def test_text_goes_back_and_the_image_stays():
+    ours, inputs = shared(NAME), illustrated(20)
+    cache, expected = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
+    cache.activate_past_recording()
+    read(ours, inputs, cache)
+    cache.crop(-3)
+    shorter = inputs | {name: inputs[name][:, :17] for name in ("input_ids", "attention_mask")}
+    read(ours, shorter | {"cross_attention_mask": inputs["cross_attention_mask"][:, :17]}, expected)
+    step = {"input_ids": inputs["input_ids"][:, 17:18]}
+    torch.testing.assert_close(read(ours, step, cache), read(ours, step, expected))
+    inputs["input_ids"] = inputs["input_ids"][:, -4:].repeat(1, 6)
+    inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"])}
+    inputs["cross_attention_mask"] = torch.ones(1, 24, 1, 1, dtype=torch.long)
+    plain = greedy(shared(NAME, "sdpa"), inputs, 12)
+    cache = H2OCache(ours.config, H2OConfig.full())
+    looked_up = greedy(ours, inputs, 12, past_key_values=cache, prompt_lookup_num_tokens=3)
+    assert looked_up.tolist() == plain.tolist()
+
+
+def test_a_dynamic_cache_is_taken_over_with_its_images():
+    ours, inputs, (more,) = shared(NAME), illustrated(20), prompts(4, seed=1)
+    for given in (inputs, {"input_ids": inputs["input_ids"]}):
+        full = DynamicCache(config=ours.config)
+        read(ours, given, full)
+        cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
+        again = {"input_ids": torch.cat([inputs["input_ids"], more], dim=1)}
+        got = greedy(ours, again, 8, past_key_values=cache)
+        assert got.tolist() == greedy(ours, again, 8, past_key_values=full).tolist()
+
+
+def test_enabled_patched_and_with_beams():
+    ours, inputs = model(NAME), illustrated(17, 23)
+    expected = greedy(ours, inputs, 8, past_key_values=H2OCache(ours.config, **SMALL), num_beams=3)
+    with patched(ours, **SMALL) as patch:
+        assert greedy(ours, inputs, 8, num_beams=3).tolist() == expected.tolist()
+        assert patch.cache.report().layers[IMAGES].bytes_held > 0
+    patch = enable(ours, **SMALL)
+    assert greedy(ours, inputs, 8, num_beams=3).tolist() == expected.tolist()
+    patch.undo()
+
+
+def test_a_pass_that_broke_off_is_noticed(monkeypatch):
+    ours, inputs = model(NAME), illustrated(20)
+    cache = H2OCache(ours.config, **SMALL)
+    with monkeypatch.context() as patch:
+        last = ours.model.language_model.layers[2]
+        patch.setattr(last, "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            read(ours, inputs, cache)
+    with pytest.raises(RuntimeError, match="broke off between two layers"):
+        read(ours, {"input_ids": inputs["input_ids"][:, :1]}, cache)
+    cache.reset()
+    read(ours, inputs, cache)
+
+
+def test_what_does_not_go_with_images():
+    ours = shared(NAME)
+    with pytest.raises(Unsupported, match="layers for images"):
+        H2OCache(ours.config, **SMALL, compileable=True)
+    with pytest.raises(Unsupported, match="full attention or states in all"):
+        list(generate_all(ours, [[5, 6, 7]], rows=2, **SMALL))

@@ -1,0 +1,103 @@
+"""Models that read images, with an image in the text: what the cache and the simulation give.
+
+The cross with modes and policies is that of test_families.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o import H2OCache, H2OConfig, simulated, supports
+from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, shared, slow_if, with_image
+
+SMALL = {"heavy": 6, "recent": 6}
+IMAGES = [name for name, family in FAMILIES.items() if family.image]
+ALIKE = {"qwen2_vl", "lfm2_vl"}
+"""What tests of others cover: positions of several axes, states beside keys."""
+each = pytest.mark.parametrize("name", [slow_if(name in ALIKE, name) for name in IMAGES])
+TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "cross_attention_mask")
+"""Of a model's inputs those with a column for each token."""
+
+
+def illustrated(name, *lengths, **how) -> dict[str, Tensor]:
+    return with_image(name, batch(prompts(*lengths, **how)))
+
+
+def row_of(inputs, b, length):
+    """The row alone, with its image."""
+    rows = len(inputs["input_ids"])
+    own = {key: x.chunk(rows)[b] for key, x in inputs.items()}
+    return own | {key: own[key][:, -length:] for key in TEXT if key in own}
+
+
+def longer(inputs, ids):
+    """With tokens [1, n] behind the text."""
+    more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for key in ("mm_token_type_ids", "cross_attention_mask"):
+        if key in inputs:
+            more[key] = inputs[key][:, -1:].repeat(1, ids.shape[1], *[1] * (inputs[key].ndim - 2))
+    return inputs | {key: torch.cat([inputs[key], x], 1) for key, x in more.items()}
+
+
+@each
+def test_a_budget_for_all_gives_the_full_caches_tokens(name):
+    ours, theirs, inputs = shared(name), shared(name, "sdpa"), illustrated(name, 17, 23)
+    expected = greedy(theirs, inputs, 32)
+    got = greedy(ours, inputs, 32, past_key_values=H2OCache(ours.config, H2OConfig.full()))
+    assert got.tolist() == expected.tolist()
+    assert greedy(ours, inputs, 32).tolist() == expected.tolist()  # with a DynamicCache
+    assert expected.tolist() != greedy(theirs, batch(prompts(17, 23)), 32).tolist()
+    assert len(expected.unique()) > 10
+
+
+@each
+def test_rows_are_rows_alone_and_the_budget_holds(name):
+    ours, lengths = shared(name), (17, 30)
+    inputs = illustrated(name, *lengths)
+    cache = H2OCache(ours.config, **SMALL)
+    tokens = greedy(ours, inputs, 12, past_key_values=cache)
+    for b, length in enumerate(lengths):
+        alone = H2OCache(ours.config, **SMALL)
+        expected = greedy(ours, row_of(inputs, b, length), 12, past_key_values=alone)
+        assert tokens[b].tolist() == expected[0].tolist()
+    for index, kind in enumerate(supports(ours).layers):
+        if kind == "h2o":
+            assert (cache.kept(index)[0] >= 0).sum(-1).unique().tolist() == [12]
+
+
+@each
+def test_the_simulation_is_the_cache(name):
+    """Of a text with an image, the answer included."""
+    ours, inputs = model(name), illustrated(name, 30)
+    cache = H2OCache(ours.config, **SMALL, trace=True)
+    made = ours.generate(
+        **inputs, past_key_values=cache, max_new_tokens=9, do_sample=False,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    text = longer(inputs, made.sequences[:, 30:38])
+    with torch.no_grad():
+        with simulated(ours, **SMALL, prompt_length=30, trace=True) as simulation:
+            expected = ours(**text, use_cache=False).logits[0, 29:]
+        full = ours(**text, use_cache=False).logits[0, 29:]
+    got = torch.cat(made.logits)
+    assert (got - expected).abs().max() < 1e-3 * (full - expected).abs().max()
+    for layer in simulation.layers():
+        assert torch.equal(simulation.evicted_at(layer), cache.evicted_at(layer))
+
+
+@each
+def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
+    ours, inputs, (more,) = shared(name), illustrated(name, 24), prompts(4, seed=1)
+    cache = H2OCache(ours.config, **SMALL)
+    first = greedy(ours, inputs, 2, past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors", ours)
+    loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
+    twice, once = cache.fork(2), cache.fork()
+    again = {"input_ids": torch.cat([inputs["input_ids"], first, more.clamp(max=94)], dim=1)}
+    expected = greedy(ours, again, 8, past_key_values=cache).tolist()
+    for other in (loaded, once):
+        assert greedy(ours, again, 8, past_key_values=other).tolist() == expected
+    again = {"input_ids": again["input_ids"].repeat(2, 1)}
+    assert greedy(ours, again, 8, past_key_values=twice).tolist() == expected * 2

@@ -1,0 +1,86 @@
+"""That the rotation of a model's keys is found in its code, and that what is none is no proof."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_utils import AttentionInterface
+
+from h2o import Unsupported
+from h2o.hf import model_rotary, rotary_parts
+from h2o.hf.model_rotary import Rotary
+from tests.hf.tiny import FAMILIES, LATENT, ROTARY, WITHOUT_ROTARY, Family
+
+
+@pytest.mark.parametrize("name", [*ROTARY, *LATENT])
+def test_every_rotary_family_is_proven(name):
+    config = (FAMILIES | LATENT)[name].build_config()
+    rotary = Rotary(config)
+    layers = (FAMILIES | LATENT)[name].layers
+    assert rotary.turning == {i for i, kind in enumerate(layers) if kind == "h2o"}
+    assert rotary.at_end == (name in LATENT)
+
+
+@pytest.mark.parametrize("name", [name for name in WITHOUT_ROTARY if name in FAMILIES])
+def test_what_has_none(name):
+    with pytest.raises(Unsupported, match=r"no rotary position embedding|is not known"):
+        Rotary(FAMILIES[name].build_config())
+
+
+def test_layers_without_positions():
+    """SmolLM3 leaves them out in some, Cohere 2 in all with full attention."""
+    smollm3 = Family("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, layers=("h2o",) * 4)
+    assert Rotary(smollm3.build_config()).turning == {0, 2}
+    assert Rotary(AutoConfig.for_model("cohere2", num_hidden_layers=4)).turning == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("hunyuan_v1_dense", {}),  # which weighs the elements of what is rotated
+        (
+            "ministral3",  # whose queries grow with their positions, from far on
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "llama_4_scaling_beta": 0.5,
+                    "original_max_position_embeddings": 300,
+                }
+            },
+        ),
+        ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 300}),  # so do these, unturned
+    ],
+)
+def test_a_model_that_does_more_than_turn(name, more):
+    with pytest.raises(Unsupported, match="its rotation of keys is not known"):
+        Rotary(Family(name, more).build_config())
+
+
+def test_a_proof_is_made_once_and_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(model_rotary, "_proofs", {})
+    before = set(AttentionInterface._global_mapping)
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    Rotary(FAMILIES["llama"].build_config())
+    assert torch.equal(torch.rand(1), expected)
+    assert set(AttentionInterface._global_mapping) == before
+    monkeypatch.setattr(rotary_parts.Probe, "attended", lambda *_: 1 / 0)
+    Rotary(FAMILIES["llama"].build_config())
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"attention": torch.nn.Linear}, "its Linear is not to be run"),
+        ({"embedding": torch.nn.Linear}, "no Linear"),
+    ],
+)
+def test_what_is_not_as_expected_says_so(monkeypatch, other, words):
+    parts = rotary_parts.parts_of(FAMILIES["llama"].build_config())
+    monkeypatch.setattr(model_rotary, "_proofs", {})
+    monkeypatch.setattr(model_rotary, "parts_of", lambda _: parts._replace(**other))
+    with pytest.raises(Unsupported, match=f"llama: its rotation of keys is not known: {words}"):
+        Rotary(FAMILIES["llama"].build_config())
