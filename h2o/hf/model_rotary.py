@@ -176,7 +176,7 @@ class Rotary:
 
     def _proven(self, parts: Parts, text: Any, layers: list[int]) -> Proof:
         """Raises LookupError where there is no proof."""
-        here = torch.tensor([_HERE], device="cpu")
+        here = torch.tensor([_HERE], dtype=torch.long, device="cpu")
         end = max(_FURTHER, (self.unchanged if self.by_length else self.most) - 1 - _HERE[-1])
         heard = []
         if layers:
@@ -297,7 +297,8 @@ class Rotary:
         length = length if self.by_length else 0
         if (distance, length) not in self._shifts:
             place = 1 if length else distance
-            ids = torch.tensor([[place, max(place, length - 1)]], device="cpu")
+            pair = [[place, max(place, length - 1)]]
+            ids = torch.tensor(pair, dtype=torch.long, device="cpu")
             angles = self._angles(ids, torch.float32)[0, 0, 0]
             if length:  # where the module makes other angles for what is further than the text
                 one = torch.atan2(angles[1].double(), angles[0].double())

@@ -23,14 +23,14 @@ class PromptEchoes:
 
     def __init__(self, model: Any, config: H2OConfig) -> None:
         """`model`: its config, of transformers."""
-        self.model, self.config = model, config
+        self.config = config
         self.rotary = rotary_for(model, config)
 
     def of_layer(self, layer: int, scale: float, softcap: float) -> PromptScores | None:
         """None where prompts keep the scores that attention gives them: `rotary_for`."""
         if self.rotary is None:
             return None
-        echo = PromptEcho(self.rotary, self.model, layer, self.config.policy)
+        echo = PromptEcho(self.rotary, layer, self.config.policy)
 
         def scores(query: Tensor, key: Tensor, value: Tensor, received: Tensor) -> Tensor:
             return echo.scores(NewTokens(query, key, value, None, scale, softcap), received)
