@@ -1,8 +1,9 @@
 /* half.h - scalar conversions between float and the two 16-bit formats.
  *
  * Portable C on bit patterns: the vector layers use them where the processor
- * has no instruction, and scalar code uses them everywhere. Rounding is to
- * nearest even; NaN stays NaN (quiet), overflow becomes infinity. */
+ * has no instruction, and scalar code uses them everywhere, but on a GPU
+ * (H2O_OWN_F16: whoever includes this has f16_from_float and float_from_f16).
+ * Rounding is to nearest even; NaN stays NaN (quiet), overflow becomes infinity. */
 #ifndef H2O_HALF_H
 #define H2O_HALF_H
 
@@ -31,6 +32,7 @@ H2O_INLINE uint16_t bf16_from_float(float x) {
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
+#ifndef H2O_OWN_F16
 /* Moves the fraction into place, then fixes the exponent: a normal number by
  * adding the difference of the biases, a subnormal by letting the floating
  * point unit normalise it, infinity and NaN by filling the exponent. */
@@ -59,6 +61,7 @@ H2O_INLINE uint16_t f16_from_float(float x) {
         return (uint16_t)(sign | (float_bits(bits_float(rest) + 0.5f) - 0x3f000000u));
     return (uint16_t)(sign | ((rest - 0x38000000u + 0xfffu + (rest >> 13 & 1)) >> 13));
 }
+#endif
 
 /* The element of f32, f16 or bf16 at p, as a float. */
 H2O_INLINE float load_scalar(const void *p, h2o_dtype type) {

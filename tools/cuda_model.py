@@ -1,14 +1,16 @@
 """What GPUs can do, how many blocks fit on a multiprocessor, and a model of a launch's time.
 
-The time is the largest of what six resources take by themselves: issue slots, tensor cores, shared
-memory, L2, memory, and the latency of round trips that follow one another. Nothing is added for
-the launch itself, nor for what does not overlap: it is a floor to compare kernels by.
+The time is the largest of what resources take by themselves: issue slots, the units of floats, of
+logic and of special functions, tensor cores, L1 with shared memory, L2, memory, and the latency of
+round trips that follow one another. Nothing is added for the launch itself, nor for what does not
+overlap: it is a floor to compare kernels by.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +27,8 @@ class Device(NamedTuple):
     """GHz, the boost clock"""
     tensor: int
     """products of 16 bits, added up in 32, of a multiprocessor in a clock"""
+    floats: int
+    """operations on 32-bit floats of a multiprocessor in a clock"""
     shared: int
     """KiB of a multiprocessor's shared memory"""
     threads: int
@@ -40,20 +44,31 @@ class Device(NamedTuple):
 
 
 DEVICES = {
-    "T4": Device(75, 40, 1.59, 512, 64, 1024, 16, SHEETS["T4"].bandwidth, None, 400),
-    "A100": Device(80, 108, 1.41, 1024, 164, 2048, 32, SHEETS["A100"].bandwidth, 5120, 466),
-    "L4": Device(89, 58, 2.04, 512, 100, 1536, 24, SHEETS["L4"].bandwidth, None, 542),
-    "4090": Device(89, 128, 2.52, 256, 100, 1536, 24, SHEETS["4090"].bandwidth, None, 542),
-    "H100": Device(90, 132, 1.83, 2048, 228, 2048, 32, SHEETS["H100"].bandwidth, 5120, 479),
-    "H200": Device(90, 132, 1.83, 2048, 228, 2048, 32, SHEETS["H200"].bandwidth, 5120, 479),
+    "T4": Device(75, 40, 1.59, 512, 64, 64, 1024, 16, SHEETS["T4"].bandwidth, None, 400),
+    "A100": Device(80, 108, 1.41, 1024, 64, 164, 2048, 32, SHEETS["A100"].bandwidth, 5120, 466),
+    "L4": Device(89, 58, 2.04, 512, 128, 100, 1536, 24, SHEETS["L4"].bandwidth, None, 542),
+    "4090": Device(89, 128, 2.52, 256, 128, 100, 1536, 24, SHEETS["4090"].bandwidth, None, 542),
+    "H100": Device(90, 132, 1.83, 2048, 128, 228, 2048, 32, SHEETS["H100"].bandwidth, 5120, 479),
+    "H200": Device(90, 132, 1.83, 2048, 128, 228, 2048, 32, SHEETS["H200"].bandwidth, 5120, 479),
 }
 """`tensor` is the data sheet's rate of dense float16 with float32 sums, divided by multiprocessors
 and clock. `l2` of A100 is of NVIDIA's paper on that architecture, and taken for Hopper too.
+`floats` is of the CUDA C++ Programming Guide, "Arithmetic Instructions", as SPECIAL and LOGIC.
 `latency` is of Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
 Microbenchmarking" (2024), that of 4090 for L4 too; T4 has that of Volta, rounded."""
 
 SPECIAL = 16
-"""exponentials of a multiprocessor in a clock"""
+"""exponentials of a multiprocessor in a clock, or conversions between integers and floats"""
+LOGIC = 64
+"""comparisons, selections, shifts and bits of a multiprocessor in a clock; sums of integers can go
+to the unit of floats"""
+MMA_ON_HOPPER = 0.63
+"""of the tensor cores' rate, what mma.sync, which these kernels use, reaches there (Luo et al.)"""
+SECTORS = 4
+"""of 32 bytes of global memory that pass a multiprocessor's L1, a part of which is shared memory,
+in a clock"""
+PORT = 64
+"""bytes that L2 brings a multiprocessor in a clock at most"""
 MMA_PRODUCTS = {75: 16 * 8 * 8, 80: 16 * 8 * 16}
 """of a warp's instruction, by the architecture of the PTX"""
 REGISTERS = 65536
@@ -93,21 +108,37 @@ def blocks_per_sm(device: Device, threads: int, shared: int, registers: int) -> 
     return min(device.blocks, device.threads // threads, fitting, by_shared)
 
 
+def products(device: Device) -> int:
+    """Of a warp's instruction."""
+    return MMA_PRODUCTS[75 if device.architecture < 80 else 80]
+
+
 def times(launch: Mapping[str, Any], copies: int, device: Device, blocks: int) -> dict[str, float]:
     """Microseconds that each resource takes for a counted launch (tools/ptx/machine.cpp), done
     `copies` times over side by side, with so many blocks on a multiprocessor at once."""
     grid = math.prod(launch["grid"])
     share = math.ceil(grid * copies / device.multiprocessors) / grid  # of the busiest one
     rounds = math.ceil(grid * copies / (device.multiprocessors * blocks))
-    kinds = launch["kinds"]
-    products = MMA_PRODUCTS[75 if device.architecture < 80 else 80]
+    kinds = Counter(launch["kinds"])
+    fetched = launch["fetched"] * 32
     clocks = {
-        "issue": max(launch["issued"] / 4, kinds.get("ex2", 0) * 32 / SPECIAL) * share,
-        "tensor": kinds.get("mma", 0) * products / device.tensor * share,
-        "shared": launch["wavefronts"] * share,
+        "issue": launch["issued"] / 4 * share,
+        "float": kinds["float"] * 32 / device.floats * share,
+        "logic": kinds["logic"] * 32 / LOGIC * share,
+        "special": (kinds["ex2"] + kinds["convert"]) * 32 / SPECIAL * share,
+        "tensor": kinds["mma"] * products(device) / device.tensor * share,
+        "L1": (launch["wavefronts"] + launch["sectors"] / SECTORS) * share,
+        "L2": fetched * max(share / PORT, copies / device.l2 if device.l2 else 0),
         "latency": (launch["trips"][0] + (rounds - 1) * launch["trips"][1]) * device.latency,
     }
-    if device.l2 is not None:
-        clocks["L2"] = launch["sectors"] * 32 * copies / device.l2
+    if device.architecture == 90:
+        clocks["tensor"] /= MMA_ON_HOPPER
     microseconds = {name: x / device.clock / 1e3 for name, x in clocks.items()}
     return microseconds | {"memory": launch["distinct"] * 32 * copies / device.memory / 1e3}
+
+
+def floor(launch: Mapping[str, Any], copies: int, device: Device) -> float:
+    """Microseconds that no schedule saves: bytes, and products on all tensor cores."""
+    done = launch["kinds"].get("mma", 0) * products(device) * copies
+    tensor = done / (device.tensor * device.multiprocessors * device.clock * 1e3)
+    return max(tensor, launch["distinct"] * 32 * copies / device.memory / 1e3)

@@ -36,13 +36,28 @@ SIGNLESS = {"add", "sub", "mul", "mad", "and", "or", "xor", "not", "shl", "selp"
 
 CALLS = {"__internal_accurate_pow": "pow.f64"}
 
+LOGIC = set("setp selp min max and or xor not shl shr prmt bfi popc".split())
+"""What only the unit of integers does, for floats too; sums and products of integers can go to that
+of floats."""
+
+CONVERSIONS = r"[us]\d+\.f\d+|f\d+\.[us]\d+|f32\.f64|f64\.f32|.*\.r[nz]i"
+"""Between integers and floats, of 64 bits, and to whole numbers: the unit of special functions has
+them, unlike those between floats of 16 and 32 bits."""
+
 
 class UnknownPTX(ValueError):
     """A statement that the translation does not know."""
 
 
+def own_names(block: re.Match[str]) -> str:
+    """A block in braces, whose registers may have names of the kernel's: they get others."""
+    declared = re.findall(r"\.reg\s+\.\w+\s+(%\w+)\s*;", block[0])
+    return re.sub(r"%\w+", lambda x: x[0] + f"_{block.start()}" * (x[0] in declared), block[0])
+
+
 def statements(body: str) -> Iterator[str]:
     """Labels with their colon, and statements without the semicolon; braces are left out."""
+    body = re.sub(r"\{[^{}]*\.reg\s[^{}]*\}", own_names, body)
     for text in re.findall(r"\$\w+:|(?!\s)(?:\{[^{};]*\}|[^;{}])+(?=;)", body):
         yield " ".join(text.split())
 
@@ -88,13 +103,15 @@ def cost(name: str, kind: str) -> int:
         return 4 if wide else 2
     if operation in ("abs", "neg") and rest.startswith("f"):
         return 0
-    return 2 if wide and kind == "int64" else 1
+    return 2 if wide and kind in ("int64", "logic") else 1
 
 
 def kind_of(name: str, space: int) -> str:
     operation, _, rest = name.partition(".")
     if operation in ("load", "store", "atom"):
         return ("global", "global", "shared", "param")[space]
+    if operation == "cvt" and re.match(CONVERSIONS, rest):
+        return "convert"
     if operation in ("mma", "ldmatrix", "bra", "ret", "cvt", "ex2"):
         return {"bra": "branch", "ret": "branch"}.get(operation, operation)
     if operation.startswith("copy"):
@@ -105,7 +122,9 @@ def kind_of(name: str, space: int) -> str:
         return "move"
     if operation == "pack":
         return "move" if rest == "32" else "int32"
-    if "f32" in rest or "f64" in rest:
+    if operation in LOGIC:
+        return "logic"
+    if re.search(r"\bf(16x2|32|64)\b", rest):
         return "float"
     return "int64" if rest.endswith("64") else "int32"
 
@@ -192,7 +211,8 @@ class Kernel:
             self.emit(name, guard, results, self.positive(values, guard))
         elif operation == "shfl":
             result, _, valid = operands[0].partition("|")
-            self.emit("shfl", guard, [result, valid or "_"], operands[1:3])
+            name = "shfl" if first == "bfly" else f"shfl.{first}"
+            self.emit(name, guard, [result, valid or "_"], operands[1:3])
         elif operation == "vote":
             self.emit(f"vote.{first}", guard, operands[:1], self.positive(operands[1:2], guard))
         elif operation == "mov" and "{" in rest:
@@ -274,7 +294,8 @@ class Kernel:
         elif operation == "st":
             self.emit(f"store.{kind}", guard, [], [base, *many], space=space, offset=offset)
         else:
-            name = f"atom.{'.'.join(parts[1:])}"
+            ordered = "release." * ("acq_rel" in parts)
+            name = f"atom.{ordered}{'.'.join(parts[-2:])}"
             self.emit(name, guard, many, [base, operands[2]], space=space, offset=offset)
 
     def add_copy(self, parts: list[str], operands: list[str], guard: int) -> None:

@@ -14,8 +14,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "../half.h"
-
 #ifdef __CUDACC__
 
 #ifdef __CUDA_ARCH__
@@ -29,6 +27,21 @@
 
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_METHOD __device__ __forceinline__
+
+DEVICE float float_from_f16(uint16_t h) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+    return x;
+}
+
+DEVICE uint16_t f16_from_float(float x) {
+    uint16_t h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+}
+
+#define H2O_OWN_F16
+#include "../half.h"
 
 /* A kernel has the operation's parameters by value and a workspace. */
 #define PARAMETERS(type) (const __grid_constant__ type params, char *workspace)
@@ -55,9 +68,19 @@ template <typename T> DEVICE T shfl_xor(T x, int offset) {
     return __shfl_xor_sync(0xffffffffu, x, offset);
 }
 
+/* What a lane of the warp has. */
+template <typename T> DEVICE T shfl(T x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
 DEVICE uint32_t warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 DEVICE bool warp_all(bool predicate) { return __all_sync(0xffffffffu, predicate) != 0; }
 DEVICE int popcount(uint32_t x) { return __popc(x); }
+
+/* Four of the bytes 0..3 of a and 4..7 of b, named by digits of the selector, the lowest first. */
+DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+    return r;
+}
 
 /* Within 2 units in the last place; denormals become 0. */
 DEVICE float fast_exp2(float x) {
@@ -73,16 +96,17 @@ DEVICE float fast_reciprocal(float x) {
     return y;
 }
 
-DEVICE float f16_to_float(uint16_t h) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
-    return x;
+/* Of pairs of float16: a - b, a * b + c. */
+DEVICE uint32_t subtract_f16(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
 }
 
-DEVICE uint16_t float_to_f16(float x) {
-    uint16_t h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
-    return h;
+DEVICE uint32_t fma_f16(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
 }
 
 #if CAPABILITY >= 80
@@ -173,19 +197,33 @@ template <int OPEN> DEVICE void wait_copies() {
 /* Increments a counter in shared memory. */
 DEVICE void count_shared(uint32_t *counter) { atomicAdd(counter, 1u); }
 
-/* Increments a counter in global memory and returns its value before. What this thread wrote, or
- * could see after a barrier of its block, is visible to every thread that increments it later. */
-DEVICE uint32_t count_release(uint32_t *counter) {
-    __threadfence();
-    const uint32_t before = atomicAdd(counter, 1u);
-    __threadfence();
+/* Adds n to a counter in global memory and returns its value before. What this thread wrote, or
+ * could see after a barrier of its block, is visible to every thread that adds to it later. */
+DEVICE uint32_t count_release(uint32_t *counter, uint32_t n) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter)), "r"(n)
+                 : "memory");
     return before;
 }
 
+/* A counter to which others may be adding. */
+DEVICE uint32_t load_counter(const uint32_t *counter) {
+    uint32_t x;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                 : "=r"(x)
+                 : "l"(__cvta_generic_to_global(counter)));
+    return x;
+}
+
 #else
+#include "../half.h"
 #include "shim.h"
 #endif
 
+DEVICE float f16_to_float(uint16_t h) { return float_from_f16(h); }
+DEVICE uint16_t float_to_f16(float x) { return f16_from_float(x); }
 DEVICE float bf16_to_float(uint16_t h) { return float_from_bf16(h); }
 
 /* 16 bytes that are read and written at once; their address is a multiple of 16. */
@@ -233,10 +271,12 @@ template <int OPEN> DEVICE void wait_copies() {}
 /* ---- Blocks -------------------------------------------------------------- */
 
 /* Called by all threads of `blocks` blocks: true in the last block to call it, which then sees what
- * the others have written. counter: 0 before the launch. */
-DEVICE bool arrive_last(uint32_t *counter, uint32_t blocks) {
+ * the others have written, and is to put the counter back. Each of several adds n to it; what it
+ * has below n may be anything. */
+DEVICE bool arrive_last(uint32_t *counter, uint32_t n, uint32_t blocks) {
     sync_block();
-    return block_any(threadIdx.x == 0 && count_release(counter) == blocks - 1);
+    return blocks == 1 ||
+           block_any(threadIdx.x == 0 && count_release(counter, n) / n == blocks - 1);
 }
 
 #endif

@@ -18,7 +18,6 @@ typedef struct CUctx_st *CUcontext;
 typedef struct CUmod_st *CUmodule;
 typedef struct CUfunc_st *CUfunction;
 typedef struct CUstream_st *CUstream;
-typedef unsigned long long CUdeviceptr;
 
 enum {
     CUDA_SUCCESS = 0,
@@ -53,7 +52,6 @@ enum {
     X(cuModuleUnload, (CUmodule module))                                                           \
     X(cuModuleGetFunction, (CUfunction * function, CUmodule module, const char *name))             \
     X(cuFuncSetAttribute, (CUfunction function, int attribute, int value))                         \
-    X(cuMemsetD8Async, (CUdeviceptr memory, unsigned char byte, size_t bytes, CUstream stream))    \
     X(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,     \
                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,      \
                        CUstream stream, void **params, void **extra))
@@ -321,11 +319,6 @@ void cuda_leave(const cuda_scope *scope) {
 }
 
 /* ---- Work ---------------------------------------------------------------- */
-
-int cuda_clear(void *memory, size_t bytes, void *stream, h2o_error *error) {
-    if (bytes > 0) TRY(cuMemsetD8Async, "", (CUdeviceptr)(uintptr_t)memory, 0, bytes, stream);
-    return H2O_OK;
-}
 
 int cuda_start(const cuda_scope *scope, const cuda_launch *launch, void *workspace, void *stream,
                h2o_error *error) {

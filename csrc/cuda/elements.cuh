@@ -30,28 +30,36 @@ DEVICE float element_of(element_ref row, int64_t d) {
     return load_float(row.data + d * row.stride * h2o_dtype_size(row.type), row.type);
 }
 
-/* A lane's elements of a row in registers: x[i] is element 32 i + lane, 0 from D on. */
-enum { LANE_ELEMENTS = CUDA_DEPTH / 32 };
-typedef struct {
-    float x[LANE_ELEMENTS];
-} lane_elements;
+/* A lane's elements of a row of at most DEPTH in registers: x[i] is element 32 i + lane, 0 from D
+ * on; as they are, or as floats. */
+template <int DEPTH> struct lane_bits {
+    uint32_t x[DEPTH / 32];
+};
+template <int DEPTH> struct lane_elements {
+    float x[DEPTH / 32];
+};
 
 /* All are loaded before the first is used. */
-DEVICE lane_elements load_lane(element_ref row, int64_t D) {
+template <int DEPTH> DEVICE lane_bits<DEPTH> load_bits(element_ref row, int64_t D) {
     const int lane = threadIdx.x % 32, size = (int)h2o_dtype_size(row.type);
-    uint32_t bits[LANE_ELEMENTS] = {};
-    lane_elements elements;
+    const char *p = row.data + lane * row.stride * size;
+    lane_bits<DEPTH> bits = {};
     UNROLL
-    for (int i = 0; i < LANE_ELEMENTS; i++) {
-        const char *const p = row.data + (32 * i + lane) * row.stride * size;
+    for (int i = 0; i < DEPTH / 32; i++, p += 32 * row.stride * size) {
         if (32 * i + lane >= D) continue;
-        bits[i] = size == 4 ? *(const uint32_t *)p : *(const uint16_t *)p;
+        bits.x[i] = size == 4 ? *(const uint32_t *)p : *(const uint16_t *)p;
     }
+    return bits;
+}
+
+template <int DEPTH> DEVICE lane_elements<DEPTH> load_lane(element_ref row, int64_t D) {
+    const lane_bits<DEPTH> bits = load_bits<DEPTH>(row, D);
+    lane_elements<DEPTH> elements;
     UNROLL
-    for (int i = 0; i < LANE_ELEMENTS; i++) {
-        elements.x[i] = row.type == H2O_F32   ? bits_float(bits[i])
-                        : row.type == H2O_F16 ? f16_to_float((uint16_t)bits[i])
-                                              : bf16_to_float((uint16_t)bits[i]);
+    for (int i = 0; i < DEPTH / 32; i++) {
+        elements.x[i] = row.type == H2O_F32   ? bits_float(bits.x[i])
+                        : row.type == H2O_F16 ? f16_to_float((uint16_t)bits.x[i])
+                                              : bf16_to_float((uint16_t)bits.x[i]);
     }
     return elements;
 }
@@ -62,9 +70,10 @@ template <typename USE> DEVICE void each_element(element_ref row, int64_t D, USE
     for (int64_t d = threadIdx.x % 32; d < D; d += 32) use(d, element_of(row, d));
 }
 
-template <typename USE> DEVICE void each_element(lane_elements row, int64_t D, USE use) {
+template <int DEPTH, typename USE>
+DEVICE void each_element(lane_elements<DEPTH> row, int64_t D, USE use) {
     UNROLL
-    for (int i = 0; i < LANE_ELEMENTS; i++) {
+    for (int i = 0; i < DEPTH / 32; i++) {
         const int d = 32 * i + threadIdx.x % 32;
         if (d < D) use(d, row.x[i]);
     }
@@ -153,8 +162,21 @@ template <int N> DEVICE void load_bytes(const char *const p[N], uint32_t word[N]
     }
 }
 
-DEVICE uint8_t byte_of(const uint32_t word[WORDS], int i) {
-    return (uint8_t)(word[i / 4] >> i % 4 * 8);
+/* A byte of a word as the float 2^23 + byte, which takes no conversion. */
+DEVICE float float_of_byte(uint32_t word, int i) {
+    return bits_float(permute(word, 0x4b000000, 0x7540 | (uint32_t)i));
+}
+
+/* The four signed bytes of a word, ... */
+DEVICE void numbers_of(uint32_t word, float x[4]) {
+    UNROLL
+    for (int i = 0; i < 4; i++) x[i] = float_of_byte(word ^ 0x80808080, i) - 8388736.0f;
+}
+
+/* ... and the low halves of its bytes. */
+DEVICE void halves_of(uint32_t word, float x[4]) {
+    UNROLL
+    for (int i = 0; i < 4; i++) x[i] = float_of_byte(word & 0x0f0f0f0f, i) - 8388608.0f;
 }
 
 /* COUNT numbers of 16 bits at each of N addresses, likewise. */

@@ -229,8 +229,11 @@ KERNEL(h2o_cuda_evict, h2o_evict_params) {
     const int64_t g = blockIdx.x, b = blockIdx.y;
     const evict_item item = open_evict(p, workspace, b, g, (char *)shared);
     const int64_t tokens = evict_head(&item);
-    if (tokens == 0) return; /* the same for all heads of a row */
-    if (!arrive_last((uint32_t *)workspace + b, (uint32_t)p->dims.G)) return;
+    if (tokens == 0) { /* the same for all heads of a row */
+        if (threadIdx.x == 0) *item.moves = 0;
+        return;
+    }
+    if (!is_last_head(&p->slots.lengths, item.head.row, p->dims.G)) return;
     if (threadIdx.x == 0) {
         *(int64_t *)h2o_at(&p->slots.lengths, item.head.row, 0, 0) = item.length + tokens;
     }

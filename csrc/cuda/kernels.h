@@ -13,10 +13,11 @@
 #include "../operations.h"
 
 enum {
-    CUDA_DEPTH = 256,   /* the largest head dimension */
+    CUDA_DEPTH = 256,   /* the largest head dimension, and ... */
+    CUDA_GROUP = 1024,  /* ... number of query heads of a key/value head */
     STEP_THREADS = 128, /* of a block */
     STEP_SLOTS = 128,   /* slots of a head for each block, ... */
-    STEP_PARTS = 16,    /* ... but at most so many blocks for a head */
+    STEP_PARTS = 64,    /* ... but at most so many blocks for a head */
 #ifdef H2O_SMALL_BLOCKS /* for ThreadSanitizer, whose number of threads is limited */
     EVICT_THREADS = 128,
 #else
@@ -27,16 +28,23 @@ enum {
     ATTEND_THREADS = 128,
     ATTEND_TILE = 32,    /* queries, and keys, of a tile of logits; */
     MATRIX_ROWS = 64,    /* with tensor cores: rows of such a tile, see CUDA_MATRIX_COLUMNS */
-    STEP_HEADS = 4,      /* query heads for which a key is loaded once */
+    STEP_HEADS = 4,      /* query heads for which a key is loaded once; */
+    STEP_COLUMNS = 8,    /* with tensor cores: such heads, columns of a matrix, ... */
+    STEP_ROWS = 16,      /* ... and slots that a warp multiplies at a time */
     STEP_LOADS = 4,      /* slots whose rows a thread loads before it uses the first */
-    STEP_PARTS_READ = 8, /* parts whose products with the values a thread loads likewise */
+    SCORES_LOADED = 8,   /* slots whose logits and scores a thread loads likewise at the end, ... */
+    STEP_PARTS_READ = 8, /* ... and parts */
     TEAM = 8,            /* threads that compute a dot product together */
     STEP_TEAMS = STEP_THREADS / TEAM,
+    STEP_WARPS = STEP_THREADS / 32,
     RUN = 8, /* elements of a row that a thread reads at a time */
     STEP_FLOATS = STEP_THREADS * STEP_HEADS * RUN, /* shared: queries, partial sums, factors; */
-    STEP_KEPT = STEP_FLOATS * 4 + 512, /* where after these, and buffers for reductions, there is */
-    STEP_SHARED = STEP_KEPT + 512,     /* what a block keeps for the end of a step; bytes in all */
+    STEP_KEPT = 1024, /* bytes: to reduce in, and for what a block keeps to the end of a step */
 };
+
+/* The counter of a head's finished parts is what its free slot, an int32, has from this bit on;
+ * that of a row's finished heads is the high word of its length. */
+#define CUDA_FREE_BITS 25
 
 H2O_INLINE int64_t cuda_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -60,39 +68,45 @@ H2O_INLINE int64_t cuda_slots(const h2o_slots *slots) {
 /* ---- step ---------------------------------------------------------------- */
 
 typedef struct {
-    int64_t slots;     /* of all heads of a row */
-    int64_t parts;     /* blocks that share a head's slots (split along the keys) */
-    size_t parts_done; /* [B][G] u32: finished blocks of a head; both cleared before the launch */
-    size_t heads_done; /* [B] u32: finished heads of a row */
-    size_t cleared;    /* bytes of these two */
-    size_t weights;    /* [B][slots][R] f32: logits, then their exponentials */
-    size_t row_max;    /* [B][G][parts][R] f32: highest logit, then the part's rescale factor */
-    size_t row_sum;    /* [B][G][parts][R] f32: sum of the exponentials */
-    size_t outputs;    /* [B][G][parts][R][D] f32: exponentials times values */
+    int64_t slots;  /* of all heads of a row */
+    int64_t parts;  /* blocks that share a head's slots (split along the keys) */
+    size_t logits;  /* [B][G][R][slots of the head] f32 */
+    size_t row_max; /* [B][G][parts][R] f32: highest logit */
+    size_t row_sum; /* [B][G][parts][R] f32: sum of the exponentials relative to that */
+    size_t outputs; /* [B][G][parts][R][D] f32: exponentials times values */
     size_t bytes;
 } step_layout;
+
+/* Parts of so many slots. For each of their R heads shared memory has to have a factor of each part
+ * and two numbers more at the end. */
+H2O_INLINE int64_t cuda_step_parts(int64_t slots, int64_t R) {
+    const int64_t wanted = cuda_ceil(slots, STEP_SLOTS), fitting = STEP_FLOATS / R - 2;
+    const int64_t most = fitting < STEP_PARTS ? fitting : STEP_PARTS;
+    return wanted < most ? wanted : most;
+}
 
 H2O_INLINE step_layout cuda_step_layout(const h2o_step_params *p) {
     const h2o_dims *const d = &p->dims;
     const bool ragged = h2o_given(&p->slots.starts);
     const int64_t axis = cuda_slots(&p->slots), heads = d->B * d->G;
-    const int64_t head_slots = ragged ? cuda_ceil(axis, d->G) : axis;
-    const int64_t parts = cuda_ceil(head_slots, STEP_SLOTS);
     step_layout at = {};
     at.slots = ragged ? axis : d->G * axis;
-    at.parts = parts < STEP_PARTS ? parts : STEP_PARTS;
-    at.parts_done = cuda_take(&at.bytes, heads, sizeof(uint32_t));
-    at.heads_done = cuda_take(&at.bytes, d->B, sizeof(uint32_t));
-    at.cleared = at.bytes;
-    at.weights = cuda_take(&at.bytes, d->B * at.slots * d->R, sizeof(float));
+    at.parts = cuda_step_parts(ragged ? cuda_ceil(axis, d->G) : axis, d->R);
+    at.logits = cuda_take(&at.bytes, d->B * at.slots * d->R, sizeof(float));
     at.row_max = cuda_take(&at.bytes, heads * at.parts * d->R, sizeof(float));
     at.row_sum = cuda_take(&at.bytes, heads * at.parts * d->R, sizeof(float));
     at.outputs = cuda_take(&at.bytes, heads * at.parts * d->R * d->D, sizeof(float));
     return at;
 }
 
-/* Bytes of a block's shared memory. */
-H2O_INLINE unsigned cuda_step_shared(void) { return STEP_SHARED; }
+/* Bytes of a block's shared memory; depth: of warp_outputs<depth>, 0: none. */
+#define CUDA_STEP_OUTPUTS(depth)                                                                   \
+    (STEP_WARPS * (STEP_COLUMNS / 2 * 4 * (2 * (depth) + 4) + 8 * STEP_COLUMNS))
+H2O_INLINE unsigned cuda_step_shared(int depth) {
+    const unsigned outputs = depth > 0 ? CUDA_STEP_OUTPUTS(depth) : 0;
+    const unsigned floats = STEP_FLOATS * sizeof(float);
+    return (outputs > floats ? outputs : floats) + STEP_KEPT;
+}
 
 /* ---- attend -------------------------------------------------------------- */
 
@@ -143,9 +157,7 @@ H2O_INLINE int64_t cuda_sums_blocks(int64_t stored_tiles, int64_t tiles) {
 /* A head has slots + Q candidates: its slots, then the columns of new tokens. */
 typedef struct {
     int64_t slots;       /* of a head at most */
-    size_t heads_done;   /* [B] u32: finished heads of a row; both cleared before the launch */
     size_t moves;        /* [B][G] i32: moves listed, see destinations */
-    size_t cleared;      /* bytes of these two */
     size_t rank_keys;    /* [B][G][slots + Q] u32: ranks as ordered integers, see policy.h */
     size_t marks;        /* [B][G][slots + Q] u8: see evict_list.cuh */
     size_t token_index;  /* [B][G][Q] i32: tokens before a column, -1: a pad */
@@ -169,12 +181,10 @@ H2O_INLINE int64_t cuda_row_bytes(const h2o_view *keys, const h2o_view *values, 
 H2O_INLINE evict_layout cuda_evict_layout(const h2o_dims *d, int64_t S, int64_t row,
                                           const h2o_policy *policy) {
     evict_layout at = {};
-    const int64_t heads = d->B * d->G, B = d->B, Q = d->Q, stored = S < Q ? S : Q;
+    const int64_t heads = d->B * d->G, Q = d->Q, stored = S < Q ? S : Q;
     const bool merges = policy->merge > 0.0f;
     at.slots = S;
-    at.heads_done = cuda_take(&at.bytes, B, sizeof(uint32_t));
     at.moves = cuda_take(&at.bytes, heads, sizeof(int32_t));
-    at.cleared = at.bytes;
     at.rank_keys = cuda_take(&at.bytes, heads * (S + Q), sizeof(uint32_t));
     at.marks = cuda_take(&at.bytes, heads * (S + Q), 1);
     at.token_index = cuda_take(&at.bytes, heads * Q, sizeof(int32_t));

@@ -47,7 +47,7 @@ typedef struct {
     size_t lost, free;                     /* [B][G] f64, i32 */
     size_t keys, values;                   /* [B][G][slots] rows, ... */
     int64_t key_bytes, value_bytes;        /* ... so many bytes apart */
-    size_t weights;                        /* [B][G][slots][R] f32 */
+    size_t weights;                        /* [B][G][R][slots] f32: logits of a step */
     size_t row_max, row_sum;               /* [B][G][R] f32 */
     size_t outputs;                        /* [B][G][R][D] f32 */
     size_t windows;                        /* [B][G] i32: windows that are over */
@@ -107,7 +107,7 @@ H2O_INLINE simulate_layout cuda_simulate_layout(const h2o_simulate_params *p) {
 }
 
 H2O_INLINE unsigned cuda_simulate_shared(void) {
-    const unsigned step = cuda_step_shared(), evict = cuda_evict_shared();
+    const unsigned step = cuda_step_shared(0), evict = cuda_evict_shared();
     return step > evict ? step : evict;
 }
 

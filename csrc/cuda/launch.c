@@ -36,9 +36,9 @@ static bool has_narrow_sums(const h2o_operation_row *row, const void *params) {
 /* Kernels know these sizes only; a fake tensor has no memory. */
 static bool is_served(const h2o_operation_row *row, const void *params) {
     const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
-    return dims->D <= CUDA_DEPTH && dims->H <= MOST_BLOCKS && dims->G <= MOST_BLOCKS &&
-           dims->B <= MOST_BLOCKS && h2o_leader(row, params)->data != NULL &&
-           !has_narrow_sums(row, params);
+    return dims->D <= CUDA_DEPTH && dims->R <= CUDA_GROUP && dims->S < 1 << CUDA_FREE_BITS &&
+           dims->H <= MOST_BLOCKS && dims->G <= MOST_BLOCKS && dims->B <= MOST_BLOCKS &&
+           h2o_leader(row, params)->data != NULL && !has_narrow_sums(row, params);
 }
 
 static size_t workspace(h2o_operation operation, const void *params, const h2o_exec *exec) {
@@ -54,7 +54,6 @@ static int launch(const cuda_plan *plan, int32_t device, const h2o_exec *exec, h
     cuda_scope scope;
     int status = cuda_enter(device, &scope, error);
     if (status != H2O_OK) return status;
-    status = cuda_clear(exec->workspace, plan->cleared, exec->stream, error);
     for (int64_t i = 0; i < cuda_plan_launches(plan) && status == H2O_OK; i++) {
         const cuda_launch *const next = cuda_plan_launch(plan, i);
         status = cuda_start(&scope, next, exec->workspace, exec->stream, error);

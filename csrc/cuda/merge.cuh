@@ -122,13 +122,14 @@ DEVICE bool merge_into(const slot_store *store, nearest_key nearest, const evict
         TAKEN(merged, merged);
     }
     sync_block(); /* all threads have read what changes below */
-    if (merged && warp == 0) {
-        merge_row(store->keys + j * store->key_stride, store->key_type, &both, e->key, D, x);
-    } else if (merged && warp == 1) {
-        merge_row(store->values + j * store->value_stride, store->value_type, &both, e->value, D,
-                  x + depth);
-        const float norm = norm_of(element_ref{(const char *)(x + depth), H2O_F32, 1}, D);
-        if (store->norms && threadIdx.x % 32 == 0) store->norms[j] = norm;
+    if (merged && warp < 2) {
+        char *const row = warp == 0 ? store->keys + j * store->key_stride
+                                    : store->values + j * store->value_stride;
+        float *const mean = x + warp * depth;
+        merge_row(row, warp == 0 ? store->key_type : store->value_type, &both,
+                  warp == 0 ? e->key : e->value, D, mean);
+        const float norm = norm_of(element_ref{(const char *)mean, H2O_F32, 1}, D);
+        if (warp == 1 && store->norms && threadIdx.x % 32 == 0) store->norms[j] = norm;
     } else if (merged && threadIdx.x == 64) {
         store->scores[j] = both.score;
         store->bias[j] = both.bias;

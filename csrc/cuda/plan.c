@@ -15,7 +15,7 @@ enum {
     SIMULATE_VALUES = SIMULATE_LOGITS + KINDS,
     FORWARD = SIMULATE_VALUES + KINDS
 };
-enum { SUMS = FORWARD + KINDS * SIZES };
+enum { SUMS = FORWARD + KINDS * SIZES, STEP_MATRICES = SUMS + KINDS * SIZES };
 
 const char *const cuda_kernel_names[CUDA_KERNELS] = {
     "h2o_cuda_prepare",
@@ -50,6 +50,12 @@ const char *const cuda_kernel_names[CUDA_KERNELS] = {
     "h2o_cuda_sums_bf16_64",
     "h2o_cuda_sums_bf16_128",
     "h2o_cuda_sums_bf16_256",
+    "h2o_cuda_step_f16_64",
+    "h2o_cuda_step_f16_128",
+    "h2o_cuda_step_f16_256",
+    "h2o_cuda_step_bf16_64",
+    "h2o_cuda_step_bf16_128",
+    "h2o_cuda_step_bf16_256",
 };
 
 static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t size, int64_t x,
@@ -63,11 +69,17 @@ static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t s
                                                 shared};
 }
 
+static bool is_half(h2o_dtype type) { return type == H2O_F16 || type == H2O_BF16; }
+
+/* The index of the smallest depth of kernels that has room for a head dimension, and that depth. */
+static int size_of(int64_t D) { return D <= 64 ? 0 : D <= 128 ? 1 : 2; }
+static int depth_of(int64_t D) { return 64 << size_of(D); }
+
 /* Whether all numbers are of the same 16 bits, as the tensor cores want them, or are stored as
  * matrix_tiles.cuh makes such of them. */
 static bool fits_matrices(const h2o_attend_params *p) {
     const h2o_dtype type = p->query.dtype;
-    if (type != H2O_F16 && type != H2O_BF16) return false;
+    if (!is_half(type)) return false;
     if (!p->has_slots) return true;
     const h2o_dtype keys = h2o_stored_type(&p->slots.keys, p->dims.D);
     const h2o_dtype values = h2o_stored_type(&p->slots.values, p->dims.D);
@@ -85,7 +97,7 @@ static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
     const h2o_dims *const d = &params->dims;
     const bool matrices = fits_matrices(params);
     const int kind = kind_of(params->query.dtype, matrices);
-    const int size = d->D <= 64 ? 0 : d->D <= 128 ? 1 : 2, depth = 64 << size;
+    const int size = size_of(d->D), depth = depth_of(d->D);
     const int tile = matrices ? MATRIX_ROWS : ATTEND_TILE;
     const int forward = matrices ? CUDA_MATRIX_SHARED(depth) : CUDA_ATTEND_SHARED(depth);
     const int sums = matrices ? CUDA_SUMS_SHARED(depth) : CUDA_ATTEND_SHARED(depth);
@@ -108,18 +120,46 @@ static void plan_attend(const h2o_attend_params *params, cuda_plan *plan) {
 static void plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     const evict_layout at = cuda_evict_call(params);
-    *plan = (cuda_plan){.workspace = at.bytes, .cleared = at.cleared};
+    *plan = (cuda_plan){.workspace = at.bytes};
     add_launch(plan, EVICT, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
                cuda_evict_shared());
     add_launch(plan, MOVE, params, sizeof *params, 2 * cuda_move_blocks(params), d->G, d->B,
                MOVE_THREADS, 0);
 }
 
+/* Whether all rows [D] of a tensor begin at multiples of so many bytes, and lie near each other. */
+static bool has_aligned_rows(const h2o_view *rows, unsigned bytes) {
+    uint64_t bits = (uintptr_t)rows->data;
+    for (int i = 0; i < rows->ndim - 1; i++)
+        bits |= (uint64_t)rows->stride[i] * (uint64_t)h2o_dtype_size(rows->dtype);
+    return bits % bytes == 0 && rows->stride[rows->ndim - 1] == 1 &&
+           rows->stride[rows->ndim - 2] < INT32_MAX / (STEP_ROWS * 4);
+}
+
+/* Whether a step is for the tensor cores: rows as step_rows.cuh reads them. */
+static bool is_step_of_matrices(const h2o_step_params *p) {
+    const h2o_dtype type = p->query.dtype;
+    const h2o_view *const keys = &p->slots.keys, *const values = &p->slots.values;
+    const h2o_dtype of_keys = h2o_stored_type(keys, p->dims.D);
+    const h2o_dtype of_values = h2o_stored_type(values, p->dims.D);
+    const unsigned words = of_values == H2O_Q4 ? 4 : 2;
+    if (!is_half(type) || p->dims.D % RUN != 0 || !has_aligned_rows(&p->query, 16)) return false;
+    if (h2o_given(&p->rotary.table) || h2o_given(&p->slots.bias)) return false;
+    if (of_keys == type && of_values == type)
+        return has_aligned_rows(keys, 16) && has_aligned_rows(values, 16);
+    return of_keys == H2O_Q8 && h2o_row_is_quantised(of_values) && has_aligned_rows(keys, 2) &&
+           has_aligned_rows(values, words);
+}
+
 static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
     const step_layout at = cuda_step_layout(params);
-    *plan = (cuda_plan){.workspace = at.bytes, .cleared = at.cleared};
-    add_launch(plan, STEP, params, sizeof *params, at.parts, params->dims.G, params->dims.B,
-               STEP_THREADS, cuda_step_shared());
+    const h2o_dims *const d = &params->dims;
+    const bool matrices = is_step_of_matrices(params);
+    const int kind = kind_of(params->query.dtype, true) - 1; /* among those of matrices */
+    *plan = (cuda_plan){.workspace = at.bytes};
+    add_launch(plan, matrices ? STEP_MATRICES + kind * SIZES + size_of(d->D) : STEP, params,
+               sizeof *params, at.parts, d->G, d->B, STEP_THREADS,
+               cuda_step_shared(matrices ? depth_of(d->D) : 0));
 }
 
 /* The tokens before any is evicted, as a call of attend; a kernel says how many they are. */

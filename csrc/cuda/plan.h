@@ -11,7 +11,7 @@
 
 #include "kernels_simulate.h"
 
-enum { CUDA_MOST_LAUNCHES = 7, CUDA_KERNELS = 32 };
+enum { CUDA_MOST_LAUNCHES = 7, CUDA_KERNELS = 38 };
 
 /* The names of all kernels. Those for tensor cores in bfloat16 are there from compute capability 8.0
  * on only. */
@@ -25,10 +25,9 @@ typedef struct {
     unsigned grid[3], block, shared; /* threads of a block, bytes of its dynamic shared memory */
 } cuda_launch;
 
-/* Launches go in order on one stream, after the first `cleared` bytes of the workspace have been
- * cleared on it. They point to the call's parameters and into the plan. */
+/* Launches go in order on one stream. They point to the call's parameters and into the plan. */
 typedef struct {
-    size_t workspace, cleared;
+    size_t workspace;
     int capability;  /* the least that has these kernels, 10 times major + minor */
     int count;       /* of launch[], of which the last `repeated` ... */
     int repeated;    /* ... come again and again, ... */

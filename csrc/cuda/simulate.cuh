@@ -71,15 +71,15 @@ DEVICE step_item open_steps(const simulate_head *h, const simulate_layout *at, c
     item.lost = h->lost;
     item.free_slot = h->free_slot;
     item.parts = 1;
-    item.weights = (float *)(workspace + at->weights) + h->index * at->slots * R;
+    item.logits = (float *)(workspace + at->weights) + h->index * at->slots * R;
     item.row_max = (float *)(workspace + at->row_max) + h->index * R;
     item.row_sum = (float *)(workspace + at->row_sum) + h->index * R;
     item.outputs = (float *)(workspace + at->outputs) + h->index * R * D;
     return item;
 }
 
-/* One decode step, for the token at a position. */
-DEVICE void decode_token(const simulate_head *h, step_item *item, int64_t position, float *shared) {
+/* The item of the token at a position. */
+DEVICE void open_token(const simulate_head *h, int64_t position, step_item *item) {
     const h2o_simulate_params *const p = h->p;
     const int64_t column = h->columns[position];
     item->query = row_of(&p->query, h->b, h->g * p->dims.R, column);
@@ -90,10 +90,18 @@ DEVICE void decode_token(const simulate_head *h, step_item *item, int64_t positi
     item->head.held = lower(h2o_policy_held(item->head.budget, position), item->head.slots - 1);
     item->head.free = *item->free_slot;
     item->slots = item->head.held + 1;
-    sync_block(); /* all threads have read the free slot */
-    step_part(item, 0, shared);
+}
+
+/* One decode step. As in step.cuh, the item lies in shared memory, since registers have no room for
+ * it, and is read again for the end. */
+DEVICE void decode_token(const simulate_head *h, step_kept *kept, int64_t position, float *shared) {
+    if (threadIdx.x == 0) open_token(h, position, &kept->item);
     sync_block();
-    const h2o_eviction eviction = step_finish(item, shared);
+    const step_item item = item_of(h->p, kept);
+    step_part(&item, 0, shared);
+    sync_block();
+    const step_item end = item_of(h->p, kept);
+    const h2o_eviction eviction = step_finish<true, STEP_LOADS>(&end, shared, kept->reduction);
     if (threadIdx.x == 0 && eviction.position >= 0) record_eviction(h, eviction, position);
     sync_block();
 }
@@ -104,11 +112,12 @@ KERNEL(h2o_cuda_simulate, h2o_simulate_params) {
     const h2o_simulate_params *const p = &params;
     const simulate_layout at = cuda_simulate_layout(p);
     const simulate_head h = open_head(p, &at, workspace, blockIdx.y, blockIdx.x, 1);
-    step_item item = open_steps(&h, &at, workspace);
+    step_kept *const kept = kept_in(shared, 0);
     clear_head(&h);
     if (h.tokens == 0) return;
     prune_prompt(&h, &at, workspace, (char *)shared);
-    for (int64_t i = h.dense; i < h.tokens; i++) decode_token(&h, &item, i, (float *)shared);
+    if (threadIdx.x == 0) kept->item = open_steps(&h, &at, workspace);
+    for (int64_t i = h.dense; i < h.tokens; i++) decode_token(&h, kept, i, (float *)shared);
     record_kept(&h);
 }
 EXPORT_KERNEL(h2o_cuda_simulate, h2o_simulate_params)

@@ -23,7 +23,7 @@ typedef struct {
     slot_store store;
     int64_t length, slots; /* tokens before this one; slots in use with it */
     int64_t parts;
-    float *weights, *row_max, *row_sum, *outputs; /* see step_layout */
+    float *logits, *row_max, *row_sum, *outputs; /* see step_layout; logits [R, head.slots] */
     double *lost;
     int32_t *free_slot;
 } step_item;
@@ -67,37 +67,43 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
         item.head.held = lower(item.head.held, p->dims.P - 1);
     }
     item.free_slot = (int32_t *)h2o_at(&p->slots.free, row, g, 0);
-    item.head.free = clamp(*item.free_slot, 0, item.head.held);
     item.slots = item.head.held + 1;
+    item.head.free = read_free(item.free_slot, item.slots);
     item.store = open_store(&p->slots, &item.head, D);
     item.lost = (double *)h2o_at(&p->slots.lost, row, g, 0);
     item.parts = at.parts;
     const int64_t first =
         b * at.slots + (h2o_given(&p->slots.starts) ? item.head.offset : g * cuda_slots(&p->slots));
-    item.weights = (float *)(workspace + at.weights) + first * R;
+    item.logits = (float *)(workspace + at.logits) + first * R;
     item.row_max = (float *)(workspace + at.row_max) + head_index * at.parts * R;
     item.row_sum = (float *)(workspace + at.row_sum) + head_index * at.parts * R;
     item.outputs = (float *)(workspace + at.outputs) + head_index * at.parts * R * D;
     return item;
 }
 
-/* Stores the new token in the free slot, with a score of 0; a warp for each part of it. */
-DEVICE void store_token(const step_item *item) {
+/* Whether a part of the slots, begin..end-1, is that of the new token. */
+DEVICE bool has_token(const step_item *item, int64_t begin, int64_t end) {
+    return begin <= item->head.free && item->head.free < end;
+}
+
+/* Stores the new token, of at most DEPTH elements, in the free slot, with a score of 0; a warp for
+ * each part of it. */
+template <int DEPTH> DEVICE void store_token(const step_item *item) {
+    const slot_store *const store = &item->store;
     const int64_t slot = item->head.free;
     const int warp = threadIdx.x / 32;
-    if (warp == 0) {
-        store_row(item->store.keys + slot * item->store.key_stride, item->store.key_type, item->key,
-                  item->D);
-    } else if (warp == 1 && !store_is_shared(&item->store)) {
-        store_row(item->store.values + slot * item->store.value_stride, item->store.value_type,
-                  item->value, item->D);
-    } else if (warp == 2) {
-        const float norm = norm_of(item->value, item->D);
-        if (item->store.norms && threadIdx.x % 32 == 0) item->store.norms[slot] = norm;
+    if (warp == 0 || (warp == 1 && !store_is_shared(store))) {
+        char *const row = warp == 0 ? store->keys + slot * store->key_stride
+                                    : store->values + slot * store->value_stride;
+        store_loaded<DEPTH>(row, warp == 0 ? store->key_type : store->value_type,
+                            warp == 0 ? item->key : item->value, item->D);
+    } else if (warp == 2 && store->norms) {
+        const float norm = norm_of(load_lane<DEPTH>(item->value, item->D), item->D);
+        if (threadIdx.x % 32 == 0) store->norms[slot] = norm;
     } else if (threadIdx.x == 96) {
-        item->store.scores[slot] = 0.0f;
-        item->store.positions[slot] = (int32_t)item->length;
-        if (item->store.bias) item->store.bias[slot] = 0.0f;
+        store->scores[slot] = 0.0f;
+        store->positions[slot] = (int32_t)item->length;
+        if (store->bias) store->bias[slot] = 0.0f;
         if (item->ranks) item->ranks[slot] = (int32_t)item->head.held;
     }
 }

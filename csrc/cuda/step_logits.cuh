@@ -2,7 +2,7 @@
  *
  * STEP_HEADS queries at a time lie in shared memory as floats [STEP_HEADS, D]; each team of
  * threads reads a slot's key once for all of them (STEP_LOADS slots at a time, to hide latency)
- * and writes the logits to weights [slots, R] in the workspace.
+ * and writes the logits [R, slots] to the workspace.
  *
  * With cache-relative positions, keys are stored without their rotary embedding: query and keys
  * are rotated as they are read, by their rank among the keys held. */
@@ -76,7 +76,8 @@ DEVICE void write_logit(const step_item *item, int64_t r, int64_t slot,
     UNROLL
     for (int i = 1; i < STEP_HEADS; i++) dot = head == i ? sum[i] : dot;
     if (head < STEP_HEADS && r + head < item->R) {
-        item->weights[slot * item->R + r + head] = logit_of(dot, item->scale, item->softcap, bias);
+        item->logits[(r + head) * item->head.slots + slot] =
+            logit_of(dot, item->scale, item->softcap, bias);
     }
 }
 

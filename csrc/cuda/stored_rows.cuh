@@ -101,9 +101,8 @@ struct q8_rows {
             }
         }
         UNROLL
-        for (int i = 0; i < N * RUN; i++) {
-            x[i / RUN][i % RUN] = (float)(int8_t)byte_of(word[i / RUN], i % RUN);
-        }
+        for (int i = 0; i < N * WORDS; i++)
+            numbers_of(word[i / WORDS][i % WORDS], &x[i / WORDS][i % WORDS * 4]);
     }
 
     template <int N>
@@ -171,10 +170,11 @@ struct q4_rows {
             minimum[i] = f16_to_float(half[i][1]);
         }
         UNROLL
-        for (int i = 0; i < N * RUN; i++) {
-            const int number = byte_of(word[i / RUN], i % RUN) >> shift & 15;
-            x[i / RUN][i % RUN] = fmaf((float)number, scale[i / RUN], minimum[i / RUN]);
-        }
+        for (int i = 0; i < N * WORDS; i++)
+            halves_of(word[i / WORDS][i % WORDS] >> shift, &x[i / WORDS][i % WORDS * 4]);
+        UNROLL
+        for (int i = 0; i < N * RUN; i++)
+            x[i / RUN][i % RUN] = fmaf(x[i / RUN][i % RUN], scale[i / RUN], minimum[i / RUN]);
     }
 
     /* Each lane has one element of a group. */
@@ -244,14 +244,21 @@ DEVICE void store_row(char *row, h2o_dtype stored, element_ref from, int64_t D) 
     by_stored_dtype(stored, [&](auto rows) { rows.store(row, from, D); });
 }
 
-/* The same, where many rows are stored: by a load instead of one for every 32 elements. */
+/* The same of at most DEPTH elements, all of which are loaded before the first is stored. */
+template <int DEPTH>
 DEVICE void store_loaded(char *row, h2o_dtype stored, element_ref from, int64_t D) {
-    if (!h2o_row_is_quantised(stored)) {
-        float_rows{stored}.store(row, from, D);
+    if (h2o_row_is_quantised(stored)) {
+        const lane_elements<DEPTH> elements = load_lane<DEPTH>(from, D);
+        by_stored_dtype<false>(stored, [&](auto rows) { rows.store(row, elements, D); });
         return;
     }
-    const lane_elements elements = load_lane(from, D);
-    by_stored_dtype<false>(stored, [&](auto rows) { rows.store(row, elements, D); });
+    const lane_bits<DEPTH> bits = load_bits<DEPTH>(from, D);
+    UNROLL
+    for (int i = 0; i < DEPTH / 32; i++) {
+        const int d = 32 * i + threadIdx.x % 32;
+        if (d < D && stored == H2O_F32) ((uint32_t *)row)[d] = bits.x[i];
+        if (d < D && stored != H2O_F32) ((uint16_t *)row)[d] = (uint16_t)bits.x[i];
+    }
 }
 
 DEVICE void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D) {
@@ -287,8 +294,8 @@ DEVICE void copy_row(char *to, const char *from, int64_t bytes) {
     });
 }
 
-/* The L2 norm of a row, the same for all lanes. */
-DEVICE float norm_of(element_ref row, int64_t D) {
+/* The L2 norm of a row, an element_ref or lane_elements, the same for all lanes. */
+template <typename ROW> DEVICE float norm_of(ROW row, int64_t D) {
     float sum = 0.0f;
     each_element(row, D, [&](int64_t, float x) { sum = fmaf(x, x, sum); });
     return sqrtf(warp_sum(sum));

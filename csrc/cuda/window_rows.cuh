@@ -3,7 +3,7 @@
 #ifndef H2O_CUDA_WINDOW_ROWS_CUH
 #define H2O_CUDA_WINDOW_ROWS_CUH
 
-#include "step.cuh"
+#include "step_finish.cuh"
 #include "window.cuh"
 
 /* Exponentials of some logits: relative to which, and their sum, or 1 / the sum. */
@@ -151,7 +151,7 @@ DEVICE void row_softmax(const text_window *w, int64_t i, const float *x, softmax
 /* Logits of some cells to exponentials in place, -1 where no key is held, for STEP_HEADS heads from r
  * of the group on; what the softmax gives the keys is added to sum, or the largest with it. */
 DEVICE void weigh_cells(const text_window *w, float *x, const softmax_part *softmax,
-                        const int64_t cell[STEP_LOADS], const int32_t position[STEP_LOADS],
+                        const int32_t cell[STEP_LOADS], const int32_t position[STEP_LOADS],
                         int64_t r, float sum[STEP_LOADS]) {
     const int64_t R = w->head.p->dims.R;
     const h2o_policy *const policy = &w->head.p->policy;
@@ -162,7 +162,7 @@ DEVICE void weigh_cells(const text_window *w, float *x, const softmax_part *soft
         const int64_t head = lower(r + j, R - 1);
         const float *const row = w->cache ? w->cache + head * cells : x + head * w->ld;
         UNROLL
-        for (int k = 0; k < STEP_LOADS; k++) logit[j][k] = row[(int32_t)cell[k]];
+        for (int k = 0; k < STEP_LOADS; k++) logit[j][k] = row[cell[k]];
     }
     UNROLL
     for (int j = 0; j < STEP_HEADS; j++) {
@@ -173,7 +173,7 @@ DEVICE void weigh_cells(const text_window *w, float *x, const softmax_part *soft
         for (int k = 0; k < STEP_LOADS; k++) {
             const bool held = position[k] >= 0;
             const float e = exponential(logit[j][k], of_head.max);
-            row[(int32_t)cell[k]] = held ? e : -1.0f;
+            row[cell[k]] = held ? e : -1.0f;
             const float with = received_with(policy, sum[k], e, of_head.sum);
             sum[k] = held ? with : sum[k];
         }
@@ -207,9 +207,9 @@ DEVICE void window_row(const text_window *w, step_item *item, h2o_ranking *ranki
     row_softmax(w, i, x, softmax);
     h2o_policy_advance(ranking, item->head.recent, position + 1);
     item->head.held = h2o_policy_held(item->head.budget, position);
-    const h2o_candidate worst = step_scores<WINDOW_THREADS>(
+    const h2o_candidate worst = step_scores<WINDOW_THREADS, STEP_LOADS>(
         item, ranking, buffer->candidates,
-        [&](const int64_t *cell, const int32_t *held, int64_t r, float *sum) {
+        [&](const int32_t *cell, const int32_t *held, int64_t r, float *sum) {
             weigh_cells(w, x, softmax, cell, held, r, sum);
         });
     const h2o_eviction evicted = step_evict(item, ranking, worst.index, [] { return false; });

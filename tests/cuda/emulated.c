@@ -17,14 +17,13 @@ const char *shim_error(void);
 void shim_unset(void *p, size_t bytes);
 
 /* The workspace is a heap block of the size asked for, which is a multiple of 256 and begins at one
- * as on a GPU, full of 0xff except for what the plan has cleared. */
+ * as on a GPU, full of 0xff. */
 static int launch(const cuda_plan *plan, h2o_error *error) {
     static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
     char *const workspace = aligned_alloc(256, plan->workspace);
     int status = 0;
     pthread_mutex_lock(&one_at_a_time);
     shim_unset(workspace, plan->workspace);
-    memset(workspace, 0, plan->cleared);
     for (int64_t i = 0; i < cuda_plan_launches(plan) && status == 0; i++) {
         const cuda_launch *const l = cuda_plan_launch(plan, i);
         status =

@@ -233,6 +233,157 @@ static void test_chunk(const chunk *c, h2o_dtype dtype) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]->data);
 }
 
+/* ---- A step by tensor cores ---------------------------------------------- */
+
+typedef struct {
+    h2o_dims dims;          /* S: slots, all but one held */
+    h2o_dtype keys, values; /* as stored: H2O_Q8 or H2O_Q4; H2O_NONE: as the queries */
+    h2o_policy policy;
+    float softcap;
+    bool sinks;
+} one_step;
+
+static h2o_view stored_rows(const one_step *s, h2o_dtype stored, h2o_dtype dtype,
+                            test_random *random) {
+    const h2o_dims *const d = &s->dims;
+    const h2o_dtype type = stored == H2O_NONE ? dtype : H2O_U8;
+    const int64_t width = stored == H2O_NONE ? d->D : h2o_row_bytes(stored, d->D);
+    const h2o_view rows = make_tensor(type, 4, d->B, d->G, d->S, width);
+    if (stored == H2O_NONE) {
+        fill_tensor(&rows, 0.01f, random);
+    } else {
+        fill_rows(&rows, stored, d->D, random);
+    }
+    return rows;
+}
+
+static h2o_step_params make_step(const one_step *s, h2o_dtype dtype, test_random *random) {
+    const h2o_dims *const d = &s->dims;
+    h2o_step_params p = {
+        .query = make_tensor(dtype, 4, d->B, d->H, 1, d->D),
+        .key = make_tensor(dtype, 4, d->B, d->G, 1, d->D),
+        .value = make_tensor(dtype, 4, d->B, d->G, 1, d->D),
+        .slots = make_slots(DENSE, d, dtype, (int32_t)d->S / 2, (int32_t)(d->S - 1 - d->S / 2),
+                            s->policy.value_weighted, false),
+        .out = make_tensor(dtype, 4, d->B, 1, d->H, d->D),
+        .scale = 0.2f,
+        .softcap = s->softcap,
+        .policy = s->policy,
+        .dims = *d,
+    };
+    fill_tensor(&p.query, 0.02f, random);
+    fill_tensor(&p.key, 0.01f, random);
+    fill_tensor(&p.value, 0.0f, random);
+    fill_slots(&p.slots, d->S - 1, random);
+    free(p.slots.keys.data);
+    free(p.slots.values.data);
+    p.slots.keys = stored_rows(s, s->keys, dtype, random);
+    p.slots.values = stored_rows(s, s->values, dtype, random);
+    if (s->policy.value_weighted) FILL(float, p.slots.norms, 0.5f + random_float(random));
+    if (s->sinks) p.sink_logits = make_sinks(d->H, random);
+    return p;
+}
+
+enum { STEP_WRITES = 9 };
+
+/* What a step writes. */
+static void written_by(h2o_step_params *p, h2o_view *written[STEP_WRITES]) {
+    h2o_slots *const s = &p->slots;
+    h2o_view *const all[STEP_WRITES] = {&p->out,       &s->keys, &s->values,  &s->scores, &s->norms,
+                                        &s->positions, &s->free, &s->lengths, &s->lost};
+    memcpy(written, all, sizeof all);
+}
+
+/* The same call on copies of what it writes. */
+static h2o_step_params copy_step(const h2o_step_params *from) {
+    h2o_step_params p = *from;
+    h2o_view *written[STEP_WRITES];
+    written_by(&p, written);
+    for (int i = 0; i < STEP_WRITES; i++) {
+        if (h2o_given(written[i])) *written[i] = copy_of(written[i]);
+    }
+    return p;
+}
+
+static void free_written(h2o_step_params *p) {
+    h2o_view *written[STEP_WRITES];
+    written_by(p, written);
+    for (int i = 0; i < STEP_WRITES; i++) free(written[i]->data);
+}
+
+static void free_read(h2o_step_params *p) {
+    h2o_view *const read[] = {&p->query, &p->key, &p->value};
+    for (int i = 0; i < 3; i++) free(read[i]->data);
+}
+
+/* In float32, with what the rows stand for once the step has stored its token. */
+static h2o_step_params in_float32(const h2o_step_params *from, const h2o_step_params *after) {
+    h2o_step_params p = copy_step(from);
+    const int64_t D = p.dims.D;
+    h2o_view *const rows[] = {&p.slots.keys, &p.slots.values}, *const new[] = {&p.key, &p.value};
+    const h2o_view *const stored[] = {&after->slots.keys, &after->slots.values};
+    for (int i = 0; i < 2; i++) {
+        free(rows[i]->data);
+        *rows[i] = in_floats(stored[i], D);
+        *new[i] = in_floats(new[i], D);
+        for (int64_t unit = 0; unit < p.dims.B * p.dims.G; unit++) {
+            const int64_t b = unit / p.dims.G, g = unit % p.dims.G;
+            const int32_t slot = AT(int32_t, from->slots.free, b, g, 0);
+            memcpy(h2o_at(new[i], b, g, 0), h2o_at(rows[i], b, g, slot), (size_t)D * sizeof(float));
+        }
+    }
+    p.query = in_floats(&p.query, D);
+    free(p.out.data);
+    p.out = in_floats(&from->out, D);
+    return p;
+}
+
+/* By tensor cores, whatever the order of threads, and by the kernel for floats. */
+static void test_step(const one_step *s, h2o_dtype dtype) {
+    const h2o_dims *const d = &s->dims;
+    const runner with = {.ops = &h2o_ops_generic, .workers = 1};
+    test_random random = {.state = (uint64_t)d->D};
+    h2o_step_params p = make_step(s, dtype, &random), first = copy_step(&p);
+    for (uint64_t seed = 0; seed < (is_slow() || ONE_DTYPE ? 2 : 3); seed++) {
+        h2o_step_params call = seed == 0 ? first : copy_step(&p);
+        shim_seed(seed);
+        run_operation(H2O_STEP, &call, &with);
+        check_same(&first.out, &call.out);
+        check_same(&first.slots.scores, &call.slots.scores);
+        check_same(&first.slots.positions, &call.slots.positions);
+        check_same(&first.slots.keys, &call.slots.keys);
+        check_same(&first.slots.values, &call.slots.values);
+        cuda_plan plan;
+        cuda_plan_call(H2O_STEP, &call, &plan);
+        CHECK(strstr(plan.launch[0].kernel, "f16"));
+        if (seed == 0) first = call;
+        if (seed > 0) free_written(&call);
+    }
+    h2o_step_params floats = in_float32(&p, &first);
+    run_operation(H2O_STEP, &floats, &with);
+    for (int64_t i = 0; i < d->B * d->H * d->D; i++) {
+        const int64_t h = i / d->D % d->H, b = i / d->D / d->H;
+        CHECK(is_near(load_at(&first.out, b, 0, h, i % d->D),
+                      (double)load_at(&floats.out, b, 0, h, i % d->D), unit_roundoff(dtype)));
+    }
+    for (int64_t i = 0; i < d->B * d->G * d->S; i++) {
+        const int64_t b = i / d->S / d->G, g = i / d->S % d->G, slot = i % d->S;
+        CHECK(AT(int32_t, first.slots.positions, b, g, slot) ==
+              AT(int32_t, floats.slots.positions, b, g, slot));
+        CHECK(is_near(AT(float, first.slots.scores, b, g, slot),
+                      (double)AT(float, floats.slots.scores, b, g, slot), 1e-5));
+    }
+    check_same(&first.slots.free, &floats.slots.free);
+    check_same(&first.slots.lengths, &floats.slots.lengths);
+    free_written(&first);
+    free_written(&floats);
+    free_read(&floats);
+    free_read(&p);
+    free(p.slots.budget.data);
+    free(p.sink_logits.data);
+    free_written(&p);
+}
+
 int main(void) {
     static const h2o_dtype dtypes[] = {H2O_F32, H2O_F16, H2O_BF16};
     const h2o_policy plain = {.decay = 1.0f};
@@ -335,8 +486,25 @@ int main(void) {
         {make_dims(1, 2, 3, 30, 190, 50), H2O_Q8, largest, 5.0f, SPREAD, .pads = true},
         {make_dims(1, 2, 1, 66, 100, 192), H2O_Q4, plain, .how = DENSE},
     };
+    /* several parts of several turns of a block's warps, or one; rows at every alignment */
+    const one_step steps[] = {
+        {.dims = make_dims(2, 2, 4, 1, 301, 128), .policy = all},
+        {.dims = make_dims(1, 2, 9, 1, 40, 256), .policy = plain, .softcap = 5.0f, .sinks = true},
+        {make_dims(2, 3, 1, 1, 77, 128), H2O_Q8, H2O_Q8, plain, 0.0f, .sinks = true},
+        {make_dims(1, 2, 3, 1, 150, 64), H2O_Q8, H2O_Q8, largest, 0.0f, false},
+        {make_dims(1, 3, 2, 1, 33, 200), H2O_Q8, H2O_Q8, all, .softcap = 5.0f},
+        {make_dims(1, 2, 5, 1, 131, 128), H2O_Q8, H2O_Q4, all, 0.0f, false},
+        {make_dims(1, 1, 8, 1, 20, 96), H2O_Q8, H2O_Q4, largest, .sinks = true},
+        {make_dims(1, 1, 2, 1, 50, 256), H2O_Q8, H2O_Q4, plain, .softcap = 3.0f},
+    };
     h2o_error error;
     CHECK(h2o_init(&error) == H2O_OK);
+    for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
+        for (size_t type = 1; type < 3; type++) {
+            if (is_slow() && type != 1 + i % 2) continue;
+            if (!ONE_DTYPE || dtypes[type] == H2O_F16) test_step(&steps[i], dtypes[type]);
+        }
+    }
     for (size_t i = 0; i < sizeof chunks / sizeof *chunks; i++) {
         for (size_t type = 1; type < 3; type++) {
             if (is_slow() && type != 1 + i % 2) continue;

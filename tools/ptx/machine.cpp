@@ -4,9 +4,10 @@
  * H2O_PTX is the path of the program (ptx_program.py). If H2O_PTX_COUNTS is the path of a file, each
  * launch adds a line to it, a JSON object: kernel, grid, block, shared (bytes of a block), issued
  * (issue slots of all warps), kinds (the same by kind), wavefronts (passes of shared memory),
- * sectors (32 bytes of global memory that a warp's instruction touches), bytes (that it uses),
- * distinct (sectors that the launch touches at all), and trips: round trips to global memory that
- * follow one another in a block, the most and the mean. */
+ * sectors (32 bytes of global memory that a warp's instruction touches), fetched (those of them
+ * which the block has not just loaded), bytes (that it uses), distinct (sectors that the launch
+ * touches at all), and trips: round trips to global memory that follow one another in a block, the
+ * most and the mean. */
 #include "machine.h"
 
 #include <algorithm>
@@ -63,9 +64,13 @@ static instruction read_instruction(std::istringstream &words) {
              : i.name == "ret"                           ? RETURN
              : i.name == "bar" || i.name == "bar.red"    ? BARRIER
              : i.name == "copy"                          ? COPY
-             : i.name == "copy.wait" || i.name == "membar" ? FENCE
+             : i.name == "copy.wait"                     ? FENCE
+             : i.name == "membar"                        ? RELEASE
+             : i.name.starts_with("atom.release")        ? RELEASE
                                                          : PLAIN;
-    i.all = kind == "mma" || kind == "ldmatrix" || (kind == "sync" && i.role != FENCE);
+    i.all = kind == "mma" || kind == "ldmatrix" ||
+            (kind == "sync" && i.role != FENCE && i.role != RELEASE);
+    i.cached = i.name.starts_with("load") || (i.role == COPY && i.offset == 4);
     return i;
 }
 
@@ -134,7 +139,7 @@ static uint64_t special_value(const std::string &name, unsigned thread) {
 
 static void open_warp(warp &w, const kernel &k, unsigned first) {
     w.ready.assign(k.slots, 0.0f);
-    w.entry = w.latest = w.landing = 0.0f;
+    w.entry = w.latest = w.landing = w.stored = 0.0f;
     w.live = ALL;
     w.waiting = 0;
     w.first = first;
@@ -158,6 +163,8 @@ static void advance(warp &w, instruction &i) {
     for (size_t n = (size_t)i.results; n < i.at.size(); n++) {
         start = std::max(start, w.ready[(size_t)i.at[n]]);
     }
+    if (i.role == RELEASE) start = std::max(start, w.stored);
+    if (i.travels && i.results == 0 && i.role != COPY) w.stored = std::max(w.stored, start + 1.0f);
     for (int n = 0; n < i.results; n++) w.ready[(size_t)i.at[(size_t)n]] = start + i.travels;
     i.travels = false;
     w.latest = std::max(w.latest, start);
@@ -241,7 +248,7 @@ static void run_warp(warp &w, kernel &k) {
             return;
         }
         if (i.role == COPY) w.landing = std::max(w.landing, w.latest + 1.0f);
-        if (i.role == FENCE) w.entry = w.latest;
+        if (i.role == FENCE || i.role == RELEASE) w.entry = w.latest;
     }
 }
 
@@ -250,15 +257,17 @@ static void run_warp(warp &w, kernel &k) {
 /* All warps have come to a barrier: the answer of bar.red, and the time of the last. */
 static void release(std::vector<warp> &warps) {
     bool any = false;
-    float latest = 0.0f;
+    float latest = 0.0f, stored = 0.0f;
     for (warp &w : warps) {
         if (!w.barrier) throw failure{"warps wait at a barrier, but others have returned"};
         latest = std::max(latest, w.latest);
+        stored = std::max(stored, w.stored);
         if (w.barrier->results == 0) continue;
         for (int l = 0; l < LANES; l++) any |= w.slot[w.barrier->at[1]][l] & 1;
     }
     for (warp &w : warps) {
         w.entry = w.latest = latest;
+        w.stored = stored;
         if (w.barrier->results == 0) continue;
         const int result = w.barrier->at[0];
         w.ready[(size_t)result] = latest;
@@ -269,6 +278,7 @@ static void release(std::vector<warp> &warps) {
 /* Returns its round trips. */
 static float run_block(kernel &k, std::vector<warp> &warps) {
     memset(now.shared, 0xff, now.shared_bytes);
+    memset(now.cached, 0xff, sizeof now.cached);
     for (size_t n = 0; n < warps.size(); n++) open_warp(warps[n], k, (unsigned)n * LANES);
     for (;;) {
         const size_t first = seed ? (now.random >> 33) % warps.size() : 0;
@@ -288,13 +298,14 @@ static void report(const kernel &k, float most, double mean) {
     FILE *const file = path ? fopen(path, "a") : nullptr;
     if (!file) return;
     std::vector<double> issued(kinds.size());
-    uint64_t wavefronts = 0, sectors = 0, bytes = 0;
+    uint64_t wavefronts = 0, sectors = 0, fetched = 0, bytes = 0;
     double total = 0;
     for (const instruction &i : k.code) {
         issued[(size_t)i.kind] += i.cost * (double)i.issued;
         total += i.cost * (double)i.issued;
         wavefronts += i.wavefronts;
         sectors += i.sectors;
+        fetched += i.fetched;
         bytes += i.bytes;
     }
     fprintf(file, "{\"kernel\": \"%s\", \"grid\": [%u, %u, %u], \"block\": %u, \"shared\": %u, ",
@@ -307,10 +318,11 @@ static void report(const kernel &k, float most, double mean) {
         comma = ", ";
     }
     fprintf(file,
-            "}, \"wavefronts\": %llu, \"sectors\": %llu, \"bytes\": %llu, \"distinct\": %zu, "
-            "\"trips\": [%g, %g]}\n",
-            (unsigned long long)wavefronts, (unsigned long long)sectors, (unsigned long long)bytes,
-            now.sectors->size(), (double)most, mean);
+            "}, \"wavefronts\": %llu, \"sectors\": %llu, \"fetched\": %llu, \"bytes\": %llu, "
+            "\"distinct\": %zu, \"trips\": [%g, %g]}\n",
+            (unsigned long long)wavefronts, (unsigned long long)sectors,
+            (unsigned long long)fetched, (unsigned long long)bytes, now.sectors->size(),
+            (double)most, mean);
     fclose(file);
 }
 
@@ -326,7 +338,7 @@ static void run_launch(kernel &k, unsigned blocks) {
     for (unsigned n = 0; n < count; n++) {
         warps[n].slot = (uint64_t (*)[LANES])slots.data() + n * k.slots;
     }
-    for (instruction &i : k.code) i.issued = i.wavefronts = i.sectors = i.bytes = 0;
+    for (instruction &i : k.code) i.issued = i.wavefronts = i.sectors = i.fetched = i.bytes = 0;
     for (unsigned n = 0; n < blocks; n++) {
         const unsigned at = (unsigned)((n + seed * 7919) % blocks);
         now.at[0] = at % now.grid[0];

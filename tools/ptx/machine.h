@@ -13,6 +13,9 @@
 #include <vector>
 
 enum { LANES = 32, SHARED_AT = 1024 /* see ptx_program.py */ };
+enum {
+    CACHED = 1024
+}; /* sectors that a block finds again in L1, at most, as 32 KB mapped directly */
 enum space { GENERIC, GLOBAL, SHARED, PARAM };
 static const uint32_t ALL = 0xffffffffu;
 
@@ -20,8 +23,9 @@ struct warp;
 struct instruction;
 typedef void handler(warp &w, instruction &i, uint32_t mask);
 
-/* What the machine does itself: branches, returns, barriers of a block, and times of copies. */
-enum role { PLAIN, BRANCH, RETURN, BARRIER, COPY, FENCE };
+/* What the machine does itself: branches, returns, barriers of a block, and times of copies and of
+ * what waits until earlier stores of the block are there. */
+enum role { PLAIN, BRANCH, RETURN, BARRIER, COPY, FENCE, RELEASE };
 
 struct instruction {
     handler *run;
@@ -34,8 +38,9 @@ struct instruction {
     bool leads;          /* lanes may meet here */
     bool all;            /* an operation of the whole warp */
     bool travels;        /* it has touched global memory just now */
+    bool cached;         /* it loads by way of L1 */
     enum role role;
-    uint64_t issued, wavefronts, sectors, bytes; /* counts of a launch */
+    uint64_t issued, wavefronts, sectors, fetched, bytes; /* counts of a launch */
 };
 
 /* An asynchronous copy on its way. */
@@ -48,6 +53,7 @@ struct warp {
     uint64_t (*slot)[LANES];  /* [slots], of each lane */
     std::vector<float> ready; /* [slots]: round trips to memory until a slot has its value, ... */
     float entry, latest;      /* ... until the basic block begins, and until all of it has issued */
+    float stored;             /* ... and until what has been stored is there */
     int pc[LANES];
     uint32_t live, waiting;
     unsigned first; /* thread */
@@ -64,6 +70,7 @@ struct launch {
     uint32_t shared_bytes;
     const char *params, *workspace; /* addresses of the two parameters */
     uint64_t random;
+    uint64_t cached[CACHED];               /* of the block: sectors in L1 */
     std::unordered_set<uint64_t> *sectors; /* of global memory, that any warp has touched */
 };
 extern launch now;

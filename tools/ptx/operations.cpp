@@ -180,7 +180,12 @@ static void count_global(instruction &i, const u64 *address, u32 mask, int bytes
         }
     });
     i.sectors += (u64)sectors;
-    for (int n = 0; n < sectors; n++) now.sectors->insert(sector[n]);
+    for (int n = 0; n < sectors; n++) {
+        u64 *const cached = &now.cached[sector[n] % CACHED];
+        i.fetched += !i.cached || *cached != sector[n];
+        if (i.cached) *cached = sector[n];
+        now.sectors->insert(sector[n]);
+    }
     i.bytes += (u64)starts * (u64)bytes;
 }
 
@@ -294,11 +299,12 @@ static void wait_copies(warp &w, instruction &i, u32) {
 
 /* ---- A warp together ----------------------------------------------------- */
 
-static void shuffle_xor(warp &w, instruction &i, u32) {
+template <bool XOR> static void shuffle(warp &w, instruction &i, u32) {
     u64 from[LANES];
     memcpy(from, w.slot[i.at[2]], sizeof from);
     for (int l = 0; l < LANES; l++) {
-        w.slot[i.at[0]][l] = (u32)from[l ^ (int)(w.slot[i.at[3]][l] & 31)];
+        const int lane = (int)(w.slot[i.at[3]][l] & 31);
+        w.slot[i.at[0]][l] = (u32)from[XOR ? l ^ lane : lane];
         w.slot[i.at[1]][l] = 1;
     }
 }
@@ -416,7 +422,24 @@ static void nothing(warp &, instruction &, u32) {}
 static f32 widen_f16(u16 h) { return float_from_f16(h); }
 static f32 widen_bf16(u16 h) { return float_from_bf16(h); }
 
+/* Of pairs of float16: an operation on floats, rounded. */
+template <auto F> static u32 of_pairs(u32 a, u32 b, u32 c) {
+    u32 r = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const f32 x = widen_f16((u16)(a >> i)), y = widen_f16((u16)(b >> i));
+        r |= (u32)f16_from_float(F(x, y, widen_f16((u16)(c >> i)))) << i;
+    }
+    return r;
+}
+
+template <auto F> static u32 of_two(u32 a, u32 b) {
+    return of_pairs<[](f32 x, f32 y, f32) { return F(x, y); }>(a, b, 0);
+}
+
 static const std::map<std::string, handler *> handlers = {
+    {"sub.f16x2", binary<u32, u32, u32, of_two<[](f32 x, f32 y) { return x - y; }>>},
+    {"fma.f16x2", ternary<u32, u32, u32,
+                          of_pairs<[](f32 x, f32 y, f32 z) { return std::fma(x, y, z); }>>},
     INTEGER(u16), INTEGER(s16), INTEGER(u32), INTEGER(s32), INTEGER(u64), INTEGER(s64),
     FLOATING(f32), FLOATING(f64),
     MEMORY(u8), MEMORY(s8), MEMORY(u16), MEMORY(s16), MEMORY(u32), MEMORY(s32), MEMORY(u64),
@@ -442,9 +465,9 @@ static const std::map<std::string, handler *> handlers = {
     {"pack.16", pack<16>}, {"pack.32", pack<32>},
     {"unpack.16", unpack<16>}, {"unpack.32", unpack<32>},
     {"cvta.shared", shared_address<false>}, {"cvta.to.shared", shared_address<true>},
-    {"atom.add.u32", atomic_add},
+    {"atom.add.u32", atomic_add}, {"atom.release.add.u32", atomic_add},
     {"copy", copy_async}, {"copy.commit", close_batch}, {"copy.wait", wait_copies},
-    {"shfl", shuffle_xor}, {"vote.all", vote_all}, {"vote.ballot", vote_ballot},
+    {"shfl", shuffle<true>}, {"shfl.idx", shuffle<false>}, {"vote.all", vote_all}, {"vote.ballot", vote_ballot},
     {"ldmatrix", load_matrices<false>}, {"ldmatrix.trans", load_matrices<true>},
     {"mma.f16.16", multiply<16, widen_f16>}, {"mma.bf16.16", multiply<16, widen_bf16>},
     {"mma.f16.8", multiply<8, widen_f16>},

@@ -338,15 +338,6 @@ int cuFuncLoad(function *) {
     return forbidden_in_capture();
 }
 
-int cuMemsetD8Async(char *to, unsigned char byte, size_t bytes, void *handle) {
-    BEGIN("cuMemsetD8Async");
-    NEEDS_CONTEXT;
-    stream *const s = find_stream(handle);
-    if (!s) return INVALID_HANDLE;
-    if (!find_memory(to, bytes)) return INVALID_VALUE;
-    return queue_job(s, [=] { return memset(to, byte, bytes), OK; });
-}
-
 /* A result of the kernel with this name. */
 static const h2o_view *result_of(const std::string &name, const char *params) {
     if (name.find("forward") != name.npos) return &((h2o_attend_params *)params)->out;

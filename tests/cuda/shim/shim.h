@@ -146,26 +146,61 @@ DEVICE bool warp_all(bool predicate, int line = __builtin_LINE()) {
 
 DEVICE int popcount(uint32_t x) { return __builtin_popcount(x); }
 
+DEVICE uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t r = 0;
+    for (int i = 0; i < 4; i++) {
+        r |= (uint32_t)(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    }
+    return r;
+}
+
 /* Denormals become 0, of the same sign. */
 DEVICE float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 
 DEVICE float fast_exp2(float x) { return flushed(exp2f(x)); }
 DEVICE float fast_reciprocal(float x) { return flushed(1.0f / flushed(x)); }
 
-DEVICE float f16_to_float(uint16_t h) { return float_from_f16(h); }
-DEVICE uint16_t float_to_f16(float x) { return f16_from_float(x); }
+/* Of pairs, whose sums and products floats hold exactly but for a fused one's. */
+template <typename OPERATION>
+DEVICE uint32_t each_f16(uint32_t a, uint32_t b, uint32_t c, OPERATION operation) {
+    uint32_t r = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const float x = float_from_f16((uint16_t)(a >> i)), y = float_from_f16((uint16_t)(b >> i));
+        r |= (uint32_t)f16_from_float(operation(x, y, float_from_f16((uint16_t)(c >> i)))) << i;
+    }
+    return r;
+}
+
+DEVICE uint32_t subtract_f16(uint32_t a, uint32_t b) {
+    return each_f16(a, b, 0, [](float x, float y, float) { return x - y; });
+}
+DEVICE uint32_t fma_f16(uint32_t a, uint32_t b, uint32_t c) {
+    return each_f16(a, b, c, [](float x, float y, float z) { return fmaf(x, y, z); });
+}
 
 /* MemorySanitizer takes whatever an atomic operation has touched for initialised. */
-template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter) {
+template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter, uint32_t n) {
 #ifdef SHIM_MSAN
-    return (*counter)++;
+    const uint32_t before = *counter;
+    *counter += n;
+    return before;
 #else
-    return __atomic_fetch_add(counter, 1u, ORDER);
+    return __atomic_fetch_add(counter, n, ORDER);
 #endif
 }
 
-DEVICE void count_shared(uint32_t *counter) { shim_count<__ATOMIC_RELAXED>(counter); }
-DEVICE uint32_t count_release(uint32_t *counter) { return shim_count<__ATOMIC_ACQ_REL>(counter); }
+DEVICE void count_shared(uint32_t *counter) { shim_count<__ATOMIC_RELAXED>(counter, 1); }
+DEVICE uint32_t count_release(uint32_t *counter, uint32_t n) {
+    return shim_count<__ATOMIC_ACQ_REL>(counter, n);
+}
+DEVICE uint32_t load_counter(const uint32_t *counter) {
+#ifdef SHIM_MSAN
+    return *counter;
+#else
+    return __atomic_load_n(counter, __ATOMIC_RELAXED);
+#endif
+}
 
 extern "C" void shim_misaligned(const void *p, int bytes);
 DEVICE void check_alignment(const void *p, int bytes = 16) {

@@ -27,7 +27,6 @@ static void launch_once(int device) {
         status = cuda_enter(device, &scope, &error);
     }
     CHECK(status == H2O_OK && scope.kernels != NULL);
-    CHECK(cuda_clear((void *)&params, 16, NULL, &error) == H2O_OK);
     CHECK(cuda_start(&scope, &launch, NULL, NULL, &error) == H2O_OK);
     cuda_leave(&scope);
     const cuda_plan plan = {.capability = 1, .count = 1, .launch = {launch}};

@@ -1,0 +1,236 @@
+/* step_matrix.cuh - step_part.cuh with tensor cores: one block's part of a decode step where
+ * queries and rows are of the same 16 bits, or the rows quantised.
+ *
+ * A warp has STEP_ROWS slots at a time and STEP_COLUMNS query heads, of which each lane computes
+ *
+ *   1. S of head lane_row() with slots lane_column(), the next one, and those 8 further on: the
+ *      product of matrices [heads, D] and [D, slots]. D may be taken in any order, so a lane's
+ *      elements of both are the runs that it loads, with no way through shared memory;
+ *   2. running row max m, P = exp(S - m), row sum l, and the rescaling of O;
+ *   3. O += P V as [D, slots] x [slots, heads]. Of V a matrix wants pairs of slots, which it gets
+ *      by mixing the words of two rows; P lies in the registers as step 1 has left it.
+ *
+ * At the end the warps' O, m and l are combined in order. As in a prompt, products are exact and
+ * sums those of floats, but for P, which is rounded to 16 bits. plan.c says which steps these are:
+ * those over aligned rows of floats, or quantised ones, without biases: no keys are merged. */
+#ifndef H2O_CUDA_STEP_MATRIX_CUH
+#define H2O_CUDA_STEP_MATRIX_CUH
+
+#include "step_part.cuh"
+#include "step_rows.cuh"
+
+/* A warp's softmax over the slots so far: of head lane_row() the row max and the lane's share of
+ * the row sum; of heads lane_column() and the next O, of the elements that output_of names. */
+template <int DEPTH> struct step_state {
+    float row_max, row_sum;
+    float output[DEPTH / 16][4];
+};
+
+/* ---- Queries ------------------------------------------------------------- */
+
+/* Head lane_row() from r of the group on, 0 past the last. */
+template <int DEPTH, typename KEYS>
+DEVICE void load_heads(const step_item *item, int64_t r, vec16 query[DEPTH / 32]) {
+    const int64_t head = r + lane_row();
+    const char *const from = item->query.data + head * item->query_stride;
+    const int D = head < item->R ? (int)item->D : 0;
+    UNROLL
+    for (int i = 0; i < DEPTH / 32; i++) {
+        const int d = KEYS::query_run(i);
+        query[i] = d < D ? load16(from + 2 * d) : vec16{};
+    }
+}
+
+/* ---- A tile -------------------------------------------------------------- */
+
+/* The dot products of heads with the slots of a tile: of the lane's head with its four slots. */
+template <int DEPTH, h2o_dtype TYPE, typename KEYS>
+DEVICE void head_dots(const vec16 query[DEPTH / 32], const KEYS *keys, float x[4]) {
+    UNROLL
+    for (int n = 0; n < 2; n++) {
+        float c[4] = {};
+        UNROLL
+        for (int i = 0; i < DEPTH / 16; i++) {
+            const uint32_t *const q = query[i / 2].w + i % 2 * 2;
+            const uint32_t a[4] = {q[0], 0, q[1], 0};
+            uint32_t b[2];
+            keys->pairs(n, i, b);
+            multiply<TYPE>(c, a, b);
+        }
+        x[2 * n] = c[0] * keys->scale(2 * n);
+        x[2 * n + 1] = c[1] * keys->scale(2 * n + 1);
+    }
+}
+
+/* Logits from dot products x, of the lane's head, to the workspace; -infinity: of no key. */
+DEVICE void write_logits(const step_item *item, int64_t head, int64_t first, int64_t end,
+                         float x[4]) {
+    float *const logits = item->logits + lower(head, item->R - 1) * item->head.slots + first;
+    UNROLL
+    for (int k = 0; k < 4; k++) {
+        const bool is_key = first + lane_slot(k) < end;
+        x[k] = logit_of(x[k], item->scale, item->softcap, 0.0f);
+        if (is_key && head < item->R) logits[lane_slot(k)] = x[k];
+        x[k] = is_key ? x[k] : -INFINITY;
+    }
+}
+
+/* Logits x to exponentials, in step 2. */
+template <int DEPTH> DEVICE void update_softmax(float x[4], step_state<DEPTH> *state) {
+    const float row_max =
+        fmaxf(state->row_max, quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))));
+    const float rescale = exponential(state->row_max, row_max);
+    float row_sum = 0.0f;
+    UNROLL
+    for (int k = 0; k < 4; k++) {
+        x[k] = exponential(x[k], row_max);
+        row_sum += x[k];
+    }
+    state->row_max = row_max;
+    state->row_sum = fmaf(state->row_sum, rescale, row_sum);
+    const int other = lane_column() * 4; /* the first lane of head lane_column() */
+    const float factors[2] = {shfl(rescale, other), shfl(rescale, other + 4)};
+    UNROLL
+    for (int i = 0; i < DEPTH / 16 * 4; i++) state->output[i / 4][i % 4] *= factors[i % 2];
+}
+
+/* Steps 1 to 3 for slots first.. of those before `end`, and heads r.. of the group. */
+template <int DEPTH, h2o_dtype TYPE, typename KEYS, typename VALUES>
+DEVICE void step_tile(const step_item *item, int64_t r, int64_t first, int64_t end,
+                      const vec16 query[DEPTH / 32], step_state<DEPTH> *state) {
+    KEYS keys;
+    VALUES values;
+    float x[4];
+    keys.load(item, first, end);
+    if (DEPTH <= 128) values.load(item, first, end); /* registers have room for both */
+    head_dots<DEPTH, TYPE>(query, &keys, x);
+    if (DEPTH > 128) {
+        sync_warp(); /* keeps the compiler from loading both at once */
+        values.load(item, first, end);
+    }
+    write_logits(item, r + lane_row(), first, end, x);
+    update_softmax<DEPTH>(x, state);
+    const uint32_t b[2] = {pack<TYPE>(x[0], x[1]), pack<TYPE>(x[2], x[3])};
+    UNROLL
+    for (int i = 0; i < DEPTH / 16; i++) {
+        uint32_t a[4];
+        values.pairs(i, a);
+        multiply<TYPE>(state->output[i], a, b);
+    }
+}
+
+/* ---- The warps of a block ------------------------------------------------ */
+
+/* What a warp leaves for the others in shared memory. */
+template <int DEPTH> struct warp_outputs {
+    float pairs[STEP_COLUMNS / 2][2 * DEPTH + 4]; /* O of two heads, one beside the other */
+    float row_max[STEP_COLUMNS], row_sum[STEP_COLUMNS];
+};
+
+template <int DEPTH, typename VALUES>
+DEVICE void leave_outputs(const step_state<DEPTH> *state, warp_outputs<DEPTH> *left) {
+    const float row_sum = quad_sum(state->row_sum);
+    UNROLL
+    for (int i = 0; i < DEPTH / 16; i++) {
+        const float *const x = state->output[i];
+        const vec16 four = {
+            {float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])}};
+        store16(&left->pairs[lane_column() / 2][2 * VALUES::output_of(i)], four);
+    }
+    if (lane_column() == 0) {
+        left->row_max[lane_row()] = state->row_max;
+        left->row_sum[lane_row()] = row_sum;
+    }
+}
+
+/* Element d of O of head r, where matrices have made it NaN: maybe of 0 * infinity, where a weight
+ * is 0 in float16 but not in 32 bits. */
+DEVICE float output_by_floats(const step_item *item, int64_t r, int64_t d, int64_t begin,
+                              int64_t end, float row_max) {
+    const slot_store *const store = &item->store;
+    const float *const logits = item->logits + r * item->head.slots;
+    float sum = 0.0f;
+    NO_UNROLL
+    for (int64_t s = begin; s < end; s++) {
+        const char *const row = store->values + s * store->value_stride;
+        sum = fmaf(exponential(logits[s], row_max),
+                   stored_element(row, store->value_type, d, item->D), sum);
+    }
+    return sum;
+}
+
+/* Row max, row sum and O of the part, for heads r.. of the group. */
+template <int DEPTH>
+DEVICE void combine_warps(const step_item *item, int64_t r, int64_t part,
+                          const warp_outputs<DEPTH> *left) {
+    const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);
+    const int count = (int)lower(item->R - r, STEP_COLUMNS), D = (int)item->D;
+    NO_UNROLL
+    for (int i = 0; i < count; i++) {
+        const int64_t row = part * item->R + r + i;
+        float factor[STEP_WARPS], row_max = -INFINITY, row_sum = 0.0f;
+        UNROLL
+        for (int w = 0; w < STEP_WARPS; w++) row_max = fmaxf(row_max, left[w].row_max[i]);
+        UNROLL
+        for (int w = 0; w < STEP_WARPS; w++) {
+            factor[w] = exponential(left[w].row_max[i], row_max);
+            row_sum = fmaf(factor[w], left[w].row_sum[i], row_sum);
+        }
+        NO_UNROLL
+        for (int d = threadIdx.x; d < D; d += STEP_THREADS) {
+            float sum = 0.0f;
+            UNROLL
+            for (int w = 0; w < STEP_WARPS; w++)
+                sum = fmaf(factor[w], left[w].pairs[i / 2][2 * d + i % 2], sum);
+            if (sum != sum) sum = output_by_floats(item, r + i, d, begin, end, row_max);
+            item->outputs[row * D + d] = sum;
+        }
+        if (threadIdx.x == 0) {
+            item->row_max[row] = row_max;
+            item->row_sum[row] = row_sum;
+        }
+    }
+}
+
+template <int DEPTH, h2o_dtype TYPE, typename KEYS, typename VALUES>
+DEVICE void part_by_tiles(const step_item *item, int64_t part, warp_outputs<DEPTH> *left) {
+    const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);
+    const int warp = threadIdx.x / 32;
+    NO_UNROLL
+    for (int64_t r = 0; r < item->R; r += STEP_COLUMNS) {
+        vec16 query[DEPTH / 32];
+        step_state<DEPTH> state = {};
+        TAKEN(matrix_step_of_many_heads, r > 0);
+        TAKEN(matrix_step_of_quantised, h2o_row_is_quantised(item->store.key_type));
+        TAKEN(matrix_step_of_floats, !h2o_row_is_quantised(item->store.key_type));
+        state.row_max = -INFINITY;
+        load_heads<DEPTH, KEYS>(item, r, query);
+        sync_block(); /* the token is stored; outputs of other heads have been read */
+        NO_UNROLL
+        for (int64_t first = begin + warp * STEP_ROWS; first < end;
+             first += STEP_WARPS * STEP_ROWS) {
+            step_tile<DEPTH, TYPE, KEYS, VALUES>(item, r, first, end, query, &state);
+        }
+        leave_outputs<DEPTH, VALUES>(&state, &left[warp]);
+        sync_block();
+        combine_warps<DEPTH>(item, r, part, left);
+    }
+}
+
+/* All that a block does with its part of the slots. */
+template <int DEPTH, h2o_dtype TYPE>
+DEVICE void matrix_part(const step_item *item, int64_t part, unsigned char *shared) {
+    static_assert(sizeof(warp_outputs<DEPTH>[STEP_WARPS]) == CUDA_STEP_OUTPUTS(DEPTH));
+    warp_outputs<DEPTH> *const left = (warp_outputs<DEPTH> *)shared;
+    if (has_token(item, part_begin(item, part), part_begin(item, part + 1)))
+        store_token<DEPTH>(item);
+    if (item->store.value_type == H2O_Q4) {
+        part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q4_values<DEPTH, TYPE>>(item, part, left);
+    } else if (item->store.value_type == H2O_Q8) {
+        part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q8_values<DEPTH, TYPE>>(item, part, left);
+    } else {
+        part_by_tiles<DEPTH, TYPE, float_keys<DEPTH>, float_values<DEPTH>>(item, part, left);
+    }
+}
+
+#endif
