@@ -46,21 +46,28 @@ BUGS = {
     ),
     "step: values are weighted before the weights are there": Bug(
         "step_part.cuh",
-        "    part_exponentials(item, part, begin, end);\n    sync_block();\n",
-        "    part_exponentials(item, part, begin, end);\n",
+        "    part_softmax(item, part, begin, end);\n    sync_block();\n",
+        "    part_softmax(item, part, begin, end);\n",
+    ),
+    "step with matrices: warps are combined before they are done": Bug(
+        "step_matrix.cuh",
+        "        sync_block();\n        combine_warps",
+        "        combine_warps",
     ),
     "step: a rank changes before it is read": Bug(
-        "step.cuh", "    sync_block(); /* all threads have read what changes below */\n", ""
+        "step_finish.cuh", "    sync_block(); /* all threads have read what changes below */\n", ""
     ),
     # arrival counters
     "the first block to arrive ends a head": Bug("common.cuh", "== blocks - 1", "== 0"),
     "step: the last but one ends a head": Bug(
         "step.cuh",
-        "arrive_last(parts_done, (uint32_t)at.parts)",
-        "arrive_last(parts_done, (uint32_t)(at.parts > 1 ? at.parts - 1 : 1))",
+        "1u << CUDA_FREE_BITS, gridDim.x)",
+        "1u << CUDA_FREE_BITS, gridDim.x > 1 ? gridDim.x - 1 : 1)",
     ),
     "step: the first head ends a row": Bug(
-        "step.cuh", "arrive_last(heads_done, (uint32_t)p->dims.G)", "arrive_last(heads_done, 1u)"
+        "step.cuh",
+        "is_last_head(&p->slots.lengths, row, p->dims.G)",
+        "is_last_head(&p->slots.lengths, row, 1)",
     ),
     "simulate: a counter is not cleared for the next window": Bug(
         "window_tiles.cuh", "    if (threadIdx.x == 0) w.parts_done[tile] = 0;\n", ""
@@ -86,7 +93,7 @@ BUGS = {
         "step_item.cuh", "cuda_ceil(item->slots, item->parts)", "item->slots / item->parts"
     ),
     "step: parts past the eighth are forgotten": Bug(
-        "step.cuh",
+        "step_finish.cuh",
         "part < parts; part += STEP_PARTS_READ",
         "part < lower(parts, STEP_PARTS_READ); part += STEP_PARTS_READ",
     ),
@@ -100,7 +107,7 @@ BUGS = {
         "attend_tiles.cuh", "h2o_larger(*score * decay, sum)", "h2o_larger(*score, sum)"
     ),
     "step: the next rank is not lowered": Bug(
-        "step.cuh",
+        "step_finish.cuh",
         "        if (s != slot && item->ranks[s] > rank) ",
         "        if (s != slot && item->ranks[s] > rank + 1) ",
     ),

@@ -151,9 +151,7 @@ def test_what_says_nothing_about_the_kernels_is_not_remembered(device, built, wh
     assert serving() == "C"
 
 
-@pytest.mark.parametrize(
-    ("entry", "code"), [("cuMemAlloc_v2", 2), ("cuLaunchKernel", 2)]
-)
+@pytest.mark.parametrize(("entry", "code"), [("cuMemAlloc_v2", 2), ("cuLaunchKernel", 2)])
 def test_a_device_without_memory_says_nothing_about_the_kernels(device, built, entry, code):
     device.fault(entry, code, nth=3)
     with pytest.warns(RuntimeWarning, match=r"could not be checked.*out of memory"):
