@@ -81,7 +81,7 @@ def cases(prompts: list[int], held: list[int], middle: list[int]) -> list[Case]:
     listed += [Case("step", n, t) for t, n in product(("bfloat16", "float32"), held)]
     listed += [Case("step", n, "bfloat16", s) for s, n in product(STORES, held)]
     listed += [Case("step", n, heads=r) for r, n in product((1, 8), held)]
-    listed += [Case("step", n, head_dim=d) for d, n in product((64, 256), held)]
+    listed += [Case("step", n, t, None, d) for t, d, n in product(FLOATS[1:], (64, 256), held)]
     listed += [Case("step", min(held), "float32", "int8")]
     return listed + [Case("step", min(held), policy=p) for p in ("max", "values", "merge")]
 

@@ -142,13 +142,13 @@ static bool is_step_of_matrices(const h2o_step_params *p) {
     const h2o_view *const keys = &p->slots.keys, *const values = &p->slots.values;
     const h2o_dtype of_keys = h2o_stored_type(keys, p->dims.D);
     const h2o_dtype of_values = h2o_stored_type(values, p->dims.D);
-    const unsigned words = of_values == H2O_Q4 ? 4 : 2;
+    const unsigned words = h2o_row_has_scale(of_values) ? 2 : 4;
     if (!is_half(type) || p->dims.D % RUN != 0 || !has_aligned_rows(&p->query, 16)) return false;
     if (h2o_given(&p->rotary.table) || h2o_given(&p->slots.bias)) return false;
     if (of_keys == type && of_values == type)
         return has_aligned_rows(keys, 16) && has_aligned_rows(values, 16);
-    return of_keys == H2O_Q8 && h2o_row_is_quantised(of_values) && has_aligned_rows(keys, 2) &&
-           has_aligned_rows(values, words);
+    return h2o_row_has_scale(of_keys) && h2o_row_is_quantised(of_values) &&
+           has_aligned_rows(keys, 2) && has_aligned_rows(values, words);
 }
 
 static void plan_step(const h2o_step_params *params, cuda_plan *plan) {

@@ -201,6 +201,7 @@ DEVICE void part_by_tiles(const step_item *item, int64_t part, warp_outputs<DEPT
         vec16 query[DEPTH / 32];
         step_state<DEPTH> state = {};
         TAKEN(matrix_step_of_many_heads, r > 0);
+        TAKEN(matrix_step_without_slots, begin == end);
         TAKEN(matrix_step_of_quantised, h2o_row_is_quantised(item->store.key_type));
         TAKEN(matrix_step_of_floats, !h2o_row_is_quantised(item->store.key_type));
         state.row_max = -INFINITY;
@@ -224,10 +225,11 @@ DEVICE void matrix_part(const step_item *item, int64_t part, unsigned char *shar
     warp_outputs<DEPTH> *const left = (warp_outputs<DEPTH> *)shared;
     if (has_token(item, part_begin(item, part), part_begin(item, part + 1)))
         store_token<DEPTH>(item);
-    if (item->store.value_type == H2O_Q4) {
-        part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q4_values<DEPTH, TYPE>>(item, part, left);
-    } else if (item->store.value_type == H2O_Q8) {
+    const h2o_dtype values = item->store.value_type;
+    if (h2o_row_has_scale(values)) {
         part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q8_values<DEPTH, TYPE>>(item, part, left);
+    } else if (h2o_row_is_quantised(values)) {
+        part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q4_values<DEPTH, TYPE>>(item, part, left);
     } else {
         part_by_tiles<DEPTH, TYPE, float_keys<DEPTH>, float_values<DEPTH>>(item, part, left);
     }

@@ -265,35 +265,6 @@ DEVICE void store_floats(char *row, h2o_dtype stored, const float *x, int64_t D)
     by_stored_dtype(stored, [&](auto rows) { rows.store_floats(row, x, D); });
 }
 
-/* Calls use(word) with a word as wide as all addresses and strides allow, whose bits `bits` has. */
-template <typename USE> DEVICE void by_words(uint64_t bits, USE use) {
-    if (bits % 16 == 0) {
-        use(vec16{});
-    } else if (bits % 8 == 0) {
-        use((uint64_t)0);
-    } else if (bits % 4 == 0) {
-        use((uint32_t)0);
-    } else if (bits % 2 == 0) {
-        use((uint16_t)0);
-    } else {
-        use((uint8_t)0);
-    }
-}
-
-/* Copies a stored row. */
-DEVICE void copy_row(char *to, const char *from, int64_t bytes) {
-    by_words((uintptr_t)to | (uintptr_t)from, [&](auto word) {
-        typedef decltype(word) WORD;
-        const int64_t words = bytes / (int64_t)sizeof(WORD);
-        NO_UNROLL
-        for (int64_t i = threadIdx.x % 32; i < words; i += 32)
-            ((WORD *)to)[i] = ((const WORD *)from)[i];
-        NO_UNROLL
-        for (int64_t i = words * (int64_t)sizeof(WORD) + threadIdx.x % 32; i < bytes; i += 32)
-            to[i] = from[i];
-    });
-}
-
 /* The L2 norm of a row, an element_ref or lane_elements, the same for all lanes. */
 template <typename ROW> DEVICE float norm_of(ROW row, int64_t D) {
     float sum = 0.0f;

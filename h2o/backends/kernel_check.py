@@ -104,6 +104,7 @@ CASES = (
     Case(160, torch.float16, value_weighted=True, shared=True),
     Case(192, torch.float32, kv_dtype="int8-int4", pads=True),
     Case(64, torch.float16, ROOMY, rank_by="mean", simulated=False),
+    Case(64, torch.float32, ROOMY, R=5, simulated=False),  # steps without tensor cores
     Case(128, torch.bfloat16, LONG, ragged=True),
     Case(64, torch.float16, LONG, pads=True, softcap=20.0, simulated=False),
     Case(128, torch.float16, LONG, kv_dtype="int8", pads=True, simulated=False),

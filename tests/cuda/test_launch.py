@@ -104,7 +104,8 @@ def test_every_operation_answers_as_the_torch_backend_does(driver, kernels):
     # and it is no small check: every kernel has run, with what only large calls have, ...
     blocks = driver.widest()
     assert min(blocks.values()) > 0, [name for name, most in blocks.items() if most == 0]
-    assert blocks["h2o_cuda_step"] >= 9  # blocks that combine what they have
+    steps = [most for name, most in blocks.items() if name.startswith("h2o_cuda_step")]
+    assert max(steps) >= 9  # blocks that combine what they have
     for name in ("bf16_128", "f16_64"):  # of 64 queries; of 64 keys, the stored ones among them
         assert blocks[f"h2o_cuda_forward_{name}"] >= 4
         assert blocks[f"h2o_cuda_sums_{name}"] >= 6
