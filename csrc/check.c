@@ -212,9 +212,10 @@ static bool find_range(const h2o_view *view, range *bytes) {
     }
     const uintptr_t data = (uintptr_t)view->data;
     const uintptr_t before = 0 - (uintptr_t)below;
-    const int64_t rows = (view->shape[0] - 1) * view->stride[0] * size;
+    const int64_t last_row = (view->shape[0] - 1) * view->stride[0] * size;
+    const uint64_t rows = last_row < 0 ? 0 - (uint64_t)last_row : (uint64_t)last_row;
     bytes->step = (uint64_t)view->stride[0] * (uint64_t)size;
-    bytes->reach = (uint64_t)above - (uint64_t)below - (uint64_t)(rows < 0 ? -rows : rows) + 1;
+    bytes->reach = (uint64_t)above - (uint64_t)below - rows + 1;
     bytes->first = data - before;
     return data >= before && !__builtin_add_overflow(data, (uintptr_t)above, &bytes->last) &&
            bytes->last <= (uintptr_t)INTPTR_MAX;
