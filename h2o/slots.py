@@ -99,6 +99,11 @@ PER_ROW = tuple(name for name, kind in KINDS.items() if kind.shape.startswith("Z
 """The fields that have something for each row."""
 
 
+def empty_value(field: str) -> int:
+    """What a field of `PER_ROW`, but for budgets, has where nothing is held."""
+    return -1 if field == "positions" else 0
+
+
 def sizes_of_keys(keys: Tensor) -> tuple[int, int, int, int]:
     """B, G, tokens and D. Raises: ValueError for keys of another shape."""
     sizes = four_sizes(keys)

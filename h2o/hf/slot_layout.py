@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.slots import PER_ROW, PER_SLOT
+from h2o.slots import PER_ROW, PER_SLOT, empty_value
 
 __all__ = [
     "Capacity",
@@ -146,8 +146,8 @@ def enlarged(slots: ops.Slots, sizes: list[int], larger: list[int]) -> ops.Slots
         old = getattr(slots, name)
         if old is None:
             continue
-        empty = -1 if name == "positions" else 0
-        grown[name] = old.new_full((*shape, *old.shape[slots.scores.ndim :]), empty)
+        with_rest = (*shape, *old.shape[slots.scores.ndim :])
+        grown[name] = old.new_full(with_rest, empty_value(name))
         before = heads(old, slots, sizes)
         for part, new in zip(before, heads(grown[name], slots, larger), strict=True):
             new[:, : part.shape[1]] = part

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from h2o import ops
-from h2o.slots import KINDS, PER_ROW
+from h2o.slots import KINDS, PER_ROW, empty_value
 
 __all__ = ["Eviction", "PageStore", "empty_row", "page_bytes"]
 
@@ -38,7 +38,7 @@ def empty_row(slots: ops.Slots, row: int) -> None:
     for name, kind in KINDS.items():
         field = getattr(slots, name)
         if kind.written and field is not None and name not in ("keys", "values"):
-            field[row] = -1 if name == "positions" else 0
+            field[row] = empty_value(name)
 
 
 class Eviction(NamedTuple):
