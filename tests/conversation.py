@@ -147,6 +147,23 @@ class Pages:
         return np.asarray(self.memory)[left].tobytes()
 
 
+def check_as_rows_in_sequence(
+    engine: Engine, text: Text, policy: Policy, calls: list[int], memory: Any, numbers: Any,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """A text's answers and slots are the same, to the bit, in rows of `Pages`, and no other row of
+    these is touched."""
+    plain = Conversation(engine, text, policy, **settings)
+    placed = Pages(memory(Pages.bytes_of(plain.slots)), numbers)
+    numbered = Conversation(engine, text, policy, place=placed, **settings)
+    plain.feed_all(calls)
+    numbered.feed_all(calls)
+    np.testing.assert_array_equal(numbered.answer, plain.answer)
+    for got, wanted in zip(own_rows(numbered.slots), plain.slots, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert placed.others() == placed.before
+
+
 def as_float64(tensor: Any) -> np.ndarray:
     """A copy of a NumPy array or a CPU torch tensor (which NumPy cannot read when bfloat16)."""
     return np.array(tensor if isinstance(tensor, np.ndarray) else tensor.double().numpy(), float)

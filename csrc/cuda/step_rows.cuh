@@ -23,6 +23,31 @@
 /* The kth of the four slots of a tile that a lane has the logits of. */
 DEVICE int lane_slot(int k) { return k / 2 * 8 + lane_column() + k % 2; }
 
+/* The rows of a tile's slots. */
+struct tile_rows {
+    const char *first;
+    int stride, count;
+
+    DEVICE_METHOD const char *row(int n) const { return first + n * stride; }
+    DEVICE_METHOD bool has(int n) const { return n < count; }
+};
+
+/* Of rows that lie a stride apart, those of slots first.. of these before `end`. */
+DEVICE tile_rows rows_of_tile(const char *rows, int64_t stride, int64_t first, int64_t end) {
+    return tile_rows{rows + first * stride, (int)stride, (int)lower(end - first, STEP_ROWS)};
+}
+
+DEVICE tile_rows keys_of_tile(const slot_store *store, int64_t first, int64_t end) {
+    return rows_of_tile(store->keys, store->key_stride, first, end);
+}
+
+DEVICE tile_rows values_of_tile(const slot_store *store, int64_t first, int64_t end) {
+    return rows_of_tile(store->values, store->value_stride, first, end);
+}
+
+/* Where a lane's values are RUN in sequence of each 64: the first of the ith two. */
+DEVICE int run_output(int i) { return i / 4 * 64 + lane_row() * RUN + i % 4 * 2; }
+
 /* ---- Floats -------------------------------------------------------------- */
 
 template <int DEPTH> struct float_keys {
@@ -31,17 +56,16 @@ template <int DEPTH> struct float_keys {
     DEVICE_METHOD static int query_run(int i) { return 32 * i + lane_column() * 4; }
 
     DEVICE_METHOD void load(const step_item *item, int64_t first, int64_t end) {
-        const int stride = (int)item->store.key_stride, D = (int)item->D;
-        const char *const rows = item->store.keys + first * item->store.key_stride;
-        const int count = (int)lower(end - first, STEP_ROWS);
+        const tile_rows rows = keys_of_tile(&item->store, first, end);
+        const int D = (int)item->D;
         UNROLL
         for (int n = 0; n < 2; n++) {
             const int row = 8 * n + lane_row();
-            const char *const from = rows + row * stride;
+            const char *const from = rows.row(row);
             UNROLL
             for (int i = 0; i < DEPTH / 32; i++) {
                 const int d = query_run(i);
-                key[n][i] = row < count && d < D ? load16(from + 2 * d) : vec16{};
+                key[n][i] = rows.has(row) && d < D ? load16(from + 2 * d) : vec16{};
             }
         }
     }
@@ -57,19 +81,18 @@ template <int DEPTH> struct float_keys {
 template <int DEPTH> struct float_values {
     vec16 value[4][DEPTH / 64];
 
-    DEVICE_METHOD static int output_of(int i) { return i / 4 * 64 + lane_row() * RUN + i % 4 * 2; }
+    DEVICE_METHOD static int output_of(int i) { return run_output(i); }
 
     DEVICE_METHOD void load(const step_item *item, int64_t first, int64_t end) {
-        const int stride = (int)item->store.value_stride, D = (int)item->D;
-        const char *const rows = item->store.values + first * item->store.value_stride;
-        const int count = (int)lower(end - first, STEP_ROWS);
+        const tile_rows rows = values_of_tile(&item->store, first, end);
+        const int D = (int)item->D;
         UNROLL
         for (int k = 0; k < 4; k++) {
-            const char *const from = rows + lane_slot(k) * stride;
+            const char *const from = rows.row(lane_slot(k));
             UNROLL
             for (int i = 0; i < DEPTH / 64; i++) {
                 const int d = output_of(4 * i);
-                value[k][i] = lane_slot(k) < count && d < D ? load16(from + 2 * d) : vec16{};
+                value[k][i] = rows.has(lane_slot(k)) && d < D ? load16(from + 2 * d) : vec16{};
             }
         }
     }
@@ -121,6 +144,11 @@ template <h2o_dtype TYPE> DEVICE uint16_t fitting(uint16_t scale, uint16_t large
     return (uint16_t)(scale - (TYPE == H2O_F16 && scale > largest && scale < 0x7c00));
 }
 
+template <h2o_dtype TYPE>
+DEVICE uint32_t fitting_pair(uint16_t first, uint16_t second, uint16_t largest) {
+    return fitting<TYPE>(first, largest) | (uint32_t)fitting<TYPE>(second, largest) << 16;
+}
+
 /* ---- Q8 ------------------------------------------------------------------ */
 
 /* Of each 64 bytes of a row so many in sequence; those from D on are not read. */
@@ -168,17 +196,16 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
     }
 
     DEVICE_METHOD void load(const step_item *item, int64_t first, int64_t end) {
-        const int stride = (int)item->store.key_stride, D = (int)item->D;
-        const char *const rows = item->store.keys + first * item->store.key_stride;
-        const int count = (int)lower(end - first, STEP_ROWS);
+        const tile_rows rows = keys_of_tile(&item->store, first, end);
+        const int D = (int)item->D;
         UNROLL
         for (int n = 0; n < 2; n++) {
             const int row = 8 * n + lane_row(), d = query_run(0);
-            bytes[n].load(rows + row * stride + d, d, D, row < count);
+            bytes[n].load(rows.row(row) + d, d, D, rows.has(row));
         }
         UNROLL
         for (int k = 0; k < 4; k++)
-            scales[k] = load_scale(rows + lane_slot(k) * stride, D, lane_slot(k) < count);
+            scales[k] = load_scale(rows.row(lane_slot(k)), D, rows.has(lane_slot(k)));
     }
 
     DEVICE_METHOD void pairs(int n, int i, uint32_t b[2]) const {
@@ -195,17 +222,16 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_values {
     q8_bytes<DEPTH, RUN> bytes[4];
     uint16_t scales[4];
 
-    DEVICE_METHOD static int output_of(int i) { return i / 4 * 64 + lane_row() * RUN + i % 4 * 2; }
+    DEVICE_METHOD static int output_of(int i) { return run_output(i); }
 
     DEVICE_METHOD void load(const step_item *item, int64_t first, int64_t end) {
-        const int stride = (int)item->store.value_stride, D = (int)item->D;
-        const char *const rows = item->store.values + first * item->store.value_stride;
-        const int count = (int)lower(end - first, STEP_ROWS);
+        const tile_rows rows = values_of_tile(&item->store, first, end);
+        const int D = (int)item->D;
         UNROLL
         for (int k = 0; k < 4; k++) {
-            const char *const row = rows + lane_slot(k) * stride;
-            bytes[k].load(row + output_of(0), output_of(0), D, lane_slot(k) < count);
-            scales[k] = load_scale(row, D, lane_slot(k) < count);
+            const char *const row = rows.row(lane_slot(k));
+            bytes[k].load(row + output_of(0), output_of(0), D, rows.has(lane_slot(k)));
+            scales[k] = load_scale(row, D, rows.has(lane_slot(k)));
         }
     }
 
@@ -216,8 +242,7 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_values {
             const uint32_t two =
                 permute(bytes[k].four(i / 4, i % 4 / 2), bytes[k + 1].four(i / 4, i % 4 / 2),
                         i % 2 == 0 ? 0x5140 : 0x7362);
-            const uint32_t both = fitting<TYPE>(scales[k], largest) |
-                                  (uint32_t)fitting<TYPE>(scales[k + 1], largest) << 16;
+            const uint32_t both = fitting_pair<TYPE>(scales[k], scales[k + 1], largest);
             a[k] = pack_scaled<TYPE>(two, 0, 128, both, 0);
             a[k + 1] = pack_scaled<TYPE>(two, 1, 128, both, 0);
         }
@@ -238,14 +263,13 @@ template <int DEPTH, h2o_dtype TYPE> struct q4_values {
     }
 
     DEVICE_METHOD void load(const step_item *item, int64_t first, int64_t end) {
-        const int stride = (int)item->store.value_stride, D = (int)item->D;
-        const char *const rows = item->store.values + first * item->store.value_stride;
-        const int count = (int)lower(end - first, STEP_ROWS);
+        const tile_rows rows = values_of_tile(&item->store, first, end);
+        const int D = (int)item->D;
         const int w = lane_row() * EACH;
         UNROLL
         for (int k = 0; k < 4; k++) {
-            const char *const row = rows + lane_slot(k) * stride;
-            const bool given = lane_slot(k) < count && 8 * w < D;
+            const char *const row = rows.row(lane_slot(k));
+            const bool given = rows.has(lane_slot(k)) && 8 * w < D;
             UNROLL
             for (int i = 0; i < EACH; i++)
                 word[k][i] = given ? *(const uint32_t *)(row + 4 * (w + i)) : 0;
@@ -261,9 +285,8 @@ template <int DEPTH, h2o_dtype TYPE> struct q4_values {
             const uint32_t two =
                 permute(word[k][i / 4] >> shift & 0x0f0f0f0f,
                         word[k + 1][i / 4] >> shift & 0x0f0f0f0f, i % 2 == 0 ? 0x5140 : 0x7362);
-            const uint32_t scales = fitting<TYPE>((uint16_t)scale_minimum[k], largest) |
-                                    (uint32_t)fitting<TYPE>((uint16_t)scale_minimum[k + 1], largest)
-                                        << 16;
+            const uint32_t scales = fitting_pair<TYPE>((uint16_t)scale_minimum[k],
+                                                       (uint16_t)scale_minimum[k + 1], largest);
             const uint32_t minima = permute(scale_minimum[k], scale_minimum[k + 1], 0x7632);
             a[k] = pack_scaled<TYPE>(two, 0, 0, scales, minima);
             a[k + 1] = pack_scaled<TYPE>(two, 1, 0, scales, minima);

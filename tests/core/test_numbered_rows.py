@@ -7,7 +7,7 @@ import pytest
 
 from h2o import ops
 from tests import inputs
-from tests.conversation import Conversation, Pages, numpy_core, own_rows
+from tests.conversation import Pages, check_as_rows_in_sequence, numpy_core
 from tests.core import calls
 from tests.core.calls import make
 from tests.inputs import POLICIES
@@ -46,17 +46,10 @@ CASES += [(MERGED, y) for y in STORES if y != "shared"]
 
 @pytest.mark.parametrize(("policy", "store"), CASES)
 def test_as_rows_that_follow_one_another(policy, store):
-    """To the bit, and no other row is touched."""
-    more = {"mask": mask(), **STORES[store]}
-    plain = Conversation(numpy_core, text(), policy, **more)
-    placed = pages(plain.slots)
-    numbered = Conversation(numpy_core, text(), policy, place=placed, **more)
-    plain.feed_all(CALLS)
-    numbered.feed_all(CALLS)
-    np.testing.assert_array_equal(numbered.answer, plain.answer)
-    for got, wanted in zip(own_rows(numbered.slots), plain.slots, strict=True):
-        np.testing.assert_array_equal(got, wanted)
-    assert placed.others() == placed.before
+    check_as_rows_in_sequence(
+        numpy_core, text(), policy, CALLS, lambda size: np.empty((Z, size), np.uint8), ROWS,
+        mask=mask(), **STORES[store],
+    )  # fmt: skip
 
 
 def test_ranks_of_rolled_keys_are_of_the_rows_too():

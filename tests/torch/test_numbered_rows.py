@@ -9,7 +9,7 @@ import torch
 
 from h2o import backends, ops
 from tests import inputs
-from tests.conversation import Conversation, Pages, own_rows
+from tests.conversation import check_as_rows_in_sequence
 from tests.inputs import POLICIES
 from tests.torch import engines
 
@@ -27,24 +27,16 @@ STORES = {
 @pytest.mark.parametrize("name", STORES)
 @pytest.mark.parametrize("engine", [engines.oracle, engines.core, engines.portable])
 def test_as_rows_that_follow_one_another(name, engine):
-    """No other row is touched."""
     policy, store = STORES[name]
     N = sum(CALLS)
     text = inputs.drifting(11, B=2, H=4, G=2, N=N, D=32, sink=True)
     rest = np.ones((2, N - 24), bool)
     rest[0, [3, 11]] = False
     mask = np.concatenate([inputs.holes(4, [20, 13], 24), rest], 1)
-    plain = Conversation(engine(), text, policy, mask=mask, **store)
-    rows = torch.tensor([5, 2], dtype=torch.int32)
-    memory = torch.empty(7, Pages.bytes_of(plain.slots), dtype=torch.uint8)
-    placed = Pages(memory, rows)
-    numbered = Conversation(engine(), text, policy, mask=mask, place=placed, **store)
-    plain.feed_all(CALLS)
-    numbered.feed_all(CALLS)
-    np.testing.assert_array_equal(numbered.answer, plain.answer)
-    for got, wanted in zip(own_rows(numbered.slots), plain.slots, strict=True):
-        np.testing.assert_array_equal(got, wanted)
-    assert placed.others() == placed.before
+    check_as_rows_in_sequence(
+        engine(), text, policy, CALLS, lambda size: torch.empty(7, size, dtype=torch.uint8),
+        torch.tensor([5, 2], dtype=torch.int32), mask=mask, **store,
+    )  # fmt: skip
 
 
 def test_ranks_of_rolled_keys_are_of_the_rows_too():
