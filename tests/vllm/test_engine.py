@@ -7,10 +7,10 @@ import logging
 
 import pytest
 import torch
+from vllm.plugins import load_general_plugins
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-import h2o.vllm
 from h2o import H2OCache, H2OConfig
 from h2o.config import UNLIMITED
 from tests.vllm.engines import NEW, MiB, SamplingParams, alone, engine, prompts, served, tiny
@@ -124,7 +124,7 @@ def test_the_backend_for_gpus_answers_the_same(llama):
 @contextlib.contextmanager
 def standing_for(one: AttentionBackendEnum, other: AttentionBackendEnum):
     """vLLM takes the other backend where it would take one."""
-    h2o.vllm.register()
+    load_general_plugins()  # once in a process
     path = one.get_path()
     register_backend(one, other.get_path())
     selector._cached_get_attn_backend.cache_clear()
