@@ -37,8 +37,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel ones")
     parser.add_argument("--executor", default="mp", choices=["mp", "ray"])
     parser.add_argument("--kept", type=int, default=256, help="keys of a head")
+    parser.add_argument("--bytes", type=int, default=10**9, help="for the pages of a rank")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=24, help="new ones of a request")
+    parser.add_argument("--eager", action="store_true", help="without vLLM's compiling")
     options = parser.parse_args()
     # h2o is in vLLM's first model runner; its workers get these variables too.
     os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -54,7 +56,7 @@ def main() -> None:
         expected = pool.submit(alone, name, options, prompts).result()
     report = {"platform": current_platform.device_name, **vars(options)}
     report |= served(name, options, prompts, expected, current_platform.is_cuda())
-    print("\n" + json.dumps(report))
+    print("\n" + json.dumps(report), flush=True)
 
 
 def passages(name: str, count: int) -> list[list[int]]:
@@ -97,6 +99,8 @@ def served(
         tensor_parallel_size=options.ranks,
         distributed_executor_backend=options.executor,
         max_model_len=LONGEST + options.tokens,
+        kv_cache_memory_bytes=options.bytes,
+        enforce_eager=options.eager,
         disable_log_stats=False,
         additional_config={"h2o": {"preset": "robust", "budget": options.kept}},
         **({"attention_backend": "CUSTOM"} if on_gpus else {}),

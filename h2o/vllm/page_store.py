@@ -91,7 +91,8 @@ class PageStore:
         if self.alone:
             self.evicted += self._evicted(slice(page, page + 1))
         empty_row(self.pages, page)
-        budget.copy_(budget.new_tensor(budgets).view_as(budget))
+        numbers = torch.tensor(budgets, dtype=budget.dtype, device="cpu")
+        budget.copy_(numbers.view_as(budget), non_blocking=True)
 
     def _evicted(self, part: slice) -> Any:
         """Keys evicted by the requests that have some pages now, or had them last: a number of the
