@@ -109,6 +109,7 @@ class FamilyTester:
 
 
 GQA = {"num_key_value_heads": 2}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 10}
 FAMILIES = {
     "llama": ("Llama", GQA),
     "opt": ("OPT", {"ffn_dim": 37, "word_embed_proj_dim": 32, "dropout": 0.0}),
@@ -144,14 +145,67 @@ FAMILIES = {
             "mamba_d_state": 8, "mamba_chunk_size": 8,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        GQA
+        | MIXED
+        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gemma3n": (
+        "Gemma3nText",
+        GQA
+        | {
+            "num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "sliding_window": 10, "num_kv_shared_layers": 2, "head_dim": 8, "laurel_rank": 8,
+            "vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8,
+            "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "gemma4": (
+        "Gemma4Text",
+        GQA
+        | {
+            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 10, "num_kv_shared_layers": 2, "head_dim": 8, "global_head_dim": 16,
+            "vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8,
+        },
+    ),
+    "flex_olmo": ("FlexOlmo", GQA | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "nemotron_h": (
+        "NemotronH",
+        GQA
+        | {
+            "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4,
+            "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8,
+            "head_dim": 8,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        GQA
+        | {
+            "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4,
+            "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32,
+        },
+    ),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        GQA
+        | {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        },
+    ),
 }  # fmt: skip
-WITH_STATES = ("Qwen3Next", "Lfm2")
+WITH_STATES = ("Qwen3Next", "Lfm2", "NemotronH", "GraniteMoeHybrid", "OlmoHybrid")
 """In the place of keys."""
 
 
 def suite(prefix, changes):
     """The test case class of one family."""
-    classes = [getattr(transformers, prefix + kind) for kind in ("Model", "ForCausalLM")]
+    names = f"{prefix}Model", f"{prefix.removesuffix('Text')}ForCausalLM"
+    classes = [getattr(transformers, name) for name in names]
 
     def set_up(self):
         self.model_tester = FamilyTester(getattr(transformers, prefix + "Config"), **changes)
