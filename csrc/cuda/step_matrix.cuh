@@ -17,7 +17,7 @@
 #define H2O_CUDA_STEP_MATRIX_CUH
 
 #include "step_part.cuh"
-#include "step_rows.cuh"
+#include "step_numbers.cuh"
 
 /* A warp's softmax over the slots so far: of head lane_row() the row max and the lane's share of
  * the row sum; of heads lane_column() and the next O, of the elements that output_of names. */

@@ -181,8 +181,8 @@ DEVICE uint32_t fma_f16(uint32_t a, uint32_t b, uint32_t c) {
 DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
     uint32_t r = 0;
     for (int i = 0; i < 32; i += 16) {
-        const float x = float_from_bf16((uint16_t)(a >> i)), y = float_from_bf16((uint16_t)(b >> i));
-        r |= (uint32_t)bf16_from_float(x - y) << i;
+        const float x = float_from_bf16((uint16_t)(a >> i));
+        r |= (uint32_t)bf16_from_float(x - float_from_bf16((uint16_t)(b >> i))) << i;
     }
     return r;
 }
