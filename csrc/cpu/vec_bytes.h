@@ -9,9 +9,9 @@
  *   vb_hsums(v)             lane i is the sum over the lanes of v[i], i < VL
  *   vb_rounded(x) vb_floats(x)       floats to nearest whole numbers, and whole numbers as floats
  *   vb_store_bytes(p, x)    the low bytes of the VL numbers
- *   vb_interleave_Q8(p, o)  four rows of 4 * VL bytes from p[] on: each lane of o[] has the four
+ *   vb_interleave(p, o)  four rows of 4 * VL bytes from p[] on: each lane of o[] has the four
  *                           rows' bytes of a column, in an order of columns that vb_columns undoes
- *   vb_interleave_Q4(p, o)  the same of rows of Q4, two groups of elements
+ *   vb_interleave_u4(p, o)  the same of two groups of elements in halves of bytes
  *   vb_columns(x)           x[4] sums of such lanes: x[j] the columns from VL * j on
  *   vf_load_pairs(p)        of four rows scale and minimum of two groups, f16, as floats: a row's
  *                           in four lanes side by side
@@ -68,7 +68,7 @@ VEC vb vb_hsums(const vb v[VL]) {
 }
 
 /* o[j] has, in the n-th quarter of its lanes, the columns 16 n + 4 j and the three behind. */
-VEC void vb_interleave_Q8(const char *const p[4], vb o[4]) {
+VEC void vb_interleave(const char *const p[4], vb o[4]) {
     const __m512i r[4] = {vb_load(p[0]), vb_load(p[1]), vb_load(p[2]), vb_load(p[3])};
     const __m512i a = _mm512_unpacklo_epi8(r[0], r[1]), b = _mm512_unpackhi_epi8(r[0], r[1]),
                   c = _mm512_unpacklo_epi8(r[2], r[3]), d = _mm512_unpackhi_epi8(r[2], r[3]);
@@ -79,7 +79,7 @@ VEC void vb_interleave_Q8(const char *const p[4], vb o[4]) {
 }
 
 /* A group's bytes become two quarters: their low halves, and their high ones. */
-VEC void vb_interleave_Q4(const char *const p[4], vb o[4]) {
+VEC void vb_interleave_u4(const char *const p[4], vb o[4]) {
     const __m512i twice = _mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3),
                   shift = _mm512_setr_epi64(0, 0, 4, 4, 0, 0, 4, 4), low = _mm512_set1_epi8(15);
     __m256i r[4];
