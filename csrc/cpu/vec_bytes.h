@@ -125,8 +125,8 @@ VEC void vb_store_limbs(void *hi, void *lo, vb x) {
         rows = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
     const __m128i four =
         _mm512_castsi512_si128(_mm512_permutexvar_epi32(rows, _mm512_shuffle_epi8(x, bytes)));
-    const __m128i words = _mm_shuffle_epi8(
-        four, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m128i words =
+        _mm_shuffle_epi8(four, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     _mm_storel_epi64(hi, words);
     _mm_storeh_pd(lo, _mm_castsi128_pd(words));
 }
