@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
 import torch
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from h2o import H2OCache, H2OConfig
 from h2o.config import UNLIMITED
@@ -100,6 +104,35 @@ def test_requests_have_budgets_of_their_own_without_a_flag(llama):
     assert fewer == alone(model, requests, H2OConfig(2, 8))
     assert plain == wrong == alone(model, requests, H2OConfig(**SMALL))
     assert fewer != plain
+
+
+def test_the_backend_for_gpus_answers_the_same(llama):
+    """In the place of the CPU's, and over this machine's memory."""
+    folder, model = llama
+    with standing_for(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
+        with engine(folder, SMALL, max_num_batched_tokens=32) as llm:
+            assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**SMALL))
+            (names,) = llm.apply_model(
+                lambda model: {x.backend.name for x in model.modules() if hasattr(x, "impl")}
+            )
+            assert names == {"CUSTOM"}
+        with pytest.raises(ValueError, match="CUSTOM is h2o's, which wants an entry"):
+            with engine(folder):
+                pass
+
+
+@contextlib.contextmanager
+def standing_for(one: AttentionBackendEnum, other: AttentionBackendEnum):
+    """vLLM takes the other backend where it would take one."""
+    load_general_plugins()  # once in a process
+    path = one.get_path()
+    register_backend(one, other.get_path())
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        register_backend(one, path)
+        selector._cached_get_attn_backend.cache_clear()
 
 
 def test_prompts_that_are_cut_after_each_chunk(llama):
