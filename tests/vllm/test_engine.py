@@ -216,7 +216,9 @@ def test_prefix_caching_is_turned_off_with_a_note(llama, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
     (long,) = prompts((120,))
     requests = [long[:n] for n in (120, 100, 110, 120)]
-    with engine(folder, SMALL, enable_prefix_caching=True) as llm:
+    # Of a size of its own, since vLLM's log says what is the same once.
+    options = {"enable_prefix_caching": True, "kv_cache_memory_bytes": 3 * MiB}
+    with engine(folder, SMALL, **options) as llm:
         assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
         for _ in range(2):
             assert served(llm, requests) == alone(model, requests, H2OConfig(**SMALL))
