@@ -109,6 +109,13 @@ class FamilyTester:
 
 
 GQA = {"num_key_value_heads": 2}
+WHOLE = {"intermediate_size": 32}
+"""As torch's products of experts want rows: multiples of 16 bytes."""
+SHARED = {
+    "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1,
+    "vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 10}
 FAMILIES = {
     "llama": ("Llama", GQA),
     "opt": ("OPT", {"ffn_dim": 37, "word_embed_proj_dim": 32, "dropout": 0.0}),
@@ -144,14 +151,56 @@ FAMILIES = {
             "mamba_d_state": 8, "mamba_chunk_size": 8,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        GQA
+        | WHOLE
+        | MIXED
+        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gemma3n": (
+        "Gemma3nText",
+        GQA
+        | {
+            **SHARED, "head_dim": 8, "laurel_rank": 8, "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 2,
+        },
+    ),
+    "gemma4": (
+        "Gemma4Text",
+        GQA
+        | {
+            **SHARED, "head_dim": 8, "global_head_dim": 16,
+        },
+    ),
+    "flex_olmo": ("FlexOlmo", GQA | WHOLE | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        GQA
+        | WHOLE
+        | {
+            "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4,
+            "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32,
+        },
+    ),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        GQA
+        | {
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        },
+    ),
 }  # fmt: skip
-WITH_STATES = ("Qwen3Next", "Lfm2")
+WITH_STATES = ("Qwen3Next", "Lfm2", "GraniteMoeHybrid", "OlmoHybrid")
 """In the place of keys."""
 
 
 def suite(prefix, changes):
     """The test case class of one family."""
-    classes = [getattr(transformers, prefix + kind) for kind in ("Model", "ForCausalLM")]
+    names = f"{prefix}Model", f"{prefix.removesuffix('Text')}ForCausalLM"
+    classes = [getattr(transformers, name) for name in names]
 
     def set_up(self):
         self.model_tester = FamilyTester(getattr(transformers, prefix + "Config"), **changes)
