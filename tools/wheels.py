@@ -152,10 +152,14 @@ def write_compiler(folder: Path, target: str) -> Path:
     """A command that compiles for the target; distutils takes no arguments in its name.
 
     For size: inner loops are unrolled by name, and what else clang unrolls for speed makes the
-    kernels a third larger and hardly faster.
+    kernels a third larger and hardly faster. C unwinds no stack, but Windows wants to be able to.
     """
     compiler = folder / "cc"
-    compiler.write_text(f'#!/bin/sh\nexec {shlex.quote(str(ZIG))} cc -target {target} "$@" -Os\n')
+    size = (
+        "-Os" if "windows" in target else "-Os -fno-unwind-tables -fno-asynchronous-unwind-tables"
+    )
+    command = f'exec {shlex.quote(str(ZIG))} cc -target {target} "$@" {size}'
+    compiler.write_text(f"#!/bin/sh\n{command}\n")
     compiler.chmod(0o755)
     return compiler
 

@@ -126,8 +126,10 @@ def step_by(compiler: Any) -> Callable[..., Eviction]:
     """`eager_step`, compiled by that backend of torch.compile's; "": as it is."""
     if not compiler:
         return eager_step
-    # Checks of its own buffers' sizes, a tenth of a small step's time.
-    options = {"size_asserts": False} if compiler == "inductor" else None
+    # No checks of its own buffers' sizes, a tenth of a small step's time; and what becomes float16
+    # is rounded to it, or scales of quantised rows would not be those that are stored.
+    inductor = {"size_asserts": False, "emulate_precision_casts": True}
+    options = inductor if compiler == "inductor" else None
     return torch.compile(eager_step, backend=compiler, options=options)
 
 
