@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,15 @@ from h2o.result_cells import Cells, fingerprint, provenance
 from .equal_bytes import BUDGETS
 from .peers.environments import Peer
 
+COUNTS = ("cut", "end")
 PRESSES = ("KVzip", "SnapKV", "ExpectedAttention", "KeyDiff", "AdaKV")
 
 
-def rows() -> list[tuple[str, str, str, float]]:
+def rows(counts: Sequence[str]) -> list[tuple[str, str, str, float]]:
     """(name, method, whether the budget is that of the cut or of the end, budget)"""
     listed = [("full", "full", "cut", 1.0)]
     for method in PRESSES:
-        for count in ("cut", "end"):
+        for count in counts:
             listed += [(f"{method}:{part} {count}", method, count, part) for part in BUDGETS]
     return listed
 
@@ -59,6 +61,8 @@ def main() -> None:
     parser.add_argument("text", type=Path, help="a long plain text")
     parser.add_argument("--lengths", default="512", help="tokens of the texts (512)")
     parser.add_argument("--facts", default="all", help="kinds of h2o eval --needle (all)")
+    parser.add_argument("--count", nargs="+", default=COUNTS, choices=COUNTS,
+                        help="what the budgets are of (both)")  # fmt: skip
     parser.add_argument("--limit", type=int, default=2, help="of each length, depth and kind (2)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
@@ -68,8 +72,9 @@ def main() -> None:
     lengths = [int(x) for x in options.lengths.split(",")]
     text = options.text.read_text("utf-8")
     trials = needle.trials(text, tokenizer, lengths, options.limit, kinds(options.facts))
+    listed = rows(options.count)
     cells = Cells(options.output_path / "needle_peers.json", "facts found by peers")
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in rows()}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in listed}
     arguments = str(models.embedded_folder()), str(torch.get_num_threads()), options.dtype
     with (
         Peer("quality", *arguments) as peer,
@@ -78,7 +83,7 @@ def main() -> None:
         for trial in trials:
             document, ((question, answer),) = needle.encode(tokenizer, model.config, trial)
             parts = [document[0].tolist(), question[0].tolist() + answer[0].tolist()]
-            for name, *what in rows():
+            for name, *what in listed:
                 bar.update()
                 request = asked_of(*what, *parts, answer.shape[1])
                 if request is None:
