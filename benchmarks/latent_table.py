@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import h2o
 
 from .correctness import WrongResult
+from .machine import roofline
 from .options import Options
 from .timing import Contender, Row, race
 
@@ -22,18 +23,22 @@ SHAPES = {
 }
 """Of DeepSeek's models: model type, hidden size, query heads, rank of the queries."""
 
+LENGTHS = (2048, 4096, 8192)
+
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 """Of the difference to transformers' answer, by its largest element."""
 
 
 def latents(options: Options) -> Iterator[Row]:
-    """P23: one layer over so many latents, each step with an eviction; transformers keeps all."""
+    """P23: one layer over so many latents, each step with an eviction; transformers keeps all.
+
+    The roofline is that of reading the weights of the attention."""
     for name, shape in SHAPES.items():
         for spelt, dtype in options.wanted("bfloat16"):
-            n = 40 if options.quick else 2048
             model = _one_layer(*shape, options.quick, dtype)
-            with torch.no_grad():
-                yield _row(model, name, spelt, n, options.rounds)
+            for n in (40,) if options.quick else LENGTHS:
+                with torch.no_grad():
+                    yield _row(model, name, spelt, n, options.rounds)
 
 
 def _one_layer(
@@ -43,7 +48,7 @@ def _one_layer(
     config = AutoConfig.for_model(
         model_type,
         num_hidden_layers=1, vocab_size=97, intermediate_size=64, first_k_dense_replace=1,
-        max_position_embeddings=8192, kv_lora_rank=LATENT, qk_rope_head_dim=ROTATED,
+        max_position_embeddings=2 * LENGTHS[-1], kv_lora_rank=LATENT, qk_rope_head_dim=ROTATED,
         qk_nope_head_dim=128, v_head_dim=128, q_lora_rank=rank,
         hidden_size=64 if quick else hidden, num_attention_heads=4 if quick else heads,
     )  # fmt: skip
@@ -85,14 +90,20 @@ def _row(model: Any, name: str, dtype: str, n: int, rounds: int) -> Row:
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
     if difference > BOUND[model.dtype]:
         raise WrongResult(f"{name}: the answer is {difference:.1e} from transformers'")
+    attention = model.base_model.layers[0].self_attn
+    weights = sum(x.nbytes for x in attention.parameters() if x.ndim == 2)
     contenders = [
-        Contender("h2o", lambda: step("h2o", cache), before=lambda: step("h2o", cache)),
+        Contender("h2o", lambda: step("h2o", cache), lambda: step("h2o", cache), weights),
         Contender("transformers", lambda: step("sdpa", full), before=lambda: forget(layer, *held)),
     ]
+    if (loops := roofline()) is not None:  # what reading the weights alone would take
+        read, size = loops.reads([torch.zeros(weights, dtype=torch.uint8)])
+        contenders.append(Contender("read", read, work=size))
     times = race(contenders, rounds)
     heads = model.config.num_attention_heads
     return Row(
         "P23", "step of latent attention with projections / transformers' (sdpa)",
         f"{dtype}, {name}: H={heads}, {n} latents",
         ours=times["h2o"], peer=times["transformers"], error=f"{difference:.1e}",
+        bound="read", peak=times.get("read"),
     )  # fmt: skip

@@ -106,7 +106,7 @@ static const struct {
 #if defined(H2O_LEVELS_X86)
     {&h2o_ops_avx2, {"avx2", "fma", "f16c"}},
     {&h2o_ops_avx512, {"avx512f", "avx512bw", "avx512vl", "avx512dq"}},
-    {&h2o_ops_avx512bf16, {"avx512_bf16"}},
+    {&h2o_ops_avx512bf16, {"avx512_bf16", "avx512_vnni"}},
 #if defined(H2O_LEVEL_AMX)
     {&h2o_ops_avx512amx, {"amx_tile", "amx_bf16"}},
 #endif

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -62,7 +63,8 @@ class _WithoutDriver(TorchFunctionMode):
 def _put(x: Tensor, key: Any, value: Any) -> None:
     keys = key if isinstance(key, tuple) else (key,)
     if any(isinstance(k, Tensor) for k in keys):
-        torch.ops.aten.index_put_(x, keys, torch.as_tensor(value))
+        value = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        torch.ops.aten.index_put_(x, keys, value)
     elif isinstance(value, Tensor):
         _copy(_at(x, key), value)
     else:
@@ -80,7 +82,7 @@ def _contiguous(x: Tensor, memory_format: Any = torch.contiguous_format) -> Tens
 
 
 def _new_tensor(x: Tensor, numbers: Any) -> Tensor:
-    return x.new_empty(len(numbers))
+    return x.new_empty(np.shape(numbers))
 
 
 def _at(x: Tensor, key: Any) -> Tensor:

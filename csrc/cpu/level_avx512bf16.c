@@ -1,5 +1,5 @@
 /* level_avx512bf16.c - the CPU kernels (table.inc) compiled for AVX-512 with dot products of bf16
- * pairs: Cooper Lake, Zen 4 and later. */
+ * pairs, and of bytes: Cooper Lake, Zen 4 and later. */
 #if defined(__x86_64__)
 #include "../run.h"
 
@@ -10,16 +10,18 @@
 
 #if defined(__clang__)
 #pragma clang attribute push(                                                                      \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16"))),        \
+    __attribute__((                                                                                \
+        target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni"))),        \
     apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")
 #endif
 
 #define LEVEL avx512bf16
 #define H2O_VEC_AVX512
 #define H2O_DOT_BF16
+#define H2O_DOT_BYTES
 #define ROWS_OF avx512
 #include "table.inc"
 

@@ -38,6 +38,9 @@
  *   vf_pair_bf16(a, b)      2 * VL floats rounded to bf16: a's in the low half
  *   vf_zip_bf16(a, b, *lo, *hi)  rows of bf16 to pairs: lo holds the pairs
  *                           (a0 b0) (a1 b1) ..., hi those from a[VL] on
+ *   vf_set1_two(p)          the two floats at p, in turn
+ *   vf_zip(a, b, *lo, *hi)  lo holds a0 b0 a1 b1 ..., hi those from a[VL / 2] on
+ *   vf_add_zipped(lo, hi)   a + b of what vf_zip has made of these
  */
 #ifndef H2O_VEC_H
 #define H2O_VEC_H

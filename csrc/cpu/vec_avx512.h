@@ -179,6 +179,24 @@ VEC void vf_zip_bf16(vf a, vf b, vf *lo, vf *hi) {
     *hi = _mm512_castsi512_ps(_mm512_permutex2var_epi16(x, second, y));
 }
 
+VEC vf vf_set1_two(const void *p) {
+    return _mm512_castsi512_ps(_mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)p)));
+}
+
+VEC void vf_zip(vf a, vf b, vf *lo, vf *hi) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    *lo = _mm512_permutex2var_ps(a, first, b);
+    *hi = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(VL / 2)), b);
+}
+
+VEC vf vf_add_zipped(vf lo, vf hi) {
+    const __m512i even =
+        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    return _mm512_add_ps(_mm512_permutex2var_ps(lo, even, hi),
+                         _mm512_permutex2var_ps(lo, odd, hi));
+}
+
 #endif
 
 #endif

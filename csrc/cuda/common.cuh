@@ -109,7 +109,21 @@ DEVICE uint32_t fma_f16(uint32_t a, uint32_t b, uint32_t c) {
     return r;
 }
 
+/* The same address, about which the compiler knows nothing: what is loaded at constant distances
+ * from it takes no sums of other parts of it. */
+DEVICE const char *one_address(const char *p) {
+    asm("" : "+l"(p));
+    return p;
+}
+
 #if CAPABILITY >= 80
+/* a - b of pairs of bfloat16. */
+DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(b), "r"(0xbf80bf80), "r"(a));
+    return r;
+}
+
 DEVICE uint16_t float_to_bf16(float x) {
     uint16_t h;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));

@@ -17,7 +17,7 @@
 #define H2O_CUDA_STEP_MATRIX_CUH
 
 #include "step_part.cuh"
-#include "step_rows.cuh"
+#include "step_numbers.cuh"
 
 /* A warp's softmax over the slots so far: of head lane_row() the row max and the lane's share of
  * the row sum; of heads lane_column() and the next O, of the elements that output_of names. */
@@ -65,12 +65,15 @@ DEVICE void head_dots(const vec16 query[DEPTH / 32], const KEYS *keys, float x[4
 /* Logits from dot products x, of the lane's head, to the workspace; -infinity: of no key. */
 DEVICE void write_logits(const step_item *item, int64_t head, int64_t first, int64_t end,
                          float x[4]) {
-    float *const logits = item->logits + lower(head, item->R - 1) * item->head.slots + first;
+    float *const logits =
+        item->logits + lower(head, item->R - 1) * item->head.slots + first + lane_column();
+    const int count = (int)lower(end - first, STEP_ROWS);
+    const bool is_head = head < item->R;
     UNROLL
     for (int k = 0; k < 4; k++) {
-        const bool is_key = first + lane_slot(k) < end;
+        const bool is_key = lane_slot(k) < count;
         x[k] = logit_of(x[k], item->scale, item->softcap, 0.0f);
-        if (is_key && head < item->R) logits[lane_slot(k)] = x[k];
+        if (is_key && is_head) logits[k / 2 * 8 + k % 2] = x[k];
         x[k] = is_key ? x[k] : -INFINITY;
     }
 }
@@ -86,8 +89,11 @@ template <int DEPTH> DEVICE void update_softmax(float x[4], step_state<DEPTH> *s
         x[k] = exponential(x[k], row_max);
         row_sum += x[k];
     }
+    /* O is 0 as long as there is no row max */
+    const bool grown = state->row_max != row_max && state->row_max != -INFINITY;
     state->row_max = row_max;
     state->row_sum = fmaf(state->row_sum, rescale, row_sum);
+    if (warp_all(!grown)) return;
     const int other = lane_column() * 4; /* the first lane of head lane_column() */
     const float factors[2] = {shfl(rescale, other), shfl(rescale, other + 4)};
     UNROLL
@@ -110,6 +116,7 @@ DEVICE void step_tile(const step_item *item, int64_t r, int64_t first, int64_t e
     }
     write_logits(item, r + lane_row(), first, end, x);
     update_softmax<DEPTH>(x, state);
+    values.weigh(x);
     const uint32_t b[2] = {pack<TYPE>(x[0], x[1]), pack<TYPE>(x[2], x[3])};
     UNROLL
     for (int i = 0; i < DEPTH / 16; i++) {
@@ -143,52 +150,73 @@ DEVICE void leave_outputs(const step_state<DEPTH> *state, warp_outputs<DEPTH> *l
     }
 }
 
-/* Element d of O of head r, where matrices have made it NaN: maybe of 0 * infinity, where a weight
- * is 0 in float16 but not in 32 bits. */
-DEVICE float output_by_floats(const step_item *item, int64_t r, int64_t d, int64_t begin,
-                              int64_t end, float row_max) {
+/* Of elements d and d + 1 of O of so many heads from r on, as combine_warps has just written them,
+ * what matrices have made NaN: maybe of 0 * infinity, where a weight is 0 in float16 but not in 32
+ * bits. */
+DEVICE void mend_outputs(const step_item *item, int64_t r, int d, int64_t part, int heads) {
+    const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);
     const slot_store *const store = &item->store;
-    const float *const logits = item->logits + r * item->head.slots;
-    float sum = 0.0f;
     NO_UNROLL
-    for (int64_t s = begin; s < end; s++) {
-        const char *const row = store->values + s * store->value_stride;
-        sum = fmaf(exponential(logits[s], row_max),
-                   stored_element(row, store->value_type, d, item->D), sum);
+    for (int i = 0; i < 2 * heads; i++) {
+        const int64_t head = r + i / 2, e = d + i % 2;
+        const float *const logits = item->logits + head * item->head.slots;
+        float *const to = item->outputs + (part * item->R + head) * item->D + e;
+        float row_max = -INFINITY, sum = 0.0f;
+        if (*to == *to) continue;
+        NO_UNROLL
+        for (int64_t s = begin; s < end; s++) row_max = fmaxf(row_max, logits[s]);
+        NO_UNROLL
+        for (int64_t s = begin; s < end; s++) {
+            const char *const row = store->values + s * store->value_stride;
+            sum = fmaf(exponential(logits[s], row_max),
+                       stored_element(row, store->value_type, e, item->D), sum);
+        }
+        *to = sum;
     }
-    return sum;
 }
 
-/* Row max, row sum and O of the part, for heads r.. of the group. */
+/* Row max, row sum and O of the part, for heads r.. of the group: of two heads two elements by a
+ * thread, as they lie together. */
 template <int DEPTH>
 DEVICE void combine_warps(const step_item *item, int64_t r, int64_t part,
                           const warp_outputs<DEPTH> *left) {
-    const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);
     const int count = (int)lower(item->R - r, STEP_COLUMNS), D = (int)item->D;
+    const int d = threadIdx.x % (DEPTH / 2) * 2;
     NO_UNROLL
-    for (int i = 0; i < count; i++) {
+    for (int i = threadIdx.x / (DEPTH / 2) * 2; i < count; i += 4 * STEP_THREADS / DEPTH) {
         const int64_t row = part * item->R + r + i;
-        float factor[STEP_WARPS], row_max = -INFINITY, row_sum = 0.0f;
+        float factor[2][STEP_WARPS], sum[4] = {};
         UNROLL
-        for (int w = 0; w < STEP_WARPS; w++) row_max = fmaxf(row_max, left[w].row_max[i]);
+        for (int h = 0; h < 2; h++) {
+            float row_max = -INFINITY, row_sum = 0.0f;
+            UNROLL
+            for (int w = 0; w < STEP_WARPS; w++) row_max = fmaxf(row_max, left[w].row_max[i + h]);
+            UNROLL
+            for (int w = 0; w < STEP_WARPS; w++) {
+                factor[h][w] = exponential(left[w].row_max[i + h], row_max);
+                row_sum = fmaf(factor[h][w], left[w].row_sum[i + h], row_sum);
+            }
+            if (d == 0 && i + h < count) {
+                item->row_max[row + h] = row_max;
+                item->row_sum[row + h] = row_sum;
+            }
+        }
+        if (d >= D) continue;
         UNROLL
         for (int w = 0; w < STEP_WARPS; w++) {
-            factor[w] = exponential(left[w].row_max[i], row_max);
-            row_sum = fmaf(factor[w], left[w].row_sum[i], row_sum);
-        }
-        NO_UNROLL
-        for (int d = threadIdx.x; d < D; d += STEP_THREADS) {
-            float sum = 0.0f;
+            const vec16 x = load16(&left[w].pairs[i / 2][2 * d]);
             UNROLL
-            for (int w = 0; w < STEP_WARPS; w++)
-                sum = fmaf(factor[w], left[w].pairs[i / 2][2 * d + i % 2], sum);
-            if (sum != sum) sum = output_by_floats(item, r + i, d, begin, end, row_max);
-            item->outputs[row * D + d] = sum;
+            for (int k = 0; k < 4; k++) sum[k] = fmaf(factor[k % 2][w], bits_float(x.w[k]), sum[k]);
         }
-        if (threadIdx.x == 0) {
-            item->row_max[row] = row_max;
-            item->row_sum[row] = row_sum;
+        float *const to = item->outputs + row * D + d;
+        bool finite = true;
+        UNROLL
+        for (int k = 0; k < 4; k++) {
+            if (i + k % 2 >= count) continue;
+            to[k % 2 * D + k / 2] = sum[k];
+            finite = finite && sum[k] == sum[k];
         }
+        if (!finite) mend_outputs(item, r + i, d, part, (int)lower(count - i, 2));
     }
 }
 

@@ -247,7 +247,7 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         if tokens == 1:
             rotary = (table, _ranks(slots.positions)) if case.rolled else (None, None)
             arguments = (query[:, :, now], *new, None, slots, out, *numbers, *rotary, sinks)
-            yield "step", arguments, lambda a, b: [("out", a[5], b[5]), *_slots(a[4], b[4], D)]
+            yield "step", arguments, lambda a, b: _stepped(a, b, D)
             continue
         scores = number(B, G, tokens)
         new = tuple(None if x is None else x.contiguous() for x in new)
@@ -255,6 +255,11 @@ def _calls(case: Case, device: torch.device, seed: int) -> Iterator[Any]:
         stored = slots if first else None
         arguments = (query[:, :, now], *new, pads, stored, out, scores, *numbers, sinks)
         yield "attend", arguments, _attended
+        if first == 0 and case.size is LONG:  # scores that differ in their last bits only
+            order = torch.arange(scores.numel(), dtype=torch.float32, device=device)
+            near = 1 + (37 * order % 101).view_as(scores) / 2**23
+            fresh = _mapped([slots], Tensor.clone)[0]
+            yield "evict", (*new, near, pads, fresh, policy), lambda a, b: _slots(a[4], b[4], D)
         yield "evict", (*new, scores, pads, slots, policy), lambda a, b: _slots(a[4], b[4], D)
     if case.simulated:
         text = (query, keys, None if case.shared else values)
@@ -265,6 +270,14 @@ def _ranks(positions: Tensor) -> Tensor:
     """Of each key by position among those of its head, -1 for an empty slot; as positions."""
     order = positions.masked_fill(positions < 0, torch.iinfo(torch.int32).max).argsort(-1)
     return order.argsort(-1).int().masked_fill(positions < 0, -1)
+
+
+def _stepped(actual: Any, expected: Any, D: int) -> list[tuple[str, Tensor, Tensor]]:
+    pairs = [("out", actual[5], expected[5]), *_slots(actual[4], expected[4], D)]
+    if actual[10] is not None:
+        ranks = [x[10].gather(-1, x[4].positions.argsort(-1)) for x in (actual, expected)]
+        pairs.append(("ranks", ranks[0], ranks[1]))
+    return pairs
 
 
 def _attended(actual: Any, expected: Any) -> list[tuple[str, Tensor, Tensor]]:

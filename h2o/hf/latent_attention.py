@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o.errors import Unsupported
-from h2o.hf.linear_matrix import matrix_of
+from h2o.hf.linear_matrix import made_of_matrix
 from h2o.hf.traced_tensor import TracedTensor, plain
 
 __all__ = [
@@ -52,11 +52,6 @@ def latents_traced(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-FEW = 16
-"""Tokens up to which torch's product of bfloat16 takes less time than the transposed copy of the
-matrices that it makes where they stand on the right."""
-
-
 class Expansion(NamedTuple):
     """How an attention module makes keys and values of latents: `kv_b_proj` as two matrices."""
 
@@ -66,8 +61,13 @@ class Expansion(NamedTuple):
     """[H, V, L]"""
 
     @classmethod
-    def of(cls, module: nn.Module, query: Tensor, value: Tensor, row: Tensor, L: int) -> Expansion:
+    def of(
+        cls, module: nn.Module, query: Tensor, value: Tensor, row: Tensor, L: int,
+        *, fresh: bool = False,
+    ) -> Expansion:  # fmt: skip
         """For queries [B, H, Q, C + P], values [.., V] and rows [.., L + P] of a module.
+
+        What is packed for the module is packed anew where `fresh`.
 
         Raises:
             Unsupported: a projection with a bias, or of another shape.
@@ -76,29 +76,31 @@ class Expansion(NamedTuple):
         C, V = width - (row.shape[-1] - L), value.shape[-1]
         if getattr(module.kv_b_proj, "bias", None) is not None:
             raise Unsupported("h2o attention does not support a kv_b_proj with a bias")
-        weight = matrix_of(module.kv_b_proj, L, query)
-        if weight.shape != (H * (C + V), L):
-            raise Unsupported(
-                f"h2o attention ({type(module).__name__}) does not support a kv_b_proj of shape "
-                f"{list(weight.shape)}, wanted [{H * (C + V)}, {L}]"
-            )
-        keys, values = weight.view(H, C + V, L).split([C, V], dim=1)
-        return cls(keys, values)
+
+        def split(weight: Tensor, remembered: bool) -> Expansion:
+            if weight.shape != (H * (C + V), L):
+                raise Unsupported(
+                    f"h2o attention ({type(module).__name__}) does not support a kv_b_proj of "
+                    f"shape {list(weight.shape)}, wanted [{H * (C + V)}, {L}]"
+                )
+            keys, values = weight.view(H, C + V, L).split([C, V], dim=1)
+            if remembered and weight.dtype == torch.bfloat16:  # as torch's products of few tokens
+                keys, values = keys.contiguous(), values.mT.contiguous().mT  # read them fastest
+            return cls(keys, values)
+
+        return made_of_matrix(module.kv_b_proj, L, query, split, fresh=fresh)
 
     def queries(self, query: Tensor) -> Tensor:
         """Queries [B, H, Q, C + P] for rows: [B, H, Q, L + P]."""
-        C = self.keys.shape[1]
-        absorbed = torch.einsum("bhqc,hcl->bhql", query[..., :C], self.keys)
-        return torch.cat([absorbed, query[..., C:]], dim=-1)
+        C, by_head = self.keys.shape[1], query.transpose(0, 1)  # [H, B, Q, C + P]
+        absorbed = torch.bmm(by_head[..., :C].flatten(1, 2), self.keys).view(*by_head.shape[:3], -1)
+        return torch.cat([absorbed, by_head[..., C:]], dim=-1).transpose(0, 1)
 
     def answers(self, out: Tensor) -> Tensor:
         """Answers [B, Q, H, L + P] over rows as those over values: [B, Q, H, V]."""
         latents = out[..., : self.values.shape[2]].to(self.values.dtype)
-        B, Q = latents.shape[:2]
-        if latents.dtype != torch.bfloat16 or B * Q > FEW:
-            return torch.einsum("bqhl,hvl->bqhv", latents, self.values)
-        columns = latents.permute(2, 3, 0, 1).flatten(2)  # [H, L, B * Q]
-        return torch.matmul(self.values, columns).unflatten(2, (B, Q)).permute(2, 3, 0, 1)
+        by_head = torch.bmm(latents.permute(2, 0, 1, 3).flatten(1, 2), self.values.mT)
+        return by_head.unflatten(1, latents.shape[:2]).permute(1, 2, 0, 3)
 
 
 def over_latents(call: Any, latent: Tensor) -> tuple[Any, Expansion]:

@@ -107,8 +107,8 @@ class LatentLayer(H2OLayer):
             )
         scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
         rows = self._rows.to(query.dtype)
-        expansion = Expansion.of(call.module, query, value, rows, self.latent)
         is_prompt = self.slots is None
+        expansion = Expansion.of(call.module, query, value, rows, self.latent, fresh=is_prompt)
         self._pass = _Pass(expansion, (query, plain(key), plain(value)) if is_prompt else None)
         if not is_prompt or self.record_past:  # which may read the prompt once more
             query = expansion.queries(query)

@@ -1,54 +1,82 @@
 """The matrix of a linear module, also of one that is quantised, offloaded or has an adapter.
 
 Such a module is asked for it: what it makes of the unit vectors are its columns. That takes as long
-as hundreds of tokens do, so the answer is remembered, beside all that it depends on: the tensors of
-the module, each with the number of its last change, and everything else that its parts are told by
-(an adapter's scale, which one is active). Where any of it has changed the module is asked again.
-What is written in place through a parameter's `.data` is not seen, as autograd does not see it. The
-answer takes the memory of a plain matrix.
+as hundreds of tokens do, so what is made of the matrix is remembered, beside all that it depends
+on: the tensors of the module, each with the number of its last change, and everything else that its
+parts are told by (an adapter's scale, which one is active). Where any of it has changed the module
+is asked again. What is written in place through a parameter's `.data` is not seen, as autograd does
+not see it; of a plain linear module it is once `fresh` asks. What is remembered takes the memory of
+a plain matrix.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from h2o.hf.traced_tensor import plain
 
-__all__ = ["matrix_of"]
+__all__ = ["made_of_matrix"]
+
+Made = TypeVar("Made")
 
 
 class _Asked(NamedTuple):
     state: list[Any]
     tensors: list[Tensor]
     """Of `state`, which knows them by their ids: as long as they live no other has one of these"""
-    matrix: Tensor
+    made: Any
 
 
 _asked: weakref.WeakKeyDictionary[nn.Module, _Asked] = weakref.WeakKeyDictionary()
 
 
-def matrix_of(module: nn.Module, width: int, like: Tensor) -> Tensor:
-    """[outputs, width], without gradient, of the dtype and device of a tensor."""
+def made_of_matrix(
+    module: nn.Module,
+    width: int,
+    like: Tensor,
+    make: Callable[[Tensor, bool], Made],
+    *,
+    fresh: bool = False,
+) -> Made:
+    """What `make` makes of [outputs, width], without gradient, of the dtype and device of `like`.
+
+    Args:
+        make: takes the matrix, and whether what it makes of it is remembered; always the same for
+            a module.
+        fresh: what is remembered of a plain linear module is made again.
+    """
+    plain_weight = _weight(module, like)
+
+    def matrix() -> Tensor:
+        return _ask(module, width, like) if plain_weight is None else plain_weight.to(like.dtype)
+
+    if torch.compiler.is_compiling() or hasattr(module, "_hf_hook"):  # whose weights do not stay
+        return make(matrix(), False)
+    tensors: list[Tensor] = []
+    parts = module if plain_weight is None else module.weight
+    try:
+        state = [like.dtype, like.device, width, *_state(parts, tensors)]
+    except RuntimeError:  # tensors of inference mode do not count their changes
+        return make(matrix(), False)
+    asked = _asked.get(module)
+    if asked is None or asked.state != state or (fresh and plain_weight is not None):
+        asked = _asked[module] = _Asked(state, tensors, make(matrix(), True))
+    made: Made = asked.made
+    return made
+
+
+def _weight(module: nn.Module, like: Tensor) -> Tensor | None:
+    """The weight of a plain linear module on the device of a tensor."""
     if type(module) is nn.Linear and module.weight.is_floating_point():
         weight = module.weight.detach()
         if type(weight) is Tensor and not weight.is_meta and weight.device == like.device:
-            return weight.to(like.dtype)
-    if torch.compiler.is_compiling() or hasattr(module, "_hf_hook"):  # whose weights do not stay
-        return _ask(module, width, like)
-    tensors: list[Tensor] = []
-    try:
-        state = [like.dtype, like.device, width, *_state(module, tensors)]
-    except RuntimeError:  # tensors of inference mode do not count their changes
-        return _ask(module, width, like)
-    asked = _asked.get(module)
-    if asked is None or asked.state != state:
-        asked = _asked[module] = _Asked(state, tensors, _ask(module, width, like))
-    return asked.matrix
+            return weight
+    return None
 
 
 def _ask(module: nn.Module, width: int, like: Tensor) -> Tensor:

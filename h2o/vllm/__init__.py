@@ -21,9 +21,10 @@ def is_tested(version: str) -> bool:
 
 
 def register() -> None:
-    """Tells vLLM of h2o's attention on the CPU. Backends of other platforms, and of another vLLM
-    than `TESTED`, only learn who refuses to serve: an entry `h2o` is not passed over in silence,
-    not even by vLLM's V2 model runner, which asks no logits processor of this kind."""
+    """Tells vLLM of h2o's attention, in the place of the CPU's and as the backend CUSTOM. The other
+    backends, and those of another vLLM than `TESTED`, only learn who refuses to serve: an entry
+    `h2o` is not passed over in silence, not even by vLLM's V2 model runner, which asks no logits
+    processor of this kind."""
     from vllm.version import __version__ as version
 
     try:
@@ -38,6 +39,8 @@ def register() -> None:
     tested = is_tested(version)
     served = "plugin.H2OAttentionBackend" if tested else "untested.CPU_ATTN"
     register_backend(AttentionBackendEnum.CPU_ATTN, f"h2o.vllm.{served}")
+    if tested and not AttentionBackendEnum.CUSTOM.is_overridden():  # by another plugin
+        register_backend(AttentionBackendEnum.CUSTOM, "h2o.vllm.plugin.H2OCustomBackend")
     for backend in AttentionBackendEnum:
         on_cpu = backend.name.startswith(("CPU_", "AMX_"))
         by_path = backend.name == "ROCM_AITER_FA"  # vLLM imports its module

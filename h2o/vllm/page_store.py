@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from h2o import ops
@@ -52,6 +53,12 @@ class Eviction(NamedTuple):
     """attention that the others have received"""
 
 
+def _countable(x: torch.Tensor) -> Any:
+    """On the CPU in NumPy, for which no second team of threads is started where another thread
+    asks; elsewhere on the device."""
+    return x.numpy() if x.is_cpu else x
+
+
 class PageStore:
     """The slots of all pages of a layer, in memory that is given."""
 
@@ -75,8 +82,8 @@ class PageStore:
         self.pages = page._replace(**parts)
         self.lock = threading.Lock()
         """Held by who writes to pages, and by who counts while another thread may write"""
-        self.evicted = 0
-        """Keys, by requests whose pages have been taken by others since"""
+        self.evicted: Any = 0
+        """Keys, by requests whose pages have been taken by others since; a number of the device"""
 
     def empty(self, page: int, budgets: Sequence[tuple[int, int]]) -> None:
         """Makes a page that of a new request, with (heavy, recent) for all heads or for each."""
@@ -84,29 +91,29 @@ class PageStore:
         if self.alone:
             self.evicted += self._evicted(slice(page, page + 1))
         empty_row(self.pages, page)
-        budget.copy_(budget.new_tensor(budgets).view_as(budget))
+        numbers = torch.tensor(budgets, dtype=budget.dtype, device="cpu")
+        budget.copy_(numbers.view_as(budget), non_blocking=True)
 
-    def _evicted(self, part: slice) -> int:
-        """Keys evicted by the requests that have some pages now, or had them last."""
+    def _evicted(self, part: slice) -> Any:
+        """Keys evicted by the requests that have some pages now, or had them last: a number of the
+        device, which nothing waits for here."""
         lengths, positions = (
-            x[part].cpu().numpy() for x in (self.pages.lengths, self.pages.positions)
+            _countable(x)[part] for x in (self.pages.lengths, self.pages.positions)
         )
-        return int(lengths.sum()) * self.pages.free.shape[1] - int((positions >= 0).sum())
+        return lengths.sum() * self.pages.free.shape[1] - (positions >= 0).sum()
 
     def eviction(self) -> Eviction:
         """Of all requests so far; attention: of those whose pages no others have taken since.
 
-        Of a store whose pages are its alone. In NumPy, for which no second team of threads is
-        started where another thread asks.
+        Of a store whose pages are its alone.
         """
         pages = self.pages
+        library: Any = np if pages.scores.is_cpu else torch
         with self.lock:
-            scores, positions, lost = (
-                x.cpu().numpy() for x in (pages.scores, pages.positions, pages.lost)
-            )
-            kept = scores.sum(where=positions >= 0, dtype="float64")
+            scores, positions, lost = map(_countable, (pages.scores, pages.positions, pages.lost))
+            kept = library.where(positions >= 0, scores, 0).sum(dtype=library.float64)
             keys = self.evicted + self._evicted(slice(None))
-            return Eviction(keys, float(lost.sum()), float(kept))
+            return Eviction(int(keys), float(lost.sum()), float(kept))
 
     def rows(self, numbers: torch.Tensor) -> ops.Slots:
         """The slots of the pages of these numbers, [n] int32."""

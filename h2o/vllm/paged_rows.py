@@ -100,6 +100,7 @@ def plan(
     pages: Sequence[int],
     requests: Callable[[int], Request | None],
     begun: Begun,
+    device: torch.device | str = "cpu",
 ) -> Batch:
     """What the rows of a batch are.
 
@@ -108,6 +109,7 @@ def plan(
         lengths: tokens of each row with the new ones.
         requests: the request of a row, if it is known.
         begun: kept up to date.
+        device: where the tokens and pages are.
     """
     later, opening, single = [], [], []
     for row, (length, page) in enumerate(zip(lengths, pages, strict=True)):
@@ -148,22 +150,23 @@ def plan(
             opening[i] = piece._replace(ends=True)
         else:
             opening[i] = begun.pieces[piece.page] = piece._replace(place=place)
-    return Batch(late, later + opening, _steps(single))
+    return Batch(late, later + opening, _steps(single, device))
 
 
-def _steps(rows: list[tuple[int, int]]) -> Steps | None:
+def _steps(rows: list[tuple[int, int]], device: torch.device | str) -> Steps | None:
     """Of rows (page, token)."""
     if not rows:
         return None
     pages, tokens = zip(*rows, strict=True)
-    numbers = torch.tensor(pages, dtype=torch.int32, device="cpu")
+    numbers = torch.tensor(pages, dtype=torch.int32, device=device)
     if tokens[-1] - tokens[0] == len(tokens) - 1:  # they ascend
         return Steps(slice(tokens[0], tokens[-1] + 1), numbers)
-    return Steps(torch.tensor(tokens, dtype=torch.long, device="cpu"), numbers)
+    return Steps(torch.tensor(tokens, dtype=torch.long, device=device), numbers)
 
 
-def _number(row: int) -> Tensor:
-    return torch.tensor([row], dtype=torch.int32, device="cpu")
+def _number(row: int, like: Tensor) -> Tensor:
+    """[1] on the device of a tensor, for which the host need not wait."""
+    return torch.full((1,), row, dtype=torch.int32, device=like.device)
 
 
 class PagedLayer:
@@ -215,7 +218,7 @@ class PagedLayer:
                 scores = self.prompt_scores(*tokens, scores)
             ops.evict(key, value, scores, self._new_page(piece, key), policy=self.policy)
         else:  # of a prompt that has been cut
-            page = self.store.rows(_number(piece.page))
+            page = self.store.rows(_number(piece.page, key))
             scores = self._attend(tokens, page, out)
             ops.evict(key, value, scores, page, policy=self.policy)
 
@@ -227,7 +230,7 @@ class PagedLayer:
         assert place is not None
         if piece.opens:
             empty_row(self.whole, place)
-        held = self.whole._replace(rows=_number(place))
+        held = self.whole._replace(rows=_number(place, key))
         scores = self._attend(tokens, held, out)
         ops.evict(key, value, scores, held, policy=self.policy._replace(merge=None))
         if self.queries is not None:
@@ -253,7 +256,7 @@ class PagedLayer:
         request = piece.request
         budgets = self.budget.by_head(self.layer, keys, request.prompt, request.config)
         self.store.empty(piece.page, budgets)
-        return self.store.rows(_number(piece.page))
+        return self.store.rows(_number(piece.page, keys))
 
     def _cut(self, piece: Piece) -> None:
         """Puts what the budget keeps of a prompt that was kept whole into its page."""

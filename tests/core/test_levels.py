@@ -18,7 +18,8 @@ LEVELS = ops.info()["levels"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "table", ["core/test_ops.py", "core/test_golden.py", "torch/test_dtypes.py"]
+    "table",
+    ["core/test_ops.py", "core/test_golden.py", "torch/test_dtypes.py", "torch/test_step_bytes.py"],
 )
 @pytest.mark.parametrize("level", LEVELS)
 def test_table_at_level(level, table):

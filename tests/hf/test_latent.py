@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import importlib.util
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, supports
 from h2o.hf import linear_matrix
+from h2o.hf.latent_attention import Expansion
 from tests.hf.modes import MODES, POLICIES
 from tests.hf.test_families import OF_ATTENTION, generation, held, one_in_three
 from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared, slow_if
@@ -311,6 +314,49 @@ def test_a_projection_that_changes_between_two_steps(change):
             for layer, projection in zip(ours.model.layers, projections, strict=True):
                 CHANGES[change](projection)
                 layer.self_attn.kv_b_proj.weight.copy_(projection.merged())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_projection_is_read_as_it_is_now(dtype):
+    """In bfloat16 its two matrices are packed, and remembered with the weight that they are of."""
+    H, C, V, L, P = 4, 12, 10, 16, 8
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.kv_b_proj = torch.nn.Linear(L, H * (C + V), bias=False).to(dtype)
+    query, value, row = (
+        torch.randn(2, heads, 3, width).to(dtype)
+        for heads, width in ((H, C + P), (H, V), (1, L + P))
+    )
+    out = torch.randn(2, 3, H, L + P).to(dtype)
+
+    def check(**how):
+        expansion = Expansion.of(module, query, value, row, L, **how)
+        keys, values = module.kv_b_proj.weight.view(H, C + V, L).split([C, V], 1)
+        absorbed = torch.einsum("bhqc,hcl->bhql", query[..., :C].double(), keys.double())
+        wanted = torch.cat([absorbed, query[..., C:].double()], -1)
+        near = {"rtol": 1e-2, "atol": 3e-2 if dtype == torch.bfloat16 else 1e-5}
+        torch.testing.assert_close(expansion.queries(query).double(), wanted, **near)
+        wanted = torch.einsum("bqhl,hvl->bqhv", out[..., :L].double(), values.double())
+        torch.testing.assert_close(expansion.answers(out).double(), wanted, **near)
+        return expansion
+
+    with torch.no_grad():
+        assert check() is check()
+        module.kv_b_proj.weight.mul_(-2)
+        check()
+        module.kv_b_proj.weight = torch.nn.Parameter(module.kv_b_proj.weight.flip(0))
+        check()
+        module.kv_b_proj.weight.data.mul_(-2)  # which nothing counts: a prompt looks again
+        check(fresh=True)
+    projection = weakref.ref(module.kv_b_proj)
+    del module.kv_b_proj
+    gc.collect()
+    assert projection() is None  # what was packed has gone with it
+    with torch.inference_mode():
+        module.kv_b_proj = torch.nn.Linear(L, H * (C + V), bias=False).to(dtype)
+        check()
+        module.kv_b_proj.weight.mul_(-2)
+        check()
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao quantises weights")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from h2o.vllm.page_budget import PageBudget, config_of, places_of, with_budget
 from h2o.vllm.page_store import PageStore, page_bytes
 from h2o.vllm.paged_rows import Begun, PagedLayer, Request, plan
 from tests import inputs
+from tests.devices import elsewhere
 
 H, G, D = 4, 2, 32
 LAYERS, LAYER, LONGEST, PAGES, SCALE = 3, 1, 90, 40, 0.3
@@ -62,8 +64,15 @@ def talk(seed: int, prompt: int, tokens: int) -> Talk:
 def paged(config: H2OConfig, prompt_scores=None) -> PagedLayer:
     budget = PageBudget(config, LAYERS, LONGEST)
     page = budget.empty_page(LAYER, torch.empty(1, G, 1, D))
-    memory = torch.full((PAGES, page_bytes(page)), 7, dtype=torch.int8)
+    memory = apart(0, PAGES, page_bytes(page), dtype=torch.int8).fill_(7)
     return PagedLayer(PageStore(memory, page), budget, LAYER, SCALE, 0.0, prompt_scores)
+
+
+def apart(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Uninitialised. Of a device that is not there all tensors begin at one address, so that those
+    of other places lie elsewhere by their own account."""
+    count, before = math.prod(shape), (place + 1) << 22
+    return torch.empty(before + count, dtype=dtype)[before:].view(shape)
 
 
 def held(layer: PagedLayer, page: int) -> torch.Tensor:
@@ -341,6 +350,33 @@ def test_a_meter_that_nobody_reads_writes_nothing(monkeypatch):
     meter = metrics.Meter(metrics.Place("tiny", "0", "0"), 1, 1, lambda: pytest.fail("asked"))
     meter.stepped()
     meter.write()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="before torch 2.10 a tensor without memory cannot be shown",
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_on_a_device_the_host_waits_for_nothing(name):
+    """Prompts whole, in pieces and cut late, steps in order and not, pages used again."""
+    with elsewhere():
+        layer, begun = paged(CONFIGS[name]), Begun(1)
+        requests = {1: Request(40), 2: Request(12), 3: Request(33)}
+        for starts, lengths, pages in [
+            ([0, 20, 32], [20, 12], [1, 2]),
+            ([0, 1, 21], [13, 40], [2, 1]),
+            ([0, 1, 18, 19], [14, 17, 41], [2, 3, 1]),
+            ([0, 1, 13], [42, 12], [1, 2]),
+            ([0, 1, 2], [43, 13], [1, 2]),
+        ]:
+            query, key, value, out = (
+                apart(i, starts[-1], heads, D) for i, heads in enumerate((H, G, G, H), start=1)
+            )
+            request = [requests[page] for page in pages].__getitem__
+            batch = plan(starts, lengths, pages, request, begun, device="cuda")
+            layer.forward(query, key, value, batch, out)
+        assert layer.store.pages.keys.device.type == layer.whole.keys.device.type == "cuda"
+        assert batch.steps.pages.device.type == "cuda"
 
 
 def test_steps_are_one_call_wherever_their_pages_are():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
 import torch
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from h2o import H2OCache, H2OConfig
 from h2o.config import UNLIMITED
@@ -102,6 +106,35 @@ def test_requests_have_budgets_of_their_own_without_a_flag(llama):
     assert fewer != plain
 
 
+def test_the_backend_for_gpus_answers_the_same(llama):
+    """In the place of the CPU's, and over this machine's memory."""
+    folder, model = llama
+    with standing_for(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
+        with engine(folder, SMALL, max_num_batched_tokens=32) as llm:
+            assert served(llm, prompts()) == alone(model, prompts(), H2OConfig(**SMALL))
+            (names,) = llm.apply_model(
+                lambda model: {x.backend.name for x in model.modules() if hasattr(x, "impl")}
+            )
+            assert names == {"CUSTOM"}
+        with pytest.raises(ValueError, match="CUSTOM is h2o's, which wants an entry"):
+            with engine(folder):
+                pass
+
+
+@contextlib.contextmanager
+def standing_for(one: AttentionBackendEnum, other: AttentionBackendEnum):
+    """vLLM takes the other backend where it would take one."""
+    load_general_plugins()  # once in a process
+    path = one.get_path()
+    register_backend(one, other.get_path())
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        register_backend(one, path)
+        selector._cached_get_attn_backend.cache_clear()
+
+
 def test_prompts_that_are_cut_after_each_chunk(llama):
     """One request at a time, so that it is known where vLLM cuts prompts; then all at once."""
     folder, model = llama
@@ -183,7 +216,9 @@ def test_prefix_caching_is_turned_off_with_a_note(llama, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("vllm.h2o"), "handlers", [caplog.handler])
     (long,) = prompts((120,))
     requests = [long[:n] for n in (120, 100, 110, 120)]
-    with engine(folder, SMALL, enable_prefix_caching=True) as llm:
+    # Of a size of its own, since vLLM's log says what is the same once.
+    options = {"enable_prefix_caching": True, "kv_cache_memory_bytes": 3 * MiB}
+    with engine(folder, SMALL, **options) as llm:
         assert not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
         for _ in range(2):
             assert served(llm, requests) == alone(model, requests, H2OConfig(**SMALL))

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import types
 
 import pytest
 from transformers import AutoConfig
 
 import h2o.vllm
+from tests.launch import launch
 from tests.vllm.engines import engine, tiny
 
 EngineArgs = pytest.importorskip("vllm").EngineArgs
-from vllm.config import set_current_vllm_config  # noqa: E402 - where vLLM is
+import torch  # noqa: E402 - where vLLM is
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.platforms.interface import DeviceCapability, UnspecifiedPlatform  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
+from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 
 from h2o.vllm import served  # noqa: E402
 
@@ -125,6 +130,38 @@ def test_attention_of_other_platforms_is_refused_and_without_the_entry_is_vllms(
             assert flex.get_class().full_cls_name() == tuple(flex.value.rsplit(".", 1))
 
 
+def test_gpus_are_served_by_the_backend_that_is_asked_for(llama, monkeypatch):
+    """What the platform of NVIDIA's GPUs, which is not there, chooses, and what h2o says to it."""
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", types.ModuleType("kernels"))
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+
+    monkeypatch.setattr(served, "current_platform", NonNvmlCudaPlatform())
+    arguments = {"model": str(llama), "skip_tokenizer_init": True, "max_model_len": 256}
+    config = EngineArgs(
+        **arguments, additional_config={"h2o": SMALL}, attention_backend="CUSTOM"
+    ).create_engine_config()
+    served.refuse(config)
+    monkeypatch.setattr(
+        NonNvmlCudaPlatform, "get_device_capability", lambda *_: DeviceCapability(9, 0)
+    )
+    asked = AttentionSelectorConfig(
+        head_size=40, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None
+    )
+    chosen = NonNvmlCudaPlatform.get_attn_backend_cls(config.attention_config.backend, asked)
+    assert chosen == "h2o.vllm.plugin.H2OCustomBackend"
+
+    config.attention_config.backend = None
+    with pytest.raises(ValueError, match="GPU by vLLM's own attention: give --attention-backend C"):
+        served.refuse(config)
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    config.model_config.hf_text_config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="sliding window beside others on a GPU: they would"):
+        served.refuse(config)
+    monkeypatch.setattr(served, "current_platform", UnspecifiedPlatform())
+    with pytest.raises(ValueError, match="other platforms than the CPU and NVIDIA's GPUs: none"):
+        served.refuse(config)
+
+
 def test_the_v2_model_runner_is_refused(llama, monkeypatch):
     """Of this build vLLM refuses it before it has a config, so it is asked for afterwards."""
     config = EngineArgs(
@@ -138,9 +175,13 @@ def test_the_v2_model_runner_is_refused(llama, monkeypatch):
 
 
 def test_drafts_are_refused(llama):
-    """The last of this process: drafts bring llvmlite along, over whose modules vLLM trips when
-    the next engine starts."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    with pytest.raises(ValueError, match="speculative decoding: drafts"):
-        with engine(llama, SMALL, speculative_config=drafts):
-            pass
+    """In a process of their own: they bring llvmlite along, over whose modules vLLM trips when the
+    next engine of a process starts."""
+    program = f"""
+from tests.vllm.engines import Path, engine
+drafts = {{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
+with engine(Path({str(llama)!r}), {SMALL}, speculative_config=drafts):
+    pass
+"""
+    _, error = launch(["-c", program], launcher=[], code=1)
+    assert "ValueError: h2o does not serve speculative decoding: drafts" in error

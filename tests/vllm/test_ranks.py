@@ -25,6 +25,25 @@ def test_two_ranks_answer_as_one(entry, tmp_path):
     assert json.loads(answers[-1]) == alone(model, prompts(), H2OConfig(**entry))
 
 
+def test_the_script_for_gpus_goes_as_far_as_it_does_without_them(tmp_path):
+    """Two ranks of the CPU build; Ray's are refused before a model is read."""
+    with_tokenizer(tmp_path, num_key_value_heads=4, max_position_embeddings=2048)
+    script, few = ROOT / "examples/serve_on_gpus.py", ["--requests", 5, "--kept", 32]
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    options = [*few, "--model", tmp_path, "--dtype", "float32", "--eager", "--ranks", 2]
+    out, _ = launch([script, *options], launcher=[], **environment)
+    (report,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert report["as_alone"] == "5 of 5"
+    assert report["others_part_at"] == []
+    assert (report["platform"], report["ranks"]) == ("cpu", 2)
+    _, error = launch([script, "--executor", "ray"], launcher=[], code=2)
+    assert "vLLM's Ray executor refuses the cpu: give mp" in error
+
+
 def test_two_nodes_answer_as_one(tmp_path):
     """One of them with the server, the other `--headless`."""
     folder = tmp_path / "model"

@@ -432,6 +432,16 @@ template <auto F> static u32 of_pairs(u32 a, u32 b, u32 c) {
     return r;
 }
 
+/* Of pairs of bfloat16: a * b + c. */
+static u32 fma_bf16(u32 a, u32 b, u32 c) {
+    u32 r = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const f32 x = float_from_bf16((u16)(a >> i)), y = float_from_bf16((u16)(b >> i));
+        r |= (u32)bf16_from_float(std::fma(x, y, float_from_bf16((u16)(c >> i)))) << i;
+    }
+    return r;
+}
+
 template <auto F> static u32 of_two(u32 a, u32 b) {
     return of_pairs<[](f32 x, f32 y, f32) { return F(x, y); }>(a, b, 0);
 }
@@ -440,6 +450,7 @@ static const std::map<std::string, handler *> handlers = {
     {"sub.f16x2", binary<u32, u32, u32, of_two<[](f32 x, f32 y) { return x - y; }>>},
     {"fma.f16x2", ternary<u32, u32, u32,
                           of_pairs<[](f32 x, f32 y, f32 z) { return std::fma(x, y, z); }>>},
+    {"fma.bf16x2", ternary<u32, u32, u32, fma_bf16>},
     INTEGER(u16), INTEGER(s16), INTEGER(u32), INTEGER(s32), INTEGER(u64), INTEGER(s64),
     FLOATING(f32), FLOATING(f64),
     MEMORY(u8), MEMORY(s8), MEMORY(u16), MEMORY(s16), MEMORY(u32), MEMORY(s32), MEMORY(u64),

@@ -198,7 +198,8 @@ def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:
     CPUs have no 16-bit products, and a decode step is bound by memory anyway.
     """
     if torch.compiler.is_compiling() and left.shape[2] <= FUSED:
-        return (left[..., None] * right[:, :, None].float()).sum(-2)
+        wide = right.float()  # read once for all rows, whose sums go side by side
+        return torch.stack([(row[..., None] * wide).sum(-2) for row in left.unbind(2)], 2)
     right, rows = right.flatten(0, 1), left.shape[:-1]
     left = left.reshape(len(right), rows.numel() // len(right), -1)
     if right.is_cpu and right.element_size() == 2 and (exact or left.shape[1] <= FEW):

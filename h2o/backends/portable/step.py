@@ -80,7 +80,7 @@ def eager_step(
         queries = rotated(queries, table[before])
     positions = store.by_head(slots.positions, -1)
     # Scores are to be float32, and so must logits [B, G, R, S] be.
-    logits = capped(products(queries * scale, keys.mT, exact=True), softcap)
+    logits = capped(products(queries, keys.mT, exact=True) * scale, softcap)
     if policy.merge is not None:
         logits = logits + store.by_head(slots.bias, 0)[:, :, None]
     sinks = None if sink_logits is None else sink_logits.view(1, G, H // G, 1)

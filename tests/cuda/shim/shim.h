@@ -178,6 +178,16 @@ DEVICE uint32_t subtract_f16(uint32_t a, uint32_t b) {
 DEVICE uint32_t fma_f16(uint32_t a, uint32_t b, uint32_t c) {
     return each_f16(a, b, c, [](float x, float y, float z) { return fmaf(x, y, z); });
 }
+DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
+    uint32_t r = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const float x = float_from_bf16((uint16_t)(a >> i));
+        r |= (uint32_t)bf16_from_float(x - float_from_bf16((uint16_t)(b >> i))) << i;
+    }
+    return r;
+}
+
+DEVICE const char *one_address(const char *p) { return p; }
 
 /* MemorySanitizer takes whatever an atomic operation has touched for initialised. */
 template <int ORDER> DEVICE uint32_t shim_count(uint32_t *counter, uint32_t n) {

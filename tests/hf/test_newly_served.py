@@ -1,0 +1,180 @@
+"""What is promised of each family that was refused before layers of other kinds were served.
+
+The kinds have tests of their own (test_hybrids.py, test_latent.py, test_learned_sinks.py,
+test_shared_keys.py, test_cross_attention.py). Here the same five promises are held by every one of
+the families, language models within models that read images too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForImageTextToText
+
+from h2o import H2OCache, H2OConfig, supports
+from h2o.hf.latent_attention import expands_after_cache
+from h2o.hf.layer_kinds import HYBRIDS, kind_of
+from h2o.hf.shared_keys import SHARES_KEYS
+from tests.hf import families
+from tests.hf.test_hybrids import assert_same, prove_stepwise
+from tests.hf.tiny import (
+    FAMILIES,
+    LATENT,
+    LATENT_AND_STATES,
+    Family,
+    batch,
+    greedy,
+    model,
+    prompts,
+)
+
+pytestmark = [
+    pytest.mark.slow,  # what differs between these families is covered by the tests named above
+    pytest.mark.skipif(
+        not (HYBRIDS and SHARES_KEYS and expands_after_cache(transformers.DeepseekV3ForCausalLM)),
+        reason="all of these kinds as of transformers 5.21",
+    ),
+]
+SMALL = {"heavy": 6, "recent": 6}
+
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+_WINDOWS = {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_WITH_WINDOWS = ("sliding", "h2o") * 2
+_EYE = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "image_size": 8}
+_EYE |= {"num_hidden_layers": 1, "patch_size": 4, "insert_layer_id": 0}
+_OCR_EYE = {"hidden_size": 16, "output_channels": 16, "num_hidden_layers": 1, "mlp_dim": 16}
+_OCR_EYE |= {"num_attention_heads": 2, "image_size": 64, "patch_size": 16}
+_OCR_EYE |= {"global_attn_indexes": [0]}
+
+MORE = {
+    family.name: family
+    for family in [
+        Family("flint", _EXPERTS | _WINDOWS, layers=_WITH_WINDOWS),
+        Family("granite_swa", _WINDOWS, layers=_WITH_WINDOWS),
+        Family("granitemoe_swa", _EXPERTS | _WINDOWS, layers=_WITH_WINDOWS),
+    ]
+}
+"""Language models of which tiny.py has none."""
+if "qwen3_5" in FAMILIES:
+    _MOE = FAMILIES["qwen3_5"].config | _EXPERTS
+    MORE["qwen3_5_moe_text"] = dataclasses.replace(
+        FAMILIES["qwen3_5"], name="qwen3_5_moe_text", model_type="", config=_MOE
+    )
+
+WITHIN = {
+    "qwen3_5": ("qwen3_5", {"depth": 1, "hidden_size": 16, "num_heads": 2, "patch_size": 2,
+                            "intermediate_size": 24, "out_hidden_size": 32}, {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"depth": 1, "hidden_size": 16, "num_heads": 2,
+                                         "intermediate_size": 24, "out_hidden_size": 32}, {}),
+    "lfm2_vl": ("lfm2", {"model_type": "siglip2_vision_model", **_EYE, "num_patches": 16}, {}),
+    "lfm3_vl": ("lfm3", {**_EYE, "num_key_value_heads": 2}, {"projector_hidden_size": 16}),
+    "minicpm_ocr": ("qwen3_5", _EYE, {"insert_layer_id": 0}),
+    "minicpmv4_6": ("qwen3_5", _EYE, {"insert_layer_id": 0}),
+    "minicpmv4_7": ("qwen3_5", _EYE, {"insert_layer_id": 0}),
+    "nemotron_h_omni": ("nemotron_h", {**_EYE, "video_temporal_patch_size": 2},
+                        {"projector_hidden_size": 16, "vision_hidden_size": 16}),
+    "kimi_k25": ("deepseek_v3", {**_EYE, "pos_emb_height": 4, "pos_emb_width": 4},
+                 {"projection_hidden_size": 16}),
+    "got_ocr2": ("qwen2", _OCR_EYE, {}),
+    "pp_chart2table": ("qwen2", _OCR_EYE, {}),
+}  # fmt: skip
+"""Models that read images: whose language model is within, config of what reads them, and more."""
+
+ALONE = (
+    "gpt_oss jetmoe qwen3_next qwen3_5 olmo_hybrid jamba bamba granitemoehybrid lfm2 lfm2_moe lfm3 "
+    "nemotron_h falcon_h1 zamba zamba2 zaya minimax gemma3n_text gemma4_text mimo_v2_flash mllama "
+    "gemma4 flint granite_swa granitemoe_swa qwen3_5_moe_text deepseek_v2 deepseek_v3 "
+    "glm4_moe_lite minicpm3 mistral4 youtu axk1 longcat_flash kimi_linear bailing_hybrid"
+).split()
+NAMES = [*ALONE, *(f"{name}, whole" for name in WITHIN)]
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def made(name: str, attention: str = "h2o"):
+    """A tiny model, always with the same weights."""
+    if name in FAMILIES | LATENT | LATENT_AND_STATES and "whole" not in name:
+        return model(name, attention)
+    torch.manual_seed(1)
+    if name in MORE:
+        built = transformers.AutoModelForCausalLM.from_config(MORE[name].build_config())
+    else:
+        name = name.partition(",")[0]
+        text, vision, more = WITHIN[name]
+        numbers = (FAMILIES | LATENT | MORE)[text].build_config().to_dict()
+        config = transformers.AutoConfig.for_model(
+            name, text_config=numbers, vision_config=vision, pad_token_id=0,
+            tie_word_embeddings=False, **more,
+        )  # fmt: skip
+        built = AutoModelForImageTextToText.from_config(config)
+    for part, sinks in built.named_parameters():
+        if part.endswith(".sinks"):
+            torch.nn.init.normal_(sinks, 1.0, 1.5)
+    built.set_attn_implementation(attention)
+    return built.eval()
+
+
+def test_they_are_all_that_were_refused_before():
+    """By their kinds of layers: no family of one of these kinds is served without a case here."""
+    page = families.Path(__file__).parents[2] / "docs" / "families.txt"
+    named = {name.partition(",")[0] for name in NAMES}
+    named |= {FAMILIES[name].model_type for name in named if name in FAMILIES}
+    named |= {"gemma3n"}  # gemma3n_text, beside a network of timm's that reads images
+    for said in families.written(page).values():
+        for name, text in said.items():
+            if any(words in text for words in ("states instead", "store nothing")):
+                assert name in named, name
+
+
+@every
+def test_a_budget_for_all_gives_the_full_caches_tokens(name):
+    ours = made(name)
+    theirs = made(name, "eager" if "sinks" in str(dict(ours.named_parameters()).keys()) else "sdpa")
+    rows = prompts(23) if name == "minimax" else prompts(17, 23)  # its own padded rows are others
+    inputs = batch(rows)
+    expected = greedy(theirs, inputs, 32)
+    cache = H2OCache(ours.config, H2OConfig.full())
+    assert greedy(ours, inputs, 32, past_key_values=cache).tolist() == expected.tolist()
+    assert len(expected.unique()) > 5
+
+
+@every
+def test_rows_are_rows_alone_and_the_budget_holds(name):
+    ours, rows = made(name), prompts(17, 30)
+    cache = H2OCache(ours.config, **SMALL)
+    tokens = greedy(ours, batch(rows), 12, past_key_values=cache)
+    for b, row in enumerate(rows):
+        alone = H2OCache(ours.config, **SMALL)
+        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
+        assert tokens[b].tolist() == expected[0].tolist()
+    kinds = supports(ours.config).layers
+    assert "h2o" in kinds
+    for index, kind in enumerate(kinds):
+        assert kind == kind_of(cache.layers[index])
+        if kind == "h2o":
+            assert (cache.kept(index)[0] >= 0).sum(-1).unique().tolist() == [12]
+
+
+@every
+def test_the_simulation_is_the_cache(name):
+    prove_stepwise(made(name), prompts(36)[0], **SMALL)
+
+
+@every
+def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
+    ours, (ids, more) = made(name), prompts(20, 4)
+    cache = H2OCache(ours.config, **SMALL)
+    with torch.no_grad():
+        ours(ids, past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors", ours)
+    loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
+    once = cache.fork()
+    assert_same(loaded, cache)
+    again = {"input_ids": torch.cat([ids, more], dim=1)}
+    expected = greedy(ours, again, 8, past_key_values=cache)
+    for other in (loaded, once):
+        assert greedy(ours, again, 8, past_key_values=other).tolist() == expected.tolist()
+        assert_same(other, cache)
