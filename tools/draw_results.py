@@ -34,7 +34,8 @@ class Figures(NamedTuple):
     Attributes:
         bytes_kept: per cent of a full cache's bytes.
         losses: setting -> (nats a token lost to the full cache, standard error), as `bytes_kept`.
-        found: setting -> share of facts found, as `bytes_kept`; None where it was not measured.
+        found: setting -> share found of the facts that a full cache finds, as `bytes_kept`; None
+            where it was not measured.
         prompts: lengths in tokens.
         token_ms: cache -> ms a decoded token, as `prompts`.
     """
@@ -78,7 +79,7 @@ def figures() -> Figures:
         if row[0].startswith("loss of ")
     }
     _, *rows = table(ROOT / "docs" / "results.md", "Needles")
-    found = {name_of(row[0]): [float(x) if x else None for x in row[1:]] for row in rows}
+    found = {name_of(row[0]): [float(x.split()[0]) if x else None for x in row[1:]] for row in rows}
     _, *rows = table(ROOT / "benchmarks" / "README.md", "SmolLM2 from prompt to text")
     rows = [row for row in rows if row[0] == "bfloat16"]
     pairs = [tuple(map(float, row[4].split(" -> "))) for row in rows]
@@ -116,7 +117,8 @@ def draw(shown: Figures) -> Any:
             )  # fmt: skip
     recall.set(
         title="Facts found that nobody had asked for", xlabel="bytes kept, % of a full cache's",
-        ylabel="share of 60", xlim=(0, None), ylim=(-0.03, 1), xticks=shown.bytes_kept,
+        ylabel="share of what a full cache finds", xlim=(0, None), ylim=(-0.03, 1.04),
+        xticks=shown.bytes_kept,
     )  # fmt: skip
     quality.axhline(0, color="grey", linewidth=0.8)
     quality.set(

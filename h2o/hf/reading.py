@@ -97,7 +97,9 @@ def read(
         scored_by: what says which keys later questions may need: "repeat" or "echo".
         repeat: what asks for the repetition: a text, or token ids [n].
         by_attention: part of the budget, in [0, 1], for the config's own policy; None: 0.5 with
-            "repeat", 0 with "echo".
+            "repeat", 0 with "echo". Less of it finds more and loses more of the next words: at 4%
+            of the bytes 0.5, 0.25 and 0 found .58, .65 and .69 of 26 facts, and lost .32, .35 and
+            .46 nats a token after other texts.
         progress: called with the columns read so far and the columns to read.
 
     Returns:
