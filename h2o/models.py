@@ -244,19 +244,6 @@ def _convert(gguf: Path, target: Path) -> None:
         AutoTokenizer.from_pretrained(**source).save_pretrained(draft)
 
 
-def write_tokenizer(gguf: str, target: Path) -> None:
-    """The tokenizer of a GGUF file as a folder for from_pretrained; one that is there stays."""
-    from transformers import AutoTokenizer
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(target):
-        if not target.is_dir():
-            folder, file = os.path.split(gguf)
-            tokenizer = AutoTokenizer.from_pretrained(folder or ".", gguf_file=file)
-            with atomic_write(target) as draft:
-                tokenizer.save_pretrained(draft)
-
-
 def quiet_libraries() -> None:
     """Stop other libraries from writing between our lines; call it before anything imports them.
 

@@ -83,16 +83,6 @@ def test_conversion_keeps_weights_and_tokenizer(tmp_path):
     assert sorted(os.listdir(target.parent)) == [".tiny.lock", "tiny"]
 
 
-def test_the_tokenizer_alone(tmp_path):
-    """As tasks that are made up for a tokenizer want it, once."""
-    path, target = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "out" / "tokenizer"
-    for _ in range(2):
-        models.write_tokenizer(str(path), target)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-        assert tokenizer("cab").input_ids == models.load(str(path))[1]("cab").input_ids
-    assert not list(target.glob("*.safetensors"))
-
-
 def test_failed_conversion_leaves_nothing(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:2000])

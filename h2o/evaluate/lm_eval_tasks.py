@@ -28,7 +28,7 @@ from h2o.evaluate.lm import H2OLM, POLICY
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.protocols import check, one_token_note
 from h2o.evaluate.setting import Setting, footnote
-from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, write_tokenizer
+from h2o.models import DEFAULT_MODEL, embedded_folder
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
 
@@ -84,7 +84,7 @@ def compare(
     """
     with lm_eval_arguments(arguments), readable_errors():
         config = EvaluatorConfig.from_cli(HarnessCLI().parse_args())
-        manager = own_tasks(config) or config.process_tasks(metadata(config, output))
+        manager = own_tasks(config) or config.process_tasks(metadata(config))
     how = {"protocol", "prompt_length", "prompt_len", "ratio_of"}
     of_cache = set(config.model_args) & {*POLICY, *how}
     if of_cache:
@@ -170,17 +170,9 @@ def compare(
     )
 
 
-def metadata(config: EvaluatorConfig, output: Path) -> dict[str, Any]:
-    """What tasks that are made up for a tokenizer are told of it. lm-eval reads none out of a
-    .gguf file: that of such a model is written into `output`."""
-    name, default = config.model_args.get("pretrained"), {}
-    if name is None:
-        default = {"tokenizer": str(embedded_folder())}
-    elif is_gguf(name):
-        file = os.stat(name)
-        which = fingerprint({"path": os.path.abspath(name), "of": [file.st_size, file.st_mtime_ns]})
-        default = {"tokenizer": str(output / f"tokenizer-{which}")}
-        write_tokenizer(name, Path(default["tokenizer"]))
+def metadata(config: EvaluatorConfig) -> dict[str, Any]:
+    """What tasks that are made up for a tokenizer are told of it."""
+    default = {} if "pretrained" in config.model_args else {"tokenizer": str(embedded_folder())}
     return default | (config.metadata or {})
 
 
