@@ -16,6 +16,9 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from h2o import H2OCache, H2OConfig
 from tests.hf.tiny import FAMILIES, LATENT, VOCABULARY
@@ -83,3 +86,17 @@ def alone(model: Any, requests: list[list[int]], config: H2OConfig, new: int = N
         out = model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
         answers.append(out[0, len(request) :].tolist())
     return answers
+
+
+@contextlib.contextmanager
+def standing_for(one: AttentionBackendEnum, other: AttentionBackendEnum) -> Iterator[None]:
+    """vLLM takes the other backend where it would take one."""
+    load_general_plugins()  # once in a process
+    path = one.get_path()
+    register_backend(one, other.get_path())
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        register_backend(one, path)
+        selector._cached_get_attn_backend.cache_clear()

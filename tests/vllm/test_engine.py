@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 
 import pytest
 import torch
-from vllm.plugins import load_general_plugins
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from h2o import H2OCache, H2OConfig
 from h2o.config import UNLIMITED
-from tests.vllm.engines import NEW, MiB, SamplingParams, alone, engine, prompts, served, tiny
+from tests.vllm.engines import (
+    NEW,
+    AttentionBackendEnum,
+    MiB,
+    SamplingParams,
+    alone,
+    engine,
+    prompts,
+    served,
+    standing_for,
+    tiny,
+)
 
 SMALL = {"heavy": 8, "recent": 8}
 
@@ -119,20 +126,6 @@ def test_the_backend_for_gpus_answers_the_same(llama):
         with pytest.raises(ValueError, match="CUSTOM is h2o's, which wants an entry"):
             with engine(folder):
                 pass
-
-
-@contextlib.contextmanager
-def standing_for(one: AttentionBackendEnum, other: AttentionBackendEnum):
-    """vLLM takes the other backend where it would take one."""
-    load_general_plugins()  # once in a process
-    path = one.get_path()
-    register_backend(one, other.get_path())
-    selector._cached_get_attn_backend.cache_clear()
-    try:
-        yield
-    finally:
-        register_backend(one, path)
-        selector._cached_get_attn_backend.cache_clear()
 
 
 def test_prompts_that_are_cut_after_each_chunk(llama):
