@@ -196,8 +196,7 @@ test-driver: $(OUT)/test_driver $(OUT)/libcuda.so.1
 	LD_LIBRARY_PATH=$(OUT) $<
 
 # The same kernels, with their counts of work looked at, at the highest level that there is.
-BELOW := $(if $(filter avx2,$(FEATURES)),cpu/level_generic) $(if $(filter avx512bw,$(FEATURES)),cpu/level_avx2) \
-	$(if $(filter avx512_bf16,$(FEATURES)),cpu/level_avx512)
+BELOW := $(if $(filter avx2,$(FEATURES)),cpu/level_generic) $(if $(filter avx512bw,$(FEATURES)),cpu/level_avx2)
 $(OUT)/balance: tests/c/balance.c $(wildcard tests/c/*.h) $(C_CORE)
 	$(CC) $(C_FLAGS) $< $(C_CORE) -o $@ -lm -ldl
 
