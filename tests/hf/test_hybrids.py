@@ -89,6 +89,17 @@ def assert_same(one, other):
             assert torch.equal(here[name], there[name]), name
 
 
+def rows_as_alone(ours, rows):
+    """The small cache of a batch, each row of which answered what it answers alone."""
+    cache = H2OCache(ours.config, **SMALL)
+    tokens = greedy(ours, batch(rows), 12, past_key_values=cache)
+    for b, row in enumerate(rows):
+        alone = H2OCache(ours.config, **SMALL)
+        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
+        assert tokens[b].tolist() == expected[0].tolist()
+    return cache
+
+
 @every
 def test_a_budget_for_all_gives_the_full_caches_tokens(name):
     ours, theirs = model(name), model(name, "sdpa")
@@ -103,13 +114,8 @@ def test_a_budget_for_all_gives_the_full_caches_tokens(name):
 
 @every
 def test_rows_are_rows_alone_and_the_budget_holds(name):
-    ours, rows = model(name), prompts(17, 30)
-    cache = H2OCache(ours.config, **SMALL)
-    tokens = greedy(ours, batch(rows), 12, past_key_values=cache)
-    for b, row in enumerate(rows):
-        alone = H2OCache(ours.config, **SMALL)
-        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
-        assert tokens[b].tolist() == expected[0].tolist()
+    ours = model(name)
+    cache = rows_as_alone(ours, prompts(17, 30))
     for index, kind in enumerate(supports(ours.config).layers):
         if kind == "h2o":
             assert (cache.kept(index)[0] >= 0).sum(-1).unique().tolist() == [12]

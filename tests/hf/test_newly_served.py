@@ -19,7 +19,7 @@ from h2o.hf.latent_attention import expands_after_cache
 from h2o.hf.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.shared_keys import SHARES_KEYS
 from tests.hf import families
-from tests.hf.test_hybrids import assert_same, prove_stepwise
+from tests.hf.test_hybrids import assert_same, prove_stepwise, rows_as_alone
 from tests.hf.tiny import (
     FAMILIES,
     LATENT,
@@ -143,13 +143,8 @@ def test_a_budget_for_all_gives_the_full_caches_tokens(name):
 
 @every
 def test_rows_are_rows_alone_and_the_budget_holds(name):
-    ours, rows = made(name), prompts(17, 30)
-    cache = H2OCache(ours.config, **SMALL)
-    tokens = greedy(ours, batch(rows), 12, past_key_values=cache)
-    for b, row in enumerate(rows):
-        alone = H2OCache(ours.config, **SMALL)
-        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
-        assert tokens[b].tolist() == expected[0].tolist()
+    ours = made(name)
+    cache = rows_as_alone(ours, prompts(17, 30))
     kinds = supports(ours.config).layers
     assert "h2o" in kinds
     for index, kind in enumerate(kinds):
