@@ -1,7 +1,8 @@
 """Tensor parallelism: which of a model's attention heads this process has.
 
 transformers gives each process of a mesh an equal part of every layer's heads, in order. A cache's
-layer therefore sees keys of these heads alone, while budgets are defined over all heads.
+layer therefore sees keys of these heads alone, while budgets are defined over all heads. Latents,
+of which each serves all heads, are whole in every process; the scores of their heads are summed.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
-__all__ = ["WHOLE", "mesh_of", "named", "part", "several"]
+__all__ = ["WHOLE", "mesh_of", "named", "over_all_heads", "part", "several"]
 
 WHOLE = (0, 1)
 """The part of a model that is in one process: all heads."""
@@ -58,6 +59,12 @@ def mesh_of(module: nn.Module) -> Any:
         if mesh.ndim == 1 and not names and not gathered:
             return mesh
     return None
+
+
+def over_all_heads(scores: Tensor, mesh: Any, largest: bool) -> None:
+    """Sums scores of each process's heads over a mesh's processes, in place; or their maximum."""
+    over = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
+    distributed.all_reduce(scores, over, group=mesh.get_group())
 
 
 def _meshes(module: nn.Module) -> Iterator[Any]:
