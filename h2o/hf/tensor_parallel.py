@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
-__all__ = ["WHOLE", "mesh_of", "named", "over_all_heads", "part", "several"]
+__all__ = ["WHOLE", "mesh_of", "named", "over_all_heads", "part", "part_of_heads", "several"]
 
 WHOLE = (0, 1)
 """The part of a model that is in one process: all heads."""
@@ -25,6 +25,19 @@ def part(module: nn.Module) -> tuple[int, int]:
     """
     mesh = mesh_of(module)
     return WHOLE if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+
+def part_of_heads(model: nn.Module) -> tuple[int, int]:
+    """As `part`, of a whole model: some are cut over processes but for their attention."""
+    here = part(model)
+    attention = [x for x in model.modules() if hasattr(x, "layer_idx") and not _has_layers(x)]
+    if attention and all(mesh_of(x) is None for x in attention):
+        return WHOLE
+    return here
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(hasattr(x, "layer_idx") for x in module.modules() if x is not module)
 
 
 def named(part: tuple[int, int]) -> str:

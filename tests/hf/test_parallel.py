@@ -194,7 +194,8 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
     for layer in full.layers:  # as where each of two processes has one of two heads
         layer.keys, layer.values = layer.keys[:, :1], layer.values[:, :1]
     ours = copy.deepcopy(on_one)
-    ours._hf_device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    ours.model.layers[0].self_attn.q_proj._hf_device_mesh = mesh
     taken = H2OCache.from_dynamic_cache(full, on_one.config, heavy=6, recent=6)
     with pytest.raises(
         ValueError, match=r"1 of 2 key/value heads, .* does not know which .* the m"
@@ -205,6 +206,17 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
     assert H2OCache.load(path, ours).layers[0].part == (1, 2)
     with pytest.raises(ValueError, match=r"rank 1 of 2, and this is a whole model"):
         H2OCache.load(path, on_one)
+
+
+def test_a_model_that_is_cut_but_for_its_attention(last_of_four):
+    """As those of many models with experts are."""
+    ours = copy.deepcopy(tiny_model("llama"))
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    ours.model.layers[0].mlp.up_proj._hf_device_mesh = mesh
+    assert tensor_parallel.part(ours) == (3, 4)
+    assert tensor_parallel.part_of_heads(ours) == tensor_parallel.WHOLE
+    ours.model.layers[1].self_attn.q_proj._hf_device_mesh = mesh
+    assert tensor_parallel.part_of_heads(ours) == (3, 4)
 
 
 def test_budgets_of_the_heads_that_are_here():
