@@ -42,7 +42,7 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
                     forward = _Forward(module)
                     if forward.serves(module.weight):
                         forward.packed(module.weight)
-                        module.forward = forward  # type: ignore[method-assign]
+                        module.forward = forward  # type: ignore[method-assign, assignment]
                         forwards.append(forward)
         yield sum(forward.module.weight.nbytes for forward in forwards)
     finally:
@@ -56,8 +56,9 @@ class _Forward:
 
     def __init__(self, module: nn.Linear) -> None:
         self.module = module
-        self._of: tuple[Tensor, int, int] | None = None
+        self._of: tuple[int, int, int] | None = None
         self._packed: Tensor | None = None
+        self._weight = module.weight
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.module.weight, self.module.bias
@@ -68,7 +69,7 @@ class _Forward:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed(weight), bias, "none", [], "")  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "_of": None, "_packed": None}
+        return vars(self) | {"_of": None, "_packed": None}
 
     @staticmethod
     def serves(weight: Tensor) -> bool:
@@ -78,9 +79,9 @@ class _Forward:
 
     def packed(self, weight: Tensor) -> Tensor:
         """The weight in oneDNN's layout, as it is now."""
-        of = weight.data_ptr(), weight._version
-        if self._packed is None or self._of[0] is not weight or self._of[1:] != of:
+        of = id(weight), weight.data_ptr(), weight._version
+        if self._packed is None or self._of != of:
             with torch.no_grad():
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
-            self._of = weight, *of
+            self._of, self._weight = of, weight  # which lives on, so that no other has its id
         return self._packed

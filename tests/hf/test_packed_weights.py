@@ -15,7 +15,8 @@ from h2o.hf.packed_weights import FEW
 from tests.hf.tiny import LATENT, batch, model, prompts
 
 pytestmark = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the CPU does not compute in bfloat16"
+    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="the CPU does not compute in bfloat16",
 )
 SMALL = {"heavy": 6, "recent": 6}
 NEAR = {"rtol": 2e-2, "atol": 2e-2}
