@@ -420,7 +420,7 @@ int main(void) {
          .recent = 50,
          .policy = largest,
          .scale = 0.1f},
-        /* several blocks for a head, learned sinks, a negative scale, and logits that are far apart */
+        /* several blocks for a head, learned sinks, a negative scale, logits far apart */
         {.dims = make_dims(1, 1, 3, 330, 300, 16),
          .prompt = 310,
          .chunk_at = 315,
