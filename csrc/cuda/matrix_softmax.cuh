@@ -21,8 +21,10 @@ DEVICE bool is_past(const key_tile *at, int columns) {
     return !at->stored && at->first + columns <= at->past;
 }
 
-#define GROWTH 8.0f     /* as exponents of 2 */
-#define FAR 16777216.0f /* m, too: from here on it is subtracted by itself, see excess */
+/* Exponents of 2: GROWTH, and from how large an m on it is subtracted before the unit comes in, as
+ * its product with that would be too coarse. */
+#define GROWTH 8.0f
+#define FAR 16777216.0f
 
 /* A lane's part of the running softmax of two queries, 8 rows apart: m, its share of the row sum l,
  * accumulated P V. Logits and m are in a unit, see dots_to_exponents. */

@@ -99,8 +99,8 @@ DEVICE void key_dots(key_matrices<DEPTH> *keys, const uint16_t (*tile)[DEPTH],
 }
 
 /* Adds what such a tile, of which c has the logits in a unit (dots_to_exponents), gives to a lane's
- * keys. UNMASKED: every query
- * sees every key, and no key has a bias. LARGEST: maxima instead of sums. */
+ * keys. UNMASKED: every query sees every key, and no key has a bias. LARGEST: maxima instead of
+ * sums. */
 template <int DEPTH, bool UNMASKED, bool LARGEST>
 DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t first, int64_t query,
                                int stage, const sums_buffer<DEPTH> *buffer,
