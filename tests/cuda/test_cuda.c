@@ -522,7 +522,8 @@ int main(void) {
             if (ONE_DTYPE && dtypes[type] != H2O_F16) continue;
             scene s = scenes[i];
             s.dtype = dtypes[type];
-            test_scene(&h2o_ops_generic, &s, type + 1, play);
+            const h2o_ops *const kernels = &h2o_ops_generic;
+            test_scene(&kernels, 1, &s, type + 1, play);
         }
     }
     return 0;

@@ -24,6 +24,7 @@ from hypothesis.extra.numpy import arrays
 from h2o import backends, ops
 from h2o.backends.portable import attend, merging, slot_rows, step
 from tests import inputs
+from tests.cases import pairs
 from tests.conversation import Conversation
 from tests.core.calls import EVERY_TENSOR, Call
 from tests.inputs import POLICIES, Policy
@@ -282,9 +283,9 @@ def test_values_that_are_not_finite_show_where_they_are_seen():
     assert torch.equal(*(x.isfinite() for x in outs))
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("merge", [None, 0.5])
-@pytest.mark.parametrize("size", [None, 8], ids=["one block", "blocks"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "merge", "size"), pairs([None, "int8"], [None, 0.5], [None, 8])
+)
 def test_simulated_infinities_are_the_oracles(merge, kv_dtype, size, monkeypatch):
     """With their signs, for as long as they are held; two of them of different signs are NaN."""
     if size is not None:
@@ -377,8 +378,16 @@ def test_a_step_takes_few_operations():
     assert counts[1] <= 150, "keys and values are quantised at once"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("capacity", [11, [9, 11]], ids=["even", "one axis"])
+@pytest.mark.parametrize(
+    ("dtype", "capacity"),
+    [
+        (torch.float32, [9, 11]),
+        (torch.bfloat16, 11),
+        pytest.param(torch.float32, 11, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, [9, 11], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_torch_compile_takes_a_step_whole(capacity, dtype):
     """As inductor gets it, whose own work takes a C++ compiler and minutes."""
     graphs = []
