@@ -402,8 +402,11 @@ def test_torch_compile_takes_a_step_whole(capacity, dtype):
     calls = [x.name for x in graphs[0].graph.nodes if "bmm" in x.name]
     assert not calls, "products of few rows are the compiler's own loops"
     written = [x for x in graphs[0].graph.nodes if x.target in ("scatter_", "index_put_")]
-    rows = [x.target for x in written if x.args[0].meta["example_value"].shape[-1] == 32]
-    assert rows == 4 * ["index_put_"], "new and merged keys and values: in place, see write_rows"
+    assert {x.target for x in written} == {"index_put_"}, "in place, see `Store._put`"
+    rows = [x for x in written if x.args[0].meta["example_value"].shape[-1] == 32]
+    assert len(rows) == 4, "new and merged keys and values"
+    kept = [x for x in graphs[0].graph.nodes if x.target == "as_strided"]
+    assert len(kept) == 3, "queries, weights and the merged key are converted once, see `products`"
     digits = 1e-5 if dtype == torch.float32 else 2**-7  # sums in another order round otherwise
     torch.testing.assert_close(*answers, rtol=digits, atol=1e-5)
     assert torch.equal(*held)
