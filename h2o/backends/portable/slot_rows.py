@@ -207,8 +207,8 @@ def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:
     CPUs have no 16-bit products, and a decode step is bound by memory anyway.
     """
     if torch.compiler.is_compiling() and left.shape[2] <= FUSED:
-        # inductor then keeps left, instead of dividing or converting it again for each product
-        left = left.as_strided(left.shape, left.stride())
+        left = left.contiguous()  # in memory, not divided or converted again for each product:
+        left = left.as_strided(left.shape, left.stride())  # for inductor
         wide = right.float()  # read once for all rows, whose sums go side by side
         return torch.stack([(row[..., None] * wide).sum(-2) for row in left.unbind(2)], 2)
     right, rows = right.flatten(0, 1), left.shape[:-1]
