@@ -160,11 +160,9 @@ def write_compiler(folder: Path, target: str) -> Path:
     kernels a third larger and hardly faster. C unwinds no stack, but Windows wants to be able to.
     """
     compiler = folder / "cc"
-    size = "-Os"
+    size = "-Os -ffunction-sections"  # for BY_NAME
     if "windows" not in target:
         size += " -fno-unwind-tables -fno-asynchronous-unwind-tables"
-    if "linux" in target:
-        size += " -ffunction-sections"  # for BY_NAME
     command = f'exec {shlex.quote(str(ZIG))} cc -target {target} "$@" {size}'
     compiler.write_text(f"#!/bin/sh\n{command}\n")
     compiler.chmod(0o755)
