@@ -282,7 +282,7 @@ FEW_POLICIES := h2o or decayed-max or everything
 CUDA_EMULATED := not large_store and not oracle and not (simulation_is_the_cache and core1) \
 	and not 16-576 and not (long_text and each) and not (as_with_values and not ($(FEW_POLICIES))) \
 	and not (step_is_attend and (many or 32))
-# `make test` leaves out what runs no other line of a kernel: of each table one dtype, of the policies a few.
+# `make test` runs fewer of these: of each table it leaves out a dtype, and all policies but a few.
 CUDA_BRIEFLY := $(CUDA_EMULATED) and not (test_table and float32) \
 	and not (simulation_table and float16) and not (as_with_values and not everything) \
 	and not (a_simulated_text and (float32 and None or float16 and int8)) \

@@ -50,11 +50,13 @@
 #define VEC static inline __attribute__((always_inline))
 
 /* Before a loop of constant length over vectors: unrolled completely, so that
- * arrays of vectors become registers. */
+ * arrays of vectors become registers. ROLLED: never, where it would take these. */
 #if defined(__clang__)
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("nounroll")
 #else
 #define UNROLL _Pragma("GCC unroll 32")
+#define ROLLED _Pragma("GCC unroll 1")
 #endif
 
 #if defined(H2O_VEC_AVX512)

@@ -420,7 +420,7 @@ int main(void) {
          .recent = 50,
          .policy = largest,
          .scale = 0.1f},
-        /* several blocks for a head, and learned sinks */
+        /* several blocks for a head, learned sinks, a negative scale, logits far apart */
         {.dims = make_dims(1, 1, 3, 330, 300, 16),
          .prompt = 310,
          .chunk_at = 315,
@@ -428,7 +428,7 @@ int main(void) {
          .heavy = 180,
          .recent = 100,
          .policy = plain,
-         .scale = 0.1f,
+         .scale = -1.0f,
          .sinks = true},
         {.dims = make_dims(2, 2, 2, 90, 60, 24),
          .spare = 1,
