@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Dozens of processes import the same sources, which take long to compile.
+export PYTHONDONTWRITEBYTECODE :=
 comma := ,
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
@@ -11,7 +13,7 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-windows test-python test-portable test-hf test-vllm test-ray test-versions asan tsan fuzz \
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-ray test-versions asan tsan fuzz \
 	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels clean
 .DELETE_ON_ERROR:
 
@@ -25,17 +27,19 @@ bench: .venv/core .venv/test ## every table of benchmarks/README.md; an hour on 
 	$(BIN)/python -m benchmarks
 
 # What keeps one processor busy goes side by side, the longest first, the outputs one after the other
-# where make can; pytest keeps all processors busy.
+# where make can.
 SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 BEFORE_PYTHON := $(if $(shell command -v $(CXX)),test-cuda,no-cxx) test-core bounds test-pure lint
+EMULATED = $(CUDA_BRIEFLY)
 test: .venv/test ## everything but the slow tests
-	+@$(TOGETHER) $(SYNCED) $(BEFORE_PYTHON)
+	+@$(TOGETHER) $(SYNCED) $(BEFORE_PYTHON) CUDA_EMULATED='$(EMULATED)'
 	@$(MAKE) --silent test-python PYTEST_MARKS='$(PYTEST_MARKS)'
 
 no-cxx:
 	@echo "no C++ compiler ($(CXX)), so the kernels for GPUs are not tested"
 
 test-all: PYTEST_MARKS :=
+test-all: EMULATED = $(CUDA_EMULATED)
 test-all: test notebooks ## the slow ones and the notebooks too
 
 # ---- what is installed ----
@@ -114,9 +118,16 @@ cuda: h2o/kernels.fatbin ## the kernels for GPUs, in minutes, by the compiler of
 
 # ---- tests ----
 
+# Half of the time each. Two that do not share one list of tests each import and collect half of it.
 PYTEST_MARKS := -m "not slow"
-test-python: .venv/core .venv/test ## pytest
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_MARKS)
+test-python: .venv/core .venv/test ## pytest, in two processes
+	+@$(TOGETHER) $(SYNCED) test-python-hf test-python-rest PYTEST_MARKS='$(PYTEST_MARKS)'
+
+test-python-hf:
+	$(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/core tests/hf
+
+test-python-rest:
+	$(BIN)/python -m pytest -q $(PYTEST_MARKS) --ignore tests/core --ignore tests/hf
 
 test-portable: .venv/core .venv/test ## golden data, the oracle, caches and families with the torch backend on the CPU
 	H2O_BACKEND=torch $(BIN)/python -m pytest -q $(PYTEST_MARKS) tests/torch tests/hf
@@ -202,7 +213,7 @@ $(OUT)/balance: tests/c/balance.c $(wildcard tests/c/*.h) $(C_CORE)
 
 bounds: BALANCE := bounds
 balance bounds: ## how well work spreads over 2 to 64 workers, counted; fails below what is promised
-	@$(TOGETHER) build/balance/balance OUT=build/balance CFLAGS="-O2 -DH2O_BALANCE" \
+	@$(TOGETHER) build/balance/balance OUT=build/balance CFLAGS="-O1 -DH2O_BALANCE" \
 		NOT_RUN="$(NOT_RUN) $(BELOW)"
 	@build/balance/balance $(BALANCE)
 
@@ -271,6 +282,11 @@ FEW_POLICIES := h2o or decayed-max or everything
 CUDA_EMULATED := not large_store and not oracle and not (simulation_is_the_cache and core1) \
 	and not 16-576 and not (long_text and each) and not (as_with_values and not ($(FEW_POLICIES))) \
 	and not (step_is_attend and (many or 32))
+# `make test` runs fewer of these: of each table it leaves out a dtype, and all policies but a few.
+CUDA_BRIEFLY := $(CUDA_EMULATED) and not (test_table and float32) \
+	and not (simulation_table and float16) and not (as_with_values and not everything) \
+	and not (a_simulated_text and (float32 and None or float16 and int8)) \
+	and not (_table and policy and not ($(FEW_POLICIES)))
 # And once as for compute capability 7.5: products of half the depth, copies that wait; and with little
 # shared memory.
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
@@ -281,7 +297,7 @@ test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 	build/cuda-ucontext/test_shim
 	$(CUDA)/test_shim
 	$(CUDA)/test_cuda
-	cd $(CUDA)/lib && ../../../$(BIN)/python -m pytest -q -n 2 -c ../../../pyproject.toml --rootdir . \
+	cd $(CUDA)/lib && ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
 		-m "not slow" $(CUDA_TESTS) -k "$(CUDA_EMULATED)"
 
 # The PTX that the compiler for GPUs wrote, run a warp at a time (tools/ptx) in the place of the

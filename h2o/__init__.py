@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.hf.cache import H2OCache as H2OCache
     from h2o.hf.generate_all import generate_all as generate_all
     from h2o.hf.layer import H2OLayer as H2OLayer
+    from h2o.hf.packed_weights import packed_weights as packed_weights
     from h2o.hf.patching import disable as disable
     from h2o.hf.patching import enable as enable
     from h2o.hf.patching import patched as patched
@@ -66,6 +67,7 @@ _LAZY = {
     "generate_all": "h2o.hf.generate_all",
     "load": "h2o.models",
     "load_default": "h2o.models",
+    "packed_weights": "h2o.hf.packed_weights",
     "patched": "h2o.hf.patching",
     "read": "h2o.hf.reading",
     "simulated": "h2o.hf.simulation",

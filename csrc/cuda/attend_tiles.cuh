@@ -71,7 +71,8 @@ DEVICE bool load_bias(const attend_item *item, bool stored, int64_t first, int c
     return block_any(any);
 }
 
-/* Of a query's softmax, what the sums need: they take exp(logit - row max) * factor. Row max and
+/* Of a query's softmax, what the sums need: they take exp(logit - row max) * factor, with tensor
+ * cores in the units of dots_to_exponents and a row max that may be a little low. Row max and
  * row sum stay apart, since large logits would swallow the logarithm of the sum. */
 DEVICE void write_softmax(const attend_item *item, int64_t h, int64_t token, float row_max,
                           float row_sum) {

@@ -10,7 +10,9 @@
 
 #include "common.cuh"
 
-DEVICE float fast_exp(float x) { return fast_exp2(x * 1.44269504f); }
+#define LOG2_E 1.44269504f
+
+DEVICE float fast_exp(float x) { return fast_exp2(x * LOG2_E); }
 
 /* 1 / cap; a number for denormal caps too. */
 DEVICE float inverse_cap(float softcap) { return fast_reciprocal(fmaxf(softcap, 1.17549435e-38f)); }
@@ -42,11 +44,11 @@ DEVICE float logit_of(float dot, float scale, float softcap, float bias) {
     return capped_large(capped_small(x, inverse), softcap, inverse) + bias;
 }
 
+/* What is taken away from the logits of a row: its max, if there is any. */
+DEVICE float subtrahend(float row_max) { return row_max == -INFINITY ? 0.0f : row_max; }
+
 /* exp(x - row_max) for x <= row_max; 0 where both are -infinity. */
-DEVICE float exponential(float x, float row_max) {
-    const float finite_max = row_max == -INFINITY ? 0.0f : row_max;
-    return fast_exp(x - finite_max);
-}
+DEVICE float exponential(float x, float row_max) { return fast_exp(x - subtrahend(row_max)); }
 
 /* The sink logit of a query head, -infinity where there are none: an infinite one is large, so that
  * differences from it are numbers. */

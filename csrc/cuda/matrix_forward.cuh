@@ -4,86 +4,23 @@
  * keys that they see:
  *
  *   1. S = Q K^T in registers, while the tile's values are being copied to shared memory;
- *   2. running row max m, P = exp(S - m) in place, row sum l, and the rescaling of O;
+ *   2. running row max m, P = exp(S - m) in place, row sum l, rescaling of O: matrix_softmax.cuh;
  *   3. O += P V, with P as 16-bit matrices, while the next tile's keys are being copied.
  *
- * The matrix product would turn 0 * infinity into NaN, where a key is masked, or has a weight that
- * is 0 in float16 but not in 32 bits. So a tile that the causal mask cuts, and in float16 any tile,
- * takes a slow way for step 3 if its values are not all finite. */
+ * The matrix product turns 0 * infinity into NaN, where a key is masked, or has a weight that is 0
+ * in float16 but not in 32 bits. So a block whose outputs have a NaN does all once more, and then
+ * a tile whose values are not all finite takes a slow way for step 3. */
 #ifndef H2O_CUDA_MATRIX_FORWARD_CUH
 #define H2O_CUDA_MATRIX_FORWARD_CUH
 
+#include "matrix_softmax.cuh"
 #include "matrix_stored.cuh"
-
-/* A tile of keys: stored ones first, then new ones up to the last query's own. */
-typedef struct {
-    bool stored;
-    int32_t first;
-    int32_t end;  /* of the new keys, ... */
-    int32_t past; /* ... and of those that every query sees */
-    row_source keys, values;
-} key_tile;
 
 DEVICE void open_keys(const attend_item *item, bool stored, key_tile *at) {
     at->stored = stored;
     at->first = 0;
     at->keys = key_source(item, stored);
     at->values = value_source(item, stored);
-}
-
-/* Whether every query sees every key of a tile, and none has a bias. */
-DEVICE bool is_past(const key_tile *at, int columns) {
-    return !at->stored && at->first + columns <= at->past;
-}
-
-/* A lane's part of the running softmax of two queries, 8 rows apart: row max m, its share of the
- * row sum l, accumulated P V. */
-template <int DEPTH> struct matrix_softmax {
-    float row_max[2], row_sum[2];
-    float output[DEPTH / 8][4];
-};
-
-/* Step 2: c from logits to exponentials, -1 where the key is masked. UNMASKED: no key is, and none
- * has a bias. */
-template <int DEPTH, bool UNMASKED>
-DEVICE void update_matrix_softmax(const key_tile *at, int64_t query,
-                                  const matrix_buffer<DEPTH> *buffer,
-                                  float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
-                                  matrix_softmax<DEPTH> *softmax) {
-    const int columns = matrix_buffer<DEPTH>::COLUMNS;
-    const int ahead = at->stored ? -columns : at->first - (int)query; /* keys, of the queries */
-    UNROLL
-    for (int i = 0; i < 2; i++) {
-        const int row = warp_row() + lane_row() + 8 * i;
-        float row_max = softmax->row_max[i], row_sum = 0.0f;
-        uint32_t visible = 0;
-        UNROLL
-        for (int k = 0; k < columns / 4; k++) {
-            const int column = k / 2 * 8 + lane_column() + k % 2;
-            float *const x = &c[k / 2][2 * i + k % 2];
-            if (!UNMASKED) {
-                const float bias = buffer->bias[column];
-                if (bias == INFINITY || column + ahead > row) continue;
-                *x += bias;
-                visible |= 1u << k;
-            }
-            row_max = fmaxf(row_max, *x);
-        }
-        row_max = quad_max(row_max);
-        const float rescale =
-            softmax->row_max[i] == row_max ? 1.0f : exponential(softmax->row_max[i], row_max);
-        UNROLL
-        for (int k = 0; k < columns / 4; k++) {
-            float *const x = &c[k / 2][2 * i + k % 2];
-            const bool is_visible = UNMASKED || (visible >> k & 1);
-            *x = is_visible ? exponential(*x, row_max) : -1.0f;
-            row_sum += is_visible ? *x : 0.0f;
-        }
-        softmax->row_max[i] = row_max;
-        softmax->row_sum[i] = fmaf(softmax->row_sum[i], rescale, row_sum);
-        UNROLL
-        for (int k = 0; k < DEPTH / 4; k++) softmax->output[k / 2][2 * i + k % 2] *= rescale;
-    }
 }
 
 template <int TILES> DEVICE void masked_to_zero(float c[TILES][4]) {
@@ -186,10 +123,10 @@ DEVICE void fetch_values(const attend_item *item, const key_tile *at,
 }
 
 /* Steps 1 to 3 for all tiles. Copies overlap with products: values with those of their keys, the
- * next tile's keys with those of the values. */
+ * next tile's keys with those of the values. careful: values may be infinite. */
 template <int DEPTH, h2o_dtype TYPE>
-DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<DEPTH> *buffer,
-                         matrix_softmax<DEPTH> *softmax) {
+DEVICE void forward_keys(const attend_item *item, int64_t query, bool careful,
+                         matrix_buffer<DEPTH> *buffer, matrix_softmax<DEPTH> *softmax) {
     const int columns = matrix_buffer<DEPTH>::COLUMNS;
     key_tile at = {};
     at.end = (int32_t)lower(query + MATRIX_ROWS, item->tokens);
@@ -210,20 +147,21 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<D
             scale_dots<columns / 8>(
                 c, [&](int i) { return buffer->scales[i / 4 * 8 + lane_column() + i % 2]; });
         }
-        dots_to_logits<columns / 8>(c, item->p->scale, item->p->softcap);
+        dots_to_exponents<columns / 8>(c, item->p->scale, item->p->softcap);
+        const float unit = exponent_unit(item->p->scale, item->p->softcap);
         const bool past = is_past(&at, columns);
         TAKEN(matrix_forward_unmasked, past);
         TAKEN(matrix_forward_of_stored, at.stored);
         TAKEN(matrix_forward_of_quantised, numbers);
         if (past) {
-            update_matrix_softmax<DEPTH, true>(&at, query, buffer, c, softmax);
+            update_matrix_softmax<DEPTH, true>(&at, query, unit, buffer, c, softmax);
         } else {
-            update_matrix_softmax<DEPTH, false>(&at, query, buffer, c, softmax);
+            update_matrix_softmax<DEPTH, false>(&at, query, unit, buffer, c, softmax);
         }
         wait_copies<0>();
         sync_block(); /* the keys have been used */
-        const bool slow = (TYPE == H2O_F16 || (!past && !at.stored)) &&
-                          block_any(!finite_part<DEPTH, TYPE, columns>(buffer->columns[1]));
+        const bool slow =
+            careful && block_any(!finite_part<DEPTH, TYPE, columns>(buffer->columns[1]));
         TAKEN(matrix_forward_nonfinite, slow);
         if (slow) {
             accumulate_nonfinite<DEPTH, TYPE>(buffer, c, softmax);
@@ -237,16 +175,28 @@ DEVICE void forward_keys(const attend_item *item, int64_t query, matrix_buffer<D
     }
 }
 
+/* Whether there is a NaN among the block's outputs. */
+template <int DEPTH> DEVICE bool any_nan(const matrix_softmax<DEPTH> *softmax) {
+    bool any = false;
+    UNROLL
+    for (int i = 0; i < DEPTH / 8 * 4; i++) {
+        const float x = softmax->output[i / 4][i % 4];
+        any |= x != x;
+    }
+    return block_any(any);
+}
+
 /* O / l, m and the factor. */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t query,
                                  const matrix_softmax<DEPTH> *softmax) {
     const h2o_attend_params *const p = item->p;
+    const float unit = exponent_unit(p->scale, p->softcap);
     UNROLL
     for (int i = 0; i < 2; i++) {
         const int64_t token = query + warp_row() + lane_row() + 8 * i;
         float row_max = softmax->row_max[i], row_sum = quad_sum(softmax->row_sum[i]);
-        add_sink(sink_of(&p->sink_logits, h), &row_max, &row_sum);
+        add_matrix_sink(sink_of(&p->sink_logits, h), unit, &row_max, &row_sum);
         const float inverse = 1.0f / row_sum;
         if (token >= item->tokens) continue;
         element_ref out = row_of(&p->out, item->b, item->columns[token], h);
@@ -257,6 +207,7 @@ DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t que
             const float x = softmax->output[k / 2][2 * i + k % 2] * inverse;
             if (d < p->dims.D) set_element(out, d, x);
         }
+        row_sum *= fast_exp2(-excess(row_max, unit));
         if (lane_column() == 0) write_softmax(item, h, token, row_max, row_sum);
     }
 }
@@ -272,11 +223,16 @@ DEVICE void matrix_forward(const h2o_attend_params *p, char *workspace, unsigned
     if (h2o_given(&p->mask)) clear_pads(p, b, h, query, MATRIX_ROWS);
     TAKEN(matrix_forward_of_pads, query >= item.tokens);
     if (query >= item.tokens) return;
-    matrix_softmax<DEPTH> softmax = {};
-    softmax.row_max[0] = softmax.row_max[1] = -INFINITY;
+    matrix_softmax<DEPTH> softmax;
     const row_source queries = token_source(&item, &p->query, h);
     fetch_matrix<DEPTH, MATRIX_ROWS>(buffer->rows, &item, &queries, false, query, NULL);
-    forward_keys<DEPTH, TYPE>(&item, query, buffer, &softmax);
+    bool careful = false;
+    do {
+        softmax = {};
+        softmax.row_max[0] = softmax.row_max[1] = -INFINITY;
+        forward_keys<DEPTH, TYPE>(&item, query, careful, buffer, &softmax);
+        careful = !careful && any_nan<DEPTH>(&softmax);
+    } while (careful);
     write_matrix_outputs<DEPTH, TYPE>(&item, h, query, &softmax);
 }
 

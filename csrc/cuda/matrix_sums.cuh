@@ -98,12 +98,13 @@ DEVICE void key_dots(key_matrices<DEPTH> *keys, const uint16_t (*tile)[DEPTH],
     }
 }
 
-/* Adds what such a tile, of which c has the logits, gives to a lane's keys. UNMASKED: every query
- * sees every key, and no key has a bias. LARGEST: maxima instead of sums. */
+/* Adds what such a tile, of which c has the logits in a unit (dots_to_exponents), gives to a lane's
+ * keys. UNMASKED: every query sees every key, and no key has a bias. LARGEST: maxima instead of
+ * sums. */
 template <int DEPTH, bool UNMASKED, bool LARGEST>
 DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t first, int64_t query,
                                int stage, const sums_buffer<DEPTH> *buffer,
-                               const float c[sums_buffer<DEPTH>::COLUMNS / 8][4],
+                               const float c[sums_buffer<DEPTH>::COLUMNS / 8][4], float unit,
                                float sum[LANE_KEYS]) {
     const int columns = sums_buffer<DEPTH>::COLUMNS;
     const int count = (int)lower(item->tokens - query, columns);
@@ -119,9 +120,9 @@ DEVICE void add_column_sums_of(const attend_item *item, bool stored, int64_t fir
             if (!UNMASKED) {
                 const float bias = buffer->bias[lane_key() + 8 * i];
                 if (bias == INFINITY || lane_key() + 8 * i + ahead > at) continue;
-                logit += bias;
+                logit = fmaf(bias, bias_unit(unit), logit);
             }
-            const float e = fast_exp(logit - row_max);
+            const float e = fast_exp2((logit - row_max) * unit);
             sum[i] = LARGEST ? h2o_larger(sum[i], e * factor) : fmaf(e, factor, sum[i]);
         }
     }
@@ -145,19 +146,22 @@ DEVICE void add_matrix_column_sums(const attend_item *item, key_matrices<DEPTH> 
         scale_dots<columns / 8>(
             c, [&](int i) { return scales[i / (columns / 4) * 16 + i % 4 / 2 * 8]; });
     }
-    dots_to_logits<columns / 8>(c, item->p->scale, item->p->softcap);
+    dots_to_exponents<columns / 8>(c, item->p->scale, item->p->softcap);
+    const float unit = exponent_unit(item->p->scale, item->p->softcap);
     if (h2o_scores_largest(&item->p->policy)) {
         if (unmasked) {
             add_column_sums_of<DEPTH, true, true>(item, stored, first, query, stage, buffer, c,
-                                                  sum);
+                                                  unit, sum);
         } else {
             add_column_sums_of<DEPTH, false, true>(item, stored, first, query, stage, buffer, c,
-                                                   sum);
+                                                   unit, sum);
         }
     } else if (unmasked) {
-        add_column_sums_of<DEPTH, true, false>(item, stored, first, query, stage, buffer, c, sum);
+        add_column_sums_of<DEPTH, true, false>(item, stored, first, query, stage, buffer, c, unit,
+                                               sum);
     } else {
-        add_column_sums_of<DEPTH, false, false>(item, stored, first, query, stage, buffer, c, sum);
+        add_column_sums_of<DEPTH, false, false>(item, stored, first, query, stage, buffer, c, unit,
+                                                sum);
     }
 }
 

@@ -62,7 +62,7 @@ def analyze(
     ids = _one_text(input_ids, attention_mask)
     if not full_layers(model):
         raise ValueError("every layer has a sliding window: there is nothing for h2o to analyse")
-    if (part := tensor_parallel.part(model)) != tensor_parallel.WHOLE:
+    if (part := tensor_parallel.part_of_heads(model)) != tensor_parallel.WHOLE:
         raise ValueError(
             "analyze() shows all heads of a model, and this is "
             f"{tensor_parallel.named(part)}: load the "

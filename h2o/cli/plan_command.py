@@ -25,8 +25,8 @@ HEADER = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Bounds by what has to be read and multiplied, from data sheets: runs reach about half of "
-        "them. Nothing is loaded but the model's config."
+        "Bounds by what has to be read and multiplied, from data sheets, and by counts of h2o's "
+        "kernels for GPUs: runs reach about half of them. Nothing is loaded but the model's config."
     )
     add = parser.add_argument
     add_model(add)

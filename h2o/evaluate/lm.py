@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import itertools
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ class H2OLM(HFLM):
         check(setting, protocol, prompt_length, ratio_of)
         if isinstance(pretrained, str) and pretrained in ("", models.DEFAULT_MODEL):
             pretrained = str(models.embedded_folder(log.info))
+        elif isinstance(pretrained, str) and models.is_gguf(pretrained):
+            pretrained, kwargs["gguf_file"] = os.path.split(os.path.abspath(pretrained))
         kwargs["logits_cache"] = False  # it would lend one request's logits to another
         # lm-eval's commands say "cuda:0" unless told otherwise, whatever there is.
         device = str(kwargs.get("device") or "cuda")

@@ -28,7 +28,7 @@ from h2o.evaluate.lm import H2OLM, POLICY
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.protocols import check, one_token_note
 from h2o.evaluate.setting import Setting, footnote
-from h2o.models import DEFAULT_MODEL, embedded_folder
+from h2o.models import DEFAULT_MODEL, embedded_folder, is_gguf, tokenizer_folder
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
 
@@ -171,8 +171,14 @@ def compare(
 
 
 def metadata(config: EvaluatorConfig) -> dict[str, Any]:
-    """What tasks that are made up for a tokenizer are told of it."""
-    default = {} if "pretrained" in config.model_args else {"tokenizer": str(embedded_folder())}
+    """What tasks that are made up for a tokenizer are told of it; they read folders only."""
+    name = config.model_args.get("pretrained")
+    folder = None
+    if name is None:
+        folder = embedded_folder()
+    elif is_gguf(name):
+        folder = tokenizer_folder(name)
+    default = {} if folder is None else {"tokenizer": str(folder)}
     return default | (config.metadata or {})
 
 
@@ -181,7 +187,7 @@ def own_tasks(config: EvaluatorConfig) -> TaskManager | None:
     if not config.include_path:
         return None
     manager = TaskManager(
-        include_path=config.include_path, include_defaults=False, metadata=config.metadata
+        include_path=config.include_path, include_defaults=False, metadata=metadata(config)
     )
     known = isinstance(config.tasks, list) and set(config.tasks) <= set(manager.all_tasks)
     return manager if known else None

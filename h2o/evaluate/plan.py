@@ -1,7 +1,8 @@
 """How many requests fit, and how fast they can be, before anything is loaded or rented.
 
 A roofline over a whole batch: a prompt takes what its products take at the device's rate, a decode
-step what its products take or what it takes to read weights and caches once, whichever is longer.
+step what its products take or what it takes to read weights and caches once, whichever is longer;
+on a GPU attention as h2o computes it takes what its kernels do by their counts, if that is longer.
 Launches, samplers and Python take more. So the figures are bounds: the authors' own logs, of
 OPT-6.7B on an A100 (FlexGen; 24 rows, 2048 + 2048 tokens), reach about half of them with the full
 cache and with H2O alike, and their ratio is nearer to what is measured than each of them.
@@ -23,6 +24,8 @@ from h2o.model_identity import describe, key_size, latent_row
 __all__ = ["Model", "Plan", "model_of", "plan", "row_bytes"]
 
 
+LARGEST_HEAD = 256
+"""Elements of a head that h2o's kernels for GPUs serve; of latents none are served."""
 RESERVED = 0.1
 """Of a device's memory, for activations and what libraries take."""
 
@@ -128,13 +131,13 @@ def plan(
         )
     rows = rows or fitting
     rate = device.products * 1e12
-    attention = 2 * prompt**2 * model.queries * model.layers.count("h2o")
-    prompt_seconds = (2 * model.active * prompt + attention) / rate
+    attention, kernels = _attention(model, device, setting, prompt, prompt + new // 2, rows)
+    prompt_seconds = 2 * model.active * prompt / rate + attention
+    cached = rows * row_bytes(model, setting, prompt, prompt + new // 2)
     read = {
         "weights": model.weights / (device.bandwidth * 1e9),
-        "caches": rows * row_bytes(model, setting, prompt, prompt + new // 2)
-        / (device.bandwidth * 1e9),
-    }  # fmt: skip
+        "caches": max(cached / (device.bandwidth * 1e9), kernels),
+    }
     products = 2 * model.active * rows / rate
     step = max(sum(read.values()), products)
     seconds = {"prompts": rows * prompt_seconds, "steps": new * step}
@@ -143,6 +146,23 @@ def plan(
         bound = "products" if step == products else max(read, key=lambda x: read[x])
     total = rows * new / sum(seconds.values())
     return Plan(setting.name, ends, rows, prompt_seconds, step, total, bound)
+
+
+def _attention(
+    model: Model, device: Device, setting: Setting, prompt: int, tokens: int, rows: int
+) -> tuple[float, float]:
+    """Seconds of attention: of one prompt; of a step of all rows of so many tokens, 0 where h2o's
+    kernels do not serve it, or nothing is known of them."""
+    layers = model.layers.count("h2o")
+    seconds = 2 * prompt**2 * model.queries * layers / (device.products * 1e12)
+    D, element, _ = key_size(model.config)
+    if device.kernels is None or setting.variant == "full" or element != 2 or D > LARGEST_HEAD:
+        return seconds, 0.0
+    config = setting.holding.for_model(model.config)
+    step = device.kernels.step(
+        config.held(tokens, prompt) + 1, rows * model.heads, D, config.kv_dtype
+    )
+    return max(seconds, layers * device.kernels.prompt(prompt, model.queries / D, D)), layers * step
 
 
 def row_bytes(model: Model, setting: Setting, prompt: int, tokens: int) -> int:

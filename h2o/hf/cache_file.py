@@ -138,7 +138,7 @@ def _with_part(state: State, cache: Any, model: Any) -> State:
     if not state.numbers.get("unscored"):
         return state
     if model is not None:
-        return State(state.tensors, state.numbers | {"part": tensor_parallel.part(model)})
+        return State(state.tensors, state.numbers | {"part": tensor_parallel.part_of_heads(model)})
     total, held = cache.model_shape.get("num_key_value_heads"), _heads(state.tensors, "")
     if total not in (None, held) and tensor_parallel.several():
         raise ValueError(
@@ -174,7 +174,7 @@ def _refuse_other_part(
             if part == tensor_parallel.WHOLE and not tensor_parallel.several():
                 continue
             raise ValueError(f"{reason}, and a config does not tell them: give load() the model")
-        if (here := tensor_parallel.part(model)) != part:
+        if (here := tensor_parallel.part_of_heads(model)) != part:
             raise ValueError(
                 f"{reason}, and this is {tensor_parallel.named(here)}: "
                 + (

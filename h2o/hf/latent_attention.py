@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o.errors import Unsupported
+from h2o.hf import tensor_parallel
 from h2o.hf.linear_matrix import made_of_matrix
 from h2o.hf.traced_tensor import TracedTensor, plain
 
@@ -105,7 +106,16 @@ class Expansion(NamedTuple):
 
 def over_latents(call: Any, latent: Tensor) -> tuple[Any, Expansion]:
     """A call of `h2o.hf.attention_hook` whose keys are expanded, as one over the rows of the
-    latents [B, 1, N, L] that they were made from."""
+    latents [B, 1, N, L] that they were made from.
+
+    Raises:
+        Unsupported: a model that is cut over processes.
+    """
+    if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
+        raise Unsupported(
+            "latent attention is not simulated where its heads are cut over processes: load the "
+            "model whole, without tp_plan"
+        )
     L, D = latent.shape[-1], call.query.shape[-1]
     rotated = plain(call.key)[:, :1, :, call.module.qk_nope_head_dim :]
     rows = torch.cat([latent.to(rotated.dtype), rotated], dim=-1)

@@ -77,6 +77,7 @@ class LatentLayer(H2OLayer):
         super().reset()
         self._pass: _Pass | None = None
         self._rows: Tensor | None = None
+        self._mesh: Any = None
 
     def _joined(self, latents: Tensor, rotated: Tensor) -> Tensor:
         if latents.shape[:-1] != rotated.shape[:-1] or latents.shape[-1] != self.latent:
@@ -95,10 +96,11 @@ class LatentLayer(H2OLayer):
     def _in_form_of_store(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> NewTokens:
-        if tensor_parallel.part(call.module) != tensor_parallel.WHOLE:
+        self._mesh = tensor_parallel.mesh_of(call.module)
+        if self._mesh is not None and self.config.kv_dtype is not None:
             raise Unsupported(
-                "h2o does not serve latent attention cut over processes: its scores are sums over "
-                "all heads"
+                "h2o does not quantise latents of a model that is cut over processes: leave "
+                "kv_dtype out"
             )
         if self._rows is None or self._rows.shape[2] != query.shape[2]:
             raise RuntimeError(
@@ -116,10 +118,19 @@ class LatentLayer(H2OLayer):
         return tokens._replace(value=None, scale=scale)
 
     def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        held = [] if slots is None else [slots.scores]
+        if self._mesh is not None and self._mesh.get_local_rank() > 0:
+            for x in held:  # of all heads already: the first process adds to them
+                x.zero_()
         if self._pass is not None and self._pass.expanded is not None:
-            return self._expanded_attention(*self._pass.expanded, tokens)
-        out, scores = super()._attention(tokens, slots)
-        return self._answers(out), scores
+            out, scores = self._expanded_attention(*self._pass.expanded, tokens)
+        else:
+            out, scores = super()._attention(tokens, slots)
+            out = self._answers(out)
+        if self._mesh is not None:
+            for x in (*held, scores):
+                tensor_parallel.over_all_heads(x, self._mesh, self.policy.scores_largest)
+        return out, scores
 
     def _expanded_attention(
         self, query: Tensor, key: Tensor, value: Tensor, tokens: NewTokens
@@ -139,7 +150,8 @@ class LatentLayer(H2OLayer):
         self, tokens: NewTokens, slots: ops.Slots, out: Tensor | None, **rotary: ops.Rotary
     ) -> Tensor:
         # A quantised store's new rows are read as they are stored, which only a step does.
-        if tokens.query.shape[1] >= MANY and self.config.kv_dtype is None:
+        many = tokens.query.shape[1] >= MANY and self.config.kv_dtype is None
+        if many or self._mesh is not None:
             return self._attend_and_evict(tokens, slots)
         return self._answers(super()._step(tokens, slots, None, **rotary))
 

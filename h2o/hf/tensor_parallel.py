@@ -1,7 +1,8 @@
 """Tensor parallelism: which of a model's attention heads this process has.
 
 transformers gives each process of a mesh an equal part of every layer's heads, in order. A cache's
-layer therefore sees keys of these heads alone, while budgets are defined over all heads.
+layer therefore sees keys of these heads alone, while budgets are defined over all heads. Latents,
+of which each serves all heads, are whole in every process; the scores of their heads are summed.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
-__all__ = ["WHOLE", "mesh_of", "named", "part", "several"]
+__all__ = ["WHOLE", "mesh_of", "named", "over_all_heads", "part", "part_of_heads", "several"]
 
 WHOLE = (0, 1)
 """The part of a model that is in one process: all heads."""
@@ -24,6 +25,19 @@ def part(module: nn.Module) -> tuple[int, int]:
     """
     mesh = mesh_of(module)
     return WHOLE if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+
+def part_of_heads(model: nn.Module) -> tuple[int, int]:
+    """As `part`, of a whole model: some are cut over processes but for their attention."""
+    here = part(model)
+    attention = [x for x in model.modules() if hasattr(x, "layer_idx") and not _has_layers(x)]
+    if attention and all(mesh_of(x) is None for x in attention):
+        return WHOLE
+    return here
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(hasattr(x, "layer_idx") for x in module.modules() if x is not module)
 
 
 def named(part: tuple[int, int]) -> str:
@@ -58,6 +72,12 @@ def mesh_of(module: nn.Module) -> Any:
         if mesh.ndim == 1 and not names and not gathered:
             return mesh
     return None
+
+
+def over_all_heads(scores: Tensor, mesh: Any, largest: bool) -> None:
+    """Sums scores of each process's heads over a mesh's processes, in place; or their maximum."""
+    over = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
+    distributed.all_reduce(scores, over, group=mesh.get_group())
 
 
 def _meshes(module: nn.Module) -> Iterator[Any]:

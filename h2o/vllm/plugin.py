@@ -275,12 +275,13 @@ class H2OAttention(AttentionImpl[Batch]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
+        kind = AttentionType(attn_type)
         refused = {
             "ALiBi": alibi_slopes is not None,
             "layers with a sliding window, which bounds their keys already": sliding_window,
             "layers that share the keys of another": kv_sharing_target_layer_name,
             "learned sinks": sinks is not None,
-            f"attention of the kind {attn_type}": attn_type != AttentionType.DECODER,
+            f"attention of the kind {kind.value}": kind != AttentionType.DECODER,
         }
         for what, present in refused.items():
             if present:

@@ -317,8 +317,14 @@ static void check_slots(const answer *a, int64_t b, int64_t g, const kept_keys *
     CHECK(found == kept->count);
 }
 
+/* What all levels answer, which plain loops, that take longest here, need to work out but once. */
+typedef struct {
+    answer by[LEVELS];
+    size_t count;
+} answers;
+
 /* One row and key/value head, call by call. */
-static void check_unit(const scene *s, const text *t, const answer *a, int64_t b, int64_t g) {
+static void check_unit(const scene *s, const text *t, const answers *a, int64_t b, int64_t g) {
     const h2o_dims *const d = &s->dims;
     const size_t room = (size_t)d->Q;
     const plain_unit u = make_plain(&t->query, &t->keys, &t->values, b, g);
@@ -353,12 +359,14 @@ static void check_unit(const scene *s, const text *t, const answer *a, int64_t b
                     kept.scores[i] =
                         largest ? h2o_larger(kept.scores[i], given) : kept.scores[i] + given;
                 }
-                check_row(&a->out, b, q, g * d->R + r, out);
+                for (size_t l = 0; l < a->count; l++) {
+                    check_row(&a->by[l].out, b, q, g * d->R + r, out);
+                }
             }
         }
         if (length > before) evict_plainly(s, length, &kept);
     }
-    check_slots(a, b, g, &kept);
+    for (size_t l = 0; l < a->count; l++) check_slots(&a->by[l], b, g, &kept);
     free_plain(&u);
     free(kept.scores);
     free(kept.norms);
@@ -401,7 +409,7 @@ static void check_spare(const scene *s, const answer *a) {
 
 /* Not for ThreadSanitizer: plain loops have no threads, and take minutes. They do not merge:
  * tests/torch/test_merge.py judges what does. */
-static void check_units(const scene *s, const text *t, const answer *a) {
+static void check_units(const scene *s, const text *t, const answers *a) {
     if (h2o_merges(&s->policy)) return;
     for (int64_t i = 0; !THREAD_SANITIZER && i < s->dims.B * s->dims.G; i++) {
         check_unit(s, t, a, i / s->dims.G, i % s->dims.G);
@@ -412,23 +420,37 @@ static void check_units(const scene *s, const text *t, const answer *a) {
 typedef answer (*passage)(const runner *, const scene *, const text *);
 typedef answer (*player)(const h2o_ops *ops, const scene *s, const text *t, passage through);
 
-static void test_scene(const h2o_ops *ops, const scene *s, uint64_t seed, player play) {
+static void free_answers(answers *a) {
+    for (size_t l = 0; l < a->count; l++) for_each_tensor(&a->by[l], &a->by[l], free_tensor);
+    a->count = 0;
+}
+
+/* ops: of so many levels. */
+static void test_scene(const h2o_ops *const *ops, size_t count, const scene *s, uint64_t seed,
+                       player play) {
     test_random random = {.state = seed};
     const text t = make_text(s, &random);
-    const answer conversation = play(ops, s, &t, converse);
-    check_units(s, &t, &conversation);
-    if (h2o_merges(&s->policy)) check_merged(s, &conversation);
-    check_spare(s, &conversation);
-    for_each_tensor(&conversation, &conversation, free_tensor);
+    answers a = {.count = 0};
+    for (size_t l = 0; l < count; l++) {
+        const answer conversation = play(ops[l], s, &t, converse);
+        if (h2o_merges(&s->policy)) check_merged(s, &conversation);
+        check_spare(s, &conversation);
+        a.by[a.count++] = conversation;
+    }
+    check_units(s, &t, &a);
+    free_answers(&a);
 
     scene whole = *s; /* without a chunk, and nothing is overwritten */
     whole.chunk_at = -1;
     whole.spare = 0;
     whole.dims.S = whole.dims.Q;
-    const answer simulation = play(ops, &whole, &t, simulate);
-    list_survivors(&whole, &t, &simulation);
-    check_units(&whole, &t, &simulation);
-    for_each_tensor(&simulation, &simulation, free_tensor);
+    for (size_t l = 0; l < count; l++) {
+        const answer simulation = play(ops[l], &whole, &t, simulate);
+        list_survivors(&whole, &t, &simulation);
+        a.by[a.count++] = simulation;
+    }
+    check_units(&whole, &t, &a);
+    free_answers(&a);
     free_text(&t);
 }
 

@@ -12,7 +12,7 @@ from tests.core.calls import make
 from tests.inputs import POLICIES
 
 CALLS = [24, *[1] * 25, 7, *[1] * 8, 40, *[1] * 3]
-UNMERGED = [name for name, policy in POLICIES.items() if policy.merge is None]
+FEW_POLICIES = ("h2o", "decayed-max", "everything")
 
 
 def texts(R: int, D: int, dtype: type = np.float32) -> inputs.Text:
@@ -26,21 +26,27 @@ def mask() -> np.ndarray:
     return np.concatenate([inputs.holes(4, [20, 13], 24), rest], 1)
 
 
-@pytest.mark.parametrize("name", UNMERGED)
-@pytest.mark.parametrize(
-    ("R", "D", "more"),
-    [
-        (1, 5, {}),
-        (4, 24, {}),
-        (8, 256, {}),
-        (16, 576, {}),
-        (37, 72, {}),
-        (16, 576, {"kv_dtype": "int8"}),
-        (3, 32, {"stepwise": False}),
-        (2, 40, {"kv_dtype": "int8"}),
-        (2, 24, {"budget": np.array([[[9, 5], [2, 1]], [[4, 4], [0, 7]]], np.int32)}),
-    ],
-)
+SHAPES = [
+    (1, 5, {}),
+    (4, 24, {}),
+    (8, 256, {}),
+    (16, 576, {}),
+    (37, 72, {}),
+    (16, 576, {"kv_dtype": "int8"}),
+    (3, 32, {"stepwise": False}),
+    (2, 40, {"kv_dtype": "int8"}),
+    (2, 24, {"budget": np.array([[[9, 5], [2, 1]], [[4, 4], [0, 7]]], np.int32)}),
+]
+CASES = [
+    pytest.param(name, R, D, more, marks=[] if few or small else [pytest.mark.slow])
+    for name in POLICIES
+    for R, D, more in SHAPES
+    for few, small in [(name in FEW_POLICIES, R < 5 and D > 5)]
+]
+"""What shape the rows have, a policy, which sees scores, cannot know: all of them with a few."""
+
+
+@pytest.mark.parametrize(("name", "R", "D", "more"), CASES)
 def test_as_with_values_that_are_the_keys(name, R, D, more):
     text = texts(R, D)
     twice, once = (

@@ -420,7 +420,7 @@ int main(void) {
          .recent = 50,
          .policy = largest,
          .scale = 0.1f},
-        /* several blocks for a head, and learned sinks */
+        /* several blocks for a head, learned sinks, a negative scale, logits far apart */
         {.dims = make_dims(1, 1, 3, 330, 300, 16),
          .prompt = 310,
          .chunk_at = 315,
@@ -428,7 +428,7 @@ int main(void) {
          .heavy = 180,
          .recent = 100,
          .policy = plain,
-         .scale = 0.1f,
+         .scale = -1.0f,
          .sinks = true},
         {.dims = make_dims(2, 2, 2, 90, 60, 24),
          .spare = 1,
@@ -522,7 +522,8 @@ int main(void) {
             if (ONE_DTYPE && dtypes[type] != H2O_F16) continue;
             scene s = scenes[i];
             s.dtype = dtypes[type];
-            test_scene(&h2o_ops_generic, &s, type + 1, play);
+            const h2o_ops *const kernels = &h2o_ops_generic;
+            test_scene(&kernels, 1, &s, type + 1, play);
         }
     }
     return 0;

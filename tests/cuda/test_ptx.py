@@ -1,5 +1,6 @@
 """The machine of tools/ptx on PTX written by hand, whose counts are known without it."""
 
+import csv
 import ctypes
 import importlib.util
 import json
@@ -11,6 +12,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+
+from h2o.evaluate.devices import DEVICES
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = "build/ptx/libmachine.so"
@@ -327,3 +330,26 @@ def test_a_kernel_that_no_case_launches_is_found(tmp_path):
     program.write_text("kernel one 8 3\ni ret branch 1 0 0 0 0 -1\nkernel two 8 3\n")
     counts = tool("cuda_counts")
     assert counts.uncounted([{"kernel": "one"}], program) == ["no case launches two"]
+
+
+def test_plans_know_what_was_counted():
+    """A new table of counts wants new lines there: `python tools/kernel_times.py`."""
+    drawn = tool("kernel_times").drawn()
+    assert drawn == {name: device.kernels for name, device in DEVICES.items()}
+
+
+def test_counts_before_are_those_of_the_same_work(tmp_path, monkeypatch):
+    """Whichever kernel did it then."""
+    counts = tool("cuda_counts")
+    monkeypatch.setattr(counts, "TABLE", tmp_path / "table.csv")
+    row = {
+        "kernel": "h2o_cuda_forward_f16_128", "dtype": "int8", "queries": "float16",
+        "head_dim": 128, "heads": 4, "policy": "sum", "tokens": 820, "chunk": 256,
+        "device": "A100", "batch": 1, "issued": 700.0,
+    }  # fmt: skip
+    others = {"kernel": "h2o_cuda_sums_f16_128"}, {"device": "L4"}, {"dtype": "int8-int4"}
+    before = row | {"kernel": "h2o_cuda_forward_128", "issued": 4000.0}
+    counts.write_table([row, *(row | x for x in others)], [before])
+    with counts.TABLE.open() as file:
+        found = [(x["issued"], x["issued_before"]) for x in csv.DictReader(file)]
+    assert found == [("700.0", "4000.0"), *[("700.0", "")] * 3]

@@ -110,6 +110,7 @@ STUBBED = {"STUBBED": "1"}
 """For `make`'s own part: Python and h2o find nothing wrong, at once."""
 
 
+@pytest.mark.slow
 def test_all_that_a_gpu_is_tested_with(checkout, library):
     sanitizer(checkout)
     done = make(checkout, library, f"GPU_TESTS={TESTS}")

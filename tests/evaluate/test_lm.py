@@ -109,8 +109,14 @@ def test_a_model_on_the_disk(lm, folder, tokenizer, tmp_path, protocol):
 # ---- Batches and padding -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["llama", "opt", "gpt_neox"])
-@pytest.mark.parametrize("protocol", ["simulate", "drop"])
+@pytest.mark.parametrize(
+    ("protocol", "model_type"),
+    [
+        *(("simulate", "llama"), ("drop", "llama"), ("simulate", "opt"), ("drop", "gpt_neox")),
+        pytest.param("drop", "opt", marks=pytest.mark.slow),
+        pytest.param("simulate", "gpt_neox", marks=pytest.mark.slow),
+    ],
+)
 def test_batches_of_8_equal_single_requests(tokenizer, model_type, protocol):
     lm = make(tokenizer, model_type)
     settings = SETTINGS if model_type == "llama" else SETTINGS[:2]
@@ -122,8 +128,9 @@ def test_batches_of_8_equal_single_requests(tokenizer, model_type, protocol):
         alone = numbers(lm)
         close(together[0], alone[0])
         assert together[1] == alone[1]
-        one_by_one = torch.cat([numbers(lm, [pair])[0] for pair in PAIRS])
-        assert torch.equal(alone[0], one_by_one), "requests in other order"
+        if setting == settings[0]:  # no setting knows in which order requests come
+            one_by_one = torch.cat([numbers(lm, [pair])[0] for pair in PAIRS])
+            assert torch.equal(alone[0], one_by_one), "requests in other order"
 
 
 def test_automatic_batch_size(tokenizer):

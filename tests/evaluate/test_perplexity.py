@@ -12,6 +12,7 @@ from h2o import Profile, cli
 from h2o.evaluate import perplexity
 from h2o.evaluate.setting import parse
 from h2o.hf import simulation as simulating
+from tests.cases import checkered
 from tests.evaluate import conftest
 
 TEXT = "\n".join(
@@ -36,8 +37,9 @@ def cells(tmp_path):
     return json.loads((tmp_path / "out" / "perplexity.json").read_text())["cells"]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "opt", "gpt_neox"])
-@pytest.mark.parametrize("prompt_length", [1, 20])
+@pytest.mark.parametrize(
+    ("model_type", "prompt_length"), checkered(["llama", "opt", "gpt_neox"], [1, 20])
+)
 def test_both_ways_agree(tokenizer, model_type, prompt_length):
     model = conftest.build(model_type)
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :90]

@@ -84,6 +84,29 @@ def test_the_bounds_hold_for_the_published_runs():
     assert (bounds[0].bound, bounds[1].bound) == ("caches", "weights")
 
 
+def test_kernels_take_what_their_counts_say():
+    """Of prompts cut by h2o on a GPU, not of the full cache; a step is never faster than bytes."""
+    llama = AutoConfig.for_model(
+        "llama", hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+        num_hidden_layers=4, dtype="bfloat16",
+    )  # fmt: skip
+    size, device = model_of(llama), DEVICES["H100"]
+    full, ours, bytes_ = (
+        plan(size, device, parse(setting), 8192, 256, rows=rows)
+        for setting, rows in (("full", 1), ("h2o:410+409", 1), ("h2o:410+409/kv_dtype=int8", 256))
+    )
+    assert full.prompt_seconds < ours.prompt_seconds
+    tiles = 8 * 128**2 / 2
+    products = 2 * size.active * 8192 / (device.products * 1e12)
+    assert ours.prompt_seconds - products == pytest.approx(4 * tiles * device.kernels.tile * 1e-9)
+    weights = size.weights / (device.bandwidth * 1e9)
+    trips = device.kernels.trips[0] + device.kernels.trips[1] * 0.82
+    assert ours.step_seconds - weights == pytest.approx(4e-6 * trips)
+    assert bytes_.step_seconds - weights >= 256 * bytes_.row_bytes / (device.bandwidth * 1e9)
+    unknown = plan(size, device._replace(kernels=None), parse("h2o:410+409"), 8192, 256, rows=1)
+    assert unknown.prompt_seconds == full.prompt_seconds
+
+
 def test_what_does_not_fit():
     size = model_of(model("llama").config)
     with pytest.raises(UserError, match=r"full: 1 x .* do not fit into the 1,000 for caches"):
@@ -94,8 +117,9 @@ def test_what_does_not_fit():
 
 def test_this_machine():
     here = measured()
-    assert min(here) > 0
+    assert min(here[:3]) > 0
     assert here.memory > 0.5
+    assert here.kernels is None  # those for GPUs
 
 
 def test_the_command(capsys):

@@ -171,6 +171,43 @@ def test_compare(folder, tmp_path, capsys, forwards, monkeypatch):
     assert json.loads(capsys.readouterr().out)["cells"] == content["cells"]
 
 
+def test_a_gguf_file(tmp_path, monkeypatch):
+    """Tasks that are made up for a tokenizer, as RULER's, get that of the file too."""
+    pytest.importorskip("gguf")
+    from tests.gguf_file import write_gguf
+
+    monkeypatch.setenv("H2O_CACHE", str(tmp_path / "cache"))
+    model = write_gguf(tmp_path / "tiny.gguf", merges=["b u", "bu t"])
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "made.py").write_text(
+        """
+from datasets import Dataset
+from lm_eval.tasks.ruler.common_utils import get_tokenizer, resolve_tokenizer_name
+
+def rows(**how):
+    tokens = get_tokenizer(resolve_tokenizer_name(how))(" but so").input_ids
+    row = {"premise": f"It is {len(tokens)}", "choices": ["but", "so"], "gold": 0}
+    return {"test": Dataset.from_list([row])}
+"""
+    )
+    yaml = task(made, "").read_text().split("test_split")[1]
+    (made / "own.yaml").write_text(
+        f"task: own\ncustom_dataset: !function made.rows\ntest_split{yaml}"
+    )
+    asked = []
+    original = H2OLM.loglikelihood
+
+    def loglikelihood(self, requests, *args, **kwargs):
+        asked.extend(request.args[0] for request in requests)
+        return original(self, requests, *args, **kwargs)
+
+    monkeypatch.setattr(H2OLM, "loglikelihood", loglikelihood)
+    arguments = ["--compare", "full,h2o:4+4", "-o", tmp_path / "out"]
+    assert run(model, *arguments, task="own", tasks=made) == 0
+    assert asked == ["It is 5, so"] * 4
+
+
 def test_rows_that_changed_are_measured_again(folder, tmp_path, forwards):
     row = {"premise": "It rained", "choices": ["a b", "c d"], "gold": 0}
     task(tmp_path, f"test: {tmp_path}/rows.jsonl")
@@ -251,6 +288,7 @@ metric_list:
   - metric: acc
 """
     )
+    return path / "own.yaml"
 
 
 # ---- What goes wrong ---------------------------------------------------------------------------

@@ -66,10 +66,10 @@ def in_rows(lm, requests, rows=4):
 def test_texts_are_those_of_each_request_alone(lm, passes, name):
     """Mixed lengths, and a prompt that is cut to what the model takes."""
     lm.use(parse(name), "drop")
-    contexts = [*CONTEXTS[:7], LONG, *CONTEXTS[7:]]
+    contexts = [*CONTEXTS[:5], LONG, *CONTEXTS[5:8]]
     requests = [asked(x, until=["e", "a", "o"], max_gen_toks=40) for x in contexts]
     want = alone(lm, requests)
-    assert len(set(want)) > 12
+    assert len(set(want)) > 7
     for rows in (1, 4):
         passes.clear()
         assert in_rows(lm, requests, rows) == want
@@ -178,7 +178,7 @@ def test_thoughts(pairs, end):
     """What precedes the end of thoughts, a text or the number of a token, is no answer."""
     lm = H2OLM(conftest.build(), tokenizer=pairs, batch_size=4, think_end_token="e")
     lm.use(parse("h2o:3+3"), "drop")
-    requests = [asked(context, max_gen_toks=30) for context in CONTEXTS]
+    requests = [asked(context, max_gen_toks=30) for context in CONTEXTS[:6]]
     if end == 0:
         lm.think_end_token = None
         whole = alone(lm, requests)

@@ -19,7 +19,7 @@ from h2o import H2OCache, backends, ops
 from h2o.backends import cuda
 from h2o.hf.layer_kinds import kind_of
 from tests.hf.modes import POLICIES, TOKENS, policy
-from tests.hf.tiny import DEVICE, FAMILIES, batch, greedy, model, prompts
+from tests.hf.tiny import DEVICE, FAMILIES, TWINS, batch, greedy, model, prompts, slow_if
 from tests.inputs import drifting
 
 ON_GPU = DEVICE.type == "cuda"
@@ -215,7 +215,9 @@ def test_generate_compiles_the_step():
     assert str(caches[1].report()) == str(caches[0].report())
 
 
-@pytest.mark.parametrize("name", [x for x in FAMILIES if "h2o" in FAMILIES[x].layers])
+@pytest.mark.parametrize(
+    "name", [slow_if(x in TWINS and not ON_GPU, x) for x in FAMILIES if "h2o" in FAMILIES[x].layers]
+)
 def test_families_keep_what_they_keep_by_the_torch_backend(name):
     ours = model(name)
     rows = batch(prompts(5, 17, 23, 30))

@@ -16,6 +16,7 @@ from h2o import H2OConfig, ops, reference
 from h2o.config import UNLIMITED
 from h2o.hf.attention import h2o_attention_forward
 from h2o.hf.attention_call import AttentionCall
+from tests.cases import checkered
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
 from tests.inputs import (
     CACHE_CASES,
@@ -54,8 +55,7 @@ def test_keeps_what_the_authors_code_keeps(name):
         column = stop
 
 
-@pytest.mark.parametrize("padding", [None, left, right])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("name", "padding"), checkered(POLICIES, [None, left, right]))
 def test_equals_the_oracle(name, padding):
     policy = POLICIES[name]
     text = drifting(3, B=3, N=N)

@@ -16,8 +16,10 @@ from h2o.hf.layer_kinds import HYBRIDS
 from h2o.policy import Policy
 from h2o.slots import new_slots
 from tests import inputs
+from tests.cases import checkered
 from tests.hf import drive, tiny
 from tests.hf.modes import MODES
+from tests.hf.test_families import KEPT_ALIKE
 from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.test_simulation import PROMPT, fitted, prove, text
 from tests.hf.tiny import LATENT, ROTARY, TWINS, batch, greedy, model, prompts, shared, slow_if
@@ -149,8 +151,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("chosen", POLICIES)
-@pytest.mark.parametrize("prompt_length", [1, PROMPT, 40, 96])
+@pytest.mark.parametrize(("chosen", "prompt_length"), checkered(POLICIES, [1, PROMPT, 40, 96]))
 def test_simulation_equals_the_cache(chosen, prompt_length):
     ours = tiny.model("llama", "sdpa")
     settings = fitted(POLICIES[chosen], ours)
@@ -158,7 +159,9 @@ def test_simulation_equals_the_cache(chosen, prompt_length):
     assert swaps >= 3 or chosen == "large" or prompt_length == 96
 
 
-@pytest.mark.parametrize("family", [slow_if(name in TWINS, name) for name in ROTARY])
+@pytest.mark.parametrize(
+    "family", [slow_if(name in TWINS or name in KEPT_ALIKE, name) for name in ROTARY]
+)
 def test_every_model_type(family):
     ours, (ids,) = model(family), prompts(36)
     prove_stepwise(ours, ids, **SMALL)

@@ -23,6 +23,7 @@ from h2o.backends.portable import step
 from h2o.hf.layer import H2OLayer
 from tests.devices import WAITS, elsewhere, moved
 from tests.hf.modes import POLICIES
+from tests.hf.test_families import KEPT_ALIKE
 from tests.hf.tiny import FAMILIES, TWINS, WITH_STATES, model, slow_if
 
 if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
@@ -65,8 +66,10 @@ def on_the_device(cache) -> bool:
     return all(x.device.type == "cuda" for each in slots for x in each if x is not None)
 
 
-# The twins' own code is transformers', and of the cache they ask the same.
-@pytest.mark.parametrize("name", [slow_if(x in TWINS and x != "granite", x) for x in SERVED])
+# Their own code is transformers', and of the cache they ask the same as another.
+@pytest.mark.parametrize(
+    "name", [slow_if(x in KEPT_ALIKE or (x in TWINS and x != "granite"), x) for x in SERVED]
+)
 def test_families(name):
     with there(name) as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6)
@@ -77,7 +80,10 @@ def test_families(name):
         assert held == {13}
 
 
-@pytest.mark.parametrize("chosen", POLICIES)
+# Of what leaves, and not of what stays, these are told apart by numbers alone.
+@pytest.mark.parametrize(
+    "chosen", [slow_if(x in ("local", "heavy-only", "streaming"), x) for x in POLICIES]
+)
 def test_policies(chosen):
     config = POLICIES[chosen]
     if config.shares is not None:
@@ -148,7 +154,13 @@ def test_patched(name):
 
 
 @pytest.mark.parametrize(
-    "parameters", [{}, {"kv_dtype": "int8"}, {"sinks": 2, "decay": 0.9}, {"merge": 0.5}]
+    "parameters",
+    [
+        {"kv_dtype": "int8", "sinks": 2, "decay": 0.9},
+        {"merge": 0.5},
+        slow_if(True, {}),  # of which the two above do all
+        slow_if(True, {"kv_dtype": "int8"}),
+    ],
 )
 def test_simulated(parameters):
     """With a mask, without which transformers itself looks for texts that begin anew."""

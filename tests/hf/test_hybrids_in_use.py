@@ -14,13 +14,13 @@ from h2o.hf.layer_kinds import HYBRIDS
 from h2o.stream import token_stream
 from h2o.stream.reader import Reader, read
 from tests.evaluate.conftest import tokenizer  # noqa: F401
-from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts
+from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, slow_if
 
 pytestmark = pytest.mark.skipif(not HYBRIDS, reason="states as of transformers 5.21")
 SMALL = {"heavy": 6, "recent": 6}
 NAMES = [x for x in ("qwen3_next", "qwen3_5", "bamba", "lfm2", "falcon_h1") if x in FAMILIES]
 """Of gated delta rules, Mamba 2 and convolutions, beside keys and in one layer with them."""
-every = pytest.mark.parametrize("name", NAMES)
+every = pytest.mark.parametrize("name", [slow_if(x == "qwen3_5", x) for x in NAMES])
 
 
 # ---- Parts on other devices --------------------------------------------------------------------

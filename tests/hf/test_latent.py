@@ -16,8 +16,9 @@ import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, supports
 from h2o.hf import linear_matrix
 from h2o.hf.latent_attention import Expansion
+from tests.cases import checkered
 from tests.hf.modes import MODES, POLICIES
-from tests.hf.test_families import OF_ATTENTION, generation, held, one_in_three
+from tests.hf.test_families import generation, held, one_in_three
 from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared, slow_if
 
 pytestmark = pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
@@ -29,7 +30,7 @@ WHOLE = ("deepseek_v2", "youtu")
 """What attention of few heads does, and of many. The other families' latents come to the cache in
 the same shape (`test_what_the_cases_left_out_rest_on`), so a third of the cases is theirs."""
 MODE_CASES = [
-    slow_if(name not in WHOLE and mode not in OF_ATTENTION and not one_in_three(i, j), name, mode)
+    slow_if(name not in WHOLE and mode != "greedy" and not one_in_three(i, j), name, mode)
     for i, name in enumerate(LATENT)
     for j, mode in enumerate(MODES)
 ]
@@ -99,8 +100,10 @@ def test_each_row_is_the_row_alone(name, chosen):
         assert [held(cache, i, b) for i in (0, 1)] == [held(alone, i, 0) for i in (0, 1)]
 
 
-@pytest.mark.parametrize("chosen", ["h2o", "fractions", "decayed", "int8", "value-weighted", "max"])
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    checkered(LATENT, ["h2o", "fractions", "decayed", "int8", "value-weighted", "max"]),
+)
 def test_simulation_is_the_cache(name, chosen):
     ours, config = model(name), small(chosen)
     ids = prompts(40, seed=3)[0]  # whose largest scores are no ties

@@ -19,8 +19,8 @@ from h2o.head_budgets import levelled
 from h2o.hf import tensor_parallel
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.model_identity import describe, sample
-from tests.hf import cut, gathered
-from tests.hf.tiny import Family, prompts
+from tests.hf import cut, cut_latents, gathered
+from tests.hf.tiny import LATENT, Family, prompts
 from tests.hf.tiny import model as tiny_model
 from tests.launch import TORCHRUN, launch
 
@@ -92,6 +92,32 @@ def test_two_processes_give_what_one_gives(tmp_path):
             assert first[case][0].tolist() == second[case][0].tolist() == tokens.tolist(), case
             for all_heads, *parts in zip(kept, first[case][1], second[case][1], strict=True):
                 assert joined(parts).tolist() == all_heads.tolist(), case
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
+def test_two_processes_hold_the_same_latents(tmp_path):
+    """As one does: the scores of all heads are those of both. DeepSeek V3's heads are not cut."""
+    expected = {}
+    for name in ("deepseek_v2", "glm4_moe_lite", "deepseek_v3"):
+        ours = tiny_model(name)
+        ours.save_pretrained(tmp_path / name)
+        expected[name] = cut_latents.everything(ours, tmp_path)
+    launch(["-m", "tests.hf.cut_latents", tmp_path], TORCHRUN)
+    for name, cases in expected.items():
+        for rank in "01":
+            found = torch.load(tmp_path / name / rank / "found.pt")
+            said = {case: found.pop(case) for case in ("quantised", "simulated")}
+            if name == "deepseek_v3":
+                assert said == {"quantised": None, "simulated": None}
+            else:
+                assert "leave kv_dtype out" in said["quantised"]
+                assert "without tp_plan" in said["simulated"]
+            assert found.keys() == cases.keys()
+            for case, (tokens, kept) in cases.items():
+                assert found[case][0].tolist() == tokens.tolist(), (name, case)
+                for ours, theirs in zip(found[case][1], kept, strict=True):
+                    assert ours.tolist() == theirs.tolist(), (name, case)
 
 
 @pytest.mark.slow
@@ -168,7 +194,8 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
     for layer in full.layers:  # as where each of two processes has one of two heads
         layer.keys, layer.values = layer.keys[:, :1], layer.values[:, :1]
     ours = copy.deepcopy(on_one)
-    ours._hf_device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    ours.model.layers[0].self_attn.q_proj._hf_device_mesh = mesh
     taken = H2OCache.from_dynamic_cache(full, on_one.config, heavy=6, recent=6)
     with pytest.raises(
         ValueError, match=r"1 of 2 key/value heads, .* does not know which .* the m"
@@ -179,6 +206,17 @@ def test_files_of_heads_that_were_taken_over(last_of_four, tmp_path):
     assert H2OCache.load(path, ours).layers[0].part == (1, 2)
     with pytest.raises(ValueError, match=r"rank 1 of 2, and this is a whole model"):
         H2OCache.load(path, on_one)
+
+
+def test_a_model_that_is_cut_but_for_its_attention(last_of_four):
+    """As those of many models with experts are."""
+    ours = copy.deepcopy(tiny_model("llama"))
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    ours.model.layers[0].mlp.up_proj._hf_device_mesh = mesh
+    assert tensor_parallel.part(ours) == (3, 4)
+    assert tensor_parallel.part_of_heads(ours) == tensor_parallel.WHOLE
+    ours.model.layers[1].self_attn.q_proj._hf_device_mesh = mesh
+    assert tensor_parallel.part_of_heads(ours) == (3, 4)
 
 
 def test_budgets_of_the_heads_that_are_here():

@@ -10,8 +10,10 @@ import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.prompt_echo import PART
+from tests.cases import checkered
 from tests.hf import tiny
 from tests.hf.modes import MODES
+from tests.hf.test_families import KEPT_ALIKE
 from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.test_reading import positions
 from tests.hf.test_simulation import PROMPT, fitted, prove, text, text_of_all_words
@@ -97,8 +99,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("chosen", POLICIES)
-@pytest.mark.parametrize("prompt_length", [1, PROMPT, 40, 96])
+@pytest.mark.parametrize(("chosen", "prompt_length"), checkered(POLICIES, [1, PROMPT, 40, 96]))
 def test_simulation_equals_the_cache(chosen, prompt_length):
     ours = tiny.model("llama", "sdpa")
     settings = fitted(POLICIES[chosen], ours)
@@ -107,7 +108,9 @@ def test_simulation_equals_the_cache(chosen, prompt_length):
     assert swaps >= 3 or chosen == "large" or prompt_length == 96
 
 
-@pytest.mark.parametrize("family", [slow_if(name in TWINS, name) for name in ROTARY])
+@pytest.mark.parametrize(
+    "family", [slow_if(name in TWINS or name in KEPT_ALIKE, name) for name in ROTARY]
+)
 def test_every_model_type(family):
     ours, (ids,) = model(family), prompts(36)
     prove_stepwise(ours, ids, **SMALL)

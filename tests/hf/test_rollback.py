@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from h2o import H2OCache, H2OConfig, Unsupported, patched
 from h2o.hf import layer as layers
 from h2o.hf.layer import H2OLayer
+from tests.cases import checkered
 from tests.hf.drive import feed, new_cache
 from tests.hf.test_compiled import compiling, nothing_compiled  # noqa: F401
 from tests.hf.test_saved import STORES, assert_same, opened
@@ -129,8 +130,9 @@ def watched(ours, cache, inputs, **more):
     return tokens, passes
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("store", [x for x in STORES if "windows" not in x])
+@pytest.mark.parametrize(
+    ("store", "way"), checkered([x for x in STORES if "windows" not in x], WAYS)
+)
 def test_a_small_budget_gives_what_the_same_chunks_give(store, way):
     ours, parameters = opened(store)
     parameters = parameters | {"prompt_length": 36}

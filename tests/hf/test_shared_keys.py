@@ -20,6 +20,7 @@ from h2o.hf.attention_call import AttentionCall
 from h2o.hf.layer import H2OLayer
 from h2o.hf.shared_keys import SHARES_KEYS, reusing
 from h2o.hf.shared_keys_layer import SharedKeysLayer
+from tests.cases import checkered
 from tests.hf.modes import POLICIES
 from tests.hf.tiny import batch, greedy, model, prompts
 
@@ -192,8 +193,7 @@ def test_rows_are_rows_alone_and_the_budget_holds(name, chosen):
         assert (cache.kept(layer)[0] >= 0).sum(-1).unique().tolist() == [budget]
 
 
-@pytest.mark.parametrize("chosen", SIMULATED)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "chosen"), checkered(NAMES, SIMULATED))
 def test_the_simulation_is_the_cache(name, chosen):
     ours, config, (ids,) = model(name), POLICIES[chosen], prompts(36, seed=3)
     cache = H2OCache(ours.config, config, trace=True)

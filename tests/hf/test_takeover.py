@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from h2o import H2OCache, H2OConfig, Unsupported, ops, reference
+from tests.cases import pairs
 from tests.hf.drive import forward, tensors
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, model, prompts
 from tests.inputs import POLICIES, drifting, left, pad, right
@@ -73,9 +74,7 @@ def test_a_dynamic_cache_made_without_config_or_with_gradients(config, grad):
     assert got.tolist() == greedy(theirs, longer(inputs, 3)).tolist()
 
 
-@pytest.mark.parametrize("padding", [None, left, right])
-@pytest.mark.parametrize("new", [1, 6])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("name", "new", "padding"), pairs(POLICIES, [1, 6], [None, left, right]))
 def test_a_small_budget_keeps_what_the_reference_keeps(name, new, padding):
     """One cut after the first pass, by its scores; then steps, a chunk and steps as ever."""
     policy, n = POLICIES[name], 24

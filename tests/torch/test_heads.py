@@ -8,6 +8,7 @@ import torch
 
 from h2o import ops
 from tests import inputs
+from tests.cases import checkered, pairs
 from tests.conversation import Conversation
 from tests.inputs import POLICIES, Text
 from tests.torch.engines import ROUNDING, assert_same, core, oracle
@@ -33,7 +34,11 @@ def one_head(text: Text, g: int) -> Text:
     return Text(query[:, g * R : (g + 1) * R], keys[:, g : g + 1], values[:, g : g + 1])
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    checkered(ENGINES, [name for name in POLICIES if name != "full"]),
+    indirect=["engine"],
+)
 def test_each_head_as_that_head_alone(engine, name):
     policy, text = POLICIES[name], all_heads()
     mask = np.concatenate([inputs.left([24, 17], 24), np.ones((2, sum(CALLS) - 24), bool)], 1)
@@ -78,8 +83,11 @@ def test_equal_budgets_in_a_store_of_one_axis(engine):
     np.testing.assert_array_equal(inputs.heads(uneven.slots, "positions", -1), even.slots.positions)
 
 
-@pytest.mark.parametrize("prompt", [1, 24])
-@pytest.mark.parametrize("name", ["h2o", "everything"])
+@pytest.mark.parametrize(
+    ("engine", "name", "prompt"),
+    pairs(ENGINES, ["h2o", "everything"], [1, 24]),
+    indirect=["engine"],
+)
 def test_simulation_with_budgets_of_heads(engine, name, prompt):
     """Equal to the store, and each head as if it were alone."""
     policy, text = POLICIES[name], all_heads()

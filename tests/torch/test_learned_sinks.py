@@ -10,6 +10,7 @@ import torch
 
 from h2o import ops, reference
 from tests import inputs
+from tests.cases import pairs
 from tests.conversation import Conversation
 from tests.inputs import POLICIES, Policy
 from tests.torch.engines import assert_same, core, one_thread, oracle, portable
@@ -54,9 +55,9 @@ def test_by_hand(module):
     torch.testing.assert_close(scores[0, 0], wanted)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8-int4"])
-@pytest.mark.parametrize("chosen", CHOSEN)
-@every_engine
+@pytest.mark.parametrize(
+    ("engine", "chosen", "kv_dtype"), pairs(ENGINES, CHOSEN, [None, "int8-int4"])
+)
 def test_conversations_are_those_of_the_oracle(engine, chosen, kv_dtype):
     text, mask = drifting()
     talks = [
@@ -74,9 +75,7 @@ def test_conversations_are_those_of_the_oracle(engine, chosen, kv_dtype):
     np.testing.assert_allclose(talks[1].slots.lost, talks[0].slots.lost, rtol=3e-5, atol=3e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("chosen", CHOSEN)
-@every_engine
+@pytest.mark.parametrize(("engine", "chosen", "kv_dtype"), pairs(ENGINES, CHOSEN, [None, "int8"]))
 def test_simulations_are_those_of_the_oracle(engine, chosen, kv_dtype):
     text, mask = drifting()
     policy = CHOSEN[chosen]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 from h2o import ops, reference
 from tests import inputs
+from tests.cases import pairs
 from tests.conversation import Conversation, numpy_core
 from tests.inputs import Policy
 from tests.torch.engines import ROUNDING, core, oracle, portable
@@ -130,14 +130,6 @@ def test_equal_cosines_take_the_lower_position(module, D, n):
     for biases in of:
         assert biases.pop(0) == pytest.approx(math.log(2))
         assert set(biases.values()) == {0.0}
-
-
-def pairs(*values):
-    """Cases of all values: as slow marked is the half without which every two still meet."""
-    cases = [list(zip(*case, strict=True)) for case in itertools.product(*map(enumerate, values))]
-    return [
-        pytest.param(*case, marks=[pytest.mark.slow] * (sum(places) % 2)) for places, case in cases
-    ]
 
 
 @pytest.mark.parametrize(

@@ -227,11 +227,18 @@ def test_a_request_that_left_in_its_prompt_leaves_nothing():
 
 
 def test_more_prompts_at_once_than_there_is_room_for():
-    """What has no room is cut after each piece, said so; the others are what they are alone."""
-    layer, served = paged(CONFIGS["tokens"]), [talk(seed, 40, 60) for seed in range(6)]
+    """What has no room is cut after each piece, said so; the others keep what they do alone."""
+    layer, served = paged(CONFIGS["tokens"]), [talk(seed, 60, 65) for seed in range(6)]
     with pytest.warns(RuntimeWarning, match=r"more than 2 prompts .* give a larger .whole_prompts"):
         traffic(layer, served, seed=3, room=1000, most=9)
-    same = [torch.equal(each.kept, alone(CONFIGS["tokens"], each)[1].positions) for each in served]
+
+    def kept(positions):
+        return positions.sort(-1).values  # wherever they lie, which is not promised
+
+    same = [
+        torch.equal(kept(each.kept), kept(alone(CONFIGS["tokens"], each)[1].positions))
+        for each in served
+    ]
     assert 2 <= sum(same) < len(same)
     assert {int((each.kept >= 0).sum(-1).max()) for each in served} == {16}
 

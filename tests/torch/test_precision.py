@@ -85,6 +85,24 @@ def test_scores_of_large_logits(dtype, size, step):
 
 
 @each_dtype
+@pytest.mark.parametrize("size", [1.0, 1024.0], ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_logits_that_grow_along_the_text(dtype, size, sign):
+    """By 4 in 6 tokens for every third query and hardly for the others, above all before: what was
+    added up becomes small time and again, in some rows of a tile and not in others."""
+    query, keys, values = text(dtype)
+    query[...], keys[..., 1:] = 0, 0
+    query[..., 0] = (torch.arange(Q) % 3 == 0) * 2 / size + 0.01 / size
+    keys[..., 0] = torch.arange(Q) // 6 * 2 * size
+    tensors = query * sign, keys, values
+    wanted = answers(oracle().module, tensors, scale=float(sign))
+    for engine in ENGINES:
+        outs, scores = answers(engine.module, tensors, scale=float(sign))
+        compare(engine, scores, wanted[1], 2e-5)
+        compare(engine, outs, wanted[0], ROUNDING[dtype])
+
+
+@each_dtype
 @pytest.mark.parametrize("gap", [1, 20, 60, 84, 200])
 def test_an_infinite_value_is_infinite_where_it_is_seen(dtype, gap):
     """As long as its weight is a float32; else it may be NaN. With its sign, and alone."""

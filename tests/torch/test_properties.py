@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from h2o import backends, ops
 from h2o.config import UNLIMITED
 from tests import inputs
+from tests.cases import pairs
 from tests.conversation import Conversation
 from tests.core.dense import answers
 from tests.inputs import POLICIES, Policy, Text
@@ -27,7 +28,10 @@ def engine(request):
     return ENGINES[request.param]
 
 
-@pytest.fixture(params=[*ENGINES, "core float16", "core bfloat16"])
+ANY_DTYPE = [*ENGINES, "core float16", "core bfloat16"]
+
+
+@pytest.fixture(params=ANY_DTYPE)
 def engine_of_any_dtype(request):
     """For what must hold to the last bit, and so in every dtype."""
     half = {"core float16": core(torch.float16), "core bfloat16": core(torch.bfloat16)}
@@ -145,8 +149,11 @@ def test_every_query_gives_each_of_its_heads_one_unit_of_attention(engine, name)
         np.testing.assert_allclose(given_out, 3 * queries.repeat(2, 1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["h2o", "heavy-only", "everything"])
-@pytest.mark.parametrize("padding", ["left", "right", "holes"])
+@pytest.mark.parametrize(
+    ("engine_of_any_dtype", "padding", "name"),
+    pairs(ANY_DTYPE, ["left", "right", "holes"], ["h2o", "heavy-only", "everything"]),
+    indirect=["engine_of_any_dtype"],
+)
 def test_a_row_in_a_batch_is_the_row_alone(engine_of_any_dtype, padding, name):
     """To the last bit, whatever its neighbours and wherever its pads."""
     policy, rest = POLICIES[name], [*[1] * 12, 6, 1, 1]
@@ -179,8 +186,11 @@ def test_a_row_in_a_batch_is_the_row_alone(engine_of_any_dtype, padding, name):
         assert_same(batch.slots.lost[b], alone.slots.lost[0])
 
 
-@pytest.mark.parametrize("calls", [[30, 10], [1] * 40, [7, 33], [39, 1], [2, 1, 31, 6]], ids=str)
-@pytest.mark.parametrize("decay", [1.0, 0.9, 0.0])
+@pytest.mark.parametrize(
+    ("engine", "calls", "decay"),
+    pairs(ENGINES, [[30, 10], [1] * 40, [7, 33], [39, 1], [2, 1, 31, 6]], [1.0, 0.9, 0.0]),
+    indirect=["engine"],
+)
 def test_chunks_are_one_prompt_while_nothing_is_evicted(engine, calls, decay):
     policy = Policy(30, 10, rank_by="mean", decay=decay)
     text = inputs.drifting(43, B=2, N=60)

@@ -11,6 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from h2o import ops, quantisation
 from tests import inputs
+from tests.cases import pairs
 from tests.conversation import Conversation
 from tests.inputs import POLICIES
 from tests.torch.engines import core, oracle
@@ -82,9 +83,9 @@ def test_what_is_not_finite_is_read_as_nan():
     assert torch.equal(values, quantisation.quantised(x, 4))
 
 
-@pytest.mark.parametrize("kv_dtype", KINDS)
-@pytest.mark.parametrize("D", [32, 64, 96])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kv_dtype", "D", "dtype"), pairs(KINDS, [32, 64, 96], [torch.float32, torch.bfloat16])
+)
 def test_the_core_answers_as_the_oracle(kv_dtype, D, dtype):
     """Through a prompt, steps and chunks; heads with budgets of their own, and padded rows."""
     policy = POLICIES["everything"]
@@ -123,9 +124,10 @@ def test_odd_head_dimensions(kv_dtype):
     np.testing.assert_allclose(talks[1].answer, talks[0].answer, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("engine", [oracle(), core(), core(torch.bfloat16)], ids=lambda e: e.name)
-@pytest.mark.parametrize("prompt", [1, 24])
-@pytest.mark.parametrize("kv_dtype", KINDS)
+@pytest.mark.parametrize(
+    ("kv_dtype", "prompt", "engine"),
+    pairs(KINDS, [1, 24], [oracle(), core(), core(torch.bfloat16)]),
+)
 def test_simulation_is_the_cache(kv_dtype, prompt, engine):
     policy = POLICIES["everything"]
     N = sum(CALLS)

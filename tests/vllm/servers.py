@@ -65,9 +65,16 @@ def started(
         "logits-processors": "h2o.vllm.plugin:Budgets",
     } | options  # fmt: skip
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return launched([sys.executable, *command, "--enforce-eager", *flags], log, environment)
+
+
+def launched(
+    command: list, log: Path, environment: dict[str, str] | None = None
+) -> subprocess.Popen:
+    """A command in the root of the project, with the environment of servers."""
     with log.open("w") as output:
         return subprocess.Popen(
-            [sys.executable, *command, "--enforce-eager", *flags],
+            command,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
@@ -85,9 +92,14 @@ def serving(
     """A server that answers. `vllm serve` of the CPU build ends before it reads an option."""
     port = free_port()
     options = {"port": port, "host": "127.0.0.1"} | options
-    process = started(
-        ["-m", "vllm.entrypoints.openai.api_server"], model, log, environment, options
-    )
+    command = ["-m", "vllm.entrypoints.openai.api_server"]
+    with answering(started(command, model, log, environment, options), port, log) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def answering(process: subprocess.Popen, port: int, log: Path) -> Iterator[Server]:
+    """A process once it answers, which ends here."""
     try:
         deadline = time.monotonic() + START
         while True:

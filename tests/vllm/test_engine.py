@@ -7,7 +7,8 @@ import logging
 import pytest
 import torch
 
-from h2o import H2OCache, H2OConfig
+from h2o import H2OCache, H2OConfig, models
+from h2o.cli.texts import article
 from h2o.config import UNLIMITED
 from tests.vllm.engines import (
     NEW,
@@ -56,6 +57,44 @@ def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
         assert kinds(llm) == {"H2OAttention", "CPUAttentionBackendImpl"}
         for _ in range(2):
             assert served(llm, requests) == wanted
+
+
+@pytest.mark.parametrize(
+    "entry", [{"heavy": 32, "recent": 32}, {"preset": "calibrated", "budget": 48}]
+)
+def test_tokens_of_smollm2(entry):
+    """With its shipped profile too: heads of uneven budgets, prompts ranked by echo."""
+    preset, budget = entry.get("preset"), entry.get("budget")
+    config = H2OConfig.preset(preset, budget) if preset else H2OConfig(**entry)
+    model, tokenizer = models.load(dtype="float32", attn_implementation="h2o")
+    model.generation_config.eos_token_id = None
+    ids = tokenizer(article())["input_ids"]
+    requests = [ids[7 * n :][:n] for n in (5, 200, 64, 120, 1, 90, 170, 33)]
+    wanted = alone(model, requests, config)
+    assert wanted != alone(model, requests, H2OConfig.full())
+    with engine(models.embedded_folder(), entry, kv_cache_memory_bytes=64 * MiB) as llm:
+        assert served(llm, requests) == wanted
+
+
+def test_requests_that_come_while_others_are_answered(llama):
+    """Every second step one, so that prompts are read beside steps; some leave in their middle."""
+    folder, model = llama
+    requests = prompts() + prompts(seed=1)
+    waiting, answers, steps = list(enumerate(requests)), {}, 0
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    with engine(folder, SMALL, kv_cache_memory_bytes=40_000) as llm:
+        while waiting or llm.llm_engine.has_unfinished_requests():
+            if waiting and steps % 2 == 0:
+                i, ids = waiting.pop(0)
+                llm.llm_engine.add_request(str(i), {"prompt_token_ids": ids}, sampling)
+                if i % 7 == 6:
+                    llm.llm_engine.abort_request([str(i - 1)])
+            for out in llm.llm_engine.step():
+                if out.finished:
+                    answers[int(out.request_id)] = list(out.outputs[0].token_ids)
+            steps += 1
+    wanted = dict(enumerate(alone(model, requests, H2OConfig(**SMALL))))
+    assert answers == {i: answer for i, answer in wanted.items() if i not in (5, 12)}
 
 
 POLICIES = {

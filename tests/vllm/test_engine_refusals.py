@@ -18,10 +18,12 @@ EngineArgs = pytest.importorskip("vllm").EngineArgs
 import torch  # noqa: E402 - where vLLM is
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.platforms.interface import DeviceCapability, UnspecifiedPlatform  # noqa: E402
+from vllm.v1.attention.backend import AttentionType  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 
-from h2o.vllm import served  # noqa: E402
+from h2o.vllm import plugin, served  # noqa: E402
 
 SMALL = {"heavy": 8, "recent": 8}
 
@@ -53,6 +55,14 @@ def test_settings_are_refused_with_the_reason(llama, entry, options, message):
     [
         ({"pipeline_parallel_size": 2}, "pipeline parallelism: pages have the size"),
         ({"tensor_parallel_size": 4}, "2 key/value heads on 4 tensor parallel ranks"),
+        (
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+            "context parallelism: a request's keys are ranked together",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "a KV connector: pages cannot be shared",
+        ),
     ],
 )
 def test_ways_of_splitting_a_model_are_refused(llama, options, message):
@@ -88,6 +98,34 @@ def test_kinds_of_attention_are_refused(name, config, message, tmp_path):
     tiny(name, tmp_path, **config)
     with pytest.raises(ValueError, match=message), engine(tmp_path, SMALL):
         pass
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
+        ({"sliding_window": 16}, "layers with a sliding window"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share the keys of another"),
+        ({"sinks": torch.zeros(4)}, "learned sinks"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention of the kind encoder_only"),
+    ],
+)
+def test_kinds_of_layers_are_refused(given, message):
+    """As vLLM's models make them."""
+    with pytest.raises(ValueError, match=f"h2o does not serve {message}.* in vLLM"):
+        plugin.H2OAttention(4, 32, 1.0, 2, **given)
+
+
+def test_values_of_another_size_than_keys_are_refused(llama):
+    config = EngineArgs(
+        model=str(llama), skip_tokenizer_init=True, max_model_len=256,
+        additional_config={"h2o": SMALL},
+    ).create_engine_config()  # fmt: skip
+    spec = FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=32, head_size_v=16, dtype=torch.float32
+    )
+    with pytest.raises(ValueError, match="keys of 32 elements with values of 16 in vLLM"):
+        plugin.page_spec(spec, plugin.engine_of(config))
 
 
 def test_an_untested_vllm_is_refused_by_name(llama, monkeypatch):

@@ -143,6 +143,10 @@ class Store:
         if isinstance(new, Tensor):
             new = new.to(numbers.dtype)
             new = new if new.shape == index.shape else new.expand(index.shape)
+        if torch.compiler.is_compiling():
+            made = new if isinstance(new, Tensor) else numbers.new_full(index.shape, new)
+            self._put(numbers, index, made[..., 0])
+            return
         if self.first is not None:
             index = index[..., 0]
             new = new[..., 0] if isinstance(new, Tensor) else new
@@ -160,11 +164,8 @@ class Store:
         """Keys or values [B, G, 1, D or bytes], as stored; `where` as in `write`."""
         if where is not None:
             new = torch.where(where[..., None], new, self.read_rows(rows, index))
-        if torch.compiler.is_compiling():  # inductor does this in place, no scatter_
-            batch = torch.arange(len(rows), device=rows.device)[:, None]
-            head = torch.arange(index.shape[1], device=rows.device)
-            place = (batch, head, index[..., 0])
-            rows.index_put_(place if self.first is None else place[::2], new[:, :, 0])
+        if torch.compiler.is_compiling():
+            self._put(rows, index, new[:, :, 0])
             return
         if rows.element_size() == 2:  # of 16-bit floats torch's CPU build copies all to write one
             rows, new = rows.view(torch.int16), new.view(torch.int16)
@@ -172,6 +173,14 @@ class Store:
         if self.first is not None:
             index, new = index[:, :, 0], new[:, :, 0]
         rows.scatter_(-2, index, new)
+
+    def _put(self, x: Tensor, index: Tensor, new: Tensor) -> None:
+        """Writes new [B, G, ...] at an index, as a compiler does in place: inductor copies what
+        scatter_ writes to."""
+        batch = torch.arange(len(x), device=x.device)[:, None]
+        head = torch.arange(index.shape[1], device=x.device)
+        place = (batch, head, index[..., 0])
+        x.index_put_(place if self.first is None else place[::2], new)
 
 
 def as_stored(key: Tensor, value: Tensor | None, slots: Any) -> list[tuple[Tensor, Tensor]]:
@@ -198,6 +207,8 @@ def products(left: Tensor, right: Tensor, *, exact: bool = False) -> Tensor:
     CPUs have no 16-bit products, and a decode step is bound by memory anyway.
     """
     if torch.compiler.is_compiling() and left.shape[2] <= FUSED:
+        left = left.contiguous()  # in memory, not divided or converted again for each product:
+        left = left.as_strided(left.shape, left.stride())  # for inductor
         wide = right.float()  # read once for all rows, whose sums go side by side
         return torch.stack([(row[..., None] * wide).sum(-2) for row in left.unbind(2)], 2)
     right, rows = right.flatten(0, 1), left.shape[:-1]

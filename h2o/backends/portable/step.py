@@ -6,6 +6,7 @@ Shape letters as in `h2o.ops`, R = H / G.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -122,15 +123,21 @@ def eager_step(
     return Eviction(evicts, position, score)
 
 
-def step_by(compiler: Any) -> Callable[..., Eviction]:
-    """`eager_step`, compiled by that backend of torch.compile's; "": as it is."""
+def step_by(compiler: Any) -> Callable[..., Any]:
+    """`eager_step`, compiled by that backend of torch.compile's, which then returns nothing; "": as
+    it is."""
     if not compiler:
         return eager_step
+
+    @functools.wraps(eager_step)
+    def run(*operands: Any) -> None:
+        eager_step(*operands)
+
     # No checks of its own buffers' sizes, a tenth of a small step's time; and what becomes float16
     # is rounded to it, or scales of quantised rows would not be those that are stored.
     inductor = {"size_asserts": False, "emulate_precision_casts": True}
     options = inductor if compiler == "inductor" else None
-    return torch.compile(eager_step, backend=compiler, options=options)
+    return torch.compile(run, backend=compiler, options=options)
 
 
 step = step_by(os.environ.get("H2O_COMPILE", ""))

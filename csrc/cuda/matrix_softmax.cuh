@@ -1,0 +1,113 @@
+/* matrix_softmax.cuh - step 2 of matrix_forward.cuh: the running softmax of a tile of logits.
+ *
+ * m, and with it O, stays as it is until a logit is above it by more than GROWTH, as few tiles but
+ * the first have one: P is then up to 2^GROWTH, which 16 bits hold (as in FlashAttention-4). */
+#ifndef H2O_CUDA_MATRIX_SOFTMAX_CUH
+#define H2O_CUDA_MATRIX_SOFTMAX_CUH
+
+#include "matrix_tiles.cuh"
+
+/* A tile of keys: stored ones first, then new ones up to the last query's own. */
+typedef struct {
+    bool stored;
+    int32_t first;
+    int32_t end;  /* of the new keys, ... */
+    int32_t past; /* ... and of those that every query sees */
+    row_source keys, values;
+} key_tile;
+
+/* Whether every query sees every key of a tile, and none has a bias. */
+DEVICE bool is_past(const key_tile *at, int columns) {
+    return !at->stored && at->first + columns <= at->past;
+}
+
+/* Exponents of 2: GROWTH, and from how large an m on it is subtracted before the unit comes in, as
+ * its product with that would be too coarse. */
+#define GROWTH 8.0f
+#define FAR 16777216.0f
+
+/* A lane's part of the running softmax of two queries, 8 rows apart: m, its share of the row sum l,
+ * accumulated P V. Logits and m are in a unit, see dots_to_exponents. */
+template <int DEPTH> struct matrix_softmax {
+    float row_max[2], row_sum[2];
+    float output[DEPTH / 8][4];
+};
+
+/* Since m is rounded in its unit, exponents of a row are those of S - m and so much. */
+DEVICE float excess(float row_max, float unit) {
+    const float less = subtrahend(row_max), exponent = less * unit;
+    return fabsf(exponent) < FAR ? fmaf(less, unit, -exponent) : 0.0f;
+}
+
+/* m of the ith query and the rescaling, from the largest of the lane's logits. */
+template <int DEPTH>
+DEVICE void raise_row_max(int i, float largest, float unit, matrix_softmax<DEPTH> *softmax) {
+    const float before = softmax->row_max[i];
+    const bool grown = (largest - before) * unit > GROWTH;
+    TAKEN(matrix_forward_not_raised, !grown);
+    if (warp_all(!grown)) return;
+    const float row_max = quad_max(largest);
+    const bool raised = (row_max - before) * unit > GROWTH; /* whatever other rows do */
+    const float exponent = fmaf(before - row_max, unit, excess(row_max, unit));
+    const float rescale = raised ? fast_exp2(exponent - excess(before, unit)) : 1.0f;
+    softmax->row_max[i] = raised ? row_max : before;
+    softmax->row_sum[i] *= rescale;
+    UNROLL
+    for (int k = 0; k < DEPTH / 4; k++) softmax->output[k / 2][2 * i + k % 2] *= rescale;
+}
+
+/* Step 2: c from logits to exponentials, -1 where the key is masked. UNMASKED: no key is, and none
+ * has a bias. */
+template <int DEPTH, bool UNMASKED>
+DEVICE void update_matrix_softmax(const key_tile *at, int64_t query, float unit,
+                                  const matrix_buffer<DEPTH> *buffer,
+                                  float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
+                                  matrix_softmax<DEPTH> *softmax) {
+    const int columns = matrix_buffer<DEPTH>::COLUMNS;
+    const int ahead = at->stored ? -columns : at->first - (int)query; /* keys, of the queries */
+    const float biases = bias_unit(unit);
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        const int row = warp_row() + lane_row() + 8 * i;
+        float largest = -INFINITY, row_sum = 0.0f;
+        uint32_t visible = 0;
+        UNROLL
+        for (int k = 0; k < columns / 4; k++) {
+            const int column = k / 2 * 8 + lane_column() + k % 2;
+            float *const x = &c[k / 2][2 * i + k % 2];
+            if (!UNMASKED) {
+                const float bias = buffer->bias[column];
+                if (bias == INFINITY || column + ahead > row) continue;
+                *x = fmaf(bias, biases, *x);
+                visible |= 1u << k;
+            }
+            largest = fmaxf(largest, *x);
+        }
+        raise_row_max<DEPTH>(i, largest, unit, softmax);
+        const float less = subtrahend(softmax->row_max[i]);
+        float exponent = less * unit;
+        if (!(fabsf(exponent) < FAR)) {
+            UNROLL
+            for (int k = 0; k < columns / 4; k++) c[k / 2][2 * i + k % 2] -= less;
+            exponent = 0.0f;
+        }
+        UNROLL
+        for (int k = 0; k < columns / 4; k++) {
+            float *const x = &c[k / 2][2 * i + k % 2];
+            const bool is_visible = UNMASKED || (visible >> k & 1);
+            *x = is_visible ? fast_exp2(fmaf(*x, unit, -exponent)) : -1.0f;
+            row_sum += is_visible ? *x : 0.0f;
+        }
+        softmax->row_sum[i] += row_sum;
+    }
+}
+
+/* As add_sink, for m in a unit. */
+DEVICE void add_matrix_sink(float sink, float unit, float *row_max, float *row_sum) {
+    if (sink == -INFINITY) return;
+    const bool empty = *row_max == -INFINITY; /* all weights are to be 0 */
+    if (empty) *row_max = 0.0f;
+    *row_sum += empty ? 1.0f : fast_exp2(fmaf(sink, LOG2_E, -*row_max * unit));
+}
+
+#endif

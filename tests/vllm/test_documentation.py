@@ -1,0 +1,63 @@
+"""What docs/serving.md shows works as it stands, but for names of models, ports and compiling."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from textwrap import indent
+
+from h2o import models
+from tests.launch import ROOT, launch
+from tests.vllm.servers import answering, free_port, launched, openai
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+BLOCKS = re.findall(r"^```\n(.*?)^```$", (ROOT / "docs/serving.md").read_text(), re.S | re.M)
+FOLDER = str(models.embedded_folder())
+
+
+def block(beginning: str) -> str:
+    (found,) = [text for text in BLOCKS if text.startswith(beginning)]
+    return found.replace("\\\n", "")  # where a line of the shell goes on
+
+
+def test_the_server_and_its_clients(tmp_path):
+    """By curl, and by the `openai` client with a budget of its own."""
+    port, log = free_port(), tmp_path / "log"
+    lines = block("python -m vllm").replace("localhost:8000", f"127.0.0.1:{port}")
+    command, _, asked = lines.partition("curl")
+    command = shlex.split(command.replace(MODEL, FOLDER))
+    assert command[0] == "python"
+    own = ["--served-model-name", MODEL, "--port", str(port), "--enforce-eager"]
+    process = launched([sys.executable, *command[1:], *own], log)
+    with answering(process, port, log):
+        out = subprocess.run(shlex.split("curl -sS" + asked), capture_output=True, text=True)
+        assert 0 < json.loads(out.stdout)["usage"]["completion_tokens"] <= 50
+        names = {"openai": openai, "NAME": MODEL, "text": "A lighthouse is"}
+        code = block("client = openai").replace("localhost:8000", f"127.0.0.1:{port}")
+        exec(code, names)
+        assert 0 < names["answer"].usage.completion_tokens <= 50
+    assert re.search(r"h2o: \d+ requests fit, where with all keys \d+ ", log.read_text())
+
+
+BATCH = f"""
+if __name__ == "__main__":  # where vLLM starts its engine anew, it imports this
+    import vllm
+    name, prompts = {FOLDER!r}, ["A lighthouse is", "Once"]
+%s
+    print("\\nTOKENS", *(len(one.outputs[0].token_ids) for one in answers))
+"""
+
+
+def test_batches_without_a_server(tmp_path):
+    """As a script of its own."""
+    code = block("llm = vllm.LLM").replace("LLM(name,", "LLM(name, enforce_eager=True,")
+    assert "enforce_eager" in code
+    (tmp_path / "script.py").write_text(BATCH % indent(code, "    "))
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    out, _ = launch([tmp_path / "script.py"], launcher=[], **environment)
+    (tokens,) = re.findall("^TOKENS (.*)$", out, re.M)
+    assert all(0 < int(n) <= 100 for n in tokens.split())
+    assert len(tokens.split()) == 2
