@@ -42,8 +42,6 @@ def latents(options: Options) -> Iterator[Row]:
             for n in (40,) if options.quick else LENGTHS:
                 with torch.no_grad():
                     yield _row(model, name, spelt, n, options.rounds)
-                    with h2o.packed_weights(model):  # for both of them
-                        yield _row(model, f"{name}, packed weights", spelt, n, options.rounds)
 
 
 def _one_layer(

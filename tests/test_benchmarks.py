@@ -59,7 +59,7 @@ def quick(tmp_path, *arguments: str) -> dict:
         ("bits", ["P14"] * 4),
         ("merging", ["P15"] * 6),
         ("uneven", ["P16"] * 2),
-        ("latents", ["P23"] * 4),
+        ("latents", ["P23"] * 2),
         ("echo --dtypes float32", ["P24"] * 2),  # of a real model, whose bfloat16 is torch's own
         ("overhead", ["P9"] * 3),
         ("portable", ["P20"] * 4),
