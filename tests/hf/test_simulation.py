@@ -75,7 +75,9 @@ POLICIES = {
         "decay": 0.97,
         "shares": [[0.4, 2.5, 1.0, 0.9]] * 4,
     },
-    "merge by max": {"heavy": 6, "recent": 4, "rank_by": "max", "merge": 0.4, "kv_dtype": "int8"},
+    # Few merge, 20 to 110 a model: by rounding a merged key is now and then quantised to another
+    # number, and where each key merges on into the next that grows beyond any bound.
+    "merge by max": {"heavy": 6, "recent": 4, "rank_by": "max", "merge": 0.8, "kv_dtype": "int8"},
     "shares, fractions": {
         "heavy": 0.2,
         "recent": 0.1,
