@@ -273,8 +273,9 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 # In 16 bits a prompt by the tensor cores and the same by steps differ in the last one. Rows wider
 # than the kernels' 256 are for torch's operations.
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
-	tests/torch/test_merge.py tests/torch/test_rolled.py tests/torch/test_heads.py \
-	tests/torch/test_precision.py
+	tests/core/test_numbered_rows.py tests/torch/test_merge.py tests/torch/test_rolled.py \
+	tests/torch/test_heads.py tests/torch/test_precision.py tests/torch/test_numbered_rows.py \
+	tests/torch/test_paged_rows.py
 # To emulate them takes a hundred times as long as the CPU does. What no kernel for GPUs knows of is
 # left out here, not in `make test-gpu`: heads that have a lane of the CPU's each, most policies where
 # a shape is what is tested, and steps of many heads by two ways, each of which test_table judges.
@@ -286,7 +287,7 @@ CUDA_EMULATED := not large_store and not oracle and not (simulation_is_the_cache
 CUDA_BRIEFLY := $(CUDA_EMULATED) and not (test_table and float32) \
 	and not (simulation_table and float16) and not (as_with_values and not everything) \
 	and not (a_simulated_text and (float32 and None or float16 and int8)) \
-	and not (_table and policy and not ($(FEW_POLICIES)))
+	and not ((_table or rows) and (policy or test_paged_rows) and not ($(FEW_POLICIES)))
 # And once as for compute capability 7.5: products of half the depth, copies that wait; and with little
 # shared memory.
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
