@@ -270,8 +270,8 @@ $(CUDA)/libcuda.so.1: tests/cuda/fake/fake_cuda.cpp $(addprefix $(CUDA)/,kernels
 $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 	$(call PACKAGE,$(CUDA_CC),$(CUDA_CORE) -lstdc++)
 
-# In 16 bits a prompt by the tensor cores and the same by steps differ in the last one. Rows wider
-# than the kernels' 256 are for torch's operations.
+# In 16 bits a prompt by the tensor cores and the same by steps differ in the last one. Attention over
+# rows wider than the kernels' 256 is for torch's operations; tests/cuda has steps over such.
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
 	tests/core/test_numbered_rows.py tests/torch/test_merge.py tests/torch/test_rolled.py \
 	tests/torch/test_heads.py tests/torch/test_precision.py tests/torch/test_numbered_rows.py \

@@ -129,7 +129,7 @@ template <bool MANY> DEVICE void store_moves(const row_moves *moves, block_share
         } else {
             const element_ref row = {source_of(moves, i), moves->first.type, moves->first.stride};
             if (MANY) {
-                store_loaded<CUDA_DEPTH>(to, moves->type, row, moves->D);
+                store_at_once<CUDA_DEPTH>(to, moves->type, row, moves->D);
             } else {
                 store_row(to, moves->type, row, moves->D);
             }

@@ -1,6 +1,8 @@
 /* plan.c - which kernels an operation launches: see plan.h. */
 #include "plan.h"
 
+#include "../policy.h"
+
 enum { KINDS = 3, SIZES = 3 }; /* any floats, float16, bfloat16; head dimensions */
 enum {
     PREPARE,
@@ -143,7 +145,8 @@ static bool is_step_of_matrices(const h2o_step_params *p) {
     const h2o_dtype of_keys = h2o_stored_type(keys, p->dims.D);
     const h2o_dtype of_values = h2o_stored_type(values, p->dims.D);
     const unsigned words = h2o_row_has_scale(of_values) ? 2 : 4;
-    if (!is_half(type) || p->dims.D % RUN != 0 || !has_aligned_rows(&p->query, 16)) return false;
+    if (!is_half(type) || p->dims.D % RUN != 0 || p->dims.D > CUDA_DEPTH) return false;
+    if (!has_aligned_rows(&p->query, 16)) return false;
     if (h2o_given(&p->rotary.table) || h2o_given(&p->slots.bias)) return false;
     if (of_keys == type && of_values == type)
         return has_aligned_rows(keys, 16) && has_aligned_rows(values, 16);
@@ -215,6 +218,14 @@ static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     add_launch(plan, SIMULATE_OPEN, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
                cuda_evict_shared());
     add_windows(plan, params);
+}
+
+bool cuda_knows_depth(h2o_operation operation, int64_t D, const void *params) {
+    const h2o_step_params *const step = params;
+    const h2o_evict_params *const evict = params;
+    if (D <= CUDA_DEPTH || D > CUDA_WIDE) return D <= CUDA_DEPTH;
+    if (operation == H2O_STEP) return !h2o_merges(&step->policy);
+    return operation == H2O_EVICT && !h2o_merges(&evict->policy);
 }
 
 void cuda_plan_call(h2o_operation operation, const void *params, cuda_plan *plan) {

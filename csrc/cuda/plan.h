@@ -46,7 +46,10 @@ H2O_INLINE const cuda_launch *cuda_plan_launch(const cuda_plan *plan, int64_t i)
     return &plan->launch[plan->count - plan->repeated + (i - plan->count) % plan->repeated];
 }
 
-/* params: those of the operation. */
+/* Whether a call's head dimension is one that the kernels know: a step and pruning know those of
+ * latents too, of which none are merged. params: those of the operation. */
+bool cuda_knows_depth(h2o_operation operation, int64_t D, const void *params);
+
 void cuda_plan_call(h2o_operation operation, const void *params, cuda_plan *plan);
 
 #endif

@@ -86,8 +86,8 @@ DEVICE bool has_token(const step_item *item, int64_t begin, int64_t end) {
     return begin <= item->head.free && item->head.free < end;
 }
 
-/* Stores the new token, of at most DEPTH elements, in the free slot, with a score of 0; a warp for
- * each part of it. */
+/* Stores the new token in the free slot, with a score of 0; a warp for each part of it. Rows of at
+ * most DEPTH elements are loaded at once. */
 template <int DEPTH> DEVICE void store_token(const step_item *item) {
     const slot_store *const store = &item->store;
     const int64_t slot = item->head.free;
@@ -95,10 +95,12 @@ template <int DEPTH> DEVICE void store_token(const step_item *item) {
     if (warp == 0 || (warp == 1 && !store_is_shared(store))) {
         char *const row = warp == 0 ? store->keys + slot * store->key_stride
                                     : store->values + slot * store->value_stride;
-        store_loaded<DEPTH>(row, warp == 0 ? store->key_type : store->value_type,
-                            warp == 0 ? item->key : item->value, item->D);
+        store_at_once<DEPTH>(row, warp == 0 ? store->key_type : store->value_type,
+                             warp == 0 ? item->key : item->value, item->D);
     } else if (warp == 2 && store->norms) {
-        const float norm = norm_of(load_lane<DEPTH>(item->value, item->D), item->D);
+        const float norm = item->D > DEPTH
+                               ? norm_of(item->value, item->D)
+                               : norm_of(load_lane<DEPTH>(item->value, item->D), item->D);
         if (threadIdx.x % 32 == 0) store->norms[slot] = norm;
     } else if (threadIdx.x == 96) {
         store->scores[slot] = 0.0f;

@@ -2,8 +2,9 @@
 
 The core checks a call and computes the size of its workspace ("measure"), torch allocates that, and
 the core queues the kernels on torch's current stream ("launch"): nothing waits for the device. What
-no kernel serves (a head dimension above 256; before compute capability 8.0 prompts in bfloat16 and
-heads above 128) goes on to the torch backend, and so does everything where
+no kernel serves (attention over a head dimension above 256, where it is no step; before compute
+capability 8.0 prompts in bfloat16 and heads above 128) goes on to the torch backend, and so does
+everything where
 
 - the build has no `kernels.fatbin` ("not built": `make cuda` makes it, with NVIDIA's compiler);
 - those kernels are of other sources than the core, whose parameters they would misread;

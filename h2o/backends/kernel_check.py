@@ -103,6 +103,8 @@ CASES = (
     Case(48, torch.float32, rank_by="max", learned_sinks=True, pads=True),
     Case(160, torch.float16, value_weighted=True, shared=True),
     Case(192, torch.float32, kv_dtype="int8-int4", pads=True),
+    Case(576, torch.bfloat16, R=5, shared=True, numbered=True, simulated=False),  # latents
+    Case(576, torch.float16, R=16, kv_dtype="int8", shared=True, pads=True, simulated=False),
     Case(64, torch.float16, ROOMY, rank_by="mean", simulated=False),
     Case(64, torch.float32, ROOMY, R=5, simulated=False),  # steps without tensor cores
     Case(128, torch.bfloat16, LONG, ragged=True),

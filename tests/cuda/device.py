@@ -154,14 +154,28 @@ def to_device(driver: Driver, arguments: Any, device: int = 0) -> list[Any]:
 
 
 def carried(driver: Driver, operations: SimpleNamespace, device: int = 0) -> SimpleNamespace:
-    """Operations on tensors of the CPU that are computed on one of the fake's devices."""
+    """Operations on tensors of the CPU that are computed on one of the fake's devices; or by the
+    torch backend where no kernel serves them: (operation, head dimension) are in `unserved`."""
 
     def back(tensor: DeviceTensor) -> torch.Tensor:
         copy = tensor.read()
         tensor.release()
         return copy
 
-    return carry(operations, lambda x: DeviceTensor(driver, x, device), back)
+    served = carry(operations, lambda x: DeviceTensor(driver, x, device), back)
+    unserved: list[tuple[str, int]] = []
+
+    def either(name: str) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            try:
+                getattr(served, name)(*arguments)
+            except NotImplementedError:
+                unserved.append((name, arguments[0].shape[-1]))
+                getattr(backends._portable(), name)(*arguments)
+
+        return run
+
+    return SimpleNamespace(**{name: either(name) for name in vars(served)}, unserved=unserved)
 
 
 def operations(driver: Driver, replace: Callable[[Any, str, Any], None]) -> SimpleNamespace:

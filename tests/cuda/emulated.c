@@ -50,7 +50,7 @@ static int run(h2o_operation operation, const void *params, const h2o_exec *exec
     cuda_plan plan;
     const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
     (void)exec;
-    if (dims->D > CUDA_DEPTH) {
+    if (!cuda_knows_depth(operation, dims->D, params)) {
         return h2o_fail(error, H2O_EBACKEND, "no kernel for a head dimension of %lld",
                         (long long)dims->D);
     }

@@ -80,7 +80,7 @@ def test_tensors_of_a_device_that_is_not_current_are_served(driver, kernels, mon
     assert OfCurrentDevice.chosen == 0
     _core.call("step", "run", *arguments)
     same(there, arguments)
-    large = mapped(step_arguments(D=264), lambda x: OfCurrentDevice(driver, x, 1))
+    large = mapped(step_arguments(D=1032), lambda x: OfCurrentDevice(driver, x, 1))
     with pytest.raises(NotImplementedError):  # what no kernel serves is torch's
         kernels.step(*large)
     with pytest.raises((AttributeError, TypeError)):  # no tensor of torch; the core has taken it

@@ -23,7 +23,7 @@ from tests.cuda.device import CUDA, IMAGE, DeviceTensor, carried, to_device
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def step_arguments(D: int = 32, seed: int = 0, held: int = 6) -> list:
+def step_arguments(D: int = 32, seed: int = 0, held: int = 6, merge: float | None = None) -> list:
     """Arguments of a step on the CPU, into slots whose budget is full."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -31,12 +31,13 @@ def step_arguments(D: int = 32, seed: int = 0, held: int = 6) -> list:
         return torch.randn(shape, generator=generator)
 
     keys = normal(1, 2, held, D)
-    slots = new_slots(keys, held + 1, held // 2, held - held // 2)
+    slots = new_slots(keys, held + 1, held // 2, held - held // 2, merge=merge is not None)
     text = (keys, normal(1, 2, held, D), normal(1, 2, held).abs())
-    _core.call("evict", "run", *text, None, slots, Policy())
+    policy = Policy(merge=merge)
+    _core.call("evict", "run", *text, None, slots, policy)
     query, key, value = normal(1, 4, 1, D), normal(1, 2, 1, D), normal(1, 2, 1, D)
     out = torch.zeros(1, 1, 4, D)
-    return [query, key, value, None, slots, out, D**-0.5, 0.0, Policy(), None, None, None]
+    return [query, key, value, None, slots, out, D**-0.5, 0.0, policy, None, None, None]
 
 
 def workspace_of(driver, arguments, stream=1, device: int = 0) -> DeviceTensor:
@@ -101,6 +102,7 @@ def test_devices_are_described(driver):
 def test_every_operation_answers_as_the_torch_backend_does(driver, kernels):
     operations = carried(driver, kernels, device=1)
     assert kernel_check.mistakes(operations, backends._portable(), "cpu") == []
+    assert {*operations.unserved} == {("attend", 576)}
     # and it is no small check: every kernel has run, with what only large calls have, ...
     blocks = driver.widest()
     assert min(blocks.values()) > 0, [name for name, most in blocks.items() if most == 0]
@@ -364,8 +366,19 @@ def test_other_devices_tensors_are_refused(driver):
     _core.call("step", "check", *there)
 
 
+@pytest.mark.parametrize("D", [264, 1024])
+def test_rows_as_wide_as_latents_are_served_in_steps(driver, kernels, D):
+    arguments = step_arguments(D)
+    there = to_device(driver, arguments)
+    kernels.step(*there)
+    _core.call("step", "run", *arguments)
+    same(there, arguments)
+
+
 def test_what_no_kernel_serves_goes_elsewhere(driver, kernels):
-    there = to_device(driver, step_arguments(D=264))
+    merging = to_device(driver, step_arguments(D=264, merge=0.5))
+    assert _core.call("step", "measure", *merging, 1) is None
+    there = to_device(driver, step_arguments(D=1032))
     assert _core.call("step", "measure", *there, 1) is None
     with pytest.raises(NotImplementedError):
         kernels.step(*there)
