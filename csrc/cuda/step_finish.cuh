@@ -169,12 +169,13 @@ DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranki
     NO_UNROLL
     for (int first = (int)threadIdx.x; first < slots; first += LOADS * THREADS) {
         int32_t slot[LOADS], position[LOADS];
-        float sum[LOADS] = {}, score[LOADS];
+        float sum[LOADS] = {}, score[LOADS], norm[LOADS];
         UNROLL
         for (int k = 0; k < LOADS; k++) {
             slot[k] = first + k * THREADS < slots ? first + k * THREADS : first;
             score[k] = store->scores[slot[k]];
             position[k] = store->positions[slot[k]];
+            norm[k] = ranking->value_weighted ? store->norms[slot[k]] : 1.0f;
         }
         NO_UNROLL
         for (int64_t r = 0; r < item->R; r += STEP_HEADS) add(slot, position, r, sum);
@@ -186,10 +187,9 @@ DEVICE h2o_candidate step_scores(const step_item *item, const h2o_ranking *ranki
             score[k] = h2o_scores_largest(item->policy) ? h2o_larger(score[k] * decay, sum[k])
                                                         : fmaf(score[k], decay, sum[k]);
             store->scores[slot[k]] = score[k];
-            const float norm = ranking->value_weighted ? store->norms[slot[k]] : 1.0f;
             const h2o_candidate candidate = {h2o_policy_slot_key(ranking, ranking->kind,
                                                                  ranking->value_weighted, score[k],
-                                                                 position[k], norm),
+                                                                 position[k], norm[k]),
                                              position[k] < 0 ? 0 : (uint32_t)position[k], slot[k]};
             worst = worst.index < 0 ? candidate : h2o_policy_worse(worst, candidate);
         }
