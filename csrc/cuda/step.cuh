@@ -114,12 +114,13 @@ DEFINE_STEP(bf16, H2O_BF16, 128, false, 3)
 DEFINE_STEP(bf16, H2O_BF16, 256, false, 2)
 
 /* Rows of bytes take fewer registers: one more block fits on a multiprocessor, to load while others
- * convert. */
-DEFINE_STEP(bytes_f16, H2O_F16, 64, true, 4)
-DEFINE_STEP(bytes_f16, H2O_F16, 128, true, 4)
+ * convert, where shared memory has room for four, as on all devices from 8.0 on. */
+enum { STEP_BYTES_BLOCKS = CAPABILITY < 80 ? 3 : 4 };
+DEFINE_STEP(bytes_f16, H2O_F16, 64, true, STEP_BYTES_BLOCKS)
+DEFINE_STEP(bytes_f16, H2O_F16, 128, true, STEP_BYTES_BLOCKS)
 DEFINE_STEP(bytes_f16, H2O_F16, 256, true, 2)
-DEFINE_STEP(bytes_bf16, H2O_BF16, 64, true, 4)
-DEFINE_STEP(bytes_bf16, H2O_BF16, 128, true, 4)
+DEFINE_STEP(bytes_bf16, H2O_BF16, 64, true, STEP_BYTES_BLOCKS)
+DEFINE_STEP(bytes_bf16, H2O_BF16, 128, true, STEP_BYTES_BLOCKS)
 DEFINE_STEP(bytes_bf16, H2O_BF16, 256, true, 2)
 
 #endif
