@@ -83,6 +83,7 @@ def cases(prompts: list[int], held: list[int], middle: list[int]) -> list[Case]:
     listed += [Case("step", n, heads=r) for r, n in product((1, 8), held)]
     listed += [Case("step", n, t, None, d) for t, d, n in product(FLOATS[1:], (64, 256), held)]
     listed += [Case("step", min(held), "float32", "int8")]
+    listed += [Case("step", min(held), t, "int8", d) for t, d in product(FLOATS[1:], (64, 256))]
     return listed + [Case("step", min(held), policy=p) for p in ("max", "values", "merge")]
 
 

@@ -17,7 +17,11 @@ enum {
     SIMULATE_VALUES = SIMULATE_LOGITS + KINDS,
     FORWARD = SIMULATE_VALUES + KINDS
 };
-enum { SUMS = FORWARD + KINDS * SIZES, STEP_MATRICES = SUMS + KINDS * SIZES };
+enum {
+    SUMS = FORWARD + KINDS * SIZES,
+    STEP_MATRICES = SUMS + KINDS * SIZES,
+    STEP_BYTES = STEP_MATRICES + (KINDS - 1) * SIZES
+};
 
 const char *const cuda_kernel_names[CUDA_KERNELS] = {
     "h2o_cuda_prepare",
@@ -58,6 +62,12 @@ const char *const cuda_kernel_names[CUDA_KERNELS] = {
     "h2o_cuda_step_bf16_64",
     "h2o_cuda_step_bf16_128",
     "h2o_cuda_step_bf16_256",
+    "h2o_cuda_step_bytes_f16_64",
+    "h2o_cuda_step_bytes_f16_128",
+    "h2o_cuda_step_bytes_f16_256",
+    "h2o_cuda_step_bytes_bf16_64",
+    "h2o_cuda_step_bytes_bf16_128",
+    "h2o_cuda_step_bytes_bf16_256",
 };
 
 static void add_launch(cuda_plan *plan, int kernel, const void *params, size_t size, int64_t x,
@@ -158,11 +168,13 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
     const step_layout at = cuda_step_layout(params);
     const h2o_dims *const d = &params->dims;
     const bool matrices = is_step_of_matrices(params);
-    const int kind = kind_of(params->query.dtype, true) - 1; /* among those of matrices */
+    const h2o_dtype type = params->query.dtype;
+    const bool floats = h2o_stored_type(&params->slots.keys, d->D) == type;
+    const int kind = kind_of(type, true) - 1; /* among those of matrices */
+    const int first = (floats ? STEP_MATRICES : STEP_BYTES) + kind * SIZES;
     *plan = (cuda_plan){.workspace = at.bytes};
-    add_launch(plan, matrices ? STEP_MATRICES + kind * SIZES + size_of(d->D) : STEP, params,
-               sizeof *params, at.parts, d->G, d->B, STEP_THREADS,
-               cuda_step_shared(matrices ? depth_of(d->D) : 0));
+    add_launch(plan, matrices ? first + size_of(d->D) : STEP, params, sizeof *params, at.parts,
+               d->G, d->B, STEP_THREADS, cuda_step_shared(matrices ? depth_of(d->D) : 0));
 }
 
 /* The tokens before any is evicted, as a call of attend; a kernel says how many they are. */

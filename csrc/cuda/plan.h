@@ -11,7 +11,7 @@
 
 #include "kernels_simulate.h"
 
-enum { CUDA_MOST_LAUNCHES = 7, CUDA_KERNELS = 38 };
+enum { CUDA_MOST_LAUNCHES = 7, CUDA_KERNELS = 44 };
 
 /* The names of all kernels. Those for tensor cores in bfloat16 are there from compute capability 8.0
  * on only. */

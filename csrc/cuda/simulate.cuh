@@ -89,7 +89,7 @@ DEVICE void open_token(const simulate_head *h, int64_t position, step_item *item
     item->length = position;
     item->head.held = lower(h2o_policy_held(item->head.budget, position), item->head.slots - 1);
     item->head.free = *item->free_slot;
-    item->slots = item->head.held + 1;
+    item->slots = item->part_slots = item->head.held + 1;
 }
 
 /* One decode step. As in step.cuh, the item lies in shared memory, since registers have no room for
@@ -100,8 +100,8 @@ DEVICE void decode_token(const simulate_head *h, step_kept *kept, int64_t positi
     const step_item item = item_of(h->p, kept);
     step_part(&item, 0, shared);
     sync_block();
-    const step_item end = item_of(h->p, kept);
-    const h2o_eviction eviction = step_finish<true, STEP_LOADS>(&end, shared, kept->reduction);
+    const h2o_eviction eviction = step_finish<true, STEP_LOADS>([=] { return item_of(h->p, kept); },
+                                                                shared, kept->reduction);
     if (threadIdx.x == 0 && eviction.position >= 0) record_eviction(h, eviction, position);
     sync_block();
 }

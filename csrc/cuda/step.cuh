@@ -56,15 +56,16 @@ DEVICE void step_block(const h2o_step_params *p, char *workspace, unsigned char 
     }
     if (threadIdx.x == 0) kept->item = open_step(p, workspace, b, g);
     sync_block();
-    const step_item item = item_of(p, kept);
-    part(&item, (int64_t)blockIdx.x);
+    const auto open = [=] { return item_of(p, kept); };
+    const step_item item = open();
+    part(&item, (int)blockIdx.x);
     TAKEN(step_of_several_parts, gridDim.x > 1);
-    if (!arrive_last((uint32_t *)item.free_slot, 1u << CUDA_FREE_BITS, gridDim.x)) return;
-    const step_item end = item_of(p, kept);
-    step_finish<MERGES, SCORES_LOADED>(&end, (float *)shared, kept->reduction);
-    const int64_t row = end.head.row;
+    uint32_t *const counter = (uint32_t *)kept->item.free_slot;
+    if (!arrive_last(counter, 1u << CUDA_FREE_BITS, gridDim.x)) return;
+    step_finish<MERGES, SCORES_LOADED>(open, (float *)shared, kept->reduction);
+    const int64_t row = kept->item.head.row;
     if (!is_last_head(&p->slots.lengths, row, p->dims.G)) return;
-    if (threadIdx.x == 0) *(int64_t *)h2o_at(&p->slots.lengths, row, 0, 0) = end.length + 1;
+    if (threadIdx.x == 0) *(int64_t *)h2o_at(&p->slots.lengths, row, 0, 0) = kept->item.length + 1;
 }
 
 DEVICE step_kept *kept_in(unsigned char *shared, int depth) {
@@ -73,9 +74,10 @@ DEVICE step_kept *kept_in(unsigned char *shared, int depth) {
 
 /* Any rows. */
 DEVICE void step_any(const h2o_step_params *p, char *workspace, unsigned char *shared, int depth) {
-    step_block<true>(
-        p, workspace, shared, kept_in(shared, depth),
-        [&](const step_item *item, int64_t part) { step_part(item, part, (float *)shared); });
+    step_block<true>(p, workspace, shared, kept_in(shared, depth),
+                     [&](const step_item *item, int part) {
+                         step_part(item, part, (float *)shared);
+                     });
 }
 
 BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {
@@ -85,30 +87,40 @@ BOUNDED_KERNEL(h2o_cuda_step, h2o_step_params, STEP_THREADS, 3) {
 EXPORT_KERNEL(h2o_cuda_step, h2o_step_params)
 
 /* Those that tensor cores multiply; of bfloat16 there are none before 8.0. */
-template <int DEPTH, h2o_dtype TYPE>
+template <int DEPTH, h2o_dtype TYPE, bool BYTES>
 DEVICE void step_matrices(const h2o_step_params *p, char *workspace, unsigned char *shared) {
     if constexpr (CAPABILITY < 80 && TYPE == H2O_BF16) {
         step_any(p, workspace, shared, DEPTH);
     } else {
         step_block<false>(p, workspace, shared, kept_in(shared, DEPTH),
-                          [&](const step_item *item, int64_t part) {
-                              matrix_part<DEPTH, TYPE>(item, part, shared);
+                          [&](const step_item *item, int part) {
+                              matrix_part<DEPTH, TYPE, BYTES>(item, part, shared);
                           });
     }
 }
 
-#define DEFINE_STEP(type, TYPE, depth, blocks)                                                     \
-    BOUNDED_KERNEL(h2o_cuda_step_##type##_##depth, h2o_step_params, STEP_THREADS, blocks) {        \
+#define DEFINE_STEP(name, TYPE, depth, bytes, blocks)                                              \
+    BOUNDED_KERNEL(h2o_cuda_step_##name##_##depth, h2o_step_params, STEP_THREADS, blocks) {        \
         DYN_SHARED(shared);                                                                        \
-        step_matrices<depth, TYPE>(&params, workspace, shared);                                    \
+        step_matrices<depth, TYPE, bytes>(&params, workspace, shared);                             \
     }                                                                                              \
-    EXPORT_KERNEL(h2o_cuda_step_##type##_##depth, h2o_step_params)
+    EXPORT_KERNEL(h2o_cuda_step_##name##_##depth, h2o_step_params)
 
-DEFINE_STEP(f16, H2O_F16, 64, 3)
-DEFINE_STEP(f16, H2O_F16, 128, 3)
-DEFINE_STEP(f16, H2O_F16, 256, 2)
-DEFINE_STEP(bf16, H2O_BF16, 64, 3)
-DEFINE_STEP(bf16, H2O_BF16, 128, 3)
-DEFINE_STEP(bf16, H2O_BF16, 256, 2)
+DEFINE_STEP(f16, H2O_F16, 64, false, 3)
+DEFINE_STEP(f16, H2O_F16, 128, false, 3)
+DEFINE_STEP(f16, H2O_F16, 256, false, 2)
+DEFINE_STEP(bf16, H2O_BF16, 64, false, 3)
+DEFINE_STEP(bf16, H2O_BF16, 128, false, 3)
+DEFINE_STEP(bf16, H2O_BF16, 256, false, 2)
+
+/* Rows of bytes take fewer registers: one more block fits on a multiprocessor, to load while others
+ * convert, where shared memory has room for four, as on all devices from 8.0 on. */
+enum { STEP_BYTES_BLOCKS = CAPABILITY < 80 ? 3 : 4 };
+DEFINE_STEP(bytes_f16, H2O_F16, 64, true, STEP_BYTES_BLOCKS)
+DEFINE_STEP(bytes_f16, H2O_F16, 128, true, STEP_BYTES_BLOCKS)
+DEFINE_STEP(bytes_f16, H2O_F16, 256, true, 2)
+DEFINE_STEP(bytes_bf16, H2O_BF16, 64, true, STEP_BYTES_BLOCKS)
+DEFINE_STEP(bytes_bf16, H2O_BF16, 128, true, STEP_BYTES_BLOCKS)
+DEFINE_STEP(bytes_bf16, H2O_BF16, 256, true, 2)
 
 #endif

@@ -65,7 +65,7 @@ DEVICE void write_output(const step_item *item, int64_t r, int64_t d, float x) {
  * elements of STEP_PARTS_READ parts at a time; parts that hold no slots are left out. */
 template <int OUTPUTS> DEVICE void step_outputs(const step_item *item, const float *factors) {
     const uint32_t R = (uint32_t)item->R, D = (uint32_t)item->D, size = R * D;
-    const uint32_t parts = (uint32_t)cuda_ceil(item->slots, part_slots(item));
+    const uint32_t parts = (uint32_t)cuda_ceil(item->slots, item->part_slots);
     NO_UNROLL
     for (uint32_t first = threadIdx.x; first < size; first += OUTPUTS * STEP_THREADS) {
         uint32_t at[OUTPUTS], r[OUTPUTS];
@@ -246,23 +246,33 @@ DEVICE h2o_eviction step_evict(const step_item *item, const h2o_ranking *ranking
     return eviction;
 }
 
-/* Steps 2 and 3 of step.cuh, when all parts are there. reduction: shared memory too. MERGES:
- * whether the policy may merge evicted keys. LOADS: see step_scores. */
-template <bool MERGES, int LOADS>
-DEVICE h2o_eviction step_finish(const step_item *item, float *shared, char *reduction) {
-    const h2o_ranking ranking =
-        h2o_policy_ranking(item->policy, item->head.heavy, item->head.recent, item->length + 1);
-    const step_softmax softmax = combine_parts(item, shared);
-    sync_block();
-    step_outputs<LOADS / 2>(item, softmax.factors);
-    const h2o_candidate worst = step_scores<STEP_THREADS, LOADS>(
-        item, &ranking, (h2o_candidate *)reduction,
-        [&](const int32_t *slot, const int32_t *, int64_t r, float *sum) {
-            add_weights<LOADS>(item, softmax.rows, slot, r, sum);
-        });
-    return step_evict(item, &ranking, worst.index, [&] {
+DEVICE h2o_ranking ranking_of(const step_item *item) {
+    return h2o_policy_ranking(item->policy, item->head.heavy, item->head.recent, item->length + 1);
+}
+
+/* Steps 2 and 3 of step.cuh, when all parts are there. open() reads the item from shared memory:
+ * once more for the end, so that what only that wants takes no registers before. reduction: shared
+ * memory too. MERGES: whether the policy may merge evicted keys. LOADS: see step_scores. */
+template <bool MERGES, int LOADS, typename OPEN>
+DEVICE h2o_eviction step_finish(OPEN open, float *shared, char *reduction) {
+    h2o_candidate worst;
+    {
+        const step_item item = open();
+        const step_softmax softmax = combine_parts(&item, shared);
+        sync_block();
+        step_outputs<LOADS / 2>(&item, softmax.factors);
+        const h2o_ranking ranking = ranking_of(&item);
+        worst = step_scores<STEP_THREADS, LOADS>(
+            &item, &ranking, (h2o_candidate *)reduction,
+            [&](const int32_t *slot, const int32_t *, int64_t r, float *sum) {
+                add_weights<LOADS>(&item, softmax.rows, slot, r, sum);
+            });
+    }
+    const step_item item = open();
+    const h2o_ranking ranking = ranking_of(&item);
+    return step_evict(&item, &ranking, worst.index, [&] {
         return MERGES &&
-               step_merge(item, &ranking, worst.index, shared, (nearest_key *)(reduction + 256));
+               step_merge(&item, &ranking, worst.index, shared, (nearest_key *)(reduction + 256));
     });
 }
 

@@ -22,13 +22,11 @@ typedef struct {
     h2o_head head;
     slot_store store;
     int64_t length, slots; /* tokens before this one; slots in use with it */
-    int64_t parts;
+    int64_t parts, part_slots; /* of each but the last ones */
     float *logits, *row_max, *row_sum, *outputs; /* see step_layout; logits [R, head.slots] */
     double *lost;
     int32_t *free_slot;
 } step_item;
-
-DEVICE int64_t part_slots(const step_item *item) { return cuda_ceil(item->slots, item->parts); }
 
 /* ---- Opening ------------------------------------------------------------- */
 
@@ -72,6 +70,7 @@ DEVICE step_item open_step(const h2o_step_params *p, char *workspace, int64_t b,
     item.store = open_store(&p->slots, &item.head, D);
     item.lost = (double *)h2o_at(&p->slots.lost, row, g, 0);
     item.parts = at.parts;
+    item.part_slots = (uint32_t)cuda_ceil(item.slots, at.parts);
     const int64_t first =
         b * at.slots + (h2o_given(&p->slots.starts) ? item.head.offset : g * cuda_slots(&p->slots));
     item.logits = (float *)(workspace + at.logits) + first * R;

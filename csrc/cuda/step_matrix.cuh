@@ -24,14 +24,16 @@
 template <int DEPTH> struct step_state {
     float row_max, row_sum;
     float output[DEPTH / 16][4];
+    float *logits; /* of head lane_row(), if that is_head: of the tile's slot lane_column() */
+    bool is_head;
 };
 
 /* ---- Queries ------------------------------------------------------------- */
 
 /* Head lane_row() from r of the group on, 0 past the last. */
 template <int DEPTH, typename KEYS>
-DEVICE void load_heads(const step_item *item, int64_t r, vec16 query[DEPTH / 32]) {
-    const int64_t head = r + lane_row();
+DEVICE void load_heads(const step_item *item, int r, vec16 query[DEPTH / 32]) {
+    const int head = r + lane_row();
     const char *const from = item->query.data + head * item->query_stride;
     const int D = head < item->R ? (int)item->D : 0;
     UNROLL
@@ -62,20 +64,18 @@ DEVICE void head_dots(const vec16 query[DEPTH / 32], const KEYS *keys, float x[4
     }
 }
 
-/* Logits from dot products x, of the lane's head, to the workspace; -infinity: of no key. */
-DEVICE void write_logits(const step_item *item, int64_t head, int64_t first, int64_t end,
-                         float x[4]) {
-    float *const logits =
-        item->logits + lower(head, item->R - 1) * item->head.slots + first + lane_column();
-    const int count = (int)lower(end - first, STEP_ROWS);
-    const bool is_head = head < item->R;
+/* Logits from dot products x, of the lane's head, to where the state has those of a tile, which it
+ * then has of the warp's next one; -infinity: of no key. */
+template <int DEPTH>
+DEVICE void write_logits(const step_item *item, int count, float x[4], step_state<DEPTH> *state) {
     UNROLL
     for (int k = 0; k < 4; k++) {
         const bool is_key = lane_slot(k) < count;
         x[k] = logit_of(x[k], item->scale, item->softcap, 0.0f);
-        if (is_key && is_head) logits[k / 2 * 8 + k % 2] = x[k];
+        if (is_key && state->is_head) state->logits[k / 2 * 8 + k % 2] = x[k];
         x[k] = is_key ? x[k] : -INFINITY;
     }
+    state->logits += STEP_WARPS * STEP_ROWS;
 }
 
 /* Logits x to exponentials, in step 2. */
@@ -100,10 +100,10 @@ template <int DEPTH> DEVICE void update_softmax(float x[4], step_state<DEPTH> *s
     for (int i = 0; i < DEPTH / 16 * 4; i++) state->output[i / 4][i % 4] *= factors[i % 2];
 }
 
-/* Steps 1 to 3 for slots first.. of those before `end`, and heads r.. of the group. */
+/* Steps 1 to 3 for slots first.. of those before `end`. */
 template <int DEPTH, h2o_dtype TYPE, typename KEYS, typename VALUES>
-DEVICE void step_tile(const step_item *item, int64_t r, int64_t first, int64_t end,
-                      const vec16 query[DEPTH / 32], step_state<DEPTH> *state) {
+DEVICE void step_tile(const step_item *item, int first, int end, const vec16 query[DEPTH / 32],
+                      step_state<DEPTH> *state) {
     KEYS keys;
     VALUES values;
     float x[4];
@@ -114,7 +114,7 @@ DEVICE void step_tile(const step_item *item, int64_t r, int64_t first, int64_t e
         sync_warp(); /* keeps the compiler from loading both at once */
         values.load(item, first, end);
     }
-    write_logits(item, r + lane_row(), first, end, x);
+    write_logits<DEPTH>(item, end - first, x, state);
     update_softmax<DEPTH>(x, state);
     values.weigh(x);
     const uint32_t b[2] = {pack<TYPE>(x[0], x[1]), pack<TYPE>(x[2], x[3])};
@@ -153,7 +153,7 @@ DEVICE void leave_outputs(const step_state<DEPTH> *state, warp_outputs<DEPTH> *l
 /* Of elements d and d + 1 of O of so many heads from r on, as combine_warps has just written them,
  * what matrices have made NaN: maybe of 0 * infinity, where a weight is 0 in float16 but not in 32
  * bits. */
-DEVICE void mend_outputs(const step_item *item, int64_t r, int d, int64_t part, int heads) {
+DEVICE void mend_outputs(const step_item *item, int r, int d, int part, int heads) {
     const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);
     const slot_store *const store = &item->store;
     NO_UNROLL
@@ -178,13 +178,14 @@ DEVICE void mend_outputs(const step_item *item, int64_t r, int d, int64_t part, 
 /* Row max, row sum and O of the part, for heads r.. of the group: of two heads two elements by a
  * thread, as they lie together. */
 template <int DEPTH>
-DEVICE void combine_warps(const step_item *item, int64_t r, int64_t part,
+DEVICE void combine_warps(const step_item *item, int r, int part,
                           const warp_outputs<DEPTH> *left) {
-    const int count = (int)lower(item->R - r, STEP_COLUMNS), D = (int)item->D;
+    const int more = (int)item->R - r, D = (int)item->D;
+    const int count = more < STEP_COLUMNS ? more : STEP_COLUMNS;
     const int d = threadIdx.x % (DEPTH / 2) * 2;
     NO_UNROLL
     for (int i = threadIdx.x / (DEPTH / 2) * 2; i < count; i += 4 * STEP_THREADS / DEPTH) {
-        const int64_t row = part * item->R + r + i;
+        const int row = part * (int)item->R + r + i;
         float factor[2][STEP_WARPS], sum[4] = {};
         UNROLL
         for (int h = 0; h < 2; h++) {
@@ -208,7 +209,7 @@ DEVICE void combine_warps(const step_item *item, int64_t r, int64_t part,
             UNROLL
             for (int k = 0; k < 4; k++) sum[k] = fmaf(factor[k % 2][w], bits_float(x.w[k]), sum[k]);
         }
-        float *const to = item->outputs + row * D + d;
+        float *const to = item->outputs + (int64_t)row * D + d;
         bool finite = true;
         UNROLL
         for (int k = 0; k < 4; k++) {
@@ -216,16 +217,17 @@ DEVICE void combine_warps(const step_item *item, int64_t r, int64_t part,
             to[k % 2 * D + k / 2] = sum[k];
             finite = finite && sum[k] == sum[k];
         }
-        if (!finite) mend_outputs(item, r + i, d, part, (int)lower(count - i, 2));
+        if (!finite) mend_outputs(item, r + i, d, part, count - i < 2 ? 1 : 2);
     }
 }
 
 template <int DEPTH, h2o_dtype TYPE, typename KEYS, typename VALUES>
-DEVICE void part_by_tiles(const step_item *item, int64_t part, warp_outputs<DEPTH> *left) {
-    const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);
-    const int warp = threadIdx.x / 32;
+DEVICE void part_by_tiles(const step_item *item, int part, warp_outputs<DEPTH> *left) {
+    const int begin = part_begin(item, part), end = part_begin(item, part + 1);
+    const int warp = threadIdx.x / 32, own = begin + warp * STEP_ROWS, heads = (int)item->R;
     NO_UNROLL
-    for (int64_t r = 0; r < item->R; r += STEP_COLUMNS) {
+    for (int r = 0; r < heads; r += STEP_COLUMNS) {
+        const int head = r + lane_row();
         vec16 query[DEPTH / 32];
         step_state<DEPTH> state = {};
         TAKEN(matrix_step_of_many_heads, r > 0);
@@ -233,33 +235,33 @@ DEVICE void part_by_tiles(const step_item *item, int64_t part, warp_outputs<DEPT
         TAKEN(matrix_step_of_quantised, h2o_row_is_quantised(item->store.key_type));
         TAKEN(matrix_step_of_floats, !h2o_row_is_quantised(item->store.key_type));
         state.row_max = -INFINITY;
+        state.is_head = head < heads;
+        state.logits = item->logits + (state.is_head ? head : heads - 1) * item->head.slots + own +
+                       lane_column();
         load_heads<DEPTH, KEYS>(item, r, query);
         sync_block(); /* the token is stored; outputs of other heads have been read */
         NO_UNROLL
-        for (int64_t first = begin + warp * STEP_ROWS; first < end;
-             first += STEP_WARPS * STEP_ROWS) {
-            step_tile<DEPTH, TYPE, KEYS, VALUES>(item, r, first, end, query, &state);
-        }
+        for (int first = own; first < end; first += STEP_WARPS * STEP_ROWS)
+            step_tile<DEPTH, TYPE, KEYS, VALUES>(item, first, end, query, &state);
         leave_outputs<DEPTH, VALUES>(&state, &left[warp]);
         sync_block();
         combine_warps<DEPTH>(item, r, part, left);
     }
 }
 
-/* All that a block does with its part of the slots. */
-template <int DEPTH, h2o_dtype TYPE>
-DEVICE void matrix_part(const step_item *item, int64_t part, unsigned char *shared) {
+/* All that a block does with its part of the slots. BYTES: rows are quantised. */
+template <int DEPTH, h2o_dtype TYPE, bool BYTES>
+DEVICE void matrix_part(const step_item *item, int part, unsigned char *shared) {
     static_assert(sizeof(warp_outputs<DEPTH>[STEP_WARPS]) == CUDA_STEP_OUTPUTS(DEPTH));
     warp_outputs<DEPTH> *const left = (warp_outputs<DEPTH> *)shared;
     if (has_token(item, part_begin(item, part), part_begin(item, part + 1)))
         store_token<DEPTH>(item);
-    const h2o_dtype values = item->store.value_type;
-    if (h2o_row_has_scale(values)) {
-        part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q8_values<DEPTH, TYPE>>(item, part, left);
-    } else if (h2o_row_is_quantised(values)) {
-        part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q4_values<DEPTH, TYPE>>(item, part, left);
-    } else {
+    if (!BYTES) {
         part_by_tiles<DEPTH, TYPE, float_keys<DEPTH>, float_values<DEPTH>>(item, part, left);
+    } else if (h2o_row_has_scale(item->store.value_type)) {
+        part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q8_values<DEPTH, TYPE>>(item, part, left);
+    } else {
+        part_by_tiles<DEPTH, TYPE, q8_keys<DEPTH, TYPE>, q4_values<DEPTH, TYPE>>(item, part, left);
     }
 }
 

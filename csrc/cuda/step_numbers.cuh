@@ -26,15 +26,12 @@ template <h2o_dtype TYPE> DEVICE uint32_t pack_signed(uint32_t word, int i) {
     return subtract_f16(bytes_above_1024(word ^ 0x80808080, i), 0x64806480);
 }
 
-/* Scales are rounded up: of one above `largest`, of which the largest numbers are beyond float16
- * though no element was, the next lower one does. */
-template <h2o_dtype TYPE> DEVICE uint16_t fitting(uint16_t scale, uint16_t largest) {
-    return (uint16_t)(scale - (TYPE == H2O_F16 && scale > largest && scale < 0x7c00));
-}
-
-template <h2o_dtype TYPE>
-DEVICE uint32_t fitting_pair(uint16_t first, uint16_t second, uint16_t largest) {
-    return fitting<TYPE>(first, largest) | (uint32_t)fitting<TYPE>(second, largest) << 16;
+/* Two scales for float16. They are rounded up: of one above `largest`, of which the largest numbers
+ * are beyond float16 though no element was, the next lower one does; NaN stays NaN. */
+DEVICE uint32_t fitting_pair(uint32_t first, uint32_t second, uint16_t largest) {
+    const uint32_t both = permute(first, second, 0x5410);
+    const uint32_t to_sign = 0x7fffu - largest; /* carries what is larger into the sign */
+    return both - ((both + (to_sign | to_sign << 16)) >> 15 & 0x00010001);
 }
 
 /* ---- Q8 ------------------------------------------------------------------ */
@@ -44,18 +41,21 @@ struct q8_lateness {
     uint32_t head, tail;
 };
 
-/* Of a row from a multiple of RUN on, and of those 8 rows before and after it. */
-DEVICE q8_lateness lateness_of(const char *from) {
-    const bool is_late = ((uint32_t)(uintptr_t)from & 2) != 0;
+DEVICE q8_lateness lateness_of(bool is_late) {
     return q8_lateness{is_late ? 0x5410u : 0x7654u, is_late ? 0x5432u : 0x7654u};
 }
 
-/* Of each 64 bytes of a row so many in sequence; those from `left` on are not read. */
+/* Of each 64 bytes of a row so many in sequence, and its scale. */
 template <int DEPTH, int BYTES> struct q8_bytes {
     uint32_t word[DEPTH / 64][BYTES / 4 + 1];
+    uint16_t scale;
 
-    DEVICE_METHOD void load(const char *from, int left) {
-        const char *const words = one_address(from + ((uint32_t)(uintptr_t)from & 2));
+    /* From d on, without what is past `bounds.depth()`; nothing, if no such row is to be read. */
+    template <typename BOUNDS>
+    DEVICE_METHOD void load(const tile_rows *rows, BOUNDS bounds, int row, int d, bool is_late) {
+        const int left = bounds.left(row, d);
+        const char *const words = rows->at(row, d + (is_late ? 2 : 0));
+        const char *const end = words + (bounds.depth() - d);
         UNROLL
         for (int i = 0; i < DEPTH / 64; i++) {
             word[i][0] = 0;
@@ -63,10 +63,20 @@ template <int DEPTH, int BYTES> struct q8_bytes {
             for (int j = 0; j < BYTES; j += RUN) { /* rows are whole runs */
                 word[i][j / 4 + 1] = word[i][j / 4 + 2] = 0;
                 if (64 * i + j >= left) continue;
-                if (j == 0) word[i][0] = *(const uint16_t *)(from + 64 * i);
                 word[i][j / 4 + 1] = *(const uint32_t *)(words + 64 * i + j);
                 word[i][j / 4 + 2] = *(const uint32_t *)(words + 64 * i + j + 4);
             }
+        }
+        scale = 0;
+        if (bounds.left(row, 0) <= 0) return;
+        if (!is_late) {
+            scale = *(const uint16_t *)end;
+            return;
+        }
+        scale = *(const uint16_t *)(end - 2);
+        UNROLL
+        for (int i = 0; i < DEPTH / 64; i++) {
+            if (64 * i < left) word[i][0] = *(const uint16_t *)(words + 64 * i - 2);
         }
     }
 
@@ -76,31 +86,23 @@ template <int DEPTH, int BYTES> struct q8_bytes {
     }
 };
 
-DEVICE uint16_t load_half(const char *from, bool given) {
-    return given ? *(const uint16_t *)from : 0;
-}
-
 /* A lane's keys are 16 bytes of each 64, so that four lanes read what lies together. */
 template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
-    q8_bytes<DEPTH, 16> bytes[2];
+    q8_bytes<DEPTH, 16> bytes[2]; /* rows 8 apart: both begin a word, or none */
     q8_lateness late;
-    uint16_t scales[4];
 
     DEVICE_METHOD static int query_run(int i) {
         return i / 2 * 64 + lane_column() * 8 + i % 2 * RUN;
     }
 
-    DEVICE_METHOD void load(const step_item *item, int64_t first, int64_t end) {
+    DEVICE_METHOD void load(const step_item *item, int first, int end) {
         const tile_rows rows = keys_of_tile(item, first, end);
-        const int d = query_run(0);
-        late = lateness_of(rows.key(0, d));
+        const bool is_late = rows.is_late(lane_row());
+        late = lateness_of(is_late);
         read_tile<DEPTH>(&rows, [&](auto bounds) {
             UNROLL
             for (int n = 0; n < 2; n++)
-                bytes[n].load(rows.key(n, d), bounds.left_of_key(n, d));
-            UNROLL
-            for (int k = 0; k < 4; k++)
-                scales[k] = load_half(rows.value(k, rows.D), bounds.left_of_value(k, 0) > 0);
+                bytes[n].load(&rows, bounds, 8 * n + lane_row(), query_run(0), is_late);
         });
     }
 
@@ -110,51 +112,54 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_keys {
         b[1] = pack_signed<TYPE>(four, 1);
     }
 
-    DEVICE_METHOD float scale(int k) const { return f16_to_float(scales[k]); }
+    /* The lanes of slot 8 n + row are 4 row and the next three. */
+    DEVICE_METHOD float scale(int k) const {
+        return f16_to_float((uint16_t)shfl((uint32_t)bytes[k / 2].scale,
+                                           4 * (lane_column() + k % 2)));
+    }
 };
 
 /* A lane's values are 8 bytes of each 64. */
 template <int DEPTH, h2o_dtype TYPE> struct q8_values {
     q8_bytes<DEPTH, RUN> bytes[4];
     q8_lateness late[2];
-    uint16_t scales[4];
+    uint32_t scales[2]; /* float16: of two slots each */
 
     DEVICE_METHOD static int output_of(int i) { return run_output(i); }
 
-    DEVICE_METHOD void load(const step_item *item, int64_t first, int64_t end) {
+    DEVICE_METHOD void load(const step_item *item, int first, int end) {
         const tile_rows rows = values_of_tile(item, first, end);
-        const int d = output_of(0);
-        late[0] = lateness_of(rows.value(0, d));
-        late[1] = lateness_of(rows.value(1, d));
+        const bool is_late[2] = {rows.is_late(lane_slot(0)), rows.is_late(lane_slot(1))};
+        late[0] = lateness_of(is_late[0]);
+        late[1] = lateness_of(is_late[1]);
         read_tile<DEPTH>(&rows, [&](auto bounds) {
             UNROLL
-            for (int k = 0; k < 4; k++) {
-                const char *const from = rows.value(k, d);
-                bytes[k].load(from, bounds.left_of_value(k, d));
-                scales[k] = load_half(from + (rows.D - d), bounds.left_of_value(k, 0) > 0);
-            }
+            for (int k = 0; k < 4; k++)
+                bytes[k].load(&rows, bounds, lane_slot(k), output_of(0), is_late[k % 2]);
         });
     }
 
     /* Numbers of bfloat16 are exact, so that weights have the scale. */
-    DEVICE_METHOD void weigh(float x[4]) const {
-        if (TYPE == H2O_F16) return;
+    DEVICE_METHOD void weigh(float x[4]) {
+        const uint16_t largest = 0x6007; /* 127 of it are below the largest float16 */
         UNROLL
-        for (int k = 0; k < 4; k++) x[k] *= f16_to_float(scales[k]);
+        for (int k = 0; k < 4; k++) {
+            if (TYPE != H2O_F16) x[k] *= f16_to_float(bytes[k].scale);
+            if (TYPE == H2O_F16 && k % 2 == 0)
+                scales[k / 2] = fitting_pair(bytes[k].scale, bytes[k + 1].scale, largest);
+        }
     }
 
     DEVICE_METHOD void pairs(int i, uint32_t a[4]) const {
-        const uint16_t largest = 0x6007; /* 127 of it are below the largest float16 */
         UNROLL
         for (int k = 0; k < 4; k += 2) {
             const uint32_t two = permute(bytes[k].four(i / 4, i % 4 / 2, late[0]),
                                          bytes[k + 1].four(i / 4, i % 4 / 2, late[1]),
                                          i % 2 == 0 ? 0x5140 : 0x7362);
-            const uint32_t both = fitting_pair<TYPE>(scales[k], scales[k + 1], largest);
             UNROLL
             for (int j = 0; j < 2; j++) {
                 a[k + j] = pack_signed<TYPE>(two, j);
-                if (TYPE == H2O_F16) a[k + j] = fma_f16(a[k + j], both, 0);
+                if (TYPE == H2O_F16) a[k + j] = fma_f16(a[k + j], scales[k / 2], 0);
             }
         }
     }
@@ -167,14 +172,15 @@ template <int DEPTH, h2o_dtype TYPE> struct q8_values {
 template <int DEPTH, h2o_dtype TYPE> struct q4_values {
     enum { EACH = DEPTH / 64 };
     uint32_t word[4][EACH], scale_minimum[4];
-    float scale[4], minimum[4]; /* bfloat16: of numbers 1 + q / 16 */
+    uint32_t scales[2], minima[2]; /* float16: of two slots each */
+    float scale[4], minimum[4];    /* bfloat16: of numbers 1 + q / 16 */
 
     DEVICE_METHOD static int output_of(int i) {
         const int w = lane_row() * EACH + i / 4;
         return w / 4 * H2O_GROUP + w % 4 * 4 + i % 4 / 2 * 16 + i % 2 * 2;
     }
 
-    DEVICE_METHOD void load(const step_item *item, int64_t first, int64_t end) {
+    DEVICE_METHOD void load(const step_item *item, int first, int end) {
         const tile_rows rows = values_of_tile(item, first, end);
         const int w = lane_row() * EACH;
         read_tile<DEPTH>(&rows, [&](auto bounds) {
@@ -192,7 +198,13 @@ template <int DEPTH, h2o_dtype TYPE> struct q4_values {
     }
 
     DEVICE_METHOD void weigh(float *) {
-        if (TYPE == H2O_F16) return;
+        const uint16_t largest = 0x6c00; /* 15 of it, and a minimum, may be too large */
+        UNROLL
+        for (int k = 0; k < 4; k += 2) {
+            const uint32_t first = scale_minimum[k], second = scale_minimum[k + 1];
+            scales[k / 2] = fitting_pair(first, second, largest);
+            minima[k / 2] = permute(first, second, 0x7632);
+        }
         UNROLL
         for (int k = 0; k < 4; k++) {
             scale[k] = 16.0f * f16_to_float((uint16_t)scale_minimum[k]);
@@ -202,18 +214,14 @@ template <int DEPTH, h2o_dtype TYPE> struct q4_values {
 
     /* Of slots k and k + 1 elements 2 j and the next one of the ith word's low halves, or high. */
     DEVICE_METHOD void pairs_of_f16(int k, int i, int j, bool high, uint32_t a[2]) const {
-        const uint16_t largest = 0x6c00; /* 15 of it, and a minimum, may be too large */
         const int shift = high ? 4 : 0;
         const uint32_t two =
             permute(word[k][i] >> shift & 0x0f0f0f0f, word[k + 1][i] >> shift & 0x0f0f0f0f,
                     j == 0 ? 0x5140 : 0x7362);
-        const uint32_t scales = fitting_pair<TYPE>((uint16_t)scale_minimum[k],
-                                                   (uint16_t)scale_minimum[k + 1], largest);
-        const uint32_t minima = permute(scale_minimum[k], scale_minimum[k + 1], 0x7632);
         UNROLL
         for (int e = 0; e < 2; e++) {
             const uint32_t numbers = subtract_f16(bytes_above_1024(two, e), 0x64006400);
-            a[e] = fma_f16(numbers, scales, minima);
+            a[e] = fma_f16(numbers, scales[k / 2], minima[k / 2]);
         }
     }
 

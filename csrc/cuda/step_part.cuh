@@ -110,8 +110,9 @@ DEVICE void accumulate_part(const step_item *item, int64_t r, int64_t part, int6
 }
 
 /* The first slot of a part, and the one after its last. */
-DEVICE int64_t part_begin(const step_item *item, int64_t part) {
-    return lower(part * part_slots(item), item->slots);
+DEVICE int part_begin(const step_item *item, int64_t part) {
+    const int begin = (int)part * (int)item->part_slots, slots = (int)item->slots;
+    return begin < slots ? begin : slots;
 }
 
 /* All that a block does with its part of the slots. */

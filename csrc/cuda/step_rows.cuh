@@ -31,11 +31,18 @@ struct tile_rows {
     }
     DEVICE_METHOD const char *key(int n, int d) const { return at(8 * n + lane_row(), d); }
     DEVICE_METHOD const char *value(int k, int d) const { return at(lane_slot(k), d); }
+
+    /* Of rows at multiples of 2 bytes: whether it begins between two words. */
+    DEVICE_METHOD bool is_late(int row) const {
+        return (((uint32_t)(uintptr_t)first + (uint32_t)(row * pitch)) & 2) != 0;
+    }
 };
 
 /* Which of them may be read. WHOLE: all. */
 template <int DEPTH, bool WHOLE> struct tile_bounds {
     int count, D;
+
+    DEVICE_METHOD int depth() const { return WHOLE ? DEPTH : D; }
 
     /* Elements of a row from d on. */
     DEVICE_METHOD int left(int row, int d) const { return WHOLE ? DEPTH : row < count ? D - d : 0; }
@@ -53,17 +60,17 @@ template <int DEPTH, typename READ> DEVICE void read_tile(const tile_rows *rows,
 }
 
 /* Of rows that lie a pitch apart, those of slots first.. of these before `end`. */
-DEVICE tile_rows rows_of_tile(const step_item *item, const char *rows, int64_t pitch, int64_t first,
-                              int64_t end) {
-    const int count = (int)lower(end - first, STEP_ROWS);
-    return tile_rows{one_address(rows + first * pitch), (int)pitch, count, (int)item->D};
+DEVICE tile_rows rows_of_tile(const step_item *item, const char *rows, int64_t pitch, int first,
+                              int end) {
+    const int count = end - first < STEP_ROWS ? end - first : STEP_ROWS, bytes = (int)pitch;
+    return tile_rows{one_address(rows + (int64_t)first * bytes), bytes, count, (int)item->D};
 }
 
-DEVICE tile_rows keys_of_tile(const step_item *item, int64_t first, int64_t end) {
+DEVICE tile_rows keys_of_tile(const step_item *item, int first, int end) {
     return rows_of_tile(item, item->store.keys, item->store.key_stride, first, end);
 }
 
-DEVICE tile_rows values_of_tile(const step_item *item, int64_t first, int64_t end) {
+DEVICE tile_rows values_of_tile(const step_item *item, int first, int end) {
     return rows_of_tile(item, item->store.values, item->store.value_stride, first, end);
 }
 
@@ -77,7 +84,7 @@ template <int DEPTH> struct float_keys {
 
     DEVICE_METHOD static int query_run(int i) { return 32 * i + lane_column() * 4; }
 
-    DEVICE_METHOD void load(const step_item *item, int64_t first, int64_t end) {
+    DEVICE_METHOD void load(const step_item *item, int first, int end) {
         const tile_rows rows = keys_of_tile(item, first, end);
         read_tile<DEPTH>(&rows, [&](auto bounds) {
             UNROLL
@@ -104,7 +111,7 @@ template <int DEPTH> struct float_values {
 
     DEVICE_METHOD static int output_of(int i) { return run_output(i); }
 
-    DEVICE_METHOD void load(const step_item *item, int64_t first, int64_t end) {
+    DEVICE_METHOD void load(const step_item *item, int first, int end) {
         const tile_rows rows = values_of_tile(item, first, end);
         read_tile<DEPTH>(&rows, [&](auto bounds) {
             UNROLL
