@@ -2,6 +2,14 @@
  * many of them. */
 #include "policy.h"
 
+uint32_t h2o_policy_cut(const uint32_t *counts, uint32_t digits, int64_t *nth) {
+    uint32_t digit = digits - 1;
+    while (digit > 0 && *nth > counts[digit]) {
+        *nth -= counts[digit--];
+    }
+    return digit;
+}
+
 /* The nth highest of n keys, counted from 1; *among is how many of the keys
  * equal to it belong to the nth highest. Radix select: each pass counts the
  * keys that agree with the digits known so far by their next digit. */
@@ -21,11 +29,7 @@ static uint32_t nth_highest(const uint32_t *keys, int64_t n, int64_t nth, int64_
                 counts[(keys[i] >> shift) & digits]++;
             }
         }
-        uint32_t digit = digits;
-        while (digit > 0 && nth > counts[digit]) {
-            nth -= counts[digit--];
-        }
-        known |= digit << shift;
+        known |= h2o_policy_cut(counts, digits + 1, &nth) << shift;
         mask |= digits << shift;
     }
     *among = nth;
@@ -47,16 +51,14 @@ static int32_t last_of_ties(const uint32_t *keys, uint32_t tied, const int32_t *
     return (int32_t)~nth_highest(scratch, count, among, &among);
 }
 
-int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *scores,
-                          const int32_t *positions, const float *norms, uint8_t *keep,
-                          uint32_t *keys) {
-    if (n <= ranking->budget) {
+int64_t h2o_policy_select_keys(int64_t n, int64_t budget, const int32_t *positions, uint8_t *keep,
+                               uint32_t *keys) {
+    if (n <= budget) {
         memset(keep, 1, (size_t)n);
         return n;
     }
-    h2o_policy_keys(ranking, n, scores, positions, norms, keys);
     int64_t among;
-    const uint32_t lowest = nth_highest(keys, n, ranking->budget, &among);
+    const uint32_t lowest = nth_highest(keys, n, budget, &among);
     const int32_t last = last_of_ties(keys, lowest, positions, n, among, keys + n);
     int64_t kept = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -64,10 +66,17 @@ int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *sc
         kept += keep[i];
     }
     /* Only positions that repeat can tie for more places than there are. */
-    for (int64_t i = n - 1; kept > ranking->budget; i--) {
+    for (int64_t i = n - 1; kept > budget; i--) {
         const bool tied = keep[i] && keys[i] == lowest;
         keep[i] = keep[i] && !tied;
         kept -= tied;
     }
     return kept;
+}
+
+int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *scores,
+                          const int32_t *positions, const float *norms, uint8_t *keep,
+                          uint32_t *keys) {
+    if (n > ranking->budget) h2o_policy_keys(ranking, n, scores, positions, norms, keys);
+    return h2o_policy_select_keys(n, ranking->budget, positions, keep, keys);
 }

@@ -101,6 +101,17 @@ int64_t h2o_policy_select(const h2o_ranking *ranking, int64_t n, const float *sc
                           const int32_t *positions, const float *norms, uint8_t *keep,
                           uint32_t *keys);
 
+/* The same of keys of ranks; keys [2n] has them first, then room. */
+int64_t h2o_policy_select_keys(int64_t n, int64_t budget, const int32_t *positions, uint8_t *keep,
+                               uint32_t *keys);
+
+/* For selection by parts: the digit of the nth highest key, counted from 1, where counts [digits]
+ * has how many keys have each; *nth becomes its number among those that have it. The first digit of
+ * three are a key's 11 highest bits. */
+enum { H2O_POLICY_DIGITS = 1 << 11 };
+H2O_INLINE uint32_t h2o_policy_digit(uint32_t key) { return key >> 21; }
+uint32_t h2o_policy_cut(const uint32_t *counts, uint32_t digits, int64_t *nth);
+
 /* The same order as the floats', as unsigned integers: NaN is 0, below
  * -infinity, and -0 equals +0. */
 H2O_INLINE uint32_t h2o_policy_key(float rank) {

@@ -87,8 +87,8 @@ static const balance_case cases[] = {
     {STEP, "decode step", 16, 1, 576, 1, 2048, 0, 0.10},
     {STEP, "decode step", 128, 1, 576, 1, 2048, 0, 0.70},
     {STEP, "decode step that merges", 32, 8, 128, 1, 1024, 0.05f, 0.70},
-    {EVICT, "evict", 32, 8, 128, 4096, 818, 0, 0.35},
-    {EVICT, "evict that merges", 32, 8, 128, 4096, 818, 0.05f, 0.12},
+    {EVICT, "evict", 32, 8, 128, 4096, 818, 0, 0.65},
+    {EVICT, "evict that merges", 32, 8, 128, 4096, 818, 0.05f, 0.45},
     {SIMULATE, "simulate", 32, 8, 128, 2048, 410, 0, 0.50},
     {SIMULATE, "simulate that merges", 32, 8, 128, 2048, 410, 0.05f, 0.38},
 };

@@ -80,6 +80,25 @@ int main(void) {
          .softcap = 5.0f,
          .scale = 0.1f,
          .how = SPREAD},
+        /* so few heads that workers share a head's eviction: without merging, and with groups of
+         * merged keys, some of them stored ones */
+        {.dims = make_dims(1, 31, 1, 190, 100, 8),
+         .prompt = 170,
+         .chunk_at = 175,
+         .chunk = 9,
+         .heavy = 60,
+         .recent = 30,
+         .policy = plain,
+         .scale = 0.1f},
+        {.dims = make_dims(3, 5, 1, 560, 97, 8),
+         .prompt = 91,
+         .chunk_at = 96,
+         .chunk = 460,
+         .heavy = 60,
+         .recent = 31,
+         .policy = merging,
+         .scale = 0.1f,
+         .how = SPREAD},
         /* scores that are maxima: rows in several items, ragged vectors, chunks of slots */
         {.dims = make_dims(2, 2, 3, 420, 300, 20),
          .prompt = 330,
@@ -199,7 +218,8 @@ int main(void) {
             const h2o_ops *ops[LEVELS];
             size_t count = 0;
             for (size_t l = 0; l < LEVELS; l++) {
-                if (has_level(levels[l]->name) && !is_left_out(l + i, type)) ops[count++] = levels[l];
+                if (has_level(levels[l]->name) && !is_left_out(l + i, type))
+                    ops[count++] = levels[l];
             }
             scene s = scenes[i];
             s.dtype = dtypes[type];
