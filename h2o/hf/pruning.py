@@ -19,10 +19,17 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.one_budget import Budgets, each_head, parted, won
 from h2o.policy import Policy
 
-__all__ = ["RECENT", "pruned"]
+__all__ = ["LATER_RECENT", "RECENT", "pruned"]
 
-RECENT = 8
-"""The newest keys of each head, which are kept whatever their rank."""
+RECENT = 4
+"""The newest keys of each head that the cut keeps whatever their rank."""
+LATER_RECENT = 8
+"""The newest ones that each head keeps from then on.
+
+A document's last words are worth no more to a question than its others; what is written next needs
+the words before it. At 4% of the bytes (45 facts, 127 tokens after 16 texts): 8 and 8 found 28 and
+lost 0.406 nats a token, 4 and 8 31 and 0.409, 4 and 4 32 and 0.448, 8 and 4 29 and 0.444.
+"""
 
 
 def pruned(
@@ -38,7 +45,7 @@ def pruned(
 
     Of each head's budget sinks and the newest `recent` keys come first; `by_attention` of the rest
     goes to the highest ranks by the config's own policy. What all heads of all layers have left
-    goes to the largest of `largest`.
+    goes to the largest of `largest`. Later each head keeps its newest `LATER_RECENT`.
 
     Args:
         full_cache: without a budget.
@@ -46,7 +53,8 @@ def pruned(
         attention, largest: [B, G, K] float32 of each of its H2O layers: scores by that policy, and
             the largest attention of any one query, which is the score from then on.
         by_attention: in [0, 1].
-        recent: at most so many of the recent keys that the config has; None: all of these.
+        recent: at most so many of the recent keys that the config has; None: all of these, and as
+            many later.
     """
     cache = H2OCache(model_config, config.after_reading)
     cache.pass_state.copied = True
@@ -55,11 +63,12 @@ def pruned(
         for source, layer in zip(full_cache.layers, cache.layers, strict=True)
         if isinstance(layer, H2OLayer)
     ]
-    first, kept, spare = [], [], []
+    first, kept, spare, wanted = [], [], [], []
     for (source, layer), scores in zip(layers, attention, strict=True):
         held = _Held.of(source)
         budgets = _budgets_of(layer, source, held.mask)
         first_budget, left = parted(budgets, config.sinks, by_attention, recent)
+        wanted.append(budgets)
         first.append(first_budget)
         kept.append(_kept(held, scores, config.policy, first_budget))
         spare.append(left)
@@ -67,8 +76,8 @@ def pruned(
         return cache
     free_slots = [sum(row) for row in zip(*spare, strict=True)]
     more = won(free_slots, kept, largest)
-    for (source, layer), first_budget, chosen, scores, counts in zip(
-        layers, first, kept, largest, more, strict=True
+    for (source, layer), budgets, first_budget, chosen, scores, counts in zip(
+        layers, wanted, first, kept, largest, more, strict=True
     ):
         budget = [
             [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
@@ -77,6 +86,8 @@ def pruned(
         # What is kept by attention ranks above all others, whose scores are at most 1.
         layer.hold(*_Held.of(source), scores + 2.0 * chosen, budget, source)
         layer.slots.scores.sub_(2.0 * (layer.slots.scores >= 2.0))
+        if recent is not None:
+            _set_budgets(layer.slots, _later(budget, budgets))
         source.empty()
     return cache
 
@@ -109,6 +120,22 @@ def _budgets_of(layer: H2OLayer, source: H2OLayer, mask: Tensor) -> Budgets:
     return each_head(rows, heads)
 
 
+def _later(budgets: Budgets, wanted: Budgets) -> Budgets:
+    """As many places, of which more are for recent keys: as many as wanted, or `LATER_RECENT`."""
+    later = []
+    for row, wanted_row in zip(budgets, wanted, strict=True):
+        recents = [
+            min(heavy + recent, most, LATER_RECENT)
+            for (heavy, recent), (_, most) in zip(row, wanted_row, strict=True)
+        ]
+        later.append([(sum(x) - recent, recent) for x, recent in zip(row, recents, strict=True)])
+    return later
+
+
+def _set_budgets(slots: ops.Slots, budgets: Budgets) -> None:
+    slots.budget.copy_(slots.budget.new_tensor(budgets).squeeze(1))
+
+
 def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tensor:
     """[B, G, K] bool: what evicting by a policy would leave, and what is no key."""
     keys, values, mask = held
@@ -117,7 +144,7 @@ def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tens
     slots = slot_layout.with_capacities(
         keys, sizes, value_weighted=policy.value_weighted, shared=values is None
     )
-    slots.budget.copy_(slots.budget.new_tensor(budgets).squeeze(1))
+    _set_budgets(slots, budgets)
     ops.evict(keys, values, scores, slots, mask=mask, policy=policy._replace(merge=None))
     positions = slot_layout.by_head(slots, sizes, "positions", -1).long()
     kept = scores.new_zeros(*scores.shape[:2], 1 + scores.shape[2], dtype=torch.bool)

@@ -77,9 +77,9 @@ def read(
     The document is read, repeated, and cut once. A part of the budget goes to the keys that the
     config's own policy ranks highest after the first reading, in equal parts or by `shares`; the
     rest to those, of all layers and heads together, to which any one query and head gave the most
-    attention while repeating. From then on the cache ranks by the largest attention. Until the cut
-    every key of the document is held in the model's dtype, and the time is that of a prompt more
-    than twice as long.
+    attention while repeating. Of the config's recent keys each head keeps at most 4 at the cut, and
+    8 from then on, when the cache ranks by the largest attention. Until the cut every key of the
+    document is held in the model's dtype, and the time is that of a prompt more than twice as long.
 
     With `scored_by="echo"` nothing is repeated, and no tokenizer is needed. The queries of the
     document itself are asked again as if they stood behind it, and a key's attention is that from

@@ -10,7 +10,7 @@ import h2o
 from h2o import H2OCache, H2OConfig, Unsupported
 from h2o.hf import reading
 from h2o.hf.layer_kinds import HYBRIDS
-from h2o.hf.pruning import RECENT
+from h2o.hf.pruning import LATER_RECENT, RECENT
 from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared
 
 REQUEST = torch.tensor([5, 9, 2])
@@ -135,6 +135,28 @@ def test_it_goes_on_as_any_other_cache(tmp_path):
     loaded = H2OCache.load(tmp_path / "read.safetensors", ours)
     assert torch.equal(greedy(ours, question, past_key_values=loaded), answer)
     assert torch.equal(greedy(ours, question, past_key_values=cache), answer)
+
+
+@pytest.mark.parametrize("recent", [2, 6, 30])
+@pytest.mark.parametrize("by_attention", [0.0, 0.5])
+def test_recent_keys_after_the_cut(recent, by_attention):
+    """More of them than of the document's end, as many as the config has, and no more slots."""
+    ours, (document,) = shared("llama"), prompts(70)
+    config = H2OConfig(heavy=34 - recent, recent=recent, sinks=2)
+    cache = h2o.read(ours, document, config, repeat=REQUEST, by_attention=by_attention)
+    budgets = [n for layer in cache.report().layers for n in layer.budget_by_head[0]]
+    assert sum(budgets) == 36 * len(budgets)
+    cut, later = min(recent, RECENT), min(recent, LATER_RECENT)
+    held = [head for layer in positions(cache) for head in layer]
+    assert all(head[-cut:] == list(range(70 - cut, 70)) for head in held)
+    assert any(head[-1 - cut] != 69 - cut for head in held)
+    with torch.no_grad():
+        for token in prompts(40, seed=3)[0].T:
+            ours(token[None], past_key_values=cache)
+    held = [head for layer in positions(cache) for head in layer]
+    assert [len(head) for head in held] == budgets
+    assert all(head[-later:] == list(range(110 - later, 110)) for head in held)
+    assert any(head[-1 - later] != 109 - later for head in held)
 
 
 @pytest.mark.parametrize(
