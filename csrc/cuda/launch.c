@@ -34,23 +34,22 @@ static bool has_narrow_sums(const h2o_operation_row *row, const void *params) {
 }
 
 /* Kernels know these sizes only; a fake tensor has no memory. */
-static bool is_served(h2o_operation operation, const void *params) {
-    const h2o_operation_row *const row = h2o_operations[operation];
+static bool is_served(const h2o_operation_row *row, const void *params) {
     const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
-    return cuda_knows_depth(operation, dims->D, params) && dims->R <= CUDA_GROUP &&
-           dims->S < 1 << CUDA_FREE_BITS && dims->H <= MOST_BLOCKS && dims->G <= MOST_BLOCKS &&
-           dims->B <= MOST_BLOCKS && h2o_leader(row, params)->data != NULL &&
-           !has_narrow_sums(row, params);
+    return dims->D <= CUDA_WIDE && dims->R <= CUDA_GROUP && dims->S < 1 << CUDA_FREE_BITS &&
+           dims->H <= MOST_BLOCKS && dims->G <= MOST_BLOCKS && dims->B <= MOST_BLOCKS &&
+           h2o_leader(row, params)->data != NULL && !has_narrow_sums(row, params);
 }
 
 static size_t workspace(h2o_operation operation, const void *params, const h2o_exec *exec) {
+    const h2o_operation_row *const row = h2o_operations[operation];
+    const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
     cuda_plan plan;
     (void)exec;
-    if (!is_served(operation, params)) return H2O_UNSERVED;
+    if (!is_served(row, params)) return H2O_UNSERVED;
     cuda_plan_call(operation, params, &plan);
-    return cuda_has(h2o_leader(h2o_operations[operation], params)->device_id, &plan)
-               ? plan.workspace
-               : H2O_UNSERVED;
+    if (dims->D > plan.depth) return H2O_UNSERVED;
+    return cuda_has(h2o_leader(row, params)->device_id, &plan) ? plan.workspace : H2O_UNSERVED;
 }
 
 static int launch(const cuda_plan *plan, int32_t device, const h2o_exec *exec, h2o_error *error) {

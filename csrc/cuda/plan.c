@@ -123,16 +123,22 @@ static void add_attention(cuda_plan *plan, const h2o_attend_params *params) {
 }
 
 static void plan_attend(const h2o_attend_params *params, cuda_plan *plan) {
-    *plan = (cuda_plan){.workspace = cuda_attend_layout(&params->dims).bytes};
+    *plan = (cuda_plan){.workspace = cuda_attend_layout(&params->dims).bytes, .depth = CUDA_DEPTH};
     add_launch(plan, PREPARE, params, sizeof *params, params->dims.B, 1, 1, EVICT_THREADS,
                cuda_prepare_shared());
     add_attention(plan, params);
 }
 
+/* The largest head dimension where rows are moved, or multiplied by one query: latents are wide, and
+ * none of them merge. */
+static int64_t depth_of_rows(const h2o_policy *policy) {
+    return h2o_merges(policy) ? CUDA_DEPTH : CUDA_WIDE;
+}
+
 static void plan_evict(const h2o_evict_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
     const evict_layout at = cuda_evict_call(params);
-    *plan = (cuda_plan){.workspace = at.bytes};
+    *plan = (cuda_plan){.workspace = at.bytes, .depth = depth_of_rows(&params->policy)};
     add_launch(plan, EVICT, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
                cuda_evict_shared());
     add_launch(plan, MOVE, params, sizeof *params, 2 * cuda_move_blocks(params), d->G, d->B,
@@ -172,7 +178,7 @@ static void plan_step(const h2o_step_params *params, cuda_plan *plan) {
     const bool floats = h2o_stored_type(&params->slots.keys, d->D) == type;
     const int kind = kind_of(type, true) - 1; /* among those of matrices */
     const int first = (floats ? STEP_MATRICES : STEP_BYTES) + kind * SIZES;
-    *plan = (cuda_plan){.workspace = at.bytes};
+    *plan = (cuda_plan){.workspace = at.bytes, .depth = depth_of_rows(&params->policy)};
     add_launch(plan, matrices ? first + size_of(d->D) : STEP, params, sizeof *params, at.parts,
                d->G, d->B, STEP_THREADS, cuda_step_shared(matrices ? depth_of(d->D) : 0));
 }
@@ -217,7 +223,7 @@ static void add_windows(cuda_plan *plan, const h2o_simulate_params *params) {
 
 static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     const h2o_dims *const d = &params->dims;
-    *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes};
+    *plan = (cuda_plan){.workspace = cuda_simulate_layout(params).bytes, .depth = CUDA_DEPTH};
     plan->dense = dense_part(params);
     add_launch(plan, SIMULATE_PREPARE, params, sizeof *params, d->B, 1, 1, EVICT_THREADS,
                cuda_prepare_shared());
@@ -230,14 +236,6 @@ static void plan_simulate(const h2o_simulate_params *params, cuda_plan *plan) {
     add_launch(plan, SIMULATE_OPEN, params, sizeof *params, d->G, d->B, 1, EVICT_THREADS,
                cuda_evict_shared());
     add_windows(plan, params);
-}
-
-bool cuda_knows_depth(h2o_operation operation, int64_t D, const void *params) {
-    const h2o_step_params *const step = params;
-    const h2o_evict_params *const evict = params;
-    if (D <= CUDA_DEPTH || D > CUDA_WIDE) return D <= CUDA_DEPTH;
-    if (operation == H2O_STEP) return !h2o_merges(&step->policy);
-    return operation == H2O_EVICT && !h2o_merges(&evict->policy);
 }
 
 void cuda_plan_call(h2o_operation operation, const void *params, cuda_plan *plan) {

@@ -28,6 +28,7 @@ typedef struct {
 /* Launches go in order on one stream. They point to the call's parameters and into the plan. */
 typedef struct {
     size_t workspace;
+    int64_t depth;   /* the largest head dimension that these kernels know */
     int capability;  /* the least that has these kernels, 10 times major + minor */
     int count;       /* of launch[], of which the last `repeated` ... */
     int repeated;    /* ... come again and again, ... */
@@ -46,10 +47,7 @@ H2O_INLINE const cuda_launch *cuda_plan_launch(const cuda_plan *plan, int64_t i)
     return &plan->launch[plan->count - plan->repeated + (i - plan->count) % plan->repeated];
 }
 
-/* Whether a call's head dimension is one that the kernels know: a step and pruning know those of
- * latents too, of which none are merged. params: those of the operation. */
-bool cuda_knows_depth(h2o_operation operation, int64_t D, const void *params);
-
+/* params: those of the operation. */
 void cuda_plan_call(h2o_operation operation, const void *params, cuda_plan *plan);
 
 #endif

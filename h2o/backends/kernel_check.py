@@ -105,6 +105,11 @@ CASES = (
     Case(192, torch.float32, kv_dtype="int8-int4", pads=True),
     Case(576, torch.bfloat16, R=5, shared=True, numbered=True, simulated=False),  # latents
     Case(576, torch.float16, R=16, kv_dtype="int8", shared=True, pads=True, simulated=False),
+    Case(64, torch.bfloat16, kv_dtype="int8", simulated=False),  # steps' other kernels
+    Case(56, torch.float16, kv_dtype="int8", simulated=False),
+    Case(200, torch.float16, kv_dtype="int8", simulated=False),
+    Case(256, torch.bfloat16, simulated=False),
+    Case(104, torch.float16, simulated=False),
     Case(64, torch.float16, ROOMY, rank_by="mean", simulated=False),
     Case(64, torch.float32, ROOMY, R=5, simulated=False),  # steps without tensor cores
     Case(128, torch.bfloat16, LONG, ragged=True),

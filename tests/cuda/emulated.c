@@ -50,13 +50,13 @@ static int run(h2o_operation operation, const void *params, const h2o_exec *exec
     cuda_plan plan;
     const h2o_dims *const dims = (const void *)((const char *)params + row->dims);
     (void)exec;
-    if (!cuda_knows_depth(operation, dims->D, params)) {
-        return h2o_fail(error, H2O_EBACKEND, "no kernel for a head dimension of %lld",
-                        (long long)dims->D);
-    }
     memcpy(&copy, params, row->size);
     memset((char *)&copy + row->counts, 0, sizeof(h2o_counts)); /* which the host cannot know */
     cuda_plan_call(operation, &copy, &plan);
+    if (dims->D > plan.depth) {
+        return h2o_fail(error, H2O_EBACKEND, "no kernel for a head dimension of %lld",
+                        (long long)dims->D);
+    }
     return launch(&plan, error);
 }
 

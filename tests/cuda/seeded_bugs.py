@@ -90,7 +90,7 @@ BUGS = {
         "s < end - 1; s += blockDim.x) {\n        store->positions[s] = -1;",
     ),
     "step: the slots that parts leave over are forgotten": Bug(
-        "step_item.cuh", "cuda_ceil(item->slots, item->parts)", "item->slots / item->parts"
+        "step_item.cuh", "cuda_ceil(item.slots, at.parts)", "item.slots / at.parts"
     ),
     "step: parts past the eighth are forgotten": Bug(
         "step_finish.cuh",
