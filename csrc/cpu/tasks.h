@@ -27,6 +27,9 @@ extern double h2o_balance_clock; /* multiply-adds that the running worker has co
 #define COUNT_WORK(n) ((void)sizeof(n))
 #endif
 
+/* Where part i of n of a range begins. */
+static inline int64_t share_of(int64_t count, int64_t i, int64_t n) { return count * i / n; }
+
 /* ---- Lists ------------------------------------------------------------- */
 
 typedef struct {

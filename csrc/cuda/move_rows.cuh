@@ -128,8 +128,8 @@ template <bool MANY> DEVICE void store_moves(const row_moves *moves, block_share
             copy_row(to, source_of(moves, i), h2o_row_bytes(moves->type, moves->D));
         } else {
             const element_ref row = {source_of(moves, i), moves->first.type, moves->first.stride};
-            if (MANY) {
-                store_at_once<CUDA_DEPTH>(to, moves->type, row, moves->D);
+            if (MANY && moves->D <= CUDA_DEPTH) {
+                store_loaded<CUDA_DEPTH>(to, moves->type, row, moves->D);
             } else {
                 store_row(to, moves->type, row, moves->D);
             }

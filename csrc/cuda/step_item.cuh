@@ -85,8 +85,8 @@ DEVICE bool has_token(const step_item *item, int64_t begin, int64_t end) {
     return begin <= item->head.free && item->head.free < end;
 }
 
-/* Stores the new token in the free slot, with a score of 0; a warp for each part of it. Rows of at
- * most DEPTH elements are loaded at once. */
+/* Stores the new token in the free slot, with a score of 0; a warp for each part of it. Rows are of
+ * at most DEPTH elements, which are loaded at once; 0: of any number. */
 template <int DEPTH> DEVICE void store_token(const step_item *item) {
     const slot_store *const store = &item->store;
     const int64_t slot = item->head.free;
@@ -94,12 +94,14 @@ template <int DEPTH> DEVICE void store_token(const step_item *item) {
     if (warp == 0 || (warp == 1 && !store_is_shared(store))) {
         char *const row = warp == 0 ? store->keys + slot * store->key_stride
                                     : store->values + slot * store->value_stride;
-        store_at_once<DEPTH>(row, warp == 0 ? store->key_type : store->value_type,
-                             warp == 0 ? item->key : item->value, item->D);
+        const h2o_dtype type = warp == 0 ? store->key_type : store->value_type;
+        const element_ref from = warp == 0 ? item->key : item->value;
+        if constexpr (DEPTH == 0) store_row(row, type, from, item->D);
+        if constexpr (DEPTH != 0) store_loaded<DEPTH>(row, type, from, item->D);
     } else if (warp == 2 && store->norms) {
-        const float norm = item->D > DEPTH
-                               ? norm_of(item->value, item->D)
-                               : norm_of(load_lane<DEPTH>(item->value, item->D), item->D);
+        float norm;
+        if constexpr (DEPTH == 0) norm = norm_of(item->value, item->D);
+        if constexpr (DEPTH != 0) norm = norm_of(load_lane<DEPTH>(item->value, item->D), item->D);
         if (threadIdx.x % 32 == 0) store->norms[slot] = norm;
     } else if (threadIdx.x == 96) {
         store->scores[slot] = 0.0f;

@@ -118,7 +118,13 @@ DEVICE int part_begin(const step_item *item, int64_t part) {
 /* All that a block does with its part of the slots. */
 DEVICE void step_part(const step_item *item, int64_t part, float *shared) {
     const int64_t begin = part_begin(item, part), end = part_begin(item, part + 1);
-    if (has_token(item, begin, end)) store_token<CUDA_DEPTH>(item);
+    if (has_token(item, begin, end)) {
+        if (item->D <= CUDA_DEPTH) {
+            store_token<CUDA_DEPTH>(item);
+        } else {
+            store_token<0>(item);
+        }
+    }
     for (int64_t r = 0; r < item->R; r += STEP_HEADS) {
         load_queries(item, r, shared);
         sync_block(); /* the token is stored, too */

@@ -244,13 +244,9 @@ DEVICE void store_row(char *row, h2o_dtype stored, element_ref from, int64_t D) 
     by_stored_dtype(stored, [&](auto rows) { rows.store(row, from, D); });
 }
 
-/* The same; of at most DEPTH elements all are loaded before the first is stored. */
+/* The same of at most DEPTH elements, all of which are loaded before the first is stored. */
 template <int DEPTH>
-DEVICE void store_at_once(char *row, h2o_dtype stored, element_ref from, int64_t D) {
-    if (D > DEPTH) {
-        store_row(row, stored, from, D);
-        return;
-    }
+DEVICE void store_loaded(char *row, h2o_dtype stored, element_ref from, int64_t D) {
     if (h2o_row_is_quantised(stored)) {
         const lane_elements<DEPTH> elements = load_lane<DEPTH>(from, D);
         by_stored_dtype<false>(stored, [&](auto rows) { rows.store(row, elements, D); });

@@ -143,18 +143,11 @@ def start() -> None:
         driver.flip(kernel)
     kernels = device.carried(driver, device.operations(driver, setattr))
 
-    def with_torch(name: str, by_torch: Any) -> Any:
-        def run(*arguments: Any) -> None:
-            try:
-                getattr(kernels, name)(*arguments)
-            except NotImplementedError:  # no kernel serves it
-                getattr(by_torch, name)(*arguments)
-
+    def make(name: str) -> Any:
+        run = getattr(kernels, name)
         return lambda *arguments: captured(functools.partial(run, *arguments))
 
-    cuda._kernels = lambda by_torch: SimpleNamespace(
-        **{name: with_torch(name, by_torch) for name in vars(by_torch)}
-    )
+    cuda._kernels = lambda by_torch: SimpleNamespace(**{x: make(x) for x in vars(by_torch)})
     # The emulation takes long for all cases, and test_launch.py has them.
     size = kernel_check.Size(10, 3, 1, 4, 2)
     kernel_check.CASES = (kernel_check.Case(16, torch.float32, size),)
