@@ -1,4 +1,4 @@
-/* rows.h - single rows of D elements, wherever they lie: copies and norms.
+/* rows.h - single rows of D elements, wherever they lie: copies, norms and what is not finite.
  *
  * A row is a token's key, value or query: of a caller's tensor, at any stride, or of a store
  * (stored_rows.h), whose rows may be quantised. */
@@ -34,25 +34,36 @@ static inline void row_copy(char *to, row_ref from, int64_t D) {
     }
 }
 
+/* n <= VL elements of a row of floats from i on, 0 behind them. */
+VEC vf row_load(row_ref row, int64_t i, int n) {
+    const int64_t size = h2o_dtype_size(row.type);
+    float gathered[VL] = {0};
+    if (row.stride == 1) return vf_load_as_n(row.data + i * size, row.type, n);
+    for (int j = 0; j < n; j++) {
+        gathered[j] = load_scalar(row.data + (i + j) * row.stride * size, row.type);
+    }
+    return vf_load(gathered);
+}
+
 /* The L2 norm of a row of floats. */
 static inline float row_norm(row_ref row, int64_t D) {
-    const int64_t size = h2o_dtype_size(row.type);
     vf sum = vf_zero();
     for (int64_t i = 0; i < D; i += VL) {
-        const int rest = D - i < VL ? (int)(D - i) : VL;
-        float gathered[VL] = {0};
-        vf x;
-        if (row.stride == 1) {
-            x = vf_load_as_n(row.data + i * size, row.type, rest);
-        } else {
-            for (int j = 0; j < rest; j++) {
-                gathered[j] = load_scalar(row.data + (i + j) * row.stride * size, row.type);
-            }
-            x = vf_load(gathered);
-        }
+        const vf x = row_load(row, i, D - i < VL ? (int)(D - i) : VL);
         sum = vf_fma(x, x, sum);
     }
     return sqrtf(vf_hsum(sum));
+}
+
+/* 0 where all of what was added up is finite, else NaN. */
+VEC vf add_unfinite(vf sum, vf x) { return vf_add(sum, vf_sub(x, x)); }
+
+static inline bool row_is_finite(row_ref row, int64_t D) {
+    vf sum = vf_zero();
+    for (int64_t i = 0; i < D; i += VL) {
+        sum = add_unfinite(sum, row_load(row, i, D - i < VL ? (int)(D - i) : VL));
+    }
+    return vf_hsum(sum) == 0.0f;
 }
 
 #endif

@@ -23,36 +23,35 @@ enum { GROUP = H2O_GROUP };
 
 static inline void store_f16(char *p, uint16_t h) { memcpy(p, &h, sizeof h); }
 
-static inline bool all_finite(const float *x, int64_t n) {
-    float sum = 0.0f;
-    for (int64_t i = 0; i < n; i++) sum += x[i] - x[i];
-    return sum == 0.0f;
-}
-
-/* n elements of a row of floats. */
-static inline void gather(row_ref from, int64_t first, int64_t n, float *x) {
-    const int64_t step = from.stride * h2o_dtype_size(from.type);
-    for (int64_t i = 0; i < n; i++) {
-        x[i] = load_scalar(from.data + (first + i) * step, from.type);
-    }
+/* The whole numbers from `low` to `high` that stand for x, as `quantised` has them. */
+VEC vf quantise(vf x, vf scale, vf minimum, float low, float high) {
+    const vf least = vf_set1(low), most = vf_set1(high);
+    vf fraction;
+    x = vf_max(vf_div(vf_sub(x, minimum), scale), least);
+    return vf_exp2_parts(vf_less(most, x, most, x), &fraction);
 }
 
 static inline void write_Q8(char *row, row_ref from, int64_t D) {
-    float x[GROUP], high = 0.0f;
-    bool finite = true;
-    for (int64_t d = 0; d < D; d += GROUP) {
-        const int64_t n = D - d < GROUP ? D - d : GROUP;
-        gather(from, d, n, x);
-        finite = finite && all_finite(x, n);
-        for (int64_t i = 0; i < n; i++) high = fabsf(x[i]) > high ? fabsf(x[i]) : high;
+    vf high = vf_zero(), unfinite = vf_zero();
+    for (int64_t d = 0; d < D; d += VL) {
+        const vf x = row_load(from, d, D - d < VL ? (int)(D - d) : VL);
+        high = vf_max(vf_abs(x), high);
+        unfinite = add_unfinite(unfinite, x);
     }
-    const quantiser q = q8_quantiser(high, finite);
-    for (int64_t d = 0; d < D; d += GROUP) {
-        const int64_t n = D - d < GROUP ? D - d : GROUP;
-        gather(from, d, n, x);
-        for (int64_t i = 0; i < n; i++) row[d + i] = (char)(int8_t)q8_quantised(q, x[i]);
-    }
+    const quantiser q = q8_quantiser(vf_hmax(high), vf_hsum(unfinite) == 0.0f);
+    const float scale = float_from_f16(q.scale);
     store_f16(row + D, q.scale);
+    if (!(scale > 0.0f)) {
+        memset(row, 0, (size_t)D);
+        return;
+    }
+    for (int64_t d = 0; d < D; d += VL) {
+        const int n = D - d < VL ? (int)(D - d) : VL;
+        const vf x = quantise(row_load(from, d, n), vf_set1(scale), vf_zero(), -127.0f, 127.0f);
+        char bytes[VL];
+        vf_store_bytes(n < VL ? bytes : row + d, x);
+        if (n < VL) memcpy(row + d, bytes, (size_t)n);
+    }
 }
 
 /* Of the group of Q4 that element d is in: the bytes of its elements, and scale and minimum. */
@@ -60,21 +59,32 @@ static inline int64_t q4_elements(int64_t d) { return d / GROUP * (GROUP / 2); }
 static inline int64_t q4_scale(int64_t d, int64_t D) { return D / 2 + d / GROUP * 4; }
 
 static inline void write_Q4(char *row, row_ref from, int64_t D) {
+    enum { VECTORS = GROUP / VL, HALF = VECTORS / 2 };
     for (int64_t d = 0; d < D; d += GROUP) {
-        float x[GROUP], low, high;
-        gather(from, d, GROUP, x);
-        low = high = x[0];
-        for (int i = 1; i < GROUP; i++) {
-            low = x[i] < low ? x[i] : low;
-            high = x[i] > high ? x[i] : high;
+        vf x[VECTORS], negative, high, unfinite = vf_zero();
+        UNROLL
+        for (int i = 0; i < VECTORS; i++) {
+            x[i] = row_load(from, d + i * VL, VL);
+            unfinite = add_unfinite(unfinite, x[i]);
+            negative = i == 0 ? vf_sub(vf_zero(), x[0]) : vf_max(vf_sub(vf_zero(), x[i]), negative);
+            high = i == 0 ? x[0] : vf_max(x[i], high);
         }
-        const quantiser q = q4_quantiser(low, high, all_finite(x, GROUP));
-        char *const elements = row + q4_elements(d), *const scale = row + q4_scale(d, D);
-        for (int i = 0; i < GROUP / 2; i++) {
-            elements[i] = (char)(q4_quantised(q, x[i]) | q4_quantised(q, x[i + GROUP / 2]) << 4);
+        const quantiser q =
+            q4_quantiser(-vf_hmax(negative), vf_hmax(high), vf_hsum(unfinite) == 0.0f);
+        char *const elements = row + q4_elements(d), *const at = row + q4_scale(d, D);
+        store_f16(at, q.scale);
+        store_f16(at + 2, q.minimum);
+        if (!(float_from_f16(q.scale) > 0.0f)) {
+            memset(elements, 0, GROUP / 2);
+            continue;
         }
-        store_f16(scale, q.scale);
-        store_f16(scale + 2, q.minimum);
+        const vf scale = vf_set1_f16(at), minimum = vf_set1_f16(at + 2);
+        UNROLL
+        for (int i = 0; i < HALF; i++) {
+            const vf first = quantise(x[i], scale, minimum, 0.0f, 15.0f),
+                     second = quantise(x[HALF + i], scale, minimum, 0.0f, 15.0f);
+            vf_store_bytes(elements + i * VL, vf_fma(second, vf_set1(16.0f), first));
+        }
     }
 }
 

@@ -26,6 +26,7 @@
  *   vf_load_f16 _bf16, vf_store_f16 _bf16, and with _n: conversions
  *   vf_set1_f16(p)          the f16 at p in all lanes
  *   vf_load_i8(p)           VL signed bytes
+ *   vf_store_bytes(p, x)    whole numbers from -128 to 255 as a byte each
  *   vf_load_u4(p, high)     the high or the low halves of VL bytes
  *   vf_load_u4_as(p, scale, minimum, *low, *high)  both, as minimum + scale * q, as vf_fma has it
  *   vf_transpose(v)         v[VL] as a VL x VL matrix, in place

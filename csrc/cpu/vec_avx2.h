@@ -117,6 +117,12 @@ VEC vf vf_set1_f16(const void *p) {
 VEC vf vf_load_i8(const void *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
 }
+VEC void vf_store_bytes(void *p, vf x) {
+    const __m256i words = _mm256_and_si256(_mm256_cvtps_epi32(x), _mm256_set1_epi32(255));
+    const __m128i pairs =
+        _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64(p, _mm_packus_epi16(pairs, pairs));
+}
 VEC vf vf_load_u4(const void *p, bool high) {
     const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(p));
     const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));

@@ -84,6 +84,9 @@ VEC vf vf_set1_f16(const void *p) {
 VEC vf vf_load_i8(const void *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
 }
+VEC void vf_store_bytes(void *p, vf x) {
+    _mm_storeu_si128(p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
 VEC vf vf_load_u4(const void *p, bool high) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p));
     const __m512i low = _mm512_and_si512(bytes, _mm512_set1_epi32(15));
