@@ -288,6 +288,8 @@ CUDA_BRIEFLY := $(CUDA_EMULATED) and not (test_table and float32) \
 	and not (simulation_table and float16) and not (as_with_values and not everything) \
 	and not (a_simulated_text and (float32 and None or float16 and int8)) \
 	and not ((_table or rows) and (policy or test_paged_rows) and not ($(FEW_POLICIES)))
+EMULATED_TESTS = ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
+	-m "not slow" $(CUDA_TESTS) -k "$(CUDA_EMULATED)"
 # And once as for compute capability 7.5: products of half the depth, copies that wait; and with little
 # shared memory.
 test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
@@ -298,8 +300,7 @@ test-cuda: .venv/test ## the kernels for GPUs, emulated on the CPU
 	build/cuda-ucontext/test_shim
 	$(CUDA)/test_shim
 	$(CUDA)/test_cuda
-	cd $(CUDA)/lib && ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
-		-m "not slow" $(CUDA_TESTS) -k "$(CUDA_EMULATED)"
+	cd $(CUDA)/lib && $(EMULATED_TESTS)
 
 # The PTX that the compiler for GPUs wrote, run a warp at a time (tools/ptx) in the place of the
 # emulation: it has what only that compiler sees, and is counted. Needs PyPI, as `make cuda` does.
@@ -333,9 +334,10 @@ $(PTX)/test_75: $(PTX)/test_75.o $(PTX_CORE)
 $(PTX)/lib: $(PACKAGED) $(PTX_CORE)
 	$(call PACKAGE,$(CUDA_CC),$(PTX_CORE) -lstdc++)
 
-test-ptx: $(PTX)/test_75 $(PTX)/test_cuda $(PTX_PROGRAMS) ## the C tests of the kernels for GPUs, on the PTX of CUDA's compiler
+test-ptx: .venv/test $(PTX)/test_75 $(PTX)/test_cuda $(PTX)/lib $(PTX_PROGRAMS) ## the tests of the kernels for GPUs, on the PTX of CUDA's compiler
 	H2O_PTX=build/kernels/compute_75.program $(PTX)/test_75
 	H2O_PTX=build/kernels/compute_80.program $(PTX)/test_cuda
+	cd $(PTX)/lib && H2O_PTX=../../kernels/compute_80.program $(EMULATED_TESTS)
 
 cuda-counts: $(PTX)/lib $(PTX_PROGRAMS) $(PTX_CUBINS) ## what a launch of each kernel issues, touches and waits for, and a model's time, as JSON
 	@$(BIN)/python tools/cuda_counts.py
