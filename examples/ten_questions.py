@@ -71,12 +71,12 @@ def main() -> None:
         model.set_attn_implementation("h2o" if isinstance(cache, h2o.H2OCache) else "sdpa")
         return timed(lambda: model(document, past_key_values=cache, logits_to_keep=1))[0]
 
+    config = h2o.H2OConfig.calibrated(options.budget, of="bytes")
+
     def ours_read() -> tuple[float, h2o.H2OCache]:
         if options.read:
             model.set_attn_implementation("h2o")
-            robust = h2o.H2OConfig.robust(options.budget, of="bytes")
-            return timed(lambda: h2o.read(model, document, robust, tokenizer=tokenizer))
-        config = h2o.H2OConfig.calibrated(options.budget, of="bytes")
+            return timed(lambda: h2o.read(model, document, config, tokenizer=tokenizer))
         cache = h2o.H2OCache(model.config, config)
         return read(cache), cache
 

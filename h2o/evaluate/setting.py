@@ -47,7 +47,9 @@ retrieval:BUDGET        H2OConfig.retrieval(BUDGET)
 retrieval-bytes:BUDGET  H2OConfig.retrieval(BUDGET, of="bytes")
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (needles and tasks)
 reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (needles and tasks)
-echo:BUDGET             the same, with the second reading replaced by echo (needles and tasks)
+calibrated-reread:BUDGET       calibrated after two readings (needles and tasks)
+calibrated-reread-bytes:BUDGET calibrated-bytes after two readings (needles and tasks)
+echo:BUDGET             reread with its second reading replaced by echo (needles and tasks)
 echo-bytes:BUDGET       the same with of="bytes" (needles and tasks)
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
@@ -60,12 +62,15 @@ Only real caches can have positions=rolled and shares=scores or layer."""
 SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat", "echo": "echo"}
 """Variants that `h2o.read` makes, and what it is told."""
 
+READ = {"reread": "robust", "calibrated-reread": "calibrated", "echo": "robust"}
+"""Kinds that `h2o.read` makes, and the preset that it is given."""
+
 KINDS = (
     "full",
     "h2o",
     "local",
     "sink",
-    *(f"{name}{of}" for name in (*PRESETS, *SCORED_BY) for of in ("", "-bytes")),
+    *(f"{name}{of}" for name in (*PRESETS, *READ) for of in ("", "-bytes")),
     *(f"mask-{x}" for x in VARIANTS),
 )
 LISTED = ", ".join(kind for kind in KINDS if not kind.endswith("-bytes"))
@@ -185,7 +190,7 @@ def with_profile(settings: Iterable[Setting], profile: Profile) -> list[Setting]
         for setting in settings
     ]
     if not any(setting.config.shares is profile for setting in chosen):
-        raise ValueError("--profile goes with calibrated or calibrated-bytes in --compare")
+        raise ValueError("--profile goes with calibrated settings in --compare")
     return chosen
 
 
@@ -255,8 +260,8 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig.authors(budget), "h2o"
         case _, [budget] if name in PRESETS:
             return H2OConfig.preset(name, budget, of), "h2o"
-        case _, [budget] if name in SCORED_BY:
-            return H2OConfig.robust(budget, of), name
+        case _, [budget] if name in READ:
+            return H2OConfig.preset(READ[name], budget, of), name.removeprefix("calibrated-")
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:

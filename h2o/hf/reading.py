@@ -68,7 +68,7 @@ def read(
 
     ```python
     ids = tokenizer(document, return_tensors="pt").input_ids
-    config = h2o.H2OConfig.robust(0.1, of="bytes")
+    config = h2o.H2OConfig.calibrated(0.1, of="bytes")  # robust, where there is no profile
     cache = h2o.read(model, ids, config, tokenizer=tokenizer)
     for question in questions:  # each with the document's ids before it
         model.generate(question, past_key_values=cache.fork())

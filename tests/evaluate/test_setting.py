@@ -36,6 +36,7 @@ from h2o.profile import _all_shipped
         ("robust:0.3", "robust", "h2o", H2OConfig.robust(0.3)),
         ("robust:64", "robust", "h2o", H2OConfig.robust(64)),
         ("reread:0.3", "reread", "reread", H2OConfig.robust(0.3)),
+        ("calibrated-reread:64", "calibrated-reread", "reread", H2OConfig.calibrated(64)),
         ("echo:64", "echo", "echo", H2OConfig.robust(64)),
         ("echo-bytes:0.1", "echo-bytes", "echo", H2OConfig.robust(0.1, of="bytes")),
         ("mask-local:0.1+0.1", "mask-local", "local", H2OConfig(0.1, 0.1)),
@@ -63,6 +64,7 @@ def test_parse(text, kind, variant, config):
 def test_what_h2o_read_makes_is_for_needles():
     for text, scored_by in (("reread:0.1", "repeat"), ("echo:0.1", "echo"), ("robust:0.1", None)):
         assert parse(text).scored_by == scored_by
+    assert parse("calibrated-reread:0.1").scored_by == "repeat"
     assert parse("echo:0.1/sinks=2").config.sinks == 2
     assert parse("echo:0.1").why_not_dropping == "echo:0.1: h2o.read, for needles and tasks"
     assert parse("echo:0.1").holding.rank_by == "max"
@@ -146,15 +148,16 @@ def test_budgets():
 
 def test_a_profile_of_ones_own():
     (profile,) = _all_shipped()
-    settings = with_profile(parse_all("full,calibrated-bytes,h2o", "0.1"), profile)
-    assert [s.config.shares is profile for s in settings] == [False, True, False]
+    settings = parse_all("full,calibrated-bytes,h2o,calibrated-reread-bytes,reread-bytes", "0.1")
+    settings = with_profile(settings, profile)
+    assert [s.config.shares is profile for s in settings] == [False, True, False, True, False]
     described = settings[1].describe()
     assert described["shares"] != settings[2].describe()["shares"]
     assert len(json.dumps(described)) < 1000
     other = dataclasses.replace(profile, window=512)
     again = with_profile(parse_all("calibrated-bytes:0.1"), other)
     assert again[0].describe()["shares"] != described["shares"], "results of another profile"
-    with pytest.raises(ValueError, match="--profile goes with calibrated"):
+    with pytest.raises(ValueError, match="--profile goes with calibrated settings"):
         with_profile(parse_all("full,h2o:0.1"), profile)
 
 

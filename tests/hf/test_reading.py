@@ -92,6 +92,27 @@ def test_no_head_is_left_without_a_key(scored_by):
     assert sum(heads) == 2 * len(heads)
 
 
+@pytest.mark.parametrize("by_attention", [0.0, 0.5, 1.0])
+def test_a_profile_shares_what_goes_by_attention(by_attention):
+    """A head has so much of it as in one reading; the rest is for the largest of all heads."""
+    (document,) = prompts(70)
+    ours = shared("qwen3")
+    heads = ours.config.num_hidden_layers, ours.config.num_key_value_heads
+    shares = torch.linspace(0.5, 1.5, heads[0] * heads[1]).view(heads).tolist()
+    config = H2OConfig(heavy=20, recent=10, sinks=2, shares=shares)
+    alone = H2OCache(ours.config, config)
+    with torch.no_grad():
+        ours(document, past_key_values=alone)
+    cache = h2o.read(ours, document, config, repeat=REQUEST, by_attention=by_attention)
+    had = [n for layer in alone.report().layers for n in layer.budget_by_head[0]]
+    has = [n for layer in cache.report().layers for n in layer.budget_by_head[0]]
+    assert sum(has) == sum(had)
+    assert len(set(had)) > 1
+    first = [2 + RECENT + int((n - 2 - RECENT) * by_attention) for n in had]
+    assert all(x >= y for x, y in zip(has, first, strict=True))
+    assert (has == first) == (by_attention == 1.0)
+
+
 def test_long_documents_are_read_and_repeated_in_pieces(monkeypatch):
     monkeypatch.setattr(reading, "CHUNK", 32)
     (document,) = prompts(70)
