@@ -2,8 +2,8 @@
 
 Run by peers.Peer with a GGUF file and the number of threads. A request is {"ids": [[...], ...],
 "tokens": one number a prompt, "cells": tokens that the cache may hold at a time, 0 for as many as
-are wanted}, and where the defaults do not do, names of DEFAULTS; the answer {"seconds": ..., "ids":
-the new tokens, "held": the most requests at a time}.
+are wanted}; the answer {"seconds": ..., "ids": the new tokens}. Keys and values are float16,
+without flash attention, which is slower here but where requests share cells.
 
 A request is taken up once all its cells are free, the first of those that wait. Each call of
 llama_decode then gets the next token of every running request, and of prompts as many as a batch
@@ -21,10 +21,7 @@ import numpy
 file, threads = sys.argv[1], int(sys.argv[2])
 PAGE = 256  # llama.cpp's caches hold multiples of it
 BATCH = 2048
-DEFAULTS = {"flash": 0, "ubatch": 512, "unified": None, "kind": llama.GGML_TYPE_F16}
-"""Flash attention, slower here but where requests share cells; tokens that it computes at a time;
-whether requests share cells (None: where that lets more of them in), which costs each step the
-cells of all; the dtype of keys and values."""
+AT_ONCE = 512  # tokens of a batch that it computes at a time
 
 
 class Running:
@@ -41,13 +38,13 @@ class Running:
 class Cache:
     """Room for so many cells, in all or for each of some sequences."""
 
-    def __init__(self, cells, sequences, unified, settings):
+    def __init__(self, cells, sequences, unified):
         wanted = llama.llama_context_default_params()
         wanted.n_ctx, wanted.n_seq_max, wanted.kv_unified = cells, sequences, unified
-        wanted.n_batch, wanted.n_ubatch = BATCH, settings["ubatch"]
+        wanted.n_batch, wanted.n_ubatch = BATCH, AT_ONCE
         wanted.n_threads = wanted.n_threads_batch = threads
-        wanted.flash_attn_type = settings["flash"]
-        wanted.type_k = wanted.type_v = settings["kind"]
+        wanted.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        wanted.type_k = wanted.type_v = llama.GGML_TYPE_F16
         self.context = llama.llama_init_from_model(model, wanted)
         assert self.context, "llama.cpp makes no such cache"
         assert llama.llama_n_ctx(self.context) == cells
@@ -61,9 +58,9 @@ class Cache:
         llama.llama_free(self.context)
 
     def answer(self, prompts, new):
-        """The new tokens of each, and the most requests at a time."""
+        """The new tokens of each."""
         queue = [(i, ids, n) for i, (ids, n) in enumerate(zip(prompts, new, strict=True))]
-        free, cells, held = list(range(self.sequences)), self.cells, 0
+        free, cells = list(range(self.sequences)), self.cells
         running, answers = [], [[]] * len(prompts)
         while queue or running:
             for entry in list(queue):
@@ -72,7 +69,6 @@ class Cache:
                     free.sort()  # only neighbours in the cache share a pass
                     running.append(Running(*entry, free.pop(0)))
                     cells -= running[-1].cells
-            held = max(held, len(running))
             self.step(running)
             for one in [one for one in running if len(one.answer) == one.new]:
                 answers[one.number] = one.answer
@@ -80,7 +76,7 @@ class Cache:
                 free.append(one.sequence)
                 cells += one.cells
                 llama.llama_memory_seq_rm(self.memory, one.sequence, -1, -1)
-        return answers, held
+        return answers
 
     def step(self, running):
         """A batch through the model, and the token that follows whatever it has seen all of."""
@@ -111,17 +107,15 @@ def padded(tokens):
 
 
 def cache_of(request):
-    """(cells, sequences, unified, settings) for a request."""
-    settings = {name: request.get(name, value) for name, value in DEFAULTS.items()}
+    """(cells, sequences, unified) for a request. That requests share cells costs each step the
+    cells of all, so they do where that lets more of them in."""
     count = len(request["ids"])
     sizes = [len(ids) + n for ids, n in zip(request["ids"], request["tokens"], strict=True)]
     each = padded(max(sizes))
     cells = max(request["cells"] // PAGE, 1) * PAGE if request["cells"] else each * count
     apart = min(cells // each, count)
-    unified = settings["unified"]
-    if unified is None:
-        unified = apart < min(cells * count // sum(sizes), count)
-    return (cells, count, True, settings) if unified else (each * apart, apart, False, settings)
+    unified = apart < min(cells * count // sum(sizes), count)
+    return (cells, count, True) if unified else (each * apart, apart, False)
 
 
 @llama.llama_log_callback
@@ -135,16 +129,14 @@ llama.llama_backend_init()
 model = llama.llama_model_load_from_file(file.encode(), llama.llama_model_default_params())
 assert model, f"llama.cpp does not load {file}"
 words = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-cache = wanted = None
+cache = made = None
 for line in sys.stdin:
     request = json.loads(line)
-    if wanted != cache_of(request):
+    wanted = cache_of(request)
+    if wanted != made:
         if cache:
             cache.close()
-        wanted = cache_of(request)
-        cache = Cache(*wanted)
+        cache, made = Cache(*wanted), wanted
     start = time.perf_counter()
-    ids, held = cache.answer(request["ids"], request["tokens"])
-    print(
-        json.dumps({"seconds": time.perf_counter() - start, "ids": ids, "held": held}), flush=True
-    )
+    ids = cache.answer(request["ids"], request["tokens"])
+    print(json.dumps({"seconds": time.perf_counter() - start, "ids": ids}), flush=True)

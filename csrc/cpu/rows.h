@@ -34,9 +34,10 @@ static inline void row_copy(char *to, row_ref from, int64_t D) {
     }
 }
 
-/* n <= VL elements of a row of floats from i on, 0 behind them. */
-VEC vf row_load(row_ref row, int64_t i, int n) {
+/* VL elements of a row of floats from i on, 0 from D on. */
+VEC vf row_load(row_ref row, int64_t i, int64_t D) {
     const int64_t size = h2o_dtype_size(row.type);
+    const int n = D - i < VL ? (int)(D - i) : VL;
     float gathered[VL] = {0};
     if (row.stride == 1) return vf_load_as_n(row.data + i * size, row.type, n);
     for (int j = 0; j < n; j++) {
@@ -49,7 +50,7 @@ VEC vf row_load(row_ref row, int64_t i, int n) {
 static inline float row_norm(row_ref row, int64_t D) {
     vf sum = vf_zero();
     for (int64_t i = 0; i < D; i += VL) {
-        const vf x = row_load(row, i, D - i < VL ? (int)(D - i) : VL);
+        const vf x = row_load(row, i, D);
         sum = vf_fma(x, x, sum);
     }
     return sqrtf(vf_hsum(sum));
@@ -60,9 +61,7 @@ VEC vf add_unfinite(vf sum, vf x) { return vf_add(sum, vf_sub(x, x)); }
 
 static inline bool row_is_finite(row_ref row, int64_t D) {
     vf sum = vf_zero();
-    for (int64_t i = 0; i < D; i += VL) {
-        sum = add_unfinite(sum, row_load(row, i, D - i < VL ? (int)(D - i) : VL));
-    }
+    for (int64_t i = 0; i < D; i += VL) sum = add_unfinite(sum, row_load(row, i, D));
     return vf_hsum(sum) == 0.0f;
 }
 

@@ -34,7 +34,7 @@ VEC vf quantise(vf x, vf scale, vf minimum, float low, float high) {
 static inline void write_Q8(char *row, row_ref from, int64_t D) {
     vf high = vf_zero(), unfinite = vf_zero();
     for (int64_t d = 0; d < D; d += VL) {
-        const vf x = row_load(from, d, D - d < VL ? (int)(D - d) : VL);
+        const vf x = row_load(from, d, D);
         high = vf_max(vf_abs(x), high);
         unfinite = add_unfinite(unfinite, x);
     }
@@ -47,7 +47,7 @@ static inline void write_Q8(char *row, row_ref from, int64_t D) {
     }
     for (int64_t d = 0; d < D; d += VL) {
         const int n = D - d < VL ? (int)(D - d) : VL;
-        const vf x = quantise(row_load(from, d, n), vf_set1(scale), vf_zero(), -127.0f, 127.0f);
+        const vf x = quantise(row_load(from, d, D), vf_set1(scale), vf_zero(), -127.0f, 127.0f);
         char bytes[VL];
         vf_store_bytes(n < VL ? bytes : row + d, x);
         if (n < VL) memcpy(row + d, bytes, (size_t)n);
@@ -64,7 +64,7 @@ static inline void write_Q4(char *row, row_ref from, int64_t D) {
         vf x[VECTORS], negative, high, unfinite = vf_zero();
         UNROLL
         for (int i = 0; i < VECTORS; i++) {
-            x[i] = row_load(from, d + i * VL, VL);
+            x[i] = row_load(from, d + i * VL, D);
             unfinite = add_unfinite(unfinite, x[i]);
             negative = i == 0 ? vf_sub(vf_zero(), x[0]) : vf_max(vf_sub(vf_zero(), x[i]), negative);
             high = i == 0 ? x[0] : vf_max(x[i], high);

@@ -62,8 +62,12 @@ Only real caches can have positions=rolled and shares=scores or layer."""
 SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat", "echo": "echo"}
 """Variants that `h2o.read` makes, and what it is told."""
 
-READ = {"reread": "robust", "calibrated-reread": "calibrated", "echo": "robust"}
-"""Kinds that `h2o.read` makes, and the preset that it is given."""
+READ = {
+    "reread": ("robust", "reread"),
+    "calibrated-reread": ("calibrated", "reread"),
+    "echo": ("robust", "echo"),
+}
+"""Kinds that `h2o.read` makes, with the preset that it is given and the variant."""
 
 KINDS = (
     "full",
@@ -261,7 +265,8 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
         case _, [budget] if name in PRESETS:
             return H2OConfig.preset(name, budget, of), "h2o"
         case _, [budget] if name in READ:
-            return H2OConfig.preset(READ[name], budget, of), name.removeprefix("calibrated-")
+            preset, variant = READ[name]
+            return H2OConfig.preset(preset, budget, of), variant
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:
