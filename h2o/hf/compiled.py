@@ -1,10 +1,11 @@
-"""A layer whose decode step torch.compile captures in one graph, which serves all steps.
+"""A layer whose forward pass torch.compile captures: one graph serves all decode steps, another one
+all later passes of several tokens.
 
-The core reads memory through DLPack, and a compiler's fake tensors have none. So the step is
-registered as a custom operator, `torch.ops.h2o.step`, with a schema that says which tensors it
-writes to (the slots) and a fake output (like the query). It updates the slots in place, without a
-copy. Any change of a shape or a Python number would compile another graph: so slots have their full
-size from the prompt on, and the number of columns seen is a tensor.
+The core reads memory through DLPack, and a compiler's fake tensors have none. So both are
+registered as custom operators, `torch.ops.h2o.step` and `.chunk`, with a schema that says which
+tensors they write to (the slots) and a fake output (like the query). They update the slots in
+place, without a copy. Any change of a shape or a Python number would compile another graph: so
+slots have their full size from the prompt on, and the number of columns seen is a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from h2o import ops
 from h2o.config import UNLIMITED
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.layer import H2OLayer
+from h2o.hf.layer import H2OLayer, attention, evicting
 from h2o.hf.slot_layout import Capacity
 from h2o.policy import Policy, RankBy
 from h2o.slots import KINDS
@@ -53,7 +54,15 @@ class CompileableLayer(H2OLayer):
     def _attend_one(self, tokens: NewTokens) -> Tensor:
         if not torch.compiler.is_compiling():
             return super()._attend_one(tokens)
-        out: Tensor = torch.ops.h2o.step(
+        return self._captured(torch.ops.h2o.step, tokens)
+
+    def _attend_chunk(self, tokens: NewTokens) -> Tensor:
+        if not torch.compiler.is_compiling() or self.config.needs_prompt_length:
+            return super()._attend_chunk(tokens)
+        return self._captured(torch.ops.h2o.chunk, tokens)
+
+    def _captured(self, operator: Any, tokens: NewTokens) -> Tensor:
+        out: Tensor = operator(
             tokens.query,
             tokens.key,
             tokens.value,
@@ -64,8 +73,13 @@ class CompileableLayer(H2OLayer):
             softcap=tokens.softcap,
             sink_logits=tokens.sink_logits,
         )
-        self._columns.add_(1)
+        self._columns.add_(tokens.query.shape[2])
         return out
+
+    def empty_in_place(self) -> None:
+        """As `empty`, but the slots stay where they are, for a graph that goes on with them."""
+        slot_layout.clear(self.slots)
+        self.seen = self.longest = self.prompt_columns = 0
 
     def _capacities(self, widest: list[int], tokens: int) -> list[int]:
         if max(widest) >= UNLIMITED:
@@ -91,14 +105,15 @@ class CompileableLayer(H2OLayer):
 def register() -> torch.library.Library:
     """Makes the operation known for as long as the process runs."""
     library = torch.library.Library("h2o", "FRAGMENT")
-    library.define(_schema())
-    library.impl("step", _step, "CompositeExplicitAutograd")
-    torch.library.register_fake("h2o::step", _fake, lib=library)
+    for name, run in (("step", _step), ("chunk", _chunk)):
+        library.define(_schema(name))
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"h2o::{name}", _fake, lib=library)
     return library
 
 
-def _schema() -> str:
-    """Arguments of `h2o.ops.step`, with the fields of slots and policy one by one; what it writes
+def _schema(operator: str) -> str:
+    """Arguments of `h2o.ops.step`, with the fields of slots and policy one by one; what is written
     to is marked with an exclamation mark."""
     slots = []
     for index, (name, kind) in enumerate(KINDS.items()):
@@ -106,7 +121,7 @@ def _schema() -> str:
         slots.append(f"{tensor}{'?' if kind.optional else ''} {name}")
     policy = [f"{_TYPES[hint]} {name}" for name, hint in get_type_hints(Policy).items()]
     return (
-        f"step(Tensor query, Tensor key, Tensor value, {', '.join(slots + policy)}, *, "
+        f"{operator}(Tensor query, Tensor key, Tensor value, {', '.join(slots + policy)}, *, "
         "Tensor? mask, float? scale, float softcap, Tensor? sink_logits=None) -> Tensor"
     )
 
@@ -116,9 +131,20 @@ _TYPES = {int: "int", RankBy: "str", float: "float", bool: "bool", float | None:
 
 
 def _step(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
-    slots, policy = ops.Slots(*records[: len(KINDS)]), Policy(*records[len(KINDS) :])
+    slots, policy = _records(records)
     out: Tensor = ops.step(query, key, value, slots, policy=policy, **more)
     return out
+
+
+def _chunk(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
+    slots, policy = _records(records)
+    tokens = NewTokens(query, key, value, **more)
+    held = slots if slots.lengths.any() else None  # else it is a prompt
+    return evicting(lambda: attention(tokens, held, policy), tokens, slots, policy)
+
+
+def _records(fields: tuple[Any, ...]) -> tuple[ops.Slots, Policy]:
+    return ops.Slots(*fields[: len(KINDS)]), Policy(*fields[len(KINDS) :])
 
 
 def _fake(query: Tensor, *_: Any, **__: Any) -> Tensor:

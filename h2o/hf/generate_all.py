@@ -19,6 +19,7 @@ from h2o.errors import Unsupported
 from h2o.hf.cache import H2OCache
 from h2o.hf.layer import H2OLayer
 from h2o.hf.patch_lock import PatchLock, unwrapped
+from h2o.hf.prompt_reader import PromptReader
 from h2o.hf.request import Prompt, Request, Result, Running, Settings
 from h2o.hf.row_batch import RowBatch, row_bytes
 
@@ -82,9 +83,11 @@ def generate_all(
         seed: request i samples as `generate()` does after `torch.manual_seed(seed + i)`.
         on_token: called with the index of a request and each new token.
         as_completed: results as they finish, not in the order of prompts.
-        compileable: torch.compile takes the step of all rows, one graph for all steps. It needs a
-            minute at first, and budgets in tokens: under fractions longer prompts make rows wider,
-            hence other graphs. A model that cannot be compiled is served eagerly, with a warning.
+        compileable: torch.compile takes the step of all rows, one graph for all steps, and prompts
+            after the first one, one graph for all lengths. Each needs a minute at first, and
+            budgets in tokens: under fractions longer prompts make rows wider, hence other graphs,
+            and prompts are read eagerly, as after a prefix and with a request's own budget. A model
+            that cannot be compiled is served eagerly, with a warning.
 
     Yields:
         A `Result` for each prompt. One that cannot be answered has `finish_reason="error"`; the
@@ -160,6 +163,13 @@ class _Engine:
         self.waiting = enumerate(prompts)
         self.rows, self.bytes = rows, bytes
         self.batch: RowBatch | None = None
+        self.graph_reads = (
+            compileable
+            and settings.prefix is None
+            and PromptReader.serves(settings.model, settings.config)
+        )
+        self.reader: PromptReader | None = None
+        """From the first prompt on, if a graph reads them"""
         self.running: list[Running | None] = []
         """By row; None: idle"""
         self.reading: Running | None = None
@@ -201,6 +211,8 @@ class _Engine:
             if self.bytes is not None and request.config is not None:
                 raise ValueError("a budget of its own in rows of so many bytes: give rows instead")
             self.reading = Running(index, request, self.settings)
+            if self.reader and request.config is None:
+                self.reading.read_by(self.reader)
         except Unsupported:
             raise
         except Exception as error:  # of this prompt; the others go on
@@ -225,12 +237,15 @@ class _Engine:
             self._join(running)
 
     def _join(self, running: Running) -> None:
+        settings = self.settings
         if self.batch is None:
             rows = self.rows or _rows_in(self.bytes, row_bytes(running.cache))
-            self.batch = RowBatch(self.settings.model, self.settings.config, rows, self.compileable)
+            self.batch = RowBatch(settings.model, settings.config, rows, self.compileable)
             self.running = [None] * rows
         row = self.running.index(None)
         self.batch.join(row, running.cache)
+        if self.reader is None and self.graph_reads and running.cache.config == settings.config:
+            self.reader = PromptReader(settings.model, running.cache)
         running.cache = None  # its tensors are in the row
         self.running[row] = running
 

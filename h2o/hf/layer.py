@@ -38,6 +38,7 @@ from h2o.hf.layer_state import restore, state_of
 from h2o.hf.one_budget import Budgets, OneBudget, Prompt
 from h2o.hf.pass_state import PassState, columns_left
 from h2o.hf.slot_layout import Capacity
+from h2o.policy import Policy
 
 __all__ = ["H2OLayer"]
 
@@ -259,15 +260,8 @@ class H2OLayer(LayerContents):
 
     def _attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attends over the slots and the new tokens, and keeps what the budget has room for of
-        both. When it raises, the slots are as they were."""
-        scores_before = slots.scores.clone()
-        try:
-            out, scores = self._attend_and_score(tokens, slots)
-            ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=self.policy)
-        except Exception:  # the scores are all that attend has touched
-            slots.scores.copy_(scores_before)
-            raise
-        return out
+        both."""
+        return evicting(lambda: self._attend_and_score(tokens, slots), tokens, slots, self.policy)
 
     def _attend_and_score(
         self, tokens: NewTokens, slots: ops.Slots | None
@@ -333,17 +327,7 @@ class H2OLayer(LayerContents):
         return step
 
     def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
-        return ops.attend(
-            tokens.query,  # not tokens[:3]: torch 2.6 cannot compile slices of named tuples
-            tokens.key,
-            tokens.value,
-            slots,
-            mask=tokens.mask,
-            scale=tokens.scale,
-            softcap=tokens.softcap,
-            sink_logits=tokens.sink_logits,
-            policy=self.policy,
-        )
+        return attention(tokens, slots, self.policy)
 
     # ---- Going back ---------------------------------------------------------------------------
 
@@ -372,3 +356,34 @@ class H2OLayer(LayerContents):
     def activate_past_recording(self) -> None:
         """See `H2OCache.activate_past_recording`."""
         self.record_past = True
+
+
+def attention(tokens: NewTokens, slots: ops.Slots | None, policy: Policy) -> tuple[Tensor, Tensor]:
+    """Output [B, Q, H, D] of new tokens over slots and each other, and scores [B, G, Q] of their
+    keys."""
+    return ops.attend(
+        tokens.query,  # not tokens[:3]: torch 2.6 cannot compile slices of named tuples
+        tokens.key,
+        tokens.value,
+        slots,
+        mask=tokens.mask,
+        scale=tokens.scale,
+        softcap=tokens.softcap,
+        sink_logits=tokens.sink_logits,
+        policy=policy,
+    )
+
+
+def evicting(
+    attend: Callable[[], tuple[Tensor, Tensor]], tokens: NewTokens, slots: ops.Slots, policy: Policy
+) -> Tensor:
+    """The output of `attend`, by whose scores then the slots keep what their budget has room for.
+    When it raises, the slots are as they were."""
+    scores_before = slots.scores.clone()
+    try:
+        out, scores = attend()
+        ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=policy)
+    except Exception:  # the scores are all that attend has touched
+        slots.scores.copy_(scores_before)
+        raise
+    return out

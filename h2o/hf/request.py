@@ -26,6 +26,7 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import input_device
+from h2o.hf.prompt_reader import PromptReader
 
 __all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
 
@@ -166,6 +167,7 @@ class Running:
         self.ids = settings.prompt_ids(request.prompt)
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.prompt_tokens)
+        self.forward = settings.model
         self.tokens_read = int(self.cache.get_seq_length())
         prepared = settings.prepared(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
@@ -199,6 +201,10 @@ class Running:
                 return False
         return True
 
+    def read_by(self, reader: PromptReader) -> None:
+        """Has a prompt, of which nothing has been read, read in the reader's cache."""
+        self.cache, self.forward = reader.emptied(), reader
+
     @property
     def piece(self) -> int:
         """Tokens of the prompt that are read at once, next."""
@@ -222,7 +228,7 @@ class Running:
 
     @torch.no_grad()
     def _forward(self, begin: int, end: int) -> Tensor:
-        output = self.settings.model(
+        output = self.forward(
             input_ids=self.ids[:, begin:end],
             past_key_values=self.cache,
             use_cache=True,

@@ -10,8 +10,6 @@ Shape letters: n rows that are not idle.
 
 from __future__ import annotations
 
-import textwrap
-import warnings
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf import states
 from h2o.hf.cache import H2OCache
+from h2o.hf.compiled_forward import CompiledForward
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.patch_lock import input_device
@@ -39,7 +38,7 @@ class RowBatch:
 
     def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool = False) -> None:
         self.model = model
-        self.compiled = torch.compile(model.forward, fullgraph=True) if compileable else None
+        self.compiled = CompiledForward(model, "steps") if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
         for index, layer in enumerate(self.cache.layers):
             if kind_of(layer) in ("sliding", "cross"):
@@ -83,10 +82,11 @@ class RowBatch:
             Logits [n, vocabulary], in the order of `live`.
         """
         live = self.live
-        logits = self._compiled(ids, live) if self.compiled else None
-        if logits is None and self._has_states:
+        if self.compiled:  # always with a mask: without one it would be another graph
+            logits = self._of_all(self.compiled, ids, masked=True)[live]
+        elif self._has_states:
             logits = self._of_all(self.model, ids, masked=len(live) < len(ids))[live]
-        elif logits is None:
+        else:
             self._choose(live if len(live) < len(ids) else [])
             logits = self._forward(self.model, [ids[row] for row in live], live)
         self.tokens = [n and n + 1 for n in self.tokens]
@@ -110,19 +110,6 @@ class RowBatch:
         here = [[n > 0] for n in self.tokens]
         mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
         return self._forward(forward, ids, [*range(len(ids))], mask if masked else None)
-
-    def _compiled(self, ids: list[int], live: list[int]) -> Tensor | None:
-        """As `step`, always with a mask: without one it would be another graph. None from the first
-        time on that the graph cannot be made."""
-        from torch._dynamo.exc import TorchDynamoException
-
-        try:
-            return self._of_all(self.compiled, ids, masked=True)[live]
-        except TorchDynamoException as error:  # nothing has run yet
-            reason = textwrap.shorten(str(error), 300, placeholder=" ...")
-            warnings.warn(f"steps are not compiled: {reason}", RuntimeWarning, stacklevel=2)
-            self.compiled = None
-            return None
 
     def _choose(self, rows: list[int]) -> None:
         """Has steps be of these rows; []: of all."""

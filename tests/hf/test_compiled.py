@@ -1,4 +1,4 @@
-"""torch.compile of the decode step: `H2OCache(..., compileable=True)`."""
+"""torch.compile of decode steps and chunks: `H2OCache(..., compileable=True)`."""
 
 from __future__ import annotations
 
@@ -133,8 +133,57 @@ def test_slots_stay_where_they_are():
     assert cache.get_seq_length() == 24
 
 
-def test_what_the_operation_says_of_itself():
-    """That it writes to what it says, that a fake has the right shape, that it can be compiled."""
+@needs_compiler
+def test_chunks_in_one_graph():
+    """Of any length, pads among them; after as many eager ones the slots are the same."""
+    ours = model("llama")
+    ids = batch(prompts(5, 40, 33))
+    caches = [H2OCache(ours.config, **SMALL, compileable=x) for x in (True, False)]
+    forward = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for begin, end in itertools.pairwise((0, 12, 20, 27, 40)):
+            piece = {name: x[:, begin:end].clone() for name, x in ids.items()}
+            outs = []
+            for cache in caches:
+                graph = begin > 0 and cache.is_compileable
+                if graph:
+                    for x in piece.values():
+                        torch._dynamo.mark_dynamic(x, 1)
+                outs.append((forward if graph else ours)(**piece, past_key_values=cache).logits)
+            real = piece["attention_mask"].bool()
+            torch.testing.assert_close(outs[0][real], outs[1][real])
+    assert graphs() == 1
+    assert [int(cache.get_seq_length()) for cache in caches] == [40, 40]
+    for layer in range(2):
+        torch.testing.assert_close(caches[0].kept(layer), caches[1].kept(layer))
+
+
+def test_a_chunk_that_fails_leaves_the_slots_as_they_were(monkeypatch):
+    compiled.register()
+    text = drifting(3, B=2, N=12)
+    query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
+    slots = ops.new_slots(keys, 8, 2, 2)
+    fields = {"mask": None, "scale": None, "softcap": 0.0}
+    policy = {"sinks": 0, "rank_by": "sum", "decay": 1.0, "value_weighted": False, "merge": None}
+
+    def chunk(begin, end):
+        new = (x[:, :, begin:end] for x in (query, keys, values))
+        return torch.ops.h2o.chunk(*new, *slots, **policy, **fields)
+
+    chunk(0, 7)
+    before = [None if x is None else x.clone() for x in slots]
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "evict", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            chunk(7, 12)
+    for x, y in zip(slots, before, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("operator", "begin"), [("step", 11), ("chunk", 9)])
+def test_what_the_operations_say_of_themselves(operator, begin):
+    """That they write to what they say, that a fake has the right shape, that they compile."""
     compiled.register()
     text = drifting(3, B=2, N=12)
     query, keys, values = (torch.from_numpy(x).to(DEVICE) for x in text)
@@ -152,8 +201,8 @@ def test_what_the_operation_says_of_itself():
             ops.step(query[:, :, 11:], keys[:, :, 11:], values[:, :, 11:], moved, **policy)
             assert not torch.equal(moved.bias, slots.bias)
         torch.library.opcheck(
-            torch.ops.h2o.step.default,
-            (query[:, :, 11:], keys[:, :, 11:], values[:, :, 11:], *slots),
+            getattr(torch.ops.h2o, operator).default,
+            (*(x[:, :, begin:] for x in (query, keys, values)), *slots),
             {
                 "mask": None, "scale": None, "softcap": 0.0, "sinks": 0, "rank_by": "sum",
                 "decay": 1.0, **policy,

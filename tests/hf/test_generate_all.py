@@ -513,11 +513,47 @@ def compiled_and_eager(ours, config, **how):
 @pytest.mark.parametrize(
     "name", ["int8", "uneven heads", slow_if(True, "mean, sinks"), slow_if(True, "merged")]
 )
-def test_one_graph_serves_all_steps(name, dynamo):
-    """Rows that run, rows that are idle, and rows that are taken again."""
-    compiled, eager = compiled_and_eager(model("llama"), CONFIGS[name], rows=3)
-    assert compiled == eager
-    assert counters["stats"]["unique_graphs"] == 1
+def test_one_graph_serves_all_steps_and_another_all_prompts(name, dynamo):
+    """Rows that run, rows that are idle, and rows that are taken again; of prompts also pieces."""
+    for more in ({}, {"generation_config": GenerationConfig(prefill_chunk_size=8)}):
+        compiled, eager = compiled_and_eager(model("llama"), CONFIGS[name], rows=3, **more)
+        assert compiled == eager
+        assert counters["stats"]["unique_graphs"] == 2
+        assert not counters["graph_break"]
+
+
+@needs_compiler
+def test_prompts_that_no_graph_reads(dynamo):
+    """Of one token, under a budget of their own or a part of their length, after a prefix."""
+    ours, config = model("llama"), CONFIGS["h2o"]
+    requests = [
+        h2o.Request(text, config=H2OConfig(heavy=n, recent=n) if n else None)
+        for text, n in zip(texts(20, 1, 33, 9, 28), (0, 0, 4, 5, 0), strict=True)
+    ]
+    how = {"rows": 2, "max_new_tokens": 9}
+    pair = [
+        [x.ids for x in h2o.generate_all(ours, requests, config, compileable=graphs, **how)]
+        for graphs in (True, False)
+    ]
+    assert pair[0] == pair[1]
+    assert counters["stats"]["unique_graphs"] == 2
+    document, *rest = texts(20, 5, 9, 7)
+    prefix = H2OCache(ours.config, config)
+    with torch.no_grad():
+        ours(torch.tensor([document]), past_key_values=prefix)
+    for settings, more in ((CONFIGS["fractions"], {}), (config, {"prefix": prefix})):
+        torch._dynamo.reset()
+        counters.clear()
+        after = [document + text for text in rest]
+        pair = [
+            [
+                x.ids
+                for x in h2o.generate_all(ours, after, settings, compileable=graphs, **more, **how)
+            ]
+            for graphs in (True, False)
+        ]
+        assert pair[0] == pair[1]
+        assert counters["stats"]["unique_graphs"] >= 1
 
 
 @needs_compiler
@@ -533,7 +569,10 @@ def test_a_model_that_cannot_be_compiled_is_served_eagerly(dynamo):
     ours = model("llama")
     hook = ours.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     try:
-        with pytest.warns(RuntimeWarning, match="steps are not compiled"):
+        with (
+            pytest.warns(RuntimeWarning, match="steps are not compiled"),
+            pytest.warns(RuntimeWarning, match="prompts are not compiled"),
+        ):
             compiled, eager = compiled_and_eager(ours, CONFIGS["h2o"], rows=3)
     finally:
         hook.remove()

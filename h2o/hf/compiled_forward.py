@@ -1,0 +1,37 @@
+"""A model's forward pass by torch.compile, in one graph, or eagerly where none can be made."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from typing import Any
+
+import torch
+
+__all__ = ["CompiledForward"]
+
+
+class CompiledForward:
+    """Called as the model is. From the first time on that the graph cannot be made, which is
+    warned of, it is the model; `what` says to the reader which passes these are."""
+
+    def __init__(self, model: Any, what: str) -> None:
+        self.model, self.what = model, what
+        self._graph = torch.compile(model.forward, fullgraph=True)
+
+    def __call__(self, **inputs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+
+        if self._graph is not None:
+            try:
+                return self._graph(**inputs)
+            except TorchDynamoException as error:  # nothing has run yet
+                reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+                text = f"{self.what} are not compiled: {reason}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                self._graph = None
+        return self.model(**inputs)
+
+    def __bool__(self) -> bool:
+        """Whether there is a graph, or there may be one."""
+        return self._graph is not None

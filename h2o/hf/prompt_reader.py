@@ -1,0 +1,64 @@
+"""`PromptReader`: reads prompts by a compiled graph, one after another in the same row.
+
+A cache makes its slots when it knows the prompt, which no graph can. Here are slots that stay: they
+are emptied before each prompt, which is then read as the chunk of a longer text would be, whatever
+its length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o.config import H2OConfig
+from h2o.hf.cache import H2OCache
+from h2o.hf.compiled import CompileableLayer
+from h2o.hf.compiled_forward import CompiledForward
+from h2o.hf.row_batch import RowBatch
+
+__all__ = ["PromptReader"]
+
+
+class PromptReader:
+    """Called as the model is, with the cache of `emptied`.
+
+    like: a cache of one row that has read a prompt; its budgets are taken, and nothing else.
+    """
+
+    def __init__(self, model: Any, like: H2OCache) -> None:
+        self.model = model
+        row = RowBatch(model, like.config, 1, compileable=True)
+        row.join(0, like)
+        self._cache = row.cache
+        self._forward = CompiledForward(model, "prompts")
+
+    @staticmethod
+    def serves(model: Any, config: H2OConfig) -> bool:
+        """Whether a graph takes all layers, and budgets do not depend on the prompt."""
+        plain = (
+            type(layer) is CompileableLayer
+            and layer.one_budget is None
+            and layer.prompt_scores is None
+            for layer in H2OCache(model.config, config, compileable=True).layers
+        )
+        return all(plain) and not config.needs_prompt_length
+
+    def __bool__(self) -> bool:
+        """Whether there is a graph, or there may be one."""
+        return bool(self._forward)
+
+    def emptied(self) -> H2OCache:
+        """The cache, for the next prompt."""
+        for layer in self._cache.layers:
+            layer.empty_in_place()
+        self._cache.pass_state.reset()
+        return self._cache
+
+    def __call__(self, *, input_ids: Tensor, **inputs: Any) -> Any:
+        if input_ids.shape[1] == 1:  # a step, of which there is no graph with one row
+            return self.model(input_ids=input_ids, **inputs)
+        ids = input_ids.clone(memory_format=torch.contiguous_format)  # of pieces: strides too
+        torch._dynamo.mark_dynamic(ids, 1)
+        return self._forward(input_ids=ids, **inputs)
