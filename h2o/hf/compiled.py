@@ -139,7 +139,9 @@ def _step(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any)
 def _chunk(query: Tensor, key: Tensor, value: Tensor, *records: Any, **more: Any) -> Tensor:
     slots, policy = _records(records)
     tokens = NewTokens(query, key, value, **more)
-    held = slots if slots.lengths.any() else None  # else it is a prompt
+    lengths = slots.lengths
+    is_prompt = lengths.is_cpu and not lengths.any()  # spares empty slots; a CUDA graph cannot ask
+    held = None if is_prompt else slots
     return evicting(lambda: attention(tokens, held, policy), tokens, slots, policy)
 
 
