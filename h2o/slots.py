@@ -104,6 +104,14 @@ def empty_value(field: str) -> int:
     return -1 if field == "positions" else 0
 
 
+def empty_row(slots: Slots, row: int) -> None:
+    """Forgets all that a row holds, but for its budget."""
+    for name, kind in KINDS.items():
+        field = getattr(slots, name)
+        if kind.written and field is not None and name not in ("keys", "values"):
+            field[row] = empty_value(name)
+
+
 def sizes_of_keys(keys: Tensor) -> tuple[int, int, int, int]:
     """B, G, tokens and D. Raises: ValueError for keys of another shape."""
     sizes = four_sizes(keys)

@@ -23,7 +23,7 @@ from h2o.hf.attention_call import NewTokens
 from h2o.hf.layer import H2OLayer, attention, evicting
 from h2o.hf.slot_layout import Capacity
 from h2o.policy import Policy, RankBy
-from h2o.slots import KINDS
+from h2o.slots import KINDS, empty_row
 
 __all__ = ["CompileableLayer"]
 
@@ -78,7 +78,8 @@ class CompileableLayer(H2OLayer):
 
     def empty_in_place(self) -> None:
         """As `empty`, but the slots stay where they are, for a graph that goes on with them."""
-        slot_layout.clear(self.slots)
+        for row in range(self.batch_size):
+            empty_row(self.slots, row)
         self.seen = self.longest = self.prompt_columns = 0
 
     def _capacities(self, widest: list[int], tokens: int) -> list[int]:
@@ -103,7 +104,7 @@ class CompileableLayer(H2OLayer):
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Makes the operation known for as long as the process runs."""
+    """Makes the operations known for as long as the process runs."""
     library = torch.library.Library("h2o", "FRAGMENT")
     for name, run in (("step", _step), ("chunk", _chunk)):
         library.define(_schema(name))

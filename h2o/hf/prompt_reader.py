@@ -16,7 +16,6 @@ from h2o.config import H2OConfig
 from h2o.hf.cache import H2OCache
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.compiled_forward import CompiledForward
-from h2o.hf.row_batch import RowBatch
 
 __all__ = ["PromptReader"]
 
@@ -29,21 +28,22 @@ class PromptReader:
 
     def __init__(self, model: Any, like: H2OCache) -> None:
         self.model = model
-        row = RowBatch(model, like.config, 1, compileable=True)
-        row.join(0, like)
-        self._cache = row.cache
+        self._cache = H2OCache(model.config, like.config, compileable=True)
+        for layer, other in zip(self._cache.layers, like.layers, strict=True):
+            layer.take_row(0, other, 1, other.seen)
         self._forward = CompiledForward(model, "prompts")
 
     @staticmethod
     def serves(model: Any, config: H2OConfig) -> bool:
         """Whether a graph takes all layers, and budgets do not depend on the prompt."""
-        plain = (
+        if config.needs_prompt_length:
+            return False
+        return all(
             type(layer) is CompileableLayer
             and layer.one_budget is None
             and layer.prompt_scores is None
             for layer in H2OCache(model.config, config, compileable=True).layers
         )
-        return all(plain) and not config.needs_prompt_length
 
     def __bool__(self) -> bool:
         """Whether there is a graph, or there may be one."""

@@ -174,14 +174,6 @@ def put_row(slots: ops.Slots, row: int, source: ops.Slots) -> None:
             to[row].copy_(x[0])
 
 
-def clear(slots: ops.Slots) -> None:
-    """Has slots hold nothing; budgets stay."""
-    for name in PER_ROW:
-        x = getattr(slots, name)
-        if x is not None and name != "budget":
-            x.fill_(empty_value(name))
-
-
 def row_bytes(slots: ops.Slots, sizes: list[int]) -> int:
     """Bytes that a row takes in all tensors of slots of this kind, of which each head, or all, has
     as many as `sizes` says."""

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from h2o import ops
-from h2o.slots import KINDS, PER_ROW, empty_value
+from h2o.slots import PER_ROW, empty_row
 
-__all__ = ["Eviction", "PageStore", "empty_row", "page_bytes"]
+__all__ = ["Eviction", "PageStore", "page_bytes"]
 
 ALIGNMENT = 16
 
@@ -32,14 +32,6 @@ def _fields(page: ops.Slots) -> list[tuple[str, torch.Tensor]]:
     """The fields of a page, those of large elements first: so each begins at a multiple of them."""
     fields = [(name, getattr(page, name)) for name in PER_ROW if getattr(page, name) is not None]
     return sorted(fields, key=lambda field: -field[1].element_size())
-
-
-def empty_row(slots: ops.Slots, row: int) -> None:
-    """Forgets all that a row holds, but for its budget."""
-    for name, kind in KINDS.items():
-        field = getattr(slots, name)
-        if kind.written and field is not None and name not in ("keys", "values"):
-            field[row] = empty_value(name)
 
 
 class Eviction(NamedTuple):

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.config import H2OConfig
+from h2o.slots import empty_row
 from h2o.vllm.page_budget import PageBudget
-from h2o.vllm.page_store import PageStore, empty_row
+from h2o.vllm.page_store import PageStore
 
 __all__ = ["Batch", "Begun", "PagedLayer", "Piece", "PromptScores", "Request", "Steps", "plan"]
 
