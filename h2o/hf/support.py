@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 from transformers.cache_utils import CacheLayerMixin
 
+from h2o import borrowed
 from h2o.errors import Unsupported
 from h2o.hf import latent_attention, model_rotary, shared_keys
 from h2o.hf.layer_kinds import kind_of, layers_of, type_refusal
@@ -96,7 +97,7 @@ def supports(model: Any) -> Support:
     classes = _model_classes(config)
     if not classes:
         return Support(model_type, False, "transformers has no causal language model of it", ())
-    if not classes[-1]._can_set_attn_implementation():  # of a part, where that is the language
+    if not borrowed.can_set_attention(classes[-1]):  # of a part, where that is the language
         return Support(
             model_type, False, "it has attention code of its own instead of AttentionInterface", ()
         )
@@ -120,13 +121,7 @@ def _model_classes(config: Any) -> list[Any]:
 
 def _first_class(config: Any, *autos: Any) -> Any:
     """The first of the Auto classes' models for this config; None if there is none."""
-    for auto in autos:
-        try:
-            classes = auto._model_mapping[type(config)]
-        except (KeyError, ValueError):  # ValueError: named there, but not to be imported
-            continue
-        return classes[0] if isinstance(classes, tuple) else classes
-    return None
+    return next(filter(None, (borrowed.model_class(auto, config) for auto in autos)), None)
 
 
 def transformers_layers(config: Any) -> list[CacheLayerMixin]:

@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoModelForImageTextToText
 
 from h2o import H2OCache, H2OConfig, supports
+from h2o.borrowed import with_cache
 from h2o.hf.latent_attention import expands_after_cache
 from h2o.hf.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.shared_keys import SHARES_KEYS
@@ -137,7 +138,7 @@ def test_a_budget_for_all_gives_the_full_caches_tokens(name):
     inputs = batch(rows)
     expected = greedy(theirs, inputs, 32)
     cache = H2OCache(ours.config, H2OConfig.full())
-    assert greedy(ours, inputs, 32, past_key_values=cache).tolist() == expected.tolist()
+    assert greedy(ours, inputs, 32, **with_cache(cache)).tolist() == expected.tolist()
     assert len(expected.unique()) > 5
 
 
@@ -163,13 +164,13 @@ def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
     ours, (ids, more) = made(name), prompts(20, 4)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
     cache.save(tmp_path / "cache.safetensors", ours)
     loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
     once = cache.fork()
     assert_same(loaded, cache)
     again = {"input_ids": torch.cat([ids, more], dim=1)}
-    expected = greedy(ours, again, 8, past_key_values=cache)
+    expected = greedy(ours, again, 8, **with_cache(cache))
     for other in (loaded, once):
-        assert greedy(ours, again, 8, past_key_values=other).tolist() == expected.tolist()
+        assert greedy(ours, again, 8, **with_cache(other)).tolist() == expected.tolist()
         assert_same(other, cache)
