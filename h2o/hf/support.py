@@ -23,13 +23,17 @@ _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
 _BIAS = "it adds a bias to the attention logits that depends on positions"
 
+_LOOPS = "it runs its layers several times for each token, with a cache for each time"
+
 _UNSERVED_TYPES = {
     "diffusion_gemma": "its tokens look both ways within a block (block diffusion)",
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
+    "dory": _LOOPS,
     "gemma4_unified": _PATTERN,
     "git": "it has attention code of its own instead of AttentionInterface",
-    "hrm_text": "it runs its layers several times for each token, with a cache for each time",
+    "hrm_text": _LOOPS,
+    "inkling2_loop_text": _LOOPS,
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
     "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
