@@ -122,6 +122,8 @@ class H2OConfig:
         named = isinstance(self.shares, str) and self.shares in ("shipped", *BY_RANK)
         if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
+        if self.shares == "echo" and self.rank_by != "mean-echo":
+            raise ValueError(f'shares="echo" goes with rank_by="mean-echo", not {self.rank_by!r}')
         self._check_shared()
         if self.positions not in ("original", "rolled"):
             raise ValueError(f'positions must be "original" or "rolled", not {self.positions!r}')
@@ -181,6 +183,16 @@ class H2OConfig:
         """
         ranked = {"rank_by": "mean-echo", "shares": profile or "shipped"}
         return dataclasses.replace(cls.robust(budget, of), **ranked)
+
+    @classmethod
+    def echo(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
+        """`robust` with the prompt read by echo: keeps facts that no question has asked for yet,
+        and what the next words need, in one reading (docs/policies.md).
+
+        In each head echo decides most of a key's score (`rank_by="mean-echo"`), and the places of
+        all layers and heads go to the highest echo (`shares="echo"`). Steps are those of `robust`.
+        """
+        return dataclasses.replace(cls.robust(budget, of), rank_by="mean-echo", shares="echo")
 
     @classmethod
     def retrieval(cls, budget: Amount, of: Of = "keys") -> H2OConfig:

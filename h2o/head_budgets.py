@@ -26,7 +26,7 @@ __all__ = [
     "table",
 ]
 
-BY_RANK = ("scores", "layer")
+BY_RANK = ("echo", "scores", "layer")
 """`shares` by which a prompt's places go to the highest ranks (`h2o.hf.one_budget`)."""
 
 LEAST = 8
@@ -63,7 +63,7 @@ def table(shares: Any) -> Table | HasShares:
     if isinstance(rows, str) or not isinstance(rows, Sequence) or not all(map(_is_row, rows)):
         raise TypeError(
             "shares must be numbers [layers, key/value heads] (lists or an array), an "
-            'h2o.Profile (h2o.Profile.load(path)), "shipped", "scores" or "layer", not '
+            'h2o.Profile (h2o.Profile.load(path)), "shipped", "echo", "scores" or "layer", not '
             f"{shares!r:.60}"
         )
     numbers = tuple(tuple(float(x) for x in row) for row in rows)

@@ -1,4 +1,5 @@
-"""What `rank_by="echo"` is, in plain torch: the truth for `h2o.hf.echo_scores`.
+"""What `rank_by="echo"` and `shares="echo"` are, in plain torch: the truth for `h2o.hf.echo_scores`
+and `h2o.hf.one_budget`.
 
 Key by key and in double precision, with every query of a text at hand. Rows, heads and what is
 held are as in `h2o.reference`, which attends and evicts.
@@ -21,7 +22,7 @@ from h2o.quantisation import dequantised, stored_like
 from h2o.sink_logits import softmax
 from h2o.slots import Slots
 
-__all__ = ["LATER", "forward"]
+__all__ = ["LATER", "forward", "shared_echo"]
 
 LATER = 256
 """How many positions later the queries of what follows a prompt are asked."""
@@ -116,3 +117,30 @@ def _held_keys(slots: Any, b: int, g: int, D: int) -> Tensor:
     if slots.starts is not None:
         where = (b, slice(int(slots.starts[g]), int(slots.starts[g + 1])))
     return dequantised(slots.keys[where][slots.positions[where] >= 0], D)
+
+
+def shared_echo(
+    layers: list[tuple[Tensor, Tensor, Tensor]], heavy: int, recent: int, sinks: int
+) -> list[list[list[int]]]:
+    """Positions that `H2OConfig.echo` keeps of one row's prompt, in each layer and head.
+
+    Args:
+        layers: of each layer the attention that keys have received and their echo, [G, n] each, and
+            the norms of their values, [G, n].
+        heavy, recent, sinks: tokens of each head, of which the heavy ones are dealt over all.
+    """
+    n = layers[0][0].shape[1]
+    free = slice(sinks, n - recent)
+    claims = torch.cat([echo[:, free] for _, echo, _ in layers])
+    winners = claims.flatten().topk(heavy * len(claims)).indices // claims.shape[1]
+    budgets = iter(winners.bincount(minlength=len(claims)).tolist())
+    queries = torch.arange(n, 0, -1)  # that have seen each key
+    kept = []
+    for received, echo, norms in layers:
+        weights = queries * echo
+        pool = received[:, sinks:].sum(1, keepdim=True)
+        anew = pool * weights / weights[:, sinks:].sum(1, keepdim=True)
+        ranks = (received / 4 + anew * 3 / 4) / queries * norms
+        best = [(sinks + head[free].topk(next(budgets)).indices).tolist() for head in ranks]
+        kept.append([[*range(sinks), *sorted(head), *range(n - recent, n)] for head in best])
+    return kept

@@ -42,6 +42,9 @@ from h2o.policy import Policy
 
 __all__ = ["H2OLayer"]
 
+PromptScores = Callable[[NewTokens, Tensor], tuple[Tensor, Tensor]]
+"""Of a prompt's tokens and the attention [B, G, Q] that they received: their scores, and echo."""
+
 
 class H2OLayer(LayerContents):
     """One layer's store: at most k = sinks + heavy + recent keys of each row and head.
@@ -66,7 +69,7 @@ class H2OLayer(LayerContents):
         self.record_past = False  # transformers' name for it
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
         self.one_budget: OneBudget | None = None  # of layers that share by rank
-        self.prompt_scores: Callable[[NewTokens, Tensor], Tensor] | None = None  # from attention's
+        self.prompt_scores: PromptScores | None = None
         self.reset()
 
     # ---- One forward pass: update, then attend -----------------------------------------------
@@ -217,17 +220,20 @@ class H2OLayer(LayerContents):
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
             out, scores = self._attend_and_score(tokens, unscored)
+            echo = None
             if self.prompt_scores is not None and unscored is None:
-                scores = self.prompt_scores(tokens, scores)
+                scores, echo = self.prompt_scores(tokens, scores)
+            by_echo = self.config.shares == "echo"
+            claims = echo if by_echo else None
             prompt = Prompt(
-                tokens.key, tokens.value, tokens.mask, scores, counts, Q, tokens.mask,
+                tokens.key, tokens.value, tokens.mask, scores, claims, counts, Q, tokens.mask,
                 budget.by_row, budget.raised,
             )  # fmt: skip
             if unscored is not None:
                 keys, values, mask = slot_layout.together(unscored, *prompt[:3])
                 scores = torch.cat([unscored.scores, scores], dim=2)
                 prompt = prompt._replace(keys=keys, values=values, mask=mask, scores=scores)
-            if self.one_budget is None:
+            if self.one_budget is None or (by_echo and claims is None):
                 self.store(prompt, budget.by_row)
             else:
                 self.one_budget.take(self, prompt)

@@ -56,6 +56,8 @@ class Prompt(NamedTuple):
     """[B, K] bool, False at a pad"""
     scores: Tensor
     """[B, G, K] float32"""
+    claims: Tensor | None
+    """[B, G, K] float32, by which the places of all heads are dealt; None: by the keys' ranks"""
     counts: list[int]
     """Tokens of each row"""
     columns: int
@@ -134,7 +136,7 @@ class OneBudget:
 
     def _drop(self, new: _Waiting) -> None:
         """Raises the bar by the ranks of a layer, and drops what lies below it."""
-        ranks = new.ranks.masked_fill(new.spared, -math.inf).flatten(1)
+        ranks = new.claims.masked_fill(new.spared, -math.inf).flatten(1)
         bar = []
         for b, places in enumerate(self.places):
             best = torch.cat([self.best[b], ranks[b].to(self.best[b].device)])
@@ -152,6 +154,14 @@ class OneBudget:
             self.left = self.keys_held
 
 
+def _lowest_of(ranks: Tensor, count: Tensor) -> Tensor:
+    """The count-th highest of the ranks [B, G, K] in each row and head, [B, G, 1]; infinity where
+    the count is 0."""
+    best = ranks.sort(-1, descending=True).values
+    best = torch.cat([torch.full_like(best[..., :1], math.inf), best], dim=-1)
+    return best.gather(-1, count.long().clamp(max=ranks.shape[-1])[..., None])
+
+
 def _lowest(best: Tensor) -> float:
     """Infinity where there is none; NaN, below which nothing lies, where any rank is NaN."""
     return float(best.min()) if len(best) else math.inf
@@ -166,6 +176,7 @@ class _Waiting:
         self.floor, self.spare = parted(each_head(prompt.by_row, G), sinks, 0.0)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, layer.policy)
+        self.claims = self.ranks if prompt.claims is None else prompt.claims
         self.spared = _spared(positions, tokens, sinks, self.floor)
         self.held: Tensor | None = None  # [B, G, K], whose rows `prompt` has, [M, D]; None: all
 
@@ -182,16 +193,15 @@ class _Waiting:
         return self.prompt.scores.numel() if self.held is None else len(self.prompt.keys)
 
     def drop_below(self, bar: list[float]) -> None:
-        """Forgets the keys whose rank is below their row's bar.
+        """Drop the keys that no budget can have room for once the places' bar is this high.
 
-        A head without sinks and recent keys has one key of its own beside those that it wins: the
-        best one below the bar.
+        A head wins at most as many places as it has claims above its row's bar. A head without
+        sinks and recent keys has one place of its own beside those.
         """
         prompt, policy = self.prompt, self.layer.policy
-        lowest = self.ranks.new_tensor(bar)[:, None, None]
-        if any(heavy for row in self.floor for heavy, _ in row):
-            below = self.ranks.masked_fill(self.spared | (self.ranks >= lowest), -math.inf)
-            lowest = lowest.minimum(below.amax(-1, keepdim=True))
+        places = ~((self.claims < self.ranks.new_tensor(bar)[:, None, None]) | self.spared)
+        own = self.ranks.new_tensor([[heavy for heavy, _ in row] for row in self.floor])
+        lowest = _lowest_of(self.ranks.masked_fill(self.spared, -math.inf), places.sum(-1) + own)
         if policy.rank_by == "mean" or policy.value_weighted:
             lowest = lowest * _ROUNDED
         held = ~(self.ranks < lowest) | self.spared
@@ -230,7 +240,7 @@ def _share(waiting: list[_Waiting], places: list[int]) -> None:
 
     The list is empty afterwards: what is stored is not held twice.
     """
-    more = won(places, [x.spared for x in waiting], [x.ranks for x in waiting])
+    more = won(places, [x.spared for x in waiting], [x.claims for x in waiting])
     for counts in more:
         first = waiting.pop(0)
         budgets = [

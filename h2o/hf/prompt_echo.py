@@ -53,22 +53,23 @@ class PromptEcho:
         """`rotary`: the model's. `policy`: `H2OConfig.policy`, whose `rank_by` is "mean"."""
         self.echo, self.policy = EchoScores(rotary, layer, None), policy
 
-    def scores(self, tokens: NewTokens, received: Tensor) -> Tensor:
-        """[B, G, Q] float32 of the tokens of a first pass, from the attention that they received,
-        a tensor like it."""
+    def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and echo of the tokens of a first pass, each [B, G, Q] float32, from the attention
+        that they received, a tensor like it."""
         positions, count = positions_in(tokens.mask, received)
         is_sink = positions < self.policy.sinks  # or a pad
         queries = self.policy.queries_of(positions, count)
-        weights = (self.echo.of_prompt(tokens) * queries).masked_fill(is_sink, 0.0)
+        echo = self.echo.of_prompt(tokens)
+        weights = (echo * queries).masked_fill(is_sink, 0.0)
         pool = received.masked_fill(is_sink, 0.0).sum(-1, keepdim=True)
         total = weights.sum(-1, keepdim=True)
         anew = torch.where((total > 0) & ~is_sink, weights / total * pool, received)
-        return received + PART * (anew - received)
+        return received + PART * (anew - received), echo
 
     def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
         """What a first pass makes: [B, Q, H, D], and [B, G, Q] float32 of the new keys."""
         out, received = self._attention(tokens, None)
-        return out, self.scores(tokens, received)
+        return out, self.scores(tokens, received)[0]
 
     def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
         """The same of one later token, whose attention is added to the scores of the slots."""

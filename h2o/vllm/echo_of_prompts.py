@@ -33,6 +33,6 @@ class PromptEchoes:
         echo = PromptEcho(self.rotary, layer, self.config.policy)
 
         def scores(query: Tensor, key: Tensor, value: Tensor, received: Tensor) -> Tensor:
-            return echo.scores(NewTokens(query, key, value, None, scale, softcap), received)
+            return echo.scores(NewTokens(query, key, value, None, scale, softcap), received)[0]
 
         return scores

@@ -228,10 +228,10 @@ def test_answers_to_many_prompts():
 
 
 @functools.cache
-def deep():
+def deep(**more):
     """Of six layers: what the first ones have read is dropped several times."""
     torch.manual_seed(5)
-    config = Family("llama", layers=("h2o",) * 6).build_config()
+    config = Family("llama", more, layers=("h2o",) * 6).build_config()
     built = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
     built.set_attn_implementation("h2o")
     return built
