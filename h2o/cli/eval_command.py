@@ -117,6 +117,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     text.add_argument("--turns", type=int, default=1, metavar="N",
                       help="facts in each text, asked for one after the other in one conversation "
                       "(default %(default)s)")  # fmt: skip
+    text.add_argument("--decoys", type=int, default=0, metavar="N",
+                      help="hide N more facts of the kind that is asked for in each text, and as "
+                      "many of another kind, and ask for each alone (default "
+                      "%(default)s)")  # fmt: skip
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -212,10 +216,13 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
 
         if args.turns < 1:
             raise Misused(f"--turns {args.turns}: at least 1")
+        if args.decoys < 0 or (args.decoys and args.turns > 1):
+            raise Misused(f"--decoys {args.decoys}: at least 0, and without --turns")
         how = {
             "lengths": whole_numbers("--lengths", args.lengths),
             "kinds": kinds(args.facts),
             "turns": args.turns,
+            "decoys": args.decoys,
         }
         return needle.compare(args.needle, settings, output, **how, **common)
     from h2o.evaluate import summarize

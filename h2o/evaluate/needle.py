@@ -6,10 +6,13 @@ the answer counts if greedy decoding writes it, token by token. What no token at
 while the text is read has to survive that cut: the hard case of every eviction (compare Kamradt,
 "Needle in a haystack", 2023). With several turns as many sentences are hidden in a piece, and asked
 for one after the other in one conversation, in which each question is followed by its right answer.
+With decoys a text has several facts of each of two kinds, which differ in their subjects alone, and
+each is asked for from the same cut cache: a cache that keeps only one of a kind does not pass.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import random
@@ -68,6 +71,8 @@ class Trial:
     length: int
     document: str
     turns: tuple[Turn, ...]
+    apart: bool = False
+    """Whether each turn is a conversation of its own, after the document alone."""
 
 
 Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -76,7 +81,7 @@ Asked = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 def trials(
     text: str, tokenizer: Any, lengths: Sequence[int], each: int,
-    kinds: Sequence[str] = ("number",), turns: int = 1,
+    kinds: Sequence[str] = ("number",), turns: int = 1, decoys: int = 0,
 ) -> list[Trial]:  # fmt: skip
     """`each` trials of every length, and of every depth and kind of the fact that is asked for
     first, always the same ones.
@@ -84,6 +89,7 @@ def trials(
     Pieces of the text are taken one after the other, from its start again where it ends; a
     length counts the piece's tokens, to which those of the sentences come. What later turns ask
     for is of other kinds and stands elsewhere; over all trials each turn has all depths and kinds.
+    With `decoys` a text has so many facts more of the kind and of the next one, all asked apart.
 
     Raises: UserError for a text with fewer tokens than a length, or without sentences, and for
     fewer kinds than turns.
@@ -106,13 +112,31 @@ def trials(
             start = 0
         piece = tokenizer.decode(ids[start : start + length])
         start += length
-        asked = []
-        for turn in range(turns):
-            kind, depth = kinds[(first + turn) % len(kinds)], DEPTHS[(place + 2 * turn) % 5]
-            fact = KINDS[kind](draw)
-            asked.append(Turn(fact, depth, kind, turn + 1))
-        chosen.append(Trial(length, hidden(piece, asked), tuple(asked)))
+        if decoys:
+            asked = alike([kinds[(first + i) % len(kinds)] for i in (0, 1)], decoys + 1, draw)
+        else:
+            each_kind = [kinds[(first + turn) % len(kinds)] for turn in range(turns)]
+            asked = [
+                Turn(KINDS[kind](draw), DEPTHS[(place + 2 * turn) % 5], kind, turn + 1)
+                for turn, kind in enumerate(each_kind)
+            ]
+        chosen.append(Trial(length, hidden(piece, asked), tuple(asked), apart=bool(decoys)))
     return chosen
+
+
+def alike(kinds: Sequence[str], each: int, draw: random.Random) -> list[Turn]:
+    """So many facts of each kind, no two with the same question, spread over a text at random."""
+    facts: dict[str, tuple[str, Fact]] = {}
+    for count, kind in enumerate(kinds, 1):
+        while len(facts) < count * each:
+            fact = KINDS[kind](draw)
+            facts.setdefault(fact.question, (kind, fact))
+    depths = [i / (len(facts) - 1) for i in range(len(facts))]
+    draw.shuffle(depths)
+    return [
+        Turn(fact, depth, kind, 1)
+        for depth, (kind, fact) in zip(depths, facts.values(), strict=True)
+    ]
 
 
 def hidden(piece: str, turns: Sequence[Turn]) -> str:
@@ -137,6 +161,7 @@ def compare(
     lengths: Sequence[int] = LENGTHS,
     kinds: Sequence[str] = ("number",),
     turns: int = 1,
+    decoys: int = 0,
     limit: int | None = None,
     as_json: bool = False,
 ) -> str:
@@ -149,6 +174,7 @@ def compare(
         lengths: tokens of the texts.
         kinds: of facts, names of `h2o.evaluate.facts.KINDS`.
         turns: questions to each text, one after the other in one conversation.
+        decoys: further facts of the kind that is asked for, and of another one, in each text.
         limit: trials of every length, depth and kind; None is 4.
         as_json: return the results as the file has them, those of this call.
 
@@ -163,7 +189,7 @@ def compare(
     model, tokenizer = models.load(
         model_name, dtype=dtype, device=device, say=models.say, check=check_fit(settings)
     )
-    rows = trials(text, tokenizer, lengths, limit or 4, kinds, turns)
+    rows = trials(text, tokenizer, lengths, limit or 4, kinds, turns, decoys)
     encoded = [encode(tokenizer, model.config, row) for row in rows]
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     work = []
@@ -173,11 +199,15 @@ def compare(
             "content": fingerprint(dataclasses.asdict(row)),
             "length": row.length,
             "turns": [{"depth": turn.depth, "kind": turn.kind} for turn in row.turns],
+            "decoys": decoys,
             "protocol": "drop",
             "ratio_of": "prompt",
         }
         work.append(
-            [(facts | x.describe(), partial(answered, model, x, *ids, tokenizer)) for x in settings]
+            [
+                (facts | x.describe(), partial(answered, model, x, *ids, tokenizer, row.apart))
+                for x in settings
+            ]
         )
     results: dict[str, list[dict[str, Any]]] = {setting.name: [] for setting in settings}
     for row, row_results in zip(rows, cells.complete(work, "needles"), strict=True):
@@ -200,8 +230,9 @@ def compare(
     )
     if as_json:
         return cells.as_json(facts for row in work for facts, _ in row)
+    facts_hidden = sum(len(row.turns) for row in rows)
     first = (
-        f"{origin['model']}, {len(rows) * turns} facts in pieces of {file.name}, cut before the "
+        f"{origin['model']}, {facts_hidden} facts in pieces of {file.name}, cut before the "
         "question; fractions of the piece"
     )
     return "\n".join([first, "", as_table(results, sizes), "", written(cells.path, drawn)])
@@ -233,10 +264,12 @@ def fed(answer: torch.Tensor) -> list[torch.Tensor]:
 
 
 def answered(
-    model: Any, setting: Setting, document: torch.Tensor, asked: Asked, tokenizer: Any = None
-) -> dict[str, Any]:
+    model: Any, setting: Setting, document: torch.Tensor, asked: Asked, tokenizer: Any = None,
+    apart: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Whether greedy decoding would write each answer: as long as it does, feeding the answer is
-    the same as feeding what was decoded. `tokenizer`: for a second reading."""
+    the same as feeding what was decoded. `tokenizer`: for a second reading. `apart`: each question
+    to a cache that has read the document alone."""
     config = None if setting.variant == "full" else setting.config
     document = document.to(model.device)
     n = document.shape[1]
@@ -249,7 +282,10 @@ def answered(
             cache = read(model, document, setting.config, **how)
         else:
             model.base_model(document, use_cache=True, **with_cache(cache))  # no logits needed
+        cut = cache
         for question, answer in ([x.to(document.device) for x in turn] for turn in asked):
+            if apart:
+                cache, unread = copy.deepcopy(cut), document[:, :0]
             decoded = []
             for ids in (torch.cat([unread, question], dim=1), *fed(answer)):
                 out = model(ids, use_cache=True, **with_cache(cache))

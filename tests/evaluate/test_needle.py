@@ -64,6 +64,27 @@ def test_turns_ask_for_facts_of_all_kinds_and_depths(tokenizer):
         needle.trials(TEXT, tokenizer, (60,), 1, turns=2)
 
 
+def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
+    """Each is asked for alone, and its question names the one that is meant."""
+    (row, *_) = needle.trials(TEXT, tokenizer, (110,), 1, ["number", "place", "gate"], decoys=3)
+    assert row.apart
+    assert [turn.kind for turn in row.turns] == ["number"] * 4 + ["place"] * 4
+    assert len({turn.fact.question for turn in row.turns}) == 8
+    assert sorted(turn.depth for turn in row.turns) == [i / 7 for i in range(8)]
+    for turn in row.turns:
+        assert row.document.count(turn.fact.sentence) == 1
+
+
+def test_questions_apart_are_answered_as_if_each_were_the_only_one(tokenizer):
+    ours = build("llama")
+    (row, *_) = needle.trials(TEXT, tokenizer, (20,), 1, ["gate", "place"], decoys=1)
+    document, asked = needle.encode(tokenizer, ours.config, row)
+    setting = parse("h2o:0.2+0.2")
+    together = needle.answered(ours, setting, document, asked, apart=True)["found"]
+    alone = [needle.answered(ours, setting, document, [one])["found"][0] for one in asked]
+    assert together == alone
+
+
 @pytest.mark.parametrize("kind", facts.KINDS)
 def test_facts_of_every_kind(tokenizer, kind):
     """The text says what is asked for, once; the question does not."""
