@@ -398,9 +398,9 @@ FLOORS = 9
 """Rooms, which are the folders and the files at the top of the package, stand on one another."""
 
 SERVING = {
-    "attention_blocks", "backends", "borrowed", "budgets", "config", "config_fields", "draw", "errors",
-    "filesystem", "former_names", "head_budgets", "hf", "kv_dtype", "model_identity", "models",
-    "ops", "packages", "policy", "profile", "published_masks", "quantisation", "rotary_embedding",
+    "attention_blocks", "backends", "borrowed", "budgets", "config", "config_fields", "draw",
+    "errors", "filesystem", "former_names", "head_budgets", "hf", "kv_dtype", "model_identity",
+    "models", "ops", "packages", "policy", "profile", "published_masks", "quantisation", "rotary_embedding",
     "sink_logits", "slots", "tensors", "vllm",
 }  # fmt: skip
 """The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
