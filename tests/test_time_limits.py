@@ -44,7 +44,7 @@ def test_pool():
 def test_a_test_that_hangs_is_ended_and_named(tmp_path, name):
     file = tmp_path / "test_that_hangs.py"
     file.write_text(HANGS[name])
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "-o", "timeout=0.5"]
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "-o", "timeout=1"]
     done = subprocess.run(
         [*command, "--rootdir", tmp_path, "-p", "no:cacheprovider", file],
         capture_output=True, text=True, timeout=120, check=False,
