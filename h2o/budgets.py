@@ -17,11 +17,13 @@ __all__ = [
     "Amount",
     "Budget",
     "amount_of",
+    "at_least",
     "budget_of",
     "flat",
     "of_layer",
     "parse_amount",
     "parted",
+    "recent_part",
     "spread",
     "tokens_of",
 ]
@@ -58,6 +60,30 @@ def parted(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
     if isinstance(budget, float):
         return budget * heavy, budget * (1 - heavy)
     return int(budget * heavy), budget - int(budget * heavy)
+
+
+def recent_part(min_tokens: int) -> int:
+    """How many of `min_tokens` keys are recent at least: a quarter."""
+    return -(-min_tokens // 4)
+
+
+def at_least(
+    least: int, least_recent: int, tokens: tuple[int, int], fractions: tuple[float, float]
+) -> tuple[int, int]:
+    """(heavy, recent), of which both together are at least `least` tokens where one is a fraction.
+
+    What lacks goes to those that are fractions, in their ratio, with `least_recent` recent tokens.
+
+    Args:
+        fractions: of (heavy, recent), 0 for a number of tokens.
+    """
+    heavy, recent = tokens
+    lacking, total = least - heavy - recent, sum(fractions)
+    if lacking <= 0 or total == 0:
+        return tokens
+    recent += int(lacking * fractions[1] / total)
+    recent = max(recent, min(least_recent, least))
+    return max(heavy, least - recent), recent
 
 
 def flat(amounts: Any) -> list[Any]:

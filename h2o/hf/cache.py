@@ -229,7 +229,6 @@ class H2OCache(ReadableCache):
             loaded._refuse_broken()
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
-        loaded.pass_state.copied = True
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -232,7 +232,7 @@ def _config(fields: dict[str, Any] | None) -> H2OConfig:
     """The `H2OConfig` that `_settings` gave the fields of."""
     if fields is None:
         return H2OConfig()
-    fields = dict(fields)
+    fields = {"min_tokens": 0, **fields}  # which early files do not have
     if isinstance(fields["shares"], dict):
         fields["shares"] = Profile.from_dict(fields["shares"])
     if fields["slot"] is not None:

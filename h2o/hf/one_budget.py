@@ -65,7 +65,8 @@ class Prompt(NamedTuple):
     by_row: Budgets
     """Equal budgets of the heads: an entry for each, or one for all"""
     raised: bool
-    """As of `h2o.hf.prompt_budget.PromptBudget`"""
+    floored: bool
+    """Both as of `h2o.hf.prompt_budget.PromptBudget`"""
 
 
 ROOM = 1.125

@@ -57,7 +57,6 @@ def pruned(
             many later.
     """
     cache = H2OCache(model_config, config.after_reading)
-    cache.pass_state.copied = True
     layers = [
         (source, layer)
         for source, layer in zip(full_cache.layers, cache.layers, strict=True)
