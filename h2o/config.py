@@ -175,6 +175,12 @@ class H2OConfig(Presets):
         return dataclasses.replace(self, rank_by="max", decay=1.0, value_weighted=False)
 
     @property
+    def floor(self) -> int:
+        """Keys that each head keeps at least: `min_tokens`, or 0 where no amount is a fraction."""
+        amounts = flat((self.heavy, self.recent))
+        return self.min_tokens if any(isinstance(x, float) and x > 0 for x in amounts) else 0
+
+    @property
     def needs_prompt_length(self) -> bool:
         """Whether a budget is a fraction. For layer budgets ask the layer's own config."""
         amounts = (self.heavy, self.recent) if self.budget is None else self.budget
@@ -253,8 +259,7 @@ class H2OConfig(Presets):
         if self.sinks + heavy + recent >= UNLIMITED:
             return [(heavy, recent)]
         fraction = (self.sinks + heavy + recent) / n if self.needs_prompt_length and n else None
-        least = self.min_tokens if any(self._fractions) else 0
-        return self.shares.apportioned(heavy, recent, self.sinks, fraction, least)
+        return self.shares.apportioned(heavy, recent, self.sinks, fraction, self.floor)
 
     def tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.

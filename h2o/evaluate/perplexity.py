@@ -68,7 +68,7 @@ def compare(
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity", launched())
     fit = check_fit(settings, full_cache=protocol == "drop")
     model, tokenizer = models.load(
-        model_name, dtype=dtype, device=device, say=models.say, check=fit
+        model_name, dtype=dtype, device=device, attn_implementation=None, say=models.say, check=fit
     )
     windows, total = read_windows(file, tokenizer, model.config, window, limit)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)

@@ -46,7 +46,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "layout": LAYOUT,
             "versions": {name: version(name) for name in ("h2o-kv", "torch", "transformers")},
             "model": cache.model_shape,
-            "weights": {} if model is None else sample(model),
+            "weights": sample(model) if hasattr(model, "named_parameters") else {},
             "settings": _settings(cache.layers),
             "prompt_length": cache.pass_state.prompt_length,
             "layers": [state.numbers for state in states],

@@ -130,7 +130,7 @@ class OneBudget:
                 config, layer.pass_state.prompt_length, prompt.counts, G, layer.part,
                 (*layer.row_size, layer.rows_per_token),
             )  # fmt: skip
-            _, left = parted(each_head(budget.by_row, G), config.sinks, 0.0)
+            _, left = parted(each_head(budget.by_row, G), config.sinks, config.floor)
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
@@ -164,11 +164,25 @@ class _Waiting:
     def __init__(self, layer: Any, prompt: Prompt) -> None:
         self.layer, self.prompt = layer, prompt
         G, sinks = prompt.scores.shape[1], layer.policy.sinks
-        self.floor, self.spare = parted(each_head(prompt.by_row, G), sinks, 0.0)
+        least = layer.config.floor
+        self.floor, self.spare = parted(each_head(prompt.by_row, G), sinks, least)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, layer.policy)
         self.spared = _spared(positions, tokens, sinks, self.floor)
+        self.lowest = self._spare_own()  # [B, G, 1], rank of the last key that is a head's own
         self.held: Tensor | None = None  # [B, G, K], whose rows `prompt` has, [M, D]; None: all
+
+    def _spare_own(self) -> Tensor:
+        """Adds to `spared` the highest ranks that are each head's own; infinity where none is."""
+        own = self.ranks.new_tensor([[heavy for heavy, _ in row] for row in self.floor])[..., None]
+        ranks = self.ranks.masked_fill(self.spared, -math.inf)
+        best = ranks.topk(min(int(own.max()), ranks.shape[-1]))
+        is_own = torch.arange(best.indices.shape[-1], device=own.device) < own
+        self.spared = self.spared | torch.zeros_like(self.spared).expand_as(ranks).scatter(
+            -1, best.indices, is_own
+        )
+        lowest = best.values.masked_fill(~is_own, math.inf)
+        return torch.cat([lowest, torch.full_like(own, math.inf)], -1).amin(-1, keepdim=True)
 
     @property
     def is_ranked_alone(self) -> bool:
@@ -183,16 +197,9 @@ class _Waiting:
         return self.prompt.scores.numel() if self.held is None else len(self.prompt.keys)
 
     def drop_below(self, bar: list[float]) -> None:
-        """Forgets the keys whose rank is below their row's bar.
-
-        A head without sinks and recent keys has one key of its own beside those that it wins: the
-        best one below the bar.
-        """
+        """Forgets the keys whose rank is below their row's bar, but none that is a head's own."""
         prompt, policy = self.prompt, self.layer.policy
-        lowest = self.ranks.new_tensor(bar)[:, None, None]
-        if any(heavy for row in self.floor for heavy, _ in row):
-            below = self.ranks.masked_fill(self.spared | (self.ranks >= lowest), -math.inf)
-            lowest = lowest.minimum(below.amax(-1, keepdim=True))
+        lowest = self.ranks.new_tensor(bar)[:, None, None].minimum(self.lowest)
         if policy.rank_by == "mean" or policy.value_weighted:
             lowest = lowest * _ROUNDED
         held = ~(self.ranks < lowest) | self.spared
@@ -238,7 +245,11 @@ def _share(waiting: list[_Waiting], places: list[int]) -> None:
             [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
             for heads in zip(first.floor, counts, strict=True)
         ]
-        first.layer.store(first.whole(), budgets)
+        prompt = first.whole()
+        won_none = any(n == 0 for heads in counts for n in heads)
+        if first.layer.config.floor and won_none:
+            prompt = prompt._replace(floored=True)
+        first.layer.store(prompt, budgets)
 
 
 def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,11 +286,16 @@ def each_head(by_row: Budgets, heads: int) -> Budgets:
 
 
 def parted(
-    budgets: Budgets, sinks: int, of_head: float, most_recent: int | None = None
+    budgets: Budgets,
+    sinks: int,
+    least: int,
+    of_head: float = 0.0,
+    most_recent: int | None = None,
 ) -> tuple[Budgets, list[int]]:
     """What each head has for itself, and how many places each row has left for the best of all.
 
     Args:
+        least: keys that each head keeps at least, sinks included, if its budget is as many.
         of_head: part of what follows sinks and recent keys that stays each head's own, in [0, 1].
         most_recent: at most so many of the recent keys that the budgets have; None: all of these.
     """
@@ -288,7 +304,7 @@ def parted(
         recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
         rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
         heavies = [
-            int(n * of_head) or int(sinks + recent == 0)  # no head is left without a key
+            max(int(n * of_head), min(n, max(least, 1) - sinks - recent))  # none without a key
             for n, recent in zip(rest, recents, strict=True)
         ]
         first.append(list(zip(heavies, recents, strict=True)))
