@@ -59,7 +59,7 @@ def disk(options: Options) -> Iterator[Row]:
 def bytes_of_a_row(model: Any, ids: torch.Tensor) -> int:
     model.set_attn_implementation("h2o")
     cache = h2o.H2OCache(model.config, CONFIG)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, cache=cache, logits_to_keep=1)
     return row_bytes(cache)
 
 

@@ -59,5 +59,5 @@ def read(model: Any, ids: Tensor, name: str) -> tuple[Tensor, h2o.H2OCache]:
     """What the model says of a prompt [1, n], and the cache that is left."""
     cache = h2o.H2OCache(model.config, CONFIGS[name])
     with torch.no_grad():
-        out = model.base_model(ids, past_key_values=cache, use_cache=True)
+        out = model.base_model(ids, cache=cache, use_cache=True)
     return out.last_hidden_state, cache

@@ -80,7 +80,7 @@ def _row(model: Any, name: str, dtype: str, n: int, rounds: int) -> Row:
             model.set_attn_implementation(attention)
         position = torch.tensor([[n]])  # the same for both, however many steps were taken
         answer: Tensor = model.base_model(
-            token, past_key_values=past, position_ids=position
+            token, cache=past, position_ids=position
         ).last_hidden_state
         return answer
 

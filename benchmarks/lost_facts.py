@@ -86,7 +86,7 @@ def finds(model: Any, cache: H2OCache, asked: needle.Asked) -> tuple[bool, int]:
     ((question, answer),) = asked
     decoded = []
     for ids in (question, *needle.fed(answer)):
-        logits = model(ids, past_key_values=cache, use_cache=True).logits
+        logits = model(ids, cache=cache, use_cache=True).logits
         decoded.append(logits[0, -1].argmax().item())
         if len(decoded) == 1:
             columns = cache.get_seq_length()
@@ -99,7 +99,7 @@ def measured(model: Any, tokenizer: Any, setting: Any, trial: needle.Trial) -> d
     document, asked = needle.encode(tokenizer, model.config, trial)
     fact, n = place(tokenizer, trial.document, trial.turns[0].fact), document.shape[1]
     cache = H2OCache(model.config, setting.config, prompt_length=n, trace=True)
-    model.base_model(document, past_key_values=cache, use_cache=True)
+    model.base_model(document, cache=cache, use_cache=True)
     which, kept = sorts(tokenizer, document), torch.zeros(len(WHO))
     for positions, are_hitters in hitters(cache):
         kept += torch.bincount(which[positions[are_hitters].long()], minlength=len(WHO))

@@ -141,7 +141,7 @@ class Generation:
         self.model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
-            past_key_values=self.cache,
+            cache=self.cache,
             generation_config=self.config,
             streamer=clock,
         )
@@ -182,14 +182,14 @@ class Decoding:
     def __init__(self, model: Any, ids: Tensor, cache: Any, compiled: bool = False) -> None:
         self.forward = torch.compile(model.forward, fullgraph=True) if compiled else model.forward
         self.cache = cache
-        out = model(ids, past_key_values=cache, logits_to_keep=1)
+        out = model(ids, cache=cache, logits_to_keep=1)
         self.token = out.logits[:, -1:].argmax(-1)
         self.position = torch.full_like(self.token, ids.shape[1])
         self.last = model.config.max_position_embeddings - 1
 
     def step(self) -> None:
         out = self.forward(
-            self.token, position_ids=self.position, past_key_values=self.cache, logits_to_keep=1
+            self.token, position_ids=self.position, cache=self.cache, logits_to_keep=1
         )
         self.token.copy_(out.logits[:, -1:].argmax(-1))
         self.position.add_(1).clamp_(max=self.last)  # it is timed for more steps than there are
@@ -258,7 +258,7 @@ def kvpress(options: Options) -> Iterator[Row]:
 
             def ours(model=model, ids=ids) -> None:
                 cache = h2o.H2OCache(model.config, heavy=BUDGET / 2, recent=BUDGET / 2)
-                model.model(input_ids=ids, past_key_values=cache)
+                model.model(input_ids=ids, cache=cache)
 
             request = {"ids": ids[0].tolist(), "dtype": dtype, "ratio": 1 - BUDGET}
 

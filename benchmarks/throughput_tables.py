@@ -245,7 +245,7 @@ def answer_batch(model: Any, work: Work, batch: list[int], cache: Any) -> Answer
     out = model.generate(
         torch.tensor([[0] * n + work.prompts[i] for i, n in zip(batch, pads, strict=True)]),
         attention_mask=torch.tensor([[0] * n + [1] * (width - n) for n in pads]),
-        past_key_values=cache,
+        cache=cache,
         generation_config=greedy(max(work.new[i] for i in batch)),
     )
     return [row[: work.new[i]] for i, row in zip(batch, out[:, width:].tolist(), strict=True)]
@@ -341,9 +341,7 @@ def alone(model: Any, work: Work) -> Answers:
     answers = []
     for ids, new in zip(work.prompts[:JUDGED], work.new, strict=False):
         cache = h2o.H2OCache(model.config, CONFIG)
-        out = model.generate(
-            torch.tensor([ids]), past_key_values=cache, generation_config=greedy(new)
-        )
+        out = model.generate(torch.tensor([ids]), cache=cache, generation_config=greedy(new))
         answers.append(out[0, len(ids) :].tolist())
     return answers
 

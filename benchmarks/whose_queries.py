@@ -145,7 +145,7 @@ def lost(model: Any, trial: Trial, pieces: Tensor) -> dict[str, float]:
         cache, logits = DynamicCache(config=model.config), []
         with attending(model, trial):
             for piece in pieces.split([PROMPT, *[1] * (TEXT - PROMPT)], 1):
-                logits.append(model(piece, past_key_values=cache).logits[:, -1:])
+                logits.append(model(piece, cache=cache).logits[:, -1:])
                 trial.evict()
         cut = torch.cat(logits[1:-1], 1).log_softmax(-1)
         divergence = (full.exp() * (full - cut)).sum(-1)

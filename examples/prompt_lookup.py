@@ -49,7 +49,7 @@ def main() -> None:
             start = time.perf_counter()
             out = model.generate(
                 **inputs,
-                past_key_values=cache,
+                cache=cache,
                 max_new_tokens=options.tokens,
                 do_sample=False,
                 **more,

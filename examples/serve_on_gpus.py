@@ -82,7 +82,7 @@ def alone(name: str, options: Any, prompts: list[list[int]]) -> list[list[int]]:
     for prompt in prompts:
         ids = torch.tensor([prompt], device=device)
         cache = h2o.H2OCache(model.config, config)
-        out = model.generate(ids, past_key_values=cache, generation_config=greedy)
+        out = model.generate(ids, cache=cache, generation_config=greedy)
         answers.append(out[0, len(prompt) :].tolist())
     return answers
 

@@ -61,7 +61,7 @@ def main() -> None:
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids) if mask is None else mask,
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=options.tokens,
             do_sample=False,
         )
@@ -69,7 +69,7 @@ def main() -> None:
 
     def read(cache: Any) -> float:
         model.set_attn_implementation("h2o" if isinstance(cache, h2o.H2OCache) else "sdpa")
-        return timed(lambda: model(document, past_key_values=cache, logits_to_keep=1))[0]
+        return timed(lambda: model(document, cache=cache, logits_to_keep=1))[0]
 
     config = h2o.H2OConfig.calibrated(options.budget, of="bytes")
 

@@ -4,7 +4,7 @@
 import h2o
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="h2o")
 cache = h2o.H2OCache(model.config, heavy=256, recent=256)
-model.generate(**inputs, past_key_values=cache)
+model.generate(**inputs, cache=cache)
 ```
 
 Importing h2o needs numpy only. torch and transformers are imported when something
@@ -81,8 +81,8 @@ __all__ = ["H2OConfig", "Profile", "Unsupported", "__version__", "ops", *_LAZY]
 def _get(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'h2o' has no attribute {name!r}")
-    packages.check_transformers(f"h2o.{name}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+    with packages.explained(f"h2o.{name}"):
+        value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
 
@@ -100,8 +100,25 @@ _INTERFACE = "transformers.modeling_utils"  # where transformers keeps its atten
 
 
 def _register() -> None:
-    if packages.serves_transformers(sys.modules["transformers"].__version__):
-        importlib.import_module("h2o.hf.attention")  # registers when imported
+    """Make the attention "h2o" known to transformers.
+
+    Importing transformers never fails here. In a version that lacks what h2o borrows from it, the
+    attention "h2o" raises the ImportError that says so, as everything else of h2o does.
+    """
+    try:
+        with packages.explained('attn_implementation="h2o"'):
+            importlib.import_module("h2o.hf.attention")  # registers when imported
+    except ImportError as error:
+        _register_error(error)
+
+
+def _register_error(error: ImportError) -> None:
+    def raise_error(*_: Any, **__: Any) -> Any:
+        raise error
+
+    transformers = sys.modules[_INTERFACE]
+    if hasattr(transformers, "AttentionInterface"):
+        transformers.AttentionInterface.register("h2o", raise_error)
 
 
 class _AfterTransformers:

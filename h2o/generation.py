@@ -83,6 +83,8 @@ def generate(
     """
     import torch
 
+    from h2o.borrowed import with_cache
+
     compiled = compile and config is not None
     begin = time.perf_counter()
     cache = _new_cache(model, config, ids.shape[1], compiled)
@@ -96,14 +98,14 @@ def generate(
         how |= compiling()
         few, warm = ids[:, :8], _new_cache(model, config, ids.shape[1], compiled)
         mask = torch.ones_like(few)
-        model.generate(few, attention_mask=mask, past_key_values=warm, max_new_tokens=3, **how)
+        model.generate(few, attention_mask=mask, max_new_tokens=3, **with_cache(warm), **how)
     streamer = Streamer(mode, tokenizer, progress, stream, max_new_tokens)
     hooks = [] if compiled else watch_layers(model, streamer.prefilling)
     try:
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **with_cache(cache),
             streamer=streamer,
             max_new_tokens=max_new_tokens,
             **how,
@@ -155,8 +157,10 @@ def compiling() -> dict[str, Any]:
     """What makes the model's generate() compile, also on a CPU."""
     from transformers import CompileConfig
 
+    from h2o.borrowed import compile_everywhere
+
     config = CompileConfig(fullgraph=True, mode="default")
-    config._compile_all_devices = True
+    compile_everywhere(config)
     return {"compile_config": config}
 
 

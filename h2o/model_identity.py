@@ -180,11 +180,12 @@ def _weights_apart(
 
 def _parameters(model: Any) -> dict[str, Any]:
     """Parameters by name, without those of which this process has a part only and cannot tell."""
-    while hasattr(model, "_orig_mod"):  # torch.compile
-        model = model._orig_mod
+    from h2o import borrowed
+
+    model = borrowed.compiled_model(model)
     cut: set[int] = set()
-    for module in model.modules():  # tensor parallel, as transformers before 5.11 notes it
-        if hasattr(module, "_hf_device_mesh"):
+    for module in model.modules():
+        if borrowed.device_mesh(module) is not None:
             cut.update(map(id, module.parameters()))
     return {name: x for name, x in model.named_parameters() if id(x) not in cut}
 
@@ -251,9 +252,10 @@ def _loaded(model: Any, name: str, value: Tensor) -> Tensor:
     """The tensor, or what accelerate puts in its place for the time of a forward pass."""
     import torch
 
+    from h2o import borrowed
+
     module, _, parameter = name.rpartition(".")
-    hook = getattr(model.get_submodule(module), "_hf_hook", None)
-    for one in getattr(hook, "hooks", [hook]):
+    for one in borrowed.accelerate_hooks(model.get_submodule(module)):
         weights = getattr(one, "weights_map", None)
         if value.is_meta and weights is not None:
             return torch.as_tensor(weights[parameter], device="cpu")

@@ -6,6 +6,7 @@ The commands that messages name install from where this h2o came: a folder, a gi
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -14,6 +15,7 @@ import json
 import shlex
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -22,6 +24,8 @@ PACKAGE = Path(__file__).parent
 PURE_BUILD = "pure_build.txt"
 """The file by which a build without a core (setup.py, H2O_PURE=1) is told from one whose core is
 missing. It holds the version."""
+TESTED = ("5.4", "5.24")
+"""The oldest and newest version of transformers that all tests have passed with."""
 SOURCES = "in the folder of its sources"
 """Where that is, nothing tells that came from a file or an index."""
 
@@ -39,22 +43,47 @@ def versions(*packages: str) -> dict[str, str | None]:
     return {x: None if (number := version(x)) == "none" else number for x in packages}
 
 
-def serves_transformers(version: str) -> bool:
-    """Whether this version of transformers has the interfaces that h2o fits into."""
+def supports_transformers(version: str) -> bool:
+    """Whether h2o supports this version of transformers, tested or not."""
     return version != "none" and (5, 4) <= tuple(int(x) for x in version.split(".")[:2]) < (6,)
 
 
 def check_transformers(name: str) -> None:
-    """Raises an ImportError that says what to do where h2o does not fit into what is installed.
-
-    `name`: of what needs it.
-    """
+    """Raise an ImportError that says what to install where `name` cannot work here."""
     here = version("transformers")
-    if not serves_transformers(here):
+    if not supports_transformers(here):
         raise ImportError(
-            f"{name} needs torch and transformers >= 5.4 and < 6, here is {here}: "
+            f"{name} needs torch and transformers >= 5.4 and < 6, but transformers is {here}: "
             f"{install_command('hf')}"
         )
+
+
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Within the block, h2o's modules are imported for `name`, and what transformers lacks for them
+    becomes an ImportError that names the tested versions.
+
+    Modules of h2o ask transformers for what they need while they are imported, so a name that has
+    moved in a later version is an ImportError or AttributeError here.
+    """
+    check_transformers(name)
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        if _module_of(error).partition(".")[0] != "transformers":
+            raise
+        raise ImportError(
+            f"{name} does not work with transformers {version('transformers')}: {error}. h2o was "
+            f"tested with transformers {TESTED[0]} to {TESTED[1]}: "
+            f'pip install "transformers=={TESTED[1]}.*"'
+        ) from error
+
+
+def _module_of(error: ImportError | AttributeError) -> str:
+    """The module that lacks what was asked of it."""
+    if isinstance(error, ImportError):
+        return error.name or ""
+    return getattr(error.obj, "__module__", None) or getattr(error.obj, "__name__", "")
 
 
 def is_command() -> bool:

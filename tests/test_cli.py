@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from h2o import H2OConfig, Profile, cli, load, read
+from h2o.borrowed import with_cache
 from h2o.cli import cache_options
 from h2o.config import PRESETS
 from h2o.evaluate import setting
@@ -421,7 +422,7 @@ def test_a_document_is_read_first(tiny, tmp_path, capsys, option, scored_by):
     document = ids[:, : len(PROMPT)]
     how = {"heavy": 20, "recent": 20, "tokenizer": tokenizer, "scored_by": scored_by}
     cache = read(model, document, **how)
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+    out = model.generate(ids, **with_cache(cache), max_new_tokens=9, do_sample=False)
     assert run["text"] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     assert run["kv_bytes_held"] == cache.report().total.bytes_held
     assert run["text"] != generated(capsys, *asked)["runs"][0]["text"]

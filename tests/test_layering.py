@@ -333,10 +333,57 @@ def test_the_torch_backend_waits_for_no_device():
 
 
 def test_transformers_is_imported_where_it_is_served():
-    allowed = {"h2o/models.py", "h2o/generation.py"}
+    allowed = {"h2o/borrowed.py", "h2o/models.py", "h2o/generation.py"}
     folders = ("h2o/hf/", "h2o/evaluate/", "h2o/stream/")
     for name in importers("transformers"):
         assert name in allowed or name.startswith(folders), name
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Names with one underscore in front that a source reads as attributes or imports."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("h2o"):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            names |= {x.value for x in node.args if isinstance(x, ast.Constant)}
+    return {name for name in names if re.fullmatch(r"_[a-z]\w*", str(name))}
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """Names that a source defines: functions, classes, variables and its objects' attributes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            names.add(node.attr)
+    return names
+
+
+def test_what_is_borrowed_from_inside_other_packages_stands_in_one_file():
+    """Private names, signatures and versions of transformers, accelerate, PEFT and torch."""
+    assert private_names(ast.parse("x._y; from torch import _z; getattr(a, '_b')")) == {
+        "_y", "_z", "_b",
+    }  # fmt: skip
+    rooms = {"h2o/borrowed.py", *sources("h2o/vllm", ".py")}  # vLLM's stand in its plugin
+    trees = {name: ast.parse(text) for name, text in PYTHON.items()}
+    borrowed = private_names(trees["h2o/borrowed.py"])
+    ours = {"_fields", "_replace", "_asdict", "_make"}  # of named tuples
+    ours |= {"_core", "_actions"}  # our core; argparse's
+    ours |= set().union(*(defined_names(tree) for tree in trees.values())) - borrowed
+    for name, tree in trees.items():
+        if name not in rooms:
+            foreign = {x for x in private_names(tree) if x not in ours and not x.startswith("_h2o")}
+            assert not foreign, f"{name}: {foreign}"
+    asking = {name for name, text in PYTHON.items() if re.search(r"\bsignature\(", text)}
+    assert {name for name in asking if not name.startswith("h2o/backends/")} == {"h2o/borrowed.py"}
+    comparing = r"__version__[^\n]*[<>]|packaging\.version"
+    assert [name for name, text in PYTHON.items() if re.search(comparing, text)] == []
 
 
 def test_vllm_is_known_to_its_plugin():
@@ -351,10 +398,10 @@ FLOORS = 9
 """Rooms, which are the folders and the files at the top of the package, stand on one another."""
 
 SERVING = {
-    "attention_blocks", "backends", "budgets", "config", "config_fields", "draw", "errors",
-    "filesystem", "former_names", "head_budgets", "hf", "kv_dtype", "model_identity", "models",
-    "ops", "packages", "policy", "profile", "published_masks", "quantisation", "rotary_embedding",
-    "sink_logits", "slots", "tensors", "vllm",
+    "attention_blocks", "backends", "borrowed", "budgets", "config", "config_fields", "draw",
+    "errors", "filesystem", "former_names", "head_budgets", "hf", "kv_dtype", "model_identity",
+    "models", "ops", "packages", "policy", "presets", "profile", "published_masks",
+    "quantisation", "rotary_embedding", "sink_logits", "slots", "tensors", "vllm",
 }  # fmt: skip
 """The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
 measure one, or are commands."""
@@ -478,7 +525,7 @@ def test_nothing_is_registered_but_the_two_documented_names():
         for call in re.findall(
             r"\b(?:AttentionInterface|AttentionMaskInterface)\.register\(", text
         ):
-            assert name in ("h2o/hf/attention.py", "h2o/hf/simulation.py"), f"{name}: {call}"
+            assert name in ("h2o/borrowed.py", "h2o/__init__.py"), f"{name}: {call}"
 
 
 def test_any_torch_will_do():

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from h2o import H2OCache, H2OConfig, cli  # noqa: E402
+from h2o.borrowed import with_cache  # noqa: E402
 from h2o.errors import UserError  # noqa: E402
 from h2o.evaluate.perplexity import by_cache  # noqa: E402
 from h2o.evaluate.setting import parse  # noqa: E402
@@ -109,7 +110,7 @@ def test_perplexity_is_the_cache_s(positions, chunk):
     )
     with torch.no_grad():
         for part in token_stream.chunks(tokens, chunk):
-            logits = ours(torch.tensor([part]), past_key_values=cache).logits[0]
+            logits = ours(torch.tensor([part]), **with_cache(cache)).logits[0]
             before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
             wanted = torch.tensor(part[len(part) - len(before) :], dtype=torch.long)
             losses += torch.nn.functional.cross_entropy(before, wanted, reduction="none").tolist()

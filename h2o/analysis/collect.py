@@ -9,7 +9,6 @@ Shape letters: H query heads, G key/value heads (H = G * R), n tokens, D head di
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o import ops
+from h2o import borrowed, ops
 from h2o.attention_blocks import logit_blocks
 from h2o.errors import Unsupported
 from h2o.hf.attention_hook import Call, attending
@@ -83,7 +82,7 @@ def watch(model: Any, ids: Tensor, visit: Visit, *, logits: bool = False) -> Ten
 def forward(model: Any, ids: Tensor, *, logits: bool = False) -> Tensor | None:
     """A forward pass over a text [n]; its logits [n, vocabulary] only where they are wanted."""
     arguments = {}
-    if not logits and "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if not logits and borrowed.accepts(model.forward, "logits_to_keep"):
         arguments["logits_to_keep"] = 1  # those of a whole text may need more than all the rest
     with torch.no_grad():
         out = model(ids[None].to(input_device(model)), use_cache=False, **arguments)

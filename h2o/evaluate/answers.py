@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from h2o.borrowed import with_cache
 from h2o.evaluate.setting import Setting
 from h2o.hf.generate_all import generate_all, serves
 from h2o.hf.new_cache import new_cache
@@ -60,7 +61,7 @@ def _alone(model: Any, setting: Setting, request: Request, tokenizer: Any) -> li
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=new_cache(model, config, tokens),
+        **with_cache(new_cache(model, config, tokens)),
         generation_config=request.generation_config,
         tokenizer=tokenizer,
     )

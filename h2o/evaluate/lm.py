@@ -9,7 +9,6 @@ for few-shot language model evaluation", github.com/EleutherAI/lm-evaluation-har
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import logging
 import os
@@ -27,7 +26,7 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from torch import Tensor
 from tqdm import tqdm
 
-from h2o import models
+from h2o import borrowed, models
 from h2o.config import H2OConfig
 from h2o.evaluate import protocols, until
 from h2o.evaluate.fitting import try_on
@@ -113,7 +112,7 @@ class H2OLM(HFLM):
         self._rank, self._world_size = 0, 1
         if self.backend != "causal":
             raise ValueError(f"h2o evaluates decoders; {pretrained!r} is an encoder-decoder")
-        self._attention_before = self.model.config._attn_implementation
+        self._attention_before = borrowed.attention_name(self.model.config)
         self.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
 
     @accepts_former(prompt_len="prompt_length")
@@ -140,7 +139,7 @@ class H2OLM(HFLM):
         self.setting, self.protocol, self.prompt_length = setting, protocol, prompt_length
         self.tally = Tally()
         wanted = self._attention_before if protocol == "simulate" else "h2o"
-        if self.model.config._attn_implementation != wanted:
+        if borrowed.attention_name(self.model.config) != wanted:
             switch(self.model, wanted)
 
     def describe(self) -> dict[str, Any]:
@@ -347,7 +346,7 @@ class H2OLM(HFLM):
 
     def _forward(self, last: int, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
         """Logits [B, last, vocabulary] of the last columns."""
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+        if borrowed.accepts(self.model.forward, "logits_to_keep"):
             kwargs["logits_to_keep"] = last  # the vocabulary is the largest matrix of small models
         if (positions := kwargs.get("position_ids")) is not None:
             kwargs["position_ids"] = positions.to(self.device)
@@ -377,7 +376,7 @@ class H2OLM(HFLM):
             return super()._model_generate(context, max_length, *args, **kwargs)
         columns, mask = context.shape[1], kwargs.pop("attention_mask", torch.ones_like(context))
         texts = [ids[real.bool()].tolist() for ids, real in zip(context, mask, strict=True)]
-        ids, mask, kwargs["past_key_values"] = self._prompts(texts)
+        ids, mask, kwargs[borrowed.CACHE] = self._prompts(texts)
         kwargs["attention_mask"] = mask.to(context.device)
         more = ids.shape[1] - columns  # pads between documents and questions
         tokens = super()._model_generate(ids.to(context.device), max_length + more, *args, **kwargs)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from h2o import models
+from h2o.borrowed import with_cache
 from h2o.errors import UserError
 from h2o.evaluate import kept_bytes
 from h2o.evaluate.facts import KINDS, Fact
@@ -252,11 +253,11 @@ def answered(
             how = {"scored_by": setting.scored_by, "tokenizer": tokenizer}
             cache = read(model, document, setting.config, **how)
         else:
-            model.base_model(document, past_key_values=cache, use_cache=True)  # no logits needed
+            model.base_model(document, use_cache=True, **with_cache(cache))  # no logits needed
         for question, answer in ([x.to(document.device) for x in turn] for turn in asked):
             decoded = []
             for ids in (torch.cat([unread, question], dim=1), *fed(answer)):
-                out = model(ids, past_key_values=cache, use_cache=True)
+                out = model(ids, use_cache=True, **with_cache(cache))
                 decoded.append(out.logits[0, -1].argmax().item())
             found.append(decoded == answer[0].tolist())
             unread = answer[:, -1:]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from h2o import models
+from h2o.borrowed import attention_name, with_cache
 from h2o.errors import UserError
 from h2o.evaluate import kept_bytes
 from h2o.evaluate.fitting import check_fit
@@ -171,12 +172,12 @@ def by_cache(
 
 def read(model: Any, cache: H2OCache, ids: Tensor, tokens: int | None = None) -> list[Tensor]:
     """Logits [1, n, vocabulary] of ids [1, N], all in one pass or so many tokens in each."""
-    before = model.config._attn_implementation
+    before = attention_name(model.config)
     model.set_attn_implementation("h2o")
     try:
         with torch.no_grad():
             return [
-                model(chunk, past_key_values=cache, use_cache=True).logits
+                model(chunk, use_cache=True, **with_cache(cache)).logits
                 for chunk in ids.split(tokens or ids.shape[1], dim=1)
             ]
     finally:

@@ -14,6 +14,7 @@ import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from h2o.borrowed import model_class
 from h2o.errors import UserError
 from h2o.evaluate.devices import Device
 from h2o.evaluate.setting import Setting
@@ -77,7 +78,7 @@ def model_of(config: Any) -> Model:
     if not support:
         raise UserError(str(support))
     both = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    kind = next((x for x in both if type(config) in x._model_mapping), AutoModelForCausalLM)
+    kind = next((x for x in both if model_class(x, config)), AutoModelForCausalLM)
     with torch.device("meta"):
         parameters = dict(kind.from_config(config).named_parameters())
     try:

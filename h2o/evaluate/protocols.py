@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o.borrowed import with_cache
 from h2o.evaluate.setting import Setting
 from h2o.hf import simulation
 from h2o.hf.cache import H2OCache
@@ -132,7 +133,7 @@ def documents(
         how = {"scored_by": setting.scored_by, "tokenizer": tokenizer}
         return read(model, ids, setting.config, attention_mask=mask.to(model.device), **how)
     cache = H2OCache(model.config, setting.config, prompt_length=mask.sum(1).tolist())
-    forward(1, ids, mask, position_ids=positions(mask), past_key_values=cache, use_cache=True)
+    forward(1, ids, mask, position_ids=positions(mask), use_cache=True, **with_cache(cache))
     return cache
 
 
@@ -167,7 +168,7 @@ def by_cache(
                 ids[:, start:stop],
                 mask[:, :stop],
                 position_ids=places[:, start:stop],
-                past_key_values=cache,
+                **with_cache(cache),
                 use_cache=True,
             )
         )

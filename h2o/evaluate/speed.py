@@ -116,6 +116,7 @@ class Contender:
         import torch
         from transformers import GenerationConfig
 
+        from h2o.borrowed import with_cache
         from h2o.hf.new_cache import new_cache
 
         device = self.model.device
@@ -131,7 +132,7 @@ class Contender:
             self.model.generate(
                 self.ids,
                 attention_mask=torch.ones_like(self.ids),
-                past_key_values=cache,
+                **with_cache(cache),
                 generation_config=config,
                 streamer=streamer,
             )

@@ -22,6 +22,7 @@ from lm_eval.models.utils import (
 from lm_eval.models.utils_hf import MultiTokenEOSCriteria
 from tqdm import tqdm
 
+from h2o.borrowed import with_cache
 from h2o.evaluate.answers import by_rows, in_rows
 from h2o.evaluate.setting import Setting
 from h2o.hf.cache import H2OCache
@@ -114,7 +115,7 @@ def _request(
         attention_mask=mask.to(lm.device),
         stop=stop,
         max_length=kwargs.pop("max_length", ids.shape[1] + new),
-        past_key_values=H2OCache(lm.model.config, setting.config),
+        **with_cache(H2OCache(lm.model.config, setting.config)),
         custom_generate=decoding_arguments,
         **kwargs,
     )

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
-from transformers.modeling_utils import AttentionInterface, PreTrainedModel
-from transformers.utils.output_capturing import _active_collector
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.modeling_utils import PreTrainedModel
 
+from h2o import borrowed
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import AttentionCall
 from h2o.hf.layer import H2OLayer
@@ -35,7 +35,6 @@ __all__ = [
     "h2o_mask",
     "register",
     "switch",
-    "unregister",
     "unsupported",
 ]
 
@@ -43,7 +42,10 @@ _FOREIGN = {
     "sinks": "attention sinks by another name than s_aux",
     "position_bias": "an additive position bias",
     "block_indices": "block-sparse attention",
-    "cache": "paged attention (continuous batching)",
+    "cache": (
+        "paged attention (continuous batching). If you gave the model cache=H2OCache(...): this "
+        "version of transformers calls that argument past_key_values"
+    ),
     "output_attentions": "output_attentions=True (attention weights are never made whole)",
 }
 """Keyword arguments of attention functions that change what attention is."""
@@ -182,7 +184,7 @@ def h2o_mask(
             (StaticCache).
         ValueError: a mask of the wrong length.
     """
-    if "attentions" in (_active_collector.get() or ()):  # which not every model hands on
+    if borrowed.wants_attention_weights():
         raise Unsupported(f"h2o attention does not support {_FOREIGN['output_attentions']}")
     if mask_function is not causal_mask_function:
         # None stands for plain causal attention here, so "everything is seen" must be said.
@@ -298,14 +300,7 @@ def _causal(Q: int, N: int, device: torch.device) -> Tensor:
 
 def register(name: str, function: Any) -> None:
     """Makes an attention function known to transformers, with the mask that h2o's layers take."""
-    AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, h2o_mask)
-
-
-def unregister(name: str) -> None:
-    """Takes a name back."""
-    del AttentionInterface._global_mapping[name]
-    del AttentionMaskInterface._global_mapping[name]
+    borrowed.register_attention(name, function, h2o_mask)
 
 
 def switch(model: Any, name: str) -> None:
@@ -315,7 +310,7 @@ def switch(model: Any, name: str) -> None:
         Unsupported: a model with attention code of its own; transformers would only log a warning
             and go on as before.
     """
-    if not model._can_set_attn_implementation():
+    if not borrowed.can_set_attention(model):
         # What reads images may have code of its own, and the language model within it none.
         text = model.config.get_text_config(decoder=True)
         parts = (x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model)

@@ -9,7 +9,6 @@ Shape letters: B batch rows, H query heads, G key/value heads, n tokens, D head 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from h2o import borrowed
 from h2o.hf import attention, other_heads
 from h2o.hf.attention_call import as_autocast, as_operand
 from h2o.hf.patch_lock import PatchLock, unwrapped
@@ -118,7 +118,7 @@ def attending(
         finally:
             lock.release()
     finally:
-        attention.unregister(name)
+        borrowed.unregister_attention(name)
 
 
 class _SharedModules:
@@ -147,7 +147,7 @@ class _SharedModules:
             module.register_forward_pre_hook(note, with_kwargs=True)
             for module in model.modules()
             if hasattr(module, "layer_idx")
-            and "layer_idx" in inspect.signature(module.forward).parameters
+            and borrowed.accepts(module.forward, "layer_idx")
             and hasattr(module, "is_causal")
         ]
         try:

@@ -24,12 +24,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from h2o import packages
+from h2o.borrowed import HYBRIDS, window_of
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import cache_file, crop, states
 from h2o.hf.from_dynamic_cache import take_over
 from h2o.hf.layer import H2OLayer
-from h2o.hf.layer_kinds import HYBRIDS, has_states, kind_of
+from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_types import layers_of
 from h2o.hf.pass_state import PassState, columns_left, refuse_broken
 from h2o.hf.readable_cache import ReadableCache
@@ -51,7 +52,7 @@ class H2OCache(ReadableCache):
     ```python
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="h2o")
     cache = h2o.H2OCache(model, budget=0.2)  # a fifth of the bytes; budget=512: tokens
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)
     print(cache.report())
     ```
 
@@ -125,9 +126,9 @@ class H2OCache(ReadableCache):
 
         ```python
         full = DynamicCache(config=model.config)
-        model(**text, past_key_values=full)  # under any attention, for example sdpa
+        model(**text, cache=full)  # under any attention, for example sdpa
         cache = h2o.H2OCache.from_dynamic_cache(full, model.config, heavy=256, recent=256)
-        model.generate(**text_and_question, past_key_values=cache)  # now under "h2o"
+        model.generate(**text_and_question, cache=cache)  # now under "h2o"
         ```
 
         A DynamicCache has no scores. So every key is kept until the next forward pass, whose
@@ -161,9 +162,9 @@ class H2OCache(ReadableCache):
         """A copy that goes on by itself: read a document once, then ask a fork each question.
 
         ```python
-        model(**document, past_key_values=cache)
+        model(**document, cache=cache)
         for question in questions:  # each with the document's ids before it
-            model.generate(question, past_key_values=cache.fork())
+            model.generate(question, cache=cache.fork())
         ```
 
         `copy.deepcopy(cache)` is the same. What a copy holds counts as a whole prompt, so that
@@ -207,7 +208,7 @@ class H2OCache(ReadableCache):
 
         ```python
         cache = h2o.H2OCache.load("document.safetensors", model)
-        model.generate(document_and_question, past_key_values=cache)
+        model.generate(document_and_question, cache=cache)
         ```
 
         Args:
@@ -264,7 +265,7 @@ class H2OCache(ReadableCache):
         what they hold, [B, G, K, D] in the order of `kept`."""
         for layer in self.layers:
             held = layer.held() if isinstance(layer, H2OLayer) else _keys_of(layer)
-            yield *held, getattr(layer, "_sliding_window_tensor", None)
+            yield *held, window_of(layer)
 
     def reset(self) -> None:
         """Forgets everything: the next forward pass is a new prompt.

@@ -22,6 +22,7 @@ from h2o.config import H2OConfig
 from h2o.filesystem import atomic_write
 from h2o.head_budgets import LayerShares
 from h2o.hf import tensor_parallel
+from h2o.hf.compiled import CompileableLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_state import State, restore, state_of
 from h2o.model_identity import describe, difference, sample
@@ -220,7 +221,11 @@ def _settings(layers: list[Any]) -> dict[str, Any]:
     if isinstance(shares, LayerShares):
         table = shares.shares
         fields["shares"] = table.as_dict() if isinstance(table, Profile) else table
-    return {"config": fields, "trace": first.traced, "compileable": first.is_compileable}
+    return {
+        "config": fields,
+        "trace": first.traced,
+        "compileable": isinstance(first, CompileableLayer),
+    }
 
 
 def _amounts(budget: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o import ops
+from h2o.borrowed import cache_in
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout
@@ -101,7 +102,7 @@ def at_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     Ranks decide where they are, so the model may take every token for the first of its text. Then
     nothing has to be taken off, and no position grows with the text.
     """
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     layers = getattr(cache, "layers", ())
     if len(args) > 1 or not any(isinstance(layer, CacheRelativeLayer) for layer in layers):
         return kwargs

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from h2o import ops
+from h2o import borrowed, ops
 from h2o.config import UNLIMITED
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
@@ -31,12 +31,15 @@ __all__ = ["CompileableLayer"]
 class CompileableLayer(H2OLayer):
     """An `H2OLayer` of a cache with `compileable=True`."""
 
-    is_compileable = True
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         register()
         self._columns = torch.tensor(0, dtype=torch.int64, device="cpu")
         super().__init__(*args, **kwargs)
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether `generate()` may compile the steps: not those that may be taken back."""
+        return not self.record_past
 
     @property
     def seen(self) -> int:
@@ -99,7 +102,7 @@ class CompileableLayer(H2OLayer):
             # A CUDA graph reads them where they were when it was captured.
             for tensor in (self._columns, *slots):
                 if tensor is not None:
-                    torch._dynamo.mark_static_address(tensor)
+                    borrowed.mark_static_address(tensor)
 
 
 @functools.cache

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from h2o.borrowed import compile_errors
+
 __all__ = ["CompiledForward"]
 
 
@@ -20,12 +22,10 @@ class CompiledForward:
         self._graph = torch.compile(model.forward, fullgraph=True)
 
     def __call__(self, **inputs: Any) -> Any:
-        from torch._dynamo.exc import TorchDynamoException
-
         if self._graph is not None:
             try:
                 return self._graph(**inputs)
-            except TorchDynamoException as error:  # nothing has run yet
+            except compile_errors() as error:  # nothing has run yet
                 reason = textwrap.shorten(str(error), 300, placeholder=" ...")
                 text = f"{self.what} are not compiled: {reason}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -349,6 +349,12 @@ class H2OLayer(LayerContents):
         if self.one_budget is not None:
             self.one_budget.forget()
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take back tokens of the last forward pass; transformers asks before
+        it drafts."""
+        return self.record_past
+
     def activate_past_recording(self) -> None:
         """See `H2OCache.activate_past_recording`."""
         self.record_past = True

@@ -39,7 +39,6 @@ class LayerContents(CacheLayerMixin):
     kind = "h2o"
     is_sliding = False
     is_compileable = False
-    is_croppable = False
     supports_early_init = False
     shared = False
     """Whether the keys are the values too, so that the slots have no values."""

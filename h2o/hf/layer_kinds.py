@@ -10,14 +10,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from h2o.borrowed import (
+    HYBRIDS,
+    LAYER_TYPES,
+    Absent,
+    EmptyLayer,
+    StatesAndKeysLayer,
+    StatesAndWindowLayer,
+    StatesLayer,
+)
+
 __all__ = [
-    "HYBRIDS",
     "CrossAttentionLayer",
-    "States",
-    "StatesAndKeys",
     "cross_attention_layers",
     "full_layers",
     "has_states",
@@ -25,24 +31,6 @@ __all__ = [
     "layers_of",
     "type_refusal",
 ]
-
-HYBRIDS = hasattr(cache_utils.Cache, "get_conv_state")
-"""Whether models tell this version of transformers' caches that they begin with a layer's states;
-since 5.21. Before that a forward pass that breaks off amid them would go unnoticed."""
-
-
-class _None:
-    """Stands for a class that this version of transformers does not have."""
-
-
-def _class(name: str) -> Any:
-    return getattr(cache_utils, name, _None) if HYBRIDS else _None
-
-
-States = _class("LinearAttentionLayer")
-"""transformers' layer with states."""
-StatesAndKeys = _class("LinearAttentionAndFullAttentionLayer")
-"""transformers' layer with states and full attention."""
 
 
 class CrossAttentionLayer(DynamicLayer):
@@ -60,11 +48,11 @@ def cross_attention_layers(config: Any) -> tuple[int, ...]:
 
 
 _KINDS = {
-    States: "states",
-    StatesAndKeys: "h2o",
-    _class("LinearAttentionAndSlidingWindowAttentionLayer"): "sliding",
-    _class("DummyLayer"): "none",
-    _None: None,
+    StatesLayer: "states",
+    StatesAndKeysLayer: "h2o",
+    StatesAndWindowLayer: "sliding",
+    EmptyLayer: "none",
+    Absent: None,
     DynamicLayer: "h2o",
     DynamicSlidingWindowLayer: "sliding",
 }
@@ -72,12 +60,6 @@ _KINDS = {
 window), "states" (transformers' own, without keys) or "none" (nothing is stored, as for a layer of
 experts alone); "cross" of a `CrossAttentionLayer`."""
 
-_TYPES = getattr(
-    cache_utils,
-    "DYNAMIC_LAYER_TYPE_MAPPING",
-    {"full_attention": DynamicLayer, "sliding_attention": DynamicSlidingWindowLayer,
-     "chunked_attention": DynamicSlidingWindowLayer},
-)  # fmt: skip
 _WITHOUT = ("moe", "mlp")
 """Names in configs of layers that cache nothing."""
 
@@ -112,7 +94,7 @@ def full_layers(text: Any) -> list[int]:
 
 def has_states(layer: Any) -> bool:
     """Whether a layer has convolution or recurrent states, with keys or without."""
-    return isinstance(layer, States)
+    return isinstance(layer, StatesLayer)
 
 
 def type_refusal(layer_type: str) -> str | None:
@@ -121,7 +103,7 @@ def type_refusal(layer_type: str) -> str | None:
         return None
     if layer_type in _REASONS:
         return _REASONS[layer_type]
-    if _KINDS.get(_TYPES.get(layer_type)) is not None:
+    if _KINDS.get(LAYER_TYPES.get(layer_type)) is not None:
         return None
     if not HYBRIDS:
         return "neither full nor sliding-window attention, for which transformers 5.21 is needed"

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+from h2o.borrowed import StatesAndKeysLayer, StatesLayer
 from h2o.hf import states
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.echo_layer import EchoLayer
 from h2o.hf.layer import H2OLayer
-from h2o.hf.layer_kinds import States, StatesAndKeys
 
 __all__ = ["with_states"]
 
@@ -27,23 +27,29 @@ class _States:
 
     def __init__(self, number_of_states: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        States.__init__(self, number_of_states)
+        StatesLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
         """Of the states; slots are made when the prompt's length is known."""
         if states:
-            States.lazy_initialization(self, **states)
+            StatesLayer.lazy_initialization(self, **states)
 
     def reset(self) -> None:
         """Empties the layer."""
         super().reset()  # type: ignore[misc]
         states.forget(self)
 
+    @property
+    def is_croppable(self) -> bool:
+        """Never with recurrent states, which are sums over all tokens."""
+        has_sums = any(self.is_recurrent_states_initialized.values())  # type: ignore[attr-defined]
+        return super().is_croppable and not has_sums  # type: ignore[misc]
+
     def crop(self, tokens: int) -> None:
         """See `H2OCache.crop`."""
         super().crop(tokens)  # type: ignore[misc]
         if self.record_past and self.seen:  # type: ignore[attr-defined]
-            States.crop(self, tokens)
+            StatesLayer.crop(self, tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
@@ -51,16 +57,16 @@ class _States:
         states.each(self, lambda x: x.index_select(0, beam_idx.to(x.device)))
 
 
-class _H2OLayer(_States, H2OLayer, StatesAndKeys): ...
+class _H2OLayer(_States, H2OLayer, StatesAndKeysLayer): ...
 
 
-class _CacheRelativeLayer(_States, CacheRelativeLayer, StatesAndKeys): ...
+class _CacheRelativeLayer(_States, CacheRelativeLayer, StatesAndKeysLayer): ...
 
 
-class _CompileableLayer(_States, CompileableLayer, StatesAndKeys): ...
+class _CompileableLayer(_States, CompileableLayer, StatesAndKeysLayer): ...
 
 
-class _EchoLayer(_States, EchoLayer, StatesAndKeys): ...
+class _EchoLayer(_States, EchoLayer, StatesAndKeysLayer): ...
 
 
 _CLASSES = {

@@ -13,13 +13,13 @@ turn.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2o import borrowed
 from h2o.errors import Unsupported
 from h2o.hf.layer_kinds import full_layers
 from h2o.hf.rotary_parts import Parts, Probe, parts_of
@@ -149,7 +149,7 @@ class Rotary:
                 self.module = embedding(text)
         except Exception as error:  # of a config that no released model has
             raise LookupError(f"no {embedding.__name__}: {error}") from None
-        by_type = "layer_type" in inspect.signature(self.module.forward).parameters
+        by_type = borrowed.accepts(self.module.forward, "layer_type")
         rope, self._layer_type = text.rope_parameters, {}
         if by_type:
             layer_type, *others = {text.layer_types[i] for i in layers}
@@ -351,7 +351,7 @@ class Rotary:
     def _applied(self, x: Tensor, ids: Tensor) -> Tensor:
         """x [B, heads, Q, D] rotated at ids as the model would."""
         assert self.function is not None
-        _, second, *_ = inspect.signature(self.function).parameters
+        _, second, *_ = borrowed.parameters_of(self.function)
         tables = self._tables(ids, x.dtype)
         if second.startswith(("cos", "freqs")):
             out: Tensor = self.function(x, *tables)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from h2o import borrowed
+
 __all__ = ["packed_weights"]
 
 FEW = 64
@@ -38,7 +40,7 @@ def packed_weights(model: nn.Module) -> Iterator[int]:
     """
     forwards = []
     try:
-        if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if borrowed.has_packed_linear():
             for module in model.modules():
                 if type(module) is nn.Linear and "forward" not in vars(module):
                     forward = _Forward(module)
@@ -68,7 +70,7 @@ class _Forward:
         wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         if not few or wants_gradient or torch.compiler.is_compiling() or not self.serves(weight):
             return nn.functional.linear(x, weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed(weight), bias, "none", [], "")  # type: ignore[no-any-return]
+        return borrowed.packed_linear(x, self.packed(weight), bias)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_of": None, "_packed": None}
@@ -81,9 +83,9 @@ class _Forward:
 
     def packed(self, weight: Tensor) -> Tensor:
         """The weight in oneDNN's layout, as it is now."""
-        of = id(weight), weight.data_ptr(), weight._version
+        of = id(weight), weight.data_ptr(), borrowed.tensor_version(weight)
         if self._packed is None or self._of != of:
             with torch.no_grad():
-                self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+                self._packed = borrowed.pack_linear_weight(weight.detach())
             self._of, self._weight = of, weight  # which lives on, so that no other has its id
         return self._packed

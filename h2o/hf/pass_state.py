@@ -7,22 +7,17 @@ that never reached h2o's attention, and a second thread in between.
 
 from __future__ import annotations
 
-import inspect
 import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
 
+from h2o.borrowed import CROPS_TO_LENGTH
 from h2o.hf.layer_kinds import has_states, kind_of
 
 __all__ = ["PassState", "columns_left", "refuse_broken"]
-
-CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicCache.crop).parameters
-"""Before transformers 5.16, crop() took the length to keep, unless that was negative."""
-
 
 _lock = threading.Lock()
 """Guards `_thread` of all conversations; one lock for all, since locks cannot be copied."""

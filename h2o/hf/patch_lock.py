@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from h2o import borrowed
 from h2o.errors import Unsupported
 from h2o.hf.attention import switch
 
@@ -82,7 +83,7 @@ class PatchLock:
                 return
             for config, name in self.first:
                 names = [lock.name for lock in _held if lock._has(config)]
-                config._attn_implementation_internal = names[-1] if names else name
+                borrowed.put_attention_name(config, names[-1] if names else name)
 
     def beside(self, other: PatchLock) -> bool:
         """Whether the two belong to tasks of which neither has come to its end."""
@@ -117,7 +118,7 @@ def _current_task() -> weakref.ref[asyncio.Task[Any]] | None:
 def _said_at_first(config: Any) -> str:
     """The attention implementation of a config before any lock that is held."""
     said = [name for lock in _held for locked, name in lock.first if locked is config]
-    name: str = said[0] if said else config._attn_implementation
+    name: str = said[0] if said else borrowed.attention_name(config)
     return name
 
 
@@ -128,18 +129,15 @@ def unwrapped(model: Any) -> Any:
         Unsupported: prefix tuning, whose keys belong to no token.
     """
     while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif hasattr(model, "get_base_model"):
-            tuned = getattr(getattr(model, "active_peft_config", None), "peft_type", "")
-            if str(tuned).rpartition(".")[2] in ("PREFIX_TUNING", "CARTRIDGE"):
-                raise Unsupported(
-                    "h2o cannot serve prefix tuning: PEFT fills a cache of its own with keys that "
-                    "belong to no token; LoRA and prompt tuning are served"
-                )
-            model = model.get_base_model()
-        else:
+        if borrowed.peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
+            raise Unsupported(
+                "h2o cannot serve prefix tuning: PEFT fills a cache of its own with keys that "
+                "belong to no token; LoRA and prompt tuning are served"
+            )
+        inner = borrowed.inner_model(model)
+        if inner is None:
             return model
+        model = inner
 
 
 def input_device(model: Any) -> torch.device:
@@ -149,8 +147,7 @@ def input_device(model: Any) -> torch.device:
     if device.type != "meta":
         return device
     for module in model.modules():
-        hook = getattr(module, "_hf_hook", None)
-        for each in getattr(hook, "hooks", (hook,)):
+        for each in borrowed.accelerate_hooks(module):
             where = getattr(each, "execution_device", None)
             if where is not None:
                 return torch.device(where)
@@ -163,7 +160,7 @@ def configs_of(model: Any) -> list[Any]:
     remaining = [module.config for module in model.modules() if hasattr(module, "config")]
     while remaining:
         config = remaining.pop()
-        if id(config) not in by_id and hasattr(config, "_attn_implementation"):
+        if id(config) not in by_id and borrowed.has_attention_name(config):
             by_id[id(config)] = config
             remaining += [getattr(config, name, None) for name in config.sub_configs]
     return list(by_id.values())

@@ -7,7 +7,6 @@ and a hook that gives direct forward passes a cache. The patches come and go in 
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from contextvars import ContextVar
 from types import MethodType
@@ -17,16 +16,16 @@ from transformers import DynamicCache
 from transformers.generation import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from h2o import borrowed
+from h2o.borrowed import CACHE, PREPARE_CACHE, PREPARE_PROCESSORS
 from h2o.errors import Unsupported
 from h2o.hf.cache_relative import at_zero
 from h2o.hf.patch_lock import unwrapped
 
-__all__ = ["PREPARE", "PatchStack"]
+__all__ = ["PatchStack"]
 
 Patch = Any  # of h2o.hf.patching, which stands on this file
 
-PREPARE = "_prepare_cache_for_generation"  # methods of GenerationMixin, 5.4 to 5.23
-_PROCESSORS = "_get_logits_processor"
 _ATTRIBUTE = "_h2o_patches"
 
 _entered: ContextVar[tuple[weakref.ref[Patch], ...]] = ContextVar("h2o_patched", default=())
@@ -41,10 +40,8 @@ class PatchStack:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.patches: list[Patch] = []
-        self.cache_index = list(inspect.signature(model.forward).parameters).index(
-            "past_key_values"
-        )
-        replaced = {PREPARE: self.prepare_cache, _PROCESSORS: self.logits_processors}
+        self.cache_index = borrowed.cache_position(model)
+        replaced = {PREPARE_CACHE: self.prepare_cache, PREPARE_PROCESSORS: self.logits_processors}
         self.before = {name: model.__dict__.get(name) for name in replaced}
         model.__dict__.update(replaced, **{_ATTRIBUTE: self})
         self.hook = model.register_forward_pre_hook(
@@ -111,10 +108,10 @@ class PatchStack:
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Instead of `GenerationMixin._prepare_cache_for_generation`."""
-        has_cache = model_kwargs.get("past_key_values") is not None
+        has_cache = borrowed.cache_in(model_kwargs) is not None
         patch = None if has_cache or generation_config.use_cache is False else self.serving()
         if patch is None:
-            return self._original(PREPARE)(generation_config, model_kwargs, *args, **kwargs)
+            return self._original(PREPARE_CACHE)(generation_config, model_kwargs, *args, **kwargs)
         if getattr(generation_config, "is_assistant", False):
             raise Unsupported(
                 "the draft model of assisted decoding goes back over several of its forward "
@@ -133,19 +130,19 @@ class PatchStack:
         cache = patch.make_cache(length)
         if assisted:
             cache.activate_past_recording()  # before 5.16 transformers does not ask
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
         return None
 
     def logits_processors(self, *args: Any, **kwargs: Any) -> Any:
         """Instead of `GenerationMixin._get_logits_processor`: the text without a prompt that
         `guidance_scale` reads beside ours has the full cache that it has outside of a patch too."""
-        processors = self._original(_PROCESSORS)(*args, **kwargs)
+        processors = self._original(PREPARE_PROCESSORS)(*args, **kwargs)
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 context: dict[str, Any] = processor.unconditional_context
                 ours = unwrapped(processor.model) is self.model
-                if ours and context["use_cache"] and context["past_key_values"] is None:
-                    context["past_key_values"] = DynamicCache(config=self.model.config)
+                if ours and context["use_cache"] and context[CACHE] is None:
+                    context[CACHE] = DynamicCache(config=self.model.config)
         return processors
 
     def before_forward(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,7 +154,7 @@ class PatchStack:
         return args, at_zero(args, kwargs)
 
     def _with_cache(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("past_key_values") is not None or model.training:
+        if borrowed.cache_in(kwargs) is not None or model.training:
             return None
         if len(args) > self.cache_index:  # given by position
             return None
@@ -166,7 +163,11 @@ class PatchStack:
             use_cache = getattr(model.config.get_text_config(decoder=True), "use_cache", True)
         if not use_cache or (patch := self.serving()) is None:
             return None
-        return args, {**kwargs, "past_key_values": patch.cache_for_pass(), "use_cache": True}
+        return args, {
+            **borrowed.without_cache(kwargs),
+            **borrowed.with_cache(patch.cache_for_pass()),
+            "use_cache": True,
+        }
 
     def _original(self, name: str) -> Any:
         return self.before[name] or MethodType(getattr(type(self.model), name), self.model)
@@ -184,4 +185,4 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     if mask is not None and mask.ndim == 2:
         return [max(1, n) for n in mask.sum(1).tolist()]  # nothing but pads may be a row, too
     # transformers drops a mask of ones and notes its length
-    return getattr(generation_config, "_mask_length", None)
+    return borrowed.known_prompt_length(generation_config)

@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from h2o.borrowed import PREPARE_CACHE
 from h2o.config import H2OConfig, one_config
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import PatchLock, unwrapped
-from h2o.hf.patch_stack import PREPARE, PatchStack
+from h2o.hf.patch_stack import PatchStack
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -184,7 +185,7 @@ def _applied(model: Any, config: H2OConfig, **how: bool) -> Patch:
 def _base(model: Any) -> Any:
     """The model whose generate() makes the cache: inside PEFT or torch.compile, the wrapped one."""
     base = unwrapped(model)
-    if not hasattr(base, PREPARE):
+    if not hasattr(base, PREPARE_CACHE):
         raise TypeError(
             f"expected a model of transformers with generate(), not {type(model).__name__}"
             + ("; a pipeline has it as .model" if hasattr(base, "model") else "")

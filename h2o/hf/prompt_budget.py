@@ -6,13 +6,12 @@ the first forward pass. Plain numbers; the only tensor read is the mask.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from h2o import borrowed
 from h2o.config import H2OConfig
 from h2o.head_budgets import levelled
 from h2o.hf.pass_state import PassState
@@ -101,25 +100,10 @@ def refuse_chunks(config: H2OConfig, pass_state: PassState, columns: int) -> Non
     """
     if not config.needs_prompt_length or pass_state.prompt_length is not None:
         return
-    if columns < columns_of_prompt():
+    if columns < borrowed.columns_in_chunks():
         raise ValueError(
             "generate() reads this prompt in chunks (prefill_chunk_size), and the budget is a "
             "fraction of the whole prompt, whose length an H2OCache cannot know from its first "
             "chunk. Use h2o.patched(), which tells it. Or give H2OCache(..., prompt_length=the "
             "prompt's number of tokens), or budgets in tokens"
         )
-
-
-def columns_of_prompt() -> int:
-    """Columns of the prompt that `generate()` reads in chunks now; 0: it reads none so.
-
-    A cache is not told of it: chunks look like turns of a chat. So the frame of transformers'
-    `GenerationMixin._prefill`, in which the chunks are cut, is asked.
-    """
-    frame = None if torch.compiler.is_compiling() else sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_prefill":
-        frame = frame.f_back
-    settings = None if frame is None else frame.f_locals.get("generation_config")
-    if getattr(settings, "prefill_chunk_size", None) is None:
-        return 0
-    return int(frame.f_locals["input_ids"].shape[1])

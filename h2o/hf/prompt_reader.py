@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o import borrowed
 from h2o.config import H2OConfig
 from h2o.hf.cache import H2OCache
 from h2o.hf.compiled import CompileableLayer
@@ -60,5 +61,5 @@ class PromptReader:
         if input_ids.shape[1] == 1:  # a step, of which there is no graph with one row
             return self.model(input_ids=input_ids, **inputs)
         ids = input_ids.clone(memory_format=torch.contiguous_format)  # of pieces: strides too
-        torch._dynamo.mark_dynamic(ids, 1)
+        borrowed.mark_dynamic(ids, 1)
         return self._forward(input_ids=ids, **inputs)

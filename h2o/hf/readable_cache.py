@@ -61,7 +61,7 @@ class ReadableCache(Cache):
         """The kept tokens of a layer as text, with positions and scores.
 
         ```python
-        out = model.generate(**inputs, past_key_values=cache)
+        out = model.generate(**inputs, cache=cache)
         for token in cache.tokens(tokenizer, out, layer_idx=5):
             print(token.position, repr(token.text), token.score)
         ```

@@ -14,13 +14,13 @@ K tokens of the longest row. A column is an index in the padded batch.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from h2o import borrowed
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout, states, tensor_parallel
@@ -71,7 +71,7 @@ def read(
     config = h2o.H2OConfig.calibrated(0.1, of="bytes")  # robust, where there is no profile
     cache = h2o.read(model, ids, config, tokenizer=tokenizer)
     for question in questions:  # each with the document's ids before it
-        model.generate(question, past_key_values=cache.fork())
+        model.generate(question, cache=cache.fork())
     ```
 
     The document is read, repeated, and cut once. A part of the budget goes to the keys that the
@@ -202,14 +202,14 @@ class _Reader:
         """A forward pass over columns [B, Q] after those of the mask `before`."""
         model = self.model.base_model  # without logits
         more = {}
-        if "position_ids" in inspect.signature(model.forward).parameters:
+        if borrowed.accepts(model.forward, "position_ids"):
             positions = before.sum(1, keepdim=True) + mask.cumsum(1) - 1
             more["position_ids"] = positions.clamp(min=0)
         model(
             ids,
             attention_mask=torch.cat([before, mask], 1),
-            past_key_values=self.cache,
             use_cache=True,
+            **borrowed.with_cache(self.cache),
             **more,
         )
 

@@ -22,6 +22,7 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
+from h2o.borrowed import with_cache
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.cache import H2OCache
@@ -123,7 +124,7 @@ class Settings:
         arguments: dict[str, Any] = self.model.generate(
             ids,
             generation_config=settings,
-            past_key_values=cache,
+            **with_cache(cache),
             stopping_criteria=criteria,
             custom_generate=decoding_arguments,
             **more,
@@ -230,8 +231,8 @@ class Running:
     def _forward(self, begin: int, end: int) -> Tensor:
         output = self.forward(
             input_ids=self.ids[:, begin:end],
-            past_key_values=self.cache,
             use_cache=True,
+            **with_cache(self.cache),
             **self.last_logits,
         )
         logits: Tensor = output.logits[:, -1]

@@ -26,7 +26,9 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from h2o.hf.attention import register, unregister
+from h2o import borrowed
+from h2o.borrowed import accepts
+from h2o.hf.attention import register
 from h2o.model_identity import describe
 
 __all__ = ["Parts", "Probe", "parts_of"]
@@ -51,15 +53,15 @@ def parts_of(text: Any) -> Parts:
     """
     model = _model_class(text)
     made = _made_by(model)
-    embedding = _only("rotary module", [x for x in made if _takes(x.forward, "x", "position_ids")])
+    embedding = _only("rotary module", [x for x in made if accepts(x.forward, "x", "position_ids")])
     attention = _only(
         "attention by transformers' interface that is given rotary positions",
         [
             x
             for x in made
             if "ALL_ATTENTION_FUNCTIONS" in _names(x.forward)
-            and _takes(x.forward, "position_embeddings")
-            and _takes(x.__init__, "layer_idx")
+            and accepts(x.forward, "position_embeddings")
+            and accepts(x.__init__, "layer_idx")
         ],
     )
     space = vars(sys.modules[attention.__module__])
@@ -73,10 +75,9 @@ def parts_of(text: Any) -> Parts:
 def _model_class(text: Any) -> Any:
     """The class of the language model without its head."""
     autos = transformers.AutoModel, transformers.AutoModelForCausalLM
-    for mapping in (auto._model_mapping for auto in autos):
-        if type(text) in mapping:
-            classes = mapping[type(text)]
-            return classes[0] if isinstance(classes, tuple) else classes
+    for auto in autos:
+        if model := borrowed.model_class(auto, text):
+            return model
     modeling = type(text).__module__.replace(".configuration_", ".modeling_")  # within another
     classes = [
         x
@@ -123,10 +124,6 @@ def _names(function: Any) -> list[str]:
     return [] if code is None else list(of(code))
 
 
-def _takes(function: Any, *names: str) -> bool:
-    return set(names) <= set(inspect.signature(function).parameters)
-
-
 def _makes(model: Any, text: Any, embedding: Any) -> bool:
     """Whether a model with this config makes such a module: Granite 4 does by request only."""
     text = copy.deepcopy(text)
@@ -169,7 +166,7 @@ class Probe:
             if hasattr(self.text, name):
                 setattr(self.text, name, value)
         self.name = f"h2o_probe:{next(_numbers)}"
-        self.text._attn_implementation = self.name
+        borrowed.put_attention_name(self.text, self.name)
 
     def attended(
         self, layers: Sequence[int], *positions: tuple[Tensor, Any]
@@ -213,7 +210,7 @@ class Probe:
                 for ids, tables in positions:
                     module(**self._arguments(ids, tables))
         finally:
-            unregister(self.name)
+            borrowed.unregister_attention(self.name)
         if len(heard) != len(positions):
             raise LookupError(f"it attends {len(heard)} times")
         return heard
@@ -223,14 +220,12 @@ class Probe:
         states = torch.arange(Q * width, dtype=torch.float32, device="cpu").sin().view(1, Q, width)
         known: dict[str, Any] = {
             "hidden_states": states, "position_embeddings": tables, "position_ids": ids,
-            "attention_mask": None, "past_key_values": None, "layer_past": None,
-            "shared_kv_states": {},
+            "attention_mask": None, "layer_past": None, "shared_kv_states": {},
         }  # fmt: skip
         forward = self.parts.attention.forward
-        if "get_seq_length" in _names(forward):
-            known["past_key_values"] = _Past(int(ids[0, 0]))
-        parameters = inspect.signature(forward).parameters
-        return {name: value for name, value in known.items() if name in parameters}
+        asks = "get_seq_length" in _names(forward)
+        known |= borrowed.with_cache(_Past(int(ids[0, 0])) if asks else None)
+        return {name: known[name] for name in borrowed.parameters_of(forward) if name in known}
 
 
 def _told(module: nn.Module) -> str:

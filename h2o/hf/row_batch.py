@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o.borrowed import with_cache
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf import states
@@ -99,7 +100,7 @@ class RowBatch:
             input_ids=torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
             attention_mask=mask,
             position_ids=torch.tensor(places, dtype=torch.long, device=device),
-            past_key_values=self.cache,
+            **with_cache(self.cache),
             use_cache=True,
         )
         logits: Tensor = output.logits[:, -1]

@@ -12,15 +12,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import cache_utils
 
-__all__ = ["SHARES_KEYS", "Pads", "pads_of", "refusal", "reusing"]
+from h2o.borrowed import SHARES_KEYS, as_plain_tensors
 
-
-SHARES_KEYS = hasattr(cache_utils, "KVSharingDict")
-"""Whether this version of transformers hands keys from layer to layer in such a dict."""
+__all__ = ["Pads", "pads_of", "refusal", "reusing"]
 
 
 def reusing(config: Any) -> dict[int, tuple[int, ...]]:
@@ -63,5 +59,5 @@ def pads_of(mask: Tensor | None) -> Tensor | None:
     """Of an attention function's mask: [B, N] out of `Pads`, any other as it is."""
     if mask is None or type(mask) is not Pads:
         return mask
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain_tensors():
         return mask[:, 0, 0].as_subclass(Tensor)

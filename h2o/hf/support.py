@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from transformers.cache_utils import CacheLayerMixin
 
+from h2o import borrowed
 from h2o.errors import Unsupported
 from h2o.hf import latent_attention, model_rotary, shared_keys
 from h2o.hf.layer_kinds import kind_of, layers_of, type_refusal
@@ -23,13 +24,17 @@ _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
 _BIAS = "it adds a bias to the attention logits that depends on positions"
 
+_LOOPS = "it runs its layers several times for each token, with a cache for each time"
+
 _UNSERVED_TYPES = {
     "diffusion_gemma": "its tokens look both ways within a block (block diffusion)",
     "diffllama": "it attends twice to the same keys (differential attention)",
     "doge": _PATTERN,
+    "dory": _LOOPS,
     "gemma4_unified": _PATTERN,
     "git": "it has attention code of its own instead of AttentionInterface",
-    "hrm_text": "it runs its layers several times for each token, with a cache for each time",
+    "hrm_text": _LOOPS,
+    "inkling2_loop_text": _LOOPS,
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
     "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
@@ -97,7 +102,7 @@ def supports(model: Any) -> Support:
     classes = _model_classes(config)
     if not classes:
         return Support(model_type, False, "transformers has no causal language model of it", ())
-    if not classes[-1]._can_set_attn_implementation():  # of a part, where that is the language
+    if not borrowed.can_set_attention(classes[-1]):  # of a part, where that is the language
         return Support(
             model_type, False, "it has attention code of its own instead of AttentionInterface", ()
         )
@@ -121,13 +126,7 @@ def _model_classes(config: Any) -> list[Any]:
 
 def _first_class(config: Any, *autos: Any) -> Any:
     """The first of the Auto classes' models for this config; None if there is none."""
-    for auto in autos:
-        try:
-            classes = auto._model_mapping[type(config)]
-        except (KeyError, ValueError):  # ValueError: named there, but not to be imported
-            continue
-        return classes[0] if isinstance(classes, tuple) else classes
-    return None
+    return next(filter(None, (borrowed.model_class(auto, config) for auto in autos)), None)
 
 
 def config_of(model: Any) -> Any:
@@ -137,7 +136,7 @@ def config_of(model: Any) -> Any:
     """
     config = getattr(model, "config", model)
     if config is not model and hasattr(config, "get_text_config"):
-        name = config.get_text_config(decoder=True)._attn_implementation
+        name = borrowed.attention_name(config.get_text_config(decoder=True))
         if not str(name).startswith("h2o"):
             warnings.warn(
                 f'an H2OCache needs attn_implementation="h2o", and this model runs {name!r}: call '

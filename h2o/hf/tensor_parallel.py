@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
+from h2o import borrowed
+
 __all__ = ["WHOLE", "mesh_of", "named", "over_all_heads", "part", "part_of_heads", "several"]
 
 WHOLE = (0, 1)
@@ -81,10 +83,10 @@ def over_all_heads(scores: Tensor, mesh: Any, largest: bool) -> None:
 
 
 def _meshes(module: nn.Module) -> Iterator[Any]:
-    """torch's DeviceMesh, from its sharded tensors, or as transformers notes it, before 5.11."""
+    """The DeviceMesh of each sharded parameter, or as transformers notes it."""
     for parameter in module.parameters():
         if hasattr(parameter, "placements"):
             yield parameter.device_mesh  # type: ignore[attr-defined]
     for child in module.modules():
-        if (mesh := getattr(child, "_hf_device_mesh", None)) is not None:
+        if (mesh := borrowed.device_mesh(child)) is not None:
             yield mesh

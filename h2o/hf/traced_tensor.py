@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from h2o.borrowed import as_plain_tensors
 
 __all__ = ["TracedTensor", "plain"]
 
@@ -65,5 +66,5 @@ def _with(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """A tensor without its attributes."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with as_plain_tensors():
         return tensor.as_subclass(Tensor)

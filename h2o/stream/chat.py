@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from h2o.borrowed import with_cache
 from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.hf.cache import H2OCache
@@ -81,5 +82,5 @@ class Chat:
         text = torch.tensor([ids], dtype=torch.long, device=input_device(self.model))
         where = {"position_ids": torch.zeros_like(text)} if self.rolled else {}
         with torch.no_grad():
-            out = self.model(text, past_key_values=self.cache, use_cache=True, **where)
+            out = self.model(text, use_cache=True, **with_cache(self.cache), **where)
         return int(out.logits[0, -1].argmax())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from h2o.borrowed import with_cache
 from h2o.config import H2OConfig
 from h2o.config_fields import Positions
 from h2o.evaluate.setting import Setting
@@ -87,7 +88,7 @@ class Reader:
         # Ranks say where keys are, so the model may count as it likes: from 0, always.
         where = {"position_ids": torch.zeros_like(text)} if self.rolled else {}
         with torch.no_grad():
-            out = self.model(text, past_key_values=self.cache, use_cache=True, **where)
+            out = self.model(text, use_cache=True, **with_cache(self.cache), **where)
         logits = out.logits[0].float()
         self._seconds += time.perf_counter() - start
         predicted = logits[:-1]

@@ -83,7 +83,7 @@ ids = tiny.prompts(40)[0]
 
 def generate():
     cache = h2o.H2OCache(model.config, heavy=6, recent=6)
-    return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False).tolist()
+    return model.generate(ids, **with_cache(cache), max_new_tokens=12, do_sample=False).tolist()
 
 def child(n):
     shim.fail_at(ctypes.c_long(n))

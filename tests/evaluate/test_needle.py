@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from h2o import cli
+from h2o.borrowed import with_cache
 from h2o.errors import UserError
 from h2o.evaluate import facts, needle
 from h2o.evaluate.setting import parse
@@ -112,11 +113,11 @@ def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
     cache = needle.new_cache(model, config, document.shape[1])
     answers, unread = [], document[:, :0]
     with torch.no_grad():
-        model(document, past_key_values=cache, use_cache=True)
+        model(document, **with_cache(cache), use_cache=True)
         for question, _ in asked:
             ids, written = torch.cat([unread, question], 1), []
             for _ in range(5):
-                logits = model(ids, past_key_values=cache, use_cache=True).logits
+                logits = model(ids, **with_cache(cache), use_cache=True).logits
                 ids = logits[:, -1:].argmax(-1)
                 written.append(ids.item())
             answers.append(torch.tensor([written]))

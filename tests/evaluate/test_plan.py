@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from h2o import H2OCache, cli, models
+from h2o.borrowed import with_cache
 from h2o.errors import UserError
 from h2o.evaluate.devices import DEVICES, measured
 from h2o.evaluate.plan import model_of, plan, row_bytes
@@ -43,8 +44,8 @@ def test_bytes_are_those_of_a_cache(name, setting):
     ours, chosen, (ids,) = model(name), parse(setting), prompts(60)
     cache = H2OCache(ours.config, chosen.config, prompt_length=60)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
-        ours(ids[:, :1], past_key_values=cache)
+        ours(ids, **with_cache(cache))
+        ours(ids[:, :1], **with_cache(cache))
     layers = [layer for layer in cache.layers if hasattr(layer, "slots")]
     real = sum(layer.row_bytes() for layer in layers)
     size = model_of(ours.config)

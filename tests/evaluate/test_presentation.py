@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from h2o import H2OCache
+from h2o.borrowed import with_cache
 from h2o.evaluate import kept_bytes
 from h2o.evaluate.presentation import apart
 from h2o.evaluate.setting import parse, parse_all
@@ -49,7 +50,7 @@ def test_a_line_is_of_settings_that_differ_by_budget(name, curve):
 def test_bytes_are_those_that_a_cache_holds(name):
     ours, setting, n = model("llama"), parse(name), 200
     cache = H2OCache(ours.config, setting.config)
-    ours(prompts(n)[0], past_key_values=cache)
+    ours(prompts(n)[0], **with_cache(cache))
     total = cache.report().total
     kept = setting.config.for_model(ours).held(n)
     share = kept_bytes.bytes_share(setting, ours, kept, n)

@@ -11,6 +11,7 @@ import torch
 from lm_eval.api.instance import Instance
 
 from h2o import H2OCache
+from h2o.borrowed import with_cache
 from h2o.evaluate.questions import question_tokens
 from h2o.evaluate.setting import parse
 from h2o.hf.reading import read
@@ -86,7 +87,7 @@ def alone(lm, setting, context, new):
     else:
         cache = H2OCache(lm.model.config, setting.config, prompt_length=n)
         with torch.no_grad():
-            lm.model(ids[:, :n], past_key_values=cache)
+            lm.model(ids[:, :n], **with_cache(cache))
     return cache, torch.cat([ids[:, n:], new], 1)
 
 
@@ -151,7 +152,7 @@ def stepped(model, ids, n, cache):
     """Logits [n, vocabulary] of the last n tokens: what precedes them at once, then one by one."""
     pieces = [ids[:, :-n], *ids[:, -n:-1].split(1, dim=1)]
     with torch.no_grad():
-        logits = [model(x, past_key_values=cache).logits[0, -1] for x in pieces]
+        logits = [model(x, **with_cache(cache)).logits[0, -1] for x in pieces]
     return torch.stack(logits)
 
 
@@ -175,7 +176,7 @@ def written(lm, setting, context, n):
     tokens = []
     with torch.no_grad():
         for _ in range(n):
-            rest = lm.model(rest, past_key_values=cache).logits[:, -1:].argmax(-1)
+            rest = lm.model(rest, **with_cache(cache)).logits[:, -1:].argmax(-1)
             tokens.append(rest.item())
     return tokens
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from h2o import H2OCache, cli, models
+from h2o.borrowed import with_cache
 from h2o.errors import UserError
 from h2o.evaluate import summarize
 from tests.evaluate.conftest import build, exit_code
@@ -206,7 +207,7 @@ def test_what_rows_do_not_serve(file, tmp_path, tokenizer):
     for row in summarize.read_rows(file):
         ids = models.encode(tokenizer, row.prompt, False)
         cache = H2OCache(model.config, heavy=6, recent=6)
-        new = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        new = model.generate(ids, **with_cache(cache), max_new_tokens=9, do_sample=False)
         text = tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
         assert results[row.name]["summary"] == text.partition("###")[0].strip()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from h2o import H2OCache, backends, ops
 from h2o.backends import cuda
+from h2o.borrowed import with_cache
 from h2o.hf.layer_kinds import kind_of
 from tests.hf.modes import POLICIES, TOKENS, policy
 from tests.hf.tiny import DEVICE, FAMILIES, TWINS, batch, greedy, model, prompts, slow_if
@@ -151,7 +152,7 @@ class Decoding:
         self.cache = H2OCache(self.model.config, policy(chosen, self.model), **parameters)
         (ids,) = prompts(23)
         with torch.no_grad():
-            logits = self.model(ids, past_key_values=self.cache).logits
+            logits = self.model(ids, **with_cache(self.cache)).logits
         self.token = logits[:, -1:].argmax(-1)
         self.position = torch.tensor([[23]], device=DEVICE)
         self.steps: list[Tensor] = []
@@ -159,7 +160,7 @@ class Decoding:
     def step(self) -> None:
         with torch.no_grad():
             out = self.model(
-                input_ids=self.token, position_ids=self.position, past_key_values=self.cache
+                input_ids=self.token, position_ids=self.position, **with_cache(self.cache)
             )
             self.token.copy_(out.logits[:, -1:].argmax(-1))
             self.position.add_(1)
@@ -209,7 +210,7 @@ def test_generate_compiles_the_step():
     (ids,) = prompts(20)
     caches = [H2OCache(ours.config, POLICIES["h2o"], compileable=x) for x in (False, True)]
     plain, compiled = (
-        greedy(ours, {"input_ids": ids}, 24, past_key_values=cache).tolist() for cache in caches
+        greedy(ours, {"input_ids": ids}, 24, **with_cache(cache)).tolist() for cache in caches
     )
     assert compiled == plain
     assert str(caches[1].report()) == str(caches[0].report())
@@ -224,7 +225,7 @@ def test_families_keep_what_they_keep_by_the_torch_backend(name):
 
     def run() -> Any:
         cache = H2OCache(ours.config, POLICIES["h2o"])
-        tokens = greedy(ours, rows, TOKENS, past_key_values=cache).tolist()
+        tokens = greedy(ours, rows, TOKENS, **with_cache(cache)).tolist()
         served = [i for i, layer in enumerate(cache.layers) if kind_of(layer) == "h2o"]
         return tokens, [cache.kept(i)[0].tolist() for i in served]
 

@@ -15,6 +15,7 @@ from torch import distributed
 from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, Profile, analyze, calibrate, patched, simulated, supports
+from h2o.borrowed import CACHE, with_cache
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
 
 SHARES = [[1.0, 3.0, 2.0, 0.7], [0.6, 1.0, 1.5, 4.0]]
@@ -53,7 +54,7 @@ def everything(model, folder, profile):
         if name == "rolled" and support.not_rolled:
             continue
         cache = H2OCache(model.config, **parameters)
-        results[name] = greedy(model, inputs, 20, past_key_values=cache), kept(cache)
+        results[name] = greedy(model, inputs, 20, **with_cache(cache)), kept(cache)
     with patched(model, **shared) as patch:  # which knows the model's weights
         results["patched"] = greedy(model, inputs, 20), kept(patch.cache)
     config = H2OConfig(**CACHES["shares"])
@@ -63,19 +64,19 @@ def everything(model, folder, profile):
     cache = H2OCache(model.config, config)
     (ids,) = prompts(40)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
     cache.save(folder / "cache.safetensors", model)
     for name, again in {
         "forked": cache.fork(2),
         "loaded": H2OCache.load(folder / "cache.safetensors", model),
     }.items():
         more = torch.cat([ids, *prompts(5)], dim=1).repeat(2 if name == "forked" else 1, 1)
-        results[name] = greedy(model, {"input_ids": more}, 20, past_key_values=again), kept(again)
+        results[name] = greedy(model, {"input_ids": more}, 20, **with_cache(again)), kept(again)
     # Recurrent states do not go back; older versions draft only for models with a last token.
     if CROPS_TO_LENGTH or "states" in support.layers:
         return results
     cache = H2OCache(model.config, config)
-    lookup = {"past_key_values": cache, "prompt_lookup_num_tokens": 3}
+    lookup = {CACHE: cache, "prompt_lookup_num_tokens": 3}
     results["prompt lookup"] = greedy(model, {"input_ids": ids.repeat(1, 2)}, 20, **lookup), []
     return results
 
@@ -90,7 +91,7 @@ def taken_over(model):
     """A cache filled from a DynamicCache, before any pass of its own."""
     full = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(*prompts(30), past_key_values=full)
+        model(*prompts(30), **with_cache(full))
     return H2OCache.from_dynamic_cache(full, model.config, heavy=6, recent=6)
 
 

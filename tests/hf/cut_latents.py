@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from h2o import H2OCache, simulated
+from h2o.borrowed import with_cache
 from tests.hf.cut import in_two_parts, kept, refused, taken_over
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
 
@@ -33,12 +34,12 @@ def everything(model, folder):
     results, inputs = {}, batch(prompts(40, 33))
     for name, parameters in CACHES.items():
         cache = H2OCache(model.config, **parameters)
-        results[name] = greedy(model, inputs, 20, past_key_values=cache), kept(cache)
+        results[name] = greedy(model, inputs, 20, **with_cache(cache)), kept(cache)
     (ids,) = prompts(40)
     cache = H2OCache(model.config, **CACHES["even"])
     with torch.no_grad():
         for piece in ids.split([20, 12, 8], 1):
-            model(piece, past_key_values=cache)
+            model(piece, **with_cache(cache))
     cache.save(folder / "cache.safetensors", model)
     again = {
         "forked": cache.fork(),
@@ -47,14 +48,14 @@ def everything(model, folder):
     }
     text = {"input_ids": torch.cat([ids, *prompts(5)], dim=1)}
     for name, cache in again.items():
-        results[name] = greedy(model, text, 20, past_key_values=cache), kept(cache)
+        results[name] = greedy(model, text, 20, **with_cache(cache)), kept(cache)
     cache = H2OCache(model.config, **CACHES["even"])
     cache.activate_past_recording()
     with torch.no_grad():
-        model(ids, past_key_values=cache)
-        model(prompts(9)[0], past_key_values=cache)
+        model(ids, **with_cache(cache))
+        model(prompts(9)[0], **with_cache(cache))
     cache.crop(44 if CROPS_TO_LENGTH else -5)
-    results["cropped"] = greedy(model, text, 20, past_key_values=cache), kept(cache)
+    results["cropped"] = greedy(model, text, 20, **with_cache(cache)), kept(cache)
     return results
 
 
@@ -70,7 +71,7 @@ def main(folder):
         results = everything(model, own)
         call = torch.no_grad()(partial(model, prompts(20)[0]))
         quantised = H2OCache(model.config, heavy=6, recent=6, kv_dtype="int8")
-        results["quantised"] = refused(partial(call, past_key_values=quantised))
+        results["quantised"] = refused(partial(call, **with_cache(quantised)))
         with simulated(model, heavy=6, recent=6):
             results["simulated"] = refused(partial(call, use_cache=False))
         torch.save(results, own / "found.pt")

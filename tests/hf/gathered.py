@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from h2o import H2OCache, analyze
+from h2o.borrowed import with_cache
 from tests.hf.cut import kept
 from tests.hf.tiny import prompts
 
@@ -26,10 +27,10 @@ def answers(model, path):
     ids, more = prompts(40, 1)
     cache = H2OCache(model.config, heavy=[[3, 9, 5, 1], [4, 4, 8, 2]], recent=6)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
         cache.save(path, model)
         loaded = H2OCache.load(path, model)
-        logits = [model(more, past_key_values=x).logits for x in (cache, loaded)]
+        logits = [model(more, **with_cache(x)).logits for x in (cache, loaded)]
     return logits, kept(loaded), torch.from_numpy(analyze(model, ids, heavy=6, recent=6).scores(0))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from h2o import H2OCache, H2OConfig
+from h2o.borrowed import CACHE, with_cache
 from h2o.hf.layer import H2OLayer
 
 TOKENS = 12
@@ -24,7 +25,7 @@ Mode = Callable[[Any, dict[str, Tensor], MakeCache], Tensor]
 
 def _generate(model: Any, inputs: dict[str, Any], cache: Any, **kwargs: Any) -> Tensor:
     torch.manual_seed(0)
-    settings = {"max_new_tokens": TOKENS, "do_sample": False, "past_key_values": cache} | kwargs
+    settings = {"max_new_tokens": TOKENS, "do_sample": False, CACHE: cache} | kwargs
     return model.generate(**inputs, **settings)
 
 
@@ -90,8 +91,8 @@ def _step_by_step(model: Any, inputs: dict[str, Tensor], make: MakeCache) -> Ten
     new = []
     with torch.no_grad():
         for _ in range(TOKENS):
-            out = model(ids, attention_mask=mask, position_ids=position, past_key_values=cache)
-            cache = out.past_key_values
+            out = model(ids, attention_mask=mask, position_ids=position, **with_cache(cache))
+            cache = out[CACHE]
             ids = out.logits[:, -1:].argmax(-1)
             new.append(ids)
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
@@ -153,7 +154,7 @@ def layers_and_heads(model: Any) -> tuple[int, int]:
     model.set_attn_implementation("h2o")
     cache = H2OCache(model.config, H2OConfig.full())
     with torch.no_grad():
-        model(torch.tensor([[5, 6]], device=model.device), past_key_values=cache)
+        model(torch.tensor([[5, 6]], device=model.device), **with_cache(cache))
     model.set_attn_implementation(before)
     heads = {layer.keys.shape[1] for layer in cache.layers if isinstance(layer, H2OLayer)}
     assert len(heads) == 1

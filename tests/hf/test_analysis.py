@@ -11,6 +11,7 @@ import torch
 
 import h2o
 from h2o.analysis import measures, page
+from h2o.borrowed import with_cache
 from h2o.draw import pieces
 from h2o.packages import install_command
 from tests.hf import tiny
@@ -130,7 +131,7 @@ def test_tokens_are_those_of_a_cache():
     at = 59
     with torch.no_grad():
         for i in range(at):
-            model(ids[:, i : i + 1], past_key_values=cache)
+            model(ids[:, i : i + 1], **with_cache(cache))
     for layer in a.layers:
         kept, _ = cache.kept(layer)
         for head in range(a.groups):

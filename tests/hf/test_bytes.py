@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 import h2o
 from h2o import H2OCache, H2OConfig, Profile
+from h2o.borrowed import with_cache
 from h2o.kv_dtype import per_token
 from h2o.model_identity import key_size
 from tests.hf.tiny import batch, exact, greedy, model, prompts
@@ -19,7 +20,7 @@ def filled(config: H2OConfig, tokens: int = 600, family: str = "llama"):
     ours = model(family)
     cache = H2OCache(ours.config, config)
     with torch.no_grad():
-        ours(prompts(tokens)[0], past_key_values=cache)
+        ours(prompts(tokens)[0], **with_cache(cache))
     return cache.report()
 
 
@@ -71,7 +72,7 @@ def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
             ours.to(torch.bfloat16 if way == "to" else torch.float32)
             ours(ids, use_cache=False)
         with torch.no_grad(), reads:
-            ours(ids, past_key_values=cache)
+            ours(ids, **with_cache(cache))
     finally:
         ours.float()
     total = cache.report().total
@@ -94,7 +95,7 @@ def test_the_report_counts_who_lives_on():
     twin = model("llama")
     cache = H2OCache(twin.config, config)
     with torch.no_grad():
-        twin(prompts(600)[0], past_key_values=cache)
+        twin(prompts(600)[0], **with_cache(cache))
     merged = [
         round(layer.slots.bias.exp().sum().item()) - layer.slots.bias.numel()
         for layer in cache.layers
@@ -158,7 +159,7 @@ def test_a_part_of_the_default_model_s_bytes(part):
         cache = H2OCache(ours.config, config)
         ours.set_attn_implementation("h2o")
         with torch.no_grad():
-            ours(ids, past_key_values=cache)
+            ours(ids, **with_cache(cache))
         total = cache.report().total
         taken = total.bytes_held + total.bytes_bookkeeping
         assert 0.97 * part < taken / total.bytes_full <= part
@@ -169,9 +170,9 @@ def test_rows_of_a_batch_have_their_own_bytes():
     rows = prompts(200, 420)
     config = H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, of="bytes", kv_dtype="int8")
     cache = H2OCache(ours.config, config)
-    greedy(ours, batch(rows), 4, past_key_values=cache)
+    greedy(ours, batch(rows), 4, **with_cache(cache))
     for b, row in enumerate(rows):
         alone = H2OCache(ours.config, config)
-        greedy(ours, {"input_ids": row}, 4, past_key_values=alone)
+        greedy(ours, {"input_ids": row}, 4, **with_cache(alone))
         budgets = alone.report().layers[0].budget_by_head[0]
         assert cache.report().layers[0].budget_by_head[b] == budgets

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from h2o import H2OCache, H2OConfig, Unsupported, ops
+from h2o.borrowed import with_cache
 from h2o.hf import compiled
 from tests.hf.modes import policy
 from tests.hf.test_saved import assert_same
@@ -64,8 +65,8 @@ def test_policies_give_the_same_tokens(chosen):
     (ids,) = prompts(20)
     plain = H2OCache(ours.config, config)
     cache = H2OCache(ours.config, config, compileable=True)
-    expected = greedy(ours, {"input_ids": ids}, past_key_values=plain)
-    got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling())
+    expected = greedy(ours, {"input_ids": ids}, **with_cache(plain))
+    got = greedy(ours, {"input_ids": ids}, **with_cache(cache), **compiling())
     assert got.tolist() == expected.tolist()
     assert graphs() == GRAPHS
     assert str(cache.report()) == str(plain.report())
@@ -78,9 +79,9 @@ def test_policies_give_the_same_tokens(chosen):
 def test_families(name):
     ours = model(name)
     (ids,) = prompts(20)
-    expected = greedy(ours, {"input_ids": ids}, past_key_values=H2OCache(ours.config, **SMALL))
+    expected = greedy(ours, {"input_ids": ids}, **with_cache(H2OCache(ours.config, **SMALL)))
     cache = H2OCache(ours.config, **SMALL, compileable=True)
-    got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling())
+    got = greedy(ours, {"input_ids": ids}, **with_cache(cache), **compiling())
     assert got.tolist() == expected.tolist()
     assert graphs() == GRAPHS
 
@@ -91,14 +92,14 @@ def test_one_graph_for_steps_prompts_and_caches():
     ours = model("llama")
     for seed, length in enumerate((20, 20, 31, 5)):
         inputs = {"input_ids": prompts(length, seed=seed)[0]}
-        expected = greedy(ours, inputs, past_key_values=H2OCache(ours.config, **SMALL))
+        expected = greedy(ours, inputs, **with_cache(H2OCache(ours.config, **SMALL)))
         cache = H2OCache(ours.config, **SMALL, compileable=True)
-        got = greedy(ours, inputs, past_key_values=cache, **compiling())
+        got = greedy(ours, inputs, **with_cache(cache), **compiling())
         assert got.tolist() == expected.tolist()
     more = {"input_ids": torch.cat([inputs["input_ids"], got, prompts(4)[0]], dim=1)}
     fork = cache.fork()
-    expected = greedy(ours, more, past_key_values=cache, **compiling())
-    assert greedy(ours, more, past_key_values=fork, **compiling()).tolist() == expected.tolist()
+    expected = greedy(ours, more, **with_cache(cache), **compiling())
+    assert greedy(ours, more, **with_cache(fork), **compiling()).tolist() == expected.tolist()
     assert graphs() == GRAPHS
     assert not counters["graph_break"]
 
@@ -107,9 +108,9 @@ def test_one_graph_for_steps_prompts_and_caches():
 def test_padded_rows():
     ours = model("llama")
     inputs = batch(prompts(5, 17, 23))
-    expected = greedy(ours, inputs, past_key_values=H2OCache(ours.config, **SMALL))
+    expected = greedy(ours, inputs, **with_cache(H2OCache(ours.config, **SMALL)))
     cache = H2OCache(ours.config, **SMALL, compileable=True)
-    got = greedy(ours, inputs, past_key_values=cache, **compiling())
+    got = greedy(ours, inputs, **with_cache(cache), **compiling())
     assert got.tolist() == expected.tolist()
     assert not counters["graph_break"]
 
@@ -120,7 +121,7 @@ def test_slots_stay_where_they_are():
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL, compileable=True)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
 
         def places():
             return [x.data_ptr() for layer in cache.layers for x in layer.slots if x is not None]
@@ -128,7 +129,7 @@ def test_slots_stay_where_they_are():
         before = places()
         step = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
         for token in range(5, 9):
-            step(input_ids=torch.tensor([[token]], device=DEVICE), past_key_values=cache)
+            step(input_ids=torch.tensor([[token]], device=DEVICE), **with_cache(cache))
     assert places() == before
     assert cache.get_seq_length() == 24
 
@@ -149,7 +150,7 @@ def test_chunks_in_one_graph():
                 if graph:
                     for x in piece.values():
                         torch._dynamo.mark_dynamic(x, 1)
-                outs.append((forward if graph else ours)(**piece, past_key_values=cache).logits)
+                outs.append((forward if graph else ours)(**piece, **with_cache(cache)).logits)
             real = piece["attention_mask"].bool()
             torch.testing.assert_close(outs[0][real], outs[1][real])
     assert graphs() == 1
@@ -229,7 +230,7 @@ def test_a_budget_without_end():
     ours = model("llama")
     cache = H2OCache(ours.config, H2OConfig.full(), compileable=True)
     with pytest.raises(ValueError, match="the whole budget at once"), torch.no_grad():
-        ours(prompts(20)[0], past_key_values=cache)
+        ours(prompts(20)[0], **with_cache(cache))
 
 
 def test_a_pass_that_broke_off():
@@ -238,10 +239,10 @@ def test_a_pass_that_broke_off():
     hook = ours.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with torch.no_grad():
         with pytest.raises(ZeroDivisionError):
-            ours(prompts(20)[0], past_key_values=cache)
+            ours(prompts(20)[0], **with_cache(cache))
         hook.remove()
         with pytest.raises(RuntimeError, match="have seen 20 tokens, the other 1 none"):
-            ours(torch.tensor([[5]], device=DEVICE), past_key_values=cache)
+            ours(torch.tensor([[5]], device=DEVICE), **with_cache(cache))
 
 
 @needs_compiler
@@ -250,14 +251,14 @@ def test_a_file_of_it(tmp_path):
     cache = H2OCache(ours.config, **SMALL, compileable=True)
     ids, question = prompts(20, 4)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
     cache.save(tmp_path / "document", ours)
     loaded = H2OCache.load(tmp_path / "document", ours)
     assert loaded.is_compileable
     assert_same(loaded, cache)
     inputs = {"input_ids": torch.cat([ids, question], dim=1)}
-    expected = greedy(ours, inputs, past_key_values=cache)
-    got = greedy(ours, inputs, past_key_values=loaded, **compiling())
+    expected = greedy(ours, inputs, **with_cache(cache))
+    got = greedy(ours, inputs, **with_cache(loaded), **compiling())
     assert got.tolist() == expected.tolist()
 
 
@@ -273,9 +274,9 @@ def test_weights_may_be_frozen():
             (ids,) = prompts(length, seed=seed)
             cache = H2OCache(ours.config, **SMALL, compileable=True)
             expected = greedy(
-                ours, {"input_ids": ids}, past_key_values=H2OCache(ours.config, **SMALL)
+                ours, {"input_ids": ids}, **with_cache(H2OCache(ours.config, **SMALL))
             )
-            got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling("inductor"))
+            got = greedy(ours, {"input_ids": ids}, **with_cache(cache), **compiling("inductor"))
             assert got.tolist() == expected.tolist()
 
 
@@ -287,15 +288,15 @@ def test_nothing_of_the_slots_is_copied():
     (ids,) = prompts(20)
     budget = {"heavy": 3000, "recent": 3000}
     cache = H2OCache(ours.config, **budget, compileable=True)
-    expected = greedy(ours, {"input_ids": ids}, past_key_values=H2OCache(ours.config, **budget))
-    got = greedy(ours, {"input_ids": ids}, past_key_values=cache, **compiling("inductor"))
+    expected = greedy(ours, {"input_ids": ids}, **with_cache(H2OCache(ours.config, **budget)))
+    got = greedy(ours, {"input_ids": ids}, **with_cache(cache), **compiling("inductor"))
     assert got.tolist() == expected.tolist()
     step = {"input_ids": torch.tensor([[5]]), "position_ids": torch.tensor([[36]])}
     step = {name: x.to(DEVICE) for name, x in step.items()}
     with torch.no_grad():
-        ours._compiled_call(**step, past_key_values=cache)
+        ours._compiled_call(**step, **with_cache(cache))
         with torch.profiler.profile(profile_memory=True) as profile:
-            ours._compiled_call(**step, past_key_values=cache)
+            ours._compiled_call(**step, **with_cache(cache))
     events = profile.events()
     assert "h2o::step" in {event.name for event in events}
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in events)

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig
+from h2o.borrowed import with_cache
 from tests.hf.tiny import greedy, model, prompts
 
 COPIED = {
@@ -28,16 +29,16 @@ def test_a_copy_of_an_empty_cache_is_no_prompt(way, tmp_path):
         H2OCache(ours.config, heavy=0.25, recent=0.25, min_tokens=0), tmp_path / "cache"
     )
     with pytest.raises(ValueError, match=r"reads this prompt in chunks \(prefill_chunk_size\)"):
-        greedy(ours, {"input_ids": prompts(60)[0]}, 2, past_key_values=cache, prefill_chunk_size=16)
+        greedy(ours, {"input_ids": prompts(60)[0]}, 2, **with_cache(cache), prefill_chunk_size=16)
 
 
 def test_a_copy_goes_on_with_what_it_is_asked():
     ours = model("llama")
     cache = H2OCache(ours.config, heavy=0.25, recent=0.25, min_tokens=0)
     with torch.no_grad():
-        ours(prompts(40)[0], past_key_values=cache)
+        ours(prompts(40)[0], **with_cache(cache))
         fork = cache.fork()
-        ours(prompts(9)[0], past_key_values=fork)
+        ours(prompts(9)[0], **with_cache(fork))
     assert fork.get_seq_length() == 49
     with pytest.raises(ValueError, match="rows: is 0, wanted at least 1"):
         cache.fork(rows=0)
@@ -48,7 +49,7 @@ def test_the_length_of_a_prompt_may_be_a_tensor():
     for length in (torch.tensor(40), torch.tensor([40]), 40):
         cache = H2OCache(ours.config, heavy=0.25, recent=0.25, min_tokens=0, prompt_length=length)
         with torch.no_grad():
-            ours(prompts(20)[0], past_key_values=cache)
+            ours(prompts(20)[0], **with_cache(cache))
         assert cache.report().total.kept == [2 * 20]
 
 
@@ -57,9 +58,9 @@ def test_a_cache_of_all_keys_grows_by_little():
     ours = model("llama")
     cache = H2OCache(ours.config, H2OConfig.full())
     with torch.no_grad():
-        ours(prompts(600)[0], past_key_values=cache)
+        ours(prompts(600)[0], **with_cache(cache))
         for _ in range(3):
-            ours(prompts(1)[0], past_key_values=cache)
+            ours(prompts(1)[0], **with_cache(cache))
     total = cache.report().total
     assert total.bytes_full < total.bytes_held < 1.1 * total.bytes_full
 
@@ -69,12 +70,12 @@ def test_a_pass_that_broke_off_between_layers_is_told():
     cache = H2OCache(ours.config, heavy=6, recent=6)
     hook = ours.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with torch.no_grad(), pytest.raises(ZeroDivisionError):
-        ours(prompts(20)[0], past_key_values=cache)
+        ours(prompts(20)[0], **with_cache(cache))
     hook.remove()
     for use in (
         cache.fork,
         lambda: cache.save("nowhere"),
-        lambda: ours(prompts(9)[0], past_key_values=cache),
+        lambda: ours(prompts(9)[0], **with_cache(cache)),
     ):
         with (
             torch.no_grad(),
@@ -83,7 +84,7 @@ def test_a_pass_that_broke_off_between_layers_is_told():
             use()
     cache.reset()
     with torch.no_grad():
-        ours(prompts(20)[0], past_key_values=cache)
+        ours(prompts(20)[0], **with_cache(cache))
 
 
 def test_lengths_of_prompts_are_repeated_with_their_rows():
@@ -92,14 +93,14 @@ def test_lengths_of_prompts_are_repeated_with_their_rows():
     ids = torch.cat(prompts(30, 30))
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
-        ours(ids, past_key_values=full)
+        ours(ids, **with_cache(full))
         config = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0, "prompt_length": [30, 20]}
         forks = [
             H2OCache.from_dynamic_cache(full, ours.config, **config).fork(rows=2),
             H2OCache(ours.config, **config).fork(rows=2),
         ]
         for fork in forks:
-            ours(prompts(6)[0].repeat(4, 1), past_key_values=fork)
+            ours(prompts(6)[0].repeat(4, 1), **with_cache(fork))
             assert fork.report().layers[0].budget == [12, 12, 8, 8]
 
 
@@ -108,7 +109,7 @@ def test_a_trace_that_lacks_a_pass(monkeypatch):
     ours = model("llama")
     cache = H2OCache(ours.config, heavy=6, recent=6, trace=True)
     with torch.no_grad():
-        ours(prompts(40)[0], past_key_values=cache)
+        ours(prompts(40)[0], **with_cache(cache))
     wanted = cache.evicted_at(1).tolist()
 
     def no_memory(*_):
@@ -117,10 +118,10 @@ def test_a_trace_that_lacks_a_pass(monkeypatch):
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(cache.layers[1].trace, "record", no_memory, raising=True)
         with pytest.raises(MemoryError):
-            ours(prompts(1)[0], past_key_values=cache)
+            ours(prompts(1)[0], **with_cache(cache))
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"interrupted: call cache\.reset"):
-        ours(prompts(1)[0], past_key_values=cache)
+        ours(prompts(1)[0], **with_cache(cache))
     cache.reset()
     with torch.no_grad():
-        ours(prompts(40)[0], past_key_values=cache)
+        ours(prompts(40)[0], **with_cache(cache))
     assert cache.evicted_at(1).tolist() == wanted

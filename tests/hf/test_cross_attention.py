@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, Unsupported, enable, generate_all, patched, supports
+from h2o.borrowed import with_cache
 from h2o.hf.layer_kinds import CrossAttentionLayer
 from h2o.hf.layer_state import state_of
 from h2o.hf.pass_state import CROPS_TO_LENGTH
@@ -25,7 +26,7 @@ def illustrated(*lengths, **how):
 
 def read(ours, inputs, cache):
     with torch.no_grad():
-        return ours(**inputs, past_key_values=cache).logits
+        return ours(**inputs, **with_cache(cache)).logits
 
 
 def image_of(cache):
@@ -37,7 +38,7 @@ def test_what_is_said_of_it():
     ours = shared(NAME)
     assert "2 of 3 layers by h2o, 1 attend to images" in str(supports(ours))
     cache = H2OCache(ours.config, **SMALL)
-    greedy(ours, illustrated(17, 23), 4, past_key_values=cache)
+    greedy(ours, illustrated(17, 23), 4, **with_cache(cache))
     keys, values = image_of(cache)
     report = cache.report().layers[IMAGES]
     assert report.kind == "cross"
@@ -56,15 +57,15 @@ def test_saved_loaded_and_forked_it_goes_on_as_before(tmp_path):
     twice, once = cache.fork(2), cache.fork()
     assert isinstance(loaded.layers[IMAGES], CrossAttentionLayer)
     again = {"input_ids": torch.cat([inputs["input_ids"], more], dim=1)}
-    expected = greedy(ours, again, 8, past_key_values=cache).tolist()
+    expected = greedy(ours, again, 8, **with_cache(cache)).tolist()
     for other in (loaded, once):
-        assert greedy(ours, again, 8, past_key_values=other).tolist() == expected
+        assert greedy(ours, again, 8, **with_cache(other)).tolist() == expected
         for here, there in zip(other.layers, cache.layers, strict=True):
             one, two = state_of(here).tensors, state_of(there).tensors
             assert one.keys() == two.keys()
             assert all(torch.equal(one[name], two[name]) for name in one)
     again = {"input_ids": again["input_ids"].repeat(2, 1)}
-    assert greedy(ours, again, 8, past_key_values=twice).tolist() == expected * 2
+    assert greedy(ours, again, 8, **with_cache(twice)).tolist() == expected * 2
     chosen = cache.fork(3)
     chosen.batch_select_indices(torch.tensor([2, 0]))
     assert torch.equal(image_of(chosen)[1], image_of(cache)[1].repeat(2, 1, 1, 1))
@@ -119,7 +120,7 @@ def test_text_goes_back_and_the_image_stays():
     inputs["cross_attention_mask"] = torch.ones(1, 24, 1, 1, dtype=torch.long)
     plain = greedy(shared(NAME, "sdpa"), inputs, 12)
     cache = H2OCache(ours.config, H2OConfig.full())
-    looked_up = greedy(ours, inputs, 12, past_key_values=cache, prompt_lookup_num_tokens=3)
+    looked_up = greedy(ours, inputs, 12, **with_cache(cache), prompt_lookup_num_tokens=3)
     assert looked_up.tolist() == plain.tolist()
 
 
@@ -130,13 +131,13 @@ def test_a_dynamic_cache_is_taken_over_with_its_images():
         read(ours, given, full)
         cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
         again = {"input_ids": torch.cat([inputs["input_ids"], more], dim=1)}
-        got = greedy(ours, again, 8, past_key_values=cache)
-        assert got.tolist() == greedy(ours, again, 8, past_key_values=full).tolist()
+        got = greedy(ours, again, 8, **with_cache(cache))
+        assert got.tolist() == greedy(ours, again, 8, **with_cache(full)).tolist()
 
 
 def test_enabled_patched_and_with_beams():
     ours, inputs = model(NAME), illustrated(17, 23)
-    expected = greedy(ours, inputs, 8, past_key_values=H2OCache(ours.config, **SMALL), num_beams=3)
+    expected = greedy(ours, inputs, 8, **with_cache(H2OCache(ours.config, **SMALL)), num_beams=3)
     with patched(ours, **SMALL) as patch:
         assert greedy(ours, inputs, 8, num_beams=3).tolist() == expected.tolist()
         assert patch.cache.report().layers[IMAGES].bytes_held > 0

@@ -10,6 +10,7 @@ import pytest
 import transformers.dynamic_module_utils
 
 from h2o import H2OCache, H2OConfig
+from h2o.borrowed import CACHE, with_cache
 from tests.hf.test_patching import traces
 from tests.hf.tiny import batch, exact, greedy, model, prompts
 
@@ -50,7 +51,7 @@ def plain(tmp_path, monkeypatch):
 def test_tokens_are_those_of_a_cache(plain, arguments, config):
     ours = model("llama")
     for inputs in ({"input_ids": prompts(40)[0]}, batch(prompts(40, 25))):
-        wanted = greedy(ours, inputs, past_key_values=H2OCache(ours.config, config))
+        wanted = greedy(ours, inputs, **with_cache(H2OCache(ours.config, config)))
         got = greedy(plain, inputs, custom_generate=FOLDER, trust_remote_code=True, **arguments)
         assert got.tolist() == wanted.tolist()
         assert got.tolist() != greedy(plain, inputs).tolist()
@@ -61,8 +62,8 @@ def test_the_cache_can_be_asked_for(plain):
         prompts(40)[0], max_new_tokens=3, custom_generate=FOLDER, trust_remote_code=True,
         heavy=4, recent=4, return_dict_in_generate=True,
     )  # fmt: skip
-    assert out.past_key_values.config.heavy == 4
-    assert out.past_key_values.report().layers[0].evicted == [42 - 8]
+    assert out[CACHE].config.heavy == 4
+    assert out[CACHE].report().layers[0].evicted == [42 - 8]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, patched, simulated
+from h2o.borrowed import with_cache
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.shared_keys import SHARES_KEYS
 from tests.devices import forget_default_device
@@ -126,7 +127,7 @@ def test_patched_simulated_and_copies(tmp_path):
         loaded = H2OCache.load(tmp_path / "cache", ours)
         ids = inputs()["input_ids"][:, :1]
         with torch.no_grad():
-            logits += [ours(ids, past_key_values=x).logits for x in (loaded, patch.cache)]
+            logits += [ours(ids, **with_cache(x)).logits for x in (loaded, patch.cache)]
         return [*logits, *held(loaded)]
 
     alike(answers)
@@ -154,7 +155,7 @@ def test_read(scored_by):
         request = None if scored_by == "echo" else [5, 9]
         cache = h2o.read(ours, document, heavy=12, recent=8, scored_by=scored_by, repeat=request)
         with torch.no_grad():
-            return [*held(cache), ours(question, past_key_values=cache).logits]
+            return [*held(cache), ours(question, **with_cache(cache)).logits]
 
     alike(answers)
 
@@ -177,11 +178,11 @@ def test_from_dynamic_cache():
     def answers():
         full = DynamicCache(config=ours.config)
         with torch.no_grad():
-            ours(ids, attention_mask=mask, past_key_values=full)
+            ours(ids, attention_mask=mask, **with_cache(full))
             cache = H2OCache.from_dynamic_cache(
                 full, ours.config, heavy=6, recent=6, attention_mask=mask.tolist()
             )
             longer = torch.cat([mask, mask[:, -1:]], dim=1)
-            return [ours(ids[:, :1], attention_mask=longer, past_key_values=cache).logits]
+            return [ours(ids[:, :1], attention_mask=longer, **with_cache(cache)).logits]
 
     alike(answers)

@@ -16,6 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import h2o
 from h2o import H2OConfig, Unsupported, backends
+from h2o.borrowed import with_cache
 from h2o.hf import echo, other_heads, reading
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS
@@ -247,8 +248,8 @@ def test_with_room_for_all_it_answers_as_the_full_cache(name):
     question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
     cache = h2o.read(ours, document, H2OConfig.full(), scored_by="echo")
     theirs = DynamicCache(config=ours.config)
-    wanted = greedy(model(name, "eager"), question, past_key_values=theirs)
-    assert torch.equal(greedy(ours, question, past_key_values=cache), wanted)
+    wanted = greedy(model(name, "eager"), question, **with_cache(theirs))
+    assert torch.equal(greedy(ours, question, **with_cache(cache)), wanted)
 
 
 def test_threads_read_with_one_model():
@@ -277,10 +278,10 @@ def test_scores_where_angles_depend_on_the_length(n):
     ours, (document,) = made("llama, longrope"), prompts(n)
     cache = h2o.H2OCache(ours.config, heavy=n, recent=0, rank_by="echo")
     with torch.no_grad():
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
         agree(cache, ours, document)
         for _ in range(2):  # the queries of one set of angles are rotated on by the same
-            ours(document[:, :1], past_key_values=cache)
+            ours(document[:, :1], **with_cache(cache))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, reference, reference_echo
+from h2o.borrowed import with_cache
 from h2o.hf import echo_scores
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.policy import Policy
@@ -123,7 +124,7 @@ def test_prompts_are_scored_as_reading_does():
     read = h2o.read(ours, document, H2OConfig.full(), scored_by="echo")
     cache = H2OCache(ours.config, heavy=500, recent=0, rank_by="echo")
     with torch.no_grad():
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
     for layer in range(2):
         torch.testing.assert_close(cache.kept(layer).scores, read.kept(layer).scores)
 
@@ -135,7 +136,7 @@ def test_chunks_are_single_tokens_as_long_as_nothing_is_evicted():
         cache = H2OCache(ours.config, heavy=500, recent=0, rank_by="echo")
         for piece in ids.split(pieces, dim=1):
             with torch.no_grad():
-                ours(piece, past_key_values=cache)
+                ours(piece, **with_cache(cache))
         scores.append(cache.kept(1).scores)
     torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-5)
 
@@ -214,15 +215,15 @@ def test_forks_files_and_rows_go_on_as_the_cache_does(tmp_path):
     ours, (ids,) = model("llama"), prompts(40)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
     cache.save(tmp_path / "cache", ours)
     more = {"input_ids": torch.cat([ids, *prompts(6, seed=4)], 1)}
     copies = [cache.fork(), H2OCache.load(tmp_path / "cache", ours), cache.fork(2)]
-    wanted = greedy(ours, more, past_key_values=cache)
+    wanted = greedy(ours, more, **with_cache(cache))
     for copy in copies[:2]:
-        assert torch.equal(greedy(ours, more, past_key_values=copy), wanted)
+        assert torch.equal(greedy(ours, more, **with_cache(copy)), wanted)
         assert torch.equal(copy.kept(1).scores, cache.kept(1).scores)
-    both = greedy(ours, {"input_ids": more["input_ids"].repeat(2, 1)}, past_key_values=copies[2])
+    both = greedy(ours, {"input_ids": more["input_ids"].repeat(2, 1)}, **with_cache(copies[2]))
     assert torch.equal(both, wanted.repeat(2, 1))
 
 
@@ -232,11 +233,11 @@ def test_tokens_are_taken_back():
     caches[0].activate_past_recording()
     with torch.no_grad():
         for cache in caches:
-            ours(ids[:, :30], past_key_values=cache)
-        ours(ids[:, 30:36], past_key_values=caches[0])
+            ours(ids[:, :30], **with_cache(cache))
+        ours(ids[:, 30:36], **with_cache(caches[0]))
         caches[0].crop(33 if h2o.hf.pass_state.CROPS_TO_LENGTH else -3)
-        ours(ids[:, 30:33], past_key_values=caches[1])
-        logits = [ours(ids[:, 33:34], past_key_values=cache).logits for cache in caches]
+        ours(ids[:, 30:33], **with_cache(caches[1]))
+        logits = [ours(ids[:, 33:34], **with_cache(cache)).logits for cache in caches]
     # Torch's products of other shapes round otherwise on some processors.
     torch.testing.assert_close(*logits, rtol=0, atol=2e-5)
     for one, other in zip(caches[0].kept(1), caches[1].kept(1), strict=True):
@@ -249,7 +250,7 @@ def test_prompts_of_many_lengths_in_one_batch():
     together = list(h2o.generate_all(ours, ids, config, max_new_tokens=6, rows=2))
     for prompt, got in zip(ids, together, strict=True):
         cache = H2OCache(ours.config, config)
-        alone = greedy(ours, {"input_ids": prompt[None]}, 6, past_key_values=cache)
+        alone = greedy(ours, {"input_ids": prompt[None]}, 6, **with_cache(cache))
         assert got.ids == alone[0].tolist()
         assert got.report["kept"] == 11
 
@@ -259,7 +260,7 @@ def test_queries_that_are_remembered_are_counted():
     plain, echo = (H2OCache(ours.config, **SMALL | {"rank_by": x}) for x in ("max", "echo"))
     for cache in (plain, echo):
         with torch.no_grad():
-            ours(ids, past_key_values=cache)
+            ours(ids, **with_cache(cache))
     config = ours.config
     D = config.hidden_size // config.num_attention_heads
     more = 2 * 4 * config.num_attention_heads * D * 4  # layers, tokens, heads, elements, bytes
@@ -283,7 +284,7 @@ def test_a_budget_in_bytes_counts_them_too(dtype):
     for rank_by in ("max", "echo"):
         cache = H2OCache(ours.config, rank_by=rank_by, **more)
         with torch.no_grad():
-            ours(ids, past_key_values=cache)
+            ours(ids, **with_cache(cache))
         total = cache.report().total
         held[rank_by] = total.bytes_held + total.bytes_bookkeeping
         assert held[rank_by] <= 0.6 * total.bytes_full
@@ -325,7 +326,7 @@ def test_what_has_no_queries():
         H2OCache(ours.config, compileable=True, **SMALL)
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
-        ours(ids, past_key_values=full)
+        ours(ids, **with_cache(full))
     with pytest.raises(Unsupported, match="a DynamicCache, which has no queries"):
         H2OCache.from_dynamic_cache(full, ours.config, **SMALL)
     with pytest.raises(ValueError, match="rank_by"):

@@ -20,6 +20,7 @@ from torch import Tensor
 import h2o
 from h2o import H2OCache, ops
 from h2o.backends.portable import step
+from h2o.borrowed import CACHE, with_cache
 from h2o.hf.layer import H2OLayer
 from tests.devices import WAITS, elsewhere, moved
 from tests.hf.modes import POLICIES
@@ -57,7 +58,7 @@ def converse(ours, cache, mask: Tensor | None = None) -> Tensor:
     for n in (20, 1, 4, 1):
         if mask is not None and mask.shape[1] < cache.get_seq_length() + n:
             mask = torch.cat([mask, mask.new_ones(len(mask), n)], dim=1)
-        out = ours(ids(2, n), attention_mask=mask, past_key_values=cache)
+        out = ours(ids(2, n), attention_mask=mask, **with_cache(cache))
     return out.logits
 
 
@@ -104,10 +105,10 @@ def test_slots_that_grow(shares, kv_dtype):
     with there() as ours:
         more = {"shares": shares, "kv_dtype": kv_dtype, "trace": shares is None}
         cache = H2OCache(ours.config, heavy=12, recent=12, **more)
-        ours(ids(2, 4), past_key_values=cache)
+        ours(ids(2, 4), **with_cache(cache))
         first = cache.layers[0].keys.shape
         for _ in range(6):
-            ours(ids(2, 1), past_key_values=cache)
+            ours(ids(2, 1), **with_cache(cache))
         assert cache.layers[0].keys.shape != first
 
 
@@ -134,11 +135,11 @@ def test_beams():
         cache = H2OCache(ours.config, heavy=6, recent=6, shares=[[0.5, 1.5]] * 2)
         converse(ours, cache)
         cache.reorder_cache(torch.zeros(2, dtype=torch.long))
-        ours(ids(2, 1), past_key_values=cache)
+        ours(ids(2, 1), **with_cache(cache))
         cache.batch_repeat_interleave(3)
-        ours(ids(6, 1), past_key_values=cache)
+        ours(ids(6, 1), **with_cache(cache))
         cache.batch_select_indices(torch.zeros(4, dtype=torch.long))
-        ours(ids(4, 1), past_key_values=cache)
+        ours(ids(4, 1), **with_cache(cache))
         assert on_the_device(cache)
 
 
@@ -148,7 +149,7 @@ def test_patched(name):
         with h2o.patched(ours, heavy=6, recent=6, rank_by="mean", decay=0.9) as patch:
             out = ours(ids(2, 20))
             for _ in range(3):
-                out = ours(ids(2, 1), past_key_values=out.past_key_values)
+                out = ours(ids(2, 1), **with_cache(out[CACHE]))
             assert on_the_device(patch.cache)
             assert out.logits.device.type == "cuda"
 
@@ -194,7 +195,7 @@ def test_shapes_are_fixed():
         histories = []
         for _ in range(3):
             with Recorder() as recorder:
-                ours(ids(2, 1), past_key_values=cache)
+                ours(ids(2, 1), **with_cache(cache))
             histories.append(recorder.seen)
         assert len(histories[0]) > 100
         assert histories[0] == histories[1] == histories[2]
@@ -217,7 +218,7 @@ SEEDS = {
 def test_a_read_in_the_step_is_caught(seed, monkeypatch):
     with there() as ours:
         cache = H2OCache(ours.config, heavy=6, recent=6)
-        ours(ids(2, 20), past_key_values=cache)
+        ours(ids(2, 20), **with_cache(cache))
         honest = step.lowest
 
         def seeded(keys: Tensor, positions: Tensor) -> Tensor:
@@ -226,7 +227,7 @@ def test_a_read_in_the_step_is_caught(seed, monkeypatch):
 
         monkeypatch.setattr(step, "lowest", seeded)
         with pytest.raises(RuntimeError, match=WAITS if seed != "another device" else "devices"):
-            ours(ids(2, 1), past_key_values=cache)
+            ours(ids(2, 1), **with_cache(cache))
 
 
 @pytest.mark.filterwarnings("ignore:the torch backend serves:RuntimeWarning")  # kernels, no driver

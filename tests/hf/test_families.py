@@ -9,6 +9,7 @@ from transformers.generation import GenerationMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from h2o import H2OCache, H2OConfig, supports
+from h2o.borrowed import with_cache
 from h2o.hf.layer_kinds import kind_of
 from tests.hf.modes import MODES, POLICIES, TOKENS, policy
 from tests.hf.tiny import (
@@ -215,22 +216,22 @@ def test_each_row_is_the_row_alone(name, chosen, side):
         inputs = batch(rows, side)
         cache = H2OCache(ours.config, config)
         with torch.no_grad():
-            logits = ours(**inputs, past_key_values=cache).logits
+            logits = ours(**inputs, **with_cache(cache)).logits
     else:
         cache = H2OCache(ours.config, config)
-        tokens = greedy(ours, batch(rows), TOKENS, past_key_values=cache)
+        tokens = greedy(ours, batch(rows), TOKENS, **with_cache(cache))
     for b, row in enumerate(rows):
         if side == "left" and b % 2 and chosen not in ("h2o", "fractions"):
             continue
         alone = H2OCache(ours.config, config)
         if side == "right":
             with torch.no_grad():
-                expected = ours(row, past_key_values=alone).logits
+                expected = ours(row, **with_cache(alone)).logits
             torch.testing.assert_close(
                 logits[b : b + 1, : row.shape[1]], expected, rtol=0, atol=1e-4
             )
         else:
-            expected = greedy(ours, {"input_ids": row}, TOKENS, past_key_values=alone)
+            expected = greedy(ours, {"input_ids": row}, TOKENS, **with_cache(alone))
             assert tokens[b].tolist() == expected[0].tolist()
         for layer, kind in enumerate(FAMILIES[name].layers):
             if kind == "h2o":
@@ -251,7 +252,7 @@ def test_small_budgets_change_the_text():
         texts = {name: full.tolist()}
         for chosen in POLICIES:
             cache = H2OCache(ours.config, policy(chosen, ours))
-            texts[chosen] = greedy(ours, rows, TOKENS, past_key_values=cache).tolist()
+            texts[chosen] = greedy(ours, rows, TOKENS, **with_cache(cache)).tolist()
         distinct = {str(text) for text in texts.values()}
         assert len(distinct) >= len(texts) - 2, texts  # fractions of 30 are near 6 + 6
 
@@ -261,7 +262,7 @@ def test_heavy_sets_move_while_generating():
     for name in ("llama", "opt", "gpt_neox"):
         ours = model(name)
         cache = H2OCache(ours.config, POLICIES["h2o"], trace=True)
-        greedy(ours, batch(prompts(*LENGTHS)), 24, past_key_values=cache)
+        greedy(ours, batch(prompts(*LENGTHS)), 24, **with_cache(cache))
         moved = 0
         for layer in range(2):
             evicted_at = cache.evicted_at(layer)

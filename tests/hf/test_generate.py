@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, models
+from h2o.borrowed import with_cache
 from tests.hf.drive import feed, new_cache
 from tests.hf.tiny import batch, greedy, model, prompts
 from tests.inputs import drifting
@@ -22,9 +23,9 @@ def teacher_forced(ours, ids, config):
     """The cache after this text was fed token by token behind its prompt of 20."""
     cache = H2OCache(ours.config, config)
     with torch.no_grad():
-        ours(ids[:, :20], past_key_values=cache)
+        ours(ids[:, :20], **with_cache(cache))
         for i in range(20, ids.shape[1]):
-            ours(ids[:, i : i + 1], past_key_values=cache)
+            ours(ids[:, i : i + 1], **with_cache(cache))
     return cache
 
 
@@ -42,7 +43,7 @@ def test_beams_are_permuted_with_their_state(sampled):
 
     torch.manual_seed(1)
     ours.generate(
-        prompt, max_new_tokens=15, num_beams=4, do_sample=sampled, past_key_values=cache,
+        prompt, max_new_tokens=15, num_beams=4, do_sample=sampled, **with_cache(cache),
         logits_processor=[look],
     )  # fmt: skip
     crossed = 0
@@ -65,7 +66,7 @@ def test_beam_search_of_a_batch_is_that_of_each_row():
 
     def beams(inputs):
         cache = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
-        return ours.generate(**inputs, max_new_tokens=10, num_beams=3, past_key_values=cache)
+        return ours.generate(**inputs, max_new_tokens=10, num_beams=3, **with_cache(cache))
 
     together = beams(inputs)[:, -10:]
     for b, row in enumerate(rows):
@@ -78,25 +79,25 @@ def test_two_calls_are_one_conversation():
     ours = model("qwen2")
     (prompt,) = prompts(20)
     cache = H2OCache(ours.config, SMALL)
-    first = ours.generate(prompt, max_new_tokens=6, do_sample=False, past_key_values=cache)
+    first = ours.generate(prompt, max_new_tokens=6, do_sample=False, **with_cache(cache))
     assert cache.get_seq_length() == 25  # the last token has not been fed
     more = torch.cat([first, torch.tensor([[5, 6, 7]])], dim=1)
     twin = copy.deepcopy(cache)
-    second = ours.generate(more, max_new_tokens=6, do_sample=False, past_key_values=cache)
+    second = ours.generate(more, max_new_tokens=6, do_sample=False, **with_cache(cache))
     mask = torch.ones_like(more)
     ids = more[:, 25:]
     same = ours.generate(
-        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, past_key_values=twin
+        ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **with_cache(twin)
     )
     assert same[:, 4:].tolist() == second[:, 29:].tolist()
     assert [layer.seen for layer in cache.report().layers] == [[34]] * 2
     # and by hand: prompt, decode steps, one chunk of four, decode steps
     straight = H2OCache(ours.config, SMALL)
     with torch.no_grad():
-        ours(prompt, past_key_values=straight)
+        ours(prompt, **with_cache(straight))
         for i in range(20, 25):
-            ours(first[:, i : i + 1], past_key_values=straight)
-        logits = ours(more[:, 25:], past_key_values=straight).logits
+            ours(first[:, i : i + 1], **with_cache(straight))
+        logits = ours(more[:, 25:], **with_cache(straight)).logits
     assert logits[0, -1].argmax() == second[0, 29]
 
 
@@ -104,11 +105,11 @@ def test_reset_makes_a_new_conversation():
     ours = model("llama")
     one, two = prompts(20, 14)
     cache = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
-    greedy(ours, {"input_ids": one}, past_key_values=cache)
+    greedy(ours, {"input_ids": one}, **with_cache(cache))
     cache.reset()
-    again = greedy(ours, {"input_ids": two}, past_key_values=cache)
+    again = greedy(ours, {"input_ids": two}, **with_cache(cache))
     fresh = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
-    assert again.tolist() == greedy(ours, {"input_ids": two}, past_key_values=fresh).tolist()
+    assert again.tolist() == greedy(ours, {"input_ids": two}, **with_cache(fresh)).tolist()
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -117,10 +118,10 @@ def test_a_copied_cache_goes_on_alike(name, twin):
     ours = model(name)
     (prompt,) = prompts(20)
     cache = H2OCache(ours.config, SMALL)
-    start = ours.generate(prompt, max_new_tokens=5, do_sample=False, past_key_values=cache)
+    start = ours.generate(prompt, max_new_tokens=5, do_sample=False, **with_cache(cache))
     other = twin(cache)
-    expected = ours.generate(start, max_new_tokens=10, do_sample=False, past_key_values=cache)
-    got = ours.generate(start, max_new_tokens=10, do_sample=False, past_key_values=other)
+    expected = ours.generate(start, max_new_tokens=10, do_sample=False, **with_cache(cache))
+    got = ours.generate(start, max_new_tokens=10, do_sample=False, **with_cache(other))
     assert got.tolist() == expected.tolist()
     torch.testing.assert_close(other.kept(1), cache.kept(1), rtol=0, atol=0)
 
@@ -130,11 +131,11 @@ def test_chunked_prompt_with_its_length_told():
     ours = model("llama")
     inputs = batch(prompts(12, 23))
     with_length = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0, prompt_length=[12, 23])
-    greedy(ours, inputs, past_key_values=with_length, prefill_chunk_size=8)
+    greedy(ours, inputs, **with_cache(with_length), prefill_chunk_size=8)
     assert with_length.report().layers[0].budget == [3 + 3, 6 + 6]
     untold = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
     with pytest.raises(ValueError, match="prompt_length"):
-        greedy(ours, inputs, past_key_values=untold, prefill_chunk_size=8)
+        greedy(ours, inputs, **with_cache(untold), prefill_chunk_size=8)
 
 
 def test_half_precision_is_near_the_full_cache():
@@ -144,7 +145,7 @@ def test_half_precision_is_near_the_full_cache():
         exact = model("llama", "sdpa")
         with torch.no_grad():
             cache = H2OCache(ours.config, H2OConfig.full())
-            got = ours(**inputs, past_key_values=cache).logits.float()
+            got = ours(**inputs, **with_cache(cache)).logits.float()
             sdpa = theirs(**inputs).logits.float()
             truth = exact(**inputs).logits
         real = inputs["attention_mask"].bool()
@@ -161,9 +162,9 @@ def test_autocast():
     real = inputs["attention_mask"].bool()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         cache = H2OCache(ours.config, H2OConfig.full())
-        got = ours(**inputs, past_key_values=cache).logits[real]
+        got = ours(**inputs, **with_cache(cache)).logits[real]
         expected = theirs(**inputs).logits[real]
-        ours(inputs["input_ids"][:, :1], past_key_values=cache)
+        ours(inputs["input_ids"][:, :1], **with_cache(cache))
     assert cache.layers[0].keys.dtype == torch.bfloat16
     assert (got - expected).abs().mean() < 0.05 * expected.abs().mean()
 
@@ -174,9 +175,9 @@ def test_offloaded_weights():
     accelerate = pytest.importorskip("accelerate")
     inputs = batch(prompts(12, 23))
     ours = model("llama")
-    expected = greedy(ours, inputs, past_key_values=H2OCache(ours.config, SMALL))
+    expected = greedy(ours, inputs, **with_cache(H2OCache(ours.config, SMALL)))
     accelerate.cpu_offload(ours, execution_device="cpu")
-    got = greedy(ours, inputs, past_key_values=H2OCache(ours.config, SMALL))
+    got = greedy(ours, inputs, **with_cache(H2OCache(ours.config, SMALL)))
     assert got.tolist() == expected.tolist()
 
 
@@ -186,7 +187,7 @@ def test_threads_with_caches_of_their_own_do_not_meet():
 
     def run(ids):
         cache = H2OCache(ours.config, SMALL)
-        tokens = greedy(ours, {"input_ids": ids}, 40, past_key_values=cache)
+        tokens = greedy(ours, {"input_ids": ids}, 40, **with_cache(cache))
         return tokens.tolist(), [x.tolist() for x in cache.kept(1)]
 
     alone = [run(ids) for ids in texts]
@@ -227,7 +228,7 @@ def test_smollm2_with_every_token_kept_writes_what_sdpa_writes():
     expected = greedy(ours, dict(inputs), 100)
     ours.set_attn_implementation("h2o")
     cache = H2OCache(ours.config, H2OConfig.full())
-    assert greedy(ours, dict(inputs), 100, past_key_values=cache).tolist() == expected.tolist()
+    assert greedy(ours, dict(inputs), 100, **with_cache(cache)).tolist() == expected.tolist()
     small = H2OCache(ours.config, heavy=8, recent=8)
-    assert greedy(ours, dict(inputs), 100, past_key_values=small).tolist() != expected.tolist()
+    assert greedy(ours, dict(inputs), 100, **with_cache(small)).tolist() != expected.tolist()
     assert small.report().layers[0].kept == [16]

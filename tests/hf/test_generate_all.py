@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCrit
 
 import h2o
 from h2o import H2OCache, H2OConfig, models
+from h2o.borrowed import with_cache
 from tests.hf.tiny import model, needs_compiler, prompts, shared, slow_if
 
 PAGE = resource.getpagesize()
@@ -45,7 +46,7 @@ def alone(ours, text, config, **kwargs):
     """The new tokens of one prompt."""
     cache = H2OCache(ours.config, config)
     ids = torch.tensor([text], device=ours.device)
-    return ours.generate(ids, past_key_values=cache, **kwargs)[0, len(text) :].tolist()
+    return ours.generate(ids, **with_cache(cache), **kwargs)[0, len(text) :].tolist()
 
 
 @functools.cache
@@ -195,20 +196,20 @@ def test_prefix():
     document, *questions = texts(40, 3, 9, 5, 6, seed=4)
     cache = H2OCache(ours.config, CONFIGS["h2o"])
     with torch.no_grad():
-        ours(torch.tensor([document], device=ours.device), past_key_values=cache)
+        ours(torch.tensor([document], device=ours.device), **with_cache(cache))
     asked = [document + question for question in questions]
     results = list(
         h2o.generate_all(ours, asked, CONFIGS["h2o"], rows=2, prefix=cache, max_new_tokens=8)
     )
     for text, result in zip(asked, results, strict=True):
         ids = torch.tensor([text], device=ours.device)
-        new = ours.generate(ids, past_key_values=cache.fork(), max_new_tokens=8, do_sample=False)
+        new = ours.generate(ids, **with_cache(cache.fork()), max_new_tokens=8, do_sample=False)
         assert result.ids == new[0, len(text) :].tolist()
     assert cache.get_seq_length() == len(document)
     goes_on = cache.fork()
     again = h2o.generate_all(ours, asked, CONFIGS["h2o"], rows=2, prefix=goes_on, max_new_tokens=8)
     ours.generate(
-        torch.tensor([asked[0]], device=ours.device), past_key_values=goes_on, max_new_tokens=3
+        torch.tensor([asked[0]], device=ours.device), **with_cache(goes_on), max_new_tokens=3
     )
     assert [result.ids for result in again] == [result.ids for result in results]
     (lost,) = h2o.generate_all(
@@ -471,7 +472,7 @@ def test_a_prefix_that_was_read_otherwise(rows, config, words):
     ours = model("llama")
     cache = H2OCache(ours.config, config)
     with torch.no_grad():
-        ours(torch.tensor(texts(20) * rows, device=ours.device), past_key_values=cache)
+        ours(torch.tensor(texts(20) * rows, device=ours.device), **with_cache(cache))
     with pytest.raises(ValueError, match=words):
         h2o.generate_all(ours, [], CONFIGS["h2o"], rows=2, prefix=cache)
 
@@ -541,7 +542,7 @@ def test_prompts_that_no_graph_reads(dynamo):
     document, *rest = texts(20, 5, 9, 7)
     prefix = H2OCache(ours.config, config)
     with torch.no_grad():
-        ours(torch.tensor([document]), past_key_values=prefix)
+        ours(torch.tensor([document]), **with_cache(prefix))
     for settings, more in ((CONFIGS["fractions"], {}), (config, {"prefix": prefix})):
         torch._dynamo.reset()
         counters.clear()

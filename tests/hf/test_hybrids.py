@@ -20,6 +20,7 @@ from h2o import (
     simulated,
     supports,
 )
+from h2o.borrowed import with_cache
 from h2o.hf import states
 from h2o.hf.layer_kinds import HYBRIDS, has_states, kind_of
 from h2o.hf.layer_state import state_of
@@ -56,10 +57,10 @@ every = pytest.mark.parametrize(
 
 def stepwise(ours, ids, prompt, cache):
     """Logits of a prompt and then of one token after the other."""
-    out = [ours(ids[:, :prompt], past_key_values=cache).logits]
+    out = [ours(ids[:, :prompt], **with_cache(cache)).logits]
     for i in range(prompt, ids.shape[1]):
         where = {"position_ids": torch.tensor([[i]])}  # which Bamba does not count by itself
-        out.append(ours(ids[:, i : i + 1], past_key_values=cache, **where).logits)
+        out.append(ours(ids[:, i : i + 1], **with_cache(cache), **where).logits)
     return torch.cat(out, dim=1)
 
 
@@ -92,10 +93,10 @@ def assert_same(one, other):
 def rows_as_alone(ours, rows):
     """The small cache of a batch, each row of which answered what it answers alone."""
     cache = H2OCache(ours.config, **SMALL)
-    tokens = greedy(ours, batch(rows), 12, past_key_values=cache)
+    tokens = greedy(ours, batch(rows), 12, **with_cache(cache))
     for b, row in enumerate(rows):
         alone = H2OCache(ours.config, **SMALL)
-        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
+        expected = greedy(ours, {"input_ids": row}, 12, **with_cache(alone))
         assert tokens[b].tolist() == expected[0].tolist()
     return cache
 
@@ -108,7 +109,7 @@ def test_a_budget_for_all_gives_the_full_caches_tokens(name):
         inputs = batch(prompts(23))
     expected = greedy(theirs, inputs, 32)
     cache = H2OCache(ours.config, H2OConfig.full())
-    assert greedy(ours, inputs, 32, past_key_values=cache).tolist() == expected.tolist()
+    assert greedy(ours, inputs, 32, **with_cache(cache)).tolist() == expected.tolist()
     assert len(expected.unique()) > 10
 
 
@@ -132,32 +133,32 @@ def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
     ours, (ids, more) = model(name), prompts(20, 4)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
     cache.save(tmp_path / "cache.safetensors", ours)
     loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
     assert_same(loaded, cache)
     twice, once = cache.fork(2), cache.fork()
     again = {"input_ids": torch.cat([ids, more], dim=1)}
-    expected = greedy(ours, again, 8, past_key_values=cache)
+    expected = greedy(ours, again, 8, **with_cache(cache))
     assert_same(loaded, once)  # which the text has not reached
     for other in (loaded, once):
-        assert greedy(ours, again, 8, past_key_values=other).tolist() == expected.tolist()
+        assert greedy(ours, again, 8, **with_cache(other)).tolist() == expected.tolist()
         assert_same(other, cache)
     again = {"input_ids": again["input_ids"].repeat(2, 1)}
-    assert greedy(ours, again, 8, past_key_values=twice).tolist() == expected.tolist() * 2
+    assert greedy(ours, again, 8, **with_cache(twice)).tolist() == expected.tolist() * 2
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_reset_takes_another_number_of_rows(name):
     ours = model(name)
     cache = H2OCache(ours.config, **SMALL)
-    greedy(ours, batch(prompts(17, 23)), 4, past_key_values=cache)
+    greedy(ours, batch(prompts(17, 23)), 4, **with_cache(cache))
     cache.reset()
     assert not any(map(len, everything(cache)))
     (row,) = prompts(20, seed=1)
-    again = greedy(ours, {"input_ids": row}, 8, past_key_values=cache)
+    again = greedy(ours, {"input_ids": row}, 8, **with_cache(cache))
     fresh = H2OCache(ours.config, **SMALL)
-    assert again.tolist() == greedy(ours, {"input_ids": row}, 8, past_key_values=fresh).tolist()
+    assert again.tolist() == greedy(ours, {"input_ids": row}, 8, **with_cache(fresh)).tolist()
     assert_same(cache, fresh)
 
 
@@ -166,7 +167,7 @@ def test_rows_are_chosen_in_states_too(name):
     ours, rows = model(name), prompts(20, 20)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(torch.cat(rows), past_key_values=cache)
+        ours(torch.cat(rows), **with_cache(cache))
     chosen, swapped, doubled = cache.fork(), cache.fork(), cache.fork()
     chosen.batch_select_indices(torch.tensor([1]))
     swapped.reorder_cache(torch.tensor([1, 0]))
@@ -186,14 +187,14 @@ def test_a_dynamic_cache_is_taken_over_with_its_states(name):
     ours, (ids, more) = model(name), prompts(20, 4)
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
-        ours(ids, past_key_values=full)
+        ours(ids, **with_cache(full))
     cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
     again = {"input_ids": torch.cat([ids, more], dim=1)}
-    got = greedy(ours, again, 8, past_key_values=cache)
-    assert got.tolist() == greedy(ours, again, 8, past_key_values=full).tolist()
+    got = greedy(ours, again, 8, **with_cache(cache))
+    assert got.tolist() == greedy(ours, again, 8, **with_cache(full)).tolist()
     small = H2OCache.from_dynamic_cache(full, ours.config, **SMALL)
     greedy(ours, {"input_ids": torch.cat([again["input_ids"], got, more], dim=1)}, 2,
-           past_key_values=small)  # fmt: skip
+           **with_cache(small))  # fmt: skip
     kinds = supports(ours.config).layers
     assert all(
         int((small.kept(i)[0] >= 0).sum(-1).max()) == 12
@@ -206,7 +207,7 @@ def test_a_dynamic_cache_of_other_layers_is_refused():
     ours, plain = model("qwen3_next"), model("llama")
     full = DynamicCache(config=plain.config)
     with torch.no_grad():
-        plain(*prompts(20), past_key_values=full)
+        plain(*prompts(20), **with_cache(full))
     config = ours.config
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     with pytest.raises(ValueError, match="layer 0 of the DynamicCache is a DynamicLayer"):
@@ -217,7 +218,7 @@ def test_a_dynamic_cache_of_other_layers_is_refused():
 def test_the_report_tells_states_from_keys(name):
     ours = model(name)
     cache = H2OCache(ours.config, **SMALL)
-    greedy(ours, batch(prompts(17, 23)), 4, past_key_values=cache)
+    greedy(ours, batch(prompts(17, 23)), 4, **with_cache(cache))
     report = cache.report()
     for layer, layer_cache in zip(report.layers, cache.layers, strict=True):
         assert layer.kind == kind_of(layer_cache)
@@ -248,19 +249,19 @@ def test_a_pass_that_broke_off_amid_states_is_noticed(name, later, monkeypatch):
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
         if later:
-            ours(ids, past_key_values=cache)
+            ours(ids, **with_cache(cache))
         first = next(i for i, x in enumerate(cache.layers) if has_states(x))
         broken = ours.base_model.layers[first + 1]
         with monkeypatch.context() as patch:
             patch.setattr(broken, "forward", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                ours(ids[:, :1], past_key_values=cache)
+                ours(ids[:, :1], **with_cache(cache))
         with pytest.raises(RuntimeError, match=r"broke off between two layers.*cache\.reset"):
-            ours(ids[:, :1], past_key_values=cache)
+            ours(ids[:, :1], **with_cache(cache))
         with pytest.raises(RuntimeError, match="broke off"):
             cache.fork()
         cache.reset()
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
 
 
 def test_what_cannot_be_taken_back_is_refused():
@@ -270,7 +271,7 @@ def test_what_cannot_be_taken_back_is_refused():
     cache = H2OCache(ours.config, **SMALL)
     cache.activate_past_recording()
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
     before = cache.fork()
     with pytest.raises(NotImplementedError, match=r"recurrent states.*fork\(\)"):
         cache.crop(-2)
@@ -279,7 +280,7 @@ def test_what_cannot_be_taken_back_is_refused():
     assert cache.get_seq_length() == 0
     with pytest.raises(ValueError, match="stateful"):  # transformers' own words
         greedy(ours, {"input_ids": ids}, prompt_lookup_num_tokens=3,
-               past_key_values=H2OCache(ours.config, **SMALL))  # fmt: skip
+               **with_cache(H2OCache(ours.config, **SMALL)))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm3"])
@@ -288,12 +289,12 @@ def test_convolutions_go_back(name):
     cache, expected = (H2OCache(ours.config, **SMALL) for _ in range(2))
     cache.activate_past_recording()
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
         cache.crop(-3)
-        ours(ids[:, :17], past_key_values=expected)
-        got = ours(ids[:, 17:18], past_key_values=cache).logits
+        ours(ids[:, :17], **with_cache(expected))
+        got = ours(ids[:, 17:18], **with_cache(cache)).logits
         cache.crop(0)
-        torch.testing.assert_close(got, ours(ids[:, 17:18], past_key_values=expected).logits)
+        torch.testing.assert_close(got, ours(ids[:, 17:18], **with_cache(expected)).logits)
     for here, there in zip(everything(cache), everything(expected), strict=True):
         for key in here:
             if key.startswith("states."):
@@ -306,7 +307,7 @@ def test_prompt_lookup_where_states_go_back(name):
     text = {"input_ids": ids.repeat(1, 3)}
     expected = greedy(model(name, "sdpa"), text)
     cache = H2OCache(ours.config, H2OConfig.full())
-    got = greedy(ours, text, prompt_lookup_num_tokens=4, past_key_values=cache)
+    got = greedy(ours, text, prompt_lookup_num_tokens=4, **with_cache(cache))
     assert got.tolist() == expected.tolist()
 
 
@@ -332,7 +333,7 @@ def test_sparse_attention_is_refused_by_name():
 def test_patched_with_beams(name):
     ours = model(name)
     inputs = batch(prompts(17, 23))
-    expected = greedy(ours, inputs, 8, past_key_values=H2OCache(ours.config, **SMALL), num_beams=3)
+    expected = greedy(ours, inputs, 8, **with_cache(H2OCache(ours.config, **SMALL)), num_beams=3)
     with patched(ours, **SMALL) as patch:
         assert greedy(ours, inputs, 8, num_beams=3).tolist() == expected.tolist()
         assert patch.cache.report().total.bytes_states > 0
@@ -345,7 +346,7 @@ def test_rows_are_refilled_with_states(name):
     results = list(generate_all(ours, texts, rows=2, max_new_tokens=6, **SMALL))
     for row, result in zip(rows, results, strict=True):
         cache = H2OCache(ours.config, **SMALL)
-        alone = greedy(ours, {"input_ids": row}, 6, past_key_values=cache)
+        alone = greedy(ours, {"input_ids": row}, 6, **with_cache(cache))
         assert result.ids == alone[0].tolist()
         kept = [cache.kept(i)[0] for i, x in enumerate(cache.layers) if kind_of(x) == "h2o"]
         held = sum(int((x >= 0).sum()) for x in kept) / sum(x.shape[1] for x in kept)
@@ -368,7 +369,7 @@ def test_layers_without_keys_have_no_share(name):
     for kind, of_heads in zip(kinds, shares, strict=True):
         assert kind == "h2o" or set(of_heads) == {1.0}
     cache = H2OCache(ours.config, heavy=0.2, recent=0.2, min_tokens=0, shares=profile)
-    greedy(ours, {"input_ids": ids}, 4, past_key_values=cache)
+    greedy(ours, {"input_ids": ids}, 4, **with_cache(cache))
     analysis = analyze(ours, ids[0])
     assert analysis.layers == [i for i, kind in enumerate(kinds) if kind == "h2o"]
 
@@ -385,7 +386,7 @@ def test_the_decode_step_compiles(name):
     from tests.hf.test_compiled import compiling
 
     ours, inputs = model(name), batch(prompts(17, 23))
-    expected = greedy(ours, inputs, 8, past_key_values=H2OCache(ours.config, **SMALL))
+    expected = greedy(ours, inputs, 8, **with_cache(H2OCache(ours.config, **SMALL)))
     cache = H2OCache(ours.config, **SMALL, compileable=True)
-    got = greedy(ours, inputs, 8, past_key_values=cache, **compiling())
+    got = greedy(ours, inputs, 8, **with_cache(cache), **compiling())
     assert got.tolist() == expected.tolist()

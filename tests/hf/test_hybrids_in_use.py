@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from h2o import H2OCache, model_identity, patched, simulated
+from h2o.borrowed import with_cache
 from h2o.evaluate.setting import parse
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.stream import token_stream
@@ -48,17 +49,17 @@ def test_parts_on_the_disk(name, tmp_path):
     answers = []
     for one in (plain, ours):
         cache = H2OCache(one.config, **SMALL)
-        tokens = greedy(one, inputs, 8, past_key_values=cache).tolist()
+        tokens = greedy(one, inputs, 8, **with_cache(cache)).tolist()
         with patched(one, **SMALL):
             assert greedy(one, inputs, 8).tolist() == tokens
         with simulated(one, **SMALL), torch.no_grad():
             logits = one(ids, use_cache=False).logits
         cache = H2OCache(one.config, **SMALL)
         with torch.no_grad():
-            one(ids[:, :24], past_key_values=cache)
+            one(ids[:, :24], **with_cache(cache))
             cache.save(tmp_path / "cache.safetensors", one)
             loaded = H2OCache.load(tmp_path / "cache.safetensors", one)
-            more = [one(ids[:, 24:], past_key_values=x).logits for x in (cache, loaded)]
+            more = [one(ids[:, 24:], **with_cache(x)).logits for x in (cache, loaded)]
         assert torch.equal(*more)
         answers.append((tokens, logits, more[0]))
     (tokens, *expected), (again, *got) = answers
@@ -83,7 +84,7 @@ def test_a_stream_is_read_by_original_positions(name):
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
         for part in row.split(4, dim=1):
-            logits = ours(part, past_key_values=cache).logits
+            logits = ours(part, **with_cache(cache)).logits
     torch.testing.assert_close(reader._logits[0], logits[0, -1])
     assert full.points[-1].kv_bytes > reader.points[-1].kv_bytes
 
@@ -98,7 +99,7 @@ def test_a_stream_with_rolled_positions(name):
     with torch.no_grad():  # at the positions of the text, which are taken off again
         for i, part in enumerate(row.split(4, dim=1)):
             ids = torch.arange(4 * i, 4 * i + 4)[None]
-            logits = ours(part, past_key_values=cache, position_ids=ids).logits
+            logits = ours(part, **with_cache(cache), position_ids=ids).logits
     torch.testing.assert_close(reader._logits[0], logits[0, -1], rtol=0, atol=1e-3)
     assert reader.points[-1].highest_position == 15
 

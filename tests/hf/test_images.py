@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o import H2OCache, H2OConfig, simulated, supports
+from h2o.borrowed import with_cache
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, shared, slow_if, with_image
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -45,7 +46,7 @@ def longer(inputs, ids):
 def test_a_budget_for_all_gives_the_full_caches_tokens(name):
     ours, theirs, inputs = shared(name), shared(name, "sdpa"), illustrated(name, 17, 23)
     expected = greedy(theirs, inputs, 32)
-    got = greedy(ours, inputs, 32, past_key_values=H2OCache(ours.config, H2OConfig.full()))
+    got = greedy(ours, inputs, 32, **with_cache(H2OCache(ours.config, H2OConfig.full())))
     assert got.tolist() == expected.tolist()
     assert greedy(ours, inputs, 32).tolist() == expected.tolist()  # with a DynamicCache
     assert expected.tolist() != greedy(theirs, batch(prompts(17, 23)), 32).tolist()
@@ -57,10 +58,10 @@ def test_rows_are_rows_alone_and_the_budget_holds(name):
     ours, lengths = shared(name), (17, 30)
     inputs = illustrated(name, *lengths)
     cache = H2OCache(ours.config, **SMALL)
-    tokens = greedy(ours, inputs, 12, past_key_values=cache)
+    tokens = greedy(ours, inputs, 12, **with_cache(cache))
     for b, length in enumerate(lengths):
         alone = H2OCache(ours.config, **SMALL)
-        expected = greedy(ours, row_of(inputs, b, length), 12, past_key_values=alone)
+        expected = greedy(ours, row_of(inputs, b, length), 12, **with_cache(alone))
         assert tokens[b].tolist() == expected[0].tolist()
     for index, kind in enumerate(supports(ours).layers):
         if kind == "h2o":
@@ -73,7 +74,7 @@ def test_the_simulation_is_the_cache(name):
     ours, inputs = model(name), illustrated(name, 30)
     cache = H2OCache(ours.config, **SMALL, trace=True)
     made = ours.generate(
-        **inputs, past_key_values=cache, max_new_tokens=9, do_sample=False,
+        **inputs, **with_cache(cache), max_new_tokens=9, do_sample=False,
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     text = longer(inputs, made.sequences[:, 30:38])
@@ -91,13 +92,13 @@ def test_the_simulation_is_the_cache(name):
 def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
     ours, inputs, (more,) = shared(name), illustrated(name, 24), prompts(4, seed=1)
     cache = H2OCache(ours.config, **SMALL)
-    first = greedy(ours, inputs, 2, past_key_values=cache)
+    first = greedy(ours, inputs, 2, **with_cache(cache))
     cache.save(tmp_path / "cache.safetensors", ours)
     loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
     twice, once = cache.fork(2), cache.fork()
     again = {"input_ids": torch.cat([inputs["input_ids"], first, more.clamp(max=94)], dim=1)}
-    expected = greedy(ours, again, 8, past_key_values=cache).tolist()
+    expected = greedy(ours, again, 8, **with_cache(cache)).tolist()
     for other in (loaded, once):
-        assert greedy(ours, again, 8, past_key_values=other).tolist() == expected
+        assert greedy(ours, again, 8, **with_cache(other)).tolist() == expected
     again = {"input_ids": again["input_ids"].repeat(2, 1)}
-    assert greedy(ours, again, 8, past_key_values=twice).tolist() == expected * 2
+    assert greedy(ours, again, 8, **with_cache(twice)).tolist() == expected * 2

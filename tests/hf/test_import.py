@@ -242,12 +242,29 @@ def test_other_transformers_are_refused_by_name(tmp_path, version):
     result = run(code)
     assert "itself can be imported" in result.stdout, result.stderr
     assert "ImportError: h2o.H2OCache needs torch and transformers >= 5.4 and < 6" in result.stderr
-    assert f"here is {version}" in result.stderr
+    assert f"but transformers is {version}" in result.stderr
+
+
+def test_a_private_name_that_has_moved_is_reported_where_h2o_is_used():
+    """transformers itself is imported as ever, and h2o says once what it lacks."""
+    code = (
+        "import transformers.utils.output_capturing as capturing\n"
+        "del capturing._active_collector\n"
+        "import h2o, transformers.modeling_utils\n"
+        "print('transformers itself can be imported')\n"
+        "h2o.H2OCache"
+    )
+    result = run(code)
+    assert "itself can be imported" in result.stdout, result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: h2o.H2OCache does not work with transformers")
+    assert "_active_collector" in last
+    assert "h2o was tested with transformers 5.4 to" in last
 
 
 def test_versions_within_the_range_are_served():
     served = ["5.4.0", "5.4.0.dev0", "5.16.0rc1", "5.99.1"]
-    assert all(map(h2o.packages.serves_transformers, served))
+    assert all(map(h2o.packages.supports_transformers, served))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import h2o
+from h2o.borrowed import with_cache
 from tests.hf import tiny
 from tests.hf.test_analysis import Digits
 
@@ -40,7 +41,7 @@ def held():
     model = tiny.model("llama")
     inputs = tiny.batch(tiny.prompts(30, 22))
     cache = h2o.H2OCache(model.config, heavy=5, recent=4)
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    out = model.generate(**inputs, **with_cache(cache), max_new_tokens=8, do_sample=False)
     return cache, inputs, out
 
 
@@ -99,7 +100,7 @@ def test_heat_map(held):
     cache = h2o.H2OCache(model.config, heavy=300, recent=4)
     assert "nothing" in cache.kept(0)._repr_html_()
     with torch.no_grad():
-        model(tiny.prompts(450)[0], past_key_values=cache)
+        model(tiny.prompts(450)[0], **with_cache(cache))
     parsed = Balanced(cache.kept(0)._repr_html_())
     assert 2 * 100 < parsed.tags.count("rect") <= 2 * 200
     assert "304 of 450 keys held" in cache.kept(0)._repr_html_()

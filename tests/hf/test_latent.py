@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, supports
+from h2o.borrowed import with_cache
 from h2o.hf import linear_matrix
 from h2o.hf.latent_attention import Expansion
 from tests.cases import checkered
@@ -59,7 +60,7 @@ def test_what_the_cases_left_out_rest_on(name):
     assert not generation(ours)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(prompts(30)[0], past_key_values=cache)
+        ours(prompts(30)[0], **with_cache(cache))
     assert {layer.slots.keys.shape for layer in cache.layers} == {(1, 1, 13, 24)}
     assert all(layer.slots.values is None for layer in cache.layers)
 
@@ -78,7 +79,7 @@ def test_a_long_text_of_a_full_budget(name):
     ours, theirs = model(name), model(name, "sdpa")
     row = {"input_ids": prompts(40)[0]}
     cache = H2OCache(ours.config, H2OConfig.full())
-    assert greedy(ours, row, 32, past_key_values=cache).tolist() == greedy(theirs, row, 32).tolist()
+    assert greedy(ours, row, 32, **with_cache(cache)).tolist() == greedy(theirs, row, 32).tolist()
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -92,10 +93,10 @@ def test_a_dynamic_cache_goes_on_under_h2o(name):
 def test_each_row_is_the_row_alone(name, chosen):
     ours, config, rows = shared(name), small(chosen), prompts(*LENGTHS)
     cache = H2OCache(ours.config, config)
-    tokens = greedy(ours, batch(rows), 12, past_key_values=cache)
+    tokens = greedy(ours, batch(rows), 12, **with_cache(cache))
     for b, row in enumerate(rows):
         alone = H2OCache(ours.config, config)
-        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
+        expected = greedy(ours, {"input_ids": row}, 12, **with_cache(alone))
         assert tokens[b].tolist() == expected[0].tolist()
         assert [held(cache, i, b) for i in (0, 1)] == [held(alone, i, 0) for i in (0, 1)]
 
@@ -109,9 +110,9 @@ def test_simulation_is_the_cache(name, chosen):
     ids = prompts(40, seed=3)[0]  # whose largest scores are no ties
     cache = H2OCache(ours.config, config, trace=True)
     with torch.no_grad():
-        steps = [ours(ids[:, :20], past_key_values=cache).logits]
+        steps = [ours(ids[:, :20], **with_cache(cache)).logits]
         for i in range(20, 40):
-            steps.append(ours(ids[:, i : i + 1], past_key_values=cache).logits)
+            steps.append(ours(ids[:, i : i + 1], **with_cache(cache)).logits)
         with h2o.simulated(
             ours, config, prompt_length=20, ratio_of="prompt", trace=True
         ) as simulation:
@@ -131,7 +132,7 @@ def test_simulation_is_the_cache(name, chosen):
 def test_a_slot_is_one_row_for_all_heads(name):
     ours = model(name)
     cache = H2OCache(ours.config, **SMALL)
-    greedy(ours, {"input_ids": prompts(30)[0]}, 8, past_key_values=cache)
+    greedy(ours, {"input_ids": prompts(30)[0]}, 8, **with_cache(cache))
     for layer in cache.layers:
         positions, scores = layer.kept()
         assert positions.shape == (1, 1, 12)
@@ -153,7 +154,7 @@ def test_copies_and_files(name, chosen, tmp_path):
     document, question = prompts(30, 6)
     cache = H2OCache(ours.config, config)
     with torch.no_grad():
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
     cache.save(tmp_path / "document.safetensors", ours)
     both = {"input_ids": torch.cat([document, question], 1)}
     forks = [
@@ -161,14 +162,14 @@ def test_copies_and_files(name, chosen, tmp_path):
         copy.deepcopy(cache),
         H2OCache.load(tmp_path / "document.safetensors", ours),
     ]
-    answers = [greedy(ours, both, 10, past_key_values=x).tolist() for x in [*forks, cache]]
+    answers = [greedy(ours, both, 10, **with_cache(x)).tolist() for x in [*forks, cache]]
     assert answers.count(answers[0]) == 4
     cache.reset()
     again = H2OCache(ours.config, config)
     row = {"input_ids": document}
     assert (
-        greedy(ours, row, 8, past_key_values=cache).tolist()
-        == greedy(ours, row, 8, past_key_values=again).tolist()
+        greedy(ours, row, 8, **with_cache(cache)).tolist()
+        == greedy(ours, row, 8, **with_cache(again)).tolist()
     )
 
 
@@ -180,7 +181,7 @@ def test_goes_on_from_a_dynamic_cache(name):
     full, mask = DynamicCache(config=ours.config), inputs["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        theirs(**inputs, position_ids=positions, past_key_values=full)
+        theirs(**inputs, position_ids=positions, **with_cache(full))
     cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full(), attention_mask=mask)
     for ours_layer, theirs_layer in zip(cache.layers, full.layers, strict=True):
         latents, rotated = ours_layer.held()
@@ -192,19 +193,19 @@ def test_goes_on_from_a_dynamic_cache(name):
         "attention_mask": torch.cat([mask, mask.new_ones(2, 3)], 1),
     }
     expected = greedy(theirs, turn, 10)
-    assert greedy(ours, turn, 10, past_key_values=cache).tolist() == expected.tolist()
+    assert greedy(ours, turn, 10, **with_cache(cache)).tolist() == expected.tolist()
     small_cache = H2OCache.from_dynamic_cache(full, ours.config, **SMALL, attention_mask=mask)
-    greedy(ours, turn, 10, past_key_values=small_cache)
+    greedy(ours, turn, 10, **with_cache(small_cache))
     assert small_cache.kept(0)[0].shape == (2, 1, 12)
 
 
 def test_assisted_decoding_takes_tokens_back():
     ours = model("deepseek_v2")
     row = {"input_ids": prompts(8)[0].repeat(1, 4)}
-    plain = greedy(ours, row, 24, past_key_values=H2OCache(ours.config, H2OConfig.full()))
+    plain = greedy(ours, row, 24, **with_cache(H2OCache(ours.config, H2OConfig.full())))
     cache = H2OCache(ours.config, H2OConfig.full())
     cache.activate_past_recording()
-    looked_up = greedy(ours, row, 24, past_key_values=cache, prompt_lookup_num_tokens=3)
+    looked_up = greedy(ours, row, 24, **with_cache(cache), prompt_lookup_num_tokens=3)
     assert looked_up.tolist() == plain.tolist()
 
 
@@ -214,14 +215,14 @@ def test_two_threads():
     ours = model("deepseek_v3")
     rows = prompts(20, 26, 31, 37)
     expected = [
-        greedy(ours, {"input_ids": x}, 10, past_key_values=H2OCache(ours.config, **SMALL)).tolist()
+        greedy(ours, {"input_ids": x}, 10, **with_cache(H2OCache(ours.config, **SMALL))).tolist()
         for x in rows
     ]
     got = [None] * len(rows)
 
     def work(i):
         cache = H2OCache(ours.config, **SMALL)
-        got[i] = greedy(ours, {"input_ids": rows[i]}, 10, past_key_values=cache).tolist()
+        got[i] = greedy(ours, {"input_ids": rows[i]}, 10, **with_cache(cache)).tolist()
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(rows))]
     for thread in threads:
@@ -239,14 +240,14 @@ def test_a_pass_that_broke_off_leaves_nothing_behind():
     projection = ours.model.layers[1].self_attn.kv_b_proj
     hook = projection.register_forward_pre_hook(lambda *_: 1 / 0)
     with torch.no_grad(), pytest.raises(ZeroDivisionError):
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
     hook.remove()
     with torch.no_grad():
-        assert torch.equal(ours(ids, past_key_values=DynamicCache()).logits, expected)
+        assert torch.equal(ours(ids, **with_cache(DynamicCache())).logits, expected)
         with pytest.raises(RuntimeError, match="broke off"):
-            ours(ids, past_key_values=cache)
+            ours(ids, **with_cache(cache))
         cache.reset()
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
 
 
 class Wrapped(torch.nn.Module):
@@ -283,7 +284,7 @@ def test_a_projection_that_is_no_plain_matrix(monkeypatch):
     for _ in range(2):
         caches = [H2OCache(ours.config, **SMALL) for _ in range(2)]
         answers = [
-            greedy(x, row, 12, past_key_values=cache)
+            greedy(x, row, 12, **with_cache(cache))
             for x, cache in zip((ours, twin), caches, strict=True)
         ]
         assert torch.equal(*answers)
@@ -310,7 +311,7 @@ def test_a_projection_that_changes_between_two_steps(change):
     with torch.no_grad():
         for piece in ids.split([30, 1, 1], 1):
             logits = [
-                x(piece, past_key_values=cache).logits
+                x(piece, **with_cache(cache)).logits
                 for x, cache in zip((ours, twin), caches, strict=True)
             ]
             torch.testing.assert_close(*logits)
@@ -377,7 +378,7 @@ def test_a_quantised_projection_is_asked_for_its_matrix_once(monkeypatch):
     )
     with torch.no_grad():
         for piece in ids.split([20, *[1] * 10], 1):
-            got, expected = (ours(piece, past_key_values=x).logits for x in (cache, full))
+            got, expected = (ours(piece, **with_cache(x)).logits for x in (cache, full))
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
     assert len(calls) == 2  # layers
 
@@ -389,9 +390,9 @@ def test_half_precision_is_near_float32():
     exact = DynamicCache(config=ours.config)
     with torch.no_grad():
         for piece in (ids[:, :20], *ids[:, 20:].split(1, dim=1)):
-            wanted = ours(piece, past_key_values=exact).logits
-            got = half(piece, past_key_values=cache).logits.float()
-            theirs = half(piece, past_key_values=full).logits.float()
+            wanted = ours(piece, **with_cache(exact)).logits
+            got = half(piece, **with_cache(cache)).logits.float()
+            theirs = half(piece, **with_cache(full)).logits.float()
             assert (got - wanted).abs().mean() < 1.5 * (theirs - wanted).abs().mean() + 1e-3
 
 
@@ -414,13 +415,13 @@ def test_a_language_model_within_one_that_reads_images():
     expected = greedy(ours, batch(rows), 32)
     ours.set_attn_implementation("h2o")
     cache = H2OCache(ours.config, H2OConfig.full())
-    assert greedy(ours, batch(rows), 32, past_key_values=cache).tolist() == expected.tolist()
+    assert greedy(ours, batch(rows), 32, **with_cache(cache)).tolist() == expected.tolist()
     cache = H2OCache(ours.config, **SMALL)
-    together = greedy(ours, batch(rows), 12, past_key_values=cache).tolist()
+    together = greedy(ours, batch(rows), 12, **with_cache(cache)).tolist()
     assert cache.kept(0)[0].shape == (2, 1, 12)
     for row, tokens in zip(rows, together, strict=True):
         alone = H2OCache(ours.config, **SMALL)
-        assert greedy(ours, {"input_ids": row}, 12, past_key_values=alone).tolist() == [tokens]
+        assert greedy(ours, {"input_ids": row}, 12, **with_cache(alone)).tolist() == [tokens]
 
 
 # ---- Refused -----------------------------------------------------------------------------------
@@ -466,7 +467,7 @@ def test_a_part_of_the_bytes(kv_dtype):
     config = dataclasses.replace(H2OConfig.robust(0.3, of="bytes"), kv_dtype=kv_dtype)
     cache = H2OCache(ours.config, config)
     with torch.no_grad():
-        ours(prompts(200)[0], past_key_values=cache)
+        ours(prompts(200)[0], **with_cache(cache))
     assert cache.layers[0].config.kv_dtype == ("int8" if kv_dtype else None)
     total = cache.report().total
     share = (total.bytes_held + total.bytes_bookkeeping) / total.bytes_full

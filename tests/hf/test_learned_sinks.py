@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, attention_blocks, ops, supports
 from h2o.analysis import collect, removal
+from h2o.borrowed import with_cache
 from h2o.calibration import head_costs, refine
 from h2o.hf import attention
 from tests.hf.drive import Attention, feed, forward, new_cache, tensors
@@ -74,9 +75,9 @@ def test_values_larger_than_keys_are_refused():
 def test_full_budget_is_the_full_cache(name):
     ours, theirs = made(name), made(name, "eager")
     inputs = batch(prompts(*LENGTHS))
-    expected = greedy(theirs, inputs, 32, past_key_values=DynamicCache(config=theirs.config))
+    expected = greedy(theirs, inputs, 32, **with_cache(DynamicCache(config=theirs.config)))
     cache = H2OCache(ours.config, H2OConfig.full())
-    assert greedy(ours, inputs, 32, past_key_values=cache).tolist() == expected.tolist()
+    assert greedy(ours, inputs, 32, **with_cache(cache)).tolist() == expected.tolist()
 
 
 @every_family
@@ -84,7 +85,7 @@ def test_a_small_budget_is_held_and_changes_the_text(name):
     ours = made(name)
     inputs = batch(prompts(*LENGTHS))
     cache = H2OCache(ours.config, **SMALL)
-    tokens = greedy(ours, inputs, 32, past_key_values=cache)
+    tokens = greedy(ours, inputs, 32, **with_cache(cache))
     for layer in (1, 3):
         positions, scores = cache.kept(layer)
         assert positions.shape[-1] == 12
@@ -101,10 +102,10 @@ def test_each_row_is_the_row_alone(name, chosen):
     ours = made(name)
     config = policy(chosen, ours)
     rows = prompts(*LENGTHS)
-    tokens = greedy(ours, batch(rows), 12, past_key_values=H2OCache(ours.config, config))
+    tokens = greedy(ours, batch(rows), 12, **with_cache(H2OCache(ours.config, config)))
     for b, row in enumerate(rows):
         alone = H2OCache(ours.config, config)
-        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
+        expected = greedy(ours, {"input_ids": row}, 12, **with_cache(alone))
         assert tokens[b].tolist() == expected[0].tolist()
 
 
@@ -119,11 +120,11 @@ def test_forks_and_files_go_on_alike(name, tmp_path):
     document, question = prompts(30, 7)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
     cache.save(tmp_path / "document", ours)
     both = {"input_ids": torch.cat([document, question], dim=1)}
     forks = [cache.fork(), H2OCache.load(tmp_path / "document", ours), cache]
-    answers = [greedy(ours, both, past_key_values=fork).tolist() for fork in forks]
+    answers = [greedy(ours, both, **with_cache(fork)).tolist() for fork in forks]
     assert answers[0] == answers[1] == answers[2]
 
 
@@ -133,11 +134,11 @@ def test_a_filled_dynamic_cache_is_taken_over(name):
     document, question = prompts(30, 7)
     full = DynamicCache(config=theirs.config)
     with torch.no_grad():
-        theirs(document, past_key_values=full)
+        theirs(document, **with_cache(full))
     cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
     both = {"input_ids": torch.cat([document, question], dim=1)}
-    expected = greedy(theirs, both, past_key_values=full)
-    assert greedy(ours, both, past_key_values=cache).tolist() == expected.tolist()
+    expected = greedy(theirs, both, **with_cache(full))
+    assert greedy(ours, both, **with_cache(cache)).tolist() == expected.tolist()
 
 
 @every_family
@@ -145,11 +146,11 @@ def test_the_sinks_are_seen(name):
     """Else all of the above might hold without them."""
     ours, (ids,) = made(name), prompts(30)
     with torch.no_grad():
-        before = ours(ids, past_key_values=H2OCache(ours.config, **SMALL)).logits
+        before = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
         for module in ours.modules():
             if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
                 module.sinks.fill_(-torch.inf)
-        after = ours(ids, past_key_values=H2OCache(ours.config, **SMALL)).logits
+        after = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
     assert (before - after).abs().max() > 0.01
 
 
@@ -185,11 +186,11 @@ def test_compiled_steps():
     step = torch.compile(ours.forward, backend="eager")
     with torch.no_grad():
         for held in (plain, cache):
-            ours(ids, past_key_values=held)
+            ours(ids, **with_cache(held))
         for token in range(5, 25):
             new = torch.tensor([[token]], device=ids.device)
-            expected = ours(new, past_key_values=plain).logits
-            torch.testing.assert_close(step(new, past_key_values=cache).logits, expected)
+            expected = ours(new, **with_cache(plain)).logits
+            torch.testing.assert_close(step(new, **with_cache(cache)).logits, expected)
     torch._dynamo.reset()
 
 

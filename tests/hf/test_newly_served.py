@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoModelForImageTextToText
 
 from h2o import H2OCache, H2OConfig, supports
+from h2o.borrowed import CACHE, with_cache
 from h2o.hf.latent_attention import expands_after_cache
 from h2o.hf.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.shared_keys import SHARES_KEYS
@@ -59,6 +60,24 @@ MORE = {
     ]
 }
 """Language models of which tiny.py has none."""
+_GPTJ = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 512, "rotary_dim": 4}
+_ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4}
+_ROUTED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_LARA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+_LARA |= {"linear_value_head_dim": 8, "sliding_window": 10, "num_experts_per_tok": 2}
+_LARA |= {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+_LARA |= {"layer_types": [f"{x}_attention" for x in ("linear", "sliding", "linear", "full")]}
+SINCE_5_24 = [
+    Family("gptj", _GPTJ),
+    Family("codegen", _GPTJ),
+    Family("exaone"),
+    Family("apertus1p5_text"),
+    Family("sarvam_moe", _ROUTED),
+    Family("lara_mini", _LARA, layers=("states", "sliding", "states", "h2o")),
+    Family("sarvam_mla", _ROUTED | LATENT["deepseek_v3"].config if LATENT else {}),
+]
+"""Families that transformers 5.24 has brought, or given attention by its interface."""
+MORE |= {family.name: family for family in SINCE_5_24 if CACHE == "cache"}
 if "qwen3_5" in FAMILIES:
     _MOE = FAMILIES["qwen3_5"].config | _EXPERTS
     MORE["qwen3_5_moe_text"] = dataclasses.replace(
@@ -90,7 +109,11 @@ ALONE = (
     "gemma4 flint granite_swa granitemoe_swa qwen3_5_moe_text deepseek_v2 deepseek_v3 "
     "glm4_moe_lite minicpm3 mistral4 youtu axk1 longcat_flash kimi_linear bailing_hybrid"
 ).split()
-NAMES = [*ALONE, *(f"{name}, whole" for name in WITHIN)]
+NAMES = [
+    *ALONE,
+    *(x.name for x in SINCE_5_24 if x.name in MORE),
+    *(f"{name}, whole" for name in WITHIN),
+]
 every = pytest.mark.parametrize("name", NAMES)
 
 
@@ -137,7 +160,7 @@ def test_a_budget_for_all_gives_the_full_caches_tokens(name):
     inputs = batch(rows)
     expected = greedy(theirs, inputs, 32)
     cache = H2OCache(ours.config, H2OConfig.full())
-    assert greedy(ours, inputs, 32, past_key_values=cache).tolist() == expected.tolist()
+    assert greedy(ours, inputs, 32, **with_cache(cache)).tolist() == expected.tolist()
     assert len(expected.unique()) > 5
 
 
@@ -163,13 +186,13 @@ def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
     ours, (ids, more) = made(name), prompts(20, 4)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
     cache.save(tmp_path / "cache.safetensors", ours)
     loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
     once = cache.fork()
     assert_same(loaded, cache)
     again = {"input_ids": torch.cat([ids, more], dim=1)}
-    expected = greedy(ours, again, 8, past_key_values=cache)
+    expected = greedy(ours, again, 8, **with_cache(cache))
     for other in (loaded, once):
-        assert greedy(ours, again, 8, past_key_values=other).tolist() == expected.tolist()
+        assert greedy(ours, again, 8, **with_cache(other)).tolist() == expected.tolist()
         assert_same(other, cache)

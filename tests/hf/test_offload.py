@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from h2o import H2OCache, generate_all, model_identity, patched, read, simulated
+from h2o.borrowed import with_cache
 from h2o.models import embedded_folder
 from tests.hf.drive import feed, new_cache
 from tests.hf.tiny import batch, greedy, model, prompts
@@ -33,14 +34,14 @@ def everything(ours):
     simulation."""
     inputs = batch(prompts(40, 33))
     cache = H2OCache(ours.config, **SMALL)
-    tokens = [greedy(ours, inputs, 20, past_key_values=cache).tolist()]
+    tokens = [greedy(ours, inputs, 20, **with_cache(cache)).tolist()]
     asked = [ids[0].tolist() for ids in prompts(40, 33, 7)]
     rows = generate_all(ours, asked, **SMALL, rows=2, max_new_tokens=9)
     tokens += [result.ids for result in rows]
     document, question = (ids for ids in prompts(30, 4))
     cache = read(ours, document, **SMALL, repeat=torch.tensor([[5, 6]]))
     ids = torch.cat([document, question], dim=1)
-    tokens.append(greedy(ours, {"input_ids": ids}, 9, past_key_values=cache).tolist())
+    tokens.append(greedy(ours, {"input_ids": ids}, 9, **with_cache(cache)).tolist())
     with patched(ours, heavy=0.2, recent=0.1, min_tokens=0):
         tokens.append(greedy(ours, inputs, 20).tolist())
     with simulated(ours, **SMALL), torch.no_grad():
@@ -67,11 +68,11 @@ def test_parts_on_the_disk(tmp_path, name):
     (ids,) = prompts(30)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(ids[:, :24], past_key_values=cache)
+        ours(ids[:, :24], **with_cache(cache))
     cache.save(tmp_path / "cache.safetensors", ours)
     loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
     with torch.no_grad():
-        got, expected = (ours(ids[:, 24:], past_key_values=x).logits for x in (loaded, cache))
+        got, expected = (ours(ids[:, 24:], **with_cache(x)).logits for x in (loaded, cache))
     assert torch.equal(got, expected)
 
 
@@ -123,5 +124,5 @@ def test_the_default_model(tmp_path):
             folder, config=config, attn_implementation="h2o", **more
         )
         cache = H2OCache(ours.config, heavy=16, recent=16)
-        tokens.append(greedy(ours, inputs, 24, past_key_values=cache).tolist())
+        tokens.append(greedy(ours, inputs, 24, **with_cache(cache)).tolist())
     assert tokens[0] == tokens[1]

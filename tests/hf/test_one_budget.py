@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported
+from h2o.borrowed import with_cache
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.layer_state import state_of
@@ -36,7 +37,7 @@ def read(ours, document, **parameters):
     more = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0), "attention_mask": mask}
     cache = H2OCache(ours.config, **parameters)
     with torch.no_grad():
-        logits = ours(inputs["input_ids"], past_key_values=cache, **more).logits
+        logits = ours(inputs["input_ids"], **with_cache(cache), **more).logits
     return cache, logits
 
 
@@ -92,9 +93,9 @@ def test_budgets_stay_what_they_have_become(ranking):
     before = [layer.kept_by_head for layer in cache.report().layers]
     assert before == [layer.budget_by_head for layer in cache.report().layers]
     with torch.no_grad():
-        ours(more, past_key_values=cache)
+        ours(more, **with_cache(cache))
         for token in more.split(1, dim=1):
-            ours(token, past_key_values=cache)
+            ours(token, **with_cache(cache))
     assert before == [layer.kept_by_head for layer in cache.report().layers]
     heads = [n for layer in before for n in layer[0]]
     assert sum(heads) == sum(SMALL.values()) * len(heads)
@@ -109,9 +110,9 @@ def test_the_prompt_is_attended_to_as_a_whole(name):
     ours, (document,) = model(name), prompts(60)
     inputs = {"input_ids": document}
     theirs = DynamicCache(config=ours.config)
-    full = greedy(model(name, "sdpa"), inputs, past_key_values=theirs)
+    full = greedy(model(name, "sdpa"), inputs, **with_cache(theirs))
     roomy = H2OCache(ours.config, heavy=500, recent=4, rank_by="max", shares="scores")
-    assert torch.equal(greedy(ours, inputs, past_key_values=roomy), full)
+    assert torch.equal(greedy(ours, inputs, **with_cache(roomy)), full)
     cache, logits = read(ours, document, **SMALL, shares="scores")
     dense = read(ours, document, heavy=500, recent=0)[1]
     torch.testing.assert_close(logits, dense, rtol=0, atol=1e-5)
@@ -148,7 +149,7 @@ def test_room_that_a_short_prompt_leaves_is_for_what_follows():
     ours, (document, more) = model("llama"), prompts(10, 60)
     cache, _ = read(ours, document, **SMALL, shares="scores")
     with torch.no_grad():
-        ours(more, past_key_values=cache)
+        ours(more, **with_cache(cache))
     heads = [n for layer in cache.report().layers for n in layer.kept_by_head[0]]
     assert heads == [sum(SMALL.values())] * len(heads)
 
@@ -192,10 +193,10 @@ def test_settings_that_go_with_it(more, tmp_path):
     question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
     cache.save(tmp_path / "cache", ours)
     copies = [cache.fork(), H2OCache.load(tmp_path / "cache", ours)]
-    answers = [greedy(ours, question, past_key_values=copy) for copy in copies]
+    answers = [greedy(ours, question, **with_cache(copy)) for copy in copies]
     assert torch.equal(*answers)
     if more.get("of") != "bytes":  # fractions are of a prompt, and so a copy's only
-        assert torch.equal(greedy(ours, question, past_key_values=cache), answers[0])
+        assert torch.equal(greedy(ours, question, **with_cache(cache)), answers[0])
     if "trace" in more:
         assert cache.evicted_at(1).min() == 60
 
@@ -206,12 +207,12 @@ def test_a_pass_that_broke_off_is_forgotten():
     inner = ours.model.layers[1].self_attn
     hook = inner.register_forward_pre_hook(lambda *_: 1 / 0)
     with torch.no_grad(), pytest.raises(ZeroDivisionError):
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
     hook.remove()
     cache.reset()
     assert not cache.layers[0].one_budget.waiting
     with torch.no_grad():
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
     assert positions(cache) == positions(read(ours, document, **SMALL, shares="scores")[0])
 
 
@@ -220,7 +221,7 @@ def test_tokens_of_a_prompt_are_taken_back():
     cache = H2OCache(ours.config, **SMALL, rank_by="echo", shares="scores")
     cache.activate_past_recording()
     with torch.no_grad():
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
         cache.crop(50 if h2o.hf.pass_state.CROPS_TO_LENGTH else -10)
     alone, _ = read(ours, document[:, :50], **SMALL, rank_by="echo", shares="scores")
     assert positions(cache) == positions(alone)
@@ -230,9 +231,9 @@ def test_a_dynamic_cache_goes_on():
     ours, (document,) = model("llama"), prompts(60)
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
-        ours(document[:, :50], past_key_values=full)
+        ours(document[:, :50], **with_cache(full))
         cache = H2OCache.from_dynamic_cache(full, ours.config, **SMALL, shares="scores")
-        ours(document[:, 50:], past_key_values=cache)
+        ours(document[:, 50:], **with_cache(cache))
     heads = [n for layer in cache.report().layers for n in layer.kept_by_head[0]]
     assert sum(heads) == sum(SMALL.values()) * len(heads)
     assert len(set(heads)) > 1
@@ -245,7 +246,7 @@ def test_answers_to_many_prompts():
         ids, h2o.generate_all(ours, ids, config, max_new_tokens=6, rows=2), strict=True
     ):
         cache = H2OCache(ours.config, config)
-        alone = greedy(ours, {"input_ids": prompt[None]}, 6, past_key_values=cache)
+        alone = greedy(ours, {"input_ids": prompt[None]}, 6, **with_cache(cache))
         assert got.ids == alone[0].tolist()
 
 
@@ -382,10 +383,10 @@ def test_a_pass_that_broke_off_raises_no_bar():
     inner = ours.model.layers[4].self_attn
     hook = inner.register_forward_pre_hook(lambda *_: 1 / 0)
     with torch.no_grad(), pytest.raises(ZeroDivisionError):
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
     hook.remove()
     with torch.no_grad():
-        ours(other, past_key_values=cache)
+        ours(other, **with_cache(cache))
     assert positions(cache) == positions(read(ours, other, **SMALL, shares="scores")[0])
 
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, analyze, calibrate, patched, supports
+from h2o.borrowed import with_cache
 from h2o.model_identity import key_size
 from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts
@@ -32,29 +33,29 @@ def test_saved_loaded_forked_and_taken_over_it_goes_on_as_before(name, tmp_path)
     ours, (ids, more) = model(name), prompts(20, 4)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
     cache.save(tmp_path / "cache.safetensors", ours)
     loaded, once = H2OCache.load(tmp_path / "cache.safetensors", ours), cache.fork()
     again = {"input_ids": torch.cat([ids, more], dim=1)}
-    expected = greedy(ours, again, 8, past_key_values=cache)
+    expected = greedy(ours, again, 8, **with_cache(cache))
     for other in (loaded, once):
-        assert greedy(ours, again, 8, past_key_values=other).tolist() == expected.tolist()
+        assert greedy(ours, again, 8, **with_cache(other)).tolist() == expected.tolist()
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
-        ours(ids, past_key_values=full)
+        ours(ids, **with_cache(full))
     taken = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
     for (keys, values, _), theirs in zip(taken, full.layers, strict=True):
         assert torch.equal(keys, theirs.keys)
         assert torch.equal(values, theirs.values)
-    got = greedy(ours, again, 8, past_key_values=taken)
-    assert got.tolist() == greedy(ours, again, 8, past_key_values=full).tolist()
+    got = greedy(ours, again, 8, **with_cache(taken))
+    assert got.tolist() == greedy(ours, again, 8, **with_cache(full)).tolist()
 
 
 @every
 def test_the_budget_holds_and_patched_with_beams_keeps_it(name):
     ours, inputs = model(name), batch(prompts(17, 23))
     cache = H2OCache(ours.config, **SMALL)
-    expected = greedy(ours, inputs, 8, past_key_values=cache, num_beams=3)
+    expected = greedy(ours, inputs, 8, **with_cache(cache), num_beams=3)
     with patched(ours, **SMALL):
         assert greedy(ours, inputs, 8, num_beams=3).tolist() == expected.tolist()
     served = [i for i, kind in enumerate(supports(ours.config).layers) if kind == "h2o"]
@@ -70,15 +71,15 @@ def test_read_calibrated_and_analysed(name):
     question = {"input_ids": torch.cat([ids, *prompts(5, seed=3)], 1)}
     unpruned = h2o.read(ours, ids, H2OConfig.full(), repeat=repeat)
     theirs = DynamicCache(config=ours.config)
-    wanted = greedy(model(name, "eager"), question, past_key_values=theirs)
-    assert torch.equal(greedy(ours, question, past_key_values=unpruned), wanted)
+    wanted = greedy(model(name, "eager"), question, **with_cache(theirs))
+    assert torch.equal(greedy(ours, question, **with_cache(unpruned)), wanted)
     profile = calibrate(ours, ids, window=32, fractions=(0.4,))
     kinds = supports(ours.config).layers
     G = ours.config.num_key_value_heads
     assert [len(x) for x, kind in zip(profile.shares_for(0.4), kinds, strict=True)
             if kind == "h2o"] == [G] * kinds.count("h2o")  # fmt: skip
     cache = H2OCache(ours.config, heavy=0.2, recent=0.2, min_tokens=0, shares=profile)
-    greedy(ours, {"input_ids": ids}, 4, past_key_values=cache)
+    greedy(ours, {"input_ids": ids}, 4, **with_cache(cache))
     analysis = analyze(ours, ids[0])
     assert analysis.layers == [i for i, kind in enumerate(kinds) if kind == "h2o"]
 
@@ -90,8 +91,8 @@ def test_bytes_are_those_of_a_full_cache(name):
     full = DynamicCache(config=ours.config)
     cache = H2OCache(ours.config, heavy=0.3, recent=0.2, min_tokens=0, of="bytes")
     with torch.no_grad():
-        ours(ids, past_key_values=full)
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(full))
+        ours(ids, **with_cache(cache))
     D, element, rows = key_size(ours.config)
     for layer, kind in enumerate(supports(ours.config).layers):
         if kind == "h2o":

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, disable, enable, patched, simulated
+from h2o.borrowed import CACHE, with_cache
 from tests.hf.test_patching import expected_tokens, traces
 from tests.hf.test_threads import elsewhere
 from tests.hf.tiny import greedy, model, prompts
@@ -62,7 +63,7 @@ def test_tasks_are_each_served_by_their_own_block(llama):
             assert await asyncio.create_task(asyncio.to_thread(answer, llama, texts[i])) == got
             made = patch.cache
             assert kept(made) == [sum(config.values())]
-            assert llama(texts[i]).past_key_values is patch.cache is not made
+            assert llama(texts[i])[CACHE] is patch.cache is not made
         return got
 
     async def serve(order):
@@ -194,7 +195,7 @@ def test_patches_that_are_undone_out_of_order(llama):
     twin = copy.deepcopy(llama)
     outer = enable(twin, **SMALL)
     disable(twin)
-    assert kept(twin(ids).past_key_values) == [4]
+    assert kept(twin(ids)[CACHE]) == [4]
     disable(twin)
     assert twin.config._attn_implementation == "sdpa"
     assert inner.is_active
@@ -301,9 +302,9 @@ def test_a_cache_goes_on_after_its_block(llama):
     twin = copy.deepcopy(llama)
     twin.set_attn_implementation("h2o")
     cache = H2OCache(twin.config, config)
-    want = [twin(x, past_key_values=cache).logits for x in (ids, ids[:, :1])][-1]
+    want = [twin(x, **with_cache(cache)).logits for x in (ids, ids[:, :1])][-1]
     with patched(llama, config):
-        cache = llama(ids).past_key_values
+        cache = llama(ids)[CACHE]
         with patched(llama, **SMALL):
-            got = llama(ids[:, :1], past_key_values=cache).logits
+            got = llama(ids[:, :1], **with_cache(cache)).logits
     assert (got - want).abs().max() < 1e-3

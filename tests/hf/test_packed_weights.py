@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from h2o import H2OCache, packed_weights
+from h2o.borrowed import with_cache
 from h2o.hf.packed_weights import FEW
 from tests.hf.tiny import LATENT, batch, model, prompts
 
@@ -48,7 +49,7 @@ def test_a_text_is_the_same(name, monkeypatch):
         cache = H2OCache(ours.config, **SMALL)
         (ids, mask), found = inputs.values(), []
         for step in range(12):
-            found.append(ours(ids, attention_mask=mask, past_key_values=cache).logits[:, -1])
+            found.append(ours(ids, attention_mask=mask, **with_cache(cache)).logits[:, -1])
             ids = logits[0][step].argmax(-1)[:, None] if logits else found[-1].argmax(-1)[:, None]
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         return found

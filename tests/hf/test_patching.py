@@ -11,6 +11,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, disable, enable, patched
+from h2o.borrowed import CACHE, with_cache
 from tests.hf.modes import MODES, POLICIES, policy
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, slow_if
 
@@ -56,7 +57,7 @@ def expected_tokens(plain, inputs, tokens=12, **config):
     """What a cache given by hand leads to."""
     twin = copy.deepcopy(plain)
     twin.set_attn_implementation("h2o")
-    return greedy(twin, inputs, tokens, past_key_values=H2OCache(twin.config, **config)).tolist()
+    return greedy(twin, inputs, tokens, **with_cache(H2OCache(twin.config, **config))).tolist()
 
 
 def test_generate_has_a_fresh_cache_each_time(plain):
@@ -117,13 +118,13 @@ def test_guidance_keeps_all_of_its_second_text(llama, by, budget):
     twin = copy.deepcopy(llama)
     twin.set_attn_implementation("h2o")
     by_hand = H2OCache(twin.config, **config)
-    expected = greedy(twin, inputs, past_key_values=by_hand, **how(twin))
+    expected = greedy(twin, inputs, **with_cache(by_hand), **how(twin))
     with patched(llama, **config) as patch:
         assert greedy(llama, inputs, **how(llama)).tolist() == expected.tolist()
         assert str(patch.cache.report()) == str(by_hand.report())
         assert patch.asked is None
         cache = H2OCache(llama.config, **config)
-        got = greedy(llama, inputs, past_key_values=cache, **how(llama))
+        got = greedy(llama, inputs, **with_cache(cache), **how(llama))
         assert got.tolist() == expected.tolist()
         assert greedy(llama, inputs, use_cache=False, **how(llama)).shape == expected.shape
 
@@ -152,18 +153,18 @@ def test_fractions_of_a_padded_batch_of_short_prompts(llama, how):
 def test_forward_has_a_fresh_cache(plain):
     (ids,) = prompts(20)
     with patched(plain, **SMALL) as patch, torch.no_grad():
-        cache = plain(ids).past_key_values
+        cache = plain(ids)[CACHE]
         assert isinstance(cache, H2OCache)
         assert cache is patch.cache
-        plain(ids[:, :1], past_key_values=cache)  # goes on with it
+        plain(ids[:, :1], **with_cache(cache))  # goes on with it
         assert cache.get_seq_length() == 21
-        assert plain(ids).past_key_values is not cache
-        assert plain(input_ids=ids, use_cache=True).past_key_values.get_seq_length() == 20
+        assert plain(ids)[CACHE] is not cache
+        assert plain(input_ids=ids, use_cache=True)[CACHE].get_seq_length() == 20
         made = patch.cache
-        assert plain(ids, use_cache=False).past_key_values is None
-        assert plain.model(ids).past_key_values is not made if hasattr(plain, "model") else True
+        assert plain(ids, use_cache=False).get(CACHE) is None
+        assert plain.model(ids)[CACHE] is not made if hasattr(plain, "model") else True
         assert patch.cache is made
-    assert isinstance(plain(ids).past_key_values, DynamicCache)
+    assert isinstance(plain(ids)[CACHE], DynamicCache)
 
 
 def test_scoring_texts_is_warned_of(llama):
@@ -173,8 +174,8 @@ def test_scoring_texts_is_warned_of(llama):
         full = llama(ids).logits
         with patched(llama, heavy=1, recent=1) as patch:
             for _ in range(20):  # a prompt and a decode step each
-                cache = llama(ids).past_key_values
-                llama(ids[:, :1], past_key_values=cache)
+                cache = llama(ids)[CACHE]
+                llama(ids[:, :1], **with_cache(cache))
             for _ in range(8):
                 torch.testing.assert_close(llama(ids).logits, full, atol=1e-4, rtol=1e-3)
             with pytest.warns(UserWarning, match=r"h2o\.simulated"):
@@ -188,13 +189,13 @@ def test_caches_of_the_callers_own_are_left_alone(llama):
     full = greedy(llama, {"input_ids": ids}).tolist()
     with patched(llama, **SMALL) as patch:
         cache = DynamicCache(config=llama.config)
-        assert greedy(llama, {"input_ids": ids}, past_key_values=cache).tolist() == full
+        assert greedy(llama, {"input_ids": ids}, **with_cache(cache)).tolist() == full
         assert greedy(llama, {"input_ids": ids}, use_cache=False).tolist() == full
         with torch.no_grad():
             llama(ids, None, None, DynamicCache())  # by position
         assert patch.cache is None
         ours = H2OCache(llama.config, heavy=3, recent=3)
-        got = greedy(llama, {"input_ids": ids}, 12, past_key_values=ours).tolist()
+        got = greedy(llama, {"input_ids": ids}, 12, **with_cache(ours)).tolist()
         assert ours.report().layers[0].kept == [6]
     assert got == expected_tokens(llama, {"input_ids": ids}, heavy=3, recent=3)
 
@@ -247,12 +248,12 @@ def test_nested_the_inner_one_counts_then_the_outer_again(llama):
                 llama, inputs, heavy=2, recent=2
             )
             with torch.no_grad():
-                assert llama(**inputs).past_key_values is inner.cache
+                assert llama(**inputs)[CACHE] is inner.cache
             assert outer.cache is None
         assert traces(llama) == between
         got = greedy(llama, inputs, 12).tolist()
         with torch.no_grad():
-            assert llama(**inputs).past_key_values is outer.cache
+            assert llama(**inputs)[CACHE] is outer.cache
     assert got == expected_tokens(llama, inputs, heavy=6, recent=6)
 
 
@@ -320,7 +321,7 @@ def test_peft_models():
         got = greedy(wrapped, inputs, 12)
         assert patch.cache.report().layers[0].kept == [12, 12]
         with torch.no_grad():
-            assert wrapped(**inputs).past_key_values is patch.cache
+            assert wrapped(**inputs)[CACHE] is patch.cache
     assert (traces(wrapped.get_base_model()), set(wrapped.__dict__)) == before
     wrapped.set_adapter("default")
     merged = wrapped.merge_and_unload()
@@ -369,7 +370,7 @@ def test_a_static_cache_object_is_refused(llama):
     (ids,) = prompts(20)
     static = StaticCache(config=llama.config, max_cache_len=64)
     with patched(llama, **SMALL), pytest.raises(Unsupported, match="StaticCache"):
-        greedy(llama, {"input_ids": ids}, past_key_values=static)
+        greedy(llama, {"input_ids": ids}, **with_cache(static))
 
 
 def test_dynamic_by_name_is_ours(llama):

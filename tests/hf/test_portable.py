@@ -10,6 +10,7 @@ import torch
 
 import h2o
 from h2o import H2OCache, backends
+from h2o.borrowed import with_cache
 from tests.hf.modes import MODES, POLICIES, TOKENS, policy
 from tests.hf.tiny import batch, greedy, model, prompts
 
@@ -45,7 +46,7 @@ def test_policies(name, chosen):
 
     def run():
         cache = H2OCache(ours.config, config)
-        tokens = greedy(ours, ROWS, TOKENS, past_key_values=cache).tolist()
+        tokens = greedy(ours, ROWS, TOKENS, **with_cache(cache)).tolist()
         layers = [i for i, layer in enumerate(cache.layers) if not layer.is_sliding]
         return tokens, [cache.kept(i)[0].tolist() for i in layers]
 

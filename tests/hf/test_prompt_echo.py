@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig
+from h2o.borrowed import with_cache
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.prompt_echo import PART
 from tests.cases import checkered
@@ -30,7 +31,7 @@ def read(ours, documents, **parameters):
     cache = H2OCache(ours.config, **parameters)
     with torch.no_grad():
         ours(
-            **inputs, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache,
+            **inputs, position_ids=(mask.cumsum(1) - 1).clamp(min=0), **with_cache(cache),
         )  # fmt: skip
     return cache
 
@@ -155,10 +156,10 @@ def test_a_dynamic_cache_goes_on():
     for name in ("mean", "mean-echo"):
         full = DynamicCache(config=ours.config)
         with torch.no_grad():
-            ours(document[:, :50], past_key_values=full)
+            ours(document[:, :50], **with_cache(full))
             settings = SMALL | {"rank_by": name}
             cache = H2OCache.from_dynamic_cache(full, ours.config, **settings)
-            ours(document[:, 50:], past_key_values=cache)
+            ours(document[:, 50:], **with_cache(cache))
         kept.append(positions(cache))
     assert kept[0] == kept[1]
 
@@ -174,13 +175,13 @@ def test_forks_files_and_crops(tmp_path):
     cache = H2OCache(ours.config, **SMALL)
     cache.activate_past_recording()
     with torch.no_grad():
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
         cache.crop(50 if h2o.hf.pass_state.CROPS_TO_LENGTH else -10)
     assert positions(cache) == positions(read(ours, [document[:, :50]], **SMALL))
     cache.save(tmp_path / "cache", ours)
     copies = [cache, cache.fork(), H2OCache.load(tmp_path / "cache", ours)]
     assert copies[2].config.rank_by == "mean-echo"
-    answers = [greedy(ours, {"input_ids": document}, past_key_values=copy) for copy in copies]
+    answers = [greedy(ours, {"input_ids": document}, **with_cache(copy)) for copy in copies]
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], answers[2])
 

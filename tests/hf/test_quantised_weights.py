@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, patched
+from h2o.borrowed import with_cache
 from tests.hf.tiny import FAMILIES, greedy, model, prompts
 
 pytest.importorskip("torchao")
@@ -40,12 +41,12 @@ def test_saved_and_loaded(name, tmp_path):
     document, question = prompts(30, 5)
     cache = H2OCache(ours.config, heavy=6, recent=6)
     with torch.no_grad():
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
     cache.save(tmp_path / "document", ours)
     inputs = {"input_ids": torch.cat([document, question], dim=1)}
     loaded = H2OCache.load(tmp_path / "document", ours)
-    expected = greedy(ours, inputs, past_key_values=cache.fork())
-    assert greedy(ours, inputs, past_key_values=loaded).tolist() == expected.tolist()
+    expected = greedy(ours, inputs, **with_cache(cache.fork()))
+    assert greedy(ours, inputs, **with_cache(loaded)).tolist() == expected.tolist()
     with torch.no_grad():
         for parameter in ours.parameters():
             if type(parameter) is torch.nn.Parameter:

@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported
+from h2o.borrowed import with_cache
 from h2o.hf import reading
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.pruning import LATER_RECENT, RECENT
@@ -102,7 +103,7 @@ def test_a_profile_shares_what_goes_by_attention(by_attention):
     config = H2OConfig(heavy=20, recent=10, sinks=2, shares=shares)
     alone = H2OCache(ours.config, config)
     with torch.no_grad():
-        ours(document, past_key_values=alone)
+        ours(document, **with_cache(alone))
     cache = h2o.read(ours, document, config, repeat=REQUEST, by_attention=by_attention)
     had = [n for layer in alone.report().layers for n in layer.budget_by_head[0]]
     has = [n for layer in cache.report().layers for n in layer.budget_by_head[0]]
@@ -146,7 +147,7 @@ def test_it_goes_on_as_any_other_cache(tmp_path):
     assert cache.layers[0].policy.rank_by == "max"
     question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
     fork = cache.fork()
-    answer = greedy(ours, question, past_key_values=fork)
+    answer = greedy(ours, question, **with_cache(fork))
     budget = BUDGET.heavy + BUDGET.recent + BUDGET.sinks
     heads = [n for layer in fork.report().layers for n in layer.kept_by_head[0]]
     assert sum(heads) == budget * len(heads)
@@ -154,8 +155,8 @@ def test_it_goes_on_as_any_other_cache(tmp_path):
     assert fork.get_seq_length() == 70 + 5 + 15
     cache.save(tmp_path / "read.safetensors", ours)
     loaded = H2OCache.load(tmp_path / "read.safetensors", ours)
-    assert torch.equal(greedy(ours, question, past_key_values=loaded), answer)
-    assert torch.equal(greedy(ours, question, past_key_values=cache), answer)
+    assert torch.equal(greedy(ours, question, **with_cache(loaded)), answer)
+    assert torch.equal(greedy(ours, question, **with_cache(cache)), answer)
 
 
 @pytest.mark.parametrize("recent", [2, 6, 30])
@@ -173,7 +174,7 @@ def test_recent_keys_after_the_cut(recent, by_attention):
     assert any(head[-1 - cut] != 69 - cut for head in held)
     with torch.no_grad():
         for token in prompts(40, seed=3)[0].T:
-            ours(token[None], past_key_values=cache)
+            ours(token[None], **with_cache(cache))
     held = [head for layer in positions(cache) for head in layer]
     assert [len(head) for head in held] == budgets
     assert all(head[-later:] == list(range(110 - later, 110)) for head in held)
@@ -194,8 +195,8 @@ def test_with_room_for_all_it_answers_as_the_full_cache(name):
     question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
     cache = h2o.read(ours, document, H2OConfig.full(), repeat=REQUEST)
     theirs = DynamicCache(config=ours.config)
-    wanted = greedy(model(name, "eager"), question, past_key_values=theirs)
-    assert torch.equal(greedy(ours, question, past_key_values=cache), wanted)
+    wanted = greedy(model(name, "eager"), question, **with_cache(theirs))
+    assert torch.equal(greedy(ours, question, **with_cache(cache)), wanted)
 
 
 def test_room_that_a_short_document_leaves_is_for_what_follows():
@@ -203,7 +204,7 @@ def test_room_that_a_short_document_leaves_is_for_what_follows():
     cache = h2o.read(ours, document, BUDGET, repeat=REQUEST)
     assert all(x == list(range(12)) for layer in positions(cache) for x in layer)
     question = {"input_ids": torch.cat([document, *prompts(50, seed=3)], 1)}
-    greedy(ours, question, past_key_values=cache)
+    greedy(ours, question, **with_cache(cache))
     heads = [n for layer in cache.report().layers for n in layer.kept_by_head[0]]
     assert heads == [BUDGET.heavy + BUDGET.recent + BUDGET.sinks] * len(heads)
 

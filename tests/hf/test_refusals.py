@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from transformers.modeling_utils import AttentionInterface
 
 from h2o import H2OCache, Unsupported, patched, supports
+from h2o.borrowed import CACHE, with_cache
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.pass_state import CROPS_TO_LENGTH
 from h2o.hf.shared_keys import SHARES_KEYS
@@ -77,7 +78,7 @@ def test_models_with_attention_code_of_their_own(model_type):
     assert "_h2o_patches" not in legacy.__dict__
     cache = H2OCache(legacy.config, **SMALL)
     with pytest.raises(RuntimeError, match="never reached h2o's attention"):
-        greedy(legacy, {"input_ids": prompts(20)[0]}, past_key_values=cache)
+        greedy(legacy, {"input_ids": prompts(20)[0]}, **with_cache(cache))
 
 
 def test_no_causal_model_of_that_config():
@@ -105,10 +106,10 @@ def test_other_attention_is_noticed_in_the_first_forward_pass(name, attention):
     theirs = model(name, attention)
     cache = H2OCache(theirs.config, **SMALL)
     with pytest.raises(RuntimeError, match=r'model\.set_attn_implementation\("h2o"\)'):
-        theirs(prompts(20)[0], past_key_values=cache)
+        theirs(prompts(20)[0], **with_cache(cache))
     cache.reset()
     theirs.set_attn_implementation("h2o")
-    greedy(theirs, {"input_ids": prompts(20)[0]}, past_key_values=cache)
+    greedy(theirs, {"input_ids": prompts(20)[0]}, **with_cache(cache))
 
 
 def test_other_attention_of_a_single_layer_is_noticed_before_the_first_eviction():
@@ -116,9 +117,9 @@ def test_other_attention_of_a_single_layer_is_noticed_before_the_first_eviction(
     config.num_hidden_layers = 1
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     cache = H2OCache(config, **SMALL)
-    theirs(prompts(20)[0], past_key_values=cache)  # the whole prompt: no harm done
+    theirs(prompts(20)[0], **with_cache(cache))  # the whole prompt: no harm done
     with pytest.raises(RuntimeError, match="never reached h2o's attention"):
-        theirs(prompts(1)[0], past_key_values=cache)
+        theirs(prompts(1)[0], **with_cache(cache))
 
 
 def test_static_cache():
@@ -127,7 +128,7 @@ def test_static_cache():
     with pytest.raises(Unsupported, match="such as StaticCache"):
         greedy(ours, {"input_ids": ids}, cache_implementation="static")
     with pytest.raises(Unsupported, match="such as StaticCache"):
-        ours(ids, past_key_values=StaticCache(config=ours.config, max_cache_len=64))
+        ours(ids, **with_cache(StaticCache(config=ours.config, max_cache_len=64)))
 
 
 def test_paged_attention():
@@ -142,7 +143,7 @@ def test_output_attentions(name):
     (ids,) = prompts(20)
     for cache in (None, H2OCache(ours.config, **SMALL)):
         with pytest.raises(Unsupported, match="output_attentions=True"):
-            ours(ids, past_key_values=cache, output_attentions=True)
+            ours(ids, **with_cache(cache), output_attentions=True)
     twin = model(name, "eager")
     twin.config.output_attentions = True
     twin.set_attn_implementation("h2o")
@@ -181,7 +182,7 @@ def test_a_window_in_a_layer_of_ours():
     windowed = model("mistral-window")
     cache = H2OCache(model("mistral").config, **SMALL)
     with pytest.raises(Unsupported, match="sliding window of 10"):
-        greedy(windowed, {"input_ids": prompts(20)[0]}, past_key_values=cache)
+        greedy(windowed, {"input_ids": prompts(20)[0]}, **with_cache(cache))
 
 
 def test_masks_of_more_dimensions():
@@ -190,9 +191,9 @@ def test_masks_of_more_dimensions():
     cache = H2OCache(ours.config, **SMALL)
     mask = torch.zeros(1, 1, 20, 20)
     with pytest.raises(Unsupported, match="4-D masks"):
-        ours(ids, attention_mask=mask, past_key_values=cache)
+        ours(ids, attention_mask=mask, **with_cache(cache))
     assert cache.get_seq_length() == 0
-    greedy(ours, {"input_ids": ids}, past_key_values=cache)
+    greedy(ours, {"input_ids": ids}, **with_cache(cache))
 
 
 def test_masks_of_the_wrong_length():
@@ -200,11 +201,11 @@ def test_masks_of_the_wrong_length():
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
         for columns in (19, 22, 20):
             with pytest.raises(ValueError, match=f"{columns} columns; 21 are needed"):
-                ours(ids[:, :1], attention_mask=torch.ones(1, columns), past_key_values=cache)
-        ours(ids[:, :1], attention_mask=torch.ones(1, 21), past_key_values=cache)
+                ours(ids[:, :1], attention_mask=torch.ones(1, columns), **with_cache(cache))
+        ours(ids[:, :1], attention_mask=torch.ones(1, 21), **with_cache(cache))
         assert cache.get_seq_length() == 21
 
 
@@ -223,15 +224,15 @@ def test_training():
     (ids,) = prompts(20)
     ours.train()
     with pytest.raises(RuntimeError, match="for inference"):
-        ours(ids, past_key_values=H2OCache(ours.config, **SMALL))
+        ours(ids, **with_cache(H2OCache(ours.config, **SMALL)))
 
 
 def test_backward_through_a_cache():
     ours = model("llama")
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
-    out = ours(ids, labels=ids, past_key_values=cache)  # with gradients on
-    ours(ids[:, :1], past_key_values=cache)
+    out = ours(ids, labels=ids, **with_cache(cache))  # with gradients on
+    ours(ids[:, :1], **with_cache(cache))
     with pytest.raises(RuntimeError, match="has no gradient"):
         out.loss.backward()
 
@@ -283,7 +284,7 @@ def test_no_cache_and_a_cache():
         greedy(
             ours,
             {"input_ids": prompts(20)[0]},
-            past_key_values=H2OCache(ours.config, **SMALL),
+            **with_cache(H2OCache(ours.config, **SMALL)),
             use_cache=False,
         )
 
@@ -291,10 +292,10 @@ def test_no_cache_and_a_cache():
 def test_another_batch_size():
     ours = model("llama")
     cache = H2OCache(ours.config, **SMALL)
-    greedy(ours, {"input_ids": prompts(20)[0]}, past_key_values=cache)
+    greedy(ours, {"input_ids": prompts(20)[0]}, **with_cache(cache))
     ids = prompts(40)[0].repeat(2, 1)
     with pytest.raises(ValueError, match="holds a batch of 1 rows and was given 2"):
-        greedy(ours, {"input_ids": ids}, past_key_values=cache)
+        greedy(ours, {"input_ids": ids}, **with_cache(cache))
 
 
 @pytest.mark.parametrize("columns", [1, 3])
@@ -324,9 +325,9 @@ def test_no_new_tokens():
     ours = model("llama")
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
-    greedy(ours, {"input_ids": ids}, past_key_values=cache)
+    greedy(ours, {"input_ids": ids}, **with_cache(cache))
     with pytest.raises(ValueError, match="no new tokens: the cache has seen 35"):
-        greedy(ours, {"input_ids": ids[:, :9]}, past_key_values=cache)
+        greedy(ours, {"input_ids": ids[:, :9]}, **with_cache(cache))
 
 
 def test_a_forward_pass_that_broke_off():
@@ -338,15 +339,15 @@ def test_a_forward_pass_that_broke_off():
         raise MemoryError
 
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
         hook = ours.model.layers[0].mlp.register_forward_hook(fail)
         with pytest.raises(MemoryError):
-            ours(ids[:, :1], past_key_values=cache)
+            ours(ids[:, :1], **with_cache(cache))
         hook.remove()
         with pytest.raises(RuntimeError, match=r"broke off.*cache\.reset"):
-            ours(ids[:, :1], past_key_values=cache)
+            ours(ids[:, :1], **with_cache(cache))
         cache.reset()
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
 
 
 def test_sliding_layers_have_no_evictions_to_tell():
@@ -369,21 +370,21 @@ def test_dense_attention_is_that_of_sdpa(name):
             got, expected = ours(**inputs, **more), theirs(**inputs, **more)
             torch.testing.assert_close(got.logits[real], expected.logits[real])
         # a DynamicCache in use: a chunk with padding before it, and one token
-        got, expected = got.past_key_values, expected.past_key_values
+        got, expected = got[CACHE], expected[CACHE]
         for columns in (4, 1):
             ids = torch.arange(2 * columns).reshape(2, columns) + 5
             mask = inputs["attention_mask"]
             inputs["attention_mask"] = mask = torch.cat([mask, mask.new_ones(2, columns)], 1)
             torch.testing.assert_close(
-                ours(ids, attention_mask=mask, past_key_values=got).logits,
-                theirs(ids, attention_mask=mask, past_key_values=expected).logits,
+                ours(ids, attention_mask=mask, **with_cache(got)).logits,
+                theirs(ids, attention_mask=mask, **with_cache(expected)).logits,
             )
         # the same without padding, where both make no mask at all
         (row,) = prompts(16)
-        got, expected = (x(row[:, :9]).past_key_values for x in (ours, theirs))
+        got, expected = (x(row[:, :9])[CACHE] for x in (ours, theirs))
         torch.testing.assert_close(
-            ours(row[:, 9:], past_key_values=got).logits,
-            theirs(row[:, 9:], past_key_values=expected).logits,
+            ours(row[:, 9:], **with_cache(got)).logits,
+            theirs(row[:, 9:], **with_cache(expected)).logits,
         )
 
 

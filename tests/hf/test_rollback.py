@@ -10,6 +10,7 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from h2o import H2OCache, H2OConfig, Unsupported, patched
+from h2o.borrowed import with_cache
 from h2o.hf import layer as layers
 from h2o.hf.layer import H2OLayer
 from tests.cases import checkered
@@ -103,7 +104,7 @@ def test_a_full_budget_gives_the_tokens_of_greedy(name, way):
     cropped = []
     cache = recording(H2OCache(ours.config, H2OConfig.full()))
     crop, cache.crop = cache.crop, lambda n: cropped.append(cache.get_seq_length()) or crop(n)
-    got = greedy(ours, inputs, 24, past_key_values=cache, **drafted(way, ours))
+    got = greedy(ours, inputs, 24, **with_cache(cache), **drafted(way, ours))
     theirs = model(name, "sdpa")
     assert got.tolist() == greedy(theirs, inputs, 24).tolist()
     assert sum(cropped) > sum(range(36, 36 + len(cropped)))  # drafts were refused, and came back
@@ -125,7 +126,7 @@ def watched(ours, cache, inputs, **more):
 
     cache.crop = cropping
     hook = ours.register_forward_pre_hook(forward, with_kwargs=True)
-    tokens = greedy(ours, inputs, 24, past_key_values=cache, **more)
+    tokens = greedy(ours, inputs, 24, **with_cache(cache), **more)
     hook.remove()
     return tokens, passes
 
@@ -145,7 +146,7 @@ def test_a_small_budget_gives_what_the_same_chunks_give(store, way):
     expected = repeated()["input_ids"]
     with torch.no_grad():
         for chunk in passes:
-            logits = ours(chunk, past_key_values=plain).logits
+            logits = ours(chunk, **with_cache(plain)).logits
             for row in logits[:, 35 - plain.get_seq_length() :].unbind(1):
                 expected = torch.cat([expected, Echo()(expected, row).argmax(-1)[None]], dim=1)
     assert got[0].tolist() == expected[0, 36 : 36 + 24].tolist()
@@ -235,8 +236,8 @@ def test_what_breaks_off_leaves_all_as_it_was(monkeypatch, error, compileable):
         return out
 
     with torch.no_grad():
-        ours(ids[:, :20], past_key_values=cache)
-        ours(ids[:, 20:26], past_key_values=cache)
+        ours(ids[:, :20], **with_cache(cache))
+        ours(ids[:, 20:26], **with_cache(cache))
         before = copy.deepcopy(cache)
         monkeypatch.setattr(H2OLayer, "forward", failing)
         with pytest.raises(error):
@@ -245,7 +246,7 @@ def test_what_breaks_off_leaves_all_as_it_was(monkeypatch, error, compileable):
         assert_same(cache, before)
         with pytest.raises(NotImplementedError, match="activate_past_recording"):
             remove(cache, 4)  # the pass was half done again
-        got, expected = (ours(ids[:, 26:], past_key_values=x).logits for x in (cache, before))
+        got, expected = (ours(ids[:, 26:], **with_cache(x)).logits for x in (cache, before))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -255,17 +256,17 @@ def test_a_pass_that_broke_off_is_not_taken_back():
     (ids,) = prompts(30)
     cache = recording(H2OCache(ours.config, **SMALL))
     with torch.no_grad():
-        ours(ids[:, :20], past_key_values=cache)
+        ours(ids[:, :20], **with_cache(cache))
         hook = ours.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            ours(ids[:, 20:26], past_key_values=cache)
+            ours(ids[:, 20:26], **with_cache(cache))
         hook.remove()
         with pytest.raises(RuntimeError, match="broke off between two layers"):
             remove(cache, 3)
         assert [layer.seen for layer in cache.layers] == [26, 20]
         remove(cache, 26)
-        expected = ours(ids, past_key_values=H2OCache(ours.config, **SMALL)).logits
-        torch.testing.assert_close(ours(ids, past_key_values=cache).logits, expected)
+        expected = ours(ids, **with_cache(H2OCache(ours.config, **SMALL))).logits
+        torch.testing.assert_close(ours(ids, **with_cache(cache)).logits, expected)
 
 
 def test_an_interrupted_layer_is_not_taken_back(monkeypatch):
@@ -291,7 +292,7 @@ def test_after_compiled_steps(taken):
     (ids,) = prompts(20)
     caches = [recording(H2OCache(ours.config, **SMALL, compileable=x)) for x in (True, False)]
     first = [
-        greedy(ours, {"input_ids": ids}, past_key_values=cache, **more)
+        greedy(ours, {"input_ids": ids}, **with_cache(cache), **more)
         for cache, more in zip(caches, (compiling(), {}), strict=True)
     ]
     assert first[0].tolist() == first[1].tolist()
@@ -301,7 +302,7 @@ def test_after_compiled_steps(taken):
     for layer in range(2):
         torch.testing.assert_close(*(cache.kept(layer) for cache in caches), rtol=0, atol=0)
     more = torch.cat([ids, first[0], *prompts(3)], dim=1)
-    second = [greedy(ours, {"input_ids": more}, past_key_values=cache) for cache in caches]
+    second = [greedy(ours, {"input_ids": more}, **with_cache(cache)) for cache in caches]
     assert second[0].tolist() == second[1].tolist()
 
 
@@ -310,7 +311,7 @@ def test_after_compiled_steps(taken):
 def test_prompt_lookup_where_steps_are_compiled():
     ours = model("llama")
     tokens = [
-        greedy(ours, repeated(), 24, past_key_values=recording(cache), **LOOKUP, **x)
+        greedy(ours, repeated(), 24, **with_cache(recording(cache)), **LOOKUP, **x)
         for cache, x in (
             (H2OCache(ours.config, **SMALL), {}),
             (H2OCache(ours.config, **SMALL, compileable=True), compiling()),
@@ -339,12 +340,12 @@ def test_windows_that_refuse_leave_all_as_it_was():
     for layer in cache.layers:
         layer.record_past = isinstance(layer, H2OLayer)
     with torch.no_grad():
-        ours(ids[:, :20], past_key_values=cache)
-        ours(ids[:, 20:26], past_key_values=cache)
+        ours(ids[:, :20], **with_cache(cache))
+        ours(ids[:, 20:26], **with_cache(cache))
         before = copy.deepcopy(cache)
         with pytest.raises(RuntimeError, match="does not track past states"):
             cache.crop(-2)
-        got, expected = (ours(ids[:, 26:], past_key_values=x).logits for x in (cache, before))
+        got, expected = (ours(ids[:, 26:], **with_cache(x)).logits for x in (cache, before))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -355,12 +356,12 @@ def test_windows_go_back_too():
     with torch.no_grad():
         cache = recording(H2OCache(ours.config, **SMALL))
         plain = recording(H2OCache(ours.config, **SMALL))
-        ours(ids[:, :20], past_key_values=cache)
-        ours(ids[:, 20:], past_key_values=cache)
+        ours(ids[:, :20], **with_cache(cache))
+        ours(ids[:, 20:], **with_cache(cache))
         cache.crop(-6)
-        ours(ids[:, :20], past_key_values=plain)
-        ours(ids[:, 20:24], past_key_values=plain)
+        ours(ids[:, :20], **with_cache(plain))
+        ours(ids[:, 20:24], **with_cache(plain))
         plain.crop(0)
-        got, expected = (ours(ids[:, 24:26], past_key_values=x).logits for x in (cache, plain))
+        got, expected = (ours(ids[:, 24:26], **with_cache(x)).logits for x in (cache, plain))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert all(isinstance(x, H2OLayer) == hasattr(x, "slots") for x in cache.layers)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from h2o import H2OCache, H2OConfig, Unsupported, patched, reference, simulated, supports
+from h2o.borrowed import with_cache
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.layer_kinds import HYBRIDS, kind_of
 from h2o.hf.model_rotary import ROLLED, Rotary
@@ -79,7 +80,7 @@ def stored(ours, position: int):
         ours(
             input_ids=torch.tensor([[7]]),
             position_ids=torch.tensor([[position]]),
-            past_key_values=cache,
+            **with_cache(cache),
         )
     return [layer.held()[0] for layer in cache.layers if isinstance(layer, CacheRelativeLayer)]
 
@@ -130,14 +131,14 @@ def test_each_row_is_the_row_alone(name):
     token = torch.full((4, 1), 9)
     with torch.no_grad():
         for side, inputs in sides.items():
-            ours(**inputs, past_key_values=together[side])
+            ours(**inputs, **with_cache(together[side]))
         for row, cache in zip(rows, alone, strict=True):
-            ours(input_ids=row, past_key_values=cache)
+            ours(input_ids=row, **with_cache(cache))
         for _ in range(20):
-            answers = [ours(input_ids=token[:1], past_key_values=x).logits[0] for x in alone]
+            answers = [ours(input_ids=token[:1], **with_cache(x)).logits[0] for x in alone]
             for side, cache in together.items():
                 masks[side] = torch.cat([masks[side], torch.ones_like(token)], dim=1)
-                out = ours(input_ids=token, attention_mask=masks[side], past_key_values=cache)
+                out = ours(input_ids=token, attention_mask=masks[side], **with_cache(cache))
                 torch.testing.assert_close(out.logits, torch.stack(answers), rtol=0, atol=1e-3)
     for layer in [i for i, x in enumerate(alone[0].layers) if kind_of(x) == "h2o"]:
         for b, cache in enumerate(alone):
@@ -152,7 +153,7 @@ def test_positions_of_zero_change_nothing(name):
     """`patched` gives them: ranks say where keys are, whatever the model counts."""
     ours = MODELS[name]()
     rows = batch(prompts(17, 23))
-    expected = greedy(ours, rows, 30, past_key_values=H2OCache(ours.config, SMALL))
+    expected = greedy(ours, rows, 30, **with_cache(H2OCache(ours.config, SMALL)))
     with patched(ours, SMALL) as patch:
         assert greedy(ours, rows, 30).tolist() == expected.tolist()
         seen = []
@@ -205,7 +206,7 @@ def test_no_position_exceeds_the_budget():
 def test_beams_move_ranks_with_their_rows():
     ours = model("llama")
     cache = H2OCache(ours.config, SMALL)
-    greedy(ours, batch(prompts(17, 23)), 12, past_key_values=cache, num_beams=3)
+    greedy(ours, batch(prompts(17, 23)), 12, **with_cache(cache), num_beams=3)
     for layer in cache.layers:
         if layer._ranks is not None:
             assert torch.equal(layer._ranks, reference.ranks(layer.slots))
@@ -217,12 +218,12 @@ def test_a_copy_goes_on_alike(copied):
     cache = H2OCache(ours.config, SMALL)
     rows = prompts(23)[0]
     with torch.no_grad():
-        ours(input_ids=rows, past_key_values=cache)
-        ours(input_ids=rows[:, :1], past_key_values=cache)
+        ours(input_ids=rows, **with_cache(cache))
+        ours(input_ids=rows[:, :1], **with_cache(cache))
         twin = copied(cache)
         for token in rows[0, 1:9]:
             a, b = (
-                ours(input_ids=token.reshape(1, 1), past_key_values=x).logits for x in (cache, twin)
+                ours(input_ids=token.reshape(1, 1), **with_cache(x)).logits for x in (cache, twin)
             )
             assert torch.equal(a, b)
 
@@ -237,7 +238,7 @@ def test_half_precision_answers_like_single(dtype):
         cache, out = H2OCache(made.config, config), []
         with torch.no_grad():
             for token in text[0]:
-                out.append(made(input_ids=token.reshape(1, 1), past_key_values=cache).logits)
+                out.append(made(input_ids=token.reshape(1, 1), **with_cache(cache)).logits)
         return torch.cat(out, dim=1).float()
 
     config = H2OConfig(heavy=6, recent=6, positions="rolled")
@@ -254,7 +255,7 @@ def test_per_head_budgets_and_trace():
     shares = [[1.0, 3.0], [2.0, 1.0]]
     config = H2OConfig(heavy=20, recent=12, shares=shares, positions="rolled")
     cache = H2OCache(ours.config, config, trace=True)
-    greedy(ours, batch(prompts(60, 45)), 20, past_key_values=cache)
+    greedy(ours, batch(prompts(60, 45)), 20, **with_cache(cache))
     evicted_at = cache.evicted_at(0)
     held = [(evicted_at[:, g] == evicted_at.shape[-1]).sum(-1).tolist() for g in range(2)]
     assert held[0] < held[1]
@@ -283,7 +284,7 @@ def test_refusals():
         pass
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
-        ours(input_ids=prompts(20)[0], past_key_values=full)
+        ours(input_ids=prompts(20)[0], **with_cache(full))
     with pytest.raises(Unsupported, match="cannot go on from a DynamicCache"):
         H2OCache.from_dynamic_cache(full, ours.config, SMALL)
     text = inputs.drifting(1, H=4, G=2, N=8, D=8)
@@ -300,9 +301,9 @@ def test_dynamic_angles_beyond_the_model_need_positions_of_zero():
     cache = H2OCache(ours.config, SMALL)
     with pytest.raises(Unsupported, match=r"h2o\.patched"), torch.no_grad():
         ours(input_ids=prompts(20)[0], position_ids=torch.arange(20)[None] + 505,
-             past_key_values=cache)  # fmt: skip
+             **with_cache(cache))  # fmt: skip
     with torch.no_grad():
-        ours(input_ids=prompts(20)[0], past_key_values=cache)
+        ours(input_ids=prompts(20)[0], **with_cache(cache))
 
 
 def test_a_rotary_table_grows_by_halves():

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from h2o import H2OCache, H2OConfig, Profile
+from h2o.borrowed import with_cache
 from h2o.hf import cache_file
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_state import state_of
@@ -63,7 +64,7 @@ def opened(name):
 def has_read(ours, ids, **parameters):
     cache = H2OCache(ours.config, **parameters)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
     return cache
 
 
@@ -92,8 +93,8 @@ def test_forks_are_independent(store):
     for question, fork in zip(questions, forks, strict=True):
         inputs = after(document, question)
         alone = before.fork()
-        expected = greedy(ours, inputs, past_key_values=alone)
-        assert greedy(ours, inputs, past_key_values=fork).tolist() == expected.tolist()
+        expected = greedy(ours, inputs, **with_cache(alone))
+        assert greedy(ours, inputs, **with_cache(fork)).tolist() == expected.tolist()
         assert_same(fork, alone)
         assert_same(cache, before)
     shared = {x.data_ptr() for layer in cache.layers for x in state_of(layer).tensors.values()}
@@ -114,14 +115,14 @@ def test_questions_in_one_batch(store):
         ids[row, :40], ids[row, -question.shape[1] :] = document[0], question[0]
         mask[row, :40], mask[row, -question.shape[1] :] = 1, 1
     together = greedy(
-        ours, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache.fork(rows=3)
+        ours, {"input_ids": ids, "attention_mask": mask}, **with_cache(cache.fork(rows=3))
     )
     if "windows" in store:  # pads take places of transformers' own windows: the longest alone
         questions = {1: questions[1]}
     else:
         questions = dict(enumerate(questions))
     for row, question in questions.items():
-        alone = greedy(ours, after(document, question), past_key_values=cache.fork())
+        alone = greedy(ours, after(document, question), **with_cache(cache.fork()))
         assert together[row].tolist() == alone[0].tolist()
 
 
@@ -136,13 +137,13 @@ def test_a_file_goes_on_with_the_same_tokens(store, tmp_path):
     assert_same(loaded, cache)
     assert str(loaded.report()) == str(cache.report())
     inputs = after(document, question)
-    expected = greedy(ours, inputs, past_key_values=cache.fork())
-    assert greedy(ours, inputs, past_key_values=loaded).tolist() == expected.tolist()
+    expected = greedy(ours, inputs, **with_cache(cache.fork()))
+    assert greedy(ours, inputs, **with_cache(loaded)).tolist() == expected.tolist()
     loaded.reset()  # its settings came along: another document is cut as the first cache cuts it
     cache.reset()
     other = {"input_ids": prompts(31, seed=3)[0]}
-    expected = greedy(ours, other, past_key_values=cache)
-    assert greedy(ours, other, past_key_values=loaded).tolist() == expected.tolist()
+    expected = greedy(ours, other, **with_cache(cache))
+    assert greedy(ours, other, **with_cache(loaded)).tolist() == expected.tolist()
     assert_same(loaded, cache)
     assert [x.name for x in tmp_path.iterdir()] == [path.name]
 
@@ -155,15 +156,15 @@ def test_a_file_of_rows_amid_an_answer(tmp_path):
     mask[0, :6] = 0
     cache = H2OCache(ours.config, **SMALL, trace=True)
     out = ours.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+        ids, attention_mask=mask, **with_cache(cache), max_new_tokens=6, do_sample=False
     )
     cache.save(tmp_path / "rows")
     loaded = H2OCache.load(tmp_path / "rows", ours.config)
     assert loaded.layers[1].keys.dtype == torch.bfloat16
     mask = torch.cat([mask, mask.new_ones(2, out.shape[1] - 20)], dim=1)
     inputs = {"input_ids": out, "attention_mask": mask}
-    expected = greedy(ours, inputs, past_key_values=cache)
-    assert greedy(ours, inputs, past_key_values=loaded).tolist() == expected.tolist()
+    expected = greedy(ours, inputs, **with_cache(cache))
+    assert greedy(ours, inputs, **with_cache(loaded)).tolist() == expected.tolist()
     assert torch.equal(loaded.evicted_at(1), cache.evicted_at(1))
 
 
@@ -181,8 +182,8 @@ def test_a_file_of_a_profile_and_of_nothing_read(tmp_path):
     cache.save(tmp_path / "empty", ours)
     loaded = H2OCache.load(tmp_path / "empty", ours)
     assert loaded.get_seq_length() == 0
-    expected = greedy(ours, {"input_ids": ids}, past_key_values=cache)
-    assert greedy(ours, {"input_ids": ids}, past_key_values=loaded).tolist() == expected.tolist()
+    expected = greedy(ours, {"input_ids": ids}, **with_cache(cache))
+    assert greedy(ours, {"input_ids": ids}, **with_cache(loaded)).tolist() == expected.tolist()
     budget = loaded.report().layers[0].budget_by_head
     assert budget == cache.report().layers[0].budget_by_head != [[20, 20]]
 
@@ -193,13 +194,13 @@ def test_a_file_of_what_was_taken_over(tmp_path):
     document, question = prompts(30, 6)
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
-        ours(document, past_key_values=full)
+        ours(document, **with_cache(full))
     cache = H2OCache.from_dynamic_cache(full, ours.config, **SMALL)
     cache.save(tmp_path / "taken", ours)
     loaded = H2OCache.load(tmp_path / "taken", ours)
     assert loaded.report().layers[0].unscored
-    expected = greedy(ours, after(document, question), past_key_values=cache)
-    got = greedy(ours, after(document, question), past_key_values=loaded)
+    expected = greedy(ours, after(document, question), **with_cache(cache))
+    got = greedy(ours, after(document, question), **with_cache(loaded))
     assert got.tolist() == expected.tolist()
 
 
@@ -313,7 +314,7 @@ def broken_off(ours, cache):
     """A pass of one more token that ends between the two layers."""
     hook = ours.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with torch.no_grad(), pytest.raises(ZeroDivisionError):
-        ours(prompts(1)[0], past_key_values=cache)
+        ours(prompts(1)[0], **with_cache(cache))
     hook.remove()
 
 
@@ -395,7 +396,7 @@ def test_states_are_whole():
         config = H2OConfig(**SMALL, positions=positions)
         cache = H2OCache(ours.config, config, trace=True)
         before = [dict(vars(layer)) for layer in cache.layers]
-        greedy(ours, {"input_ids": ids}, past_key_values=cache)
+        greedy(ours, {"input_ids": ids}, **with_cache(cache))
         for layer, old in zip(cache.layers, before, strict=True):
             assert isinstance(layer, H2OLayer)
             changed = {name for name, x in vars(layer).items() if x is not old[name]}
@@ -410,7 +411,7 @@ def test_a_traced_prompt_with_pads(tmp_path, dtype):
     mask[0, :7] = 0
     cache = H2OCache(ours.config, **SMALL, trace=True)
     with torch.no_grad():
-        ours(prompts(20)[0].repeat(2, 1), attention_mask=mask, past_key_values=cache)
+        ours(prompts(20)[0].repeat(2, 1), attention_mask=mask, **with_cache(cache))
     wanted = cache.evicted_at(1).tolist()
     mask[:] = 0
     cache.save(tmp_path / "cache", ours)

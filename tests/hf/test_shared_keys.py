@@ -15,6 +15,7 @@ from transformers import AutoConfig, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, simulated, supports
+from h2o.borrowed import with_cache
 from h2o.hf import shared_keys_layer
 from h2o.hf.attention_call import AttentionCall
 from h2o.hf.layer import H2OLayer
@@ -35,7 +36,7 @@ SIMULATED = [name for name in POLICIES if name not in ("merge", "shares")]
 def stepwise(ours, ids, cache, pieces):
     """Logits of a text that is fed in pieces."""
     with torch.no_grad():
-        return torch.cat([ours(x, past_key_values=cache).logits for x in ids.split(pieces, 1)], 1)
+        return torch.cat([ours(x, **with_cache(cache)).logits for x in ids.split(pieces, 1)], 1)
 
 
 # ---- One layer ---------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_a_budget_for_all_gives_the_full_caches_tokens(name):
     inputs = batch(prompts(17, 23))
     expected = greedy(theirs, inputs, 32)
     cache = H2OCache(ours.config, H2OConfig.full())
-    assert greedy(ours, inputs, 32, past_key_values=cache).tolist() == expected.tolist()
+    assert greedy(ours, inputs, 32, **with_cache(cache)).tolist() == expected.tolist()
     assert greedy(ours, inputs, 32).tolist() == expected.tolist()  # with a DynamicCache
     assert len(expected.unique()) > 10
 
@@ -183,11 +184,11 @@ def test_a_budget_for_all_gives_the_full_caches_tokens(name):
 def test_rows_are_rows_alone_and_the_budget_holds(name, chosen):
     ours, rows = model(name), prompts(17, 30)
     cache = H2OCache(ours.config, POLICIES[chosen])
-    tokens = greedy(ours, batch(rows), 12, past_key_values=cache)
+    tokens = greedy(ours, batch(rows), 12, **with_cache(cache))
     budget = 11 if chosen == "merge" else 12 if chosen == "h2o" else 10
     for b, row in enumerate(rows):
         alone = H2OCache(ours.config, POLICIES[chosen])
-        expected = greedy(ours, {"input_ids": row}, 12, past_key_values=alone)
+        expected = greedy(ours, {"input_ids": row}, 12, **with_cache(alone))
         assert tokens[b].tolist() == expected[0].tolist()
     for layer in (PLAIN, SHARED):
         assert (cache.kept(layer)[0] >= 0).sum(-1).unique().tolist() == [budget]
@@ -252,8 +253,8 @@ def test_the_last_queries_alone_are_the_last_of_all(pieces):
     first, last = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
     with torch.no_grad():
         for piece in ids.split(pieces, 1):
-            expected = ours(piece, past_key_values=first).logits[:, -1:]
-            got = ours(piece, past_key_values=last, logits_to_keep=1).logits
+            expected = ours(piece, **with_cache(first)).logits[:, -1:]
+            got = ours(piece, **with_cache(last), logits_to_keep=1).logits
             torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
     for layer in (PLAIN, SHARED):
         assert torch.equal(first.kept(layer)[0], last.kept(layer)[0])
@@ -264,7 +265,7 @@ def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
     ours, (document, question) = model(name), prompts(30, 6)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(document, past_key_values=cache)
+        ours(document, **with_cache(cache))
     cache.save(tmp_path / "document.safetensors", ours)
     both = {"input_ids": torch.cat([document, question], 1)}
     caches = [
@@ -273,12 +274,12 @@ def test_saved_loaded_and_forked_it_goes_on_as_before(name, tmp_path):
         H2OCache.load(tmp_path / "document.safetensors", ours),
         cache,
     ]
-    answers = [greedy(ours, both, 10, past_key_values=x).tolist() for x in caches]
+    answers = [greedy(ours, both, 10, **with_cache(x)).tolist() for x in caches]
     assert answers.count(answers[0]) == 4
     cache.reset()
     again = H2OCache(ours.config, **SMALL)
-    expected = greedy(ours, both, 10, past_key_values=again).tolist()
-    assert greedy(ours, both, 10, past_key_values=cache).tolist() == expected
+    expected = greedy(ours, both, 10, **with_cache(again)).tolist()
+    assert greedy(ours, both, 10, **with_cache(cache)).tolist() == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -286,7 +287,7 @@ def test_a_dynamic_cache_goes_on(name):
     ours, theirs, (ids,) = model(name), model(name, "sdpa"), prompts(30)
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
-        theirs(ids[:, :20], past_key_values=full)
+        theirs(ids[:, :20], **with_cache(full))
     cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
     expected = stepwise(theirs, ids[:, 20:], full, [4, *[1] * 6])
     got = stepwise(ours, ids[:, 20:], cache, [4, *[1] * 6])
@@ -297,10 +298,10 @@ def test_a_dynamic_cache_goes_on(name):
 def test_assisted_decoding_takes_tokens_back(name):
     ours = model(name)
     row = {"input_ids": prompts(8)[0].repeat(1, 4)}
-    plain = greedy(ours, row, 24, past_key_values=H2OCache(ours.config, H2OConfig.full()))
+    plain = greedy(ours, row, 24, **with_cache(H2OCache(ours.config, H2OConfig.full())))
     cache = H2OCache(ours.config, H2OConfig.full())
     cache.activate_past_recording()
-    looked_up = greedy(ours, row, 24, past_key_values=cache, prompt_lookup_num_tokens=3)
+    looked_up = greedy(ours, row, 24, **with_cache(cache), prompt_lookup_num_tokens=3)
     assert cache.layers[SHARED]._attended is None
     assert looked_up.tolist() == plain.tolist()
 
@@ -310,7 +311,7 @@ def test_documents_are_read_and_heads_measured(name):
     ours, (ids,) = model(name), prompts(40)
     cache = h2o.read(ours, ids, H2OConfig(**SMALL), repeat=torch.tensor([5, 6]))
     more = {"input_ids": torch.cat([ids, prompts(3)[0]], 1)}
-    assert greedy(ours, more, 4, past_key_values=cache).shape == (1, 4)
+    assert greedy(ours, more, 4, **with_cache(cache)).shape == (1, 4)
     ids = prompts(256)[0]
     assert len(h2o.calibrate(ours, ids, window=128, refine=0).shares[0]) == 6
     h2o.analyze(ours, ids)
@@ -335,7 +336,7 @@ def test_a_pass_ends_with_the_last_layer_that_attends():
 
     hook = ours.model.layers[5].register_forward_pre_hook(begin)
     with torch.no_grad():
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
     hook.remove()
     assert "another thread" in errors[0]
     assert not cache.pass_state.under_way
@@ -350,11 +351,11 @@ def test_a_pass_that_broke_off_in_a_later_layer():
     hook = ours.model.layers[4].register_forward_pre_hook(lambda *_: 1 / 0)
     with torch.no_grad():
         with pytest.raises(ZeroDivisionError):
-            ours(pieces[0], past_key_values=cache)
+            ours(pieces[0], **with_cache(cache))
         hook.remove()
-        ours(pieces[0], past_key_values=unbroken)
+        ours(pieces[0], **with_cache(unbroken))
         for piece in pieces[1:]:  # all keys had been stored
-            got, expected = (ours(piece, past_key_values=x).logits for x in (cache, unbroken))
+            got, expected = (ours(piece, **with_cache(x)).logits for x in (cache, unbroken))
             assert torch.equal(got, expected)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from h2o import H2OCache, H2OConfig, Profile
+from h2o.borrowed import with_cache
 from h2o.head_budgets import LEAST, allotted
 from h2o.hf import layer_types
 from h2o.model_identity import describe, sample
@@ -100,7 +101,7 @@ def test_shares_for_another_model():
         H2OCache(ours.config, H2OConfig(heavy=8, recent=8, shares=[[1.0, 1.0]] * 3))
     cache = H2OCache(ours.config, H2OConfig(heavy=8, recent=8, shares=[[1.0, 1.5, 0.5]] * 2))
     with pytest.raises(ValueError, match=r"has 2 key/value heads.*how much 3 heads"):
-        ours(torch.arange(9)[None] + 3, past_key_values=cache)
+        ours(torch.arange(9)[None] + 3, **with_cache(cache))
 
 
 def test_amounts_for_each_head():
@@ -130,7 +131,7 @@ def test_memory_falls_with_the_shares():
     held = {}
     for name, shares in {"even": None, "uneven": uneven(ours)}.items():
         cache = H2OCache(ours.config, H2OConfig(heavy=24, recent=8, shares=shares))
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
         held[name] = cache.report().total.bytes_held
         sizes = [layer.slots.keys.numel() for layer in cache.layers]
         assert held[name] == 2 * sum(sizes) * 4
@@ -161,12 +162,12 @@ def test_rows_of_their_own_and_batch_operations():
     rows = prompts(40, 64, 23)
     config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, shares=uneven(ours))
     cache = H2OCache(ours.config, config)
-    greedy(ours, batch(rows), 6, past_key_values=cache)
+    greedy(ours, batch(rows), 6, **with_cache(cache))
     cache.batch_select_indices(torch.tensor([2, 0]))
     cache.batch_repeat_interleave(2)
     for b, row in enumerate([2, 2, 0, 0]):
         alone = H2OCache(ours.config, config)
-        greedy(ours, {"input_ids": rows[row]}, 6, past_key_values=alone)
+        greedy(ours, {"input_ids": rows[row]}, 6, **with_cache(alone))
         for layer in range(2):
             one = [x[x >= 0].tolist() for x in cache.kept(layer)[0][b]]
             assert one == [x[x >= 0].tolist() for x in alone.kept(layer)[0][0]]
@@ -178,9 +179,9 @@ def test_from_a_dynamic_cache():
     config = H2OConfig(heavy=12, recent=6, shares=uneven(ours))
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
-        ours(ids[:, :40], past_key_values=full)
+        ours(ids[:, :40], **with_cache(full))
         cache = H2OCache.from_dynamic_cache(full, ours.config, config)
-        ours(ids[:, 40:], past_key_values=cache)
+        ours(ids[:, 40:], **with_cache(cache))
     kept = cache.report().layers[0].kept_by_head
     assert kept == cache.report().layers[0].budget_by_head
     assert kept[0][0] != kept[0][1]
@@ -205,9 +206,9 @@ def test_a_profile_of_other_weights_is_found_out_in_the_first_pass():
         with torch.no_grad():
             if refused:
                 with pytest.raises(ValueError, match=f"weights of {name} differ"):
-                    ours(prompts(20)[0], past_key_values=cache)
+                    ours(prompts(20)[0], **with_cache(cache))
             else:
-                ours(prompts(20)[0], past_key_values=cache)
+                ours(prompts(20)[0], **with_cache(cache))
 
 
 def test_one_budget_is_foreseen_where_a_config_tells_of_equal_heads():

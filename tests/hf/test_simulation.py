@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 import h2o
 from h2o import published_masks
+from h2o.borrowed import with_cache
 from h2o.config import VARIANTS
 from tests.hf import tiny
 from tests.hf.modes import layers_and_heads
@@ -149,7 +150,7 @@ def prove(
     column = torch.arange(N)
     for start, stop in [(0, prompt_length), *((i, i + 1) for i in range(prompt_length, N))]:
         with torch.no_grad():
-            logits = model(ids[:, start:stop], past_key_values=cache).logits
+            logits = model(ids[:, start:stop], **with_cache(cache)).logits
         torch.testing.assert_close(logits, simulated[:, start:stop], atol=atol, rtol=0)
         for layer in layers:
             kept, _ = cache.kept(layer)
@@ -350,7 +351,7 @@ def test_autocast():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         with h2o.simulated(ours, **small, mass=True) as simulation:
             got = ours(ids, use_cache=False).logits
-        steps = [ours(token, past_key_values=cache).logits for token in ids.split(1, dim=1)]
+        steps = [ours(token, **with_cache(cache)).logits for token in ids.split(1, dim=1)]
         analysis = h2o.analyze(ours, ids, **small)
     assert simulation.retained_mass(0).mean() < 1
     want = torch.cat(steps, dim=1)
@@ -442,7 +443,7 @@ def test_columns_of_evictions_of_a_cache(columns, want):
         now = {name: x[:, start:stop] for name, x in inputs.items()}
         now["attention_mask"] = inputs["attention_mask"][:, :stop]
         with torch.no_grad():
-            model(**now, past_key_values=cache)
+            model(**now, **with_cache(cache))
     for head in cache.evicted_at(0).unbind(1):
         assert head.tolist() == want
 
@@ -604,11 +605,11 @@ def test_calls_that_are_no_whole_text():
     with h2o.simulated(model, heavy=3, recent=3):
         with torch.no_grad():
             past = DynamicCache(config=model.config)
-            model(ids[:, :5], past_key_values=past)  # the first of several is a whole text
+            model(ids[:, :5], **with_cache(past))  # the first of several is a whole text
             with pytest.raises(ValueError, match="whole texts"):
-                model(ids[:, 5:], past_key_values=past)
+                model(ids[:, 5:], **with_cache(past))
             with pytest.raises(ValueError, match="whole texts"):
-                model(ids, past_key_values=h2o.H2OCache(model.config, heavy=2, recent=2))
+                model(ids, **with_cache(h2o.H2OCache(model.config, heavy=2, recent=2)))
             with pytest.raises(ValueError, match="whole texts"):
                 model.generate(ids, max_new_tokens=3, do_sample=False)
             with pytest.raises(h2o.Unsupported, match="4-D masks"):

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.utils import logging
 
 from h2o import H2OCache, H2OConfig, Unsupported, patched, simulated, supports
+from h2o.borrowed import with_cache
 from h2o.hf.layer_kinds import HYBRIDS, kind_of
 from tests.hf import families
 from tests.hf.tiny import FAMILIES, SPREAD, batch, greedy, model, prompts
@@ -46,7 +47,7 @@ def test_encoders_are_refused_and_as_decoders_served(name):
     expected = greedy(decoder, inputs).tolist()
     decoder.set_attn_implementation("h2o")
     cache = H2OCache(decoder.config, H2OConfig.full())
-    assert greedy(decoder, inputs, past_key_values=cache).tolist() == expected
+    assert greedy(decoder, inputs, **with_cache(cache)).tolist() == expected
 
 
 def test_attention_that_turns_out_to_look_both_ways():
@@ -56,11 +57,11 @@ def test_attention_that_turns_out_to_look_both_ways():
     for ours in (both_ways, decoder):
         ours.set_attn_implementation("h2o")
     with pytest.raises(Unsupported, match=r"looks both ways|4-D masks"):
-        both_ways(ids, past_key_values=H2OCache(decoder.config, **SMALL), use_cache=True)
+        both_ways(ids, **with_cache(H2OCache(decoder.config, **SMALL)), use_cache=True)
     for layer in decoder.bert.encoder.layer:
         layer.attention.self.is_causal = False
     with pytest.raises(Unsupported, match="looks both ways"):
-        decoder(ids, past_key_values=H2OCache(decoder.config, **SMALL))
+        decoder(ids, **with_cache(H2OCache(decoder.config, **SMALL)))
     with pytest.raises(Unsupported, match="looks both ways"), simulated(decoder, **SMALL):
         decoder(ids, use_cache=False)
 
@@ -94,7 +95,7 @@ def test_a_language_model_beside_attention_code_of_the_images_own():
     assert small.tolist() != expected
     ours.set_attn_implementation("h2o")
     cache = H2OCache(config, **SMALL)
-    assert torch.equal(greedy(ours, inputs, 32, past_key_values=cache), small)
+    assert torch.equal(greedy(ours, inputs, 32, **with_cache(cache)), small)
     assert cache.kept(1)[0].shape == (2, 2, 12)
     with simulated(ours, **SMALL), torch.no_grad():
         ours(**inputs, use_cache=False)
@@ -184,9 +185,9 @@ def test_models_that_do_not_tell_their_layers_about_the_cache():
     expected = greedy(plain, inputs).tolist()
     plain.set_attn_implementation("h2o")
     cache = H2OCache(config, H2OConfig.full())
-    assert greedy(plain, inputs, past_key_values=cache).tolist() == expected
+    assert greedy(plain, inputs, **with_cache(cache)).tolist() == expected
     with pytest.raises(ValueError, match="use_cache=False with an H2OCache"):
-        greedy(plain, inputs, past_key_values=H2OCache(config, **SMALL), use_cache=False)
+        greedy(plain, inputs, **with_cache(H2OCache(config, **SMALL)), use_cache=False)
 
 
 def test_a_model_is_asked_as_its_config_is():
@@ -206,4 +207,4 @@ def test_windows_that_only_the_cache_knows():
     expected = greedy(plain, inputs).tolist()
     plain.set_attn_implementation("h2o")
     assert greedy(plain, inputs).tolist() == expected
-    assert greedy(plain, inputs, past_key_values=H2OCache(config, **SMALL)).tolist() == expected
+    assert greedy(plain, inputs, **with_cache(H2OCache(config, **SMALL))).tolist() == expected

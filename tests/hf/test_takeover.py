@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 from h2o import H2OCache, H2OConfig, Unsupported, ops, reference
+from h2o.borrowed import with_cache
 from tests.cases import pairs
 from tests.hf.drive import forward, tensors
 from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, model, prompts
@@ -31,7 +32,7 @@ def filled(theirs, inputs, *, config=True, grad=False):
     """What a model makes of inputs in a DynamicCache."""
     cache = DynamicCache(config=theirs.config) if config else DynamicCache()
     with torch.set_grad_enabled(grad):
-        theirs(**inputs, past_key_values=cache)
+        theirs(**inputs, **with_cache(cache))
     return cache
 
 
@@ -55,11 +56,11 @@ def test_a_budget_for_all_gives_the_tokens_of_the_dynamic_cache(name, new):
     taken = H2OCache.from_dynamic_cache(
         full, ours.config, H2OConfig.full(), attention_mask=inputs["attention_mask"]
     )
-    got = greedy(ours, longer(inputs, new), past_key_values=taken)
+    got = greedy(ours, longer(inputs, new), **with_cache(taken))
     for (keys, values, *_), (k, v) in zip(full, before, strict=True):  # nothing is shared
         torch.testing.assert_close(keys, k, rtol=0, atol=0)
         torch.testing.assert_close(values, v, rtol=0, atol=0)
-    assert got.tolist() == greedy(theirs, longer(inputs, new), past_key_values=full).tolist()
+    assert got.tolist() == greedy(theirs, longer(inputs, new), **with_cache(full)).tolist()
 
 
 @pytest.mark.parametrize(("config", "grad"), [(False, False), (True, True)])
@@ -70,7 +71,7 @@ def test_a_dynamic_cache_made_without_config_or_with_gradients(config, grad):
     full = filled(theirs, inputs, config=config, grad=grad)
     taken = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
     assert not any(keys.requires_grad for keys, *_ in taken)
-    got = greedy(ours, longer(inputs, 3), past_key_values=taken)
+    got = greedy(ours, longer(inputs, 3), **with_cache(taken))
     assert got.tolist() == greedy(theirs, longer(inputs, 3)).tolist()
 
 
@@ -147,7 +148,7 @@ def test_before_the_first_pass_everything_is_held_without_scores():
 
     step = {"attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, 1).long()], 1)}
     with torch.no_grad():
-        ours(torch.tensor([[5], [6]]), past_key_values=cache, **step)
+        ours(torch.tensor([[5], [6]]), **with_cache(cache), **step)
     report = cache.report()
     assert not report.layers[1].unscored
     assert report.layers[1].kept == [10, 12]
@@ -168,7 +169,7 @@ def test_rows_move_before_the_first_pass():
     def logits(cache, rows):
         with torch.no_grad():
             return ours(
-                question["input_ids"][rows, -4:], past_key_values=cache,
+                question["input_ids"][rows, -4:], **with_cache(cache),
                 attention_mask=question["attention_mask"][rows],
             ).logits  # fmt: skip
 
@@ -198,9 +199,9 @@ def test_crop_and_reset_before_the_first_pass():
     cache.reset()
     assert cache.get_seq_length() == 0
     assert not cache.report().layers[0].unscored
-    got = greedy(ours, inputs, past_key_values=cache)
+    got = greedy(ours, inputs, **with_cache(cache))
     fresh = H2OCache(ours.config, **SMALL)
-    assert got.tolist() == greedy(ours, inputs, past_key_values=fresh).tolist()
+    assert got.tolist() == greedy(ours, inputs, **with_cache(fresh)).tolist()
     assert full.get_seq_length() == 20
 
 
@@ -216,7 +217,7 @@ def test_a_fraction_is_of_all_that_is_cut_first():
             heavy=0.1, recent=0.1, min_tokens=0, **parameters,
         )  # fmt: skip
         with torch.no_grad():
-            ours(ids[:, 30:], past_key_values=cache, attention_mask=asked["attention_mask"])
+            ours(ids[:, 30:], **with_cache(cache), attention_mask=asked["attention_mask"])
         return cache, cache.report().layers[0].budget
 
     cache, new_budget = budget(asked["input_ids"])
@@ -224,7 +225,7 @@ def test_a_fraction_is_of_all_that_is_cut_first():
     assert cache.is_prompt_only()
     assert budget(asked["input_ids"], prompt_length=100)[1] == [20, 20]
     with torch.no_grad(), pytest.raises(ValueError, match=r"second chunk.*prompt_length=43"):
-        ours(torch.full((2, 3), 5), past_key_values=cache)
+        ours(torch.full((2, 3), 5), **with_cache(cache))
 
 
 @pytest.mark.parametrize("columns", [1, 4])
@@ -252,7 +253,7 @@ def test_another_thread_is_refused_during_the_first_pass():
 
     def intrude():
         try:
-            ours(ids[:, :3], past_key_values=cache)
+            ours(ids[:, :3], **with_cache(cache))
         except RuntimeError as error:
             errors.append(str(error))
 
@@ -263,9 +264,9 @@ def test_another_thread_is_refused_during_the_first_pass():
 
     with torch.no_grad():
         hook = ours.model.layers[1].register_forward_pre_hook(between)
-        got = ours(ids[:, :2], past_key_values=cache).logits
+        got = ours(ids[:, :2], **with_cache(cache)).logits
         hook.remove()
-        expected = ours(ids[:, :2], past_key_values=alone).logits
+        expected = ours(ids[:, :2], **with_cache(alone)).logits
     assert len(errors) == 1
     assert "one cache per thread" in errors[0]
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, patched, simulated
+from h2o.borrowed import CACHE, with_cache
 from tests.hf.tiny import greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -41,12 +42,12 @@ def test_a_cache_that_another_thread_is_using(name):
         if not intruders:
             states = torch.zeros(1, 2, 3, 8)
             intruders.append(elsewhere(lambda: cache.update(states, states, 0)))
-            intruders.append(elsewhere(lambda: ours(ids[:, :3], past_key_values=cache)))
+            intruders.append(elsewhere(lambda: ours(ids[:, :3], **with_cache(cache))))
             intruders.append(elsewhere(lambda: cache.reorder_cache(torch.tensor([0]))))
 
     with torch.no_grad():
         hook = ours.model.layers[1].register_forward_pre_hook(intrude)
-        ours(ids, past_key_values=cache)
+        ours(ids, **with_cache(cache))
         hook.remove()
     assert len(intruders) == 3
     for error in intruders:
@@ -54,9 +55,9 @@ def test_a_cache_that_another_thread_is_using(name):
         assert "one cache per thread" in str(error)
     alone = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        expected = ours(ids, past_key_values=alone)
-        step = ours(ids[:, :1], past_key_values=cache).logits
-        want = ours(ids[:, :1], past_key_values=expected.past_key_values).logits
+        expected = ours(ids, **with_cache(alone))
+        step = ours(ids[:, :1], **with_cache(cache)).logits
+        want = ours(ids[:, :1], **with_cache(expected[CACHE])).logits
     torch.testing.assert_close(step, want, rtol=0, atol=0)
 
 
@@ -66,20 +67,20 @@ def test_a_cache_goes_from_thread_to_thread():
     (ids,) = prompts(20)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        elsewhere(lambda: ours(ids, past_key_values=cache))
-        ours(ids[:, :1], past_key_values=cache)
+        elsewhere(lambda: ours(ids, **with_cache(cache)))
+        ours(ids[:, :1], **with_cache(cache))
     assert cache.get_seq_length() == 21
 
     def fail(*_):
         raise MemoryError
 
     hook = ours.model.layers[0].mlp.register_forward_hook(fail)
-    assert isinstance(elsewhere(lambda: ours(ids[:, :1], past_key_values=cache)), MemoryError)
+    assert isinstance(elsewhere(lambda: ours(ids[:, :1], **with_cache(cache))), MemoryError)
     hook.remove()
     with pytest.raises(RuntimeError, match="broke off"):
-        ours(ids[:, :1], past_key_values=cache)
+        ours(ids[:, :1], **with_cache(cache))
     cache.reset()
-    greedy(ours, {"input_ids": ids}, past_key_values=cache)
+    greedy(ours, {"input_ids": ids}, **with_cache(cache))
 
 
 def test_many_threads_on_one_cache_are_refused_or_right():
@@ -92,7 +93,7 @@ def test_many_threads_on_one_cache_are_refused_or_right():
         for _ in range(5):
             try:
                 with torch.no_grad():
-                    ours(ids, past_key_values=cache)
+                    ours(ids, **with_cache(cache))
             except RuntimeError as error:
                 errors.append(str(error))
 

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from h2o import H2OCache
+from h2o.borrowed import with_cache
 from tests.hf.tiny import batch, greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -23,16 +24,16 @@ def test_a_prefix_is_read_once_and_asked_often(duplicate):
     cache = H2OCache(ours.config)
     numbers = H2OCache(ours.config, heavy=4, recent=4)
     with torch.no_grad():
-        ours(prefix, past_key_values=cache)
-        ours(prefix, past_key_values=numbers)
+        ours(prefix, **with_cache(cache))
+        ours(prefix, **with_cache(numbers))
     for question in questions:
         inputs = {"input_ids": torch.cat([prefix, question], dim=1)}
         one, two = duplicate(cache), duplicate(numbers)
-        got = greedy(ours, inputs, past_key_values=one).tolist()
-        assert got == greedy(ours, inputs, past_key_values=two).tolist()
+        got = greedy(ours, inputs, **with_cache(one)).tolist()
+        assert got == greedy(ours, inputs, **with_cache(two)).tolist()
         assert one.report().layers[0].budget == [8]
     with pytest.raises(ValueError, match=r"prompt_length=45\).*prompt_length=40") as error:
-        greedy(ours, {"input_ids": torch.cat([prefix, questions[0]], 1)}, past_key_values=cache)
+        greedy(ours, {"input_ids": torch.cat([prefix, questions[0]], 1)}, **with_cache(cache))
     assert "cache.fork()" in str(error.value)
 
 
@@ -42,8 +43,8 @@ def test_layers_one_by_one_as_of_a_dynamic_cache(name):
     (ids,) = prompts(20)
     theirs, small = DynamicCache(config=ours.config), H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(ids, past_key_values=theirs)
-        ours(ids, past_key_values=small)
+        ours(ids, **with_cache(theirs))
+        ours(ids, **with_cache(small))
     for index, (logits, full) in enumerate(zip(small, theirs, strict=True)):
         assert len(logits) == len(full) == 3
         if not hasattr(small.layers[index], "slots"):
@@ -63,9 +64,9 @@ def test_kept_as_columns(side):
     inputs = batch(rows, side)
     cache = H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(**inputs, past_key_values=cache)
+        ours(**inputs, **with_cache(cache))
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1).long()], dim=1)
-        ours(torch.tensor([[5], [6]]), past_key_values=cache, attention_mask=mask)
+        ours(torch.tensor([[5], [6]]), **with_cache(cache), attention_mask=mask)
     ids = torch.cat([inputs["input_ids"], torch.tensor([[5], [6]])], dim=1)
     kept = cache.kept(0)
     columns = kept.columns(inputs["attention_mask"])
@@ -83,19 +84,19 @@ def test_autocast_that_ends_or_begins_amid_a_conversation(autocast_first):
     (ids,) = prompts(20)
     cache, plain = H2OCache(ours.config, **SMALL), H2OCache(ours.config, **SMALL)
     with torch.no_grad():
-        ours(ids, past_key_values=plain)
+        ours(ids, **with_cache(plain))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast_first):
-            ours(ids, past_key_values=cache)
+            ours(ids, **with_cache(cache))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not autocast_first):
-            got = ours(ids[:, :1], past_key_values=cache).logits
-        expected = ours(ids[:, :1], past_key_values=plain).logits
+            got = ours(ids[:, :1], **with_cache(cache)).logits
+        expected = ours(ids[:, :1], **with_cache(plain)).logits
     assert (got - expected).abs().mean() < 0.2 * expected.abs().mean()
 
 
 def test_double_precision_names_the_remedy():
     ours = model("llama").double()
     with pytest.raises(TypeError, match=r"model\.float\(\)"):
-        greedy(ours, {"input_ids": prompts(20)[0]}, past_key_values=H2OCache(ours.config, **SMALL))
+        greedy(ours, {"input_ids": prompts(20)[0]}, **with_cache(H2OCache(ours.config, **SMALL)))
 
 
 def test_the_sliding_window_of_a_comparison_is_plain():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, Unsupported, disable, enable, patched
+from h2o.borrowed import CACHE, with_cache
 from tests.hf.tiny import greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -46,7 +47,7 @@ def test_copies_of_an_enabled_model_are_enabled(duplicate):
     disable(twin)
     assert greedy(twin, inputs, 12).tolist() == small != full
     with torch.no_grad():
-        assert twin(**inputs).past_key_values is twin._h2o_patches.patches[-1].cache
+        assert twin(**inputs)[CACHE] is twin._h2o_patches.patches[-1].cache
     disable(twin)
     assert twin.config._attn_implementation == "sdpa"
     assert greedy(twin, inputs, 12).tolist() == full
@@ -69,7 +70,7 @@ def test_compiled_models():
     with patched(compiled, **SMALL) as patch, torch.no_grad():
         assert greedy(compiled, {"input_ids": ids}, STEPS).tolist() == tokens.tolist()
         out = compiled(ids)
-        assert out.past_key_values is patch.cache
+        assert out[CACHE] is patch.cache
         torch.testing.assert_close(out.logits, logits)
     assert plain.config._attn_implementation == "sdpa"
 
@@ -92,7 +93,7 @@ def test_prompts_that_were_tuned():
         enable(wrapped, **SMALL)
     cache = H2OCache(wrapped.get_base_model().config, **SMALL)
     with pytest.raises(AttributeError, match="prefix tuning"):
-        greedy(wrapped, inputs, 8, past_key_values=cache)
+        greedy(wrapped, inputs, 8, **with_cache(cache))
 
 
 def test_a_model_with_fewer_layers_than_its_config():
@@ -101,9 +102,9 @@ def test_a_model_with_fewer_layers_than_its_config():
     full = H2OCache(ours.config, **SMALL)
     ours.model.layers = ours.model.layers[:1]
     with pytest.raises(RuntimeError, match=r"set config\.num_hidden_layers = 1"):
-        greedy(ours, {"input_ids": ids}, past_key_values=full)
+        greedy(ours, {"input_ids": ids}, **with_cache(full))
     ours.config.num_hidden_layers = 1
-    greedy(ours, {"input_ids": ids}, past_key_values=H2OCache(ours.config, **SMALL))
+    greedy(ours, {"input_ids": ids}, **with_cache(H2OCache(ours.config, **SMALL)))
 
 
 def test_a_model_with_more_layers_than_the_cache():
@@ -111,4 +112,4 @@ def test_a_model_with_more_layers_than_the_cache():
     short = copy.deepcopy(ours.config)
     short.num_hidden_layers = 1
     with pytest.raises(ValueError, match="layer 1 was given a cache of 1 layers"):
-        greedy(ours, {"input_ids": prompts(20)[0]}, past_key_values=H2OCache(short, **SMALL))
+        greedy(ours, {"input_ids": prompts(20)[0]}, **with_cache(H2OCache(short, **SMALL)))

@@ -21,6 +21,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from h2o import H2OCache, H2OConfig
+from h2o.borrowed import with_cache
 from tests.hf.tiny import FAMILIES, LATENT, VOCABULARY
 
 LENGTHS = (5, 100, 40, 1, 17, 60, 33, 90, 3, 64)
@@ -83,7 +84,7 @@ def alone(model: Any, requests: list[list[int]], config: H2OConfig, new: int = N
     for request in requests:
         ids = torch.tensor([request])
         cache = H2OCache(model.config, config, prompt_length=len(request))
-        out = model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
+        out = model.generate(ids, **with_cache(cache), max_new_tokens=new, do_sample=False)
         answers.append(out[0, len(request) :].tolist())
     return answers
 

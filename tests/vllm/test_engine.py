@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, models
+from h2o.borrowed import with_cache
 from h2o.cli.texts import article
 from h2o.config import UNLIMITED
 from tests.vllm.engines import (
@@ -175,10 +176,10 @@ def test_prompts_that_are_cut_after_each_chunk(llama):
     for prompt in prompts():
         cache = H2OCache(model.config, H2OConfig(**SMALL))
         for part in torch.tensor([prompt]).split(32, dim=1):
-            out = model(part, past_key_values=cache)
+            out = model(part, **with_cache(cache))
         answer = [out.logits[0, -1].argmax().item()]
         while len(answer) < NEW:
-            out = model(torch.tensor([answer[-1:]]), past_key_values=cache)
+            out = model(torch.tensor([answer[-1:]]), **with_cache(cache))
             answer.append(out.logits[0, -1].argmax().item())
         wanted.append(answer)
     assert wanted != alone(model, prompts(), H2OConfig(**SMALL))

@@ -1,0 +1,299 @@
+"""Everything that h2o borrows from inside transformers, accelerate, PEFT and torch.
+
+Private names, signatures of other people's functions and differences between versions stand in
+this module only, each with what it is and what happens in a version that lacks it. `packages.py`
+knows which versions of transformers are supported and which ones were tested. A name that one of
+the `import` statements below needs and that a later version has moved is an ImportError, which
+`h2o` reports where it is first used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.output_capturing import _active_collector
+
+# ---- Signatures ----------------------------------------------------------------------------------
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of a function's parameters, in order."""
+    return tuple(inspect.signature(function).parameters)
+
+
+def accepts(function: Callable[..., Any], *names: str) -> bool:
+    """Whether a function has parameters with these names."""
+    return set(names) <= set(parameters_of(function))
+
+
+# ---- The cache as an argument of forward() and generate() ----------------------------------------
+
+CACHE = "cache" if accepts(BaseModelOutputWithPast, "cache") else "past_key_values"
+"""Name of the argument, and of the field of outputs. "cache" since 5.24, which accepts the former
+name with a FutureWarning until 6.0."""
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""Names under which a caller may give a cache, in any version."""
+
+
+def with_cache(cache: Any) -> dict[str, Any]:
+    """The keyword argument that gives `forward()` or `generate()` a cache."""
+    return {CACHE: cache}
+
+
+def cache_in(kwargs: dict[str, Any]) -> Any:
+    """The cache among keyword arguments; None without one."""
+    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that are no cache."""
+    return {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+
+
+def cache_position(model: nn.Module) -> int:
+    """Index of the cache among the positional arguments of the model's `forward()`; one past the
+    last where it can be given by name only."""
+    names = parameters_of(model.forward)
+    return next((i for i, name in enumerate(names) if name in CACHE_NAMES), len(names))
+
+
+# ---- generate() ----------------------------------------------------------------------------------
+
+PREPARE_CACHE = "_prepare_cache_for_generation"
+"""Method of GenerationMixin that makes the cache of a `generate()`. Called by all versions from 5.4
+to 5.24 with (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)."""
+
+PREPARE_PROCESSORS = "_get_logits_processor"
+"""Method of GenerationMixin that makes the logits processors of a `generate()`."""
+
+
+def known_prompt_length(generation_config: Any) -> int | None:
+    """Columns of the attention mask that `generate()` has dropped because it was all ones.
+
+    transformers does this since 5.17 or so; before, the mask itself is there.
+    """
+    return getattr(generation_config, "_mask_length", None)
+
+
+def columns_in_chunks() -> int:
+    """Columns of the prompt that `generate(prefill_chunk_size=...)` feeds to the model now; 0 where
+    no such call is under way.
+
+    A cache sees a first chunk as it sees a prompt, and is told of neither. So the local variables
+    of `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24, are read.
+    """
+    frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_prefill":
+        frame = frame.f_back
+    found = {} if frame is None else frame.f_locals
+    if getattr(found.get("generation_config"), "prefill_chunk_size", None) is None:
+        return 0
+    return int(found["input_ids"].shape[1])
+
+
+def compile_everywhere(compile_config: Any) -> None:
+    """Have `generate()` compile on CPUs too. A version without the attribute ignores it."""
+    compile_config._compile_all_devices = True
+
+
+CROPS_TO_LENGTH = accepts(DynamicCache.crop, "max_length")
+"""Whether `Cache.crop` takes the length to keep, as it did before 5.16, unless it is negative."""
+
+# ---- Attention functions -------------------------------------------------------------------------
+
+
+def register_attention(name: str, function: Any, mask_function: Any) -> None:
+    """Make an attention function and its mask function known to transformers under a name."""
+    # Not at the top: importing this registers h2o's attention, by the hook in h2o/__init__.py.
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, mask_function)
+
+
+def unregister_attention(name: str) -> None:
+    """Remove a name. transformers has a public way in but none out."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    del AttentionInterface._global_mapping[name]
+    del AttentionMaskInterface._global_mapping[name]
+
+
+def attention_name(config: Any) -> str:
+    """Name of the attention implementation that a config selects."""
+    name: str = config._attn_implementation
+    return name
+
+
+def has_attention_name(config: Any) -> bool:
+    """Whether a config selects an attention implementation."""
+    return hasattr(config, "_attn_implementation")
+
+
+def put_attention_name(config: Any, name: str) -> None:
+    """Select an attention implementation for a config alone, without that of its sub-configs, which
+    the public setter changes too."""
+    config._attn_implementation_internal = name
+
+
+def can_set_attention(model: Any) -> bool:
+    """Whether a model, or a class of models, runs attention by transformers' AttentionInterface.
+
+    For others `set_attn_implementation` only logs a warning.
+    """
+    able: bool = model._can_set_attn_implementation()
+    return able
+
+
+def wants_attention_weights() -> bool:
+    """Whether the model call under way has `output_attentions=True`, which not every model hands on
+    to its attention function."""
+    return "attentions" in (_active_collector.get() or ())
+
+
+# ---- Classes of models and of cache layers ------------------------------------------------------
+
+
+def model_class(auto: Any, config: Any) -> Any:
+    """The class that one of transformers' Auto classes has for a config; None if it has none."""
+    try:
+        classes = auto._model_mapping[type(config)]
+    except (KeyError, ValueError):  # ValueError: named there, but not to be imported
+        return None
+    return classes[0] if isinstance(classes, tuple) else classes
+
+
+HYBRIDS = hasattr(cache_utils.Cache, "get_conv_state")
+"""Whether models announce to their cache that they begin with a layer's states; since 5.21. Before
+that a forward pass that is interrupted between such layers would go unnoticed, so models with
+states are refused."""
+
+SHARES_KEYS = hasattr(cache_utils, "KVSharingDict")
+"""Whether keys are handed from layer to layer in a dict; since 5.23. Before that models with shared
+keys are refused."""
+
+
+class Absent:
+    """Stands for a class of cache layers that this version of transformers does not have."""
+
+
+def _layer_class(name: str) -> Any:
+    return getattr(cache_utils, name, Absent) if HYBRIDS else Absent
+
+
+StatesLayer = _layer_class("LinearAttentionLayer")
+StatesAndKeysLayer = _layer_class("LinearAttentionAndFullAttentionLayer")
+StatesAndWindowLayer = _layer_class("LinearAttentionAndSlidingWindowAttentionLayer")
+EmptyLayer = _layer_class("DummyLayer")
+
+LAYER_TYPES: dict[str, Any] = getattr(
+    cache_utils,
+    "DYNAMIC_LAYER_TYPE_MAPPING",
+    {
+        "full_attention": DynamicLayer,
+        "sliding_attention": DynamicSlidingWindowLayer,
+        "chunked_attention": DynamicSlidingWindowLayer,
+    },
+)
+"""Class of the cache layer for each entry of a config's `layer_types`; the fallback is 5.4's."""
+
+
+def window_of(layer: Any) -> Tensor | None:
+    """The sliding window of transformers' own cache layer, as iterating a DynamicCache gives it."""
+    return getattr(layer, "_sliding_window_tensor", None)
+
+
+# ---- Wrappers: PEFT, torch.compile, accelerate ---------------------------------------------------
+
+
+def inner_model(model: Any) -> Any:
+    """The model inside one wrapper of torch.compile or PEFT; None where there is no wrapper."""
+    if hasattr(model, "_orig_mod"):
+        return model._orig_mod
+    return model.get_base_model() if hasattr(model, "get_base_model") else None
+
+
+def compiled_model(model: Any) -> Any:
+    """The model inside all wrappers of torch.compile, those of PEFT left on."""
+    while hasattr(model, "_orig_mod"):
+        model = model._orig_mod
+    return model
+
+
+def peft_type(model: Any) -> str:
+    """Method of the active adapter of a PEFT model, such as "LORA"; "" of any other model."""
+    return str(getattr(getattr(model, "active_peft_config", None), "peft_type", "")).rpartition(
+        "."
+    )[2]
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate moves a module's weights, so that they do not stay where they are."""
+    return hasattr(module, "_hf_hook")
+
+
+def accelerate_hooks(module: nn.Module) -> tuple[Any, ...]:
+    """accelerate's hooks of a module, those of a SequentialHook one by one."""
+    hook = getattr(module, "_hf_hook", None)
+    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
+
+
+def device_mesh(module: nn.Module) -> Any:
+    """The DeviceMesh over which a tensor parallel module is cut, as transformers noted it before
+    5.11; None later, when parameters are DTensors and have one of their own."""
+    return getattr(module, "_hf_device_mesh", None)
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """A number that rises whenever a tensor is written to in place."""
+    return tensor._version
+
+
+def mark_static_address(tensor: Tensor) -> None:
+    """Tell torch.compile that a tensor stays where it is, so that CUDA graphs need no copy."""
+    torch._dynamo.mark_static_address(tensor)
+
+
+def mark_dynamic(tensor: Tensor, axis: int) -> None:
+    """Tell torch.compile that an axis has a new length in each call."""
+    torch._dynamo.mark_dynamic(tensor, axis)
+
+
+def compile_errors() -> type[Exception]:
+    """Base class of torch.compile's errors; importing it takes a second."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+"""Context manager within which tensor subclasses are treated as plain tensors."""
+
+
+def has_packed_linear() -> bool:
+    """Whether oneDNN multiplies bfloat16 here, by weights in a layout of its own."""
+    able = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(able)
+
+
+def pack_linear_weight(weight: Tensor) -> Tensor:
+    """A weight [out, in] in oneDNN's layout, which is opaque, for `packed_linear`."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # type: ignore[no-any-return]
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`nn.functional.linear` with a weight that `pack_linear_weight` made."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
