@@ -10,12 +10,13 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 __all__ = [
     "UNLIMITED",
     "Amount",
     "Budget",
+    "Of",
     "amount_of",
     "at_least",
     "budget_of",
@@ -39,6 +40,10 @@ OfLayer = Amount | Sequence[Amount]
 
 Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
 """The same for every layer, one per layer, or a function (layer, layers) -> that layer's."""
+
+
+Of = Literal["keys", "bytes"]
+"""What fractions are of."""
 
 
 def parse_amount(text: str) -> Amount:

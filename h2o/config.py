@@ -13,6 +13,7 @@ from h2o.budgets import (
     UNLIMITED,
     Amount,
     Budget,
+    Of,
     amount_of,
     at_least,
     budget_of,
@@ -22,7 +23,7 @@ from h2o.budgets import (
     spread,
     tokens_of,
 )
-from h2o.config_fields import ConfigFields, Of, Positions
+from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
 from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, key_bytes, per_token
 from h2o.model_identity import describe, group_size, key_size, latent_row
@@ -103,8 +104,7 @@ class H2OConfig(Presets):
     """Bytes of a token in a full cache and in a slot; `for_model` finds it where it is needed."""
     min_tokens: int = 128
     """Where `heavy` or `recent` is a fraction, no head keeps fewer keys than this, sinks included
-    and at least a quarter of them recent; a prompt that is shorter stays whole. 0: no such limit.
-    Amounts in tokens have none."""
+    and at least a quarter of them recent; a prompt that is shorter stays whole. 0: no limit."""
     positions: Positions = "original"
     """"original": a key stays at the position that it came at, as in the paper. "rolled": a key's
     rotary position is its rank among the keys held, the query's the number of keys held before it,
@@ -113,9 +113,8 @@ class H2OConfig(Presets):
     def __new__(cls, *amounts: Any, **fields: Any) -> H2OConfig:
         if amounts:
             raise TypeError(
-                f"H2OConfig({amounts[0]!r}) does not say what the number is. Write "
-                f"H2OConfig(budget={amounts[0]!r}) for all that may be kept, or heavy=..., "
-                "recent=..., for its two parts"
+                f"H2OConfig({amounts[0]!r}) does not say what the number is: write budget=... for "
+                "all that is kept, or heavy=..., recent=..., for its two parts"
             )
         return super().__new__(cls)
 
@@ -152,6 +151,17 @@ class H2OConfig(Presets):
                 'merge needs positions="original": keys whose angles change cannot be added up'
             )
         self._check_total()
+
+    @classmethod
+    def recommended(cls, budget: Amount, model: Any) -> H2OConfig:
+        """What `budget=` stands for: `calibrated` where the profile that comes with h2o is the
+        model's, else `robust`; a float is a share of the bytes, an int a number of tokens.
+
+        Args:
+            model: a model of transformers, or its config.
+        """
+        name = "robust" if Profile.shipped(model) is None else "calibrated"
+        return cls.preset(name, budget, "bytes" if isinstance(budget, float) else "keys")
 
     @property
     def policy(self) -> Policy:
@@ -343,12 +353,10 @@ class H2OConfig(Presets):
     def _checked_budget(self) -> Amount:
         budget = amount_of("budget", self.budget)
         if (self.heavy, self.recent) != (0.1, 0.1):
-            raise ValueError(
-                "budget is what heavy and recent are together: give budget, or the other two"
-            )
-        if not budget:
-            raise ValueError(f"budget={budget} keeps nothing: it must be more than 0")
-        return budget
+            raise ValueError("give either budget, or heavy and recent, which it is together")
+        if budget:
+            return budget
+        raise ValueError(f"budget={budget} keeps nothing: it must be more than 0")
 
     def _check_shared(self) -> None:
         """What a layer's heads share must be one amount."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from h2o.budgets import Amount, Budget
+from h2o.budgets import Amount, Budget, Of
 from h2o.kv_dtype import KvDtype
 from h2o.policy import PolicyFields
 
-__all__ = ["CacheFields", "ConfigFields", "Of", "Positions", "PromptLength"]
+__all__ = ["CacheFields", "ConfigFields", "Positions", "PromptLength"]
 
-Of = Literal["keys", "bytes"]
 Positions = Literal["original", "rolled"]
 
 

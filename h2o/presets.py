@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from h2o.budgets import UNLIMITED, Amount, Budget, amount_of, parted
-from h2o.config_fields import Of
+from h2o.budgets import UNLIMITED, Amount, Budget, Of, amount_of, parted
+from h2o.head_budgets import HasShares
 from h2o.kv_dtype import KvDtype
-from h2o.profile import Profile
 
 if TYPE_CHECKING:
-    from h2o.config import H2OConfig
+    from typing_extensions import Self
 
 __all__ = ["PRESETS", "Presets"]
 
@@ -22,21 +21,14 @@ PRESETS = ("authors", "robust", "calibrated", "retrieval")
 class Presets:
     """The part of `H2OConfig` that makes configs."""
 
-    @classmethod
-    def recommended(cls, budget: Amount, model: Any) -> H2OConfig:
-        """What `budget=` stands for: `calibrated` where the profile that comes with h2o is the
-        model's, else `robust`; a float is a share of the bytes, an int a number of tokens.
+    if TYPE_CHECKING:
 
-        Args:
-            model: a model of transformers, or its config.
-        """
-        name = "robust" if Profile.shipped(model) is None else "calibrated"
-        return cls.preset(name, budget, "bytes" if isinstance(budget, float) else "keys")
+        def __init__(self, **fields: Any) -> None: ...
 
     @classmethod
     def preset(
-        cls, name: str, budget: Amount, of: Of = "keys", profile: Profile | None = None
-    ) -> H2OConfig:
+        cls, name: str, budget: Amount, of: Of = "keys", profile: HasShares | None = None
+    ) -> Self:
         """`authors`, `robust`, `calibrated` or `retrieval`; `profile` is for `calibrated`.
 
         Raises: ValueError for another name, and for a profile without "calibrated"."""
@@ -50,14 +42,14 @@ class Presets:
         return presets[name](budget, of)
 
     @classmethod
-    def authors(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
+    def authors(cls, budget: Amount, of: Of = "keys") -> Self:
         """The published algorithm at this budget: half heavy hitters, half recent tokens, and no
         `min_tokens`."""
         heavy, recent = parted(amount_of("budget", budget), 0.5)
         return cls(heavy=heavy, recent=recent, of=of, min_tokens=0)
 
     @classmethod
-    def robust(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
+    def robust(cls, budget: Amount, of: Of = "keys") -> Self:
         """What lost least in our own measurements (docs/results.md), small budgets above all.
 
         Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
@@ -81,9 +73,7 @@ class Presets:
         )
 
     @classmethod
-    def calibrated(
-        cls, budget: Amount, profile: Profile | None = None, of: Of = "keys"
-    ) -> H2OConfig:
+    def calibrated(cls, budget: Amount, profile: HasShares | None = None, of: Of = "keys") -> Self:
         """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`), and
         with echo in the prompt (`rank_by="mean-echo"`).
 
@@ -93,7 +83,7 @@ class Presets:
         return dataclasses.replace(cls.robust(budget, of), **ranked)
 
     @classmethod
-    def retrieval(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
+    def retrieval(cls, budget: Amount, of: Of = "keys") -> Self:
         """For documents that are read before the questions come: keeps facts that nothing has
         asked for yet (docs/results.md, "Needles").
 
@@ -103,21 +93,21 @@ class Presets:
         return dataclasses.replace(cls.robust(budget, of), **ranked)
 
     @classmethod
-    def full(cls) -> H2OConfig:
+    def full(cls) -> Self:
         """No budget: every token is kept. The baseline."""
         return cls(heavy=UNLIMITED, recent=0)
 
     @classmethod
-    def local(cls, recent: Budget) -> H2OConfig:
+    def local(cls, recent: Budget) -> Self:
         """Only the `recent` newest tokens: a sliding window."""
         return cls(heavy=0, recent=recent)
 
     @classmethod
-    def heavy_only(cls, heavy: Budget) -> H2OConfig:
+    def heavy_only(cls, heavy: Budget) -> Self:
         """No reserved window: the newest token competes like any other."""
         return cls(heavy=heavy, recent=0)
 
     @classmethod
-    def streaming(cls, recent: Budget, sinks: int = 4) -> H2OConfig:
+    def streaming(cls, recent: Budget, sinks: int = 4) -> Self:
         """First and newest tokens, nothing by rank: StreamingLLM (Xiao et al., ICLR 2024)."""
         return cls(heavy=0, recent=recent, sinks=sinks)

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from h2o.budgets import parse_amount
+from h2o.budgets import Of, parse_amount
 from h2o.config import PRESETS, VARIANTS, H2OConfig
-from h2o.config_fields import Of
 from h2o.head_budgets import BY_RANK
 from h2o.policy import FIELDS
 from h2o.profile import Profile
