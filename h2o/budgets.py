@@ -75,20 +75,21 @@ def recent_part(min_tokens: int) -> int:
 def at_least(
     least: int, least_recent: int, tokens: tuple[int, int], fractions: tuple[float, float]
 ) -> tuple[int, int]:
-    """(heavy, recent), of which both together are at least `least` tokens where one is a fraction.
+    """(heavy, recent), of which both together are at least `least` tokens where one is a fraction,
+    and `least_recent` of these recent.
 
-    What lacks goes to those that are fractions, in their ratio, with `least_recent` recent tokens.
+    What lacks goes to those that are fractions, in their ratio.
 
     Args:
         fractions: of (heavy, recent), 0 for a number of tokens.
     """
     heavy, recent = tokens
-    lacking, total = least - heavy - recent, sum(fractions)
-    if lacking <= 0 or total == 0:
+    if not any(fractions):
         return tokens
-    recent += int(lacking * fractions[1] / total)
+    total = max(heavy + recent, least)
+    recent += int((total - heavy - recent) * fractions[1] / sum(fractions))
     recent = max(recent, min(least_recent, least))
-    return max(heavy, least - recent), recent
+    return max(total - recent, 0 if fractions[0] else heavy), recent
 
 
 def flat(amounts: Any) -> list[Any]:

@@ -298,11 +298,14 @@ class H2OConfig(Presets):
 
     def is_raised(self, n: int) -> bool:
         """Whether a fraction of n tokens comes to less than one, and `tokens` makes it one."""
-        return any(head.tokens(n) != head.truncated(n) for head in self._without_floor._heads)
+        exact = dataclasses.replace(self, min_tokens=0)
+        return any(head.tokens(n) != head.truncated(n) for head in exact._heads)
 
     def is_floored(self, n: int) -> bool:
-        """Whether `min_tokens` is what a head of this layer's config keeps of n tokens."""
-        return self.head_tokens(n) != self._without_floor.head_tokens(n)
+        """Whether `min_tokens` is what a head of one layer's config keeps of n tokens."""
+        exact = dataclasses.replace(self, min_tokens=0)
+        heads = zip(self.head_tokens(n), exact.head_tokens(n), strict=True)
+        return any(sum(held) != sum(fraction) for held, fraction in heads)
 
     def _of_bytes(self, n: int) -> tuple[int, int]:
         """(heavy, recent) that fit, with the sinks and a free slot, into a part of the bytes."""
@@ -315,10 +318,6 @@ class H2OConfig(Presets):
         rest = fitting(int(part * n * self.slot[0]), self.slot, self.sinks)
         recent = int(rest * recent / part)
         return rest - recent, recent
-
-    @property
-    def _without_floor(self) -> H2OConfig:
-        return dataclasses.replace(self, min_tokens=0)
 
     @property
     def _heads(self) -> list[H2OConfig]:
