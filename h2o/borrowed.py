@@ -237,6 +237,19 @@ def peft_type(model: Any) -> str:
     )[2]
 
 
+def repeats_virtual_tokens(model: Any) -> bool:
+    """Whether PEFT's prompt tuning puts its virtual tokens before every decode step too.
+
+    PEFT up to 0.21.2 looks for the cache under its name before transformers 5.24, and does not find
+    it under the new one: generate() is then wrong with any cache.
+    """
+    if CACHE == "past_key_values" or not hasattr(model, "get_base_model"):
+        return False
+    if not getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return False
+    return CACHE not in type(model).prepare_inputs_for_generation.__code__.co_consts
+
+
 def is_offloaded(module: nn.Module) -> bool:
     """Whether accelerate moves a module's weights, so that they do not stay where they are."""
     return hasattr(module, "_hf_hook")

@@ -31,7 +31,16 @@ def folders(tiny, tmp_path_factory):  # noqa: F811
     wide = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     made = {"llama": tiny}
     for name, kind, shape in (
-        ("gptj", "gptj", {**heads, "rotary_dim": 4}),
+        (
+            "gpt_neo",
+            "gpt_neo",
+            {
+                "hidden_size": 32,
+                "num_layers": 2,
+                "num_heads": 4,
+                "attention_types": [[["global"], 2]],
+            },
+        ),
         ("falcon", "falcon", wide),
         ("bloom", "bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
         ("gpt2", "gpt2", heads),
@@ -54,15 +63,15 @@ BENCH = "bench --prompts 20 --tokens 2 --rounds 1 --output OUT/bench.json"
 @pytest.mark.parametrize(
     ("command", "model", "words"),
     [
-        (GENERATE, "gptj", OF_OTHERS),
+        (GENERATE, "gpt_neo", OF_OTHERS),
         (GENERATE, "falcon", OF_OTHERS),
         (GENERATE, "bloom", OF_OTHERS),
         (f"{GENERATE} --positions rolled", "gpt2", "no rotary position embedding"),
         (f"{GENERATE} --kv-dtype int8-int4", "head_dim 24", "multiple of 32, not 24"),
         (f"{GENERATE} --profile {PROFILE}", "llama", "this profile is of another model"),
         (f"{GENERATE} --profile shipped", "llama", "no profile for this model"),
-        (f"{EVAL} --compare full,h2o:8+8", "gptj", OF_OTHERS),
-        (f"{EVAL} --compare full,h2o:8+8 --protocol drop", "gptj", OF_OTHERS),
+        (f"{EVAL} --compare full,h2o:8+8", "gpt_neo", OF_OTHERS),
+        (f"{EVAL} --compare full,h2o:8+8 --protocol drop", "gpt_neo", OF_OTHERS),
         (f"{EVAL} --compare full,calibrated:0.2", "llama", "calibrated:0.2: no profile"),
         (f"{EVAL} --compare full,calibrated:0.2 --profile {PROFILE}", "llama", "another model"),
         (f"{EVAL} --compare full,h2o:8+8/kv_dtype=int8-int4", "head_dim 24", "multiple of 32"),
@@ -72,8 +81,8 @@ BENCH = "bench --prompts 20 --tokens 2 --rounds 1 --output OUT/bench.json"
         (STREAM, "gpt2", "no rotary position embedding"),
         (f"{STREAM} --positions original", "bloom", OF_OTHERS),
         (f"{BENCH} --compare h2o:8+8", "falcon", OF_OTHERS),
-        ("analyze --text FILE --output OUT/page.html", "gptj", OF_OTHERS),
-        ("calibrate --text FILE --output OUT/profile.json", "gptj", "gptj"),
+        ("analyze --text FILE --output OUT/page.html", "gpt_neo", OF_OTHERS),
+        ("calibrate --text FILE --output OUT/profile.json", "gpt_neo", "gpt_neo"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_model_is_one_line(
@@ -146,7 +155,7 @@ def test_wrong_settings_exit_alike(command, words, capsys):
 def test_full_needs_no_cache_of_ours(folders, tmp_path, capsys):
     (tmp_path / "text").write_text("A sentence of the text. " * 12)
     arguments = ["eval", "--perplexity", str(tmp_path / "text"), "--window", "60", "--compare"]
-    where = ["--output-path", str(tmp_path / "out"), "--model", folders["gptj"]]
+    where = ["--output-path", str(tmp_path / "out"), "--model", folders["gpt_neo"]]
     assert cli.main([*arguments, "full", *where]) == 0
     assert "full" in capsys.readouterr().out
 

@@ -196,7 +196,7 @@ def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OCo
         name, preset = "robust", H2OConfig.robust(TENTH, of="bytes")
     else:
         name, preset = "calibrated", H2OConfig.calibrated(TENTH, profile, of="bytes")
-    preset = replace(preset, positions=config.positions)
+    preset = replace(preset, positions=config.positions, min_tokens=config.min_tokens)
     return {"full": None, "h2o": config, name: preset, "local": local}
 
 

@@ -126,13 +126,20 @@ def unwrapped(model: Any) -> Any:
     """The model of transformers inside torch.compile's and PEFT's wrappers.
 
     Raises:
-        Unsupported: prefix tuning, whose keys belong to no token.
+        Unsupported: prefix tuning, whose keys belong to no token; prompt tuning where PEFT repeats
+            its virtual tokens.
     """
     while True:
         if borrowed.peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
             raise Unsupported(
                 "h2o cannot serve prefix tuning: PEFT fills a cache of its own with keys that "
                 "belong to no token; LoRA and prompt tuning are served"
+            )
+        if borrowed.repeats_virtual_tokens(model):
+            raise Unsupported(
+                "h2o cannot serve prompt tuning with this PEFT: with transformers 5.24 it puts the "
+                "virtual tokens before every decode step, with any cache. Install "
+                '"transformers<5.24", or a PEFT that knows the argument cache'
             )
         inner = borrowed.inner_model(model)
         if inner is None:

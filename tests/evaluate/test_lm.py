@@ -254,7 +254,13 @@ def test_arguments_as_lm_eval_gives_them(tokenizer):
     )  # fmt: skip
     assert lm.protocol == "drop"
     assert lm.setting.config == H2OConfig(
-        heavy=6, recent=0.25, sinks=2, rank_by="mean", decay=0.5, value_weighted=True
+        heavy=6,
+        recent=0.25,
+        sinks=2,
+        rank_by="mean",
+        decay=0.5,
+        value_weighted=True,
+        min_tokens=0,
     )
     assert make(tokenizer, variant="full").setting.variant == "full"
 

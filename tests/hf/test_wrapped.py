@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from h2o import H2OCache, H2OConfig, Unsupported, disable, enable, patched
-from h2o.borrowed import CACHE, with_cache
+from h2o.borrowed import CACHE, repeats_virtual_tokens, with_cache
 from tests.hf.tiny import greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -84,16 +84,21 @@ def test_prompts_that_were_tuned():
     (ids,) = prompts(20)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     wrapped = peft.get_peft_model(model("llama", "sdpa"), peft.PromptTuningConfig(**tuned)).eval()
-    full = greedy(wrapped, inputs, 8).tolist()
-    with patched(wrapped, H2OConfig.full()) as patch:
-        assert greedy(wrapped, inputs, 8).tolist() == full
-        assert patch.cache.report().layers[0].seen == [4 + 20 + 7]
+    if repeats_virtual_tokens(wrapped):  # with any cache
+        with pytest.raises(Unsupported, match="virtual tokens before every decode step"):
+            enable(wrapped, **SMALL)
+    else:
+        full = greedy(wrapped, inputs, 8).tolist()
+        with patched(wrapped, H2OConfig.full()) as patch:
+            assert greedy(wrapped, inputs, 8).tolist() == full
+            assert patch.cache.report().layers[0].seen == [4 + 20 + 7]
     wrapped = peft.get_peft_model(model("llama", "h2o"), peft.PrefixTuningConfig(**tuned)).eval()
     with pytest.raises(Unsupported, match="prefix tuning"):
         enable(wrapped, **SMALL)
-    cache = H2OCache(wrapped.get_base_model().config, **SMALL)
-    with pytest.raises(AttributeError, match="prefix tuning"):
-        greedy(wrapped, inputs, 8, **with_cache(cache))
+    if CACHE == "past_key_values":  # with later names PEFT up to 0.21.2 drops its own prefix
+        cache = H2OCache(wrapped.get_base_model().config, **SMALL)
+        with pytest.raises(AttributeError, match="prefix tuning"):
+            greedy(wrapped, inputs, 8, **with_cache(cache))
 
 
 def test_a_model_with_fewer_layers_than_its_config():
