@@ -57,8 +57,8 @@ mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
 follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
-Only real caches can have positions=rolled and shares=scores or layer. All have min_tokens=0,
-unless it follows after a slash: a setting keeps what it says."""
+Only real caches can have positions=rolled and shares=scores or layer.
+A setting keeps what it says: min_tokens is 0 where it is not given."""
 
 SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat", "echo": "echo"}
 """Variants that `h2o.read` makes, and what it is told."""
