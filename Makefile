@@ -13,8 +13,8 @@ CUDA_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh)
 SOURCES := $(wildcard csrc/*.c csrc/cpu/*.c csrc/cuda/*.c)
 PYTHON_SOURCES := $(addprefix csrc/,module.c arguments.c exchange.c) # what needs Python's headers
 
-.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-ray test-versions asan tsan fuzz \
-	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels clean
+.PHONY: help demo bench cuda test no-cxx test-all test-c test-core test-pure test-driver test-cuda test-gpu tsan-cuda msan-cuda test-ptx cuda-counts cuda-counts-check balance bounds test-neon test-windows test-python test-python-hf test-python-rest test-portable test-hf test-vllm test-ray test-versions test-newest asan tsan fuzz \
+	lint workflows format notebooks stubs docs docs-links pictures wheels test-wheels wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -101,6 +101,12 @@ build/kernels/%: $(KERNEL_SOURCES) tools/compile_kernels.py .venv/nvrtc/done
 	@mkdir -p $(@D)
 	.venv/nvrtc/bin/python tools/compile_kernels.py compile $(basename $(@F)) $@
 
+# $(1): the parts.
+define PACK_KERNELS
+	.venv/nvrtc/bin/python tools/compile_kernels.py pack $@ $(1)
+	printf %s "$(KERNELS_WORD)" >> $@
+endef
+
 ifdef NVCC
 h2o/kernels.fatbin: $(KERNEL_SOURCES)
 	$(NVCC) --fatbin -std=c++20 -Icsrc -gencode 'arch=compute_80,code=[sm_80,compute_80]' \
@@ -110,8 +116,7 @@ h2o/kernels.fatbin: $(KERNEL_SOURCES)
 else
 h2o/kernels.fatbin: $(KERNEL_SOURCES) tools/compile_kernels.py
 	@$(TOGETHER) $(KERNEL_PARTS)
-	.venv/nvrtc/bin/python tools/compile_kernels.py pack $@ $(KERNEL_PARTS)
-	printf %s "$(KERNELS_WORD)" >> $@
+	$(call PACK_KERNELS,$(KERNEL_PARTS))
 endif
 
 cuda: h2o/kernels.fatbin ## the kernels for GPUs, in minutes, by the compiler of CUDA 12.8 from PyPI (NVCC= names another)
@@ -467,7 +472,11 @@ test-ray: .venv/core .venv/ray ## examples/many_machines.py on two nodes, one of
 # transformers/torch/NumPy
 VERSIONS := 5.4.0/2.6.0/2.0.0 5.10.4/2.13.0/2.2.0 newest/newest/newest
 test-versions: .venv/core ## the fast tests with the oldest, a middle and the newest of what h2o builds on
-	PYTHON=$(PYTHON) bash tools/versions.sh $(VERSIONS)
+	PYTHON=$(PYTHON) $(BIN)/python tools/versions.py $(VERSIONS)
+
+NEWEST := --minutes 15
+test-newest: .venv/core ## the tests that meet them with the newest transformers, accelerate, peft, lm-eval and NumPy, unless constraints.txt has these
+	PYTHON=$(PYTHON) $(BIN)/python tools/versions.py --newest $(NEWEST)
 
 # ---- the rest ----
 
@@ -499,6 +508,16 @@ docs-links: .venv/core .venv/docs ## asks every link of the documentation that l
 
 wheels: .venv/wheels h2o/kernels.fatbin ## sdist and wheels of Linux (with the kernels for GPUs), macOS, Windows and the pure one in dist, by zig, audited
 	$(BIN)/python tools/wheels.py
+
+# The kernels as PTX alone, which takes a driver to compile, but one compiler here instead of eight.
+build/ptx.fatbin: build/kernels/compute_80.ptx
+	$(call PACK_KERNELS,$^)
+
+WHEEL = build/wheel/*-manylinux_*_$$(uname -m).whl
+wheel: .venv/wheels build/ptx.fatbin ## the wheel of this machine, with few kernels, audited and tried: that a release can be built
+	rm -rf build/wheel
+	$(BIN)/python tools/wheels.py --out build/wheel --kernels build/ptx.fatbin manylinux_2_28_$$(uname -m)
+	$(BIN)/python tools/try_wheel.py --briefly $(WHEEL)
 
 test-wheels: wheels ## the wheel of this machine and the pure one without a compiler; the sdist with gcc and clang
 	$(BIN)/python tools/try_wheel.py dist/*-manylinux_*_$$(uname -m).whl

@@ -739,7 +739,7 @@ def test_other_transformers_are_named_before_a_model_is_loaded(tmp_path):
     metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.6\n")
     done = beside(tmp_path, "generate")
     assert done.returncode == 1
-    assert "transformers >= 5.4 and < 6, here is 4.57.6" in done.stderr.splitlines()[-1]
+    assert "transformers >= 5.4 and < 6, but transformers is 4.57.6" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

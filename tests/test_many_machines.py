@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 
+pytestmark = pytest.mark.timeout(900)
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "many_machines.py"
 PROMPTS = 48
 

@@ -1,6 +1,6 @@
 """Installs a wheel where nothing else is, not even a compiler, and runs the core's tests there.
 
-    python tools/try_wheel.py [--numpy 2.0.0] [--beside FOLDER] WHEEL [PYTHON ...]
+    python tools/try_wheel.py [--numpy 2.0.0] [--beside FOLDER] [--briefly] WHEEL [PYTHON ...]
 
 PYTHON is the command of an interpreter, by default this one; that of another machine may run in an
 emulator: qemu-aarch64-static -L ROOT ROOT/usr/bin/python3. What is installed is chosen by this
@@ -31,6 +31,8 @@ TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 BINARIES = "Scripts" if os.name == "nt" else "bin"
 SYSTEM = ("SYSTEMROOT", "TEMP", "TMP")  # without which nothing starts on Windows
 PURE_TESTS = ("@tests/without_core.txt",)
+CORE_TESTS = ("tests/core",)
+BRIEF_TESTS = ("tests/core/test_golden.py",)
 
 KERNELS = "from h2o import ops; x = ops.info()['backends']['cuda']; assert 'kernels' not in x, x"
 """`h2o info` says why none serve: that there is no driver, and nothing about their file."""
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--numpy", help="its version; default: the newest")
     parser.add_argument("--beside", type=Path, help="site-packages that the pure wheel finds too")
+    parser.add_argument("--briefly", action="store_true", help="golden data alone")
     parser.add_argument("python", nargs=argparse.REMAINDER, default=[])
     arguments = parser.parse_args()
     command, *rest = arguments.python or [sys.executable]
@@ -92,8 +95,8 @@ def main() -> int:
                 sys.exit("; ".join(complaints))
             python("-c", KERNELS)
         left_out = ["-k", "not no_memory"] if emulator else []  # qemu has no limit of memory
-        tests = PURE_TESTS if pure else ("tests/core", "-m", "not slow", *left_out)
-        python(*"-m pytest -q -p no:cacheprovider".split(), *tests)
+        tests = PURE_TESTS if pure else BRIEF_TESTS if arguments.briefly else CORE_TESTS
+        python(*"-m pytest -q -p no:cacheprovider -m".split(), "not slow", *left_out, *tests)
     return 0
 
 

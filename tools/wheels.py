@@ -1,6 +1,6 @@
 """Builds the sdist and, from it, a wheel for each platform, and looks at what came out.
 
-    python tools/wheels.py [--out dist] [PLATFORM ...]
+    python tools/wheels.py [--out dist] [--kernels h2o/kernels.fatbin] [PLATFORM ...]
 
 zig's C compiler, a wheel on PyPI, brings the headers and libraries of every platform, so all
 wheels can be built on Linux. The limited API makes one wheel serve all versions of Python.
@@ -35,7 +35,6 @@ import ziglang
 from wheel_contents import KERNELS, core_of, kernel_complaints, size_complaints, takes_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
-FATBIN = ROOT / KERNELS
 ZIG = Path(ziglang.__file__).parent / "zig"
 
 
@@ -195,14 +194,14 @@ def build_environment(folder: Path, platform: Platform | None) -> dict[str, str]
     }
 
 
-def build(sdist: Path, platform: str, out: Path) -> Path:
+def build(sdist: Path, platform: str, out: Path, kernels: Path) -> Path:
     """The wheel of one platform, in out."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.unpack_archive(sdist, folder / "source")
         (source,) = (folder / "source").iterdir()
         if takes_kernels(platform):
-            shutil.copy(FATBIN, source / KERNELS)
+            shutil.copy(kernels, source / KERNELS)
         subprocess.run(
             [
                 *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"),
@@ -279,14 +278,15 @@ def complaints(wheel: Path, platform: str) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--kernels", type=Path, default=ROOT / KERNELS, help="what Linux's hold")
     parser.add_argument("platforms", nargs="*", metavar="PLATFORM", help=", ".join(PLATFORMS))
     arguments = parser.parse_args()
     unknown = set(arguments.platforms) - set(PLATFORMS)
     if unknown:
         parser.error(f"{', '.join(unknown)}: wanted some of {', '.join(PLATFORMS)}")
     platforms = arguments.platforms or list(PLATFORMS)
-    if any(map(takes_kernels, platforms)) and not FATBIN.is_file():
-        parser.error(f"{KERNELS}, which Linux's wheels hold, is not built: make cuda")
+    if any(map(takes_kernels, platforms)) and not arguments.kernels.is_file():
+        parser.error(f"{arguments.kernels}, which Linux's wheels hold, is not built: make cuda")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         parser.error("needs a Python with a GIL: the limited API has no other")
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -298,7 +298,7 @@ def main() -> int:
     print(f"{sdist.stat().st_size / 1000:5.0f} kB  {sdist.name}")
     failed = False
     for platform in platforms:
-        wheel = build(sdist, platform, arguments.out)
+        wheel = build(sdist, platform, arguments.out, arguments.kernels)
         print(f"{wheel.stat().st_size / 1000:5.0f} kB  {wheel.name}", flush=True)
         for complaint in complaints(wheel, platform):
             print(f"          {complaint}")

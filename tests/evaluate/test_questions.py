@@ -237,6 +237,7 @@ def test_what_does_not_go_together(lm, name, protocol, words):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_tasks_of_ruler(folder, tmp_path):
     """They are made up for the tokenizer at hand; lengths without texts have no number."""
     subprocess.run(

@@ -1,0 +1,66 @@
+"""tools/versions.py: what of the newest versions is reported, and what fails a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+if not (ROOT / "tools" / "versions.py").is_file():
+    pytest.skip("needs a checkout", allow_module_level=True)
+sys.path.insert(0, str(ROOT / "tools"))
+versions = pytest.importorskip("versions")  # the core's tests run where packaging is not
+
+
+def test_all_that_is_compared_is_pinned():
+    pins = versions.pinned_versions()
+    assert set(versions.PACKAGES) | set(versions.PINNED_WITH_TORCH) <= set(pins)
+    assert pins["lm-eval"]  # "lm_eval" in the file
+    assert versions.compare(pins, pins) == ([], False)
+
+
+def test_newer_and_older_versions_are_told_apart():
+    pins = dict.fromkeys(versions.PACKAGES, "5.9.0")
+    assert versions.compare(pins | {"peft": "5.9"}, pins) == ([], False)
+    words, newer = versions.compare(pins | {"peft": "5.10.0"}, pins)
+    assert (words, newer) == (["peft 5.10.0 (constraints.txt has 5.9.0)"], True)
+    words, newer = versions.compare(pins | {"numpy": "5.8.0"}, pins)
+    assert (words, newer) == (["numpy 5.8.0 (constraints.txt has 5.9.0)"], False)
+
+
+@pytest.mark.parametrize(
+    ("output", "failures", "counts"),
+    [
+        ("...\n9 passed, 2 skipped in 3.10s\n", [], "9 passed, 2 skipped in 3.10s"),
+        (
+            "= short test summary info =\nSKIPPED [1] no GPU\nFAILED a.py::b - ValueError: c\n"
+            "ERROR tests/d.py - ImportError\n1 failed, 7 passed, 1 error in 9.00s",
+            ["FAILED a.py::b - ValueError: c", "ERROR tests/d.py - ImportError"],
+            "1 failed, 7 passed, 1 error in 9.00s",
+        ),
+        (
+            "!!!! KeyboardInterrupt !!!!\n7 passed in 61.00s",
+            [],
+            "7 passed in 61.00s, and the time ended before the last test",
+        ),
+        ("usage: pytest", ["ERROR pytest broke off: usage: pytest"], "usage: pytest"),
+    ],
+)
+def test_what_pytest_prints_is_summarized(output, failures, counts):
+    assert versions.summarize(output) == (failures, counts)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_release_of_others_stops_nothing(monkeypatch, tmp_path, capsys, newer, strict, failed):
+    """Unless --strict says so; what failed is printed, and written for the end of the run."""
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    monkeypatch.setattr(versions, "try_newest", lambda minutes: ("peft", failed, newer))
+    monkeypatch.setattr(sys, "argv", ["versions.py", "--newest", *["--strict"] * strict])
+    assert versions.main() == (failed and (strict or not newer))
+    said = (tmp_path / "build" / "newest.txt").read_text()
+    assert ("FAILED" in said) == failed
+    assert capsys.readouterr().out == said
