@@ -160,7 +160,8 @@ def by_cache(
     model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1
 ) -> tuple[Tensor, dict[int, float]]:
     """(loss of tokens 1 to n-1 of ids [1, n], share held by layer), token by token."""
-    cache = H2OCache(model.config, setting.config, prompt_length=ids.shape[1])
+    config = setting.config.for_model(model)
+    cache = H2OCache(model.config, config, prompt_length=ids.shape[1])
     logits = [
         *read(model, cache, ids[:, :prompt_length]),
         *read(model, cache, ids[:, prompt_length:], 1),

@@ -153,7 +153,6 @@ class H2OCache(ReadableCache):
             ValueError: as `H2OCache`; a DynamicCache that is empty or another model's; a mask of
                 another shape.
         """
-        config = getattr(config, "config", config)  # the model may still run another attention
         converted = cls(config, h2o_config, **parameters)
         take_over(cache, converted.layers, attention_mask)
         return converted
