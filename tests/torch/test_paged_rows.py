@@ -465,6 +465,23 @@ def test_entries_are_configs():
     assert [places_of(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
 
 
+def test_one_number_and_the_floor_of_fractions():
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    assert config_of({"budget": 64}, llama) == H2OConfig.robust(64)
+    in_bytes = config_of({"budget": 0.2}, llama)
+    assert in_bytes == H2OConfig.robust(0.2, of="bytes").for_model(llama)
+    keys = torch.empty(1, 2, 1, 16)
+    for config in (in_bytes, config_of({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama)):
+        budget = PageBudget(config, LAYERS, 1000)
+        ((heavy, recent),) = budget.by_head(LAYER, keys, 40)
+        assert config.sinks + heavy + recent == 128
+        assert recent >= 32
+        exact = PageBudget(dataclasses.replace(config, min_tokens=0), LAYERS, 1000)
+        assert sum(*exact.by_head(LAYER, keys, 40)) < 20
+        assert budget.empty_page(LAYER, keys).keys.shape[2] >= 129
+
+
 def test_a_request_says_a_budget_of_its_own():
     config = H2OConfig(heavy=64, recent=32, sinks=4)
     assert with_budget(config, {}) is with_budget(config, {"other": 3}) is None
