@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 import h2o
+from h2o.evaluate.setting import parse
 
 from .correctness import WrongResult
 from .model_tables import load, prompt
 from .options import Options
 from .timing import Contender, Row, race
 
-ROBUST = h2o.H2OConfig.robust(0.1, of="bytes")
+ROBUST = parse("robust-bytes:0.1").config
 CONFIGS = {
     "robust": ROBUST,
     "robust, echo": replace(ROBUST, rank_by="echo", value_weighted=False),
-    "retrieval": h2o.H2OConfig.retrieval(0.1, of="bytes"),
+    "retrieval": parse("retrieval-bytes:0.1").config,
 }
 """The first is what the others are held against."""
 

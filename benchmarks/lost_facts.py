@@ -138,7 +138,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=models.DTYPES)
     options = parser.parse_args()
     settings = parse_all(options.compare)
-    model, tokenizer = models.load(options.model, dtype=options.dtype, say=models.say)
+    model, tokenizer = models.load(
+        options.model, attn_implementation=None, dtype=options.dtype, say=models.say
+    )
     model.set_attn_implementation("h2o")
     lengths = [int(x) for x in options.lengths.split(",")]
     text = options.text.read_text("utf-8")

@@ -21,6 +21,7 @@ from transformers.utils import is_optimum_quanto_available
 
 import h2o
 from h2o import models
+from h2o.evaluate.setting import parse
 
 from .correctness import WrongResult
 from .options import Options
@@ -32,7 +33,7 @@ BUDGET = 0.2
 
 
 def load(dtype: str) -> tuple[Any, Any]:
-    return models.load(dtype=dtype)
+    return models.load(dtype=dtype, attn_implementation=None)
 
 
 def prompt(tokenizer: Any, tokens: int) -> Tensor:
@@ -88,7 +89,7 @@ FEWEST = "H2OCache, 4% of the bytes"
 
 CONFIGS = {
     "H2OCache": h2o.H2OConfig.authors(BUDGET),
-    FEWEST: h2o.H2OConfig.calibrated(0.04, of="bytes"),
+    FEWEST: parse("calibrated-bytes:0.04").config,
 }
 
 QUANTIZED = "QuantizedCache, 4 bits"

@@ -67,7 +67,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--output-path", type=Path, default=Path("h2o-eval"))
     options = parser.parse_args()
-    model, tokenizer = models.load(None, dtype=options.dtype, say=models.say)
+    model, tokenizer = models.load(
+        None, attn_implementation=None, dtype=options.dtype, say=models.say
+    )
     origin = provenance(model, tokenizer, models.DEFAULT_MODEL)
     lengths = [int(x) for x in options.lengths.split(",")]
     text = options.text.read_text("utf-8")

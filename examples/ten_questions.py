@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    model, tokenizer = h2o.load(dtype=options.dtype, attn_implementation="h2o")
+    model, tokenizer = h2o.load(dtype=options.dtype)
     text = resources.files("h2o").joinpath("data/lighthouse.txt").read_text("utf-8")
     document = tokenizer(f"<|im_start|>user\n{text}\n", return_tensors="pt").input_ids
     asked = []

@@ -3,7 +3,7 @@
 ```python
 import h2o
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="h2o")
-cache = h2o.H2OCache(model.config, heavy=256, recent=256)
+cache = h2o.H2OCache(model, budget=0.2)  # a fifth of the bytes of a full cache
 model.generate(**inputs, cache=cache)
 ```
 

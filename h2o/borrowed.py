@@ -83,6 +83,22 @@ def known_prompt_length(generation_config: Any) -> int | None:
     return getattr(generation_config, "_mask_length", None)
 
 
+def columns_in_chunks() -> int:
+    """Columns of the prompt that `generate(prefill_chunk_size=...)` feeds to the model now; 0 where
+    no such call is under way.
+
+    A cache sees a first chunk as it sees a prompt, and is told of neither. So the local variables
+    of `GenerationMixin._prefill`, which cuts the chunks in all versions from 5.4 to 5.24, are read.
+    """
+    frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_prefill":
+        frame = frame.f_back
+    found = {} if frame is None else frame.f_locals
+    if getattr(found.get("generation_config"), "prefill_chunk_size", None) is None:
+        return 0
+    return int(found["input_ids"].shape[1])
+
+
 def compile_everywhere(compile_config: Any) -> None:
     """Have `generate()` compile on CPUs too. A version without the attribute ignores it."""
     compile_config._compile_all_devices = True

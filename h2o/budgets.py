@@ -10,18 +10,21 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 __all__ = [
     "UNLIMITED",
     "Amount",
     "Budget",
+    "Of",
     "amount_of",
+    "at_least",
     "budget_of",
     "flat",
     "of_layer",
     "parse_amount",
     "parted",
+    "recent_part",
     "spread",
     "tokens_of",
 ]
@@ -37,6 +40,10 @@ OfLayer = Amount | Sequence[Amount]
 
 Budget = Amount | Sequence[OfLayer] | Callable[[int, int], OfLayer]
 """The same for every layer, one per layer, or a function (layer, layers) -> that layer's."""
+
+
+Of = Literal["keys", "bytes"]
+"""What fractions are of."""
 
 
 def parse_amount(text: str) -> Amount:
@@ -58,6 +65,31 @@ def parted(budget: Amount, heavy: float) -> tuple[Amount, Amount]:
     if isinstance(budget, float):
         return budget * heavy, budget * (1 - heavy)
     return int(budget * heavy), budget - int(budget * heavy)
+
+
+def recent_part(min_tokens: int) -> int:
+    """How many of `min_tokens` keys are recent at least: a quarter."""
+    return -(-min_tokens // 4)
+
+
+def at_least(
+    least: int, least_recent: int, tokens: tuple[int, int], fractions: tuple[float, float]
+) -> tuple[int, int]:
+    """(heavy, recent), of which both together are at least `least` tokens where one is a fraction,
+    and `least_recent` of these recent.
+
+    What lacks goes to those that are fractions, in their ratio.
+
+    Args:
+        fractions: of (heavy, recent), 0 for a number of tokens.
+    """
+    heavy, recent = tokens
+    if not any(fractions):
+        return tokens
+    total = max(heavy + recent, least)
+    recent += int((total - heavy - recent) * fractions[1] / sum(fractions))
+    recent = max(recent, min(least_recent, least))
+    return max(total - recent, 0 if fractions[0] else heavy), recent
 
 
 def flat(amounts: Any) -> list[Any]:

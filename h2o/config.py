@@ -13,43 +13,50 @@ from h2o.budgets import (
     UNLIMITED,
     Amount,
     Budget,
+    Of,
     amount_of,
+    at_least,
     budget_of,
     flat,
     of_layer,
-    parted,
+    recent_part,
     spread,
+    tokens_of,
 )
-from h2o.config_fields import ConfigFields, Of, Positions
+from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
 from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, key_bytes, per_token
 from h2o.model_identity import describe, group_size, key_size, latent_row
 from h2o.policy import BEFORE, OPERATIONS_RANK_BY, Policy, Ranking, check_echo, checked
+from h2o.presets import PRESETS, Presets
 from h2o.profile import Profile
 
 __all__ = ["PRESETS", "UNLIMITED", "VARIANTS", "H2OConfig", "one_config"]
-
-PRESETS = ("authors", "robust", "calibrated", "retrieval")
-"""Configs by name, which take a budget of keys or of bytes; see `H2OConfig.preset`."""
 
 VARIANTS = ("local", "global", "flexgen")
 """Published forms of H2O beside the cache of this package; see `h2o.simulation_mask`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class H2OConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class H2OConfig(Presets):
     """How many keys each row, layer and key/value head may keep, and which.
 
     The budget is k = sinks + heavy + recent. The first `sinks` tokens of a row
     and its `recent` newest ones stay, and of the others the `heavy` highest ranks.
     Without arguments it is the authors' setting: a tenth of the prompt for heavy hitters
     and a tenth for recent tokens (Zhang et al., "H2O: Heavy-Hitter Oracle for
-    Efficient Generative Inference of Large Language Models", NeurIPS 2023).
+    Efficient Generative Inference of Large Language Models", NeurIPS 2023), but never fewer than
+    `min_tokens` keys, so that a short prompt is kept whole.
 
-    Raises: TypeError for a thing that is no number (a bool is none), ValueError for a
-    number out of range and for a budget of 0 in total.
+    Raises: TypeError for a thing that is no number (a bool is none) and for an amount without a
+    name, ValueError for a number out of range and for a budget of 0 in total.
     """
 
+    budget: Amount | None = None
+    """One number instead of `heavy` and `recent`. A float in (0, 1] is a share of the bytes that
+    the prompt takes in a full cache, an int a number of tokens. `for_model` puts the recommended
+    preset in its place (`H2OConfig.recommended`); other fields that are given replace the
+    preset's."""
     heavy: Budget = 0.1
     """Tokens kept for the attention that they have received. An int is a number of
     tokens, a float in [0, 1] a fraction of the row's own prompt, `int(fraction * n)` but at
@@ -95,15 +102,29 @@ class H2OConfig:
     that a slot needs counted, sinks included; as many keys are kept as fit."""
     slot: tuple[int, ...] | None = None
     """Bytes of a token in a full cache and in a slot; `for_model` finds it where it is needed."""
+    min_tokens: int = 128
+    """Where `heavy` or `recent` is a fraction, no head keeps fewer keys than this, sinks included
+    and at least a quarter of them recent; a prompt that is shorter stays whole. 0: no limit."""
     positions: Positions = "original"
     """"original": a key stays at the position that it came at, as in the paper. "rolled": a key's
     rotary position is its rank among the keys held, the query's the number of keys held before it,
     so that no position exceeds the budget however long the text. Rotary models only."""
 
+    def __new__(cls, *amounts: Any, **fields: Any) -> H2OConfig:
+        if amounts:
+            raise TypeError(
+                f"H2OConfig({amounts[0]!r}) does not say what the number is: write budget=... for "
+                "all that is kept, or heavy=..., recent=..., for its two parts"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         put = object.__setattr__  # frozen: what users gave becomes plain Python numbers
         for name in ("heavy", "recent"):
             put(self, name, budget_of(name, getattr(self, name)))
+        put(self, "min_tokens", tokens_of("min_tokens", self.min_tokens))
+        if self.budget is not None:
+            put(self, "budget", self._checked_budget())
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         for name, value in checked(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
@@ -116,7 +137,7 @@ class H2OConfig:
             )
         if self.of not in ("keys", "bytes"):
             raise ValueError(f'of must be "keys" or "bytes", not {self.of!r}')
-        if self.of == "bytes" and not all(isinstance(x, float) for x in self._amounts):
+        if self.of == "bytes" and not all(isinstance(x, float) for x in (self.heavy, self.recent)):
             wanted = 'of="bytes" takes fractions, one heavy and one recent for all layers and heads'
             raise ValueError(f"{wanted}, not heavy={self.heavy!r} and recent={self.recent!r}")
         named = isinstance(self.shares, str) and self.shares in ("shipped", *BY_RANK)
@@ -134,95 +155,15 @@ class H2OConfig:
         self._check_total()
 
     @classmethod
-    def preset(
-        cls, name: str, budget: Amount, of: Of = "keys", profile: Profile | None = None
-    ) -> H2OConfig:
-        """`authors`, `robust`, `calibrated` or `retrieval`; `profile` is for `calibrated`.
+    def recommended(cls, budget: Amount, model: Any) -> H2OConfig:
+        """What `budget=` stands for: `calibrated` where the profile that comes with h2o is the
+        model's, else `robust`; a float is a share of the bytes, an int a number of tokens.
 
-        Raises: ValueError for another name, and for a profile without "calibrated"."""
-        if name not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {name!r}")
-        if name == "calibrated":
-            return cls.calibrated(budget, profile, of)
-        if profile is not None:
-            raise ValueError(f"a profile goes with the preset calibrated, not with {name}")
-        presets = {"authors": cls.authors, "robust": cls.robust, "retrieval": cls.retrieval}
-        return presets[name](budget, of)
-
-    @classmethod
-    def authors(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
-        """The published algorithm at this budget: half heavy hitters, half recent tokens."""
-        return cls(*parted(amount_of("budget", budget), 0.5), of=of)
-
-    @classmethod
-    def robust(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
-        """What lost least in our own measurements (docs/results.md), small budgets above all.
-
-        Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
-        they received, times the norm of their value. A budget in tokens includes the sinks; to
-        a fraction they are added. With of="bytes" the budget is a fraction of a full cache's
-        bytes, and keys are stored in eight bits, values in four, which keeps 2.2 times as many
-        (values in eight bits too where the head dimension is no multiple of 32).
+        Args:
+            model: a model of transformers, or its config.
         """
-        budget = amount_of("budget", budget)
-        sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
-        heavy, recent = parted(budget if isinstance(budget, float) else budget - sinks, 0.75)
-        stored: KvDtype | None = "auto" if of == "bytes" else None
-        return cls(
-            heavy, recent, sinks, rank_by="mean", value_weighted=True, of=of, kv_dtype=stored
-        )
-
-    @classmethod
-    def calibrated(
-        cls, budget: Amount, profile: Profile | None = None, of: Of = "keys"
-    ) -> H2OConfig:
-        """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`), and
-        with echo in the prompt (`rank_by="mean-echo"`).
-
-        Without a profile the one that comes with h2o for the model, or a ValueError of the cache.
-        """
-        ranked = {"rank_by": "mean-echo", "shares": profile or "shipped"}
-        return dataclasses.replace(cls.robust(budget, of), **ranked)
-
-    @classmethod
-    def echo(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
-        """`robust` with the prompt read by echo: keeps facts that no question has asked for yet,
-        and what the next words need, in one reading (docs/policies.md).
-
-        In each head echo decides most of a key's score (`rank_by="mean-echo"`), and the places of
-        all layers and heads go to the highest echo (`shares="echo"`). Steps are those of `robust`.
-        """
-        return dataclasses.replace(cls.robust(budget, of), rank_by="mean-echo", shares="echo")
-
-    @classmethod
-    def retrieval(cls, budget: Amount, of: Of = "keys") -> H2OConfig:
-        """For documents that are read before the questions come: keeps facts that nothing has
-        asked for yet (docs/results.md, "Needles").
-
-        `robust`, ranked by echo, with one budget for all heads of the model. Rotary models only.
-        """
-        ranked = {"rank_by": "echo", "value_weighted": False, "shares": "scores"}
-        return dataclasses.replace(cls.robust(budget, of), **ranked)
-
-    @classmethod
-    def full(cls) -> H2OConfig:
-        """No budget: every token is kept. The baseline."""
-        return cls(heavy=UNLIMITED, recent=0)
-
-    @classmethod
-    def local(cls, recent: Budget) -> H2OConfig:
-        """Only the `recent` newest tokens: a sliding window."""
-        return cls(heavy=0, recent=recent)
-
-    @classmethod
-    def heavy_only(cls, heavy: Budget) -> H2OConfig:
-        """No reserved window: the newest token competes like any other."""
-        return cls(heavy=heavy, recent=0)
-
-    @classmethod
-    def streaming(cls, recent: Budget, sinks: int = 4) -> H2OConfig:
-        """First and newest tokens, nothing by rank: StreamingLLM (Xiao et al., ICLR 2024)."""
-        return cls(heavy=0, recent=recent, sinks=sinks)
+        name = "robust" if Profile.shipped(model) is None else "calibrated"
+        return cls.preset(name, budget, "bytes" if isinstance(budget, float) else "keys")
 
     @property
     def policy(self) -> Policy:
@@ -246,16 +187,26 @@ class H2OConfig:
         return dataclasses.replace(self, rank_by="max", decay=1.0, value_weighted=False)
 
     @property
+    def floor(self) -> int:
+        """Keys that each head keeps at least: `min_tokens`, or 0 where no amount is a fraction."""
+        amounts = flat((self.heavy, self.recent))
+        return self.min_tokens if any(isinstance(x, float) and x > 0 for x in amounts) else 0
+
+    @property
     def needs_prompt_length(self) -> bool:
         """Whether a budget is a fraction. For layer budgets ask the layer's own config."""
-        return any(isinstance(x, float) for x in flat((self.heavy, self.recent)))
+        amounts = (self.heavy, self.recent) if self.budget is None else self.budget
+        return any(isinstance(x, float) for x in flat(amounts))
 
     def for_model(self, model: Any) -> H2OConfig:
         """This config with all that depends on the model filled in, which is given itself or by its
-        config: the shipped profile, bits of a stored value, bytes of a token.
+        config: the preset of a `budget`, the shipped profile, bits of a stored value, bytes of a
+        token.
 
         Raises: ValueError for a profile of another model, or none that is shipped.
         """
+        if self.budget is not None:
+            return self._with_preset(model).for_model(model)
         shares, slot, kv_dtype = self.shares, self.slot, self.kv_dtype
         config = getattr(model, "config", model)
         if isinstance(shares, str) and shares == "shipped":
@@ -276,6 +227,13 @@ class H2OConfig:
                 query = key_bytes(*key_size(config)[:2], kv_dtype)
                 slot = (*slot, BEFORE * group_size(config) * query)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
+
+    def _with_preset(self, model: Any) -> H2OConfig:
+        """The preset that `budget` means for a model, with the other fields that were given."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in defaults}
+        given = {name: x for name, x in values.items() if x != defaults[name] and name != "budget"}
+        return dataclasses.replace(self.recommended(self.budget, model), **given)
 
     def for_keys(self, D: int, element: int, rows: float = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so
@@ -313,24 +271,26 @@ class H2OConfig:
         if self.sinks + heavy + recent >= UNLIMITED:
             return [(heavy, recent)]
         fraction = (self.sinks + heavy + recent) / n if self.needs_prompt_length and n else None
-        return self.shares.apportioned(heavy, recent, self.sinks, fraction)
+        return self.shares.apportioned(heavy, recent, self.sinks, fraction, self.floor)
 
     def tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.
 
         The mean, rounded down, of heads that have budgets of their own.
         """
-        if self.of == "bytes":
-            return self._of_bytes(n)
         if isinstance(self.heavy, tuple) or isinstance(self.recent, tuple):
             heads = self.head_tokens(n)
             return sum(h for h, _ in heads) // len(heads), sum(r for _, r in heads) // len(heads)
-        least = [int(isinstance(amount, float) and amount > 0) for amount in self._amounts]
-        heavy, recent = map(max, self.truncated(n), least)
-        return heavy, recent
+        heavy, recent = self.truncated(n)
+        if self.of == "keys":
+            one = [int(fraction > 0) for fraction in self._fractions]
+            heavy, recent = max(heavy, one[0]), max(recent, one[1])
+        least = self.min_tokens - self.sinks
+        return at_least(least, recent_part(self.min_tokens), (heavy, recent), self._fractions)
 
     def truncated(self, n: int) -> tuple[int, int]:
-        """As `tokens`, with fractions that may come to 0 tokens, as in the authors' code."""
+        """As `tokens`, with fractions that may come to 0 tokens, as in the authors' code, and
+        without `min_tokens`."""
         if self.of == "bytes":
             return self._of_bytes(n)
         heavy, recent = (
@@ -340,7 +300,14 @@ class H2OConfig:
 
     def is_raised(self, n: int) -> bool:
         """Whether a fraction of n tokens comes to less than one, and `tokens` makes it one."""
-        return any(head.tokens(n) != head.truncated(n) for head in self._heads)
+        exact = dataclasses.replace(self, min_tokens=0)
+        return any(head.tokens(n) != head.truncated(n) for head in exact._heads)
+
+    def is_floored(self, n: int) -> bool:
+        """Whether `min_tokens` is what a head of one layer's config keeps of n tokens."""
+        exact = dataclasses.replace(self, min_tokens=0)
+        heads = zip(self.head_tokens(n), exact.head_tokens(n), strict=True)
+        return any(sum(held) != sum(fraction) for held, fraction in heads)
 
     def _of_bytes(self, n: int) -> tuple[int, int]:
         """(heavy, recent) that fit, with the sinks and a free slot, into a part of the bytes."""
@@ -368,11 +335,29 @@ class H2OConfig:
     @property
     def _amounts(self) -> tuple[Amount, Amount]:
         """Of one layer's config."""
+        if self.budget is not None:
+            raise ValueError(
+                f"budget={self.budget} depends on the model: call config.for_model(model) first"
+            )
         return self.heavy, self.recent  # type: ignore[return-value]
+
+    @property
+    def _fractions(self) -> tuple[float, float]:
+        """Of one layer's config `heavy` and `recent` where they are fractions, else 0."""
+        heavy, recent = (x if isinstance(x, float) else 0.0 for x in self._amounts)
+        return heavy, recent
 
     def held(self, n: int, prompt: int | None = None) -> int:
         """Tokens that a row of n holds at its end; fractions are of `prompt` tokens, else of n."""
         return min(n, self.sinks + sum(self.tokens(n if prompt is None else prompt)))
+
+    def _checked_budget(self) -> Amount:
+        budget = amount_of("budget", self.budget)
+        if (self.heavy, self.recent) != (0.1, 0.1):
+            raise ValueError("give either budget, or heavy and recent, which it is together")
+        if budget:
+            return budget
+        raise ValueError(f"budget={budget} keeps nothing: it must be more than 0")
 
     def _check_shared(self) -> None:
         """What a layer's heads share must be one amount."""
@@ -387,9 +372,10 @@ class H2OConfig:
 
     def _check_total(self) -> None:
         """A budget that is 0 whatever the prompt, in any layer, is an error now."""
-        if self.sinks or any(callable(amount) for amount in self._amounts):
+        amounts = self.heavy, self.recent
+        if self.sinks or any(map(callable, amounts)):
             return
-        rows = spread(self._amounts, "layer of the model")
+        rows = spread(amounts, "layer of the model")
         pairs = [pair for row in rows for pair in spread(row, "key/value head of a layer")]
         if any(heavy == 0 and recent == 0 for heavy, recent in pairs):
             raise ValueError(
@@ -406,7 +392,10 @@ def one_config(h2o_config: H2OConfig | None, parameters: ConfigFields) -> H2OCon
             raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(known)}")
         return H2OConfig(**parameters)
     if not isinstance(h2o_config, H2OConfig):
-        raise TypeError(f"expected an H2OConfig, not {h2o_config!r}; or give heavy=, recent=, ...")
+        raise TypeError(
+            f"expected an H2OConfig, not {h2o_config!r}. Write budget=... for a share of the bytes "
+            "or a number of tokens, or heavy=..., recent=..., for its two parts"
+        )
     if parameters:
         raise TypeError(f"give an H2OConfig or keywords, not both: {', '.join(parameters)}")
     return h2o_config

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from h2o.budgets import Budget
+from h2o.budgets import Amount, Budget, Of
 from h2o.kv_dtype import KvDtype
 from h2o.policy import PolicyFields
 
-__all__ = ["CacheFields", "ConfigFields", "Of", "Positions", "PromptLength"]
+__all__ = ["CacheFields", "ConfigFields", "Positions", "PromptLength"]
 
-Of = Literal["keys", "bytes"]
 Positions = Literal["original", "rolled"]
 
 
@@ -28,12 +27,14 @@ PromptLength = int | Sequence[int] | Numbers | None
 class ConfigFields(PolicyFields, total=False):
     """Of a function that takes an `H2OConfig` or its fields; those of the policy come first."""
 
+    budget: Amount | None
     heavy: Budget
     recent: Budget
     kv_dtype: KvDtype | None
     shares: Any
     of: Of
     slot: tuple[int, ...] | None
+    min_tokens: int
     positions: Positions
 
 

@@ -14,6 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from h2o.budgets import recent_part
+
 __all__ = [
     "BY_RANK",
     "LEAST",
@@ -30,7 +32,8 @@ BY_RANK = ("echo", "scores", "layer")
 """`shares` by which a prompt's places go to the highest ranks (`h2o.hf.one_budget`)."""
 
 LEAST = 8
-"""Tokens that a head keeps at least, sinks included, where the budget allows it."""
+"""Tokens that a head keeps at least, sinks included, where the budget allows it; `min_tokens` of
+`H2OConfig` may be more."""
 
 Table = tuple[tuple[float, ...], ...]
 """[layers][key/value heads], positive; only the ratios count"""
@@ -155,13 +158,13 @@ class LayerShares:
             self.shares.check_attention(attention, self.layer)
 
     def apportioned(
-        self, heavy: int, recent: int, sinks: int, fraction: float | None
+        self, heavy: int, recent: int, sinks: int, fraction: float | None, min_tokens: int
     ) -> list[tuple[int, int]]:
         """(heavy, recent) of each head; the arguments are those of equal budgets for all heads.
 
         Every head keeps the sinks; the rest of its part is divided as heavy to recent are.
         `fraction`: the budget as a fraction of the text; None for one in tokens, which is taken
-        as a fraction of what the shares were made from.
+        as a fraction of what the shares were made from. `min_tokens`: as of `H2OConfig`.
         """
         k = sinks + heavy + recent
         if heavy + recent == 0:
@@ -169,7 +172,11 @@ class LayerShares:
         shares = self.shares
         if isinstance(shares, HasShares):
             shares = shares.shares_for(k / shares.window if fraction is None else fraction)
-        least = max(LEAST, sinks + 1)
+        least = max(LEAST, sinks + 1, min_tokens)
         heads = allotted(k, shares, least)[self.layer]
-        recents = [(keys - sinks) * recent // (heavy + recent) for keys in heads]
+        least_recent = recent_part(min_tokens)
+        recents = [
+            max((keys - sinks) * recent // (heavy + recent), min(least_recent, keys - sinks))
+            for keys in heads
+        ]
         return [(keys - sinks - r, r) for keys, r in zip(heads, recents, strict=True)]

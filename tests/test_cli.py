@@ -207,7 +207,7 @@ def test_comparison_in_numbers(tiny, capsys):
     new, heavy, recent = 30, 20, 25
     result = generated(
         capsys, "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", str(new), "--compare",
-        "--heavy", str(heavy), "--recent", str(recent), "--sinks", "2",
+        "--heavy", str(heavy), "--recent", str(recent), "--sinks", "2", "--min-tokens", "0",
     )  # fmt: skip
     assert result["prompt_tokens"] == len(PROMPT)
     assert result["dtype"] == "float32"
@@ -332,7 +332,7 @@ def test_commands_have_the_same_options(command, capsys):
     options = options_of(command, capsys)
     assert {"--model", "--dtype", "--device"} <= options
     assert not options & {"--caches", "--windows", "--prompt-len"}  # former names are not shown
-    fields = {field.name for field in dataclasses.fields(H2OConfig)} - {"slot"}
+    fields = {field.name for field in dataclasses.fields(H2OConfig)} - {"slot", "budget"}
     assert fields == set(cache_options.OPTIONS)
     assert set(FIELDS) <= fields
     wanted = {"--preset", "--budget", *map(cache_options.spelled, fields)}
@@ -359,8 +359,9 @@ def test_a_config_is_what_the_options_say():
 
 
 def test_a_preset_is_what_the_options_say(tmp_path):
-    parser = argparse.ArgumentParser()
+    parser, settings = argparse.ArgumentParser(), argparse.ArgumentParser()
     cache_options.add_cache_options(parser)
+    cache_options.add_cache_options(settings, min_tokens=0)
 
     def said(text):
         return cache_options.config_from(parser.parse_args(text.split()))
@@ -371,10 +372,10 @@ def test_a_preset_is_what_the_options_say(tmp_path):
         in_bytes = H2OConfig.preset(name, 0.1, of="bytes")
         assert said(f"--preset {name} --budget 0.1 --of bytes") == in_bytes
         one = cache_options.described(
-            parser.parse_args(f"--preset {name} --budget 0.1 --of bytes --sinks 2".split())
+            settings.parse_args(f"--preset {name} --budget 0.1 --of bytes --sinks 2".split())
         )
         assert one == setting.parse(one.name)
-        assert one.config == dataclasses.replace(in_bytes, sinks=2)
+        assert one.config == dataclasses.replace(in_bytes, sinks=2, min_tokens=0)
         words = f"--preset {name} --budget 0.1 --of bytes --positions rolled"
         if in_bytes.by_echo:
             with pytest.raises(ValueError, match="does not go with positions"):
@@ -387,9 +388,15 @@ def test_a_preset_is_what_the_options_say(tmp_path):
         assert calibrated == H2OConfig.calibrated(0.2, profile)
     shared = dataclasses.replace(H2OConfig.robust(0.2), rank_by="echo", shares="scores")
     assert said("--preset robust --rank-by echo --profile scores") == shared
-    assert said("--heavy 0.05 --recent 0.05 --of bytes") == H2OConfig.authors(0.1, of="bytes")
+    authors = H2OConfig.authors(0.1, of="bytes")
+    assert said("--heavy 0.05 --recent 0.05 --of bytes --min-tokens 0") == authors
+    assert said("--budget 0.1") == H2OConfig(budget=0.1)
+    assert said("--budget 64 --sinks 2") == H2OConfig(budget=64, sinks=2)
+    one = cache_options.described(settings.parse_args(["--budget", "0.1"]))
+    assert one == setting.parse(one.name) == setting.parse("budget:0.1")
     for wrong in (
-        "--budget 0.1", "--preset robust --heavy 0.1", "--preset authors --profile shipped",
+        "--budget 0.1 --recent 4", "--budget 0.1 --of keys", "--preset robust --heavy 0.1",
+        "--preset authors --profile shipped",
         "--preset calibrated --profile scores",
         "--preset robust --budget 64 --of bytes", "--preset robust --budget 2.0",
     ):  # fmt: skip
@@ -800,4 +807,6 @@ def test_threads_do_not_wait_in_loops_unless_told(user, wanted, monkeypatch):
 def test_short_prompts_under_fractions(tiny, capsys, prompt):
     options = ["--model", tiny, "--prompt", prompt, "--max-new-tokens", "6", "--compare"]
     runs = generated(capsys, *options)["runs"]
+    assert [run["tokens_held"] for run in runs] == [len(prompt) + 5] * 4
+    runs = generated(capsys, *options, "--min-tokens", "0")["runs"]
     assert [run["tokens_held"] for run in runs] == [len(prompt) + 5, 2, 5, 2]

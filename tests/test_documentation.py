@@ -122,6 +122,25 @@ def test_python(name, names, monkeypatch):
     exec(compile(code, name, "exec"), names)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of other packages
+@pytest.mark.parametrize("name", ["README 0", "which 0"])
+def test_the_first_call_that_a_page_shows_answers_a_short_question(name, capsys):
+    model, tokenizer = h2o.load()
+    question = "What is the capital of France?"
+    code = PYTHON[name].replace(
+        '"Briefly summarize the following article.\\n\\n" + text', repr(question)
+    )
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True, return_tensors="pt", return_dict=True,
+    )  # fmt: skip
+    names = {"h2o": h2o, "model": model, "tokenizer": tokenizer, "inputs": inputs}
+    exec(compile(code, name, "exec"), names)
+    assert "Paris" in tokenizer.decode(names["out"][0, names["inputs"].input_ids.shape[1] :])
+    assert names["inputs"].input_ids.shape[1] < 100
+
+
 # ---- Commands ----------------------------------------------------------------------------------
 
 

@@ -83,6 +83,8 @@ def test_dtype_is_the_one_asked_for(tmp_path):
     for name in ("float32", "bfloat16", "float16"):
         model, _ = models.load(str(path), dtype=name)
         assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
+        same, _ = models.load(str(path), dtype=getattr(torch, name))
+        assert same.dtype == model.dtype
 
 
 def test_the_device_is_the_one_asked_for(tmp_path):
@@ -185,12 +187,14 @@ def test_a_broken_converted_model_names_its_folder(tmp_path, monkeypatch):
 
 
 def test_the_attention_of_a_loaded_model(tmp_path, monkeypatch):
-    """Transformers' choice or the one that is named; `load_default` is `load`'s former name."""
+    """The one that an H2OCache needs, or what is named; `load_default` is `load`'s former name."""
     target = tmp_path / "cache" / "tiny"
     models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
-    assert h2o.load(str(target))[0].config._attn_implementation == "sdpa"
-    model, _ = h2o.load(str(target), attn_implementation="h2o")
+    model, _ = h2o.load(str(target))
     assert model.config._attn_implementation == "h2o"
+    h2o.H2OCache(model, budget=0.2)  # without a warning
+    plain, _ = h2o.load(str(target), attn_implementation=None)
+    assert plain.config._attn_implementation == "sdpa"
     monkeypatch.setattr(models, "embedded_folder", lambda say: target)
     with pytest.warns(DeprecationWarning, match="load_default is now called load") as warned:
         former, _ = h2o.load_default("bfloat16")

@@ -103,7 +103,11 @@ def test_perplexity_is_the_cache_s(positions, chunk):
     for _ in read(token_stream.chunks(tokens, chunk), [reader], every=40):
         pass
     assert [point.tokens for point in reader.points] == [40, 80, 120]
-    cache, losses, last = H2OCache(ours.config, H2OConfig(6, 6, positions=positions)), [], None
+    cache, losses, last = (
+        H2OCache(ours.config, H2OConfig(heavy=6, recent=6, positions=positions)),
+        [],
+        None,
+    )
     with torch.no_grad():
         for part in token_stream.chunks(tokens, chunk):
             logits = ours(torch.tensor([part]), **with_cache(cache)).logits[0]
@@ -248,7 +252,7 @@ def test_a_chat_goes_on_beyond_its_budget():
     from h2o import load
 
     ours, tokenizer = load(attn_implementation="h2o")
-    talk = Chat(ours, tokenizer, H2OConfig(24, 40, sinks=4, positions="rolled"))
+    talk = Chat(ours, tokenizer, H2OConfig(heavy=24, recent=40, sinks=4, positions="rolled"))
     first = "".join(talk.reply("What is the capital of France?", 30))
     assert "Paris" in first
     assert talk.message("And?") == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"

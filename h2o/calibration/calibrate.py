@@ -177,7 +177,8 @@ def calibrate(
 def policy(budget: int) -> H2OConfig:
     """The cache of a head that may hold so many keys: that of `H2OConfig.robust`."""
     heavy = int(HEAVY * (budget - SINKS))
-    return H2OConfig(heavy, budget - SINKS - heavy, SINKS, rank_by="mean", value_weighted=True)
+    recent = budget - SINKS - heavy
+    return H2OConfig(heavy=heavy, recent=recent, sinks=SINKS, rank_by="mean", value_weighted=True)
 
 
 def grid_of(window: int) -> list[int]:

@@ -114,7 +114,9 @@ def measure(options: argparse.Namespace) -> None:
     config, settings = options.config, options.settings
     fit = check_fit([from_config(config), *settings])
     how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load(options.model, **how, say=say, check=fit)
+    model, tokenizer = models.load(
+        options.model, **how, attn_implementation=None, say=say, check=fit
+    )
     text = texts.article() if options.content is None else options.content
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "number with a point is a fraction of the prompt, one without counts tokens "
         "(0.1 0.2)")  # fmt: skip
     add_compare(add, COMPARE, "; a name without a budget has each of --budgets")
-    add_cache_options(parser.add_argument_group("or beside it one cache"))
+    add_cache_options(parser.add_argument_group("or beside it one cache"), min_tokens=0)
     add = parser.add_argument_group("how").add_argument
     add("--tokens", type=int, default=16, metavar="N", help="decoded in each round (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="(%(default)s)")

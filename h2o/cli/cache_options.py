@@ -30,7 +30,7 @@ __all__ = [
     "asked",
     "config_from",
     "described",
-    "has_preset",
+    "has_budget",
     "settings_from",
     "spelled",
 ]
@@ -61,6 +61,11 @@ OPTIONS: dict[str, Field] = {
         "share the budget among heads as `h2o calibrate` found it; shipped: the profile that "
         "comes with h2o for the model; scores: as the prompt's highest ranks lie among all layers "
         "and heads; layer: among the heads of each layer",
+    ),
+    "min_tokens": Field(
+        int, None, "N",
+        "where an amount is a fraction no head keeps fewer keys than this; 0: no such limit "
+        "(%(default)s)",
     ),
 }  # fmt: skip
 """By the names of H2OConfig's fields."""
@@ -146,8 +151,9 @@ def add_preset_options(group: Any, shown: Amount) -> None:
     )
     group.add_argument(
         "--budget", type=parse_amount, metavar="B",
-        help="of the preset: tokens, or a fraction of the keys, or with --of bytes of the bytes "
-        f"({shown})",
+        help="alone: one number for the preset that is recommended for the model, tokens or a "
+        "share of a full cache's bytes; of --preset: tokens, or a fraction of the keys, or with "
+        f"--of bytes of the bytes ({shown})",
     )  # fmt: skip
 
 
@@ -160,11 +166,16 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
     fields = asked(options, options.cache_fields)
     if "shares" in fields:
         fields["shares"] = shares_of(fields["shares"])
-    if not has_preset(options):
+    if not has_budget(options):
         return H2OConfig(**options.cache_defaults | fields)
     for name in ("heavy", "recent"):
         if name in fields:
-            raise ValueError(f"--preset has a --budget, and no {spelled(name)}")
+            raise ValueError(f"give a --budget or {spelled(name)}, not both")
+    fields = {x: y for x, y in options.cache_defaults.items() if x == "min_tokens"} | fields
+    if options.preset is None:
+        if "of" in fields:
+            raise ValueError("--of goes with --preset, or with --heavy and --recent")
+        return H2OConfig(budget=options.budget, **fields)
     shares = fields.pop("shares", None)
     if shares in BY_RANK:
         if options.preset == "calibrated":
@@ -183,8 +194,8 @@ def described(options: argparse.Namespace) -> Setting | None:
     Raises: as `config_from`.
     """
     config, fields = config_from(options), asked(options, options.cache_fields)
-    if not has_preset(options):
-        return from_config(config) if fields else None
+    if options.preset is None:
+        return from_config(config) if fields or has_budget(options) else None
     kind = f"{options.preset}-bytes" if fields.pop("of", "keys") == "bytes" else options.preset
     if fields.get("shares") not in BY_RANK:
         fields.pop("shares", None)
@@ -208,7 +219,7 @@ def settings_from(
     if isinstance(profile, Profile):  # of all that are calibrated
         options = argparse.Namespace(**vars(options) | {"shares": None})
     one = described(options)
-    if one is not None and not has_preset(options):
+    if one is not None and not has_budget(options):
         first = spelled(next(iter(asked(options, options.cache_fields))))
         raise ValueError(f"{first} is for one setting; write it into --compare")
     settings += [] if one is None else [one]
@@ -220,11 +231,9 @@ def budget_of(options: argparse.Namespace) -> Amount:
     return options.preset_budget if options.budget is None else options.budget
 
 
-def has_preset(options: argparse.Namespace) -> bool:
-    """Whether one was asked for. Raises: ValueError for a budget without."""
-    if options.preset is None and options.budget is not None:
-        raise ValueError("--budget goes with --preset; without one give --heavy and --recent")
-    return options.preset is not None
+def has_budget(options: argparse.Namespace) -> bool:
+    """Whether one number says how much is kept: of a preset, or of the recommended one."""
+    return options.preset is not None or options.budget is not None
 
 
 def asked(options: argparse.Namespace, names: Sequence[str] = tuple(OPTIONS)) -> dict[str, Any]:

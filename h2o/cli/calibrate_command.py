@@ -74,7 +74,9 @@ def measure(options: argparse.Namespace, contents: dict[str, str]) -> None:
     say = stopwatch()
     fit = check_fit([from_config(H2OConfig())])
     how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load(options.model, **how, say=say, check=fit)
+    model, tokenizer = models.load(
+        options.model, **how, attn_implementation=None, say=say, check=fit
+    )
     ids = {
         name: tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
         for name, text in contents.items()

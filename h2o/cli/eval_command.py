@@ -14,7 +14,7 @@ from h2o.cli.cache_options import (
     add_compare,
     add_device,
     asked,
-    has_preset,
+    has_budget,
     settings_from,
     spelled,
 )
@@ -92,7 +92,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "that is cut before a task's question; summaries and needles always use a "
                      "real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
-    add_cache_options(one)
+    add_cache_options(one, min_tokens=0)
     one.add_argument("--prompt-length", "--prompt-len", type=int, metavar="N",
                      help="simulation: tokens before the first eviction")  # fmt: skip
     one.add_argument("--ratio-of", choices=["text", "prompt"], help="what fractions refer to")
@@ -155,7 +155,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def compared(args: argparse.Namespace) -> tuple[list[Setting], list[Setting]]:
     """(those of a table, or the one that options describe: one of the two is empty)."""
-    if args.compare is None and not has_preset(args):
+    if args.compare is None and not has_budget(args):
         return [], [from_options(**asked(args, CACHE))]
     if args.variant is not None:
         raise Misused("--variant is for one setting; write it into --compare")

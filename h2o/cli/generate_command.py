@@ -121,7 +121,9 @@ def generate(options: argparse.Namespace) -> Result:
         raise UserError("the prompt is empty")
     fit = check_fit([from_config(options.config), *options.settings])
     how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load(options.model, **how, say=progress.say, check=fit)
+    model, tokenizer = models.load(
+        options.model, **how, attn_implementation=None, say=progress.say, check=fit
+    )
     chat = options.chat or (shipped and tokenizer.chat_template is not None)
     ids = models.encode(tokenizer, text, chat).to(model.device)
     tokens = ids.shape[1]
@@ -184,16 +186,17 @@ def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OCo
     preset for the model in a tenth of the bytes, "calibrated" where there is a profile and "robust"
     where there is none; and "local", as many keys as h2o, but the newest.
     """
-    heavy, recent = config.for_model(model).tokens(prompt_tokens)
+    fitted = config.for_model(model)
+    heavy, recent = fitted.tokens(prompt_tokens)
     local = replace(
-        config, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None, merge=None
+        fitted, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None, merge=None
     )
     profile = config.shares if isinstance(config.shares, Profile) else Profile.shipped(model)
     if profile is None:
         name, preset = "robust", H2OConfig.robust(TENTH, of="bytes")
     else:
         name, preset = "calibrated", H2OConfig.calibrated(TENTH, profile, of="bytes")
-    preset = replace(preset, positions=config.positions)
+    preset = replace(preset, positions=config.positions, min_tokens=config.min_tokens)
     return {"full": None, "h2o": config, name: preset, "local": local}
 
 

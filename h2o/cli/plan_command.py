@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", type=int, default=2048, metavar="N", help="tokens of a prompt (%(default)s)")
     add("--new", type=int, default=256, metavar="N", help="new tokens (%(default)s)")
     add_compare(add, COMPARE)
-    add_cache_options(parser.add_argument_group("or one cache"))
+    add_cache_options(parser.add_argument_group("or one cache"), min_tokens=0)
     add("--json", action="store_true", help="for machines")
 
 

@@ -106,7 +106,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     fit = check_fit([from_config(options.config)])
     how = {"dtype": options.dtype, "device": options.device}
-    model, tokenizer = models.load(options.model, **how, say=progress.say, check=fit)
+    model, tokenizer = models.load(
+        options.model, **how, attn_implementation=None, say=progress.say, check=fit
+    )
     requests = [
         Request(
             [{"role": "user", "content": line.prompt}]

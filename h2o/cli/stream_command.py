@@ -38,7 +38,7 @@ Text without end through caches of fixed size: perplexity over time, memory, tim
 """
 COMPARE = "h2o:256+256/sinks=4/rank_by=mean,sink:4+508,local:512"
 """In a text without end sums would keep what was heavy in parts long past."""
-PLAIN = {"heavy": 256, "recent": 256, "sinks": 4, "rank_by": "mean"}
+PLAIN = {"heavy": 256, "recent": 256, "sinks": 4, "rank_by": "mean", "min_tokens": 0}
 """What holds where an option of one cache is not given."""
 PRESET_TOKENS = 512
 """Of a preset without a budget: as many as these have."""

@@ -15,7 +15,10 @@ __all__ = ["axis", "by_bytes", "bytes_share", "of_rows", "shown"]
 def by_bytes(settings: Iterable[Setting]) -> bool:
     """Whether these are to be compared by bytes: where any budget is in bytes, or keys are stored
     in fewer bits."""
-    return any(x.config.of == "bytes" or x.config.kv_dtype is not None for x in settings)
+    configs = [x.config for x in settings]
+    return any(
+        x.of == "bytes" or x.kv_dtype is not None or isinstance(x.budget, float) for x in configs
+    )
 
 
 def axis(in_bytes: bool) -> str:

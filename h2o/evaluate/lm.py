@@ -342,7 +342,7 @@ class H2OLM(HFLM):
         if self.protocol == "read":
             how = self._forward, self.model, self.setting
             return ids, mask, protocols.documents(*how, *document, self.tokenizer)
-        return ids, mask, H2OCache(self.model.config, self.setting.config)
+        return ids, mask, H2OCache(self.model.config, self.setting.config.for_model(self.model))
 
     def _forward(self, last: int, ids: Tensor, mask: Tensor, **kwargs: Any) -> Tensor:
         """Logits [B, last, vocabulary] of the last columns."""

@@ -187,7 +187,12 @@ def compare(
     text = read_text(file)
     cells = Cells(output / "needle.json", "h2o eval --needle", launched())
     model, tokenizer = models.load(
-        model_name, dtype=dtype, device=device, say=models.say, check=check_fit(settings)
+        model_name,
+        dtype=dtype,
+        device=device,
+        attn_implementation=None,
+        say=models.say,
+        check=check_fit(settings),
     )
     rows = trials(text, tokenizer, lengths, limit or 4, kinds, turns, decoys)
     encoded = [encode(tokenizer, model.config, row) for row in rows]

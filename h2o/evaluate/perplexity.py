@@ -69,7 +69,7 @@ def compare(
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity", launched())
     fit = check_fit(settings, full_cache=protocol == "drop")
     model, tokenizer = models.load(
-        model_name, dtype=dtype, device=device, say=models.say, check=fit
+        model_name, dtype=dtype, device=device, attn_implementation=None, say=models.say, check=fit
     )
     windows, total = read_windows(file, tokenizer, model.config, window, limit)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
@@ -160,7 +160,8 @@ def by_cache(
     model: Any, ids: Tensor, setting: Setting, prompt_length: int = 1
 ) -> tuple[Tensor, dict[int, float]]:
     """(loss of tokens 1 to n-1 of ids [1, n], share held by layer), token by token."""
-    cache = H2OCache(model.config, setting.config, prompt_length=ids.shape[1])
+    config = setting.config.for_model(model)
+    cache = H2OCache(model.config, config, prompt_length=ids.shape[1])
     logits = [
         *read(model, cache, ids[:, :prompt_length]),
         *read(model, cache, ids[:, prompt_length:], 1),

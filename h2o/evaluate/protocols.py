@@ -132,7 +132,8 @@ def documents(
     if setting.scored_by:
         how = {"scored_by": setting.scored_by, "tokenizer": tokenizer}
         return read(model, ids, setting.config, attention_mask=mask.to(model.device), **how)
-    cache = H2OCache(model.config, setting.config, prompt_length=mask.sum(1).tolist())
+    config = setting.config.for_model(model)
+    cache = H2OCache(model.config, config, prompt_length=mask.sum(1).tolist())
     forward(1, ids, mask, position_ids=positions(mask), use_cache=True, **with_cache(cache))
     return cache
 

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from h2o.budgets import parse_amount
+from h2o.budgets import Of, parse_amount
 from h2o.config import PRESETS, VARIANTS, H2OConfig
-from h2o.config_fields import Of
 from h2o.head_budgets import BY_RANK
 from h2o.policy import FIELDS
 from h2o.profile import Profile
@@ -27,12 +26,13 @@ __all__ = [
     "with_profile",
 ]
 
-OPTIONS = (*FIELDS, "positions", "kv_dtype", "of", "shares")
+OPTIONS = (*FIELDS, "positions", "kv_dtype", "of", "shares", "min_tokens")
 """Fields of H2OConfig that may follow after slashes. Budgets stand before these, and a profile as
 `shares` is said by the kind."""
 
 GRAMMAR = f"""\
 full                    every key is kept
+budget:BUDGET           H2OConfig(budget=BUDGET), the preset that is recommended for the model
 h2o:HEAVY+RECENT        heavy hitters and recent keys; h2o:0.2+0 is heavy hitters only
 h2o:BUDGET              the same with half of the budget each
 local:RECENT            the recent keys only, a sliding window
@@ -57,7 +57,8 @@ mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
 follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
-Only real caches can have positions=rolled and shares=scores or layer."""
+Only real caches can have positions=rolled and shares=scores or layer.
+A setting keeps what it says: min_tokens is 0 where it is not given."""
 
 SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat", "echo": "echo"}
 """Variants that `h2o.read` makes, and what it is told."""
@@ -71,6 +72,7 @@ READ = {
 
 KINDS = (
     "full",
+    "budget",
     "h2o",
     "local",
     "sink",
@@ -149,6 +151,9 @@ class Setting:
     def describe(self) -> dict[str, Any]:
         """For result files: plain values only."""
         budget = {} if self.variant == "full" else dataclasses.asdict(self.config)
+        for name, unset in (("budget", None), ("min_tokens", 0)):  # early files have neither
+            if budget.get(name) == unset:
+                budget.pop(name, None)
         if isinstance(self.config.shares, Profile):
             budget["shares"] = fingerprint(self.config.shares.as_dict())
         future = {"sees_future": True} if self.sees_future else {}
@@ -236,32 +241,52 @@ def from_options(variant: str = "h2o", **policy: Any) -> Setting:
         return Setting("full", "full", "full", H2OConfig.full())
     if variant not in ("h2o", *VARIANTS):
         raise ValueError(f"variant is full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
-    config = H2OConfig(**policy)
+    config = H2OConfig(**{"min_tokens": 0} | policy)
     named = [x for x in OPTIONS if x in policy and (x != "shares" or config.shares_by_rank)]
     options = "".join(f"/{name}={policy[name]}" for name in named)
     kind = variant if variant == "h2o" else f"mask-{variant}"
-    return Setting(f"{kind}:{config.heavy}+{config.recent}{options}", kind, variant, config)
+    if config.budget is not None:
+        if variant != "h2o":
+            raise ValueError(f"variant {variant} takes heavy and recent, not a budget")
+        kind = "budget"
+    return Setting(f"{kind}:{_amounts(config)}{options}", kind, variant, config)
 
 
 def from_config(config: H2OConfig) -> Setting:
     """The setting of a config as it is; TypeError for another thing."""
     if not isinstance(config, H2OConfig):
         raise TypeError(f"expected an H2OConfig, not {config!r}")
-    plain, fields = dataclasses.asdict(H2OConfig()), dataclasses.asdict(config)
+    plain, fields = dataclasses.asdict(H2OConfig(min_tokens=0)), dataclasses.asdict(config)
     if not config.shares_by_rank:
         fields["shares"] = None
+    if not config.needs_prompt_length:  # min_tokens has no meaning
+        fields["min_tokens"] = 0
     options = "".join(f"/{name}={fields[name]}" for name in OPTIONS if fields[name] != plain[name])
-    return Setting(f"h2o:{config.heavy}+{config.recent}{options}", "h2o", "h2o", config)
+    kind = "h2o" if config.budget is None else "budget"
+    return Setting(f"{kind}:{_amounts(config)}{options}", kind, "h2o", config)
+
+
+def _amounts(config: H2OConfig) -> str:
+    """What stands after the colon."""
+    return f"{config.heavy}+{config.recent}" if config.budget is None else f"{config.budget}"
 
 
 def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
+    config, variant = _built(kind, amounts)
+    return dataclasses.replace(config, min_tokens=0), variant
+
+
+def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
+    """As of H2OConfig's defaults."""
     name = kind.removesuffix("-bytes")
     of: Of = "bytes" if kind.endswith("-bytes") else "keys"
     match kind, amounts:
         case "h2o", [heavy, recent]:
-            return H2OConfig(heavy, recent), "h2o"
+            return H2OConfig(heavy=heavy, recent=recent), "h2o"
         case "h2o", [budget]:
             return H2OConfig.authors(budget), "h2o"
+        case "budget", [budget]:
+            return H2OConfig(budget=budget), "h2o"
         case _, [budget] if name in PRESETS:
             return H2OConfig.preset(name, budget, of), "h2o"
         case _, [budget] if name in READ:
@@ -272,7 +297,7 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
         case "sink", [int() as sinks, recent]:
             return H2OConfig.streaming(recent, sinks), "h2o"
         case "mask-local" | "mask-global" | "mask-flexgen", [heavy, recent]:
-            return H2OConfig(heavy, recent), kind.removeprefix("mask-")
+            return H2OConfig(heavy=heavy, recent=recent), kind.removeprefix("mask-")
     if kind not in KINDS:
         raise ValueError(f"unknown; there are {LISTED}")
     takes = [line.split()[0] for line in GRAMMAR.splitlines() if line.startswith(f"{kind}:")]
@@ -296,9 +321,9 @@ def _option(text: str) -> tuple[str, Any]:
         raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
     if name == "shares" and value not in BY_RANK:
         raise ValueError(f"shares is {' or '.join(BY_RANK)} here, not {value!r}")
-    if name not in FIELDS:
+    if name not in (*FIELDS, "min_tokens"):
         return name, value
     try:
-        return name, FIELDS[name].parse(value)
+        return name, int(value) if name == "min_tokens" else FIELDS[name].parse(value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

@@ -175,7 +175,9 @@ def measure(request: Request, say: Callable[[str], None]) -> Result:
     device = models.torch_device(request.device)
     fit = check_fit(request.settings)
     how = {"dtype": request.dtype, "device": request.device}
-    model, tokenizer = models.load(request.model, **how, say=say, check=fit)
+    model, tokenizer = models.load(
+        request.model, **how, attn_implementation=None, say=say, check=fit
+    )
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(request.prompts) + request.tokens + 1
     if limit and longest > limit:

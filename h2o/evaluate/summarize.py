@@ -134,7 +134,12 @@ def compare(
     rows = read_rows(file, limit)
     cells = Cells(output / "summaries.json", "h2o eval --summarize", launched())
     model, tokenizer = models.load(
-        model_name, dtype=dtype, device=device, say=models.say, check=check_fit(settings)
+        model_name,
+        dtype=dtype,
+        device=device,
+        attn_implementation=None,
+        say=models.say,
+        check=check_fit(settings),
     )
     prompts = [models.encode(tokenizer, row.prompt, chat) for row in rows]
     check_lengths(rows, prompts, model.config, max_new_tokens)

@@ -115,7 +115,7 @@ def _request(
         attention_mask=mask.to(lm.device),
         stop=stop,
         max_length=kwargs.pop("max_length", ids.shape[1] + new),
-        **with_cache(H2OCache(lm.model.config, setting.config)),
+        **with_cache(H2OCache(lm.model.config, setting.config.for_model(lm.model))),
         custom_generate=decoding_arguments,
         **kwargs,
     )

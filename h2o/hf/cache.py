@@ -35,7 +35,7 @@ from h2o.hf.layer_types import layers_of
 from h2o.hf.pass_state import PassState, columns_left, refuse_broken
 from h2o.hf.readable_cache import ReadableCache
 from h2o.hf.shared_keys import reusing
-from h2o.hf.support import transformers_layers
+from h2o.hf.support import config_of, transformers_layers
 from h2o.model_identity import describe
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class H2OCache(ReadableCache):
 
     ```python
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="h2o")
-    cache = h2o.H2OCache(model.config, heavy=256, recent=256)
+    cache = h2o.H2OCache(model, budget=0.2)  # a fifth of the bytes; budget=512: tokens
     model.generate(**inputs, cache=cache)
     print(cache.report())
     ```
@@ -62,13 +62,15 @@ class H2OCache(ReadableCache):
     with states, or for images keep transformers' own cache, all others are H2O.
 
     Args:
-        config: the model's (`model.config`).
-        h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
-            `sinks`, `rank_by`, `decay`, `value_weighted`, `merge`, `positions`,
-            `shares`, `kv_dtype`, `of`.
+        config: a model, or its config (`model.config`), by which a fine-tuned model cannot be told
+            from the one that it was.
+        h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
+            `recent`, `sinks`, `min_tokens`, `rank_by`, `decay`, `value_weighted`, `merge`,
+            `positions`, `shares`, `kv_dtype`, `of`.
         prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
             needed where fractions meet a prompt that is fed in chunks
-            (`generate(prefill_chunk_size=...)`). Forgotten by `reset()`.
+            (`generate(prefill_chunk_size=...)`): else the first forward pass is the prompt, and
+            later ones of several tokens are turns of a chat. Forgotten by `reset()`.
         trace: remember when each key was evicted; see `evicted_at`.
         compileable: give torch.compile one graph for all decode steps. `generate()` compiles by
             itself on CUDA, and where a `CompileConfig` says so. Slots are made for the whole
@@ -79,6 +81,7 @@ class H2OCache(ReadableCache):
     """
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> H2OCache:
+        config = getattr(config, "config", config)
         if getattr(config, "model_type", None) == "minimax" and HYBRIDS:
             from h2o.hf.minimax import class_for
 
@@ -96,8 +99,10 @@ class H2OCache(ReadableCache):
         **parameters: Unpack[ConfigFields],
     ) -> None:
         packages.warn_without_core()
-        h2o_config = one_config(h2o_config, parameters).for_model(config)
+        h2o_config = one_config(h2o_config, parameters)
+        model, config = config, config_of(config)
         full_layers = transformers_layers(config)
+        h2o_config = h2o_config.for_model(model)
         last = max((later[-1] for later in reusing(config).values()), default=0)
         pass_state = PassState(prompt_length, full_layers, last)
         layers = layers_of(
@@ -218,7 +223,7 @@ class H2OCache(ReadableCache):
         content, tensors = cache_file.read(Path(path), model)
         settings = content["settings"]
         loaded = cls(
-            getattr(model, "config", model),
+            model,
             settings["config"],
             prompt_length=content["prompt_length"],
             trace=settings["trace"],
@@ -230,7 +235,6 @@ class H2OCache(ReadableCache):
             loaded._refuse_broken()
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
-        loaded.pass_state.copied = True
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -47,7 +47,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "layout": LAYOUT,
             "versions": {name: version(name) for name in ("h2o-kv", "torch", "transformers")},
             "model": cache.model_shape,
-            "weights": {} if model is None else sample(model),
+            "weights": sample(model) if hasattr(model, "named_parameters") else {},
             "settings": _settings(cache.layers),
             "prompt_length": cache.pass_state.prompt_length,
             "layers": [state.numbers for state in states],
@@ -237,7 +237,7 @@ def _config(fields: dict[str, Any] | None) -> H2OConfig:
     """The `H2OConfig` that `_settings` gave the fields of."""
     if fields is None:
         return H2OConfig()
-    fields = dict(fields)
+    fields = {"min_tokens": 0, **fields}  # which early files do not have
     if isinstance(fields["shares"], dict):
         fields["shares"] = Profile.from_dict(fields["shares"])
     if fields["slot"] is not None:

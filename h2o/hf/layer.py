@@ -210,6 +210,7 @@ class H2OLayer(LayerContents):
         """The first forward pass, also over keys of a DynamicCache: sets the budgets."""
         B, G, Q, _ = tokens.key.shape
         unscored = self.slots
+        prompt_budget.refuse_chunks(self.config, self.pass_state, self.seen + Q)
         counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.pass_state)
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]
@@ -227,7 +228,7 @@ class H2OLayer(LayerContents):
             claims = echo if by_echo else None
             prompt = Prompt(
                 tokens.key, tokens.value, tokens.mask, scores, claims, counts, Q, tokens.mask,
-                budget.by_row, budget.raised,
+                budget.by_row, budget.raised, budget.floored,
             )  # fmt: skip
             if unscored is not None:
                 keys, values, mask = slot_layout.together(unscored, *prompt[:3])
@@ -245,20 +246,15 @@ class H2OLayer(LayerContents):
 
     def store(self, prompt: Prompt, by_row: Budgets) -> None:
         """Keeps what budgets of each row, and of each head or all, have room for."""
-        was_empty = self.slots is None
         tensors = prompt.keys, prompt.values, prompt.mask, prompt.scores
         self._keep(*tensors, by_row, max(prompt.counts))
-        if was_empty:
-            self.pass_state.copied = False  # the copy was of an empty cache
-        self.raised, self.unscored = prompt.raised, False
+        self.raised, self.floored, self.unscored = prompt.raised, prompt.floored, False
         self.prompt_columns = self.seen + prompt.columns
         self._count(prompt.columns, prompt.column_mask)
 
     def _attend_chunk(self, tokens: NewTokens) -> Tensor:
         """A later forward pass of several tokens: a chunk of the prompt, a chat turn."""
         Q = tokens.key.shape[2]
-        if self.seen == self.prompt_columns and not self.record_past:
-            prompt_budget.refuse_chunk(self.config, self.pass_state, self.seen, Q)
         out = self._attend_and_evict(tokens, self._with_capacity(self.longest + Q))
         self.longest += Q
         self._count(Q, tokens.mask)

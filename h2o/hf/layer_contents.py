@@ -166,6 +166,7 @@ class LayerContents(CacheLayerMixin):
         self.unscored = False  # whether all keys are a DynamicCache's, whose scores are still 0
         self.holds_new = True  # else a pass gives what is held scores, and nothing is stored
         self.raised = False  # whether a budget below one token was rounded up to one
+        self.floored = False  # whether a head has `min_tokens` keys, more than its fraction
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # where passes are recorded: a LastPass, see H2OLayer.crop
         self.pass_state.waiting = None
@@ -232,6 +233,7 @@ class LayerContents(CacheLayerMixin):
                 self.rows_per_token * self.seen * self.slots.free.numel() * math.prod(self.row_size)
             ),
             raised=self.raised,
+            floored=self.floored,
             unscored=self.unscored,
             **slot_layout.figures(self.slots, self.capacity.sizes, self.config.sinks),
         )

@@ -20,7 +20,9 @@ from h2o.hf.tensor_parallel import WHOLE
 
 __all__ = ["State", "keys_of", "restore", "restore_keys", "state_of"]
 
-_NUMBERS = ("seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "part")
+_NUMBERS = (
+    "seen", "longest", "prompt_columns", "row_size", "unscored", "raised", "floored", "part",
+)  # fmt: skip
 """Of an `H2OLayer`, beside its slots, their capacity and the trace."""
 
 _ASKED = "asked"
@@ -106,7 +108,7 @@ def restore_keys(layer: Any, state: State) -> None:
     if slots is not None:  # what was held elsewhere may go on with a step
         ops.open_device(slots.keys)
     layer._hold(slots, Capacity(list(state.numbers["widest"]), sizes(slots) if slots else []))
-    numbers = {"part": WHOLE, **state.numbers}  # which the first files do not have
+    numbers = {"part": WHOLE, "floored": False, **state.numbers}  # early files have neither
     for name in _NUMBERS:
         setattr(layer, name, numbers[name])
     layer.row_size, layer.part = tuple(layer.row_size), tuple(layer.part)

@@ -27,7 +27,7 @@ def new_cache(
     model.set_attn_implementation("sdpa" if config is None else "h2o")
     if config is None:
         return DynamicCache(config=model.config)
-    return H2OCache(model.config, config, prompt_length=prompt_tokens, compileable=compileable)
+    return H2OCache(model, config, prompt_length=prompt_tokens, compileable=compileable)
 
 
 def bytes_of_keys(cache: DynamicCache) -> int:

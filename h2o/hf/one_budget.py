@@ -67,7 +67,8 @@ class Prompt(NamedTuple):
     by_row: Budgets
     """Equal budgets of the heads: an entry for each, or one for all"""
     raised: bool
-    """As of `h2o.hf.prompt_budget.PromptBudget`"""
+    floored: bool
+    """Both as of `h2o.hf.prompt_budget.PromptBudget`"""
 
 
 ROOM = 1.125
@@ -131,7 +132,7 @@ class OneBudget:
                 config, layer.pass_state.prompt_length, prompt.counts, G, layer.part,
                 (*layer.row_size, layer.rows_per_token),
             )  # fmt: skip
-            _, left = parted(each_head(budget.by_row, G), config.sinks, 0.0)
+            _, left = parted(each_head(budget.by_row, G), config.sinks, config.floor)
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
@@ -173,12 +174,26 @@ class _Waiting:
     def __init__(self, layer: Any, prompt: Prompt) -> None:
         self.layer, self.prompt = layer, prompt
         G, sinks = prompt.scores.shape[1], layer.policy.sinks
-        self.floor, self.spare = parted(each_head(prompt.by_row, G), sinks, 0.0)
+        least = layer.config.floor
+        self.floor, self.spare = parted(each_head(prompt.by_row, G), sinks, least)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, layer.policy)
         self.claims = self.ranks if prompt.claims is None else prompt.claims
         self.spared = _spared(positions, tokens, sinks, self.floor)
+        self.lowest = self._spare_own()  # [B, G, 1], rank of the last key that is a head's own
         self.held: Tensor | None = None  # [B, G, K], whose rows `prompt` has, [M, D]; None: all
+
+    def _spare_own(self) -> Tensor:
+        """Adds to `spared` the highest ranks that are each head's own; infinity where none is."""
+        own = self.ranks.new_tensor([[heavy for heavy, _ in row] for row in self.floor])[..., None]
+        ranks = self.ranks.masked_fill(self.spared, -math.inf)
+        best = ranks.topk(min(int(own.max()), ranks.shape[-1]))
+        is_own = torch.arange(best.indices.shape[-1], device=own.device) < own
+        self.spared = self.spared | torch.zeros_like(self.spared).expand_as(ranks).scatter(
+            -1, best.indices, is_own
+        )
+        lowest = best.values.masked_fill(~is_own, math.inf)
+        return torch.cat([lowest, torch.full_like(own, math.inf)], -1).amin(-1, keepdim=True)
 
     @property
     def is_ranked_alone(self) -> bool:
@@ -193,15 +208,12 @@ class _Waiting:
         return self.prompt.scores.numel() if self.held is None else len(self.prompt.keys)
 
     def drop_below(self, bar: list[float]) -> None:
-        """Drop the keys that no budget can have room for once the places' bar is this high.
-
-        A head wins at most as many places as it has claims above its row's bar. A head without
-        sinks and recent keys has one place of its own beside those.
-        """
+        """Drop the keys that no budget can have room for once the places' bar is this high: a head
+        wins at most as many places as it has claims above the bar, beside those of its own."""
         prompt, policy = self.prompt, self.layer.policy
         places = ~((self.claims < self.ranks.new_tensor(bar)[:, None, None]) | self.spared)
-        own = self.ranks.new_tensor([[heavy for heavy, _ in row] for row in self.floor])
-        lowest = _lowest_of(self.ranks.masked_fill(self.spared, -math.inf), places.sum(-1) + own)
+        ranks = self.ranks.masked_fill(self.spared, -math.inf)
+        lowest = _lowest_of(ranks, places.sum(-1)).minimum(self.lowest)
         if policy.rank_by == "mean" or policy.value_weighted:
             lowest = lowest * _ROUNDED
         held = ~(self.ranks < lowest) | self.spared
@@ -247,7 +259,11 @@ def _share(waiting: list[_Waiting], places: list[int]) -> None:
             [(h + n, r) for (h, r), n in zip(*heads, strict=True)]
             for heads in zip(first.floor, counts, strict=True)
         ]
-        first.layer.store(first.whole(), budgets)
+        prompt = first.whole()
+        won_none = any(n == 0 for heads in counts for n in heads)
+        if first.layer.config.floor and won_none:
+            prompt = prompt._replace(floored=True)
+        first.layer.store(prompt, budgets)
 
 
 def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,11 +300,16 @@ def each_head(by_row: Budgets, heads: int) -> Budgets:
 
 
 def parted(
-    budgets: Budgets, sinks: int, of_head: float, most_recent: int | None = None
+    budgets: Budgets,
+    sinks: int,
+    least: int,
+    of_head: float = 0.0,
+    most_recent: int | None = None,
 ) -> tuple[Budgets, list[int]]:
     """What each head has for itself, and how many places each row has left for the best of all.
 
     Args:
+        least: keys that each head keeps at least, sinks included, if its budget is as many.
         of_head: part of what follows sinks and recent keys that stays each head's own, in [0, 1].
         most_recent: at most so many of the recent keys that the budgets have; None: all of these.
     """
@@ -297,7 +318,7 @@ def parted(
         recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
         rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
         heavies = [
-            int(n * of_head) or int(sinks + recent == 0)  # no head is left without a key
+            max(int(n * of_head), min(n, max(least, 1) - sinks - recent))  # none without a key
             for n, recent in zip(rest, recents, strict=True)
         ]
         first.append(list(zip(heavies, recents, strict=True)))

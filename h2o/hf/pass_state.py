@@ -53,12 +53,7 @@ class PassState:
         """The layers that come first and last to the cache in every forward pass."""
         self._has_states = any(map(has_states, layers))
         self._ends_in_states = kinds[self.last] == "states"
-        self.copied = False
-        """Whether this is a copy: then all tokens seen before count as a whole prompt."""
         self._thread: int | None = None  # the one with a forward pass under way
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, copied=True)
 
     def repeat(self, rows: int) -> None:
         """Each row has become so many, also of what no pass has read yet."""
@@ -113,7 +108,6 @@ class PassState:
     def reset(self) -> None:
         """As of a new cache whose prompt may have any length."""
         self.leave()
-        self.copied = False
         self.prompt_length = None
 
     @property

@@ -123,12 +123,10 @@ class PatchStack:
                 f"cache_implementation={implementation!r} inside h2o.patched(): a model has one "
                 "cache, and this one would keep everything; drop the argument, or leave patched()"
             )
-        length = _prompt_length(generation_config, model_kwargs)
         assisted = GenerationMode.ASSISTED_GENERATION in (*args, *kwargs.values())
         # In one piece, with no draft after it: a cache can tell the length by itself.
         in_one = generation_config.prefill_chunk_size is None and not assisted
-        if in_one and any(n != 1 for n in (length if isinstance(length, list) else [length])):
-            length = None
+        length = None if in_one else _prompt_length(generation_config, model_kwargs)
         cache = patch.make_cache(length)
         if assisted:
             cache.activate_past_recording()  # before 5.16 transformers does not ask

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from h2o import borrowed
 from h2o.config import H2OConfig
 from h2o.head_budgets import levelled
 from h2o.hf.pass_state import PassState
 
-__all__ = ["PromptBudget", "budget_of", "counted", "refuse_chunk"]
+__all__ = ["PromptBudget", "budget_of", "counted", "refuse_chunks"]
 
 
 class PromptBudget(NamedTuple):
@@ -27,6 +28,8 @@ class PromptBudget(NamedTuple):
     """The largest budget k = sinks + heavy + recent of any row; of each head, or of all"""
     raised: bool
     """Whether, in some row, a fraction came to less than one token and was raised to one"""
+    floored: bool
+    """Whether, in some row, a head has `min_tokens` keys, which is more than its fraction"""
 
 
 def counted(
@@ -64,18 +67,18 @@ def budget_of(
             (`H2OConfig.for_keys`).
 
     Raises:
-        ValueError: another number of rows or heads; a fraction of a single token.
+        ValueError: another number of rows or heads.
     """
-    lengths = _lengths(config, prompt_length, counts)
+    lengths = _lengths(prompt_length, counts)
     config = config.for_keys(*row_size)
     by_row = levelled([config.head_tokens(length) for length in lengths], heads, part)
     widest = [config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
-    return PromptBudget(by_row, widest, any(map(config.is_raised, filter(None, lengths))))
+    lengths = list(filter(None, lengths))
+    raised, floored = any(map(config.is_raised, lengths)), any(map(config.is_floored, lengths))
+    return PromptBudget(by_row, widest, raised, floored)
 
 
-def _lengths(
-    config: H2OConfig, prompt_length: int | Sequence[int] | None, counts: list[int]
-) -> list[int]:
+def _lengths(prompt_length: int | Sequence[int] | None, counts: list[int]) -> list[int]:
     """Tokens of each row's prompt."""
     if isinstance(prompt_length, int):
         return [prompt_length] * len(counts)
@@ -85,28 +88,22 @@ def _lengths(
                 f"prompt_length has {len(prompt_length)} entries for a batch of {len(counts)} rows"
             )
         return list(prompt_length)
-    if config.needs_prompt_length and max(counts) == 1:
-        raise ValueError(
-            "a fraction of a prompt of 1 token: if that is all of it, tell H2OCache "
-            "prompt_length=1; if the prompt comes in chunks, tell H2OCache its prompt_length, use "
-            "h2o.patched(), or give numbers of tokens"
-        )
     return counts
 
 
-def refuse_chunk(config: H2OConfig, pass_state: PassState, seen: int, new: int) -> None:
-    """A second forward of several tokens, with no decode step before it, is a chunk.
-
-    Not so in a copy: what is copied and then asked is a prompt, whatever follows.
+def refuse_chunks(config: H2OConfig, pass_state: PassState, columns: int) -> None:
+    """To be called at the first forward pass, which ends at so many columns.
 
     Raises:
-        ValueError: the budget is a fraction, and the prompt's length was not given.
+        ValueError: `generate(prefill_chunk_size=...)` has more of the prompt, of which the budget
+            is a fraction, and its length was not given.
     """
-    if config.needs_prompt_length and pass_state.prompt_length is None and not pass_state.copied:
+    if not config.needs_prompt_length or pass_state.prompt_length is not None:
+        return
+    if columns < borrowed.columns_in_chunks():
         raise ValueError(
-            f"this looks like the second chunk of a prompt, but the budget is a fraction of "
-            f"the whole prompt. If it is one, give H2OCache(..., prompt_length="
-            f"{seen + new}); if the first {seen} tokens were all of it, prompt_length="
-            f"{seen}, or a cache.fork() for each text that follows them. "
-            "h2o.patched() and numbers of tokens need neither"
+            "generate() reads this prompt in chunks (prefill_chunk_size), and the budget is a "
+            "fraction of the whole prompt, whose length an H2OCache cannot know from its first "
+            "chunk. Use h2o.patched(), which tells it. Or give H2OCache(..., prompt_length=the "
+            "prompt's number of tokens), or budgets in tokens"
         )

@@ -57,7 +57,6 @@ def pruned(
             many later.
     """
     cache = H2OCache(model_config, config.after_reading)
-    cache.pass_state.copied = True
     layers = [
         (source, layer)
         for source, layer in zip(full_cache.layers, cache.layers, strict=True)
@@ -67,7 +66,7 @@ def pruned(
     for (source, layer), scores in zip(layers, attention, strict=True):
         held = _Held.of(source)
         budgets = _budgets_of(layer, source, held.mask)
-        first_budget, left = parted(budgets, config.sinks, by_attention, recent)
+        first_budget, left = parted(budgets, config.sinks, config.floor, by_attention, recent)
         wanted.append(budgets)
         first.append(first_budget)
         kept.append(_kept(held, scores, config.policy, first_budget))

@@ -117,7 +117,7 @@ def read(
         by_attention = 0.5 if scored_by == "repeat" else 0.0
     if not 0 <= by_attention <= 1:
         raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
-    config = one_config(h2o_config, parameters)
+    config = one_config(h2o_config, parameters).for_model(model)
     if config.positions != "original":
         raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')
     request = None if scored_by == "echo" else _request(repeat, tokenizer).to(input_device(model))

@@ -47,6 +47,10 @@ class LayerReport:
     raised: bool = False
     """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""
 
+    floored: bool = False
+    """Whether, in some row, a head may keep `H2OConfig.min_tokens` keys, since its fraction of the
+    prompt is fewer."""
+
     unscored: bool = False
     """Whether all was converted from a DynamicCache, and waits for a forward pass to be scored and
     pruned to the budget."""
@@ -117,6 +121,7 @@ class Report:
             mass_evicted=all_layers("mass_evicted"),
             mass_kept=all_layers("mass_kept"),
             raised=any(layer.raised for layer in h2o_layers),
+            floored=any(layer.floored for layer in h2o_layers),
             unscored=any(layer.unscored for layer in h2o_layers),
         )
 
@@ -140,14 +145,16 @@ class Report:
             return (
                 "Taken over whole: the next forward pass scores every token and cuts to the budget."
             )
-        raised = ""
-        if total.raised:
-            raised = "A fraction of a prompt so short was less than one token: one was kept. "
+        short = ""
+        if total.floored:
+            short = "The prompt is short: heads keep min_tokens keys, more than their fraction. "
+        elif total.raised:
+            short = "A fraction of a prompt so short was less than one token: one was kept. "
         if not any(total.evicted):
-            return raised + "The budget was never reached: every token is held, as in a full cache."
+            return short + "The budget was never reached: every token is held, as in a full cache."
         share = total.bytes_held / total.bytes_full
         return (
-            f"{raised}{total.kept[0] / total.seen[0]:.1%} of the tokens are held, in {share:.1%} "
+            f"{short}{total.kept[0] / total.seen[0]:.1%} of the tokens are held, in {share:.1%} "
             f"of the bytes of a full cache; the evicted ones had received "
             f"{total.share_evicted:.1%} of the attention"
             + (f", without the {total.merged} that live on in others." if total.merged else ".")

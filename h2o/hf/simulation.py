@@ -74,10 +74,11 @@ def simulated(
     Args:
         model: any that an `H2OCache` can serve; layers without full attention stay as they are.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
-            `sinks`, `rank_by`, `decay`, `value_weighted`, `merge`, `kv_dtype`, `shares`.
+            `sinks`, `rank_by`, `decay`, `value_weighted`, `merge`, `kv_dtype`, `shares`,
+            `min_tokens`, or one `budget`.
         variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
-            only `heavy` and `recent` (`h2o.simulation_mask` describes them). "global" sees the
-            future.
+            only `heavy` and `recent`, without `min_tokens` (`h2o.simulation_mask` describes them).
+            "global" sees the future.
         prompt_length: tokens before the first eviction, pads not counted, for all rows or one
             number per row. 1 evicts from the very beginning (Zhang et al., NeurIPS 2023,
             Algorithm 1). "h2o" and "flexgen" only.
@@ -94,9 +95,8 @@ def simulated(
         ValueError, TypeError: arguments that do not fit, and in `model(...)` a call that is not a
             whole text.
     """
-    config = one_config(h2o_config, parameters)
+    config = one_config(h2o_config, parameters).for_model(unwrapped(model))
     check(config, variant, prompt_length, ratio_of)
-    config = config.for_model(unwrapped(model))
     layers = transformers_layers(model.config)
     budgets = [
         config.for_layer(i, len(layers)) if kind_of(layer) == "h2o" else None

@@ -7,6 +7,7 @@ transformers' own cache has for it, and by the class of the model; no weights ar
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import transformers
@@ -17,7 +18,7 @@ from h2o.errors import Unsupported
 from h2o.hf import latent_attention, model_rotary, shared_keys
 from h2o.hf.layer_kinds import kind_of, layers_of, type_refusal
 
-__all__ = ["Support", "refusal", "supports", "transformers_layers"]
+__all__ = ["Support", "config_of", "refusal", "supports", "transformers_layers"]
 
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
@@ -128,6 +129,23 @@ def _first_class(config: Any, *autos: Any) -> Any:
     return next(filter(None, (borrowed.model_class(auto, config) for auto in autos)), None)
 
 
+def config_of(model: Any) -> Any:
+    """The config of a model, or the config that was given instead of one.
+
+    Warns of a model whose attention an `H2OCache` does not go with.
+    """
+    config = getattr(model, "config", model)
+    if config is not model and hasattr(config, "get_text_config"):
+        name = borrowed.attention_name(config.get_text_config(decoder=True))
+        if not str(name).startswith("h2o"):
+            warnings.warn(
+                f'an H2OCache needs attn_implementation="h2o", and this model runs {name!r}: call '
+                'model.set_attn_implementation("h2o") before its next forward pass',
+                stacklevel=3,
+            )
+    return config
+
+
 def transformers_layers(config: Any) -> list[CacheLayerMixin]:
     """The layers that transformers' own cache has for a model; checked that h2o can serve them.
 
@@ -136,8 +154,10 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
         Unsupported: h2o cannot serve the model.
     """
     if not hasattr(config, "get_text_config"):
-        hint = "its .config" if hasattr(config, "config") else "a model's config"
-        raise TypeError(f"H2OCache needs {hint} as first argument, not {type(config).__name__}")
+        raise TypeError(
+            "H2OCache needs a model of transformers, or its config, as first argument, not "
+            f"{type(config).__name__}"
+        )
     text_config = config.get_text_config(decoder=True)
     if reason := refusal(config):
         raise Unsupported(f"h2o cannot serve {config.model_type}: {reason}")

@@ -33,7 +33,7 @@ class Chat:
         if tokenizer.chat_template is None:
             raise UserError("this model's tokenizer has no chat template")
         self.model, self.tokenizer = model, tokenizer
-        self.cache = H2OCache(model.config, config)
+        self.cache = H2OCache(model, config)
         self.rolled = config.positions == "rolled"
         self.system = [] if system is None else [{"role": "system", "content": system}]
         ends = model.generation_config.eos_token_id

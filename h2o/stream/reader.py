@@ -63,7 +63,7 @@ class Reader:
         self.cache: Any = DynamicCache(config=model.config)
         if setting.variant != "full":
             self.config = config
-            self.cache = H2OCache(model.config, config)
+            self.cache = H2OCache(model, config)
         text = model.config.get_text_config(decoder=True)
         self.limit = text.max_position_embeddings if self.config is None else math.inf
         self.ended = False

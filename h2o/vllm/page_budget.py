@@ -26,10 +26,11 @@ PLACES = 2
 `--long-prefill-token-threshold` says otherwise."""
 
 
-def config_of(entry: Any) -> H2OConfig:
+def config_of(entry: Any, model: Any = None) -> H2OConfig:
     """The config that the entry `h2o` of `--additional-config` says: fields of `H2OConfig`, or
     {"preset": "robust", "budget": 256}, with "of" if wanted, and other fields; beside them what
-    `places_of` reads.
+    `places_of` reads. {"budget": 0.2} alone is what is recommended for the model. With `model`, a
+    config of transformers, made for it.
 
     Raises: TypeError, ValueError for what is no such thing, or is not served here.
     """
@@ -40,6 +41,8 @@ def config_of(entry: Any) -> H2OConfig:
         )
     places = places_of(entry)
     config = _config(entry)
+    if model is not None:
+        config = config.for_model(model)
     refused = {
         'positions="rolled"': (config.positions == "rolled", "keys come rotated"),
         'rank_by="echo"': (

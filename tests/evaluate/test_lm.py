@@ -253,7 +253,15 @@ def test_arguments_as_lm_eval_gives_them(tokenizer):
         decay=0.5, value_weighted=True,
     )  # fmt: skip
     assert lm.protocol == "drop"
-    assert lm.setting.config == H2OConfig(6, 0.25, 2, "mean", 0.5, True)
+    assert lm.setting.config == H2OConfig(
+        heavy=6,
+        recent=0.25,
+        sinks=2,
+        rank_by="mean",
+        decay=0.5,
+        value_weighted=True,
+        min_tokens=0,
+    )
     assert make(tokenizer, variant="full").setting.variant == "full"
 
 

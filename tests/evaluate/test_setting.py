@@ -21,42 +21,71 @@ from h2o.policy import Policy
 from h2o.profile import _all_shipped
 
 
+def exact(config: H2OConfig) -> H2OConfig:
+    """As settings have it, which say themselves where fractions have a lower limit."""
+    return dataclasses.replace(config, min_tokens=0)
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "variant", "config"),
     [
         ("full", "full", "full", H2OConfig.full()),
-        ("h2o:0.1+0.2", "h2o", "h2o", H2OConfig(0.1, 0.2)),
-        ("h2o:8+16", "h2o", "h2o", H2OConfig(8, 16)),
-        ("h2o:0.2", "h2o", "h2o", H2OConfig(0.1, 0.1)),
-        ("h2o:0.2+0", "h2o", "h2o", H2OConfig(0.2, 0)),
-        ("local:0.2", "local", "h2o", H2OConfig(0, 0.2)),
-        ("sink:4+0.2", "sink", "h2o", H2OConfig(0, 0.2, sinks=4)),
-        ("authors:0.3", "authors", "h2o", H2OConfig(0.15, 0.15)),
-        ("authors:7", "authors", "h2o", H2OConfig(3, 4)),
+        ("budget:0.2", "budget", "h2o", H2OConfig(budget=0.2)),
+        ("budget:64", "budget", "h2o", H2OConfig(budget=64)),
+        ("h2o:0.1+0.2", "h2o", "h2o", H2OConfig(heavy=0.1, recent=0.2)),
+        ("h2o:8+16", "h2o", "h2o", H2OConfig(heavy=8, recent=16)),
+        ("h2o:0.2", "h2o", "h2o", H2OConfig(heavy=0.1, recent=0.1)),
+        ("h2o:0.2+0", "h2o", "h2o", H2OConfig(heavy=0.2, recent=0)),
+        ("local:0.2", "local", "h2o", H2OConfig(heavy=0, recent=0.2)),
+        ("sink:4+0.2", "sink", "h2o", H2OConfig(heavy=0, recent=0.2, sinks=4)),
+        ("authors:0.3", "authors", "h2o", H2OConfig(heavy=0.15, recent=0.15)),
+        ("authors:7", "authors", "h2o", H2OConfig(heavy=3, recent=4)),
         ("robust:0.3", "robust", "h2o", H2OConfig.robust(0.3)),
         ("robust:64", "robust", "h2o", H2OConfig.robust(64)),
         ("reread:0.3", "reread", "reread", H2OConfig.robust(0.3)),
         ("calibrated-reread:64", "calibrated-reread", "reread", H2OConfig.calibrated(64)),
         ("echo:64", "echo", "echo", H2OConfig.robust(64)),
         ("echo-bytes:0.1", "echo-bytes", "echo", H2OConfig.robust(0.1, of="bytes")),
-        ("mask-local:0.1+0.1", "mask-local", "local", H2OConfig(0.1, 0.1)),
-        ("mask-global:0.1+0.1", "mask-global", "global", H2OConfig(0.1, 0.1)),
-        ("mask-flexgen:9+8", "mask-flexgen", "flexgen", H2OConfig(9, 8)),
+        (
+            "mask-local:0.1+0.1",
+            "mask-local",
+            "local",
+            H2OConfig(heavy=0.1, recent=0.1),
+        ),
+        (
+            "mask-global:0.1+0.1",
+            "mask-global",
+            "global",
+            H2OConfig(heavy=0.1, recent=0.1),
+        ),
+        ("mask-flexgen:9+8", "mask-flexgen", "flexgen", H2OConfig(heavy=9, recent=8)),
         (
             "h2o:0.1+0.1/sinks=4/rank_by=mean/decay=0.9/value_weighted=true",
             "h2o",
             "h2o",
-            H2OConfig(0.1, 0.1, sinks=4, rank_by="mean", decay=0.9, value_weighted=True),
+            H2OConfig(
+                heavy=0.1,
+                recent=0.1,
+                sinks=4,
+                rank_by="mean",
+                decay=0.9,
+                value_weighted=True,
+            ),
         ),
-        ("h2o:64/rank_by=max", "h2o", "h2o", H2OConfig(32, 32, rank_by="max")),
-        ("local:0.2/sinks=2", "local", "h2o", H2OConfig(0, 0.2, sinks=2)),
+        ("h2o:64/rank_by=max", "h2o", "h2o", H2OConfig(heavy=32, recent=32, rank_by="max")),
+        (
+            "local:0.2/sinks=2",
+            "local",
+            "h2o",
+            H2OConfig(heavy=0, recent=0.2, sinks=2),
+        ),
         ("robust:0.2/value_weighted=false", "robust", "h2o", None),
     ],
 )
 def test_parse(text, kind, variant, config):
     setting = parse(text)
     assert (setting.name, setting.kind, setting.variant) == (text, kind, variant)
-    assert config is None or setting.config == config
+    assert config is None or setting.config == (config if kind == "full" else exact(config))
     assert setting.dropping == (variant in ("full", "h2o"))
     assert setting.describe()["setting"] == text
 
@@ -113,17 +142,17 @@ def test_refused(text):
 def test_every_field_of_a_config_can_be_written():
     """Before the slashes, after them, or by the kind of a setting."""
     fields = [field.name for field in dataclasses.fields(H2OConfig)]
-    before, by_kind = {"heavy", "recent"}, {"slot"}
+    before, by_kind = {"budget", "heavy", "recent"}, {"slot"}
     assert {*OPTIONS} == {*fields} - before - by_kind
     assert OPTIONS[: len(Policy._fields)] == Policy._fields
     written = "h2o:4+5/decay=0.5/merge=0.8/kv_dtype=int8"
-    config = H2OConfig(4, 5, decay=0.5, merge=0.8, kv_dtype="int8")
+    config = H2OConfig(heavy=4, recent=5, decay=0.5, merge=0.8, kv_dtype="int8", min_tokens=0)
     assert parse(written).config == config
     assert from_config(config).name == written
     assert from_options(heavy=4, recent=5, decay=0.5, merge=0.8, kv_dtype="int8").name == written
     assert parse("h2o:4+5/positions=rolled").config.positions == "rolled"
     written = "h2o:4+5/rank_by=echo/shares=scores"
-    config = H2OConfig(4, 5, rank_by="echo", shares="scores")
+    config = exact(H2OConfig(heavy=4, recent=5, rank_by="echo", shares="scores"))
     assert parse(written).config == config
     assert from_config(config).name == from_options(
         heavy=4, recent=5, rank_by="echo", shares="scores"
@@ -173,12 +202,27 @@ def test_a_profile_is_named_by_its_path(tmp_path):
         from_options(shares="nowhere.json")
 
 
+def test_settings_keep_what_they_say():
+    """A limit below which fractions do not fall is written out, or there is none."""
+    assert parse("robust:0.1/min_tokens=64").config.min_tokens == 64
+    assert [x.config.min_tokens for x in parse_all("h2o,robust,calibrated-bytes", "0.1")] == [0] * 3
+    assert from_options(heavy=0.1, recent=0.1).config.min_tokens == 0
+    assert from_options(budget=0.1).name == from_config(exact(H2OConfig(budget=0.1))).name
+    assert from_config(H2OConfig()).name == "h2o:0.1+0.1/min_tokens=128"
+    for text in ("budget:0.1/min_tokens=128", "h2o:0.1+0.2/min_tokens=9", "budget:64/sinks=2"):
+        assert from_config(parse(text).config).name == text
+    assert "min_tokens" not in parse("h2o:0.2").describe(), "results of before are found"
+    assert parse("h2o:0.2/min_tokens=64").describe()["min_tokens"] == 64
+
+
 def test_presets():
-    assert H2OConfig.authors(0.2) == H2OConfig(0.1, 0.1)
+    assert H2OConfig.authors(0.2) == H2OConfig(heavy=0.1, recent=0.1, min_tokens=0)
     ranking = {"rank_by": "mean", "value_weighted": True}
-    assert H2OConfig.robust(0.2) == H2OConfig(0.2 * 0.75, 0.2 * 0.25, sinks=4, **ranking)
-    assert H2OConfig.robust(44) == H2OConfig(30, 10, sinks=4, **ranking)
-    assert H2OConfig() == H2OConfig.authors(0.2), "the default is the authors'"
+    assert H2OConfig.robust(0.2) == H2OConfig(
+        heavy=0.2 * 0.75, recent=0.2 * 0.25, sinks=4, **ranking
+    )
+    assert H2OConfig.robust(44) == H2OConfig(heavy=30, recent=10, sinks=4, **ranking)
+    assert exact(H2OConfig()) == H2OConfig.authors(0.2), "the default is the authors'"
     for budget in (1, 3, 5, 8, 64, 65):
         for preset in (H2OConfig.authors, H2OConfig.robust):
             config = preset(budget)

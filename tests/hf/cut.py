@@ -21,9 +21,21 @@ from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
 SHARES = [[1.0, 3.0, 2.0, 0.7], [0.6, 1.0, 1.5, 4.0]]
 CACHES = {
     "even": {"heavy": 6, "recent": 6},
-    "fractions": {"heavy": 0.2, "recent": 0.1, "value_weighted": True, "rank_by": "mean"},
+    "fractions": {
+        "heavy": 0.2,
+        "recent": 0.1,
+        "min_tokens": 0,
+        "value_weighted": True,
+        "rank_by": "mean",
+    },
     "shares": {"heavy": 10, "recent": 8, "sinks": 2, "shares": SHARES},
-    "shares of bytes": {"heavy": 0.3, "recent": 0.1, "of": "bytes", "shares": SHARES},
+    "shares of bytes": {
+        "heavy": 0.3,
+        "recent": 0.1,
+        "min_tokens": 0,
+        "of": "bytes",
+        "shares": SHARES,
+    },
     "heads": {"heavy": [[3, 9, 5, 1], [4, 4, 8, 2]], "recent": 6},
     "int8": {"heavy": 10, "recent": 8, "shares": SHARES, "kv_dtype": "int8"},
     "rolled": {"heavy": 10, "recent": 8, "shares": SHARES, "positions": "rolled"},

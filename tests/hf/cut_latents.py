@@ -17,7 +17,13 @@ from tests.hf.tiny import CROPS_TO_LENGTH, batch, greedy, prompts
 
 CACHES = {
     "even": {"heavy": 6, "recent": 6},
-    "fractions": {"heavy": 0.2, "recent": 0.1, "value_weighted": True, "rank_by": "mean"},
+    "fractions": {
+        "heavy": 0.2,
+        "recent": 0.1,
+        "min_tokens": 0,
+        "value_weighted": True,
+        "rank_by": "mean",
+    },
     "decayed": {"heavy": 6, "recent": 6, "sinks": 2, "decay": 0.9},
     "max": {"heavy": 6, "recent": 6, "rank_by": "max"},
 }

@@ -120,7 +120,7 @@ MODES: dict[str, Mode] = {
 
 POLICIES: dict[str, H2OConfig] = {
     "h2o": H2OConfig(heavy=6, recent=6),
-    "fractions": H2OConfig(heavy=0.3, recent=0.3),
+    "fractions": H2OConfig(heavy=0.3, recent=0.3, min_tokens=0),
     "local": H2OConfig.local(9),
     "heavy-only": H2OConfig.heavy_only(9),
     "streaming": H2OConfig.streaming(5),

@@ -192,7 +192,7 @@ def test_pieces_keep_the_blanks_of_sentencepiece():
 
 def test_removal_of_nothing_and_of_everything():
     model, ids = tiny.model("llama", "sdpa"), text(tokens=200)
-    a = h2o.analyze(model, ids, heavy=0.1, recent=0.1)
+    a = h2o.analyze(model, ids, heavy=0.1, recent=0.1, min_tokens=0)
     table = a.removal((0.0, 0.2))
     with torch.no_grad():
         logits = model(ids).logits

@@ -13,7 +13,7 @@ from h2o import H2OCache, H2OConfig, Profile
 from h2o.borrowed import with_cache
 from h2o.kv_dtype import per_token
 from h2o.model_identity import key_size
-from tests.hf.tiny import batch, greedy, model, prompts
+from tests.hf.tiny import batch, exact, greedy, model, prompts
 
 
 def filled(config: H2OConfig, tokens: int = 600, family: str = "llama"):
@@ -29,7 +29,7 @@ def filled(config: H2OConfig, tokens: int = 600, family: str = "llama"):
 @pytest.mark.parametrize(("value_weighted", "merge"), [(False, None), (True, None), (True, 0.5)])
 def test_all_that_is_allocated_fits(part, kv_dtype, value_weighted, merge):
     config = H2OConfig(
-        part * 0.75, part * 0.25, 2,
+        heavy=part * 0.75, recent=part * 0.25, sinks=2, min_tokens=0,
         of="bytes", kv_dtype=kv_dtype, value_weighted=value_weighted, merge=merge,
     )  # fmt: skip
     total = filled(config).total
@@ -48,10 +48,13 @@ def test_values_take_the_bits_that_go_with_the_head_dimension():
             *key_size(config), kv_dtype, value_weighted=True, merges=False
         )
         assert sized.for_model(config) == sized
-    total = filled(H2OConfig.robust(0.1, of="bytes")).total
+    total = filled(exact(H2OConfig.robust(0.1, of="bytes"))).total
     assert total.bytes_held + total.bytes_bookkeeping <= 0.1 * total.bytes_full
     with pytest.raises(ValueError, match='use "int8"'):
-        H2OCache(model("llama").config, H2OConfig(0.1, 0.1, of="bytes", kv_dtype="int8-int4"))
+        H2OCache(
+            model("llama").config,
+            H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, of="bytes", kv_dtype="int8-int4"),
+        )
 
 
 @pytest.mark.parametrize("way", ["to", "autocast"])
@@ -60,7 +63,7 @@ def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
     """Not those of the dtype that the model was loaded in."""
     ours = model("llama")
     assert ours.config.dtype is torch.float32 or ours.config.dtype is None
-    config = H2OConfig(0.1, 0.1, of="bytes", kv_dtype=kv_dtype)
+    config = H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, of="bytes", kv_dtype=kv_dtype)
     cache = H2OCache(ours.config, config)
     (ids,) = prompts(600)
     reads = torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast")
@@ -81,12 +84,13 @@ def test_bytes_are_those_of_the_keys_that_come(way, kv_dtype):
 
 
 def test_a_short_prompt_keeps_what_fits():
-    total = filled(H2OConfig(0.06, 0.04, 2, of="bytes"), tokens=12).total
+    config = H2OConfig(heavy=0.06, recent=0.04, sinks=2, min_tokens=0, of="bytes")
+    total = filled(config, tokens=12).total
     assert total.kept == [2 * 3]  # two sinks and one more, in two layers
 
 
 def test_the_report_counts_who_lives_on():
-    config = H2OConfig(20, 10, sinks=2, merge=0.3)
+    config = H2OConfig(heavy=20, recent=10, sinks=2, merge=0.3)
     report = filled(config)
     twin = model("llama")
     cache = H2OCache(twin.config, config)
@@ -104,14 +108,14 @@ def test_the_report_counts_who_lives_on():
 
 def test_bytes_need_fractions():
     with pytest.raises(ValueError, match='of="bytes" takes fractions'):
-        H2OConfig(16, 0.1, of="bytes")
+        H2OConfig(heavy=16, recent=0.1, of="bytes")
     with pytest.raises(ValueError, match='must be "keys" or "bytes"'):
         H2OConfig(of="tokens")
     for preset in (H2OConfig.robust, H2OConfig.calibrated):
         with pytest.raises(ValueError, match='must be "keys" or "bytes"'):
             preset(0.1, of="byte")
     with pytest.raises(ValueError, match="for_model"):
-        H2OConfig(0.1, 0.1, of="bytes").tokens(100)
+        H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, of="bytes").tokens(100)
 
 
 def test_no_bytes_beside_the_sinks():
@@ -164,7 +168,7 @@ def test_a_part_of_the_default_model_s_bytes(part):
 def test_rows_of_a_batch_have_their_own_bytes():
     ours = model("llama")
     rows = prompts(200, 420)
-    config = H2OConfig(0.1, 0.1, of="bytes", kv_dtype="int8")
+    config = H2OConfig(heavy=0.1, recent=0.1, min_tokens=0, of="bytes", kv_dtype="int8")
     cache = H2OCache(ours.config, config)
     greedy(ours, batch(rows), 4, **with_cache(cache))
     for b, row in enumerate(rows):

@@ -90,13 +90,13 @@ def test_fractions_are_of_each_rows_own_prompt():
     text = drifting(5, B=3, N=30)
     mask = np.concatenate([left(lengths, 20), np.ones((3, 10), bool)], axis=1)
     padded = pad(text, mask)
-    cache = new_cache(heavy=0.29, recent=0.5)
+    cache = new_cache(heavy=0.29, recent=0.5, min_tokens=0)
     out = feed(cache, padded, [20, *[1] * 10], mask)
     budgets = [int(0.29 * n) + int(0.5 * n) for n in lengths]
     assert cache.report().layers[0].budget == budgets
     assert len(set(budgets)) == 3
     for b, n in enumerate(lengths):
-        alone = new_cache(heavy=0.29, recent=0.5)
+        alone = new_cache(heavy=0.29, recent=0.5, min_tokens=0)
         row = type(text)(*(x[b : b + 1, :, : n + 10] for x in text))
         expected = feed(alone, row, [n, *[1] * 10])
         np.testing.assert_allclose(out[b : b + 1, 20 - n :], expected, rtol=0, atol=1e-5)
@@ -300,7 +300,7 @@ def test_rows_move_with_their_state(change, index):
     lengths = [9, 20, 14]
     mask = np.concatenate([left(lengths, 20), np.ones((3, 20), bool)], axis=1)
     text = pad(drifting(8, B=3, N=40), mask)
-    parameters = {"heavy": 0.3, "recent": 0.2, "rank_by": "mean", "trace": True}
+    parameters = {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "rank_by": "mean", "trace": True}
     cache = new_cache(**parameters)
     feed(cache, text.cut(0, 28), [20, *[1] * 8], mask)
     change(cache)
@@ -390,7 +390,7 @@ def test_ctrl_c_in_a_forward_is_noticed(columns, monkeypatch):
 @pytest.mark.parametrize("length", [0, -100, [3, 0]])
 def test_a_prompt_length_is_at_least_one_token(length):
     with pytest.raises(ValueError, match="prompt_length must be at least 1"):
-        new_cache(heavy=0.5, recent=0.5, prompt_length=length)
+        new_cache(heavy=0.5, recent=0.5, min_tokens=0, prompt_length=length)
 
 
 def test_an_empty_batch_is_refused():
@@ -401,9 +401,9 @@ def test_an_empty_batch_is_refused():
 def test_a_row_of_pads_alone_takes_no_budget_from_the_others():
     text = drifting(10, B=2, N=30)
     mask = np.array([[1] * 30, [0] * 30], bool)
-    cache = new_cache(heavy=0.2, recent=0.2)
+    cache = new_cache(heavy=0.2, recent=0.2, min_tokens=0)
     got = forward(cache, text, mask=mask)
-    alone = new_cache(heavy=0.2, recent=0.2)
+    alone = new_cache(heavy=0.2, recent=0.2, min_tokens=0)
     torch.testing.assert_close(got[:1], forward(alone, rows(text, [0])), rtol=0, atol=0)
     assert cache.kept(0)[0][0].tolist() == alone.kept(0)[0][0].tolist()
     assert (cache.kept(0)[0][1] == -1).all()
@@ -414,7 +414,7 @@ def test_a_fraction_of_a_short_prompt_is_one_token():
     lengths = [3, 20]
     mask = np.concatenate([left(lengths, 20), np.ones((2, 10), bool)], axis=1)
     text = pad(drifting(5, B=2, N=30), mask)
-    cache = new_cache(heavy=0.1, recent=0.1)
+    cache = new_cache(heavy=0.1, recent=0.1, min_tokens=0)
     feed(cache, text, [20, *[1] * 10], mask)
     report = cache.report()
     assert report.layers[0].budget == [2, 4]
@@ -422,20 +422,18 @@ def test_a_fraction_of_a_short_prompt_is_one_token():
     assert report.layers[0].raised
     assert report.as_dict()["total"]["raised"]
     assert "less than one token: one was kept" in str(report)
-    cache = new_cache(heavy=0.1, recent=0.1)
+    cache = new_cache(heavy=0.1, recent=0.1, min_tokens=0)
     feed(cache, drifting(5, B=1, N=20), [20])
     assert not cache.report().layers[0].raised
     assert "less than one token" not in str(cache.report())
-    with pytest.raises(ValueError, match="prompt_length=1"):
-        feed(new_cache(heavy=0.1, recent=0.1), drifting(5, B=1, N=1), [1])
-    cache = new_cache(heavy=0.1, recent=0.1, prompt_length=1)
+    cache = new_cache(heavy=0.1, recent=0.1, min_tokens=0)
     feed(cache, drifting(5, B=1, N=9), [1] * 9)
     assert cache.report().layers[0].kept == [2]
 
 
 def test_a_failed_prompt_leaves_the_cache_empty():
     text = drifting(10, B=2, N=10)
-    cache = new_cache(heavy=0.05, recent=0.05, prompt_length=[10])
+    cache = new_cache(heavy=0.05, recent=0.05, min_tokens=0, prompt_length=[10])
     with pytest.raises(ValueError, match="prompt_length has 1 entries for a batch of 2 rows"):
         forward(cache, text)
     assert cache.get_seq_length() == 0
@@ -445,7 +443,8 @@ def test_a_failed_prompt_leaves_the_cache_empty():
 
 def test_budgets_per_layer():
     text = drifting(12, B=1, N=24)
-    cache = new_cache(layers=3, heavy=[2, 0.5, 9], recent=lambda layer, layers: layers - layer)
+    recent = {"recent": lambda layer, layers: layers - layer}
+    cache = new_cache(layers=3, heavy=[2, 0.5, 9], **recent, min_tokens=0)
     for columns in (slice(0, 20), *(slice(i, i + 1) for i in range(20, 24))):
         for layer in range(3):
             query, key, value = tensors(text.cut(columns.start, columns.stop))
@@ -459,22 +458,21 @@ def test_budgets_per_layer():
 
 def test_prompt_length_for_prompts_in_pieces():
     text = drifting(13, B=2, N=30)
-    at_once = new_cache(heavy=0.3, recent=0.2)
+    at_once = new_cache(heavy=0.3, recent=0.2, min_tokens=0)
     feed(at_once, text, [24, *[1] * 6])
     for prompt_length in (24, [24, 24], torch.tensor([24, 24]).tolist(), np.int64(24)):
-        pieces = new_cache(heavy=0.3, recent=0.2, prompt_length=prompt_length)
+        pieces = new_cache(heavy=0.3, recent=0.2, min_tokens=0, prompt_length=prompt_length)
         feed(pieces, text, [7, 7, 7, 3, *[1] * 6])
         assert pieces.report().layers[0].budget == at_once.report().layers[0].budget == [11, 11]
-    bare = new_cache(heavy=0.3, recent=0.2)
-    forward(bare, text.cut(0, 7))
-    with pytest.raises(ValueError, match="prompt_length"):
-        forward(bare, text.cut(7, 14))
-    with pytest.raises(ValueError, match="prompt_length"):
-        forward(new_cache(heavy=0.3, recent=1.0), text.cut(0, 1))
+    chat = new_cache(heavy=0.3, recent=0.2, min_tokens=0)
+    feed(chat, text, [20, 7, 3])  # a prompt and turns after it
+    assert chat.report().layers[0].budget == [10, 10]
     with pytest.raises(ValueError, match="3 entries for a batch of 2"):
-        forward(new_cache(heavy=0.3, recent=0.2, prompt_length=[1, 2, 3]), text.cut(0, 7))
+        forward(
+            new_cache(heavy=0.3, recent=0.2, min_tokens=0, prompt_length=[1, 2, 3]), text.cut(0, 7)
+        )
     with pytest.raises(TypeError):
-        new_cache(heavy=0.3, recent=0.2, prompt_length=2.5)
+        new_cache(heavy=0.3, recent=0.2, min_tokens=0, prompt_length=2.5)
     # numbers of tokens need no length
     feed(new_cache(heavy=3, recent=2), text, [7, 7, 7, 3, *[1] * 6])
 

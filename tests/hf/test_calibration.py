@@ -122,7 +122,9 @@ def test_worth_is_the_slope_of_the_divergence(name):
              for i in range(len(kinds))]
             for field in ("heavy", "recent")
         )  # fmt: skip
-        config = h2o.H2OConfig(heavy, recent, 4, rank_by="mean", value_weighted=True)
+        config = h2o.H2OConfig(
+            heavy=heavy, recent=recent, sinks=4, rank_by="mean", value_weighted=True
+        )
         outputs = []
 
         def hook(_, inputs):

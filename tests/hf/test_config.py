@@ -29,18 +29,19 @@ def test_defaults_are_the_authors():
 
 
 def test_fractions_are_of_the_prompt_and_truncated():
-    assert H2OConfig(heavy=0.29, recent=0.5).tokens(100) == (28, 50)  # 0.29 * 100 < 29 in double
-    assert H2OConfig(heavy=1.0, recent=1).tokens(7) == (7, 1)
+    config = H2OConfig(heavy=0.29, recent=0.5, min_tokens=0)
+    assert config.tokens(100) == (28, 50)  # 0.29 * 100 < 29 in double
+    assert H2OConfig(heavy=1.0, recent=1, min_tokens=0).tokens(7) == (7, 1)
     assert H2OConfig(heavy=0.0, recent=3).tokens(7) == (0, 3)
 
 
 def test_what_a_row_holds_at_its_end():
     assert H2OConfig(heavy=3, recent=4, sinks=2).held(100) == 9
     assert H2OConfig(heavy=3, recent=4, sinks=2).held(8) == 8
-    assert H2OConfig(heavy=0.25, recent=2).held(40) == 12
-    assert H2OConfig(heavy=0.25, recent=2).held(40, prompt=20) == 7
+    assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).held(40) == 12
+    assert H2OConfig(heavy=0.25, recent=2, min_tokens=0).held(40, prompt=20) == 7
     assert H2OConfig.full().held(7) == 7
-    assert H2OConfig(heavy=0.1, recent=0.1).held(100, prompt=5) == 2
+    assert H2OConfig(heavy=0.1, recent=0.1, min_tokens=0).held(100, prompt=5) == 2
 
 
 def test_numbers_of_other_libraries_become_plain():
@@ -59,9 +60,10 @@ def test_presets_are_parameters():
 
 
 def test_budgets_per_layer():
-    config = H2OConfig(heavy=[8, 0.5, 2], recent=lambda layer, layers: layers - layer, sinks=1)
+    recent = {"recent": lambda layer, layers: layers - layer}
+    config = H2OConfig(heavy=[8, 0.5, 2], **recent, sinks=1, min_tokens=0)
     assert [config.for_layer(i, 3).tokens(10) for i in range(3)] == [(8, 3), (5, 2), (2, 1)]
-    assert config.for_layer(2, 3) == H2OConfig(heavy=2, recent=1, sinks=1)
+    assert config.for_layer(2, 3) == H2OConfig(heavy=2, recent=1, sinks=1, min_tokens=0)
     assert config.for_layer(1, 3).needs_prompt_length
     assert not config.for_layer(0, 3).needs_prompt_length
 
@@ -115,9 +117,10 @@ def test_refusals_that_need_the_model_or_the_prompt():
         H2OConfig(heavy=[1, 2], recent=1).for_layer(0, 3)
     with pytest.raises(TypeError, match=r"heavy\(1, 3\) must be"):
         H2OConfig(heavy=lambda layer, layers: None).for_layer(1, 3)
-    assert H2OConfig(heavy=0.1, recent=0.0, sinks=1).tokens(5) == (1, 0)
-    assert H2OConfig(heavy=0.1, recent=0.1, sinks=1).truncated(5) == (0, 0)
-    assert [H2OConfig(heavy=0.1, recent=3).is_raised(n) for n in (9, 10)] == [True, False]
+    assert H2OConfig(heavy=0.1, recent=0.0, sinks=1, min_tokens=0).tokens(5) == (1, 0)
+    assert H2OConfig(heavy=0.1, recent=0.1, sinks=1, min_tokens=0).truncated(5) == (0, 0)
+    raised = H2OConfig(heavy=0.1, recent=3, min_tokens=0)
+    assert [raised.is_raised(n) for n in (9, 10)] == [True, False]
     with pytest.raises(ValueError, match="keeps nothing"):
         H2OConfig(heavy=lambda layer, layers: 0, recent=0).for_layer(0, 1)
 
@@ -174,7 +177,7 @@ def test_calibrated_is_robust_with_a_profile_and_echo_in_prompts():
 def test_a_cache_tells_its_config():
     config = model("llama").config
     for config_given in (
-        H2OConfig(0.2, 4, sinks=2, rank_by="mean"),
+        H2OConfig(heavy=0.2, recent=4, sinks=2, min_tokens=0, rank_by="mean"),
         H2OConfig(heavy=[4, 0.5], recent=[[1, 2], [3, 4]]),
         H2OConfig(shares=[[1, 2], [3, 4]]),
         H2OConfig.robust(0.2, of="bytes"),
@@ -183,7 +186,7 @@ def test_a_cache_tells_its_config():
         assert cache.config == config_given.for_model(config)
         assert H2OCache(config, cache.config).config == cache.config
     by_function = H2OCache(config, heavy=lambda layer, layers: layer + 1, recent=2)
-    assert by_function.config == H2OConfig([1, 2], 2)
+    assert by_function.config == H2OConfig(heavy=[1, 2], recent=2)
     assert pickle.loads(pickle.dumps(by_function)).config == by_function.config
 
 

@@ -23,16 +23,18 @@ COPIED = {
 
 @pytest.mark.parametrize("way", COPIED)
 def test_a_copy_of_an_empty_cache_is_no_prompt(way, tmp_path):
-    """Chunks of a prompt are told from a question to a document that was copied."""
+    """Chunks of a prompt are told from turns of a chat."""
     ours = model("llama")
-    cache = COPIED[way](H2OCache(ours.config, heavy=0.25, recent=0.25), tmp_path / "cache")
-    with pytest.raises(ValueError, match="second chunk of a prompt"):
+    cache = COPIED[way](
+        H2OCache(ours.config, heavy=0.25, recent=0.25, min_tokens=0), tmp_path / "cache"
+    )
+    with pytest.raises(ValueError, match=r"reads this prompt in chunks \(prefill_chunk_size\)"):
         greedy(ours, {"input_ids": prompts(60)[0]}, 2, **with_cache(cache), prefill_chunk_size=16)
 
 
 def test_a_copy_goes_on_with_what_it_is_asked():
     ours = model("llama")
-    cache = H2OCache(ours.config, heavy=0.25, recent=0.25)
+    cache = H2OCache(ours.config, heavy=0.25, recent=0.25, min_tokens=0)
     with torch.no_grad():
         ours(prompts(40)[0], **with_cache(cache))
         fork = cache.fork()
@@ -45,7 +47,7 @@ def test_a_copy_goes_on_with_what_it_is_asked():
 def test_the_length_of_a_prompt_may_be_a_tensor():
     ours = model("llama")
     for length in (torch.tensor(40), torch.tensor([40]), 40):
-        cache = H2OCache(ours.config, heavy=0.25, recent=0.25, prompt_length=length)
+        cache = H2OCache(ours.config, heavy=0.25, recent=0.25, min_tokens=0, prompt_length=length)
         with torch.no_grad():
             ours(prompts(20)[0], **with_cache(cache))
         assert cache.report().total.kept == [2 * 20]
@@ -92,7 +94,7 @@ def test_lengths_of_prompts_are_repeated_with_their_rows():
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
         ours(ids, **with_cache(full))
-        config = {"heavy": 0.2, "recent": 0.2, "prompt_length": [30, 20]}
+        config = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0, "prompt_length": [30, 20]}
         forks = [
             H2OCache.from_dynamic_cache(full, ours.config, **config).fork(rows=2),
             H2OCache(ours.config, **config).fork(rows=2),

@@ -12,10 +12,10 @@ import transformers.dynamic_module_utils
 from h2o import H2OCache, H2OConfig
 from h2o.borrowed import CACHE, with_cache
 from tests.hf.test_patching import traces
-from tests.hf.tiny import batch, greedy, model, prompts
+from tests.hf.tiny import batch, exact, greedy, model, prompts
 
 FOLDER = str(Path(__file__).resolve().parents[2] / "examples" / "custom_generate")
-ROBUST = {"preset": "robust", "budget": 0.3}
+ROBUST = {"preset": "robust", "budget": 32}
 
 
 @pytest.fixture
@@ -32,11 +32,18 @@ def plain(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "config"),
     [
-        ({"heavy": 4, "recent": 4, "sinks": 2}, H2OConfig(4, 4, 2)),
-        ({"h2o_config": H2OConfig(0.2, 0.1)}, H2OConfig(0.2, 0.1)),
-        ({}, H2OConfig()),
-        (ROBUST, H2OConfig.robust(0.3)),
-        ({**ROBUST, "of": "bytes"}, H2OConfig.robust(0.3, of="bytes")),
+        ({"budget": 0.3, "min_tokens": 0}, exact(H2OConfig.robust(0.3, of="bytes"))),
+        ({"heavy": 4, "recent": 4, "sinks": 2}, H2OConfig(heavy=4, recent=4, sinks=2)),
+        (
+            {"h2o_config": H2OConfig(heavy=0.2, recent=0.1, min_tokens=0)},
+            H2OConfig(heavy=0.2, recent=0.1, min_tokens=0),
+        ),
+        ({"min_tokens": 0}, exact(H2OConfig())),
+        (ROBUST, H2OConfig.robust(32)),
+        (
+            {"preset": "authors", "budget": 0.3, "of": "bytes"},
+            H2OConfig.authors(0.3, of="bytes"),
+        ),
         ({"preset": "authors", "budget": 12}, H2OConfig.authors(12)),
     ],
     ids=str,
@@ -62,7 +69,7 @@ def test_the_cache_can_be_asked_for(plain):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"budget": 0.2},
+        {"budget": 0.2, "heavy": 4},
         {"preset": "robust"},
         {"preset": "best", "budget": 0.2},
         {**ROBUST, "heavy": 4},

@@ -272,7 +272,14 @@ def test_queries_that_are_remembered_are_counted():
 def test_a_budget_in_bytes_counts_them_too(dtype):
     """Whatever dtype the config tells of."""
     ours, (ids,) = model("llama").to(dtype), prompts(100)
-    more = {"heavy": 0.4, "recent": 0.2, "of": "bytes", "sinks": 1, "kv_dtype": "int8"}
+    more = {
+        "heavy": 0.4,
+        "recent": 0.2,
+        "min_tokens": 0,
+        "of": "bytes",
+        "sinks": 1,
+        "kv_dtype": "int8",
+    }
     held = {}
     for rank_by in ("max", "echo"):
         cache = H2OCache(ours.config, rank_by=rank_by, **more)

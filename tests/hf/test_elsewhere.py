@@ -125,8 +125,8 @@ def test_fractions_of_padded_rows_are_read_once():
     with there() as ours:
         mask = torch.ones(2, 20, dtype=torch.long)
         with pytest.raises(RuntimeError, match=WAITS):
-            converse(ours, H2OCache(ours.config, heavy=0.3, recent=0.3), mask)
-        cache = H2OCache(ours.config, heavy=0.3, recent=0.3, prompt_length=[20, 17])
+            converse(ours, H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0), mask)
+        cache = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0, prompt_length=[20, 17])
         converse(ours, cache, mask)
 
 

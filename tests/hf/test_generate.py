@@ -65,7 +65,7 @@ def test_beam_search_of_a_batch_is_that_of_each_row():
     inputs = batch(rows)
 
     def beams(inputs):
-        cache = H2OCache(ours.config, heavy=0.3, recent=0.3)
+        cache = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
         return ours.generate(**inputs, max_new_tokens=10, num_beams=3, **with_cache(cache))
 
     together = beams(inputs)[:, -10:]
@@ -104,11 +104,11 @@ def test_two_calls_are_one_conversation():
 def test_reset_makes_a_new_conversation():
     ours = model("llama")
     one, two = prompts(20, 14)
-    cache = H2OCache(ours.config, heavy=0.3, recent=0.3)
+    cache = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
     greedy(ours, {"input_ids": one}, **with_cache(cache))
     cache.reset()
     again = greedy(ours, {"input_ids": two}, **with_cache(cache))
-    fresh = H2OCache(ours.config, heavy=0.3, recent=0.3)
+    fresh = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
     assert again.tolist() == greedy(ours, {"input_ids": two}, **with_cache(fresh)).tolist()
 
 
@@ -130,10 +130,10 @@ def test_chunked_prompt_with_its_length_told():
     """Fractions are of the whole prompt, also where it arrives in pieces."""
     ours = model("llama")
     inputs = batch(prompts(12, 23))
-    with_length = H2OCache(ours.config, heavy=0.3, recent=0.3, prompt_length=[12, 23])
+    with_length = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0, prompt_length=[12, 23])
     greedy(ours, inputs, **with_cache(with_length), prefill_chunk_size=8)
     assert with_length.report().layers[0].budget == [3 + 3, 6 + 6]
-    untold = H2OCache(ours.config, heavy=0.3, recent=0.3)
+    untold = H2OCache(ours.config, heavy=0.3, recent=0.3, min_tokens=0)
     with pytest.raises(ValueError, match="prompt_length"):
         greedy(ours, inputs, **with_cache(untold), prefill_chunk_size=8)
 

@@ -26,7 +26,7 @@ PAGE = resource.getpagesize()
 LENGTHS = (5, 17, 40, 9, 33, 21, 3, 28)
 CONFIGS = {
     "h2o": H2OConfig(heavy=6, recent=6),
-    "fractions": H2OConfig(heavy=0.2, recent=0.2),
+    "fractions": H2OConfig(heavy=0.2, recent=0.2, min_tokens=0),
     "mean, sinks": H2OConfig(heavy=6, recent=6, sinks=2, rank_by="mean", decay=0.9),
     "rolled": H2OConfig(heavy=6, recent=6, positions="rolled"),
     "int8": H2OConfig(heavy=6, recent=6, kv_dtype="int8"),
@@ -448,7 +448,11 @@ def test_refused(how, error, words):
 
 @pytest.mark.parametrize(
     "config",
-    [CONFIGS["fractions"], H2OConfig(6, 6, shares="scores"), H2OConfig(6, 6, shares="layer")],
+    [
+        CONFIGS["fractions"],
+        H2OConfig(heavy=6, recent=6, shares="scores"),
+        H2OConfig(heavy=6, recent=6, shares="layer"),
+    ],
 )
 def test_bytes_want_budgets_that_do_not_depend_on_the_prompt(config):
     with pytest.raises(ValueError, match="depend on its prompt"):

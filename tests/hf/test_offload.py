@@ -42,7 +42,7 @@ def everything(ours):
     cache = read(ours, document, **SMALL, repeat=torch.tensor([[5, 6]]))
     ids = torch.cat([document, question], dim=1)
     tokens.append(greedy(ours, {"input_ids": ids}, 9, **with_cache(cache)).tolist())
-    with patched(ours, heavy=0.2, recent=0.1):
+    with patched(ours, heavy=0.2, recent=0.1, min_tokens=0):
         tokens.append(greedy(ours, inputs, 20).tolist())
     with simulated(ours, **SMALL), torch.no_grad():
         return tokens, ours(**inputs, use_cache=False).logits

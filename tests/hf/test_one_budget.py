@@ -80,7 +80,7 @@ def test_what_is_kept(name, ranking, scope):
 @pytest.mark.parametrize("scope", ["scores", "layer"])
 def test_rows_of_a_batch_choose_alone(scope):
     ours, documents = shared("llama"), prompts(60, 25, 44)
-    settings = {"heavy": 0.2, "recent": 0.1, "rank_by": "echo", "shares": scope}
+    settings = {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "rank_by": "echo", "shares": scope}
     together, _ = read(ours, documents, **settings)
     for row, document in enumerate(documents):
         assert positions(together, row) == positions(read(ours, document, **settings)[0])
@@ -121,6 +121,22 @@ def test_the_prompt_is_attended_to_as_a_whole(name):
     assert sum(heads) == sum(SMALL.values()) * len(heads)
 
 
+@pytest.mark.parametrize("scope", ["scores", "layer"])
+def test_no_head_keeps_fewer_than_the_floor(scope):
+    """Each head's own best keys come first, and the others go to the highest ranks of all."""
+    ours, (document,) = shared("qwen3"), prompts(70)
+    config = {"heavy": 0.3, "recent": 0.05, "min_tokens": 22, "shares": scope, "rank_by": "echo"}
+    cache, _ = read(ours, document, **config)
+    free, _ = read(ours, document, **config | {"min_tokens": 0})
+    held, least = positions(cache), positions(free)
+    heads = [len(head) for layer in held for head in layer]
+    assert min(heads) == 22
+    assert min(len(head) for layer in least for head in layer) < 22
+    assert sum(heads) == sum(len(head) for layer in least for head in layer)
+    assert any(layer.floored for layer in cache.report().layers)
+    assert not any(layer.floored for layer in free.report().layers)
+
+
 def test_no_head_is_left_without_a_key():
     ours, (document,) = shared("qwen3"), prompts(70)
     cache, _ = read(ours, document, heavy=2, recent=0, rank_by="echo", shares="scores")
@@ -159,7 +175,14 @@ def test_every_way_to_generate(mode):
         {"positions": "rolled"},
         {"compileable": True},
         {"trace": True},
-        {"rank_by": "echo", "kv_dtype": "int8", "of": "bytes", "heavy": 0.3, "recent": 0.1},
+        {
+            "rank_by": "echo",
+            "kv_dtype": "int8",
+            "of": "bytes",
+            "heavy": 0.3,
+            "recent": 0.1,
+            "min_tokens": 0,
+        },
     ],
     ids=str,
 )
@@ -274,10 +297,17 @@ DROPPING = {
     "max, heads that keep but one key": {"rank_by": "max", "heavy": 2, "recent": 0, "sinks": 0},
     "echo": {"rank_by": "echo"},
     "echo, int8": {"rank_by": "echo", "kv_dtype": "int8"},
-    "echo, a part of the bytes": {"rank_by": "echo", "heavy": 0.3, "recent": 0.1, "of": "bytes"},
+    "echo, a part of the bytes": {
+        "rank_by": "echo",
+        "heavy": 0.3,
+        "recent": 0.1,
+        "min_tokens": 0,
+        "of": "bytes",
+    },
     "layers of different budgets": {"heavy": [2, 12, 3, 9, 1, 5], "recent": [1, 2, 3, 1, 2, 3]},
-    "parts": {"heavy": 0.1, "recent": 0.1},
+    "parts": {"heavy": 0.1, "recent": 0.1, "min_tokens": 0},
     "no heavy hitters": {"heavy": 0},
+    "no head below": {"heavy": 0.2, "recent": 0.1, "min_tokens": 9, "value_weighted": True},
 }
 
 

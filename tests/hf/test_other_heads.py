@@ -78,7 +78,7 @@ def test_read_calibrated_and_analysed(name):
     G = ours.config.num_key_value_heads
     assert [len(x) for x, kind in zip(profile.shares_for(0.4), kinds, strict=True)
             if kind == "h2o"] == [G] * kinds.count("h2o")  # fmt: skip
-    cache = H2OCache(ours.config, heavy=0.2, recent=0.2, shares=profile)
+    cache = H2OCache(ours.config, heavy=0.2, recent=0.2, min_tokens=0, shares=profile)
     greedy(ours, {"input_ids": ids}, 4, **with_cache(cache))
     analysis = analyze(ours, ids[0])
     assert analysis.layers == [i for i, kind in enumerate(kinds) if kind == "h2o"]
@@ -89,7 +89,7 @@ def test_bytes_are_those_of_a_full_cache(name):
     """Of which values are what the model makes of them; a slot has as much for each as a key."""
     ours, (ids,) = model(name), prompts(200)
     full = DynamicCache(config=ours.config)
-    cache = H2OCache(ours.config, heavy=0.3, recent=0.2, of="bytes")
+    cache = H2OCache(ours.config, heavy=0.3, recent=0.2, min_tokens=0, of="bytes")
     with torch.no_grad():
         ours(ids, **with_cache(full))
         ours(ids, **with_cache(cache))

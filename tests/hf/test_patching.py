@@ -132,7 +132,7 @@ def test_guidance_keeps_all_of_its_second_text(llama, by, budget):
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_fractions_of_a_short_prompt(llama, length):
     inputs = {"input_ids": prompts(length)[0]}
-    with patched(llama, heavy=0.1, recent=0.1) as patch:
+    with patched(llama, heavy=0.1, recent=0.1, min_tokens=0) as patch:
         got = greedy(llama, inputs, 12).tolist()
         assert patch.cache.report().layers[0].budget == [2]
     assert got == expected_tokens(llama, inputs, heavy=1, recent=1)
@@ -144,7 +144,7 @@ def test_fractions_of_a_padded_batch_of_short_prompts(llama, how):
     ids = torch.cat([torch.zeros_like(prompts(2)[0]), prompts(1)[0]], 1).repeat(3, 1)
     mask = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 0, 0]], device=ids.device)
     inputs = {"input_ids": ids, "attention_mask": mask}
-    with patched(llama, heavy=0.1, recent=0.1) as patch:
+    with patched(llama, heavy=0.1, recent=0.1, min_tokens=0) as patch:
         got = greedy(llama, inputs, 12, **how).tolist()
         assert patch.cache.report().layers[0].budget == [2, 2, 2]
     assert got[0] == expected_tokens(llama, {"input_ids": ids[:1, 2:]}, heavy=1, recent=1)[0]

@@ -72,7 +72,10 @@ def test_simulated():
     ours = model("llama", "sdpa")
 
     def run():
-        with torch.no_grad(), h2o.simulated(ours, heavy=0.2, recent=0.2, trace=True) as trace:
+        with (
+            torch.no_grad(),
+            h2o.simulated(ours, heavy=0.2, recent=0.2, min_tokens=0, trace=True) as trace,
+        ):
             return ours(**ROWS, use_cache=False).logits, trace.evicted_at(1)
 
     (logits, evicted_at), (wanted, wanted_at) = both(run)

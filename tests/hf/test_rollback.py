@@ -177,7 +177,7 @@ def test_patched(way):
     with patched(ours, H2OConfig.full()):
         got = greedy(ours, repeated(), 24, **more)
     assert got.tolist() == greedy(model("llama", "sdpa"), repeated(), 24).tolist()
-    with patched(ours, heavy=0.25, recent=0.25) as patch:
+    with patched(ours, heavy=0.25, recent=0.25, min_tokens=0) as patch:
         greedy(ours, repeated(), 24, **more)
         assert patch.cache.report().layers[0].budget == [18]
 

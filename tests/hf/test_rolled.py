@@ -45,8 +45,8 @@ SCALED = {
         "original_max_position_embeddings": 128,
     },
 }
-SMALL = H2OConfig(6, 6, positions="rolled")
-FULL = H2OConfig(10**6, 0, positions="rolled")
+SMALL = H2OConfig(heavy=6, recent=6, positions="rolled")
+FULL = H2OConfig(heavy=10**6, recent=0, positions="rolled")
 
 
 def scaled(kind: str) -> Family:
@@ -241,11 +241,11 @@ def test_half_precision_answers_like_single(dtype):
                 out.append(made(input_ids=token.reshape(1, 1), **with_cache(cache)).logits)
         return torch.cat(out, dim=1).float()
 
-    config = H2OConfig(6, 6, positions="rolled")
+    config = H2OConfig(heavy=6, recent=6, positions="rolled")
     single = answers(ours, config)
     half = answers(ours.to(dtype), config)
-    plain = answers(ours, H2OConfig(6, 6))
-    expected = answers(ours.float(), H2OConfig(6, 6))
+    plain = answers(ours, H2OConfig(heavy=6, recent=6))
+    expected = answers(ours.float(), H2OConfig(heavy=6, recent=6))
     mean_error = (half - single).abs().mean()
     assert mean_error < 3 * (plain - expected).abs().mean() + 1e-3
 
@@ -253,7 +253,7 @@ def test_half_precision_answers_like_single(dtype):
 def test_per_head_budgets_and_trace():
     ours = model("llama")
     shares = [[1.0, 3.0], [2.0, 1.0]]
-    config = H2OConfig(20, 12, shares=shares, positions="rolled")
+    config = H2OConfig(heavy=20, recent=12, shares=shares, positions="rolled")
     cache = H2OCache(ours.config, config, trace=True)
     greedy(ours, batch(prompts(60, 45)), 20, **with_cache(cache))
     evicted_at = cache.evicted_at(0)

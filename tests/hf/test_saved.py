@@ -23,12 +23,15 @@ from tests.hf.tiny import greedy, model, prompts
 SMALL = {"heavy": 6, "recent": 6}
 STORES = {
     "rectangular": ("llama", {}),
-    "fractions": ("llama", {"heavy": 0.2, "recent": 0.1}),
+    "fractions": ("llama", {"heavy": 0.2, "recent": 0.1, "min_tokens": 0}),
     "own budgets": ("qwen2", {"shares": uneven, "sinks": 1}),
     "by layer and head": ("llama", {"heavy": lambda i, n: [5 + i, 9], "recent": [3, 4]}),
     "int8": ("llama", {"kv_dtype": "int8", "rank_by": "mean"}),
     "int8-int4": ("wide", {"kv_dtype": "int8-int4", "shares": uneven}),
-    "bytes": ("wide", {"heavy": 0.3, "recent": 0.2, "of": "bytes", "kv_dtype": "int8"}),
+    "bytes": (
+        "wide",
+        {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "of": "bytes", "kv_dtype": "int8"},
+    ),
     "norms": ("llama", {"value_weighted": True, "decay": 0.9}),
     "max": ("llama", {"rank_by": "max", "merge": 0.4}),
     "rolled": ("llama", {"positions": "rolled", "sinks": 2}),
@@ -173,7 +176,9 @@ def test_a_file_of_a_profile_and_of_nothing_read(tmp_path):
         window=64,
     )
     (ids,) = prompts(40)
-    cache = H2OCache(ours.config, heavy=0.2, recent=0.2, shares=profile, prompt_length=50)
+    cache = H2OCache(
+        ours.config, heavy=0.2, recent=0.2, min_tokens=0, shares=profile, prompt_length=50
+    )
     cache.save(tmp_path / "empty", ours)
     loaded = H2OCache.load(tmp_path / "empty", ours)
     assert loaded.get_seq_length() == 0

@@ -65,16 +65,16 @@ def test_parts_go_with_the_shares():
 )
 def test_what_is_no_table_of_shares(shares, error, message):
     with pytest.raises(error, match=message):
-        H2OConfig(8, 8, shares=shares)
+        H2OConfig(heavy=8, recent=8, shares=shares)
 
 
 def test_heads_with_amounts_of_their_own_share_nothing():
     shares = [[1.0, 2.0], [3.0, 4.0]]
-    assert H2OConfig([8, 9], 4, shares=shares).for_layer(1, 2).tokens(100) == (9, 4)
+    assert H2OConfig(heavy=[8, 9], recent=4, shares=shares).for_layer(1, 2).tokens(100) == (9, 4)
     for heavy, recent in (([[8, 4], [4, 8]], 4), (8, [4, [2, 6]])):
         with pytest.raises(ValueError, match="give one of the two"):
-            H2OConfig(heavy, recent, shares=shares)
-    computed = H2OConfig(lambda layer, layers: [8, 4], 4, shares=shares)
+            H2OConfig(heavy=heavy, recent=recent, shares=shares)
+    computed = H2OConfig(heavy=lambda layer, layers: [8, 4], recent=4, shares=shares)
     with pytest.raises(ValueError, match="give one of the two"):
         computed.for_layer(0, 2)
 
@@ -82,15 +82,15 @@ def test_heads_with_amounts_of_their_own_share_nothing():
 def test_arrays_are_shares_too():
     tables = [TABLE, np.array(TABLE), torch.tensor(TABLE), np.array(TABLE, np.float32)]
     for shares in tables:
-        config = H2OConfig(12, 4, shares=shares)
-        assert config.for_layer(1, 2).head_tokens(100) == H2OConfig(12, 4, shares=TABLE).for_layer(
-            1, 2
-        ).head_tokens(100)
+        config = H2OConfig(heavy=12, recent=4, shares=shares)
+        assert config.for_layer(1, 2).head_tokens(100) == H2OConfig(
+            heavy=12, recent=4, shares=TABLE
+        ).for_layer(1, 2).head_tokens(100)
     assert hash(H2OConfig(shares=np.array(TABLE))) == hash(H2OConfig(shares=TABLE))
 
 
 def test_a_head_keeps_the_ratio_of_heavy_to_recent():
-    config = H2OConfig(30, 10, sinks=4, shares=[[0.5, 1.5]]).for_layer(0, 1)
+    config = H2OConfig(heavy=30, recent=10, sinks=4, shares=[[0.5, 1.5]]).for_layer(0, 1)
     assert config.head_tokens(500) == [(14, 4), (47, 15)]
     assert config.tokens(500) == (30, 10)
 
@@ -98,15 +98,15 @@ def test_a_head_keeps_the_ratio_of_heavy_to_recent():
 def test_shares_for_another_model():
     ours = model("llama")
     with pytest.raises(ValueError, match="shares has 3 rows, but the model has 2 layers"):
-        H2OCache(ours.config, H2OConfig(8, 8, shares=[[1.0, 1.0]] * 3))
-    cache = H2OCache(ours.config, H2OConfig(8, 8, shares=[[1.0, 1.5, 0.5]] * 2))
+        H2OCache(ours.config, H2OConfig(heavy=8, recent=8, shares=[[1.0, 1.0]] * 3))
+    cache = H2OCache(ours.config, H2OConfig(heavy=8, recent=8, shares=[[1.0, 1.5, 0.5]] * 2))
     with pytest.raises(ValueError, match=r"has 2 key/value heads.*how much 3 heads"):
         ours(torch.arange(9)[None] + 3, **with_cache(cache))
 
 
 def test_amounts_for_each_head():
     text = inputs.drifting(3, B=2, H=4, G=2, N=40)
-    cache = new_cache(heavy=[[3, 9]], recent=[[2, 0.5]], prompt_length=20)
+    cache = new_cache(heavy=[[3, 9]], recent=[[2, 0.5]], min_tokens=0, prompt_length=20)
     feed(cache, text, [20, *[1] * 20])
     report = cache.layers[0].report()
     assert report.budget_by_head == [[5, 19]] * 2
@@ -130,7 +130,7 @@ def test_memory_falls_with_the_shares():
     ours, ids = model("llama"), prompts(300)[0]
     held = {}
     for name, shares in {"even": None, "uneven": uneven(ours)}.items():
-        cache = H2OCache(ours.config, H2OConfig(24, 8, shares=shares))
+        cache = H2OCache(ours.config, H2OConfig(heavy=24, recent=8, shares=shares))
         ours(ids, **with_cache(cache))
         held[name] = cache.report().total.bytes_held
         sizes = [layer.slots.keys.numel() for layer in cache.layers]
@@ -160,7 +160,7 @@ def test_rows_of_their_own_and_batch_operations():
     """Rows have fractions of their own prompts; selecting and repeating rows keeps heads apart."""
     ours = model("llama")
     rows = prompts(40, 64, 23)
-    config = H2OConfig(0.3, 0.2, shares=uneven(ours))
+    config = H2OConfig(heavy=0.3, recent=0.2, min_tokens=0, shares=uneven(ours))
     cache = H2OCache(ours.config, config)
     greedy(ours, batch(rows), 6, **with_cache(cache))
     cache.batch_select_indices(torch.tensor([2, 0]))
@@ -176,7 +176,7 @@ def test_rows_of_their_own_and_batch_operations():
 def test_from_a_dynamic_cache():
     ours = model("llama")
     ids = prompts(50)[0]
-    config = H2OConfig(12, 6, shares=uneven(ours))
+    config = H2OConfig(heavy=12, recent=6, shares=uneven(ours))
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
         ours(ids[:, :40], **with_cache(full))
@@ -188,7 +188,7 @@ def test_from_a_dynamic_cache():
 
 
 def test_a_copy_of_the_config_keeps_its_shares():
-    config = H2OConfig(12, 6, shares=TABLE)
+    config = H2OConfig(heavy=12, recent=6, shares=TABLE)
     assert dataclasses.replace(config, sinks=2).shares == config.shares
     assert "shares=" in repr(config)
 

@@ -82,8 +82,16 @@ POLICIES = {
     "shares, fractions": {
         "heavy": 0.2,
         "recent": 0.1,
+        "min_tokens": 0,
         "rank_by": "mean",
         "value_weighted": True,
+        "shares": [[1.5, 0.5, 0.4, 1.1], [0.5, 1.9, 2.0, 1.0]] * 2,
+    },
+    "floor": {"heavy": 0.1, "recent": 0.05, "min_tokens": 13, "sinks": 1},
+    "floor of heads": {
+        "heavy": 0.2,
+        "recent": 0.1,
+        "min_tokens": 11,
         "shares": [[1.5, 0.5, 0.4, 1.1], [0.5, 1.9, 2.0, 1.0]] * 2,
     },
 }
@@ -254,7 +262,13 @@ def test_rows_of_a_batch_are_alone(family, variant, ratio_of, side):
     prompts = [20, 9, 30, 12] if ratio_of == "prompt" else [1] * 4
     inputs = tiny.batch(rows, side)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    chosen = {"variant": variant, "heavy": 0.2, "recent": 0.15, "ratio_of": ratio_of}
+    chosen = {
+        "variant": variant,
+        "heavy": 0.2,
+        "recent": 0.15,
+        "min_tokens": 0,
+        "ratio_of": ratio_of,
+    }
     record = {"trace": True, "mass": True}
     with torch.no_grad():
         with h2o.simulated(model, prompt_length=prompts, **chosen, **record) as together:
@@ -287,7 +301,7 @@ def test_fractions_of_text_and_prompt():
         tokens = {"heavy": int(0.3 * base), "recent": max(1, int(0.1 * base))}
         with torch.no_grad():
             with h2o.simulated(
-                model, heavy=0.3, recent=0.1, prompt_length=PROMPT, ratio_of=ratio_of
+                model, heavy=0.3, recent=0.1, min_tokens=0, prompt_length=PROMPT, ratio_of=ratio_of
             ):
                 fraction = model(ids, use_cache=False).logits
             with h2o.simulated(model, prompt_length=PROMPT, **tokens):
@@ -299,7 +313,7 @@ def test_full_budget_is_dense():
     model, ids = tiny.model("llama", "sdpa"), text()
     with torch.no_grad():
         dense = model(ids, use_cache=False).logits
-        for chosen in ({"heavy": TEXT, "recent": 0}, {"heavy": 0, "recent": 1.0}):
+        for chosen in ({"heavy": TEXT, "recent": 0}, {"heavy": 0, "recent": 1.0, "min_tokens": 0}):
             for variant in ("h2o", "local", "global", "flexgen"):
                 with h2o.simulated(model, variant=variant, mass=True, **chosen) as simulation:
                     logits = model(ids, use_cache=False).logits
@@ -496,7 +510,7 @@ def test_threads_within_one_block():
     model = tiny.model("llama", "sdpa")
     texts = [text(seed, 30 + 7 * seed) for seed in range(4)]
     got = {}
-    with h2o.simulated(model, heavy=0.1, recent=0.1):
+    with h2o.simulated(model, heavy=0.1, recent=0.1, min_tokens=0):
         with torch.no_grad():
             want = [model(ids, use_cache=False).logits for ids in texts]
 
@@ -602,7 +616,7 @@ def test_calls_that_are_no_whole_text():
                 model(ids, attention_mask=torch.ones(1, 1, TEXT, TEXT, dtype=torch.bool))
             with (
                 pytest.raises(ValueError, match="budget of 0"),
-                h2o.simulated(model, heavy=0.01, recent=0.01, variant="flexgen"),
+                h2o.simulated(model, heavy=0.01, recent=0.01, min_tokens=0, variant="flexgen"),
             ):
                 model(ids, use_cache=False)
             with (

@@ -214,7 +214,7 @@ def test_a_fraction_is_of_all_that_is_cut_first():
     def budget(ids, **parameters):
         cache = H2OCache.from_dynamic_cache(
             full, ours.config, attention_mask=inputs["attention_mask"],
-            heavy=0.1, recent=0.1, **parameters,
+            heavy=0.1, recent=0.1, min_tokens=0, **parameters,
         )  # fmt: skip
         with torch.no_grad():
             ours(ids[:, 30:], **with_cache(cache), attention_mask=asked["attention_mask"])

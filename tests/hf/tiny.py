@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from h2o import H2OConfig
 from h2o.hf.latent_attention import expands_after_cache
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.pass_state import CROPS_TO_LENGTH  # true of the older versions of transformers
@@ -35,6 +36,11 @@ IMAGE_STARTS, IMAGE, IMAGE_TOKENS = 95, 96, 4
 DEVICE = torch.device("cuda" if os.environ.get("H2O_TEST_DEVICE") == "cuda" else "cpu")
 """Of models and texts: see tests/cuda/carry.py."""
 SPREAD = 0.5  # of the weights: at the usual 0.02 attention is flat and every token the same
+
+
+def exact(config: H2OConfig) -> H2OConfig:
+    """A config whose fractions may be as small as they are."""
+    return dataclasses.replace(config, min_tokens=0)
 
 
 @dataclasses.dataclass(frozen=True)

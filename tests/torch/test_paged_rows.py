@@ -29,14 +29,20 @@ H, G, D = 4, 2, 32
 LAYERS, LAYER, LONGEST, PAGES, SCALE = 3, 1, 90, 40, 0.3
 
 CONFIGS = {
-    "tokens": H2OConfig(9, 7),
-    "fractions": H2OConfig(0.3, 0.2, 2),
+    "tokens": H2OConfig(heavy=9, recent=7),
+    "fractions": H2OConfig(heavy=0.3, recent=0.2, sinks=2, min_tokens=0),
     "everything": H2OConfig(
-        9, 7, 4, rank_by="mean", decay=0.9, value_weighted=True, kv_dtype="int8-int4"
+        heavy=9,
+        recent=7,
+        sinks=4,
+        rank_by="mean",
+        decay=0.9,
+        value_weighted=True,
+        kv_dtype="int8-int4",
     ),
-    "merged": H2OConfig(9, 7, 2, merge=0.3),
-    "of heads": H2OConfig([[4, 12]] * LAYERS, [[9, 3]] * LAYERS, kv_dtype="int8"),
-    "of layers": H2OConfig([30, 6, 2], [3, 8, 1]),
+    "merged": H2OConfig(heavy=9, recent=7, sinks=2, merge=0.3),
+    "of heads": H2OConfig(heavy=[[4, 12]] * LAYERS, recent=[[9, 3]] * LAYERS, kv_dtype="int8"),
+    "of layers": H2OConfig(heavy=[30, 6, 2], recent=[3, 8, 1]),
     "all keys": H2OConfig.full(),
 }
 
@@ -398,17 +404,17 @@ def test_steps_are_one_call_wherever_their_pages_are():
 
 def test_a_request_has_its_own_budget_within_its_page():
     keys = torch.empty(1, G, 1, D)
-    budget = PageBudget(H2OConfig(9, 7, 2), LAYERS, LONGEST)
+    budget = PageBudget(H2OConfig(heavy=9, recent=7, sinks=2), LAYERS, LONGEST)
     for asked, kept in (((3, 4), (3, 4)), ((50, 4), (12, 4)), ((9, 50), (0, 16)), ((0, 0), (0, 0))):
-        config = H2OConfig(*asked, 2)
+        config = H2OConfig(heavy=asked[0], recent=asked[1], sinks=2)
         assert budget.by_head(LAYER, keys, 40, config) == [kept]
     of_heads = PageBudget(CONFIGS["of heads"], LAYERS, LONGEST)
-    assert of_heads.by_head(LAYER, keys, 40, H2OConfig(8, 6)) == [(7, 6), (8, 6)]
+    assert of_heads.by_head(LAYER, keys, 40, H2OConfig(heavy=8, recent=6)) == [(7, 6), (8, 6)]
 
 
 def test_pages_are_as_large_as_the_widest_layer_needs_on_any_rank():
     keys = torch.empty(1, G, 1, D)
-    config = H2OConfig([[9, 9, 2, 2], [1, 1, 30, 40], [9, 9, 2, 2]], 4)
+    config = H2OConfig(heavy=[[9, 9, 2, 2], [1, 1, 30, 40], [9, 9, 2, 2]], recent=4)
     ranks = [PageBudget(config, LAYERS, LONGEST, part=(rank, 2)) for rank in range(2)]
     widest = ranks[1].empty_page(1, keys)
     assert widest.starts.tolist() == [0, 35, 80]
@@ -450,7 +456,7 @@ def test_wrong_entries_are_refused(entry, message):
 
 
 def test_entries_are_configs():
-    assert config_of({"heavy": 8, "recent": [1, 2]}) == H2OConfig(8, [1, 2])
+    assert config_of({"heavy": 8, "recent": [1, 2]}) == H2OConfig(heavy=8, recent=[1, 2])
     assert config_of({"preset": "robust", "budget": 64}) == H2OConfig.robust(64)
     chunk = {"preset": "calibrated", "budget": 64, "rank_by": "mean", "cut": "chunk"}
     calibrated = H2OConfig.calibrated(64)
@@ -459,11 +465,30 @@ def test_entries_are_configs():
     assert [places_of(x) for x in ({}, {"whole_prompts": 5}, chunk)] == [2, 5, 0]
 
 
+def test_one_number_and_the_floor_of_fractions():
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    assert config_of({"budget": 64}, llama) == H2OConfig.robust(64)
+    in_bytes = config_of({"budget": 0.2}, llama)
+    assert in_bytes == H2OConfig.robust(0.2, of="bytes").for_model(llama)
+    keys = torch.empty(1, 2, 1, 16)
+    for config in (in_bytes, config_of({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama)):
+        budget = PageBudget(config, LAYERS, 1000)
+        ((heavy, recent),) = budget.by_head(LAYER, keys, 40)
+        assert config.sinks + heavy + recent == 128
+        assert recent >= 32
+        exact = PageBudget(dataclasses.replace(config, min_tokens=0), LAYERS, 1000)
+        assert sum(*exact.by_head(LAYER, keys, 40)) < 20
+        assert budget.empty_page(LAYER, keys).keys.shape[2] >= 129
+
+
 def test_a_request_says_a_budget_of_its_own():
-    config = H2OConfig(64, 32, 4)
+    config = H2OConfig(heavy=64, recent=32, sinks=4)
     assert with_budget(config, {}) is with_budget(config, {"other": 3}) is None
-    assert with_budget(config, {"h2o_heavy": 8}) == H2OConfig(8, 32, 4)
-    assert with_budget(config, {"h2o_heavy": 0.1, "h2o_recent": 3}) == H2OConfig(0.1, 3, 4)
+    assert with_budget(config, {"h2o_heavy": 8}) == H2OConfig(heavy=8, recent=32, sinks=4)
+    assert with_budget(config, {"h2o_heavy": 0.1, "h2o_recent": 3}) == H2OConfig(
+        heavy=0.1, recent=3, sinks=4
+    )
     for wrong in ({"h2o_heavy": "8"}, {"h2o_recent": True}, {"h2o_heavy": -1}, {"h2o_budget": 3}):
         with pytest.raises(
             (TypeError, ValueError), match=r"heavy|recent|h2o_budget: a request has"

@@ -100,7 +100,7 @@ def test_requests_that_come_while_others_are_answered(llama):
 
 POLICIES = {
     "robust": {"preset": "robust", "budget": 20},
-    "fractions": {"heavy": 0.2, "recent": 0.1, "sinks": 2},
+    "fractions": {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "sinks": 2},
     "bytes": {"preset": "robust", "budget": 0.2, "of": "bytes"},
     "merged": {"heavy": 10, "recent": 6, "merge": 0.3},
     "faded": {"heavy": 10, "recent": 6, "decay": 0.9, "rank_by": "max"},
@@ -148,7 +148,7 @@ def test_requests_have_budgets_of_their_own_without_a_flag(llama):
             served(llm, requests, extra_args=arguments)
             for arguments in ({"h2o_heavy": 2}, None, {"h2o_heavy": "a lot"})
         )
-    assert fewer == alone(model, requests, H2OConfig(2, 8))
+    assert fewer == alone(model, requests, H2OConfig(heavy=2, recent=8))
     assert plain == wrong == alone(model, requests, H2OConfig(**SMALL))
     assert fewer != plain
 

@@ -69,7 +69,10 @@ def test_metrics_have_the_numbers_of_h2o(running):
 
 def test_requests_have_budgets_of_their_own_within_a_page(server, llama):
     requests = texts(6, 4)
-    for asked, config in (((4, 3), H2OConfig(4, 3)), ((90, 5), H2OConfig(11, 5))):
+    for asked, config in (
+        ((4, 3), H2OConfig(heavy=4, recent=3)),
+        ((90, 5), H2OConfig(heavy=11, recent=5)),
+    ):
         arguments = dict(zip(("h2o_heavy", "h2o_recent"), asked, strict=True))
         answers = together(server, requests, vllm_xargs=arguments)
         assert answers == alone(llama[1], requests, config, NEW)

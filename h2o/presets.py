@@ -1,0 +1,123 @@
+"""Configs by name, as class methods of `H2OConfig`, and the one that a single number stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from h2o.budgets import UNLIMITED, Amount, Budget, Of, amount_of, parted
+from h2o.head_budgets import HasShares
+from h2o.kv_dtype import KvDtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["PRESETS", "Presets"]
+
+PRESETS = ("authors", "robust", "echo", "calibrated", "retrieval")
+"""Configs by name, which take a budget of keys or of bytes; see `H2OConfig.preset`."""
+
+
+class Presets:
+    """The part of `H2OConfig` that makes configs."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **fields: Any) -> None: ...
+
+    @classmethod
+    def preset(
+        cls, name: str, budget: Amount, of: Of = "keys", profile: HasShares | None = None
+    ) -> Self:
+        """One of `PRESETS` by its name; `profile` is for `calibrated`.
+
+        Raises: ValueError for another name, and for a profile without "calibrated"."""
+        if name not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, not {name!r}")
+        if name == "calibrated":
+            return cls.calibrated(budget, profile, of)
+        if profile is not None:
+            raise ValueError(f"a profile goes with the preset calibrated, not with {name}")
+        made: Self = getattr(cls, name)(budget, of)
+        return made
+
+    @classmethod
+    def authors(cls, budget: Amount, of: Of = "keys") -> Self:
+        """The published algorithm at this budget: half heavy hitters, half recent tokens, and no
+        `min_tokens`."""
+        heavy, recent = parted(amount_of("budget", budget), 0.5)
+        return cls(heavy=heavy, recent=recent, of=of, min_tokens=0)
+
+    @classmethod
+    def robust(cls, budget: Amount, of: Of = "keys") -> Self:
+        """What lost least in our own measurements (docs/results.md), small budgets above all.
+
+        Four sinks, and three heavy hitters to one recent token, ranked by the mean attention that
+        they received, times the norm of their value. A budget in tokens includes the sinks; to
+        a fraction they are added. With of="bytes" the budget is a fraction of a full cache's
+        bytes, and keys are stored in eight bits, values in four, which keeps 2.2 times as many
+        (values in eight bits too where the head dimension is no multiple of 32).
+        """
+        budget = amount_of("budget", budget)
+        sinks = 4 if isinstance(budget, float) else min(4, budget // 4)
+        heavy, recent = parted(budget if isinstance(budget, float) else budget - sinks, 0.75)
+        stored: KvDtype | None = "auto" if of == "bytes" else None
+        return cls(
+            heavy=heavy,
+            recent=recent,
+            sinks=sinks,
+            rank_by="mean",
+            value_weighted=True,
+            of=of,
+            kv_dtype=stored,
+        )
+
+    @classmethod
+    def calibrated(cls, budget: Amount, profile: HasShares | None = None, of: Of = "keys") -> Self:
+        """`robust`, with the budget shared among the heads as a profile says (`h2o calibrate`), and
+        with echo in the prompt (`rank_by="mean-echo"`).
+
+        Without a profile the one that comes with h2o for the model, or a ValueError of the cache.
+        """
+        ranked = {"rank_by": "mean-echo", "shares": profile or "shipped"}
+        return dataclasses.replace(cls.robust(budget, of), **ranked)
+
+    @classmethod
+    def echo(cls, budget: Amount, of: Of = "keys") -> Self:
+        """`robust` with the prompt read by echo: keeps facts that no question has asked for yet,
+        and what the next words need, in one reading (docs/policies.md).
+
+        In each head echo decides most of a key's score (`rank_by="mean-echo"`), and the places of
+        all layers and heads go to the highest echo (`shares="echo"`). Steps are those of `robust`.
+        """
+        return dataclasses.replace(cls.robust(budget, of), rank_by="mean-echo", shares="echo")
+
+    @classmethod
+    def retrieval(cls, budget: Amount, of: Of = "keys") -> Self:
+        """For documents that are read before the questions come: keeps facts that nothing has
+        asked for yet (docs/results.md, "Needles").
+
+        `robust`, ranked by echo, with one budget for all heads of the model. Rotary models only.
+        """
+        ranked = {"rank_by": "echo", "value_weighted": False, "shares": "scores"}
+        return dataclasses.replace(cls.robust(budget, of), **ranked)
+
+    @classmethod
+    def full(cls) -> Self:
+        """No budget: every token is kept. The baseline."""
+        return cls(heavy=UNLIMITED, recent=0)
+
+    @classmethod
+    def local(cls, recent: Budget) -> Self:
+        """Only the `recent` newest tokens: a sliding window."""
+        return cls(heavy=0, recent=recent)
+
+    @classmethod
+    def heavy_only(cls, heavy: Budget) -> Self:
+        """No reserved window: the newest token competes like any other."""
+        return cls(heavy=heavy, recent=0)
+
+    @classmethod
+    def streaming(cls, recent: Budget, sinks: int = 4) -> Self:
+        """First and newest tokens, nothing by rank: StreamingLLM (Xiao et al., ICLR 2024)."""
+        return cls(heavy=0, recent=recent, sinks=sinks)
