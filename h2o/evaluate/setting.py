@@ -41,6 +41,8 @@ authors:BUDGET          H2OConfig.authors(BUDGET)
 authors-bytes:BUDGET    H2OConfig.authors(BUDGET, of="bytes")
 robust:BUDGET           H2OConfig.robust(BUDGET)
 robust-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes")
+echo:BUDGET             H2OConfig.echo(BUDGET)
+echo-bytes:BUDGET       H2OConfig.echo(BUDGET, of="bytes")
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
 retrieval:BUDGET        H2OConfig.retrieval(BUDGET)
@@ -49,8 +51,6 @@ reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (n
 reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (needles and tasks)
 calibrated-reread:BUDGET       calibrated after two readings (needles and tasks)
 calibrated-reread-bytes:BUDGET calibrated-bytes after two readings (needles and tasks)
-echo:BUDGET             reread with its second reading replaced by echo (needles and tasks)
-echo-bytes:BUDGET       the same with of="bytes" (needles and tasks)
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
@@ -60,13 +60,12 @@ follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true
 Only real caches can have positions=rolled and shares=scores or layer.
 A setting keeps what it says: min_tokens is 0 where it is not given."""
 
-SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat", "echo": "echo"}
+SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat"}
 """Variants that `h2o.read` makes, and what it is told."""
 
 READ = {
     "reread": ("robust", "reread"),
     "calibrated-reread": ("calibrated", "reread"),
-    "echo": ("robust", "echo"),
 }
 """Kinds that `h2o.read` makes, with the preset that it is given and the variant."""
 

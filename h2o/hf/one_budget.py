@@ -112,14 +112,15 @@ class OneBudget:
             return
         if layer.layer_idx == self.first:
             self.forget()
-            self._foresee(layer, prompt)
+            if self.alike:
+                self._foresee(layer, prompt)
         self.waiting[layer.layer_idx] = new
         if layer.layer_idx == self.last:
             waiting, places = list(self.waiting.values()), self.places
             self.forget()
             spare = [sum(row) for row in zip(*(x.spare for x in waiting), strict=True)]
             _share(waiting, list(map(min, spare, places)) if self.alike else spare)
-        elif self.places and self.alike and new.is_ranked_alone:
+        elif self.places and new.is_ranked_alone:
             self._drop(new)
 
     def _foresee(self, layer: Any, prompt: Prompt) -> None:

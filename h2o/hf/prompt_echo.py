@@ -66,6 +66,10 @@ class PromptEcho:
         anew = torch.where((total > 0) & ~is_sink, weights / total * pool, received)
         return received + PART * (anew - received), echo
 
+    def received(self, tokens: NewTokens) -> Tensor:
+        """[B, G, Q] float32, the attention that the tokens of a first pass receive."""
+        return self._attention(tokens, None)[1]
+
     def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
         """What a first pass makes: [B, Q, H, D], and [B, G, Q] float32 of the new keys."""
         out, received = self._attention(tokens, None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,7 @@ from h2o.hf.model_rotary import Rotary
 from h2o.hf.patch_lock import unwrapped
 from h2o.hf.prompt_echo import rotary_for
 from h2o.hf.shared_keys import reusing
+from h2o.hf.shared_places import SharedPlaces
 from h2o.hf.support import transformers_layers
 from h2o.hf.visible_keys import VisibleKeys
 from h2o.policy import Policy
@@ -110,7 +111,7 @@ def simulated(
     simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass, shared, rotary)
     tracing = latents_traced(unwrapped(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
-    with attending(model, attended, simulation.attend), tracing:
+    with attending(model, attended, simulation.attend), tracing, simulation.dealing(model):
         yield simulation
 
 
@@ -140,7 +141,23 @@ class Simulation:
         self._mass: dict[int, Tensor] | None = {} if mass else None
         self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
         self._rotary = rotary
+        self._places: SharedPlaces | None = None
+        if rotary is not None and self._shares_places(prompt_length):
+            configs = {i: x for i, x in enumerate(budgets) if x is not None}
+            self._places = SharedPlaces(configs, rotary)
         self._here = threading.local()  # of layers whose keys others attend to, their VisibleKeys
+
+    def _shares_places(self, prompt_length: int | Sequence[int]) -> bool:
+        """Whether budgets depend on all layers: of a prompt of one token they do not."""
+        config = next(filter(None, self._budgets), None)
+        longest = max(prompt_length) if isinstance(prompt_length, Sequence) else prompt_length
+        return config is not None and config.shares == "echo" and longest > max(1, config.sinks)
+
+    def dealing(self, model: Any) -> AbstractContextManager[None]:
+        """The block within which passes are preceded by one that deals the places of prompts."""
+        return (
+            nullcontext() if self._places is None else self._places.dealt_before(unwrapped(model))
+        )
 
     def layers(self) -> list[int]:
         """The layers that are simulated: those with full attention."""
@@ -204,6 +221,11 @@ class Simulation:
             text = NewTokens(
                 q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
             )
+            if self._places is not None:
+                if self._places.is_reading:
+                    self._places.take(call.layer, text, prompts, by_row)
+                    return call.full()
+                by_row = self._places.budgets(call.layer)
             out, evicted_at, scores = self._through_cache(text, prompts, by_row, config, call.layer)
             if self._scores is not None:
                 self._scores[call.layer] = scores
@@ -286,7 +308,7 @@ def check(
             "a simulation cannot roll positions: in one forward pass every key has one. Use "
             'positions="original", or the real cache (h2o.patched, --protocol drop)'
         )
-    if config.shares_by_rank:
+    if config.shares_by_rank and config.shares != "echo":
         raise ValueError(
             f'shares="{config.shares}" cannot be simulated: how heads share depends on all ranks '
             "of a prompt, of layers behind too. Use the real cache (h2o.patched, --protocol drop)"

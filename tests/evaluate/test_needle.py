@@ -77,7 +77,8 @@ def test_decoys_are_facts_of_the_same_kinds_about_others(tokenizer):
 
 def test_questions_apart_are_answered_as_if_each_were_the_only_one(tokenizer):
     ours = build("llama")
-    (row, *_) = needle.trials(TEXT, tokenizer, (40,), 1, ["gate", "place"], decoys=1)
+    (row, *_) = needle.trials(TEXT, tokenizer, (60,), 1, ["gate", "place"], decoys=1)
+    ours.config.max_position_embeddings = 2048
     document, asked = needle.encode(tokenizer, ours.config, row)
     setting = parse("h2o:0.2+0.2")
     together = needle.answered(ours, setting, document, asked, apart=True)["found"]

@@ -6,12 +6,14 @@ import pytest
 import torch
 from transformers import CompileConfig, DynamicCache
 
+import h2o
 from h2o import H2OCache, H2OConfig, generate_all
 from h2o.borrowed import with_cache
 from h2o.reference_echo import shared_echo
 from tests.hf import test_one_budget as one_budget
 from tests.hf.test_prompt_echo import read
 from tests.hf.test_reading import positions
+from tests.hf.test_simulation import prove, text
 from tests.hf.tiny import batch, greedy, model, needs_compiler, prompts, shared
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "rank_by": "mean-echo", "shares": "echo"}
@@ -146,3 +148,26 @@ def test_the_preset():
     assert (config.heavy, config.recent, config.sinks) == (robust.heavy, robust.recent, 4)
     with pytest.raises(ValueError, match='shares="echo" goes with rank_by="mean-echo"'):
         H2OConfig(heavy=6, recent=6, shares="echo")
+
+
+# ---- Simulation is the cache -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt_length", [1, 40, 96])
+@pytest.mark.parametrize("more", [{}, {"kv_dtype": "int8"}, {"heavy": 0.3, "min_tokens": 12}])
+def test_simulation_equals_the_cache(more, prompt_length):
+    ours = model("llama", "sdpa")
+    tolerance = 2e-2 if "kv_dtype" in more else 2e-4
+    of_prompt = {"ratio_of": "prompt"}
+    prove(ours, text(1), prompt_length, tolerance, base=of_prompt, **SMALL | more)
+
+
+def test_a_simulated_row_is_what_it_is_alone():
+    ours, documents = model("llama", "sdpa"), prompts(60, 25, 44)
+    inputs = batch(documents)
+    with h2o.simulated(ours, **SMALL, prompt_length=[50, 20, 30]), torch.no_grad():
+        together = ours(**inputs, use_cache=False).logits
+    for row, (document, prompt) in enumerate(zip(documents, (50, 20, 30), strict=True)):
+        with h2o.simulated(ours, **SMALL, prompt_length=prompt), torch.no_grad():
+            alone = ours(document, use_cache=False).logits[0]
+        torch.testing.assert_close(together[row, -len(alone) :], alone, rtol=0, atol=1e-4)
