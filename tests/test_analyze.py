@@ -29,7 +29,7 @@ def written(tiny, tmp_path_factory):  # noqa: F811
     (folder / "text.txt").write_text(TEXT, "utf-8")
     page = folder / "out" / "page.html"
     arguments = ["analyze", "--model", tiny, "--text", str(folder / "text.txt"), "--output",
-                 str(page), "--heavy", "12", "--recent", "0.1", "--removal-tokens", "100",
+                 str(page), "--heavy", "12", "--recent", "0.1", "--min-tokens", "0", "--removal-tokens", "100",
                  "--compare", "robust:0.2,local:0.2", "--json"]  # fmt: skip
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
