@@ -29,7 +29,8 @@ def written(tiny, tmp_path_factory):  # noqa: F811
     (folder / "text.txt").write_text(TEXT, "utf-8")
     page = folder / "out" / "page.html"
     arguments = ["analyze", "--model", tiny, "--text", str(folder / "text.txt"), "--output",
-                 str(page), "--heavy", "12", "--recent", "0.1", "--removal-tokens", "100",
+                 str(page), "--heavy", "12", "--recent", "0.1", "--min-tokens", "0",
+                 "--removal-tokens", "100",
                  "--compare", "robust:0.2,local:0.2", "--json"]  # fmt: skip
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -119,7 +120,7 @@ def test_mistakes(tiny, tmp_path, capsys, monkeypatch):  # noqa: F811
         (("--compare", "mask-global:0.1+0.1"), "no cache"),
         (("--compare", "nonsense"), "unknown"),
         (("--heavy", "1.5"), "heavy"),
-        (("--budget", "0.1"), "goes with --preset"),
+        (("--budget", "0.1", "--heavy", "4"), "not both"),
         (("--output", str(tmp_path / "page")), "wanted a name such as"),
     ):
         assert said in error("--output", page, *wrong, code=2)

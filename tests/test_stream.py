@@ -280,11 +280,13 @@ def test_the_caches_are_what_options_say(capsys):
         "h2o:8+256/decay=0.9"
     ]
     assert caches("--preset", "robust") == ["robust:512"]
+    assert caches("--budget", "64") == ["budget:64"]
     for name in ("--compare", "--caches"):
         both = caches("--preset", "robust", name, "full", "--budget", "64", "--kv-dtype", "int8")
         assert both == ["full", "robust:64/kv_dtype=int8"]
     for wrong, error in (
-        (["--budget", "64"], "goes with --preset"),
+        (["--budget", "64", "--recent", "4"], "not both"),
+        (["--budget", "0.1"], "numbers of tokens"),
         (["--of", "bytes"], "takes fractions"),
         (["--compare", "full", "--heavy", "8"], "--heavy is for one setting"),
     ):

@@ -20,7 +20,7 @@ from h2o.hf.latent_attention import Expansion
 from tests.cases import checkered
 from tests.hf.modes import MODES, POLICIES
 from tests.hf.test_families import generation, held, one_in_three
-from tests.hf.tiny import LATENT, batch, greedy, model, prompts, shared, slow_if
+from tests.hf.tiny import LATENT, batch, exact, greedy, model, prompts, shared, slow_if
 
 pytestmark = pytest.mark.skipif(not LATENT, reason="a newer transformers caches latents")
 LENGTHS = (5, 17, 23, 30)
@@ -464,7 +464,7 @@ def test_compiling_is_refused():
 def test_a_part_of_the_bytes(kv_dtype):
     """As `h2o generate` has it, and with latents as they are."""
     ours = model("deepseek_v3")
-    config = dataclasses.replace(H2OConfig.robust(0.3, of="bytes"), kv_dtype=kv_dtype)
+    config = exact(dataclasses.replace(H2OConfig.robust(0.3, of="bytes"), kv_dtype=kv_dtype))
     cache = H2OCache(ours.config, config)
     with torch.no_grad():
         ours(prompts(200)[0], **with_cache(cache))
