@@ -238,6 +238,8 @@ class H2OCache(ReadableCache):
         if torch.compiler.is_compiling():
             return super().get_mask_sizes(query_length, layer_idx)
         self.pass_state.refuse_other_thread()
+        for layer in filter(has_states, self.layers):
+            states.make_writable(layer)
         if not self.is_compileable or self.pass_state.under_way:
             self._refuse_parted()
         if query_length == 0:

@@ -101,7 +101,7 @@ class H2OLayer(LayerContents):
                 f"those of {key_states.shape[1]}: it is of another model, or of one that was cut "
                 "over another number of processes"
             )
-        elif self.keys.device != key_states.device:  # of a file, or the model has moved
+        elif self.slots.keys.device != key_states.device:  # of a file, or the model has moved
             restore(self, state_of(self).each(lambda x: x.to(key_states.device)))
         # A detached view is the cheapest one; where gradients are wanted the
         # graph must stay, so that attention can refuse them.
@@ -197,7 +197,9 @@ class H2OLayer(LayerContents):
         slots = self.slots
         if self.capacity.tokens <= self.longest:
             slots = self._with_capacity(self.longest + 1)
-        out = self._step(tokens, slots, None if self._out is None else torch.empty_like(self._out))
+        last = self._out
+        fits = last is not None and last.dtype == tokens.query.dtype  # autocast may have ended
+        out = self._step(tokens, slots, torch.empty_like(last) if fits else None)
         self._out = out
         self.longest += 1
         self._count(1, tokens.mask)

@@ -123,17 +123,36 @@ class LayerContents(CacheLayerMixin):
         return self.slots
 
     def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        """Sets the layer's slots. transformers' tools look for the attributes keys and values."""
+        """Sets the layer's slots."""
+        if slots is not None:
+            slots = ops.Slots(*(None if x is None else slot_layout.writable(x) for x in slots))
         self.slots = slots
         self.capacity = capacity
-        self.keys = None if slots is None else slots.keys
-        self.values = None if slots is None else slots.values
         self.is_initialized = slots is not None
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
         self.batch_size = 0 if batch is None else len(batch)
-        self._out: Tensor | None = None  # the last decode step's output
+        self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
 
     # ---- For transformers --------------------------------------------------------------------
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """Keys held, [B, G, K, D] in the order of `kept`, as the layers of a DynamicCache have
+        them, however they are stored. A new tensor each time; None before the prompt."""
+        return None if self.slots is None else self.held()[0]
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """Values held, as `keys`."""
+        return None if self.slots is None else self.held()[1]
+
+    @keys.setter
+    def keys(self, nothing: None) -> None:
+        """Does nothing: transformers' constructor sets the attribute to None."""
+
+    @values.setter
+    def values(self, nothing: None) -> None:
+        """Does nothing, as for `keys`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: slots are made when the prompt's length is known."""

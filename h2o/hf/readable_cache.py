@@ -40,6 +40,12 @@ class ReadableCache(Cache):
     def __repr__(self) -> str:
         return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)})"
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether every layer that stores keys of the text has some."""
+        storing = [x for x in self.layers if kind_of(x) in ("h2o", "sliding")]
+        return bool(storing) and all(layer.is_initialized for layer in storing)
+
     def kept(self, layer_idx: int) -> Kept:
         """What a layer holds now.
 
