@@ -25,14 +25,14 @@ from h2o.hf import tensor_parallel
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_state import State, restore, state_of
-from h2o.model_identity import describe, difference, sample
+from h2o.model_identity import describe, difference, record, record_difference
 from h2o.packages import version
 from h2o.profile import Profile
 
 __all__ = ["device_of", "fill", "read", "write"]
 
 KIND = "h2o cache"
-LAYOUT = 1
+LAYOUT = 2
 """Raised when a file is written that older versions cannot read."""
 
 
@@ -47,7 +47,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "layout": LAYOUT,
             "versions": {name: version(name) for name in ("h2o-kv", "torch", "transformers")},
             "model": cache.model_shape,
-            "weights": {} if model is None else sample(model),
+            "record": None if model is None else record(model),
             "settings": _settings(cache.layers),
             "prompt_length": cache.pass_state.prompt_length,
             "layers": [state.numbers for state in states],
@@ -93,7 +93,10 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(
                 f"was written in layout {content['layout']}, this version of h2o reads {LAYOUT}"
             )
-        if reason := difference(model, content["model"], content["weights"]):
+        reason = difference(model, content["model"], {})
+        if reason is None and content["record"] is not None:
+            reason = record_difference(model, content["record"])
+        if reason is not None:
             raise ValueError(
                 f"this cache is of another model: {reason}. Load the model that read the text"
             )
