@@ -10,6 +10,7 @@ the `import` statements below needs and that a later version has moved is an Imp
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -308,6 +309,17 @@ def device_mesh(module: nn.Module) -> Any:
 def tensor_version(tensor: Tensor) -> int:
     """A number that rises whenever a tensor is written to in place."""
     return tensor._version
+
+
+def calls_a_module(thread: int) -> bool:
+    """Whether a thread is amid a call of a module, and not after an error that has ended that, be
+    it that the thread goes on."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def mark_static_address(tensor: Tensor) -> None:

@@ -25,6 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 from h2o import borrowed
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import AttentionCall
+from h2o.hf.images import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import cross_attention_layers
 from h2o.hf.shared_keys import Pads, pads_of
@@ -138,6 +139,9 @@ def unsupported(
             "4-D masks and other patterns (packed texts, prefix or block attention): give a 2-D "
             "attention_mask, or use DynamicCache"
         )
+        config = getattr(module, "config", None)
+        if config is not None and looks_both_ways_at_images(config):
+            feature += f". Or, if there are images: {BOTH_WAYS}"
     if not feature and not _looks_back_only(module, is_causal):
         feature = (
             "attention that looks both ways (an encoder, is_causal=False): nothing can be evicted "

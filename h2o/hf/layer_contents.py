@@ -113,6 +113,20 @@ class LayerContents(CacheLayerMixin):
                 f"{tuple(values.shape)}: h2o needs one head dimension for both"
             )
 
+    def _refuse_rows(self, given: int) -> None:
+        """Raises ValueError for a batch of another size than what is held."""
+        text = f"this cache holds a batch of {self.batch_size} rows and was given {given}"
+        if given % self.batch_size == 0:
+            raise ValueError(
+                f"{text}: give cache.fork(rows={given // self.batch_size}) to go on with each row "
+                "so many times (num_beams, num_return_sequences, questions about one document). "
+                "For other conversations use a new H2OCache, or cache.reset()"
+            )
+        raise ValueError(
+            f"{text}: one cache is one batch of conversations, so use a new H2OCache, or "
+            "cache.reset()"
+        )
+
     def _with_capacity(self, tokens: int) -> ops.Slots:
         """The slots, enlarged where rows of so many tokens and the next one might not fit."""
         if tokens > self.capacity.tokens:
