@@ -105,6 +105,13 @@ def register_attention(name: str, function: Any, mask_function: Any) -> None:
     AttentionMaskInterface.register(name, mask_function)
 
 
+def adds_to_causal(mask_function: Callable[..., bool]) -> bool:
+    """Whether a mask function is one of `or_masks`, which lets tokens see more than causal ones, as
+    those of images do. Under another name a mask that adds nothing is not taken for a causal one.
+    """
+    return mask_function.__qualname__.startswith("or_masks.")
+
+
 def unregister_attention(name: str) -> None:
     """Remove a name. transformers has a public way in but none out."""
     from transformers.masking_utils import AttentionMaskInterface

@@ -14,6 +14,7 @@ N keys that attention sees, D head dimension.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -193,11 +194,16 @@ def h2o_mask(
     if mask_function is not causal_mask_function:
         # None stands for plain causal attention here, so "everything is seen" must be said.
         kwargs["allow_is_bidirectional_skip"] = False
-        return sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
-            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
-            **kwargs,
+        pattern = functools.partial(
+            sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+            q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs,
         )  # fmt: skip
+        mask = pattern(mask_function=mask_function)
+        if not borrowed.adds_to_causal(mask_function) or torch.compiler.is_compiling():
+            return mask
+        if not torch.equal(mask, pattern(mask_function=causal_mask_function)):
+            return mask
+        # Plain after all, as of a text without images where a model has tokens of these look ahead.
     # Offsets are tensors where the cache is to be compiled: reading one would wait for its device.
     is_h2o = kv_length == q_length and (kv_offset is q_offset or kv_offset == q_offset)
     if not is_h2o and kv_offset + kv_length != q_offset + q_length:

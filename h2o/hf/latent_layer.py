@@ -71,6 +71,11 @@ class LatentLayer(H2OLayer):
         rows, _ = super().held()
         return rows[..., : self.latent], rows[..., self.latent :]
 
+    def by_slot(self) -> tuple[Tensor, Tensor]:
+        """Latents [B, 1, S, L] and rotated keys [B, 1, S, P]."""
+        rows, _ = super().by_slot()
+        return rows[..., : self.latent], rows[..., self.latent :]
+
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
         super().reset()

@@ -151,14 +151,14 @@ class LayerContents(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """Keys held, [B, G, K, D] in the order of `kept`, as the layers of a DynamicCache have
-        them, however they are stored. A new tensor each time; None before the prompt."""
-        return None if self.slots is None else self.held()[0]
+        """The key in each slot, [B, G, S, D], as the layers of a DynamicCache have theirs, however
+        they are stored, in no order and with empty slots; None before the prompt."""
+        return None if self.slots is None else self.by_slot()[0]
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """Values held, as `keys`."""
-        return None if self.slots is None else self.held()[1]
+        """The value in each slot, as `keys`."""
+        return None if self.slots is None else self.by_slot()[1]
 
     @keys.setter
     def keys(self, nothing: None) -> None:
@@ -209,6 +209,8 @@ class LayerContents(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows, in this order."""
+        if not isinstance(indices, Tensor):
+            indices = torch.as_tensor(indices)
         self._each(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -246,6 +248,14 @@ class LayerContents(CacheLayerMixin):
             return _empty(4), _empty(4)
         fields = ("keys",) if self.shared else ("keys", "values")
         rows = slot_layout.held(self.slots, self.capacity.sizes, **dict.fromkeys(fields, 0.0))
+        keys, values = (dequantised(rows[i], self.row_size[0]) for i in (0, -1))
+        return keys, values
+
+    def by_slot(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another. Waits for no
+        device, and copies nothing of a store without bytes or budgets by head."""
+        fields = ("keys",) if self.shared else ("keys", "values")
+        rows = [slot_layout.by_head(self.slots, self.capacity.sizes, name) for name in fields]
         keys, values = (dequantised(rows[i], self.row_size[0]) for i in (0, -1))
         return keys, values
 

@@ -20,6 +20,7 @@ from transformers import (
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, patched, simulated, supports
 from h2o.borrowed import with_cache
+from h2o.hf.slot_layout import by_head
 from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, greedy, model, prompts, shared
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -84,6 +85,25 @@ def test_gemma_3_with_images_as_the_error_says():
     question = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     answers = [greedy(ours, question, 8, **with_cache(x)).tolist() for x in (full, cache)]
     assert answers[0] == answers[1]
+
+
+def test_gemma_3_with_types_of_tokens_and_no_image():
+    """As its processor gives them for a text alone, and for a question after an image."""
+    ours = gemma_3()
+    text = {"input_ids": prompts(30)[0].clamp(max=90)}
+    text["attention_mask"] = torch.ones_like(text["input_ids"])
+    types = {"token_type_ids": torch.zeros_like(text["input_ids"])}
+    tokens = [
+        greedy(ours, text | more, 6, **with_cache(H2OCache(ours.config, **SMALL))).tolist()
+        for more in ({}, types)
+    ]
+    assert tokens[0] == tokens[1]
+    padded = {**text, "attention_mask": (torch.arange(30) > 4).long()[None]}
+    tokens = [
+        greedy(ours, padded | more, 6, **with_cache(H2OCache(ours.config, **SMALL))).tolist()
+        for more in ({}, types)
+    ]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize(
@@ -321,20 +341,20 @@ def test_keys_have_the_shape_of_a_dynamic_cache(config):
     assert cache.layers[0].keys is None
     with torch.no_grad():
         ours(ids, **with_cache(cache))
-    for layer in cache.layers:
-        positions = layer.kept()[0]
-        for x in (layer.keys, layer.values):
-            assert x.shape == (*positions.shape, 8)
-            assert x.is_floating_point()
     full = DynamicCache(config=ours.config)
     with torch.no_grad():
         ours(ids, **with_cache(full))
-    at = cache.kept(0)[0].clamp(min=0)[..., None].expand(-1, -1, -1, 8)
     near = 0.05 if config.kv_dtype else 0
-    real = cache.kept(0)[0] >= 0
-    torch.testing.assert_close(
-        cache.layers[0].keys[real], full.layers[0].keys.gather(2, at)[real], rtol=near, atol=near
-    )
+    for layer, theirs in zip(cache.layers, full.layers, strict=True):
+        positions = by_head(layer.slots, layer.capacity.sizes, "positions", -1)
+        at = positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, 8)
+        real = positions >= 0
+        assert real.sum() == layer.kept()[0].ge(0).sum()
+        for own, wanted in ((layer.keys, theirs.keys), (layer.values, theirs.values)):
+            assert own.shape == at.shape
+            assert layer.layer_idx or torch.allclose(
+                own[real], wanted.gather(2, at)[real], rtol=near, atol=near
+            )
 
 
 @pytest.mark.filterwarnings("default:nothing is evicted")
