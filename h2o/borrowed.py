@@ -10,6 +10,7 @@ the `import` statements below needs and that a later version has moved is an Imp
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,13 @@ def register_attention(name: str, function: Any, mask_function: Any) -> None:
 
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, mask_function)
+
+
+def adds_to_causal(mask_function: Callable[..., bool]) -> bool:
+    """Whether a mask function is one of `or_masks`, which lets tokens see more than causal ones, as
+    those of images do. Under another name a mask that adds nothing is not taken for a causal one.
+    """
+    return mask_function.__qualname__.startswith("or_masks.")
 
 
 def unregister_attention(name: str) -> None:
@@ -230,6 +238,70 @@ def compiled_model(model: Any) -> Any:
     return model
 
 
+def innermost_model(model: Any) -> Any:
+    """The model inside all wrappers."""
+    while (inner := inner_model(model)) is not None:
+        model = inner
+    return model
+
+
+ADAPTED = ("base_layer", "original_module", "token_adapter")
+"""Attributes by which PEFT's layers hold the layer that they have taken the place of."""
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a module is a layer of PEFT's, which has another one inside."""
+    return hasattr(type(module), "adapter_layer_names")
+
+
+def adapter_fields(layer: Any) -> set[str]:
+    """Attributes of a layer of PEFT's that hold weights of adapters, by the adapters' names."""
+    names = (*layer.adapter_layer_names, *layer.other_param_names)
+    return {name.partition(".")[0] for name in names}
+
+
+def adapters_at_work(layer: Any) -> tuple[str, ...]:
+    """Names of the adapters that a layer of PEFT's adds to the one inside: not those that are
+    switched off, and none once some were merged into that."""
+    if layer.disable_adapters or layer.merged_adapters:
+        return ()
+    return tuple(layer.active_adapters)
+
+
+def adapter_scale(layer: Any, adapter: str) -> float:
+    """By what a layer of PEFT's multiplies an adapter, 1 for a method that has no such number."""
+    scales = getattr(layer, "scaling", None)
+    return float(scales.get(adapter, 1.0)) if isinstance(scales, dict) else 1.0
+
+
+def virtual_tokens(model: Any) -> tuple[nn.Module, ...]:
+    """What makes the tokens that PEFT puts before each text (prompt tuning and its like); nothing
+    where there are none or they are switched off."""
+    found: list[nn.Module] = []
+    while model is not None:
+        encoders = getattr(model, "prompt_encoder", {}) if hasattr(model, "peft_config") else {}
+        if not getattr(model, "_adapters_disabled", False):
+            found += [encoders[x] for x in model_adapters(model) if x in encoders]
+        model = inner_model(model)
+    return tuple(found)
+
+
+def model_adapters(model: Any) -> tuple[str, ...]:
+    """Names of the adapters that a PEFT model has made active."""
+    active = getattr(model, "active_adapter", ())
+    if not hasattr(model, "get_base_model"):
+        return ()
+    return (active,) if isinstance(active, str) else tuple(active)
+
+
+def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters of a module itself, and those of its buffers that are saved with them."""
+    passing = module._non_persistent_buffers_set
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *((name, x) for name, x in buffers if name not in passing)]
+
+
 def peft_type(model: Any) -> str:
     """Method of the active adapter of a PEFT model, such as "LORA"; "" of any other model."""
     return str(getattr(getattr(model, "active_peft_config", None), "peft_type", "")).rpartition(
@@ -273,6 +345,17 @@ def device_mesh(module: nn.Module) -> Any:
 def tensor_version(tensor: Tensor) -> int:
     """A number that rises whenever a tensor is written to in place."""
     return tensor._version
+
+
+def calls_a_module(thread: int) -> bool:
+    """Whether a thread is amid a call of a module, and not after an error that has ended that, be
+    it that the thread goes on."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def mark_static_address(tensor: Tensor) -> None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from h2o import packages
 from h2o.borrowed import HYBRIDS, window_of
@@ -109,6 +110,14 @@ class H2OCache(ReadableCache):
             config, full_layers, h2o_config, pass_state, trace=trace, compileable=compileable
         )
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
+        self.unused = None
+        if not any(isinstance(layer, H2OLayer) for layer in layers):
+            self.unused = h2o_config.for_layer(0, len(layers))
+            warnings.warn(
+                f"nothing is evicted: every layer of {config.model_type} has a sliding window and "
+                "keeps transformers' own cache",
+                stacklevel=2,
+            )
         self.pass_state = pass_state
         self.model_shape = describe(config)
 
@@ -181,7 +190,6 @@ class H2OCache(ReadableCache):
         fork = copy.deepcopy(self)
         if rows != 1:
             fork.batch_repeat_interleave(rows)
-            fork.pass_state.repeat(rows)
         return fork
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
@@ -242,6 +250,8 @@ class H2OCache(ReadableCache):
         if torch.compiler.is_compiling():
             return super().get_mask_sizes(query_length, layer_idx)
         self.pass_state.refuse_other_thread()
+        for layer in filter(has_states, self.layers):
+            states.make_writable(layer)
         if not self.is_compileable or self.pass_state.under_way:
             self._refuse_parted()
         if query_length == 0:
@@ -313,13 +323,7 @@ class H2OCache(ReadableCache):
 
     def _refuse_parted(self) -> None:
         """Raises RuntimeError where layers have not come as far as others."""
-        refuse_broken(
-            [
-                int(x.get_seq_length())
-                for x in self.layers
-                if isinstance(x, CacheLayerMixin) and kind_of(x) != "cross"
-            ]
-        )
+        refuse_broken(self._columns_seen())
         self.pass_state.refuse_parted_states()
 
     def activate_past_recording(self) -> None:
@@ -368,14 +372,19 @@ class H2OCache(ReadableCache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was, in every layer."""
         self.pass_state.refuse_other_thread()
+        self.pass_state.select(beam_idx)
         super().reorder_cache(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, in this order, in every layer."""
-        self._each_layer("batch_select_indices", indices, lambda x: x[indices.to(x.device)])
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        """Keeps these rows, in this order, in every layer: numbers [n], or [B] bool."""
+        rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices)
+        rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
+        self.pass_state.select(rows)
+        self._each_layer("batch_select_indices", rows, lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows, in every layer."""
+        self.pass_state.repeat(repeats)
         self._each_layer(
             "batch_repeat_interleave", repeats, lambda x: x.repeat_interleave(repeats, dim=0)
         )

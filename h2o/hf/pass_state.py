@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from h2o.borrowed import CROPS_TO_LENGTH
+from h2o.borrowed import CROPS_TO_LENGTH, calls_a_module
 from h2o.hf.layer_kinds import has_states, kind_of
 
 __all__ = ["PassState", "columns_left", "refuse_broken"]
@@ -59,6 +60,19 @@ class PassState:
         """Each row has become so many, also of what no pass has read yet."""
         if isinstance(self.prompt_length, Sequence):
             self.prompt_length = [n for n in self.prompt_length for _ in range(rows)]
+
+    def repeat_to(self, rows: int) -> None:
+        """The prompts come as a batch of so many rows: `generate()` repeats each row for beams and
+        `num_return_sequences`."""
+        given = self.prompt_length
+        if isinstance(given, Sequence) and len(given) < rows and rows % len(given) == 0:
+            self.repeat(rows // len(given))
+
+    def select(self, rows: Tensor) -> None:
+        """The batch has become these rows of it."""
+        if isinstance(self.prompt_length, Sequence):
+            self.repeat_to(int(rows.max()) + 1)
+            self.prompt_length = [self.prompt_length[row] for row in rows.tolist()]
 
     def enter(self) -> None:
         """To be called before a layer gets new keys. RuntimeError during another thread's pass."""
@@ -122,11 +136,11 @@ class PassState:
         thread = self._thread
         if thread in (None, threading.get_ident()):
             return
-        if any(other.ident == thread for other in threading.enumerate()):
+        if calls_a_module(thread):
             raise RuntimeError(
                 "this H2OCache is in use by another thread, whose forward pass has not come to "
                 "its end: a cache is one conversation, so make one cache per thread (or "
-                "h2o.patched(), which makes one for each call). After an error there: cache.reset()"
+                "h2o.patched(), which makes one for each call)"
             )
 
 
@@ -164,10 +178,10 @@ def refuse_broken(counts: list[int]) -> None:
     )
     if counts == [seen] * run + [0] * (len(counts) - run):
         text = (
-            f"{run} layers of this cache have seen {seen} tokens, the other {len(counts) - run} "
-            f"none: the last forward pass broke off between two layers, so call cache.reset() and "
-            f"start anew. Or, if none broke off, the model has only {run} layers (some were "
-            f"dropped, or the cache is another model's): set config.num_hidden_layers = {run} and "
-            "make a new H2OCache from that config"
+            f"the last forward pass broke off: {run} of the cache's {len(counts)} layers have seen "
+            f"{seen} tokens, the others none. Call cache.reset() and start anew. If no pass has "
+            f"raised an error before this one, the model has fewer layers than its config says "
+            f"(some were dropped, or the cache is another model's): set config.num_hidden_layers = "
+            f"{run} and make a new H2OCache from that config"
         )
     raise RuntimeError(text)

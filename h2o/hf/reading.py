@@ -109,7 +109,8 @@ def read(
         Unsupported: cache-relative positions; a model that is cut over several processes, or that
             "echo" does not serve.
         ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range;
-            another `scored_by`.
+            another `scored_by`; a document that leaves none of the model's positions for its
+            repetition.
     """
     if scored_by not in get_args(ScoredBy):
         raise ValueError(f"scored_by is {', '.join(get_args(ScoredBy))}, not {scored_by!r}")
@@ -137,6 +138,7 @@ def read(
         largest = [echo.scores(layer) for layer in reader.layers]
     else:
         reader = _Reader(model, ids, mask, 2, progress)
+        reader.columns_repeated(request.shape[1])  # which may refuse
         attention = reader.document(config.policy)
         others = _other_layers(reader.cache)
         largest = reader.repetition(request, others)
@@ -144,6 +146,14 @@ def read(
     cache = pruned(reader.cache, model.config, config, attention, largest, by_attention, recent)
     _put_other_layers(cache, others)
     return cache
+
+
+def _positions(config: Any) -> int | None:
+    """How many a model with this config has; None where it makes as many as a text has tokens."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    most: int | None = getattr(text, "max_position_embeddings", None)
+    return None if rope.get("rope_type") == "dynamic" else most
 
 
 def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
@@ -189,14 +199,32 @@ class _Reader:
             layer.holds_new = False
         request = request.expand(len(self.ids), -1)
         N = self.ids.shape[1]
-        for begin in range(0, N, CHUNK):
-            piece = slice(max(0, begin - OVERLAP), begin + CHUNK)
+        columns = self.columns_repeated(request.shape[1])
+        for begin in range(0, N, columns):
+            piece = slice(max(0, begin - OVERLAP), begin + columns)
             ids = torch.cat([request, self.ids[:, piece]], 1)
             mask = torch.cat([torch.ones_like(request).bool(), self.mask[:, piece]], 1)
             self._pass(ids, mask, self.mask)
             _put_other_layers(self.cache, others)
-            self.progress(N + min(N, begin + CHUNK), self.columns)
+            self.progress(N + min(N, begin + columns), self.columns)
         return self._scores()
+
+    def columns_repeated(self, request: int) -> int:
+        """Columns that are repeated at once: each time the positions behind the document are used
+        anew, and a model has only so many."""
+        positions = _positions(self.model.config)
+        tokens = int(self.mask.sum(1).max())
+        if positions is None or tokens + request + min(CHUNK + OVERLAP, tokens) <= positions:
+            return CHUNK
+        columns = positions - tokens - request - OVERLAP
+        if columns < 1:
+            raise ValueError(
+                f"input_ids: a document of {tokens} tokens is repeated behind itself, and the "
+                f"model has {positions} positions: give at most "
+                f'{positions - request - OVERLAP - 1} tokens, or scored_by="echo" (models of '
+                "rotary positions), which repeats nothing"
+            )
+        return columns
 
     def _pass(self, ids: Tensor, mask: Tensor, before: Tensor) -> None:
         """A forward pass over columns [B, Q] after those of the mask `before`."""
