@@ -10,8 +10,9 @@ the `import` statements below needs and that a later version has moved is an Imp
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,41 @@ def compile_everywhere(compile_config: Any) -> None:
 
 CROPS_TO_LENGTH = accepts(DynamicCache.crop, "max_length")
 """Whether `Cache.crop` takes the length to keep, as it did before 5.16, unless it is negative."""
+
+
+class NewText(NamedTuple):
+    """What the caller of a forward pass says of its tokens."""
+
+    mask: Tensor | None
+    """[B, n], 0 at a pad; None: no pads"""
+    positions: Tensor | None
+    """[B or 1, Q]; None where the model numbers them itself"""
+
+
+def new_text() -> NewText | None:
+    """The text of the forward pass whose mask is being made, which transformers does not hand to a
+    cache: from the local variables of its own calls under way.
+
+    "attention_mask" is that of the mask function, "position_ids" that of the outermost forward().
+    None where no call has a mask, also in a version that names it otherwise.
+    """
+    masks, positions = [], []
+    frame = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package.startswith("transformers"):  # transformers_modules: a model's own code
+            here = frame.f_locals  # of a caller's frame they would keep tensors alive
+            masks += [here["attention_mask"]] if "attention_mask" in here else []
+            if "position_ids" in here and (frame.f_code.co_name == "forward" or not positions):
+                positions.append(here["position_ids"])
+        elif package not in ("h2o", "torch"):
+            break
+        frame = frame.f_back
+    if not masks:
+        return None
+    said = masks[0], positions[-1] if positions else None
+    return NewText(*(x if isinstance(x, Tensor) and x.ndim == 2 else None for x in said))
+
 
 # ---- Attention functions -------------------------------------------------------------------------
 

@@ -132,15 +132,15 @@ class H2OLM(HFLM):
 
         Raises: ValueError for a setting that does not go with the protocol or the model.
         """
-        self.ratio_of = check(setting, protocol, prompt_length, ratio_of)
+        ratio_of = check(setting, protocol, prompt_length, ratio_of)
         if protocol != "simulate" or setting.variant != "full":
             try_on(self.model, setting.config)
-        self.journal = journal
-        self.setting, self.protocol, self.prompt_length = setting, protocol, prompt_length
-        self.tally = Tally()
         wanted = self._attention_before if protocol == "simulate" else "h2o"
         if borrowed.attention_name(self.model.config) != wanted:
             switch(self.model, wanted)
+        self.journal, self.ratio_of = journal, ratio_of
+        self.setting, self.protocol, self.prompt_length = setting, protocol, prompt_length
+        self.tally = Tally()
 
     def describe(self) -> dict[str, Any]:
         """How numbers come about, for result files."""

@@ -28,6 +28,7 @@ from h2o.borrowed import HYBRIDS, window_of
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import cache_file, crop, states
+from h2o.hf.continuation import check_text
 from h2o.hf.from_dynamic_cache import take_over
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
@@ -240,11 +241,13 @@ class H2OCache(ReadableCache):
         self.pass_state.refuse_other_thread()
         if not self.is_compileable or self.pass_state.under_way:
             self._refuse_parted()
+        seen = int(self.get_seq_length())
         if query_length == 0:
             raise ValueError(
-                f"no new tokens: the cache has seen {int(self.get_seq_length())}. generate() needs "
+                f"no new tokens: the cache has seen {seen}. generate() needs "
                 "input_ids with these and more; for another conversation reset() the cache"
             )
+        check_text(self, seen, query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     @property

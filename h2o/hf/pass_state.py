@@ -55,6 +55,10 @@ class PassState:
         self._ends_in_states = kinds[self.last] == "states"
         self.copied = False
         """Whether this is a copy: then all tokens seen before count as a whole prompt."""
+        self.skips_pads = False
+        """Whether the model counted the positions of the prompt without its padding"""
+        self.by_row = False
+        """Whether rows are conversations of their own, as in `generate_all`"""
         self._thread: int | None = None  # the one with a forward pass under way
 
     def __setstate__(self, state: dict[str, Any]) -> None:

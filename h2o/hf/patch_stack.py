@@ -108,6 +108,7 @@ class PatchStack:
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Instead of `GenerationMixin._prepare_cache_for_generation`."""
+        _refuse_early_exit(generation_config)
         has_cache = borrowed.cache_in(model_kwargs) is not None
         patch = None if has_cache or generation_config.use_cache is False else self.serving()
         if patch is None:
@@ -179,6 +180,17 @@ def _open_blocks() -> tuple[weakref.ref[Patch], ...]:
     """What this context has entered and has not ended."""
     alive = ((block, block()) for block in _entered.get())
     return tuple(block for block, patch in alive if patch is not None and patch.is_active)
+
+
+def _refuse_early_exit(generation_config: Any) -> None:
+    """Raises `Unsupported` before the model drafts: until a draft ends, transformers has taken
+    layers off the model's config."""
+    if getattr(generation_config, "assistant_early_exit", None) is not None:
+        raise Unsupported(
+            "assistant_early_exit inside h2o.patched(): the model drafts with its own first "
+            "layers and goes back over several forward passes, which an H2OCache cannot. Use "
+            "prompt_lookup_num_tokens instead, or leave patched()"
+        )
 
 
 def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:

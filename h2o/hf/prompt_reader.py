@@ -61,5 +61,7 @@ class PromptReader:
         if input_ids.shape[1] == 1:  # a step, of which there is no graph with one row
             return self.model(input_ids=input_ids, **inputs)
         ids = input_ids.clone(memory_format=torch.contiguous_format)  # of pieces: strides too
-        borrowed.mark_dynamic(ids, 1)
+        for tensor in (ids, inputs.get("position_ids")):
+            if tensor is not None:
+                borrowed.mark_dynamic(tensor, 1)
         return self._forward(input_ids=ids, **inputs)

@@ -27,6 +27,7 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import input_device
+from h2o.hf.positions import positions_after
 from h2o.hf.prompt_reader import PromptReader
 
 __all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
@@ -229,9 +230,11 @@ class Running:
 
     @torch.no_grad()
     def _forward(self, begin: int, end: int) -> Tensor:
+        ids = self.ids[:, begin:end]
         output = self.forward(
-            input_ids=self.ids[:, begin:end],
+            input_ids=ids,
             use_cache=True,
+            **positions_after(self.settings.model, begin, ids),
             **with_cache(self.cache),
             **self.last_logits,
         )

@@ -41,6 +41,7 @@ class RowBatch:
         self.model = model
         self.compiled = CompiledForward(model, "steps") if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
+        self.cache.pass_state.by_row = True
         for index, layer in enumerate(self.cache.layers):
             if kind_of(layer) in ("sliding", "cross"):
                 raise Unsupported(
