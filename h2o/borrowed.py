@@ -100,6 +100,8 @@ class NewText(NamedTuple):
     """[B, n], 0 at a pad; None: no pads"""
     positions: Tensor | None
     """[B or 1, Q]; None where the model numbers them itself"""
+    is_injected: bool
+    """Whether a decode step of `generate()` was given embeddings that are not its own"""
 
 
 def new_text() -> NewText | None:
@@ -109,22 +111,27 @@ def new_text() -> NewText | None:
     "attention_mask" is that of the mask function, "position_ids" that of the outermost forward().
     None where no call has a mask, also in a version that names it otherwise.
     """
-    masks, positions = [], []
+    masks, positions, embedded, calls = [], [], False, set()
     frame = sys._getframe(1)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package.startswith("transformers"):  # transformers_modules: a model's own code
-            here = frame.f_locals  # of a caller's frame they would keep tensors alive
+            here, name = frame.f_locals, frame.f_code.co_name  # callers' would keep tensors alive
+            calls.add(name)
             masks += [here["attention_mask"]] if "attention_mask" in here else []
-            if "position_ids" in here and (frame.f_code.co_name == "forward" or not positions):
+            if "position_ids" in here and (name == "forward" or not positions):
                 positions.append(here["position_ids"])
+            if name == "forward":
+                embedded = here.get("inputs_embeds") is not None
         elif package not in ("h2o", "torch"):
             break
         frame = frame.f_back
     if not masks:
         return None
     said = masks[0], positions[-1] if positions else None
-    return NewText(*(x if isinstance(x, Tensor) and x.ndim == 2 else None for x in said))
+    mask, numbers = (x if isinstance(x, Tensor) and x.ndim == 2 else None for x in said)
+    is_step = "generate" in calls and "_prefill" not in calls
+    return NewText(mask, numbers, is_step and embedded and numbers is None)
 
 
 # ---- Attention functions -------------------------------------------------------------------------
@@ -255,6 +262,30 @@ def peft_type(model: Any) -> str:
     return str(getattr(getattr(model, "active_peft_config", None), "peft_type", "")).rpartition(
         "."
     )[2]
+
+
+def repeats_virtual_tokens(model: Any) -> bool:
+    """Whether `generate()` of a PEFT model tuned by prompts puts them before each decode step too:
+    where its PEFT does not know the cache by the name that this transformers gives it."""
+    prepare = getattr(type(model), "prepare_inputs_for_generation", None)
+    code = getattr(prepare, "__code__", None)
+    return virtual_tokens(model) > 0 and code is not None and CACHE not in code.co_consts
+
+
+def virtual_tokens(model: Any) -> int:
+    """Number of embeddings that a PEFT model tuned by prompts puts before each text; 0 for any
+    other model."""
+    config = getattr(model, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False):
+        return 0
+    return int(config.num_virtual_tokens)
+
+
+def activates_by_tokens(model: Any) -> bool:
+    """Whether an adapter is switched on by tokens of the prompt (aLoRA), which PEFT looks for in
+    the input of each call."""
+    configs = getattr(model, "peft_config", {})
+    return any(getattr(x, "alora_invocation_tokens", None) for x in configs.values())
 
 
 def is_offloaded(module: nn.Module) -> bool:

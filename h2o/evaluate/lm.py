@@ -37,6 +37,7 @@ from h2o.evaluate.setting import Setting, from_config, from_options
 from h2o.former_names import accepts_former
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
+from h2o.hf.tuned_prompts import check_no_tuned_prompt
 from h2o.processes import ALONE, launched
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
@@ -133,6 +134,8 @@ class H2OLM(HFLM):
         Raises: ValueError for a setting that does not go with the protocol or the model.
         """
         ratio_of = check(setting, protocol, prompt_length, ratio_of)
+        if protocol != "simulate":
+            check_no_tuned_prompt(self.model, f"protocol={protocol}")
         if protocol != "simulate" or setting.variant != "full":
             try_on(self.model, setting.config)
         wanted = self._attention_before if protocol == "simulate" else "h2o"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o.borrowed import NewText, new_text
+from h2o.errors import Unsupported
 from h2o.hf.layer import H2OLayer
 
 __all__ = ["check_text"]
@@ -27,6 +28,7 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     stores them; of a first pass notes how it counts positions.
 
     Raises:
+        Unsupported: a wrapper puts embeddings before each decode step.
         ValueError: the tokens stand before the end of what the cache has seen, or the mask says
             otherwise which columns were padding.
     """
@@ -41,6 +43,12 @@ def check_text(cache: Any, seen: int, new: int) -> None:
 def _check_continuation(
     layers: Sequence[Any], seen: int, text: NewText, new: int, skips_pads: bool
 ) -> None:
+    if text.is_injected:
+        raise Unsupported(
+            "a wrapper puts embeddings before every decode step: from transformers 5.24 on PEFT's "
+            "prompt tuning takes each step for a prompt, since the cache has another name. Use "
+            "h2o.generate_all, or transformers before 5.24"
+        )
     if _would_wait(text, new):
         return
     lengths = _lengths(layers)
@@ -77,7 +85,7 @@ def _is_rolled(layers: Sequence[Any]) -> bool:
 
 def _would_wait(text: NewText, new: int) -> bool:
     """Whether looking at a decode step's tensors would make every step wait for a GPU."""
-    tensors = [x for x in text if x is not None]
+    tensors = [x for x in text[:2] if x is not None]
     return new == 1 and not all(x.is_cpu for x in tensors)
 
 

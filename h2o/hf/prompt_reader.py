@@ -17,6 +17,7 @@ from h2o.config import H2OConfig
 from h2o.hf.cache import H2OCache
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.compiled_forward import CompiledForward
+from h2o.hf.tuned_prompts import virtual_tokens
 
 __all__ = ["PromptReader"]
 
@@ -37,7 +38,7 @@ class PromptReader:
     @staticmethod
     def serves(model: Any, config: H2OConfig) -> bool:
         """Whether a graph takes all layers, and budgets do not depend on the prompt."""
-        if config.needs_prompt_length:
+        if config.needs_prompt_length or virtual_tokens(model):
             return False
         return all(
             type(layer) is CompileableLayer

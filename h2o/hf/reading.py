@@ -30,6 +30,7 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states
 from h2o.hf.patch_lock import input_device
 from h2o.hf.pruning import RECENT, pruned
+from h2o.hf.tuned_prompts import check_no_tuned_prompt
 from h2o.policy import Policy
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ def read(
         The cache: save, fork and ask it as any other.
 
     Raises:
-        Unsupported: cache-relative positions; a model that is cut over several processes, or that
-            "echo" does not serve.
+        Unsupported: cache-relative positions; prompt tuning; a model that is cut over several
+            processes, or that "echo" does not serve.
         ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range;
             another `scored_by`.
     """
@@ -117,6 +118,7 @@ def read(
         by_attention = 0.5 if scored_by == "repeat" else 0.0
     if not 0 <= by_attention <= 1:
         raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
+    check_no_tuned_prompt(model, "h2o.read")
     config = one_config(h2o_config, parameters)
     if config.positions != "original":
         raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')

@@ -29,6 +29,7 @@ from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import input_device
 from h2o.hf.positions import positions_after
 from h2o.hf.prompt_reader import PromptReader
+from h2o.hf.tuned_prompts import continuing, virtual_tokens
 
 __all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
 
@@ -144,6 +145,7 @@ class Settings:
                     f"{config} beside {self.config}"
                 )
         if self.prefix is None:
+            tokens += virtual_tokens(self.model)
             return H2OCache(self.model.config, config, prompt_length=tokens)
         if config != self.config:
             raise ValueError("a request after a prefix has the prefix' budget: config=None")
@@ -170,7 +172,9 @@ class Running:
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.prompt_tokens)
         self.forward = settings.model
-        self.tokens_read = int(self.cache.get_seq_length())
+        self.virtual = virtual_tokens(settings.model)
+        """Before the text, in the cache only"""
+        self.tokens_read = max(0, int(self.cache.get_seq_length()) - self.virtual)
         prepared = settings.prepared(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
         self.criteria = prepared["stopping_criteria"]
@@ -230,11 +234,16 @@ class Running:
 
     @torch.no_grad()
     def _forward(self, begin: int, end: int) -> Tensor:
-        ids = self.ids[:, begin:end]
-        output = self.forward(
+        ids, forward = self.ids[:, begin:end], self.forward
+        where = {}
+        if begin:
+            forward = continuing(forward)
+        if begin or not self.virtual:
+            where = positions_after(self.settings.model, begin + self.virtual, ids)
+        output = forward(
             input_ids=ids,
             use_cache=True,
-            **positions_after(self.settings.model, begin, ids),
+            **where,
             **with_cache(self.cache),
             **self.last_logits,
         )

@@ -24,6 +24,7 @@ from h2o.hf.compiled_forward import CompiledForward
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.patch_lock import input_device
+from h2o.hf.tuned_prompts import check_passes, continuing
 
 __all__ = ["RowBatch", "row_bytes"]
 
@@ -38,8 +39,9 @@ class RowBatch:
     """
 
     def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool = False) -> None:
-        self.model = model
-        self.compiled = CompiledForward(model, "steps") if compileable else None
+        check_passes(model, "generate_all")
+        self.model = continuing(model)
+        self.compiled = CompiledForward(self.model, "steps") if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
         self.cache.pass_state.by_row = True
         for index, layer in enumerate(self.cache.layers):

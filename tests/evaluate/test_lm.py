@@ -317,3 +317,18 @@ def test_an_interrupted_run_goes_on(tokenizer, tmp_path, protocol, setting):
     after = len(calls)
     numbers(lm)
     assert len(calls) == after, "everything is known now"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("protocol", ["drop", "read"])
+def test_a_tuned_prompt_would_be_repeated(tokenizer, protocol):
+    """PEFT puts it before each token that is fed; a refused setting changes nothing."""
+    peft = pytest.importorskip("peft")
+    tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    lm = make(tokenizer, heavy=6, recent=6)
+    lm._model = peft.get_peft_model(lm.model, tuned).eval()
+    before = lm.describe()
+    with pytest.raises(ValueError, match="prompt tuning"):
+        lm.use(lm.setting, protocol, ratio_of="prompt")
+    assert lm.describe() == before
