@@ -240,6 +240,42 @@ def window_of(layer: Any) -> Tensor | None:
     return getattr(layer, "_sliding_window_tensor", None)
 
 
+def drops_cache(model_class: Any) -> bool:
+    """Whether `generate()` of a class leaves out a cache that is true, once the text is longer than
+    `original_max_position_embeddings`, and has the model read all of it anew (Phi-3)."""
+    prepare = inspect.unwrap(model_class.prepare_inputs_for_generation)
+    code = getattr(prepare, "__code__", None)
+    name = "original_max_position_embeddings"
+    return code is not None and name in (*code.co_consts, *code.co_names)
+
+
+def rope_kinds(module: nn.Module) -> dict[str, str]:
+    """Kind of rotary embedding, such as "longrope", of a module that makes rotary angles, by the
+    prefix of its attributes, one for each type of layers; {} for any other module."""
+    kinds = getattr(module, "rope_type", None)
+    if isinstance(kinds, dict):
+        return {f"{layer_type}_": kind for layer_type, kind in kinds.items()}
+    return {"": kinds} if isinstance(kinds, str) else {}
+
+
+def original_length(module: nn.Module, prefix: str) -> int:
+    """Tokens up to which a module's angles are those that it began with; `prefix` as in
+    `rope_kinds`."""
+    parameters = module.config.rope_parameters
+    parameters = parameters.get(prefix.removesuffix("_"), parameters)
+    if rope_kinds(module)[prefix] == "longrope":
+        return int(parameters["original_max_position_embeddings"])
+    return int(module.original_max_seq_len)
+
+
+def forget_longest(module: nn.Module, prefix: str) -> None:
+    """Undo what a module of the kind "dynamic" remembers of the longest text that it has seen."""
+    module.register_buffer(
+        f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False
+    )
+    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
 # ---- Wrappers: PEFT, torch.compile, accelerate ---------------------------------------------------
 
 

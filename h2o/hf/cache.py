@@ -36,7 +36,7 @@ from h2o.hf.layer_types import layers_of
 from h2o.hf.pass_state import PassState, columns_left, refuse_broken
 from h2o.hf.readable_cache import ReadableCache
 from h2o.hf.shared_keys import reusing
-from h2o.hf.support import transformers_layers
+from h2o.hf.support import rereads_after, transformers_layers
 from h2o.model_identity import describe
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class H2OCache(ReadableCache):
         layers = layers_of(
             config, full_layers, h2o_config, pass_state, trace=trace, compileable=compileable
         )
+        pass_state.rereads_after = rereads_after(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
         self.pass_state = pass_state
         self.model_shape = describe(config)

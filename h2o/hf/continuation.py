@@ -19,6 +19,7 @@ from torch import Tensor
 from h2o.borrowed import NewText, new_text
 from h2o.errors import Unsupported
 from h2o.hf.layer import H2OLayer
+from h2o.hf.pass_state import WITHOUT_CACHE
 
 __all__ = ["check_text"]
 
@@ -29,11 +30,14 @@ def check_text(cache: Any, seen: int, new: int) -> None:
 
     Raises:
         Unsupported: a wrapper puts embeddings before each decode step.
-        ValueError: the tokens stand before the end of what the cache has seen, or the mask says
-            otherwise which columns were padding.
+        ValueError: the tokens stand before the end of what the cache has seen, or change the angles
+            of earlier ones, or the mask says otherwise which columns were padding.
     """
     pass_state = cache.pass_state
-    text = None if pass_state.by_row else new_text()
+    if pass_state.by_row:
+        return
+    pass_state.check_angles(seen, new)
+    text = new_text()
     if text is not None and seen:
         _check_continuation(cache.layers, seen, text, new, pass_state.skips_pads)
     elif text is not None:
@@ -119,11 +123,12 @@ def _check_positions(
         late |= ~text.mask[:, -new:].bool().to(late.device)
     if bool(late.all()) or (zero_is_free and not positions.any()):
         return
+    if new == seen + 1 and not positions[:, 0].any():
+        raise ValueError(WITHOUT_CACHE)
     row = int((~late).any(1).nonzero()[0])
     raise ValueError(
         f"the cache has seen {seen} tokens, and the new ones begin at position "
         f"{int(positions[row][~late[row]][0])} of row {row}, where {int(lengths[row])} were "
         "expected at least. input_ids must be everything seen so far, followed by new tokens. To "
-        "ask something else call cache.reset(), or use a new H2OCache or h2o.patched(). A forward "
-        "pass of a model that counts from 0 each time needs position_ids"
+        "ask something else call cache.reset(), or use a new H2OCache or h2o.patched()."
     )

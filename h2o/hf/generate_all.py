@@ -251,6 +251,9 @@ class _Engine:
 
     def _step(self) -> Iterator[Result]:
         """One token for each row that runs."""
+        yield from self._end_at_other_angles()
+        if not any(self.running):
+            return
         before = int(self.batch.cache.get_seq_length())  # of a tensor that steps change
         try:
             logits = self.batch.step([0 if x is None else x.new[-1] for x in self.running])
@@ -275,6 +278,14 @@ class _Engine:
             if running.finish_reason:
                 yield running.result(_figures(self.batch.cache, row))
                 self._leave(row)
+
+    def _end_at_other_angles(self) -> Iterator[Result]:
+        """Ends the rows whose text `generate()` would read anew now."""
+        for row in self.batch.live:
+            try:
+                self.batch.cache.pass_state.check_angles(self.batch.tokens[row], 1)
+            except ValueError as error:
+                yield self._failed(row, error)
 
     def _tell(self, running: Running) -> None:
         if self.settings.on_token is not None:

@@ -7,6 +7,7 @@ that never reached h2o's attention, and a second thread in between.
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections.abc import Sequence
@@ -17,7 +18,13 @@ import torch
 from h2o.borrowed import CROPS_TO_LENGTH
 from h2o.hf.layer_kinds import has_states, kind_of
 
-__all__ = ["PassState", "columns_left", "refuse_broken"]
+__all__ = ["WITHOUT_CACHE", "PassState", "columns_left", "refuse_broken"]
+
+WITHOUT_CACHE = (
+    "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "
+    "give one of the two only"
+)
+"""Error text for a text that comes again with its first new token."""
 
 _lock = threading.Lock()
 """Guards `_thread` of all conversations; one lock for all, since locks cannot be copied."""
@@ -55,6 +62,8 @@ class PassState:
         self._ends_in_states = kinds[self.last] == "states"
         self.copied = False
         """Whether this is a copy: then all tokens seen before count as a whole prompt."""
+        self.rereads_after: float | None = None
+        """See `h2o.hf.support.rereads_after`"""
         self.skips_pads = False
         """Whether the model counted the positions of the prompt without its padding"""
         self.by_row = False
@@ -98,6 +107,21 @@ class PassState:
                 "the last forward pass broke off between two layers, and some of the model's "
                 "states have seen its tokens, others not: call cache.reset() and start anew"
             )
+
+    def check_angles(self, seen: int, new: int) -> None:
+        """Raises ValueError where `new` tokens would change the angles of those `seen` before."""
+        limit = self.rereads_after
+        if limit is not None and 0 < seen <= limit < seen + new:
+            raise ValueError(
+                f"{seen} tokens were read and {new} follow: beyond {limit} this model's rotary "
+                "angles change (longrope), and it would have to read the whole text again. Call "
+                "model.generate() in h2o.patched(), which does, or begin with a longer prompt"
+            )
+
+    def reread(self) -> None:
+        """Lets the model leave out the cache where angles change: a patch then gives it another."""
+        if self.rereads_after != math.inf:
+            self.rereads_after = None
 
     def take_back(self, layer: int) -> None:
         """A layer's new keys were refused; nothing of them was stored."""

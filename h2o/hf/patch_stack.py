@@ -131,6 +131,8 @@ class PatchStack:
         if in_one and any(n != 1 for n in (length if isinstance(length, list) else [length])):
             length = None
         cache = patch.make_cache(length)
+        if generation_config.prefill_chunk_size is None and not assisted:
+            cache.pass_state.reread()
         if assisted:
             cache.activate_past_recording()  # before 5.16 transformers does not ask
         model_kwargs[CACHE] = cache

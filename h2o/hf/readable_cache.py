@@ -37,6 +37,11 @@ class ReadableCache(Cache):
         """What it keeps, as made for the model: a cache of the same config keeps the same."""
         return cache_file.config_of(self.layers)
 
+    def __bool__(self) -> bool:
+        """False for Phi-3 and its like: `generate()` leaves out a cache that is true, without a
+        word, where its text becomes longer than `original_max_position_embeddings`."""
+        return self.pass_state.rereads_after is None
+
     def __repr__(self) -> str:
         return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)})"
 

@@ -24,6 +24,7 @@ from h2o import borrowed
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout, states, tensor_parallel
+from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
 from h2o.hf.echo import Echo
 from h2o.hf.layer import H2OLayer
@@ -132,6 +133,7 @@ def read(
     ids, mask = input_ids.to(input_device(model)), mask.bool().to(input_device(model))
     if request is None:
         reader = _Reader(model, ids, mask, 1, progress)
+        reader.check_angles(request)
         echo = Echo(model, mask)
         with echo.recording(reader.layers):
             attention = reader.document(config.policy)
@@ -139,6 +141,7 @@ def read(
         largest = [echo.scores(layer) for layer in reader.layers]
     else:
         reader = _Reader(model, ids, mask, 2, progress)
+        reader.check_angles(request)
         attention = reader.document(config.policy)
         others = _other_layers(reader.cache)
         largest = reader.repetition(request, others)
@@ -169,6 +172,19 @@ class _Reader:
         self.cache = H2OCache(model.config, H2OConfig.full())
         self.layers = [x for x in self.cache.layers if isinstance(x, H2OLayer)]
         self.progress = progress or (lambda done, total: None)
+
+    def check_angles(self, request: Tensor | None) -> None:
+        """Raises Unsupported where the passes would not all have the same rotary angles."""
+        N, angles = self.ids.shape[1], AnglesByLength(self.model)
+        ends = [min(N, begin + CHUNK) for begin in range(0, N, CHUNK)]
+        if request is not None:
+            ends += [N + request.shape[1] + min(N, CHUNK + OVERLAP)]
+        if len({angles.regime(end) for end in ends}) > 1:
+            raise Unsupported(
+                f"the rotary angles of this model change within the {ends[-1]} tokens of this "
+                "reading: read the document into an H2OCache in one forward pass instead"
+            )
+        angles.forget()
 
     def document(self, policy: Policy) -> list[Tensor]:
         """Reads it; scores [B, G, K] of each layer by this policy."""

@@ -25,6 +25,7 @@ from transformers.generation import (
 from h2o.borrowed import with_cache
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
+from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import input_device
 from h2o.hf.positions import positions_after
@@ -86,6 +87,9 @@ class Settings:
     seed: int
     on_token: Callable[[int, int], Any] | None
 
+    def __post_init__(self) -> None:
+        self.angles = AnglesByLength(self.model)
+
     def prompt_ids(self, prompt: Prompt) -> Tensor:
         """Token ids [1, n]."""
         if isinstance(prompt, str) or _is_chat(prompt):
@@ -125,6 +129,7 @@ class Settings:
             more["stop_strings"] = None
         arguments: dict[str, Any] = self.model.generate(
             ids,
+            attention_mask=torch.ones_like(ids),  # a prompt's pad id is a token like any other
             generation_config=settings,
             **with_cache(cache),
             stopping_criteria=criteria,
@@ -240,6 +245,7 @@ class Running:
             forward = continuing(forward)
         if begin or not self.virtual:
             where = positions_after(self.settings.model, begin + self.virtual, ids)
+        self.settings.angles.forget()
         output = forward(
             input_ids=ids,
             use_cache=True,

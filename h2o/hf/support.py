@@ -7,6 +7,7 @@ transformers' own cache has for it, and by the class of the model; no weights ar
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import transformers
@@ -17,7 +18,7 @@ from h2o.errors import Unsupported
 from h2o.hf import latent_attention, model_rotary, shared_keys
 from h2o.hf.layer_kinds import kind_of, layers_of, type_refusal
 
-__all__ = ["Support", "refusal", "supports", "transformers_layers"]
+__all__ = ["Support", "refusal", "rereads_after", "supports", "transformers_layers"]
 
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
@@ -155,6 +156,18 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
             "attention, so there is nothing to evict"
         )
     return layers
+
+
+def rereads_after(config: Any) -> float | None:
+    """Tokens after which `generate()` would read a text anew without its cache, because the angles
+    of all earlier tokens change (Phi-3 with longrope); infinity where they do not; None for a model
+    that keeps its cache."""
+    classes = _model_classes(config)
+    if not classes or not borrowed.drops_cache(classes[0]):
+        return None
+    text = config.get_text_config(decoder=True)
+    is_longrope = (text.rope_parameters or {}).get("rope_type") == "longrope"
+    return text.original_max_position_embeddings if is_longrope else math.inf
 
 
 def refusal(config: Any) -> str | None:

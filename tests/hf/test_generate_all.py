@@ -613,3 +613,16 @@ def test_the_default_model():
         assert result.text == tokenizer.decode(expected, skip_special_tokens=True)
     assert results[0].finish_reason == "stop"
     assert "." in results[0].text
+
+
+def test_a_prompt_with_the_pad_id():
+    """Which is a token like any other: no mask is inferred from it."""
+    ours, text = shared("llama"), [0, 0, 5, 9]
+    settings = GenerationConfig(
+        pad_token_id=0, eos_token_id=7, repetition_penalty=1.3, max_new_tokens=12
+    )
+    ids = torch.tensor([text], device=ours.device)
+    how = {"generation_config": settings, **with_cache(H2OCache(ours.config, CONFIGS["h2o"]))}
+    expected = ours.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, 4:].tolist()
+    (result,) = h2o.generate_all(ours, [text], CONFIGS["h2o"], rows=1, generation_config=settings)
+    assert result.ids == expected
