@@ -28,6 +28,7 @@ from h2o.borrowed import HYBRIDS, window_of
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import cache_file, crop, states
+from h2o.hf.compiled_forward import warn_of_many_graphs
 from h2o.hf.continuation import check_text
 from h2o.hf.from_dynamic_cache import take_over
 from h2o.hf.layer import H2OLayer
@@ -238,6 +239,8 @@ class H2OCache(ReadableCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Called once before a forward pass: the place to notice that the last one broke off."""
         if torch.compiler.is_compiling():
+            if not self.is_compileable:
+                warn_of_many_graphs()
             return super().get_mask_sizes(query_length, layer_idx)
         self.pass_state.refuse_other_thread()
         if not self.is_compileable or self.pass_state.under_way:

@@ -9,8 +9,9 @@ constant size under H2O, so no memory is moved or freed in between: this is cont
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -176,17 +177,26 @@ class _Engine:
         """The request whose prompt is being read"""
 
     def run(self) -> Iterator[Result]:
-        lock = PatchLock("served", unwrapped(self.settings.model), "h2o")
-        lock.acquire(self.settings.model)
-        try:
+        """Between two results, while the caller has its turn, the model has its own attention."""
+        with contextlib.closing(self._results()) as results:
             while True:
-                yield from self._read()
-                if any(self.running):
-                    yield from self._step()
-                elif self.reading is None:
+                lock = PatchLock("served", unwrapped(self.settings.model), "h2o")
+                lock.acquire(self.settings.model)
+                try:
+                    result = next(results, None)
+                finally:
+                    lock.release()
+                if result is None:
                     return
-        finally:
-            lock.release()
+                yield result
+
+    def _results(self) -> Generator[Result, None, None]:
+        while True:
+            yield from self._read()
+            if any(self.running):
+                yield from self._step()
+            elif self.reading is None:
+                return
 
     def _read(self) -> Iterator[Result]:
         """Goes on with the prompt at hand, or begins the next one, if a row is idle: until a row

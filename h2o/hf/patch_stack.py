@@ -7,6 +7,7 @@ and a hook that gives direct forward passes a cache. The patches come and go in 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextvars import ContextVar
 from types import MethodType
@@ -34,6 +35,10 @@ asyncio has a context of its own, a copy of that in which it was made; a thread 
 One that ended in another context may still be among them."""
 
 
+_changing = threading.RLock()
+"""Held while a model's patches come and go. The same thread may come again, as in patch_lock.py."""
+
+
 class PatchStack:
     """All patches of one model, the latest last."""
 
@@ -57,18 +62,22 @@ class PatchStack:
     @classmethod
     def add(cls, patch: Patch) -> None:
         """The first patch changes its model, each one counts from now on."""
-        stack = cls.of(patch.model) or cls(patch.model)
-        stack.patches.append(patch)
+        with _changing:
+            stack = cls.of(patch.model) or cls(patch.model)
+            stack.patches.append(patch)
         if patch.is_block:
             _entered.set((*_open_blocks(), weakref.ref(patch)))
 
     def remove(self, patch: Patch) -> None:
         """Wherever it stands; with the last patch the model has its own methods again."""
-        self.patches.remove(patch)
         if patch.is_block:
-            _entered.set(_open_blocks())
-        if self.patches:
-            return
+            _entered.set(tuple(block for block in _open_blocks() if block() is not patch))
+        with _changing:
+            self.patches.remove(patch)
+            if not self.patches:
+                self._restore()
+
+    def _restore(self) -> None:
         self.hook.remove()
         attributes = self.model.__dict__
         del attributes[_ATTRIBUTE]

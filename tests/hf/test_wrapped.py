@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import GenerationConfig
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, borrowed, disable, enable, patched
 from h2o.borrowed import CACHE, with_cache
+from h2o.hf import compiled_forward
 from tests.hf.tiny import greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
@@ -64,6 +66,7 @@ STEPS = 4
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.compile.model. cannot capture:RuntimeWarning")
 def test_compiled_models():
     plain = model("llama", "sdpa")
     compiled = torch.compile(plain, backend="eager")
@@ -76,6 +79,20 @@ def test_compiled_models():
         assert out[CACHE] is patch.cache
         torch.testing.assert_close(out.logits, logits)
     assert plain.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_model_that_falls_into_many_graphs():
+    compiled_forward._warn_once.cache_clear()
+    ours, (ids,) = model("llama"), prompts(20)
+    compiled = torch.compile(ours, backend="eager")
+    with warnings.catch_warnings(record=True) as raised, torch.no_grad():
+        warnings.simplefilter("always")
+        cache = H2OCache(ours.config, **SMALL)
+        for part in ids.split([18, 1, 1], dim=1):
+            compiled(part, **with_cache(cache))
+    named = [str(x.message) for x in raised if "compileable=True" in str(x.message)]
+    assert len(named) == 1
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
