@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -99,39 +99,57 @@ class NewText(NamedTuple):
     mask: Tensor | None
     """[B, n], 0 at a pad; None: no pads"""
     positions: Tensor | None
-    """[B or 1, Q]; None where the model numbers them itself"""
+    """[B or 1, Q], the first of each token's where it has several; None where the model numbers
+    them itself"""
     is_injected: bool
     """Whether a decode step of `generate()` was given embeddings that are not its own"""
 
 
 def new_text() -> NewText | None:
     """The text of the forward pass whose mask is being made, which transformers does not hand to a
-    cache: from the local variables of its own calls under way.
+    cache: "attention_mask" of the mask function, "position_ids" of the outermost forward().
 
-    "attention_mask" is that of the mask function, "position_ids" that of the outermost forward().
     None where no call has a mask, also in a version that names it otherwise.
     """
     masks, positions, embedded, calls = [], [], False, set()
+    for name, here in _calls_under_way():
+        calls.add(name)
+        masks += [here["attention_mask"]] if "attention_mask" in here else []
+        if "position_ids" in here and (name == "forward" or not positions):
+            positions.append(here["position_ids"])
+        if name == "forward":
+            embedded = here.get("inputs_embeds") is not None
+    if not masks:
+        return None
+    numbers = positions[-1] if positions else None
+    if isinstance(numbers, Tensor) and numbers.ndim == 3:  # of a model that reads images too
+        numbers = numbers[0]
+    said = masks[0], numbers
+    mask, numbers = (x if isinstance(x, Tensor) and x.ndim == 2 else None for x in said)
+    is_step = "generate" in calls and "_prefill" not in calls
+    return NewText(mask, numbers, is_step and embedded and numbers is None)
+
+
+def keeper_of_rope_deltas() -> Any:
+    """The module with the attribute `rope_deltas` that has called a cache; None without one."""
+    for _, here in _calls_under_way():
+        module = here.get("self")
+        for one in (module, getattr(module, "model", None)):
+            if isinstance(one, nn.Module) and "rope_deltas" in vars(one):
+                return one
+    return None
+
+
+def _calls_under_way() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and local variables of each call of transformers that has led here, the latest first."""
     frame = sys._getframe(1)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package.startswith("transformers"):  # transformers_modules: a model's own code
-            here, name = frame.f_locals, frame.f_code.co_name  # callers' would keep tensors alive
-            calls.add(name)
-            masks += [here["attention_mask"]] if "attention_mask" in here else []
-            if "position_ids" in here and (name == "forward" or not positions):
-                positions.append(here["position_ids"])
-            if name == "forward":
-                embedded = here.get("inputs_embeds") is not None
+            yield frame.f_code.co_name, frame.f_locals  # callers' would keep tensors alive
         elif package not in ("h2o", "torch"):
-            break
+            return
         frame = frame.f_back
-    if not masks:
-        return None
-    said = masks[0], positions[-1] if positions else None
-    mask, numbers = (x if isinstance(x, Tensor) and x.ndim == 2 else None for x in said)
-    is_step = "generate" in calls and "_prefill" not in calls
-    return NewText(mask, numbers, is_step and embedded and numbers is None)
 
 
 # ---- Attention functions -------------------------------------------------------------------------
@@ -243,10 +261,8 @@ def window_of(layer: Any) -> Tensor | None:
 def drops_cache(model_class: Any) -> bool:
     """Whether `generate()` of a class leaves out a cache that is true, once the text is longer than
     `original_max_position_embeddings`, and has the model read all of it anew (Phi-3)."""
-    prepare = inspect.unwrap(model_class.prepare_inputs_for_generation)
-    code = getattr(prepare, "__code__", None)
-    name = "original_max_position_embeddings"
-    return code is not None and name in (*code.co_consts, *code.co_names)
+    code = inspect.unwrap(model_class.prepare_inputs_for_generation).__code__
+    return "original_max_position_embeddings" in (*code.co_consts, *code.co_names)
 
 
 def rope_kinds(module: nn.Module) -> dict[str, str]:
@@ -303,18 +319,16 @@ def peft_type(model: Any) -> str:
 def repeats_virtual_tokens(model: Any) -> bool:
     """Whether `generate()` of a PEFT model tuned by prompts puts them before each decode step too:
     where its PEFT does not know the cache by the name that this transformers gives it."""
-    prepare = getattr(type(model), "prepare_inputs_for_generation", None)
-    code = getattr(prepare, "__code__", None)
-    return virtual_tokens(model) > 0 and code is not None and CACHE not in code.co_consts
+    if not virtual_tokens(model):
+        return False
+    return CACHE not in type(model).prepare_inputs_for_generation.__code__.co_consts
 
 
 def virtual_tokens(model: Any) -> int:
     """Number of embeddings that a PEFT model tuned by prompts puts before each text; 0 for any
     other model."""
     config = getattr(model, "active_peft_config", None)
-    if not getattr(config, "is_prompt_learning", False):
-        return 0
-    return int(config.num_virtual_tokens)
+    return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
 
 
 def activates_by_tokens(model: Any) -> bool:

@@ -36,6 +36,7 @@ from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_types import layers_of
 from h2o.hf.pass_state import PassState, columns_left, refuse_broken
 from h2o.hf.readable_cache import ReadableCache
+from h2o.hf.rope_deltas import RopeDeltas
 from h2o.hf.shared_keys import reusing
 from h2o.hf.support import rereads_after, transformers_layers
 from h2o.model_identity import describe
@@ -106,9 +107,9 @@ class H2OCache(ReadableCache):
             config, full_layers, h2o_config, pass_state, trace=trace, compileable=compileable
         )
         pass_state.rereads_after = rereads_after(config)
+        pass_state.rope_deltas = RopeDeltas.of(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
-        self.pass_state = pass_state
-        self.model_shape = describe(config)
+        self.pass_state, self.model_shape = pass_state, describe(config)
 
     @classmethod
     def from_dynamic_cache(
@@ -153,6 +154,7 @@ class H2OCache(ReadableCache):
         """
         converted = cls(config, h2o_config, **parameters)
         take_over(cache, converted.layers, attention_mask)
+        converted.pass_state.rope_deltas.is_known = False
         return converted
 
     def fork(self, rows: int = 1) -> H2OCache:
@@ -234,6 +236,7 @@ class H2OCache(ReadableCache):
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
         loaded.pass_state.copied = True
+        cache_file.put_rope_deltas(loaded.pass_state.rope_deltas, content)
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -248,8 +251,8 @@ class H2OCache(ReadableCache):
         seen = int(self.get_seq_length())
         if query_length == 0:
             raise ValueError(
-                f"no new tokens: the cache has seen {seen}. generate() needs "
-                "input_ids with these and more; for another conversation reset() the cache"
+                f"no new tokens: the cache has seen {seen}. generate() needs input_ids with these "
+                "and more; for another conversation reset() the cache"
             )
         check_text(self, seen, query_length)
         return super().get_mask_sizes(query_length, layer_idx)
@@ -340,8 +343,7 @@ class H2OCache(ReadableCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer. Raises ValueError for a layer that is not of this model,
-        else as `H2OLayer.update`."""
+        """Called by each attention layer. Raises as `H2OLayer.update`, and for a layer too many."""
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer {layer_idx} was given a cache of {len(self.layers)} layers: "
@@ -385,6 +387,7 @@ class H2OCache(ReadableCache):
 
     def _each_layer(self, method: str, argument: Any, change: Callable[[Tensor], Tensor]) -> None:
         """Changes the rows, of states too, which transformers forgets."""
+        self.pass_state.rope_deltas.change_rows(change)
         for layer in self.layers:
             if kind_of(layer) != "states":
                 getattr(layer, method)(argument)

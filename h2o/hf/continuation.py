@@ -19,7 +19,7 @@ from torch import Tensor
 from h2o.borrowed import NewText, new_text
 from h2o.errors import Unsupported
 from h2o.hf.layer import H2OLayer
-from h2o.hf.pass_state import WITHOUT_CACHE
+from h2o.hf.pass_state import WITHOUT_CACHE, PassState
 
 __all__ = ["check_text"]
 
@@ -39,13 +39,13 @@ def check_text(cache: Any, seen: int, new: int) -> None:
     pass_state.check_angles(seen, new)
     text = new_text()
     if text is not None and seen:
-        _check_continuation(cache.layers, seen, text, new, pass_state.skips_pads)
+        _check_continuation(cache.layers, pass_state, seen, text, new)
     elif text is not None:
         pass_state.skips_pads = _skips_pads(text, new)
 
 
 def _check_continuation(
-    layers: Sequence[Any], seen: int, text: NewText, new: int, skips_pads: bool
+    layers: Sequence[Any], pass_state: PassState, seen: int, text: NewText, new: int
 ) -> None:
     if text.is_injected:
         raise Unsupported(
@@ -59,12 +59,13 @@ def _check_continuation(
     if lengths is not None:
         if text.mask is not None and text.mask.shape == (len(lengths), seen + new):
             _check_mask(text.mask.bool(), lengths, seen)
-        elif text.mask is None and skips_pads:
+        elif text.mask is None and pass_state.skips_pads:
             _check_no_pads(lengths, seen)
     elif text.mask is None:  # no row has pads
         lengths = torch.tensor([seen], device="cpu")
     if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
-        _check_positions(text, lengths, seen, new, zero_is_free=_is_rolled(layers))
+        least = lengths + pass_state.rope_deltas.least
+        _check_positions(text, least, seen, new, zero_is_free=_is_rolled(layers))
 
 
 def _skips_pads(text: NewText, new: int) -> bool:
@@ -113,12 +114,13 @@ def _check_mask(mask: Tensor, lengths: Tensor, seen: int) -> None:
 
 
 def _check_positions(
-    text: NewText, lengths: Tensor, seen: int, new: int, *, zero_is_free: bool
+    text: NewText, least: Tensor, seen: int, new: int, *, zero_is_free: bool
 ) -> None:
-    """`zero_is_free`: whether positions of 0 leave it to the cache where tokens stand."""
-    B = max(len(lengths), len(text.positions))
-    positions, lengths = text.positions.expand(B, -1).to(lengths.device), lengths.expand(B)
-    late = positions >= lengths[:, None]
+    """`least`: [B or 1], where new tokens may begin. `zero_is_free`: whether positions of 0 leave
+    it to the cache where tokens stand."""
+    B = max(len(least), len(text.positions))
+    positions, least = text.positions.expand(B, -1).to(least.device), least.expand(B)
+    late = positions >= least[:, None]
     if text.mask is not None:
         late |= ~text.mask[:, -new:].bool().to(late.device)
     if bool(late.all()) or (zero_is_free and not positions.any()):
@@ -128,7 +130,7 @@ def _check_positions(
     row = int((~late).any(1).nonzero()[0])
     raise ValueError(
         f"the cache has seen {seen} tokens, and the new ones begin at position "
-        f"{int(positions[row][~late[row]][0])} of row {row}, where {int(lengths[row])} were "
+        f"{int(positions[row][~late[row]][0])} of row {row}, where {int(least[row])} were "
         "expected at least. input_ids must be everything seen so far, followed by new tokens. To "
         "ask something else call cache.reset(), or use a new H2OCache or h2o.patched()."
     )

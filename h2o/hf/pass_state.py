@@ -17,6 +17,7 @@ import torch
 
 from h2o.borrowed import CROPS_TO_LENGTH
 from h2o.hf.layer_kinds import has_states, kind_of
+from h2o.hf.rope_deltas import RopeDeltas
 
 __all__ = ["WITHOUT_CACHE", "PassState", "columns_left", "refuse_broken"]
 
@@ -64,6 +65,7 @@ class PassState:
         """Whether this is a copy: then all tokens seen before count as a whole prompt."""
         self.rereads_after: float | None = None
         """See `h2o.hf.support.rereads_after`"""
+        self.rope_deltas = RopeDeltas()
         self.skips_pads = False
         """Whether the model counted the positions of the prompt without its padding"""
         self.by_row = False
@@ -90,14 +92,14 @@ class PassState:
         """A layer has stored its new keys; after the last one the pass is over."""
         self.waiting = None
         if layer == self.last:
-            self.leave()
+            self._end()
 
     def states_of(self, layer: int) -> None:
         """To be called before a layer's states change, as `enter` is before it gets new keys."""
         if layer != self.last:
             self.enter()
         elif self._ends_in_states:
-            self.leave()
+            self._end()
 
     def refuse_parted_states(self) -> None:
         """Between two passes: RuntimeError where the last one did not come to its end, and some
@@ -138,9 +140,15 @@ class PassState:
         """Ends the pass that is under way, if any."""
         self._thread = None
 
+    def _end(self) -> None:
+        """The pass has come to its end."""
+        self.leave()
+        self.rope_deltas.end()
+
     def reset(self) -> None:
         """As of a new cache whose prompt may have any length."""
         self.leave()
+        self.rope_deltas.reset()
         self.copied = False
         self.prompt_length = None
 

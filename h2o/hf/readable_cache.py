@@ -42,6 +42,12 @@ class ReadableCache(Cache):
         word, where its text becomes longer than `original_max_position_embeddings`."""
         return self.pass_state.rereads_after is None
 
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Columns seen. A model that keeps a number beside the cache asks before it uses it."""
+        seen = super().get_seq_length(layer_idx)
+        self.pass_state.rope_deltas.begin(seen)
+        return seen
+
     def __repr__(self) -> str:
         return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)})"
 

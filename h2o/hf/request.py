@@ -244,7 +244,8 @@ class Running:
         if begin:
             forward = continuing(forward)
         if begin or not self.virtual:
-            where = positions_after(self.settings.model, begin + self.virtual, ids)
+            seen = begin + self.virtual + self.cache.pass_state.rope_deltas.offset
+            where = positions_after(self.settings.model, seen, ids)
         self.settings.angles.forget()
         output = forward(
             input_ids=ids,

@@ -55,6 +55,8 @@ class RowBatch:
                 )
         self.tokens = [0] * rows
         """Seen by each row; 0: idle"""
+        self.offsets = [0] * rows
+        """What each row's next position is beyond its number of tokens"""
         self._chosen: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
         self.angles = AnglesByLength(model)
@@ -71,6 +73,7 @@ class RowBatch:
             ValueError: a cache of several rows, or with another kind of slots.
         """
         self.tokens[row] = int(joining.get_seq_length())
+        self.offsets[row] = joining.pass_state.rope_deltas.offset
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):
             if isinstance(layer, H2OLayer):
                 layer.take_row(row, other, len(self.tokens), max(self.tokens))
@@ -115,7 +118,10 @@ class RowBatch:
 
     def _forward(self, forward: Any, ids: list[int], rows: list[int], mask: Any = None) -> Tensor:
         """Logits [len(rows), vocabulary]."""
-        device, places = input_device(self.model), [[self.tokens[row]] for row in rows]
+        device, places = (
+            input_device(self.model),
+            [[self.tokens[row] + self.offsets[row]] for row in rows],
+        )
         places = torch.tensor(places, dtype=torch.long, device=device)
         output = forward(
             input_ids=torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
