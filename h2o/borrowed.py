@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,66 @@ def compile_everywhere(compile_config: Any) -> None:
 
 CROPS_TO_LENGTH = accepts(DynamicCache.crop, "max_length")
 """Whether `Cache.crop` takes the length to keep, as it did before 5.16, unless it is negative."""
+
+
+class NewText(NamedTuple):
+    """What the caller of a forward pass says of its tokens."""
+
+    mask: Tensor | None
+    """[B, n], 0 at a pad; None: no pads"""
+    positions: Tensor | None
+    """[B or 1, Q], the first of each token's where it has several; None where the model numbers
+    them itself"""
+    is_injected: bool
+    """Whether a decode step of `generate()` was given embeddings that are not its own"""
+
+
+def new_text() -> NewText | None:
+    """The text of the forward pass whose mask is being made, which transformers does not hand to a
+    cache: "attention_mask" of the mask function, "position_ids" of the outermost forward().
+
+    None where no call has a mask, also in a version that names it otherwise.
+    """
+    masks, positions, embedded, calls = [], [], False, set()
+    for name, here in _calls_under_way():
+        calls.add(name)
+        masks += [here["attention_mask"]] if "attention_mask" in here else []
+        if "position_ids" in here and (name == "forward" or not positions):
+            positions.append(here["position_ids"])
+        if name == "forward":
+            embedded = here.get("inputs_embeds") is not None
+    if not masks:
+        return None
+    numbers = positions[-1] if positions else None
+    if isinstance(numbers, Tensor) and numbers.ndim == 3:  # of a model that reads images too
+        numbers = numbers[0]
+    said = masks[0], numbers
+    mask, numbers = (x if isinstance(x, Tensor) and x.ndim == 2 else None for x in said)
+    is_step = "generate" in calls and "_prefill" not in calls
+    return NewText(mask, numbers, is_step and embedded and numbers is None)
+
+
+def keeper_of_rope_deltas() -> Any:
+    """The module with the attribute `rope_deltas` that has called a cache; None without one."""
+    for _, here in _calls_under_way():
+        module = here.get("self")
+        for one in (module, getattr(module, "model", None)):
+            if isinstance(one, nn.Module) and "rope_deltas" in vars(one):
+                return one
+    return None
+
+
+def _calls_under_way() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and local variables of each call of transformers that has led here, the latest first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package.startswith("transformers"):  # transformers_modules: a model's own code
+            yield frame.f_code.co_name, frame.f_locals  # callers' would keep tensors alive
+        elif package not in ("h2o", "torch"):
+            return
+        frame = frame.f_back
+
 
 # ---- Attention functions -------------------------------------------------------------------------
 
@@ -221,6 +281,40 @@ def window_of(layer: Any) -> Tensor | None:
     return getattr(layer, "_sliding_window_tensor", None)
 
 
+def drops_cache(model_class: Any) -> bool:
+    """Whether `generate()` of a class leaves out a cache that is true, once the text is longer than
+    `original_max_position_embeddings`, and has the model read all of it anew (Phi-3)."""
+    code = inspect.unwrap(model_class.prepare_inputs_for_generation).__code__
+    return "original_max_position_embeddings" in (*code.co_consts, *code.co_names)
+
+
+def rope_kinds(module: nn.Module) -> dict[str, str]:
+    """Kind of rotary embedding, such as "longrope", of a module that makes rotary angles, by the
+    prefix of its attributes, one for each type of layers; {} for any other module."""
+    kinds = getattr(module, "rope_type", None)
+    if isinstance(kinds, dict):
+        return {f"{layer_type}_": kind for layer_type, kind in kinds.items()}
+    return {"": kinds} if isinstance(kinds, str) else {}
+
+
+def original_length(module: nn.Module, prefix: str) -> int:
+    """Tokens up to which a module's angles are those that it began with; `prefix` as in
+    `rope_kinds`."""
+    parameters = module.config.rope_parameters
+    parameters = parameters.get(prefix.removesuffix("_"), parameters)
+    if rope_kinds(module)[prefix] == "longrope":
+        return int(parameters["original_max_position_embeddings"])
+    return int(module.original_max_seq_len)
+
+
+def forget_longest(module: nn.Module, prefix: str) -> None:
+    """Undo what a module of the kind "dynamic" remembers of the longest text that it has seen."""
+    module.register_buffer(
+        f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False
+    )
+    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
 # ---- Wrappers: PEFT, torch.compile, accelerate ---------------------------------------------------
 
 
@@ -310,16 +404,25 @@ def peft_type(model: Any) -> str:
 
 
 def repeats_virtual_tokens(model: Any) -> bool:
-    """Whether PEFT's prompt tuning puts its virtual tokens before every decode step too.
-
-    PEFT up to 0.21.2 looks for the cache under its name before transformers 5.24, and does not find
-    it under the new one: generate() is then wrong with any cache.
-    """
-    if CACHE == "past_key_values" or not hasattr(model, "get_base_model"):
-        return False
-    if not getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    """Whether `generate()` of a PEFT model tuned by prompts puts them before each decode step too:
+    where its PEFT does not know the cache by the name that this transformers gives it."""
+    if not virtual_tokens(model):
         return False
     return CACHE not in type(model).prepare_inputs_for_generation.__code__.co_consts
+
+
+def num_virtual_tokens(model: Any) -> int:
+    """Number of embeddings that a PEFT model tuned by prompts puts before each text; 0 for any
+    other model."""
+    config = getattr(model, "active_peft_config", None)
+    return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
+
+
+def activates_by_tokens(model: Any) -> bool:
+    """Whether an adapter is switched on by tokens of the prompt (aLoRA), which PEFT looks for in
+    the input of each call."""
+    configs = getattr(model, "peft_config", {})
+    return any(getattr(x, "alora_invocation_tokens", None) for x in configs.values())
 
 
 def is_offloaded(module: nn.Module) -> bool:

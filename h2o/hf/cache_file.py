@@ -25,11 +25,12 @@ from h2o.hf import tensor_parallel
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_state import State, restore, state_of
+from h2o.hf.rope_deltas import RopeDeltas
 from h2o.model_identity import describe, difference, record, record_difference
 from h2o.packages import version
 from h2o.profile import Profile
 
-__all__ = ["device_of", "fill", "read", "write"]
+__all__ = ["device_of", "fill", "put_rope_deltas", "read", "write"]
 
 KIND = "h2o cache"
 LAYOUT = 2
@@ -51,6 +52,7 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "settings": _settings(cache),
             "prompt_length": cache.pass_state.prompt_length,
             "layers": [state.numbers for state in states],
+            **_rope_deltas(cache.pass_state.rope_deltas),
         }
     )
     tensors = {
@@ -130,6 +132,19 @@ def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor])
             restore(layer, State(of_layer, numbers))
         except (KeyError, TypeError) as error:
             raise ValueError(f"layer {index} was written by another version: {error}") from error
+
+
+def _rope_deltas(deltas: RopeDeltas) -> dict[str, Any]:
+    if not deltas.is_known:
+        return {}
+    return {"rope_deltas": None if deltas.number is None else deltas.number.tolist()}
+
+
+def put_rope_deltas(deltas: RopeDeltas, content: dict[str, Any]) -> None:
+    """Gives a loaded cache the number that its model kept beside it; unknown in an early file."""
+    deltas.is_known = "rope_deltas" in content
+    if (number := content.get("rope_deltas")) is not None:
+        deltas.number = torch.tensor(number, device="cpu")
 
 
 def _with_part(state: State, cache: Any, model: Any) -> State:

@@ -37,7 +37,7 @@ from h2o.hf.crop import NO_RECORD, LastPass
 from h2o.hf.layer_contents import LayerContents
 from h2o.hf.layer_state import restore, state_of
 from h2o.hf.one_budget import Budgets, OneBudget, Prompt
-from h2o.hf.pass_state import PassState, columns_left
+from h2o.hf.pass_state import WITHOUT_CACHE, PassState, columns_left
 from h2o.hf.slot_layout import Capacity
 from h2o.policy import Policy
 
@@ -170,10 +170,7 @@ class H2OLayer(LayerContents):
         if call.use_cache is False and (
             0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
         ):
-            raise ValueError(
-                "use_cache=False with an H2OCache: generate() then feeds the whole text again for "
-                "each token; give one of the two only"
-            )
+            raise ValueError(WITHOUT_CACHE)
         call.refuse_training()
 
     def _in_form_of_store(

@@ -24,12 +24,14 @@ from h2o import borrowed
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout, states, tensor_parallel
+from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
 from h2o.hf.echo import Echo
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states
 from h2o.hf.patch_lock import input_device
 from h2o.hf.pruning import RECENT, pruned
+from h2o.hf.tuned_prompts import check_no_tuned_prompt
 from h2o.policy import Policy
 
 if TYPE_CHECKING:
@@ -106,8 +108,8 @@ def read(
         The cache: save, fork and ask it as any other.
 
     Raises:
-        Unsupported: cache-relative positions; a model that is cut over several processes, or that
-            "echo" does not serve.
+        Unsupported: cache-relative positions; prompt tuning; a model that is cut over several
+            processes, or that "echo" does not serve.
         ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range;
             another `scored_by`; a document that leaves none of the model's positions for its
             repetition.
@@ -118,6 +120,7 @@ def read(
         by_attention = 0.5 if scored_by == "repeat" else 0.0
     if not 0 <= by_attention <= 1:
         raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
+    check_no_tuned_prompt(model, "h2o.read")
     config = one_config(h2o_config, parameters).for_model(model)
     if config.positions != "original":
         raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')
@@ -131,6 +134,7 @@ def read(
     ids, mask = input_ids.to(input_device(model)), mask.bool().to(input_device(model))
     if request is None:
         reader = _Reader(model, ids, mask, 1, progress)
+        reader.check_angles(request)
         echo = Echo(model, mask)
         with echo.recording(reader.layers):
             attention = reader.document(config.policy)
@@ -139,6 +143,7 @@ def read(
     else:
         reader = _Reader(model, ids, mask, 2, progress)
         reader.columns_repeated(request.shape[1])  # which may refuse
+        reader.check_angles(request)
         attention = reader.document(config.policy)
         others = _other_layers(reader.cache)
         largest = reader.repetition(request, others)
@@ -177,6 +182,19 @@ class _Reader:
         self.cache = H2OCache(model.config, H2OConfig.full())
         self.layers = [x for x in self.cache.layers if isinstance(x, H2OLayer)]
         self.progress = progress or (lambda done, total: None)
+
+    def check_angles(self, request: Tensor | None) -> None:
+        """Raises Unsupported where the passes would not all have the same rotary angles."""
+        N, angles = self.ids.shape[1], AnglesByLength(self.model)
+        ends = [min(N, begin + CHUNK) for begin in range(0, N, CHUNK)]
+        if request is not None:
+            ends += [N + request.shape[1] + min(N, CHUNK + OVERLAP)]
+        if len({angles.regime(end) for end in ends}) > 1:
+            raise Unsupported(
+                f"the rotary angles of this model change within the {ends[-1]} tokens of this "
+                "reading: read the document into an H2OCache in one forward pass instead"
+            )
+        angles.forget()
 
     def document(self, policy: Policy) -> list[Tensor]:
         """Reads it; scores [B, G, K] of each layer by this policy."""

@@ -7,6 +7,7 @@ transformers' own cache has for it, and by the class of the model; no weights ar
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from typing import Any
 
@@ -22,7 +23,7 @@ from h2o.hf.other_heads import width_of
 from h2o.hf.shared_keys import reusing
 from h2o.model_identity import latent_row
 
-__all__ = ["Support", "config_of", "refusal", "supports", "transformers_layers"]
+__all__ = ["Support", "config_of", "refusal", "rereads_after", "supports", "transformers_layers"]
 
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
@@ -190,6 +191,18 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
             "attention, so there is nothing to evict"
         )
     return layers
+
+
+def rereads_after(config: Any) -> float | None:
+    """Tokens after which `generate()` would read a text anew without its cache, because the angles
+    of all earlier tokens change (Phi-3 with longrope); infinity where they do not; None for a model
+    that keeps its cache."""
+    classes = _model_classes(config)
+    if not classes or not borrowed.drops_cache(classes[0]):
+        return None
+    text = config.get_text_config(decoder=True)
+    is_longrope = (text.rope_parameters or {}).get("rope_type") == "longrope"
+    return text.original_max_position_embeddings if is_longrope else math.inf
 
 
 def refusal(config: Any) -> str | None:
