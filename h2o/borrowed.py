@@ -10,8 +10,9 @@ the `import` statements below needs and that a later version has moved is an Imp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,66 @@ def compile_everywhere(compile_config: Any) -> None:
 CROPS_TO_LENGTH = accepts(DynamicCache.crop, "max_length")
 """Whether `Cache.crop` takes the length to keep, as it did before 5.16, unless it is negative."""
 
+
+class NewText(NamedTuple):
+    """What the caller of a forward pass says of its tokens."""
+
+    mask: Tensor | None
+    """[B, n], 0 at a pad; None: no pads"""
+    positions: Tensor | None
+    """[B or 1, Q], the first of each token's where it has several; None where the model numbers
+    them itself"""
+    is_injected: bool
+    """Whether a decode step of `generate()` was given embeddings that are not its own"""
+
+
+def new_text() -> NewText | None:
+    """The text of the forward pass whose mask is being made, which transformers does not hand to a
+    cache: "attention_mask" of the mask function, "position_ids" of the outermost forward().
+
+    None where no call has a mask, also in a version that names it otherwise.
+    """
+    masks, positions, embedded, calls = [], [], False, set()
+    for name, here in _calls_under_way():
+        calls.add(name)
+        masks += [here["attention_mask"]] if "attention_mask" in here else []
+        if "position_ids" in here and (name == "forward" or not positions):
+            positions.append(here["position_ids"])
+        if name == "forward":
+            embedded = here.get("inputs_embeds") is not None
+    if not masks:
+        return None
+    numbers = positions[-1] if positions else None
+    if isinstance(numbers, Tensor) and numbers.ndim == 3:  # of a model that reads images too
+        numbers = numbers[0]
+    said = masks[0], numbers
+    mask, numbers = (x if isinstance(x, Tensor) and x.ndim == 2 else None for x in said)
+    is_step = "generate" in calls and "_prefill" not in calls
+    return NewText(mask, numbers, is_step and embedded and numbers is None)
+
+
+def keeper_of_rope_deltas() -> Any:
+    """The module with the attribute `rope_deltas` that has called a cache; None without one."""
+    for _, here in _calls_under_way():
+        module = here.get("self")
+        for one in (module, getattr(module, "model", None)):
+            if isinstance(one, nn.Module) and "rope_deltas" in vars(one):
+                return one
+    return None
+
+
+def _calls_under_way() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and local variables of each call of transformers that has led here, the latest first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package.startswith("transformers"):  # transformers_modules: a model's own code
+            yield frame.f_code.co_name, frame.f_locals  # callers' would keep tensors alive
+        elif package not in ("h2o", "torch"):
+            return
+        frame = frame.f_back
+
+
 # ---- Attention functions -------------------------------------------------------------------------
 
 
@@ -118,6 +179,13 @@ def register_attention(name: str, function: Any, mask_function: Any) -> None:
 
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, mask_function)
+
+
+def adds_to_causal(mask_function: Callable[..., bool]) -> bool:
+    """Whether a mask function is one of `or_masks`, which lets tokens see more than causal ones, as
+    those of images do. Under another name a mask that adds nothing is not taken for a causal one.
+    """
+    return mask_function.__qualname__.startswith("or_masks.")
 
 
 def unregister_attention(name: str) -> None:
@@ -213,6 +281,40 @@ def window_of(layer: Any) -> Tensor | None:
     return getattr(layer, "_sliding_window_tensor", None)
 
 
+def drops_cache(model_class: Any) -> bool:
+    """Whether `generate()` of a class leaves out a cache that is true, once the text is longer than
+    `original_max_position_embeddings`, and has the model read all of it anew (Phi-3)."""
+    code = inspect.unwrap(model_class.prepare_inputs_for_generation).__code__
+    return "original_max_position_embeddings" in (*code.co_consts, *code.co_names)
+
+
+def rope_kinds(module: nn.Module) -> dict[str, str]:
+    """Kind of rotary embedding, such as "longrope", of a module that makes rotary angles, by the
+    prefix of its attributes, one for each type of layers; {} for any other module."""
+    kinds = getattr(module, "rope_type", None)
+    if isinstance(kinds, dict):
+        return {f"{layer_type}_": kind for layer_type, kind in kinds.items()}
+    return {"": kinds} if isinstance(kinds, str) else {}
+
+
+def original_length(module: nn.Module, prefix: str) -> int:
+    """Tokens up to which a module's angles are those that it began with; `prefix` as in
+    `rope_kinds`."""
+    parameters = module.config.rope_parameters
+    parameters = parameters.get(prefix.removesuffix("_"), parameters)
+    if rope_kinds(module)[prefix] == "longrope":
+        return int(parameters["original_max_position_embeddings"])
+    return int(module.original_max_seq_len)
+
+
+def forget_longest(module: nn.Module, prefix: str) -> None:
+    """Undo what a module of the kind "dynamic" remembers of the longest text that it has seen."""
+    module.register_buffer(
+        f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False
+    )
+    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
 # ---- Wrappers: PEFT, torch.compile, accelerate ---------------------------------------------------
 
 
@@ -230,6 +332,70 @@ def compiled_model(model: Any) -> Any:
     return model
 
 
+def innermost_model(model: Any) -> Any:
+    """The model inside all wrappers."""
+    while (inner := inner_model(model)) is not None:
+        model = inner
+    return model
+
+
+ADAPTED = ("base_layer", "original_module", "token_adapter")
+"""Attributes by which PEFT's layers hold the layer that they have taken the place of."""
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a module is a layer of PEFT's, which has another one inside."""
+    return hasattr(type(module), "adapter_layer_names")
+
+
+def adapter_fields(layer: Any) -> set[str]:
+    """Attributes of a layer of PEFT's that hold weights of adapters, by the adapters' names."""
+    names = (*layer.adapter_layer_names, *layer.other_param_names)
+    return {name.partition(".")[0] for name in names}
+
+
+def adapters_at_work(layer: Any) -> tuple[str, ...]:
+    """Names of the adapters that a layer of PEFT's adds to the one inside: not those that are
+    switched off, and none once some were merged into that."""
+    if layer.disable_adapters or layer.merged_adapters:
+        return ()
+    return tuple(layer.active_adapters)
+
+
+def adapter_scale(layer: Any, adapter: str) -> float:
+    """By what a layer of PEFT's multiplies an adapter, 1 for a method that has no such number."""
+    scales = getattr(layer, "scaling", None)
+    return float(scales.get(adapter, 1.0)) if isinstance(scales, dict) else 1.0
+
+
+def virtual_tokens(model: Any) -> tuple[nn.Module, ...]:
+    """What makes the tokens that PEFT puts before each text (prompt tuning and its like); nothing
+    where there are none or they are switched off."""
+    found: list[nn.Module] = []
+    while model is not None:
+        encoders = getattr(model, "prompt_encoder", {}) if hasattr(model, "peft_config") else {}
+        if not getattr(model, "_adapters_disabled", False):
+            found += [encoders[x] for x in model_adapters(model) if x in encoders]
+        model = inner_model(model)
+    return tuple(found)
+
+
+def model_adapters(model: Any) -> tuple[str, ...]:
+    """Names of the adapters that a PEFT model has made active."""
+    active = getattr(model, "active_adapter", ())
+    if not hasattr(model, "get_base_model"):
+        return ()
+    return (active,) if isinstance(active, str) else tuple(active)
+
+
+def saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters of a module itself, and those of its buffers that are saved with them."""
+    passing = module._non_persistent_buffers_set
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *((name, x) for name, x in buffers if name not in passing)]
+
+
 def peft_type(model: Any) -> str:
     """Method of the active adapter of a PEFT model, such as "LORA"; "" of any other model."""
     return str(getattr(getattr(model, "active_peft_config", None), "peft_type", "")).rpartition(
@@ -238,16 +404,25 @@ def peft_type(model: Any) -> str:
 
 
 def repeats_virtual_tokens(model: Any) -> bool:
-    """Whether PEFT's prompt tuning puts its virtual tokens before every decode step too.
-
-    PEFT up to 0.21.2 looks for the cache under its name before transformers 5.24, and does not find
-    it under the new one: generate() is then wrong with any cache.
-    """
-    if CACHE == "past_key_values" or not hasattr(model, "get_base_model"):
-        return False
-    if not getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    """Whether `generate()` of a PEFT model tuned by prompts puts them before each decode step too:
+    where its PEFT does not know the cache by the name that this transformers gives it."""
+    if not virtual_tokens(model):
         return False
     return CACHE not in type(model).prepare_inputs_for_generation.__code__.co_consts
+
+
+def num_virtual_tokens(model: Any) -> int:
+    """Number of embeddings that a PEFT model tuned by prompts puts before each text; 0 for any
+    other model."""
+    config = getattr(model, "active_peft_config", None)
+    return config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
+
+
+def activates_by_tokens(model: Any) -> bool:
+    """Whether an adapter is switched on by tokens of the prompt (aLoRA), which PEFT looks for in
+    the input of each call."""
+    configs = getattr(model, "peft_config", {})
+    return any(getattr(x, "alora_invocation_tokens", None) for x in configs.values())
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -273,6 +448,17 @@ def device_mesh(module: nn.Module) -> Any:
 def tensor_version(tensor: Tensor) -> int:
     """A number that rises whenever a tensor is written to in place."""
     return tensor._version
+
+
+def calls_a_module(thread: int) -> bool:
+    """Whether a thread is amid a call of a module, and not after an error that has ended that, be
+    it that the thread goes on."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def mark_static_address(tensor: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 from h2o import cli
 
 pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file
 
 from tests.hf.tiny import needs_compiler
 from tests.test_cli import DEADLINE, tiny  # noqa: F401
@@ -67,6 +70,38 @@ def test_a_second_run_goes_on(files):
     assert output.read_bytes() == before
     assert cli.main([*command, "--sinks", "2"]) == 1  # would mix two settings in one file
     assert output.read_bytes() == before
+
+
+def test_prompts_that_have_changed(files, tmp_path, capsys):
+    """Their old answers are not taken for theirs, nor those of another model at the same path."""
+    command, prompts, output = files
+    assert cli.main(command) == 0
+    before, lines = output.read_bytes(), prompts.read_text("utf-8")
+    for old, new in (
+        ('"a text"', '"a test"'),
+        ('"max_new_tokens": 3', '"max_new_tokens": 4'),
+        ('"seed": 1', '"seed": 2'),
+    ):
+        prompts.write_text(lines.replace(old, new), "utf-8")
+        assert cli.main(command) == 1
+        assert "answers to other prompts under the ids" in capsys.readouterr().err
+        assert output.read_bytes() == before
+    prompts.write_text(lines + '{"id": "new", "prompt": "One more"}\n', "utf-8")
+    assert cli.main(command) == 0  # a line that was added
+    prompts.write_text('{"id": "b", "max_new_tokens": 3, "prompt": "Another one, longer than the '
+                       'first."}\n', "utf-8")  # fmt: skip
+    assert cli.main(command) == 0  # lines that were taken away
+    assert len(answers(output)) == 5
+    other = tmp_path / "model"
+    shutil.copytree(command[2], other)
+    command[2] = str(other)
+    command[6] = str(tmp_path / "again.jsonl")
+    assert cli.main(command) == 0
+    weights = load_file(other / "model.safetensors")
+    save_file({name: -x for name, x in weights.items()}, other / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    assert cli.main(command) == 1
+    assert "another model" in capsys.readouterr().err
 
 
 @needs_compiler

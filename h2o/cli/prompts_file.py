@@ -4,7 +4,8 @@ A line of the file is a text, a list of messages (a chat), or an object with `pr
 and, as it likes, `id`, `max_new_tokens` and `seed`. A line of the output is an object with `id` (by
 default the number of the line, from 0), `text`, `finish_reason` and numbers, in the order in which
 answers are complete. A second run goes on where the first one was killed: an id that has its line
-is not answered again.
+is not answered again. A line carries digests of its prompt and of the settings; an answer to
+another prompt than the file has now is an error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, make_writable
+from h2o.model_identity import of_files
 
 if TYPE_CHECKING:
     from h2o.hf.request import Result
@@ -38,6 +40,11 @@ class Line(NamedTuple):
     prompt: Any
     max_new_tokens: int | None
     seed: int | None
+
+    @property
+    def digest(self) -> str:
+        """What the answer depends on beside the settings."""
+        return _sha256([self.prompt, self.max_new_tokens, self.seed])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +105,8 @@ def run(options: argparse.Namespace) -> int:
     progress, output = Progress(), Path(options.output)
     make_writable(output.parent)
     settings = _digest(options)
-    done = _done(output, settings)
+    done = _done(output, settings, {line.id: line.digest for line in options.lines})
+    numbers = {line.id: number for number, line in enumerate(options.lines)}
     lines = [line for line in options.lines if line.id not in done]
     if done:
         progress.say(f"{len(done)} of {len(options.lines)} answers are there")
@@ -115,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
             if options.chat and isinstance(line.prompt, str)
             else line.prompt,
             max_new_tokens=line.max_new_tokens,
-            seed=line.seed,
+            seed=numbers[line.id] if line.seed is None else line.seed,
         )
         for line in lines
     ]
@@ -137,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
                 ),
                 start=1,
             ):
-                answer = _answer(lines[result.index].id, result, settings)
+                answer = _answer(lines[result.index], result, settings)
                 file.write(_as_line(answer))
                 file.flush()
                 failed += result.error is not None
@@ -187,21 +195,27 @@ def _line(number: int, content: Any) -> Line:
 
 
 def _digest(options: argparse.Namespace) -> str:
-    """Of what answers depend on beside their prompt."""
-    facts = [asdict(options.config), options.model, options.dtype, options.max_new_tokens]
-    text = json.dumps([*facts, options.chat], default=str)
+    """Of what answers depend on beside their prompt: another model may lie at the same path."""
+    lying = of_files([options.model]) if options.model else ""
+    facts = [asdict(options.config), options.model, lying, options.dtype, options.max_new_tokens]
+    return _sha256([*facts, options.chat])
+
+
+def _sha256(facts: Any) -> str:
+    text = json.dumps(facts, default=str, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _answer(name: str | int, result: Result, settings: str) -> dict[str, Any]:
+def _answer(line: Line, result: Result, settings: str) -> dict[str, Any]:
     answer = {
-        "id": name,
+        "id": line.id,
         "text": result.text,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.ids),
         **result.report,
         "settings": settings,
+        "prompt": line.digest,
     }
     return answer if result.error is None else {**answer, "error": str(result.error)}
 
@@ -210,11 +224,14 @@ def _as_line(answer: dict[str, Any]) -> str:
     return json.dumps(answer, ensure_ascii=False) + "\n"
 
 
-def _done(output: Path, settings: str) -> set[str | int]:
+def _done(output: Path, settings: str, prompts: dict[str | int, str]) -> set[str | int]:
     """The ids that have an answer. What a killed run wrote of its last line is cut off; a prompt
     that could not be read is tried again.
 
-    Raises: UserError for a file of other settings, or of another kind.
+    Args:
+        prompts: digests by id.
+
+    Raises: UserError for a file of other settings or prompts, or of another kind.
     """
     if not output.exists():
         return set()
@@ -224,7 +241,7 @@ def _done(output: Path, settings: str) -> set[str | int]:
     try:
         answers = [json.loads(line) for line in complete_lines.decode().split("\n") if line]
         others = {answer["settings"] for answer in answers} - {settings}
-        done = {answer["id"] for answer in answers if answer["finish_reason"] != "error"}
+        done = {x["id"]: x["prompt"] for x in answers if x["finish_reason"] != "error"}
     except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
         raise UserError(f"{output} holds no answers of `h2o generate --prompts`") from error
     if others:
@@ -232,8 +249,14 @@ def _done(output: Path, settings: str) -> set[str | int]:
             f"{output} has answers of another model, config or length: name another --output, or "
             "remove it"
         )
+    if changed := [name for name in done if prompts.get(name, done[name]) != done[name]]:
+        ids = ", ".join(map(repr, changed[:5])) + ", ..." * (len(changed) > 5)
+        raise UserError(
+            f"{output} has answers to other prompts under the ids {ids}: name another --output, or "
+            "give prompts that have changed ids of their own"
+        )
     good = [answer for answer in answers if answer["finish_reason"] != "error"]
     if len(complete_lines) < len(content) or len(good) < len(answers):
         with atomic_write(output) as draft:
             draft.write_text("".join(map(_as_line, good)), "utf-8")
-    return done
+    return set(done)

@@ -35,8 +35,10 @@ from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluate.questions import question_tokens
 from h2o.evaluate.setting import Setting, from_config, from_options
 from h2o.former_names import accepts_former
+from h2o.hf.angles import AnglesByLength
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
+from h2o.hf.tuned_prompts import check_no_tuned_prompt
 from h2o.processes import ALONE, launched
 
 __all__ = ["H2OLM", "PROTOCOLS", "Tally"]
@@ -132,15 +134,18 @@ class H2OLM(HFLM):
 
         Raises: ValueError for a setting that does not go with the protocol or the model.
         """
-        self.ratio_of = check(setting, protocol, prompt_length, ratio_of)
+        ratio_of = check(setting, protocol, prompt_length, ratio_of)
+        if protocol != "simulate":
+            check_no_tuned_prompt(self.model, f"protocol={protocol}")
         if protocol != "simulate" or setting.variant != "full":
             try_on(self.model, setting.config)
-        self.journal = journal
-        self.setting, self.protocol, self.prompt_length = setting, protocol, prompt_length
-        self.tally = Tally()
         wanted = self._attention_before if protocol == "simulate" else "h2o"
         if borrowed.attention_name(self.model.config) != wanted:
             switch(self.model, wanted)
+        self.angles = AnglesByLength(self.model)
+        self.journal, self.ratio_of = journal, ratio_of
+        self.setting, self.protocol, self.prompt_length = setting, protocol, prompt_length
+        self.tally = Tally()
 
     def describe(self) -> dict[str, Any]:
         """How numbers come about, for result files."""
@@ -177,8 +182,7 @@ class H2OLM(HFLM):
             (i for i, answer in enumerate(answers) if answer is None),
             key=lambda i: (-len(requests[i][1]) - len(requests[i][2]), *requests[i][1:]),
         )
-        size = override_bs or self._batch_size()
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        batches = self._batches(order, requests, override_bs or self._batch_size())
         with tqdm(
             total=len(requests),
             initial=len(requests) - len(order),
@@ -266,6 +270,17 @@ class H2OLM(HFLM):
     def _as_hflm(self, batch: Sequence[Request]) -> list[tuple[float, bool]]:
         return super()._loglikelihood_tokens(batch, disable_tqdm=True, override_bs=len(batch))
 
+    def _batches(self, order: list[int], requests: Sequence[Request], size: int) -> list[list[int]]:
+        """Indices of requests, at most `size` in each; alone where the longest text of a batch
+        would choose the rotary angles of all."""
+
+        def is_long(i: int) -> bool:
+            return any(self.angles.regime(len(requests[i][1]) + len(requests[i][2])))
+
+        batches = [[i] for i in order if is_long(i)]
+        rest = [i for i in order if not is_long(i)]
+        return batches + [rest[start : start + size] for start in range(0, len(rest), size)]
+
     def _batch_size(self) -> int:
         if self.batch_size != "auto":
             return int(self.batch_size)
@@ -350,6 +365,7 @@ class H2OLM(HFLM):
             kwargs["logits_to_keep"] = last  # the vocabulary is the largest matrix of small models
         if (positions := kwargs.get("position_ids")) is not None:
             kwargs["position_ids"] = positions.to(self.device)
+        self.angles.forget()
         mixed = self.mixed_precision_dtype
         with (
             torch.no_grad(),

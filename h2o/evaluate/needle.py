@@ -36,6 +36,7 @@ from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
 from h2o.hf.new_cache import new_cache
+from h2o.hf.positions import positions_after
 from h2o.hf.reading import read
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
@@ -293,7 +294,8 @@ def answered(
                 cache, unread = copy.deepcopy(cut), document[:, :0]
             decoded = []
             for ids in (torch.cat([unread, question], dim=1), *fed(answer)):
-                out = model(ids, use_cache=True, **with_cache(cache))
+                where = positions_after(model, int(cache.get_seq_length()), ids)
+                out = model(ids, use_cache=True, **with_cache(cache), **where)
                 decoded.append(out.logits[0, -1].argmax().item())
             found.append(decoded == answer[0].tolist())
             unread = answer[:, -1:]

@@ -27,6 +27,7 @@ from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting, footnote
 from h2o.filesystem import read_text
 from h2o.hf.cache import H2OCache
+from h2o.hf.positions import positions_after
 from h2o.hf.simulation import simulated
 from h2o.processes import launched
 from h2o.result_cells import Cells, fingerprint, provenance
@@ -176,11 +177,12 @@ def read(model: Any, cache: H2OCache, ids: Tensor, tokens: int | None = None) ->
     before = attention_name(model.config)
     model.set_attn_implementation("h2o")
     try:
+        logits = []
         with torch.no_grad():
-            return [
-                model(chunk, use_cache=True, **with_cache(cache)).logits
-                for chunk in ids.split(tokens or ids.shape[1], dim=1)
-            ]
+            for chunk in ids.split(tokens or ids.shape[1], dim=1):
+                where = positions_after(model, int(cache.get_seq_length()), chunk)
+                logits.append(model(chunk, use_cache=True, **with_cache(cache), **where).logits)
+        return logits
     finally:
         model.set_attn_implementation(before)
 

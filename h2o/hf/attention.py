@@ -14,6 +14,7 @@ N keys that attention sees, D head dimension.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers.modeling_utils import PreTrainedModel
 from h2o import borrowed
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import AttentionCall
+from h2o.hf.images import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import cross_attention_layers
 from h2o.hf.shared_keys import Pads, pads_of
@@ -138,6 +140,9 @@ def unsupported(
             "4-D masks and other patterns (packed texts, prefix or block attention): give a 2-D "
             "attention_mask, or use DynamicCache"
         )
+        config = getattr(module, "config", None)
+        if config is not None and looks_both_ways_at_images(config):
+            feature += f". Or, if there are images: {BOTH_WAYS}"
     if not feature and not _looks_back_only(module, is_causal):
         feature = (
             "attention that looks both ways (an encoder, is_causal=False): nothing can be evicted "
@@ -189,11 +194,16 @@ def h2o_mask(
     if mask_function is not causal_mask_function:
         # None stands for plain causal attention here, so "everything is seen" must be said.
         kwargs["allow_is_bidirectional_skip"] = False
-        return sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
-            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
-            **kwargs,
+        pattern = functools.partial(
+            sdpa_mask, batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+            q_offset=q_offset, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs,
         )  # fmt: skip
+        mask = pattern(mask_function=mask_function)
+        if not borrowed.adds_to_causal(mask_function) or torch.compiler.is_compiling():
+            return mask
+        if not torch.equal(mask, pattern(mask_function=causal_mask_function)):
+            return mask
+        # Plain after all, as of a text without images where a model has tokens of these look ahead.
     # Offsets are tensors where the cache is to be compiled: reading one would wait for its device.
     is_h2o = kv_length == q_length and (kv_offset is q_offset or kv_offset == q_offset)
     if not is_h2o and kv_offset + kv_length != q_offset + q_length:

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AttentionCall", "NewTokens", "Undifferentiable", "as_autocast", "as_operand"]
+__all__ = [
+    "CACHE_HAS_NO_GRADIENT",
+    "AttentionCall",
+    "NewTokens",
+    "Undifferentiable",
+    "as_autocast",
+    "as_operand",
+]
 
 
 class AttentionCall(NamedTuple):
@@ -117,16 +124,20 @@ def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
+CACHE_HAS_NO_GRADIENT = (
+    "attention through an H2OCache has no gradient: train with use_cache=False, or run the model "
+    "under torch.no_grad()"
+)
+
+
 class Undifferentiable(torch.autograd.Function):
-    """The output of an H2O layer where gradients are recorded: an error if they are asked for."""
+    """An output where gradients are recorded: the error `reason` if they are asked for."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, reason: str, out: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.reason = reason
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(
-            "attention through an H2OCache has no gradient: train with use_cache=False, or run "
-            "the model under torch.no_grad()"
-        )
+        raise RuntimeError(ctx.reason)

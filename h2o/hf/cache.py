@@ -15,27 +15,31 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from h2o import packages
-from h2o.borrowed import HYBRIDS, window_of
+from h2o.borrowed import HYBRIDS
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import cache_file, crop, states
+from h2o.hf.compiled_forward import warn_of_many_graphs
+from h2o.hf.continuation import check_text
 from h2o.hf.from_dynamic_cache import take_over
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_types import layers_of
 from h2o.hf.pass_state import PassState, columns_left, refuse_broken
 from h2o.hf.readable_cache import ReadableCache
+from h2o.hf.rope_deltas import RopeDeltas
 from h2o.hf.shared_keys import reusing
-from h2o.hf.support import config_of, transformers_layers
+from h2o.hf.support import config_of, rereads_after, transformers_layers
 from h2o.model_identity import describe
 
 if TYPE_CHECKING:
@@ -108,9 +112,18 @@ class H2OCache(ReadableCache):
         layers = layers_of(
             config, full_layers, h2o_config, pass_state, trace=trace, compileable=compileable
         )
+        pass_state.rereads_after = rereads_after(config)
+        pass_state.rope_deltas = RopeDeltas.of(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments
-        self.pass_state = pass_state
-        self.model_shape = describe(config)
+        self.pass_state, self.model_shape = pass_state, describe(config)
+        self.unused = None
+        if not any(isinstance(layer, H2OLayer) for layer in layers):
+            self.unused = h2o_config.for_layer(0, len(layers))
+            warnings.warn(
+                f"nothing is evicted: every layer of {config.model_type} has a sliding window and "
+                "keeps transformers' own cache",
+                stacklevel=2,
+            )
 
     @classmethod
     def from_dynamic_cache(
@@ -155,6 +168,7 @@ class H2OCache(ReadableCache):
         """
         converted = cls(config, h2o_config, **parameters)
         take_over(cache, converted.layers, attention_mask)
+        converted.pass_state.rope_deltas.is_known = False
         return converted
 
     def fork(self, rows: int = 1) -> H2OCache:
@@ -181,7 +195,6 @@ class H2OCache(ReadableCache):
         fork = copy.deepcopy(self)
         if rows != 1:
             fork.batch_repeat_interleave(rows)
-            fork.pass_state.repeat(rows)
         return fork
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
@@ -235,36 +248,28 @@ class H2OCache(ReadableCache):
             loaded._refuse_broken()
         except RuntimeError as error:
             raise ValueError(f"{path}: {error}") from error
+        cache_file.put_rope_deltas(loaded.pass_state.rope_deltas, content)
         return loaded
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Called once before a forward pass: the place to notice that the last one broke off."""
         if torch.compiler.is_compiling():
+            if not self.is_compileable:
+                warn_of_many_graphs()
             return super().get_mask_sizes(query_length, layer_idx)
         self.pass_state.refuse_other_thread()
+        for layer in filter(has_states, self.layers):
+            states.make_writable(layer)
         if not self.is_compileable or self.pass_state.under_way:
             self._refuse_parted()
+        seen = int(self.get_seq_length())
         if query_length == 0:
             raise ValueError(
-                f"no new tokens: the cache has seen {int(self.get_seq_length())}. generate() needs "
-                "input_ids with these and more; for another conversation reset() the cache"
+                f"no new tokens: the cache has seen {seen}. generate() needs input_ids with these "
+                "and more; for another conversation reset() the cache"
             )
+        check_text(self, seen, query_length)
         return super().get_mask_sizes(query_length, layer_idx)
-
-    @property
-    def max_cache_len(self) -> int:
-        """Raises AttributeError; of caches that are no DynamicCache PEFT asks for it."""
-        raise AttributeError(
-            "an H2OCache has no max_cache_len: it takes texts of any length. In prefix tuning PEFT "
-            "asks for it, since it fills a cache of its own; h2o cannot serve that"
-        )
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Any]]:
-        """(keys, values, sliding window or None) of each layer, as of a DynamicCache; of H2O layers
-        what they hold, [B, G, K, D] in the order of `kept`."""
-        for layer in self.layers:
-            held = layer.held() if isinstance(layer, H2OLayer) else _keys_of(layer)
-            yield *held, window_of(layer)
 
     def reset(self) -> None:
         """Forgets everything: the next forward pass is a new prompt.
@@ -313,13 +318,7 @@ class H2OCache(ReadableCache):
 
     def _refuse_parted(self) -> None:
         """Raises RuntimeError where layers have not come as far as others."""
-        refuse_broken(
-            [
-                int(x.get_seq_length())
-                for x in self.layers
-                if isinstance(x, CacheLayerMixin) and kind_of(x) != "cross"
-            ]
-        )
+        refuse_broken(self._columns_seen())
         self.pass_state.refuse_parted_states()
 
     def activate_past_recording(self) -> None:
@@ -337,8 +336,7 @@ class H2OCache(ReadableCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer. Raises ValueError for a layer that is not of this model,
-        else as `H2OLayer.update`."""
+        """Called by each attention layer. Raises as `H2OLayer.update`, and for a layer too many."""
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer {layer_idx} was given a cache of {len(self.layers)} layers: "
@@ -368,27 +366,28 @@ class H2OCache(ReadableCache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was, in every layer."""
         self.pass_state.refuse_other_thread()
+        self.pass_state.select(beam_idx)
         super().reorder_cache(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, in this order, in every layer."""
-        self._each_layer("batch_select_indices", indices, lambda x: x[indices.to(x.device)])
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        """Keeps these rows, in this order, in every layer: numbers [n], or [B] bool."""
+        rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices)
+        rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
+        self.pass_state.select(rows)
+        self._each_layer("batch_select_indices", rows, lambda x: x[rows.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows, in every layer."""
+        self.pass_state.repeat(repeats)
         self._each_layer(
             "batch_repeat_interleave", repeats, lambda x: x.repeat_interleave(repeats, dim=0)
         )
 
     def _each_layer(self, method: str, argument: Any, change: Callable[[Tensor], Tensor]) -> None:
         """Changes the rows, of states too, which transformers forgets."""
+        self.pass_state.rope_deltas.change_rows(change)
         for layer in self.layers:
             if kind_of(layer) != "states":
                 getattr(layer, method)(argument)
             if has_states(layer):
                 states.each(layer, change)
-
-
-def _keys_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Keys and values of transformers' own layer; None without."""
-    return getattr(layer, "keys", None), getattr(layer, "values", None)

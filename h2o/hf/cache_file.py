@@ -25,14 +25,15 @@ from h2o.hf import tensor_parallel
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_state import State, restore, state_of
-from h2o.model_identity import describe, difference, sample
+from h2o.hf.rope_deltas import RopeDeltas
+from h2o.model_identity import describe, difference, record, record_difference
 from h2o.packages import version
 from h2o.profile import Profile
 
-__all__ = ["device_of", "fill", "read", "write"]
+__all__ = ["device_of", "fill", "put_rope_deltas", "read", "write"]
 
 KIND = "h2o cache"
-LAYOUT = 1
+LAYOUT = 2
 """Raised when a file is written that older versions cannot read."""
 
 
@@ -47,10 +48,11 @@ def write(path: Path, cache: Any, model: Any = None) -> None:
             "layout": LAYOUT,
             "versions": {name: version(name) for name in ("h2o-kv", "torch", "transformers")},
             "model": cache.model_shape,
-            "weights": sample(model) if hasattr(model, "named_parameters") else {},
-            "settings": _settings(cache.layers),
+            "record": record(model) if hasattr(model, "named_parameters") else None,
+            "settings": _settings(cache),
             "prompt_length": cache.pass_state.prompt_length,
             "layers": [state.numbers for state in states],
+            **_rope_deltas(cache.pass_state.rope_deltas),
         }
     )
     tensors = {
@@ -93,7 +95,10 @@ def read(path: Path, model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(
                 f"was written in layout {content['layout']}, this version of h2o reads {LAYOUT}"
             )
-        if reason := difference(model, content["model"], content["weights"]):
+        reason = difference(model, content["model"], {})
+        if reason is None and content["record"] is not None:
+            reason = record_difference(model, content["record"])
+        if reason is not None:
             raise ValueError(
                 f"this cache is of another model: {reason}. Load the model that read the text"
             )
@@ -127,6 +132,19 @@ def fill(layers: list[Any], content: dict[str, Any], tensors: dict[str, Tensor])
             restore(layer, State(of_layer, numbers))
         except (KeyError, TypeError) as error:
             raise ValueError(f"layer {index} was written by another version: {error}") from error
+
+
+def _rope_deltas(deltas: RopeDeltas) -> dict[str, Any]:
+    if not deltas.is_known:
+        return {}
+    return {"rope_deltas": None if deltas.number is None else deltas.number.tolist()}
+
+
+def put_rope_deltas(deltas: RopeDeltas, content: dict[str, Any]) -> None:
+    """Gives a loaded cache the number that its model kept beside it; unknown in an early file."""
+    deltas.is_known = "rope_deltas" in content
+    if (number := content.get("rope_deltas")) is not None:
+        deltas.number = torch.tensor(number, device="cpu")
 
 
 def _with_part(state: State, cache: Any, model: Any) -> State:
@@ -206,15 +224,14 @@ def _checksum(text: str, tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _settings(layers: list[Any]) -> dict[str, Any]:
-    """Arguments that make a cache with these layers: fields of `H2OConfig` for JSON, and flags."""
-    h2o_layers = [layer if isinstance(layer, H2OLayer) else None for layer in layers]
+def _settings(cache: Any) -> dict[str, Any]:
+    """Arguments that make such a cache: fields of `H2OConfig` for JSON, and flags."""
+    h2o_layers = [layer if isinstance(layer, H2OLayer) else None for layer in cache.layers]
     first = next(filter(None, h2o_layers), None)
-    if first is None:  # only sliding-window layers
-        return {"config": None, "trace": False, "compileable": False}
-    fields = {x.name: getattr(first.config, x.name) for x in dataclasses.fields(H2OConfig)}
+    config = cache.unused if first is None else first.config
+    fields = {x.name: getattr(config, x.name) for x in dataclasses.fields(H2OConfig)}
     for name in ("heavy", "recent"):  # saved by layer if they differ
-        amounts = [_amounts(getattr((layer or first).config, name)) for layer in h2o_layers]
+        amounts = [_amounts(getattr(x.config if x else config, name)) for x in h2o_layers]
         alike = len(set(map(repr, amounts))) == 1 and not isinstance(amounts[0], list)
         fields[name] = amounts[0] if alike else amounts
     shares = fields["shares"]
@@ -223,7 +240,7 @@ def _settings(layers: list[Any]) -> dict[str, Any]:
         fields["shares"] = table.as_dict() if isinstance(table, Profile) else table
     return {
         "config": fields,
-        "trace": first.traced,
+        "trace": first is not None and first.traced,
         "compileable": isinstance(first, CompileableLayer),
     }
 
@@ -233,11 +250,9 @@ def _amounts(budget: Any) -> Any:
     return list(budget[0]) if isinstance(budget, tuple) else budget
 
 
-def _config(fields: dict[str, Any] | None) -> H2OConfig:
+def _config(fields: dict[str, Any]) -> H2OConfig:
     """The `H2OConfig` that `_settings` gave the fields of."""
-    if fields is None:
-        return H2OConfig()
-    fields = {"min_tokens": 0, **fields}  # which early files do not have
+    fields = dict(fields)
     if isinstance(fields["shares"], dict):
         fields["shares"] = Profile.from_dict(fields["shares"])
     if fields["slot"] is not None:
@@ -248,9 +263,9 @@ def _config(fields: dict[str, Any] | None) -> H2OConfig:
         raise ValueError(f"was written by a later version of h2o ({error})") from error
 
 
-def config_of(layers: list[Any]) -> H2OConfig:
-    """The config, made for the model, of which a cache has these layers."""
-    return _config(_settings(layers)["config"])
+def config_of(cache: Any) -> H2OConfig:
+    """The config, made for the model, that a cache goes by."""
+    return _config(_settings(cache)["config"])
 
 
 def brief(config: H2OConfig) -> str:

@@ -33,7 +33,7 @@ class CompileableLayer(H2OLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         register()
-        self._columns = torch.tensor(0, dtype=torch.int64, device="cpu")
+        self._columns = slot_layout.writable(torch.tensor(0, dtype=torch.int64, device="cpu"))
         super().__init__(*args, **kwargs)
 
     @property
@@ -96,7 +96,8 @@ class CompileableLayer(H2OLayer):
     def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
         super()._hold(slots, capacity)
         if slots is not None:
-            self._columns = self._columns.to(slots.keys.device)
+            slots = self.slots
+            self._columns = slot_layout.writable(self._columns.to(slots.keys.device))
             if slots.keys.device.type == "cpu":
                 return  # a compiler told to freeze weights would take them for weights
             # A CUDA graph reads them where they were when it was captured.

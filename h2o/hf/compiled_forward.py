@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 import warnings
 from typing import Any
@@ -10,7 +11,24 @@ import torch
 
 from h2o.borrowed import compile_errors
 
-__all__ = ["CompiledForward"]
+__all__ = ["CompiledForward", "warn_of_many_graphs"]
+
+
+@torch.compiler.disable
+def warn_of_many_graphs() -> None:
+    """Warns, once in a process, of a cache that breaks a compiled model into many graphs."""
+    _warn_once()
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "torch.compile(model) cannot capture this H2OCache: the model falls into several graphs "
+        "for each layer, which are compiled anew as its slots grow. Make the cache with "
+        "H2OCache(..., compileable=True), or call the model without torch.compile",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 class CompiledForward:

@@ -22,6 +22,7 @@ from h2o.hf.echo_scores import EchoScores
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_contents import LayerContents
 from h2o.hf.report import LayerReport
+from h2o.hf.slot_layout import writable
 
 __all__ = ["EchoLayer"]
 
@@ -51,6 +52,7 @@ class EchoLayer(H2OLayer):
         assert source.asked is not None
         if self.asked is None:
             self.asked = source.asked.repeat(rows, 1, 1, 1)
+        self.asked = writable(self.asked)
         self.asked[row].copy_(source.asked[0])
 
     def row_bytes(self) -> int:
@@ -96,6 +98,7 @@ class EchoLayer(H2OLayer):
         if slots.rows is None:
             self.asked = asked
         else:
+            self.asked = writable(self.asked)
             self.asked[rows] = asked.to(self.asked.dtype)
         ops.evict(tokens.key, tokens.value, scores, slots, mask=tokens.mask, policy=self.policy)
         return out

@@ -9,8 +9,9 @@ constant size under H2O, so no memory is moved or freed in between: this is cont
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -176,17 +177,26 @@ class _Engine:
         """The request whose prompt is being read"""
 
     def run(self) -> Iterator[Result]:
-        lock = PatchLock("served", unwrapped(self.settings.model), "h2o")
-        lock.acquire(self.settings.model)
-        try:
+        """Between two results, while the caller has its turn, the model has its own attention."""
+        with contextlib.closing(self._results()) as results:
             while True:
-                yield from self._read()
-                if any(self.running):
-                    yield from self._step()
-                elif self.reading is None:
+                lock = PatchLock("served", unwrapped(self.settings.model), "h2o")
+                lock.acquire(self.settings.model)
+                try:
+                    result = next(results, None)
+                finally:
+                    lock.release()
+                if result is None:
                     return
-        finally:
-            lock.release()
+                yield result
+
+    def _results(self) -> Generator[Result, None, None]:
+        while True:
+            yield from self._read()
+            if any(self.running):
+                yield from self._step()
+            elif self.reading is None:
+                return
 
     def _read(self) -> Iterator[Result]:
         """Goes on with the prompt at hand, or begins the next one, if a row is idle: until a row
@@ -251,6 +261,9 @@ class _Engine:
 
     def _step(self) -> Iterator[Result]:
         """One token for each row that runs."""
+        yield from self._end_at_other_angles()
+        if not any(self.running):
+            return
         before = int(self.batch.cache.get_seq_length())  # of a tensor that steps change
         try:
             logits = self.batch.step([0 if x is None else x.new[-1] for x in self.running])
@@ -275,6 +288,14 @@ class _Engine:
             if running.finish_reason:
                 yield running.result(_figures(self.batch.cache, row))
                 self._leave(row)
+
+    def _end_at_other_angles(self) -> Iterator[Result]:
+        """Ends the rows whose text `generate()` would read anew now."""
+        for row in self.batch.live:
+            try:
+                self.batch.cache.pass_state.check_angles(self.batch.tokens[row], 1)
+            except ValueError as error:
+                yield self._failed(row, error)
 
     def _tell(self, running: Running) -> None:
         if self.settings.on_token is not None:

@@ -21,7 +21,6 @@ from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import AttentionCall, NewTokens
 from h2o.hf.latent_attention import Expansion
 from h2o.hf.layer import H2OLayer
-from h2o.hf.slot_layout import Capacity
 from h2o.hf.traced_tensor import TracedTensor, plain
 
 __all__ = ["LatentLayer"]
@@ -72,6 +71,11 @@ class LatentLayer(H2OLayer):
         rows, _ = super().held()
         return rows[..., : self.latent], rows[..., self.latent :]
 
+    def by_slot(self) -> tuple[Tensor, Tensor]:
+        """Latents [B, 1, S, L] and rotated keys [B, 1, S, P]."""
+        rows, _ = super().by_slot()
+        return rows[..., : self.latent], rows[..., self.latent :]
+
     def reset(self) -> None:
         """Empties the layer and frees its memory."""
         super().reset()
@@ -87,11 +91,6 @@ class LatentLayer(H2OLayer):
                 "elements of a latent, the same for all heads"
             )
         return torch.cat([latents, rotated.to(latents.dtype)], dim=-1)
-
-    def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        super()._hold(slots, capacity)
-        if slots is not None:  # as a DynamicCache has them
-            self.keys, self.values = slots.keys.tensor_split([self.latent], dim=-1)
 
     def _in_form_of_store(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall

@@ -26,6 +26,7 @@ from h2o.config import H2OConfig
 from h2o.head_budgets import LayerShares
 from h2o.hf import prompt_budget, slot_layout, tensor_parallel
 from h2o.hf.attention_call import (
+    CACHE_HAS_NO_GRADIENT,
     AttentionCall,
     NewTokens,
     Undifferentiable,
@@ -36,7 +37,7 @@ from h2o.hf.crop import NO_RECORD, LastPass
 from h2o.hf.layer_contents import LayerContents
 from h2o.hf.layer_state import restore, state_of
 from h2o.hf.one_budget import Budgets, OneBudget, Prompt
-from h2o.hf.pass_state import PassState, columns_left
+from h2o.hf.pass_state import WITHOUT_CACHE, PassState, columns_left
 from h2o.hf.slot_layout import Capacity
 from h2o.policy import Policy
 
@@ -93,18 +94,14 @@ class H2OLayer(LayerContents):
             # Under autocast keys have been rotated in float32; attention makes them as the values.
             self.row_size = value_states.shape[-1], value_states.element_size()
         elif key_states.shape[0] != self.batch_size:
-            raise ValueError(
-                f"this cache holds a batch of {self.batch_size} rows and was given "
-                f"{key_states.shape[0]}: one cache is one batch of conversations, so use a new "
-                "H2OCache, or cache.reset()"
-            )
+            self._refuse_rows(key_states.shape[0])
         elif key_states.shape[1] != (heads := self.slots.free.shape[1]):
             raise ValueError(
                 f"this cache holds keys of {heads} heads in layer {self.layer_idx} and was given "
                 f"those of {key_states.shape[1]}: it is of another model, or of one that was cut "
                 "over another number of processes"
             )
-        elif self.keys.device != key_states.device:  # of a file, or the model has moved
+        elif self.slots.keys.device != key_states.device:  # of a file, or the model has moved
             restore(self, state_of(self).each(lambda x: x.to(key_states.device)))
         # A detached view is the cheapest one; where gradients are wanted the
         # graph must stay, so that attention can refuse them.
@@ -126,7 +123,9 @@ class H2OLayer(LayerContents):
         if call.wants_gradients():
             with torch.no_grad():
                 out = self.attend(call.detached())
-            return Undifferentiable.apply(out, call.query, call.key, call.value, call.sink_logits)
+            return Undifferentiable.apply(
+                CACHE_HAS_NO_GRADIENT, out, call.query, call.key, call.value, call.sink_logits
+            )
         try:
             self._refuse(call)
             query, key, value = as_autocast(call.query, call.key, call.value)
@@ -174,10 +173,7 @@ class H2OLayer(LayerContents):
         if call.use_cache is False and (
             0 < self.seen == self.prompt_columns == call.query.shape[2] - 1
         ):
-            raise ValueError(
-                "use_cache=False with an H2OCache: generate() then feeds the whole text again for "
-                "each token; give one of the two only"
-            )
+            raise ValueError(WITHOUT_CACHE)
         call.refuse_training()
 
     def _in_form_of_store(
@@ -200,7 +196,9 @@ class H2OLayer(LayerContents):
         slots = self.slots
         if self.capacity.tokens <= self.longest:
             slots = self._with_capacity(self.longest + 1)
-        out = self._step(tokens, slots, None if self._out is None else torch.empty_like(self._out))
+        last = self._out
+        fits = last is not None and last.dtype == tokens.query.dtype  # autocast may have ended
+        out = self._step(tokens, slots, torch.empty_like(last) if fits else None)
         self._out = out
         self.longest += 1
         self._count(1, tokens.mask)
@@ -211,6 +209,7 @@ class H2OLayer(LayerContents):
         B, G, Q, _ = tokens.key.shape
         unscored = self.slots
         prompt_budget.refuse_chunks(self.config, self.pass_state, self.seen + Q)
+        self.pass_state.repeat_to(B)
         counts = prompt_budget.counted(tokens.mask, B, Q, self.config, self.pass_state)
         if unscored is not None:
             counts = [x + y for x, y in zip(counts, unscored.lengths.tolist(), strict=True)]

@@ -113,6 +113,20 @@ class LayerContents(CacheLayerMixin):
                 f"{tuple(values.shape)}: h2o needs one head dimension for both"
             )
 
+    def _refuse_rows(self, given: int) -> None:
+        """Raises ValueError for a batch of another size than what is held."""
+        text = f"this cache holds a batch of {self.batch_size} rows and was given {given}"
+        if given % self.batch_size == 0:
+            raise ValueError(
+                f"{text}: give cache.fork(rows={given // self.batch_size}) to go on with each row "
+                "so many times (num_beams, num_return_sequences, questions about one document). "
+                "For other conversations use a new H2OCache, or cache.reset()"
+            )
+        raise ValueError(
+            f"{text}: one cache is one batch of conversations, so use a new H2OCache, or "
+            "cache.reset()"
+        )
+
     def _with_capacity(self, tokens: int) -> ops.Slots:
         """The slots, enlarged where rows of so many tokens and the next one might not fit."""
         if tokens > self.capacity.tokens:
@@ -123,17 +137,36 @@ class LayerContents(CacheLayerMixin):
         return self.slots
 
     def _hold(self, slots: ops.Slots | None, capacity: Capacity) -> None:
-        """Sets the layer's slots. transformers' tools look for the attributes keys and values."""
+        """Sets the layer's slots."""
+        if slots is not None:
+            slots = ops.Slots(*(None if x is None else slot_layout.writable(x) for x in slots))
         self.slots = slots
         self.capacity = capacity
-        self.keys = None if slots is None else slots.keys
-        self.values = None if slots is None else slots.values
         self.is_initialized = slots is not None
         batch = None if slots is None else slots.scores if slots.rows is None else slots.rows
         self.batch_size = 0 if batch is None else len(batch)
-        self._out: Tensor | None = None  # the last decode step's output
+        self._out: Tensor | None = None  # the last decode step's output, in the query's dtype
 
     # ---- For transformers --------------------------------------------------------------------
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """The key in each slot, [B, G, S, D], as the layers of a DynamicCache have theirs, however
+        they are stored, in no order and with empty slots; None before the prompt."""
+        return None if self.slots is None else self.by_slot()[0]
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """The value in each slot, as `keys`."""
+        return None if self.slots is None else self.by_slot()[1]
+
+    @keys.setter
+    def keys(self, nothing: None) -> None:
+        """Does nothing: transformers' constructor sets the attribute to None."""
+
+    @values.setter
+    def values(self, nothing: None) -> None:
+        """Does nothing, as for `keys`."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: slots are made when the prompt's length is known."""
@@ -177,6 +210,8 @@ class LayerContents(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows, in this order."""
+        if not isinstance(indices, Tensor):
+            indices = torch.as_tensor(indices)
         self._each(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -214,6 +249,14 @@ class LayerContents(CacheLayerMixin):
             return _empty(4), _empty(4)
         fields = ("keys",) if self.shared else ("keys", "values")
         rows = slot_layout.held(self.slots, self.capacity.sizes, **dict.fromkeys(fields, 0.0))
+        keys, values = (dequantised(rows[i], self.row_size[0]) for i in (0, -1))
+        return keys, values
+
+    def by_slot(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, S, D]; 0 where a head has fewer slots than another. Waits for no
+        device, and copies nothing of a store without bytes or budgets by head."""
+        fields = ("keys",) if self.shared else ("keys", "values")
+        rows = [slot_layout.by_head(self.slots, self.capacity.sizes, name) for name in fields]
         keys, values = (dequantised(rows[i], self.row_size[0]) for i in (0, -1))
         return keys, values
 

@@ -22,10 +22,19 @@ def class_for(cache_class: Any) -> Any:
     return type(cache_class.__name__, (_States, cache_class, MiniMaxCache), {})
 
 
+def _empty(cache_class: Any) -> Any:
+    """An object of `class_for(cache_class)`, of which nothing is set."""
+    return object.__new__(class_for(cache_class))
+
+
 class _States:
     """The model's names for what its layers with states do."""
 
     __len__ = Cache.__len__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which look a class up by its name: this one has none."""
+        return _empty, (type(self).__mro__[2],), vars(self)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """The recurrent state of a layer, before it is changed."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from h2o import borrowed
 from h2o.errors import Unsupported
+from h2o.hf.angles import BY_LENGTH
 from h2o.hf.layer_kinds import full_layers
 from h2o.hf.rotary_parts import Parts, Probe, parts_of
 from h2o.hf.shared_keys import reusing
@@ -34,9 +35,6 @@ ROLLED = frozenset(
 )
 """Model types whose keys can have cache-relative positions (`positions="rolled"`): tests show that
 the rotation of a key can be undone."""
-
-_BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose angles depend on how long the text is."""
 
 _HERE, _FURTHER = (0, 3, 11), 50
 """Positions of the proof's tokens, and how much further they are once more; a third time they are
@@ -159,7 +157,7 @@ class Rotary:
         if rope is None:  # Beam has positions in layers with a window alone
             rope, layers = {"rope_type": "default"}, []
         kind = rope["rope_type"] if by_type else getattr(self.module, "rope_type", "default")
-        self.by_length = kind in _BY_LENGTH
+        self.by_length = kind in BY_LENGTH
         self.most = text.max_position_embeddings
         self.unchanged = rope.get("original_max_position_embeddings") or self.most
         return layers

@@ -24,10 +24,14 @@ def new_cache(
 
     Raises: `Unsupported` for a model that h2o cannot serve, or whose step cannot be compiled.
     """
-    model.set_attn_implementation("sdpa" if config is None else "h2o")
+    cache: DynamicCache | H2OCache
     if config is None:
-        return DynamicCache(config=model.config)
-    return H2OCache(model, config, prompt_length=prompt_tokens, compileable=compileable)
+        cache = DynamicCache(config=model.config)
+    else:
+        how = {"prompt_length": prompt_tokens, "compileable": compileable}
+        cache = H2OCache(model, config, **how)
+    model.set_attn_implementation("sdpa" if config is None else "h2o")
+    return cache
 
 
 def bytes_of_keys(cache: DynamicCache) -> int:

@@ -112,6 +112,11 @@ class OtherHeadsLayer(H2OLayer):
         keys, values = super().held()
         return keys, values[..., : self.width]
 
+    def by_slot(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of each slot."""
+        keys, values = super().by_slot()
+        return keys, values[..., : self.width]
+
     @property
     def rows_per_token(self) -> float:
         """Of each key/value head in a full cache, by the size of a key: a value may be less."""

@@ -7,17 +7,26 @@ that never reached h2o's attention, and a second thread in between.
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from h2o.borrowed import CROPS_TO_LENGTH
+from h2o.borrowed import CROPS_TO_LENGTH, calls_a_module
 from h2o.hf.layer_kinds import has_states, kind_of
+from h2o.hf.rope_deltas import RopeDeltas
 
-__all__ = ["PassState", "columns_left", "refuse_broken"]
+__all__ = ["WITHOUT_CACHE", "PassState", "columns_left", "refuse_broken"]
+
+WITHOUT_CACHE = (
+    "use_cache=False with an H2OCache: generate() then feeds the whole text again for each token; "
+    "give one of the two only"
+)
+"""Error text for a text that comes again with its first new token."""
 
 _lock = threading.Lock()
 """Guards `_thread` of all conversations; one lock for all, since locks cannot be copied."""
@@ -53,12 +62,32 @@ class PassState:
         """The layers that come first and last to the cache in every forward pass."""
         self._has_states = any(map(has_states, layers))
         self._ends_in_states = kinds[self.last] == "states"
+        self.rereads_after: float | None = None
+        """See `h2o.hf.support.rereads_after`"""
+        self.rope_deltas = RopeDeltas()
+        self.skips_pads = False
+        """Whether the model counted the positions of the prompt without its padding"""
+        self.by_row = False
+        """Whether rows are conversations of their own, as in `generate_all`"""
         self._thread: int | None = None  # the one with a forward pass under way
 
     def repeat(self, rows: int) -> None:
         """Each row has become so many, also of what no pass has read yet."""
         if isinstance(self.prompt_length, Sequence):
             self.prompt_length = [n for n in self.prompt_length for _ in range(rows)]
+
+    def repeat_to(self, rows: int) -> None:
+        """The prompts come as a batch of so many rows: `generate()` repeats each row for beams and
+        `num_return_sequences`."""
+        given = self.prompt_length
+        if isinstance(given, Sequence) and len(given) < rows and rows % len(given) == 0:
+            self.repeat(rows // len(given))
+
+    def select(self, rows: Tensor) -> None:
+        """The batch has become these rows of it."""
+        if isinstance(self.prompt_length, Sequence):
+            self.repeat_to(int(rows.max()) + 1)
+            self.prompt_length = [self.prompt_length[row] for row in rows.tolist()]
 
     def enter(self) -> None:
         """To be called before a layer gets new keys. RuntimeError during another thread's pass."""
@@ -72,14 +101,14 @@ class PassState:
         """A layer has stored its new keys; after the last one the pass is over."""
         self.waiting = None
         if layer == self.last:
-            self.leave()
+            self._end()
 
     def states_of(self, layer: int) -> None:
         """To be called before a layer's states change, as `enter` is before it gets new keys."""
         if layer != self.last:
             self.enter()
         elif self._ends_in_states:
-            self.leave()
+            self._end()
 
     def refuse_parted_states(self) -> None:
         """Between two passes: RuntimeError where the last one did not come to its end, and some
@@ -89,6 +118,21 @@ class PassState:
                 "the last forward pass broke off between two layers, and some of the model's "
                 "states have seen its tokens, others not: call cache.reset() and start anew"
             )
+
+    def check_angles(self, seen: int, new: int) -> None:
+        """Raises ValueError where `new` tokens would change the angles of those `seen` before."""
+        limit = self.rereads_after
+        if limit is not None and 0 < seen <= limit < seen + new:
+            raise ValueError(
+                f"{seen} tokens were read and {new} follow: beyond {limit} this model's rotary "
+                "angles change (longrope), and it would have to read the whole text again. Call "
+                "model.generate() in h2o.patched(), which does, or begin with a longer prompt"
+            )
+
+    def reread(self) -> None:
+        """Lets the model leave out the cache where angles change: a patch then gives it another."""
+        if self.rereads_after != math.inf:
+            self.rereads_after = None
 
     def take_back(self, layer: int) -> None:
         """A layer's new keys were refused; nothing of them was stored."""
@@ -105,9 +149,15 @@ class PassState:
         """Ends the pass that is under way, if any."""
         self._thread = None
 
+    def _end(self) -> None:
+        """The pass has come to its end."""
+        self.leave()
+        self.rope_deltas.end()
+
     def reset(self) -> None:
         """As of a new cache whose prompt may have any length."""
         self.leave()
+        self.rope_deltas.reset()
         self.prompt_length = None
 
     @property
@@ -122,11 +172,11 @@ class PassState:
         thread = self._thread
         if thread in (None, threading.get_ident()):
             return
-        if any(other.ident == thread for other in threading.enumerate()):
+        if calls_a_module(thread):
             raise RuntimeError(
                 "this H2OCache is in use by another thread, whose forward pass has not come to "
                 "its end: a cache is one conversation, so make one cache per thread (or "
-                "h2o.patched(), which makes one for each call). After an error there: cache.reset()"
+                "h2o.patched(), which makes one for each call)"
             )
 
 
@@ -164,10 +214,10 @@ def refuse_broken(counts: list[int]) -> None:
     )
     if counts == [seen] * run + [0] * (len(counts) - run):
         text = (
-            f"{run} layers of this cache have seen {seen} tokens, the other {len(counts) - run} "
-            f"none: the last forward pass broke off between two layers, so call cache.reset() and "
-            f"start anew. Or, if none broke off, the model has only {run} layers (some were "
-            f"dropped, or the cache is another model's): set config.num_hidden_layers = {run} and "
-            "make a new H2OCache from that config"
+            f"the last forward pass broke off: {run} of the cache's {len(counts)} layers have seen "
+            f"{seen} tokens, the others none. Call cache.reset() and start anew. If no pass has "
+            f"raised an error before this one, the model has fewer layers than its config says "
+            f"(some were dropped, or the cache is another model's): set config.num_hidden_layers = "
+            f"{run} and make a new H2OCache from that config"
         )
     raise RuntimeError(text)

@@ -38,8 +38,10 @@ class PatchLock:
     here, and it has what they said at first with it.
     """
 
-    def __init__(self, kind: str, model: Any, name: str) -> None:
+    def __init__(self, kind: str, model: Any, name: str, settings: Any = None) -> None:
+        """`settings`: what threads that patch one model must have in common."""
         self.kind = kind
+        self.settings = settings
         self.name = name
         self.model = id(model)
         self.config = model.config
@@ -61,10 +63,12 @@ class PatchLock:
         with _names:
             if excluding := next(filter(self._excludes, _held), None):
                 other = "thread" if excluding.thread is not self.thread else "task"
+                both_patch = self.kind == excluding.kind == "patched"
+                how = " with other settings" if both_patch else ""
                 raise RuntimeError(
-                    f"this model is {excluding.kind} by another {other}: enter one h2o.patched() "
-                    f"around all {other}s, where each call has a cache of its own, or give each "
-                    f"{other} its own model"
+                    f"this model is {excluding.kind} by another {other}{how}: enter one "
+                    f"h2o.patched() around all {other}s, where each call has a cache of its own, "
+                    f"or give each {other} its own model"
                 )
             self.first = [(config, _said_at_first(config)) for config in configs_of(model)]
             _held.append(self)
@@ -100,7 +104,8 @@ class PatchLock:
         if self.name == other.name and "served" in (self.kind, other.kind):
             return False
         if self.kind == other.kind == "patched":  # both say "h2o", and know whose a call is
-            return other.thread is not self.thread and other.model == self.model
+            apart = other.thread is not self.thread and other.model == self.model
+            return apart and other.settings != self.settings
         apart = other.thread is not self.thread or self.beside(other)
         return apart and other.config is self.config
 
@@ -126,20 +131,13 @@ def unwrapped(model: Any) -> Any:
     """The model of transformers inside torch.compile's and PEFT's wrappers.
 
     Raises:
-        Unsupported: prefix tuning, whose keys belong to no token; prompt tuning where PEFT repeats
-            its virtual tokens.
+        Unsupported: prefix tuning, whose keys belong to no token.
     """
     while True:
         if borrowed.peft_type(model) in ("PREFIX_TUNING", "CARTRIDGE"):
             raise Unsupported(
                 "h2o cannot serve prefix tuning: PEFT fills a cache of its own with keys that "
                 "belong to no token; LoRA and prompt tuning are served"
-            )
-        if borrowed.repeats_virtual_tokens(model):
-            raise Unsupported(
-                "h2o cannot serve prompt tuning with this PEFT: with transformers 5.24 it puts the "
-                "virtual tokens before every decode step, with any cache. Install "
-                '"transformers<5.24", or a PEFT that knows the argument cache'
             )
         inner = borrowed.inner_model(model)
         if inner is None:

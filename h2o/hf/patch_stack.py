@@ -7,6 +7,7 @@ and a hook that gives direct forward passes a cache. The patches come and go in 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextvars import ContextVar
 from types import MethodType
@@ -34,6 +35,10 @@ asyncio has a context of its own, a copy of that in which it was made; a thread 
 One that ended in another context may still be among them."""
 
 
+_changing = threading.RLock()
+"""Held while a model's patches come and go. The same thread may come again, as in patch_lock.py."""
+
+
 class PatchStack:
     """All patches of one model, the latest last."""
 
@@ -57,18 +62,22 @@ class PatchStack:
     @classmethod
     def add(cls, patch: Patch) -> None:
         """The first patch changes its model, each one counts from now on."""
-        stack = cls.of(patch.model) or cls(patch.model)
-        stack.patches.append(patch)
+        with _changing:
+            stack = cls.of(patch.model) or cls(patch.model)
+            stack.patches.append(patch)
         if patch.is_block:
             _entered.set((*_open_blocks(), weakref.ref(patch)))
 
     def remove(self, patch: Patch) -> None:
         """Wherever it stands; with the last patch the model has its own methods again."""
-        self.patches.remove(patch)
         if patch.is_block:
-            _entered.set(_open_blocks())
-        if self.patches:
-            return
+            _entered.set(tuple(block for block in _open_blocks() if block() is not patch))
+        with _changing:
+            self.patches.remove(patch)
+            if not self.patches:
+                self._restore()
+
+    def _restore(self) -> None:
         self.hook.remove()
         attributes = self.model.__dict__
         del attributes[_ATTRIBUTE]
@@ -108,6 +117,7 @@ class PatchStack:
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Instead of `GenerationMixin._prepare_cache_for_generation`."""
+        _refuse_early_exit(generation_config)
         has_cache = borrowed.cache_in(model_kwargs) is not None
         patch = None if has_cache or generation_config.use_cache is False else self.serving()
         if patch is None:
@@ -128,6 +138,8 @@ class PatchStack:
         in_one = generation_config.prefill_chunk_size is None and not assisted
         length = None if in_one else _prompt_length(generation_config, model_kwargs)
         cache = patch.make_cache(length)
+        if generation_config.prefill_chunk_size is None and not assisted:
+            cache.pass_state.reread()
         if assisted:
             cache.activate_past_recording()  # before 5.16 transformers does not ask
         model_kwargs[CACHE] = cache
@@ -177,6 +189,17 @@ def _open_blocks() -> tuple[weakref.ref[Patch], ...]:
     """What this context has entered and has not ended."""
     alive = ((block, block()) for block in _entered.get())
     return tuple(block for block, patch in alive if patch is not None and patch.is_active)
+
+
+def _refuse_early_exit(generation_config: Any) -> None:
+    """Raises `Unsupported` before the model drafts: until a draft ends, transformers has taken
+    layers off the model's config."""
+    if getattr(generation_config, "assistant_early_exit", None) is not None:
+        raise Unsupported(
+            "assistant_early_exit inside h2o.patched(): the model drafts with its own first "
+            "layers and goes back over several forward passes, which an H2OCache cannot. Use "
+            "prompt_lookup_num_tokens instead, or leave patched()"
+        )
 
 
 def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:

@@ -69,7 +69,7 @@ class Patch:
         """Raises `Unsupported`, with the model as it was."""
         model = self.model
         H2OCache(model.config, self.config)  # refuses what cannot be served
-        self.lock = PatchLock("patched", model, "h2o")
+        self.lock = PatchLock("patched", model, "h2o", (self.config, self.traced))
         self.lock.acquire(model)
         try:
             _warn_of_no_cache(model)
@@ -127,8 +127,8 @@ def enable(
     Raises:
         Unsupported: (a ValueError) a model that h2o cannot serve, naming the reason. generate()
             raises it for `cache_implementation="static"` and other caches that are not H2O.
-        RuntimeError: another thread has this model enabled or simulated, or another task has it
-            simulated.
+        RuntimeError: another thread has this model enabled with other settings, or another thread
+            or task has it simulated.
     """
     return _applied(model, one_config(h2o_config, parameters), trace=trace)
 
@@ -164,8 +164,9 @@ def patched(
 
     Blocks of one model may overlap and end in any order; the model is as before after the last.
     Tasks of asyncio each have their own: a call is served by the latest block that its task has
-    entered, and one of a task that has entered none by the latest of all. Two generators that take
-    turns in one task have the latest in common.
+    entered, and one of a task that has entered none by the latest of all. Threads may each enter a
+    block of their own, as the handlers of a server do, if the settings are the same. Two generators
+    that take turns in one task have the latest in common.
     """
     patch = _applied(model, one_config(h2o_config, parameters), trace=trace, is_block=True)
     try:

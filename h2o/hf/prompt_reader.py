@@ -17,6 +17,7 @@ from h2o.config import H2OConfig
 from h2o.hf.cache import H2OCache
 from h2o.hf.compiled import CompileableLayer
 from h2o.hf.compiled_forward import CompiledForward
+from h2o.hf.tuned_prompts import virtual_tokens
 
 __all__ = ["PromptReader"]
 
@@ -37,7 +38,7 @@ class PromptReader:
     @staticmethod
     def serves(model: Any, config: H2OConfig) -> bool:
         """Whether a graph takes all layers, and budgets do not depend on the prompt."""
-        if config.needs_prompt_length:
+        if config.needs_prompt_length or virtual_tokens(model):
             return False
         return all(
             type(layer) is CompileableLayer
@@ -61,5 +62,7 @@ class PromptReader:
         if input_ids.shape[1] == 1:  # a step, of which there is no graph with one row
             return self.model(input_ids=input_ids, **inputs)
         ids = input_ids.clone(memory_format=torch.contiguous_format)  # of pieces: strides too
-        borrowed.mark_dynamic(ids, 1)
+        for tensor in (ids, inputs.get("position_ids")):
+            if tensor is not None:
+                borrowed.mark_dynamic(tensor, 1)
         return self._forward(input_ids=ids, **inputs)

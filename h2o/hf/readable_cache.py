@@ -5,17 +5,20 @@ Shape letters as in cache.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
+from h2o.borrowed import window_of
 from h2o.config import H2OConfig
 from h2o.hf import cache_file, states
 from h2o.hf.kept import Kept, KeptToken
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
+from h2o.hf.pass_state import PassState
 from h2o.hf.report import LayerReport, Report
 
 __all__ = ["ReadableCache"]
@@ -32,13 +35,50 @@ _OTHERS = {
 class ReadableCache(Cache):
     """The part of an `H2OCache` that changes nothing."""
 
+    pass_state: PassState
+    unused: H2OConfig | None
+    """The settings of a cache without a layer of h2o's; None: they are its layers'."""
+
     @property
     def config(self) -> H2OConfig:
         """What it keeps, as made for the model: a cache of the same config keeps the same."""
-        return cache_file.config_of(self.layers)
+        return cache_file.config_of(self)
+
+    def __bool__(self) -> bool:
+        """False for Phi-3 and its like: `generate()` leaves out a cache that is true, without a
+        word, where its text becomes longer than `original_max_position_embeddings`."""
+        return self.pass_state.rereads_after is None
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Columns seen. A model that keeps a number beside the cache asks before it uses it."""
+        seen = super().get_seq_length(layer_idx)
+        self.pass_state.rope_deltas.begin(seen)
+        return seen
 
     def __repr__(self) -> str:
-        return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)})"
+        idle = "" if self.unused is None else ", nothing is evicted: all have a sliding window"
+        return f"H2OCache({cache_file.brief(self.config)}, layers={len(self.layers)}{idle})"
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether every layer that stores keys of the text has some."""
+        storing = [x for x in self.layers if kind_of(x) in ("h2o", "sliding")]
+        return bool(storing) and all(layer.is_initialized for layer in storing)
+
+    @property
+    def max_cache_len(self) -> int:
+        """Raises AttributeError; of caches that are no DynamicCache PEFT asks for it."""
+        raise AttributeError(
+            "an H2OCache has no max_cache_len: it takes texts of any length. In prefix tuning PEFT "
+            "asks for it, since it fills a cache of its own; h2o cannot serve that"
+        )
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Any]]:
+        """(keys, values, sliding window or None) of each layer, as of a DynamicCache; of H2O layers
+        what they hold, [B, G, K, D] in the order of `kept`."""
+        for layer in self.layers:
+            held = layer.held() if isinstance(layer, H2OLayer) else _keys_of(layer)
+            yield *held, window_of(layer)
 
     def kept(self, layer_idx: int) -> Kept:
         """What a layer holds now.
@@ -97,12 +137,25 @@ class ReadableCache(Cache):
             if has_states(layer):
                 report = replace(report, bytes_states=states.bytes_of(layer))
             reports.append(report)
-        return Report(reports)
+        return Report(reports, broken=self._is_broken())
 
     def is_prompt_only(self) -> bool:
         """Whether all that was seen came in one forward pass."""
         h2o_layers = (layer for layer in self.layers if isinstance(layer, H2OLayer))
         return any(0 < layer.seen == layer.prompt_columns for layer in h2o_layers)
+
+    def _columns_seen(self) -> list[int]:
+        """Columns that each layer with keys of the text has seen."""
+        return [
+            int(x.get_seq_length())
+            for x in self.layers
+            if isinstance(x, CacheLayerMixin) and kind_of(x) != "cross"
+        ]
+
+    def _is_broken(self) -> bool:
+        """Whether a forward pass has not come to its end: it broke off, or it is under way."""
+        state = self.pass_state
+        return state.waiting is not None or state.under_way or len(set(self._columns_seen())) > 1
 
     def _h2o_layer(self, layer_idx: int) -> H2OLayer:
         layer = self.layers[layer_idx]
@@ -123,3 +176,8 @@ def _of_other(index: int, layer: Any) -> LayerReport:
     columns = layer.keys.shape[2] if held else 1
     full = held // columns * layer.get_seq_length()
     return LayerReport(index, kind, bytes_held=held, bytes_full=full)
+
+
+def _keys_of(layer: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Keys and values of transformers' own layer; None without."""
+    return getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -24,12 +24,14 @@ from h2o import borrowed
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import slot_layout, states, tensor_parallel
+from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
 from h2o.hf.echo import Echo
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states
 from h2o.hf.patch_lock import input_device
 from h2o.hf.pruning import RECENT, pruned
+from h2o.hf.tuned_prompts import check_no_tuned_prompt
 from h2o.policy import Policy
 
 if TYPE_CHECKING:
@@ -106,10 +108,11 @@ def read(
         The cache: save, fork and ask it as any other.
 
     Raises:
-        Unsupported: cache-relative positions; a model that is cut over several processes, or that
-            "echo" does not serve.
+        Unsupported: cache-relative positions; prompt tuning; a model that is cut over several
+            processes, or that "echo" does not serve.
         ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range;
-            another `scored_by`.
+            another `scored_by`; a document that leaves none of the model's positions for its
+            repetition.
     """
     if scored_by not in get_args(ScoredBy):
         raise ValueError(f"scored_by is {', '.join(get_args(ScoredBy))}, not {scored_by!r}")
@@ -117,6 +120,7 @@ def read(
         by_attention = 0.5 if scored_by == "repeat" else 0.0
     if not 0 <= by_attention <= 1:
         raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
+    check_no_tuned_prompt(model, "h2o.read")
     config = one_config(h2o_config, parameters).for_model(model)
     if config.positions != "original":
         raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')
@@ -130,6 +134,7 @@ def read(
     ids, mask = input_ids.to(input_device(model)), mask.bool().to(input_device(model))
     if request is None:
         reader = _Reader(model, ids, mask, 1, progress)
+        reader.check_angles(request)
         echo = Echo(model, mask)
         with echo.recording(reader.layers):
             attention = reader.document(config.policy)
@@ -137,6 +142,8 @@ def read(
         largest = [echo.scores(layer) for layer in reader.layers]
     else:
         reader = _Reader(model, ids, mask, 2, progress)
+        reader.columns_repeated(request.shape[1])  # which may refuse
+        reader.check_angles(request)
         attention = reader.document(config.policy)
         others = _other_layers(reader.cache)
         largest = reader.repetition(request, others)
@@ -144,6 +151,14 @@ def read(
     cache = pruned(reader.cache, model.config, config, attention, largest, by_attention, recent)
     _put_other_layers(cache, others)
     return cache
+
+
+def _positions(config: Any) -> int | None:
+    """How many a model with this config has; None where it makes as many as a text has tokens."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    most: int | None = getattr(text, "max_position_embeddings", None)
+    return None if rope.get("rope_type") == "dynamic" else most
 
 
 def _request(repeat: str | Tensor, tokenizer: Any) -> Tensor:
@@ -168,6 +183,19 @@ class _Reader:
         self.layers = [x for x in self.cache.layers if isinstance(x, H2OLayer)]
         self.progress = progress or (lambda done, total: None)
 
+    def check_angles(self, request: Tensor | None) -> None:
+        """Raises Unsupported where the passes would not all have the same rotary angles."""
+        N, angles = self.ids.shape[1], AnglesByLength(self.model)
+        ends = [min(N, begin + CHUNK) for begin in range(0, N, CHUNK)]
+        if request is not None:
+            ends += [N + request.shape[1] + min(N, CHUNK + OVERLAP)]
+        if len({angles.regime(end) for end in ends}) > 1:
+            raise Unsupported(
+                f"the rotary angles of this model change within the {ends[-1]} tokens of this "
+                "reading: read the document into an H2OCache in one forward pass instead"
+            )
+        angles.forget()
+
     def document(self, policy: Policy) -> list[Tensor]:
         """Reads it; scores [B, G, K] of each layer by this policy."""
         for layer in self.layers:
@@ -189,14 +217,32 @@ class _Reader:
             layer.holds_new = False
         request = request.expand(len(self.ids), -1)
         N = self.ids.shape[1]
-        for begin in range(0, N, CHUNK):
-            piece = slice(max(0, begin - OVERLAP), begin + CHUNK)
+        columns = self.columns_repeated(request.shape[1])
+        for begin in range(0, N, columns):
+            piece = slice(max(0, begin - OVERLAP), begin + columns)
             ids = torch.cat([request, self.ids[:, piece]], 1)
             mask = torch.cat([torch.ones_like(request).bool(), self.mask[:, piece]], 1)
             self._pass(ids, mask, self.mask)
             _put_other_layers(self.cache, others)
-            self.progress(N + min(N, begin + CHUNK), self.columns)
+            self.progress(N + min(N, begin + columns), self.columns)
         return self._scores()
+
+    def columns_repeated(self, request: int) -> int:
+        """Columns that are repeated at once: each time the positions behind the document are used
+        anew, and a model has only so many."""
+        positions = _positions(self.model.config)
+        tokens = int(self.mask.sum(1).max())
+        if positions is None or tokens + request + min(CHUNK + OVERLAP, tokens) <= positions:
+            return CHUNK
+        columns = positions - tokens - request - OVERLAP
+        if columns < 1:
+            raise ValueError(
+                f"input_ids: a document of {tokens} tokens is repeated behind itself, and the "
+                f"model has {positions} positions: give at most "
+                f'{positions - request - OVERLAP - 1} tokens, or scored_by="echo" (models of '
+                "rotary positions), which repeats nothing"
+            )
+        return columns
 
     def _pass(self, ids: Tensor, mask: Tensor, before: Tensor) -> None:
         """A forward pass over columns [B, Q] after those of the mask `before`."""

@@ -92,6 +92,9 @@ class Report:
     """All layers. `print` it, hand it to `rich.print`, or take `as_dict()`."""
 
     layers: list[LayerReport]
+    broken: bool = False
+    """Whether the last forward pass has not come to its end, so that layers may differ in what they
+    have seen."""
 
     @property
     def total(self) -> LayerReport:
@@ -135,7 +138,12 @@ class Report:
 
     @property
     def note(self) -> str:
-        """One sentence about what the numbers mean."""
+        """What the numbers mean, in a sentence or two."""
+        if self.broken:
+            return (
+                "The last forward pass has not come to its end, and some layers have seen its "
+                "tokens. If it broke off, call cache.reset() and start anew."
+            )
         h2o_layers, total = self._h2o_layers(), self.total
         if not h2o_layers:
             return "Every layer has a sliding window of its own: there was nothing for h2o to do."

@@ -25,9 +25,12 @@ from transformers.generation import (
 from h2o.borrowed import with_cache
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
+from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import input_device
+from h2o.hf.positions import positions_after
 from h2o.hf.prompt_reader import PromptReader
+from h2o.hf.tuned_prompts import continuing, virtual_tokens
 
 __all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
 
@@ -84,6 +87,9 @@ class Settings:
     seed: int
     on_token: Callable[[int, int], Any] | None
 
+    def __post_init__(self) -> None:
+        self.angles = AnglesByLength(self.model)
+
     def prompt_ids(self, prompt: Prompt) -> Tensor:
         """Token ids [1, n]."""
         if isinstance(prompt, str) or _is_chat(prompt):
@@ -123,6 +129,7 @@ class Settings:
             more["stop_strings"] = None
         arguments: dict[str, Any] = self.model.generate(
             ids,
+            attention_mask=torch.ones_like(ids),  # a prompt's pad id is a token like any other
             generation_config=settings,
             **with_cache(cache),
             stopping_criteria=criteria,
@@ -143,6 +150,7 @@ class Settings:
                     f"{config} beside {self.config}"
                 )
         if self.prefix is None:
+            tokens += virtual_tokens(self.model)
             return H2OCache(self.model.config, config, prompt_length=tokens)
         if config != self.config:
             raise ValueError("a request after a prefix has the prefix' budget: config=None")
@@ -169,7 +177,9 @@ class Running:
         self.prompt_tokens = self.ids.shape[1]
         self.cache = settings.cache_for(request, self.prompt_tokens)
         self.forward = settings.model
-        self.tokens_read = int(self.cache.get_seq_length())
+        self.virtual = virtual_tokens(settings.model)
+        """Before the text, in the cache only"""
+        self.tokens_read = max(0, int(self.cache.get_seq_length()) - self.virtual)
         prepared = settings.prepared(request, self.ids, self.cache)
         self.processors = prepared["logits_processor"]
         self.criteria = prepared["stopping_criteria"]
@@ -229,9 +239,18 @@ class Running:
 
     @torch.no_grad()
     def _forward(self, begin: int, end: int) -> Tensor:
-        output = self.forward(
-            input_ids=self.ids[:, begin:end],
+        ids, forward = self.ids[:, begin:end], self.forward
+        where = {}
+        if begin:
+            forward = continuing(forward)
+        if begin or not self.virtual:
+            seen = begin + self.virtual + self.cache.pass_state.rope_deltas.offset
+            where = positions_after(self.settings.model, seen, ids)
+        self.settings.angles.forget()
+        output = forward(
+            input_ids=ids,
             use_cache=True,
+            **where,
             **with_cache(self.cache),
             **self.last_logits,
         )

@@ -19,11 +19,13 @@ from h2o.borrowed import with_cache
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf import states
+from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
 from h2o.hf.compiled_forward import CompiledForward
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.patch_lock import input_device
+from h2o.hf.tuned_prompts import check_passes, continuing
 
 __all__ = ["RowBatch", "row_bytes"]
 
@@ -34,13 +36,16 @@ class RowBatch:
     compileable: torch.compile takes a step whole, in one graph for all of them.
 
     Raises:
-        Unsupported: a model with layers that have keys which are not H2O's.
+        Unsupported: a model with layers that have keys which are not H2O's; one with states and
+            rotary angles that depend on the length of the text.
     """
 
     def __init__(self, model: Any, config: H2OConfig, rows: int, compileable: bool = False) -> None:
-        self.model = model
-        self.compiled = CompiledForward(model, "steps") if compileable else None
+        check_passes(model, "generate_all")
+        self.model = continuing(model)
+        self.compiled = CompiledForward(self.model, "steps") if compileable else None
         self.cache = H2OCache(model.config, config, compileable=compileable)
+        self.cache.pass_state.by_row = True
         for index, layer in enumerate(self.cache.layers):
             if kind_of(layer) in ("sliding", "cross"):
                 raise Unsupported(
@@ -50,8 +55,16 @@ class RowBatch:
                 )
         self.tokens = [0] * rows
         """Seen by each row; 0: idle"""
+        self.offsets = [0] * rows
+        """What each row's next position is beyond its number of tokens"""
         self._chosen: list[int] = []
         self._has_states = any(map(has_states, self.cache.layers))
+        self.angles = AnglesByLength(model)
+        if self.angles and self._has_states:
+            raise Unsupported(
+                "rows of a model with states whose rotary angles depend on the length of the text: "
+                "call model.generate() with an H2OCache for each prompt"
+            )
 
     def join(self, row: int, joining: H2OCache) -> None:
         """A row becomes what the one row of another cache of the same settings is.
@@ -60,6 +73,7 @@ class RowBatch:
             ValueError: a cache of several rows, or with another kind of slots.
         """
         self.tokens[row] = int(joining.get_seq_length())
+        self.offsets[row] = joining.pass_state.rope_deltas.offset
         for layer, other in zip(self.cache.layers, joining.layers, strict=True):
             if isinstance(layer, H2OLayer):
                 layer.take_row(row, other, len(self.tokens), max(self.tokens))
@@ -82,33 +96,46 @@ class RowBatch:
         Returns:
             Logits [n, vocabulary], in the order of `live`.
         """
-        live = self.live
-        if self.compiled:  # always with a mask: without one it would be another graph
-            logits = self._of_all(self.compiled, ids, masked=True)[live]
-        elif self._has_states:
-            logits = self._of_all(self.model, ids, masked=len(live) < len(ids))[live]
-        else:
-            self._choose(live if len(live) < len(ids) else [])
-            logits = self._forward(self.model, [ids[row] for row in live], live)
+        live, parts = self.live, []
+        groups = self.angles.groups(live, [n + 1 for n in self.tokens])
+        for rows in groups:
+            self.angles.forget()
+            parts.append(self._of_rows(rows, ids))
         self.tokens = [n and n + 1 for n in self.tokens]
-        return logits
+        if len(groups) == 1:
+            return parts[0]
+        place = {row: i for i, row in enumerate(row for rows in groups for row in rows)}
+        return torch.cat(parts)[[place[row] for row in live]]
+
+    def _of_rows(self, rows: list[int], ids: list[int]) -> Tensor:
+        """Logits [len(rows), vocabulary] of the next token of these rows."""
+        if self.compiled:  # always with a mask: without one it would be another graph
+            return self._of_all(self.compiled, ids, rows, masked=True)[rows]
+        if self._has_states:
+            return self._of_all(self.model, ids, rows, masked=len(rows) < len(ids))[rows]
+        self._choose(rows if len(rows) < len(ids) else [])
+        return self._forward(self.model, [ids[row] for row in rows], rows)
 
     def _forward(self, forward: Any, ids: list[int], rows: list[int], mask: Any = None) -> Tensor:
         """Logits [len(rows), vocabulary]."""
-        device, places = input_device(self.model), [[self.tokens[row]] for row in rows]
+        device, places = (
+            input_device(self.model),
+            [[self.tokens[row] + self.offsets[row]] for row in rows],
+        )
+        places = torch.tensor(places, dtype=torch.long, device=device)
         output = forward(
             input_ids=torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
             attention_mask=mask,
-            position_ids=torch.tensor(places, dtype=torch.long, device=device),
+            position_ids=places if mask is None else places * mask,
             **with_cache(self.cache),
             use_cache=True,
         )
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _of_all(self, forward: Any, ids: list[int], *, masked: bool) -> Tensor:
-        """Logits [rows, vocabulary], of all rows, where `masked` with a mask of idle ones."""
-        here = [[n > 0] for n in self.tokens]
+    def _of_all(self, forward: Any, ids: list[int], rows: list[int], *, masked: bool) -> Tensor:
+        """Logits [all rows, vocabulary], where `masked` with a mask of the others than `rows`."""
+        here = [[row in rows] for row in range(len(ids))]
         mask = torch.tensor(here, dtype=torch.bool, device=input_device(self.model))
         return self._forward(forward, ids, [*range(len(ids))], mask if masked else None)
 

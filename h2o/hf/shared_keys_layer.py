@@ -27,6 +27,7 @@ from h2o import ops
 from h2o.errors import Unsupported
 from h2o.hf import tensor_parallel
 from h2o.hf.attention_call import (
+    CACHE_HAS_NO_GRADIENT,
     AttentionCall,
     NewTokens,
     Undifferentiable,
@@ -103,7 +104,9 @@ class SharedKeysLayer(H2OLayer):
             self._attended = None
             self.pass_state.attended(self.reused_by[-1])
         if call.wants_gradients():
-            return Undifferentiable.apply(out, call.query, call.key, call.value, call.sink_logits)
+            return Undifferentiable.apply(
+                CACHE_HAS_NO_GRADIENT, out, call.query, call.key, call.value, call.sink_logits
+            )
         return out
 
     def crop(self, tokens: int) -> None:

@@ -347,8 +347,14 @@ def _refuse(call: Call, tokens: int) -> None:
 def _undifferentiable(out: Tensor, call: Call) -> Tensor:
     inputs = call.query, call.key, call.value
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        out = Undifferentiable.apply(out, *inputs)
+        out = Undifferentiable.apply(_NO_GRADIENT, out, *inputs)
     return out
+
+
+_NO_GRADIENT = (
+    "attention within h2o.simulated() has no gradient, since which keys are evicted has none: call "
+    "the model under torch.no_grad(), or train outside of the block"
+)
 
 
 def _asked_for(values: dict[int, Tensor] | None, argument: str, layer: int) -> Tensor:

@@ -35,6 +35,7 @@ __all__ = [
     "sizes",
     "together",
     "with_capacities",
+    "writable",
 ]
 
 
@@ -60,6 +61,15 @@ class Capacity:
         pairs = zip(self.widest, self.sizes, strict=True)
         grown = [min(k + 1, s + max(min(s // 2, 48), s // 16)) for k, s in pairs]
         return Capacity(self.widest, list(map(max, needed, grown, self.sizes)))
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one that was made under `torch.inference_mode`, which nothing may
+    write to once that mode has ended."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 def capacities(widest: list[int], tokens: int) -> list[int]:

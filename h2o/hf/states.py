@@ -13,10 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
+from h2o.hf.slot_layout import writable
+
 __all__ = [
     "bytes_of",
     "each",
     "forget",
+    "make_writable",
     "numbers_of",
     "put",
     "row_bytes",
@@ -73,12 +76,19 @@ def each(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
     put(layer, {name: change(x) for name, x in tensors_of(layer).items()}, numbers_of(layer))
 
 
+def make_writable(layer: Any) -> None:
+    """Copies states that were made under `torch.inference_mode`, which transformers writes to."""
+    if any(x.is_inference() for x in tensors_of(layer).values()):
+        each(layer, writable)
+
+
 def take_row(layer: Any, row: int, source: Any, rows: int) -> None:
     """Row `row` of `rows` becomes what the one row of another layer is, in place."""
     taken = tensors_of(source)
     if not tensors_of(layer):
         empty = {name: x.new_zeros(rows, *x.shape[1:]) for name, x in taken.items()}
         put(layer, empty, numbers_of(source))
+    make_writable(layer)
     for name, state in tensors_of(layer).items():
         state[row].copy_(taken[name][0])
 

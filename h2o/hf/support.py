@@ -7,6 +7,7 @@ transformers' own cache has for it, and by the class of the model; no weights ar
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from typing import Any
 
@@ -16,9 +17,13 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o import borrowed
 from h2o.errors import Unsupported
 from h2o.hf import latent_attention, model_rotary, shared_keys
-from h2o.hf.layer_kinds import kind_of, layers_of, type_refusal
+from h2o.hf.images import BOTH_WAYS, looks_both_ways_at_images
+from h2o.hf.layer_kinds import has_states, kind_of, layers_of, type_refusal
+from h2o.hf.other_heads import width_of
+from h2o.hf.shared_keys import reusing
+from h2o.model_identity import latent_row
 
-__all__ = ["Support", "config_of", "refusal", "supports", "transformers_layers"]
+__all__ = ["Support", "config_of", "refusal", "rereads_after", "supports", "transformers_layers"]
 
 _PATTERN = "it has an attention pattern of its own, given as a 4-D mask"
 
@@ -56,6 +61,8 @@ class Support:
     not supported."""
     not_rolled: str = ""
     """Why not with positions="rolled"; empty if supported with that too, or not at all."""
+    not_images: str = ""
+    """Why not with images, for a model that reads them, and what to do; empty otherwise."""
 
     def __bool__(self) -> bool:
         return self.supported
@@ -70,8 +77,10 @@ class Support:
             if kind in self.layers
         )
         rolled = f'; positions="rolled": not, {self.not_rolled}' if self.not_rolled else ""
-        served = f"{full} of {len(self.layers)} layers by h2o{rest}"
-        return f"{self.model_type}: supported, {served}{rolled}"
+        images = f"; images: not, {self.not_images}" if self.not_images else ""
+        idle = "" if full else ", so that nothing is evicted"
+        served = f"{full} of {len(self.layers)} layers by h2o{rest}{idle}"
+        return f"{self.model_type}: supported, {served}{rolled}{images}"
 
 
 _REST = {
@@ -86,9 +95,8 @@ def supports(model: Any) -> Support:
     """Whether h2o can serve the causal language model that a config describes, and how.
 
     Goes by the config and by the model's class; needs no weights. What only a forward pass
-    can show (a model that alters keys after the cache, or that looks at an image's tokens both
-    ways) is found there and raises. Of a model that reads images or sound too, the layers are those
-    of its language model.
+    can show (a model that alters keys after the cache) is found there and raises. Of a model that
+    reads images or sound too, the layers are those of its language model.
 
     Args:
         model: a model of transformers, or its config.
@@ -108,7 +116,9 @@ def supports(model: Any) -> Support:
         )
     kinds = tuple(str(kind_of(layer)) for layer in layers)
     not_rolled = model_rotary.refusal(config, windows="sliding" in kinds) or ""
-    return Support(model_type, True, "", kinds, not_rolled)
+    reads_images = config.get_text_config(decoder=True) is not config
+    not_images = BOTH_WAYS if reads_images and looks_both_ways_at_images(config) else ""
+    return Support(model_type, True, "", kinds, not_rolled, not_images)
 
 
 def _model_classes(config: Any) -> list[Any]:
@@ -173,12 +183,26 @@ def transformers_layers(config: Any) -> list[CacheLayerMixin]:
             f"h2o cannot serve {config.model_type}: layer {index} is cached as "
             f"{type(layers[index]).__name__}, which is neither full nor sliding-window attention"
         )
+    if reason := _states_refusal(config, layers):
+        raise Unsupported(f"h2o cannot serve {config.model_type}: {reason}")
     if "states" in kinds and "h2o" not in kinds:
         raise Unsupported(
             f"h2o cannot serve {config.model_type}: none of its {len(kinds)} layers has full "
             "attention, so there is nothing to evict"
         )
     return layers
+
+
+def rereads_after(config: Any) -> float | None:
+    """Tokens after which `generate()` would read a text anew without its cache, because the angles
+    of all earlier tokens change (Phi-3 with longrope); infinity where they do not; None for a model
+    that keeps its cache."""
+    classes = _model_classes(config)
+    if not classes or not borrowed.drops_cache(classes[0]):
+        return None
+    text = config.get_text_config(decoder=True)
+    is_longrope = (text.rope_parameters or {}).get("rope_type") == "longrope"
+    return text.original_max_position_embeddings if is_longrope else math.inf
 
 
 def refusal(config: Any) -> str | None:
@@ -198,6 +222,8 @@ def refusal(config: Any) -> str | None:
     for part in (text, config):
         if part.model_type in _UNSERVED_TYPES:
             return _UNSERVED_TYPES[part.model_type]
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return "its attention looks both ways (use_bidirectional_attention)"
     if _attribute(text, "kv_lora_rank") is not None:
         if reason := _latent_refusal(config):
             return reason
@@ -210,6 +236,17 @@ def refusal(config: Any) -> str | None:
         if reason := type_refusal(kind):
             return f"layer {index} is {kind}, which is {reason}"
     return None
+
+
+def _states_refusal(config: Any, layers: list[CacheLayerMixin]) -> str | None:
+    """Why layers that have states beside their keys cannot be served; or None."""
+    if not any(has_states(layer) and kind_of(layer) == "h2o" for layer in layers):
+        return None
+    if latent_row(config) is not None:
+        return "it has states beside latents in one layer"
+    if width_of(config) is not None:
+        return "it has states beside keys that are unlike their values in one layer"
+    return "it has states beside keys that later layers reuse" if reusing(config) else None
 
 
 def _latent_refusal(config: Any) -> str | None:

@@ -12,6 +12,7 @@ from h2o.config import H2OConfig
 from h2o.errors import UserError
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import input_device
+from h2o.hf.positions import positions_after
 
 __all__ = ["Chat"]
 
@@ -80,7 +81,9 @@ class Chat:
     def _next(self, ids: list[int]) -> int:
         """Reads ids; the most likely next one."""
         text = torch.tensor([ids], dtype=torch.long, device=input_device(self.model))
-        where = {"position_ids": torch.zeros_like(text)} if self.rolled else {}
+        where = positions_after(self.model, int(self.cache.get_seq_length()), text)
+        if self.rolled:
+            where = {"position_ids": torch.zeros_like(text)}
         with torch.no_grad():
             out = self.model(text, use_cache=True, **with_cache(self.cache), **where)
         return int(out.logits[0, -1].argmax())

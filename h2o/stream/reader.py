@@ -24,6 +24,7 @@ from h2o.evaluate.setting import Setting
 from h2o.hf.cache import H2OCache
 from h2o.hf.new_cache import bytes_of_keys
 from h2o.hf.patch_lock import input_device
+from h2o.hf.positions import positions_after
 from h2o.stream.endless import endless
 
 __all__ = ["Point", "Reader", "read"]
@@ -86,7 +87,9 @@ class Reader:
         start = time.perf_counter()
         text = torch.tensor([ids], dtype=torch.long, device=input_device(self.model))
         # Ranks say where keys are, so the model may count as it likes: from 0, always.
-        where = {"position_ids": torch.zeros_like(text)} if self.rolled else {}
+        where = positions_after(self.model, self.seen, text)
+        if self.rolled:
+            where = {"position_ids": torch.zeros_like(text)}
         with torch.no_grad():
             out = self.model(text, use_cache=True, **with_cache(self.cache), **where)
         logits = out.logits[0].float()

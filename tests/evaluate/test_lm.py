@@ -325,3 +325,33 @@ def test_an_interrupted_run_goes_on(tokenizer, tmp_path, protocol, setting):
     after = len(calls)
     numbers(lm)
     assert len(calls) == after, "everything is known now"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("protocol", ["drop", "read"])
+def test_a_tuned_prompt_would_be_repeated(tokenizer, protocol):
+    """PEFT puts it before each token that is fed; a refused setting changes nothing."""
+    peft = pytest.importorskip("peft")
+    tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    lm = make(tokenizer, heavy=6, recent=6)
+    lm._model = peft.get_peft_model(lm.model, tuned).eval()
+    before = lm.describe()
+    with pytest.raises(ValueError, match="prompt tuning"):
+        lm.use(lm.setting, protocol, ratio_of="prompt")
+    assert lm.describe() == before
+
+
+@pytest.mark.parametrize("protocol", ["simulate", "drop"])
+def test_the_longest_text_does_not_choose_the_angles_of_others(tokenizer, protocol):
+    lm = make(tokenizer)
+    lm.model.config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 20,
+    }  # fmt: skip
+    lm._model = type(lm.model)(lm.model.config).eval()
+    lm.use(parse("h2o:6+6"), protocol)
+    lm.batch_size_per_gpu = 8
+    together = numbers(lm)
+    lm.batch_size_per_gpu = 1
+    close(together[0], numbers(lm)[0])

@@ -108,24 +108,24 @@ def test_memory_follows_what_is_held():
     text = drifting(1, B=1, N=400)
     cache = new_cache(heavy=UNLIMITED, recent=UNLIMITED, sinks=UNLIMITED)
     forward(cache, text.cut(0, 100))
-    assert cache.layers[0].keys.shape[2] == 101
+    assert cache.layers[0].slots.keys.shape[2] == 101
     capacities = set()
     for i in range(100, 400):
         forward(cache, text.cut(i, i + 1))
-        capacities.add(cache.layers[0].keys.shape[2])
-        assert cache.layers[0].keys.shape[2] <= i + 2 + 48
+        capacities.add(cache.layers[0].slots.keys.shape[2])
+        assert cache.layers[0].slots.keys.shape[2] <= i + 2 + 48
     assert len(capacities) <= 8  # grown in strides, not token by token
     assert cache.kept(0)[0][0, 0].tolist() == list(range(400))
     small = new_cache(heavy=5, recent=5)
     forward(small, text.cut(0, 100))
-    assert small.layers[0].keys.shape[2] == 11
+    assert small.layers[0].slots.keys.shape[2] == 11
 
 
 def test_short_prompt_grows_to_the_budget_and_no_further():
     text = drifting(2, B=1, N=60)
     cache = new_cache(heavy=8, recent=8)
     feed(cache, text, [3, *[1] * 57])
-    assert cache.layers[0].keys.shape[2] == 17
+    assert cache.layers[0].slots.keys.shape[2] == 17
 
 
 def test_kept_before_the_prompt_is_empty():

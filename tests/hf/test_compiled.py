@@ -241,7 +241,7 @@ def test_a_pass_that_broke_off():
         with pytest.raises(ZeroDivisionError):
             ours(prompts(20)[0], **with_cache(cache))
         hook.remove()
-        with pytest.raises(RuntimeError, match="have seen 20 tokens, the other 1 none"):
+        with pytest.raises(RuntimeError, match="layers have seen 20 tokens, the others none"):
             ours(torch.tensor([[5]], device=DEVICE), **with_cache(cache))
 
 

@@ -79,7 +79,7 @@ def test_a_pass_that_broke_off_between_layers_is_told():
     ):
         with (
             torch.no_grad(),
-            pytest.raises(RuntimeError, match="broke off between two layers, so call"),
+            pytest.raises(RuntimeError, match="the last forward pass broke off: 1 of"),
         ):
             use()
     cache.reset()

@@ -154,7 +154,7 @@ def test_a_pass_that_broke_off_is_noticed(monkeypatch):
         patch.setattr(last, "forward", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             read(ours, inputs, cache)
-    with pytest.raises(RuntimeError, match="broke off between two layers"):
+    with pytest.raises(RuntimeError, match="broke off"):
         read(ours, {"input_ids": inputs["input_ids"][:, :1]}, cache)
     cache.reset()
     read(ours, inputs, cache)

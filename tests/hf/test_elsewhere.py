@@ -77,7 +77,7 @@ def test_families(name):
         logits = converse(ours, cache)
         assert logits.device.type == "cuda"
         assert on_the_device(cache)
-        held = {layer.keys.shape[2] for layer in cache.layers if isinstance(layer, H2OLayer)}
+        held = {layer.slots.keys.shape[2] for layer in cache.layers if isinstance(layer, H2OLayer)}
         assert held == {13}
 
 
@@ -106,10 +106,10 @@ def test_slots_that_grow(shares, kv_dtype):
         more = {"shares": shares, "kv_dtype": kv_dtype, "trace": shares is None}
         cache = H2OCache(ours.config, heavy=12, recent=12, **more)
         ours(ids(2, 4), **with_cache(cache))
-        first = cache.layers[0].keys.shape
+        first = cache.layers[0].slots.keys.shape
         for _ in range(6):
             ours(ids(2, 1), **with_cache(cache))
-        assert cache.layers[0].keys.shape != first
+        assert cache.layers[0].slots.keys.shape != first
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma3"])

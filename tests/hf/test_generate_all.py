@@ -386,7 +386,7 @@ def test_the_model_is_as_before():
     ours = model("llama", attention="sdpa")
     results = h2o.generate_all(ours, texts(9, 8, 7), CONFIGS["h2o"], rows=2, max_new_tokens=5)
     next(results)
-    assert ours.config._attn_implementation == "h2o"
+    assert ours.config._attn_implementation == "sdpa", "the caller has its turn"
     results.close()
     assert ours.config._attn_implementation == "sdpa"
 
@@ -400,11 +400,16 @@ def test_threads_that_share_a_model(is_patched):
     answers, some = {}, texts(*LENGTHS) * 2
 
     def answer(name):
-        results = h2o.generate_all(ours, some, CONFIGS[name], rows=3, max_new_tokens=12)
-        first = next(results)
-        here.wait()
-        here.wait()
-        answers[name] = [result.ids for result in (first, *results)]
+        waits = iter([True])
+
+        def at_work(*_):
+            if next(waits, False):
+                here.wait(60)
+                here.wait(60)
+
+        how = {"rows": 3, "max_new_tokens": 12, "on_token": at_work}
+        results = h2o.generate_all(ours, some, CONFIGS[name], **how)
+        answers[name] = [result.ids for result in results]
 
     threads = [threading.Thread(target=answer, args=(name,)) for name in names]
     with h2o.patched(ours, CONFIGS["h2o"]) if is_patched else contextlib.nullcontext():
@@ -617,3 +622,16 @@ def test_the_default_model():
         assert result.text == tokenizer.decode(expected, skip_special_tokens=True)
     assert results[0].finish_reason == "stop"
     assert "." in results[0].text
+
+
+def test_a_prompt_with_the_pad_id():
+    """Which is a token like any other: no mask is inferred from it."""
+    ours, text = shared("llama"), [0, 0, 5, 9]
+    settings = GenerationConfig(
+        pad_token_id=0, eos_token_id=7, repetition_penalty=1.3, max_new_tokens=12
+    )
+    ids = torch.tensor([text], device=ours.device)
+    how = {"generation_config": settings, **with_cache(H2OCache(ours.config, CONFIGS["h2o"]))}
+    expected = ours.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, 4:].tolist()
+    (result,) = h2o.generate_all(ours, [text], CONFIGS["h2o"], rows=1, generation_config=settings)
+    assert result.ids == expected

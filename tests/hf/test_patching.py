@@ -12,6 +12,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, disable, enable, patched
 from h2o.borrowed import CACHE, with_cache
+from h2o.hf.new_cache import new_cache
 from tests.hf.modes import MODES, POLICIES, policy
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, slow_if
 
@@ -401,3 +402,23 @@ def test_a_model_that_asks_for_no_cache_is_told():
     with pytest.warns(UserWarning, match="use_cache=False: its calls ask for no cache"):
         with patched(ours, heavy=6, recent=6):
             pass
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_early_exit_is_refused_before_layers_are_taken_off(llama, given):
+    """Also where the caller gives a cache: the draft would have one of the patch."""
+    inputs = {"input_ids": prompts(20)[0]}
+    expected = greedy(llama, inputs).tolist()
+    with patched(llama, **SMALL):
+        cache = with_cache(H2OCache(llama.config, **SMALL)) if given else {}
+        with pytest.raises(Unsupported, match="assistant_early_exit"):
+            greedy(llama, inputs, assistant_early_exit=1, **cache)
+    assert llama.config.num_hidden_layers == 2
+    assert greedy(llama, inputs).tolist() == expected
+
+
+def test_a_cache_that_is_refused_leaves_the_attention():
+    plain = model("llama", "sdpa")
+    with pytest.raises(ValueError, match="rolled"):
+        new_cache(plain, H2OConfig(heavy=4, recent=4, positions="rolled"), 20, compileable=True)
+    assert plain.config._attn_implementation == "sdpa"

@@ -49,11 +49,11 @@ def test_nothing_moves(running):
     """The slots stay where they are, and one key and value row of each head is written."""
     addresses = [x.data_ptr() for x in running.layers[0].slots if x is not None]
     for i in range(110, 160):
-        keys, values = running.layers[0].keys.clone(), running.layers[0].values.clone()
+        keys, values = running.layers[0].slots.keys.clone(), running.layers[0].slots.values.clone()
         steps(running, i, 1)
         for before, after in (
-            (keys, running.layers[0].keys),
-            (values, running.layers[0].values),
+            (keys, running.layers[0].slots.keys),
+            (values, running.layers[0].slots.values),
         ):
             written = (before != after).any(-1).sum(-1)
             assert written.tolist() == [[1, 1], [1, 1]]
@@ -148,7 +148,8 @@ def peak_of_prompt(n, **policy):
     before = status("VmRSS")
     with torch.no_grad():
         h2o_attention_forward(ATTENTION, query, key, held, None, scaling=0.1)
-    assert cache.layers[0].keys.shape == (1, 2, 201, 64)  # the budget, and a slot for what comes
+    # The budget, and a slot for what comes.
+    assert cache.layers[0].slots.keys.shape == (1, 2, 201, 64)
     return status("VmHWM") - before
 
 

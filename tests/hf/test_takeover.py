@@ -155,7 +155,7 @@ def test_before_the_first_pass_everything_is_held_without_scores():
     assert report.layers[1].budget == [12, 12]
     assert report.layers[1].mass_kept + report.layers[1].mass_evicted == pytest.approx(8)
     assert (cache.evicted_at(1)[:, :, -1] == 24).all()
-    assert cache.layers[1].keys.shape[2] == 13
+    assert cache.layers[1].slots.keys.shape[2] == 13
 
 
 def test_rows_move_before_the_first_pass():

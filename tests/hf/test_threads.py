@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from h2o import H2OCache, patched, simulated
+from h2o import H2OCache, generate_all, patched, simulated
 from h2o.borrowed import CACHE, with_cache
 from tests.hf.tiny import greedy, model, prompts
 
@@ -138,12 +138,58 @@ def test_one_model_is_one_threads_to_change(outer, inner):
         with inner(plain, **SMALL):
             pass
 
-    with outer(plain, **SMALL):
+    same = outer is inner is patched  # with the same settings, which they share
+    with outer(plain, **({"heavy": 4, "recent": 4} if same else SMALL)):
         error = elsewhere(enter)
         assert isinstance(error, RuntimeError)
         assert "by another thread" in str(error)
+        assert ("with other settings" in str(error)) == same
         enter()  # nested in the same thread
     assert set(vars(plain)) == before
     assert plain.config._attn_implementation == "sdpa"
     assert elsewhere(enter) is None
+    assert plain.config._attn_implementation == "sdpa"
+
+
+def test_each_thread_patches_for_itself():
+    """As the handlers of a server do; the last one to leave puts all back."""
+    plain, texts = model("llama", "sdpa"), prompts(20, 24, 28, 32)
+    before = set(vars(plain))
+    with patched(plain, **SMALL):
+        want = [greedy(plain, {"input_ids": ids}).tolist() for ids in texts]
+    together = threading.Barrier(len(texts))
+    got: dict[int, list] = {}
+
+    def handle(i):
+        together.wait(60)
+        for _ in range(3):
+            with patched(plain, **SMALL) as patch:
+                got[i] = greedy(plain, {"input_ids": texts[i]}).tolist()
+                assert patch.cache.get_seq_length() == texts[i].shape[1] + 15
+        got[i] = [got[i]]
+
+    threads = [threading.Thread(target=handle, args=[i]) for i in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [got[i] for i in range(len(texts))] == [[tokens] for tokens in want]
+    assert set(vars(plain)) == before
+    assert plain.config._attn_implementation == "sdpa"
+
+
+def test_a_suspended_generate_all_leaves_the_model_as_it_was():
+    plain, texts = model("llama", "sdpa"), prompts(20, 24, 28)
+    config = {**SMALL, "rows": 2, "max_new_tokens": 6}
+    prompts_ = [ids[0].tolist() for ids in texts]
+    expected = [result.ids for result in generate_all(plain, prompts_, **config)]
+    got, results = [], generate_all(plain, prompts_, **config)
+    for result in results:
+        got.append(result.ids)
+        assert plain.config._attn_implementation == "sdpa"
+        with simulated(plain, **SMALL), torch.no_grad():
+            plain(texts[0], use_cache=False)
+    assert got == expected
+    dropped = generate_all(plain, prompts_, **config)
+    next(dropped)
     assert plain.config._attn_implementation == "sdpa"

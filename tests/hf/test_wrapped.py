@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from h2o import H2OCache, H2OConfig, Unsupported, disable, enable, patched
-from h2o.borrowed import CACHE, repeats_virtual_tokens, with_cache
+import h2o
+from h2o import H2OCache, H2OConfig, Unsupported, borrowed, disable, enable, patched
+from h2o.borrowed import CACHE, with_cache
+from h2o.hf import compiled_forward
 from tests.hf.tiny import greedy, model, prompts
 
 SMALL = {"heavy": 6, "recent": 6}
+SMALL_CONFIG = H2OConfig(**SMALL)
 
 
 def saved(plain):
@@ -61,6 +66,7 @@ STEPS = 4
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.compile.model. cannot capture:RuntimeWarning")
 def test_compiled_models():
     plain = model("llama", "sdpa")
     compiled = torch.compile(plain, backend="eager")
@@ -75,6 +81,20 @@ def test_compiled_models():
     assert plain.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_model_that_falls_into_many_graphs():
+    compiled_forward._warn_once.cache_clear()
+    ours, (ids,) = model("llama"), prompts(20)
+    compiled = torch.compile(ours, backend="eager")
+    with warnings.catch_warnings(record=True) as raised, torch.no_grad():
+        warnings.simplefilter("always")
+        cache = H2OCache(ours.config, **SMALL)
+        for part in ids.split([18, 1, 1], dim=1):
+            compiled(part, **with_cache(cache))
+    named = [str(x.message) for x in raised if "compileable=True" in str(x.message)]
+    assert len(named) == 1
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_prompts_that_were_tuned():
@@ -84,21 +104,89 @@ def test_prompts_that_were_tuned():
     (ids,) = prompts(20)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     wrapped = peft.get_peft_model(model("llama", "sdpa"), peft.PromptTuningConfig(**tuned)).eval()
-    if repeats_virtual_tokens(wrapped):  # with any cache
-        with pytest.raises(Unsupported, match="virtual tokens before every decode step"):
-            enable(wrapped, **SMALL)
-    else:
-        full = greedy(wrapped, inputs, 8).tolist()
-        with patched(wrapped, H2OConfig.full()) as patch:
+    full = greedy(wrapped, inputs, 8).tolist()
+    with patched(wrapped, H2OConfig.full()) as patch:
+        if borrowed.repeats_virtual_tokens(wrapped):
+            with pytest.raises(Unsupported, match="prompt tuning takes each step for a prompt"):
+                greedy(wrapped, inputs, 8)
+        else:
             assert greedy(wrapped, inputs, 8).tolist() == full
             assert patch.cache.report().layers[0].seen == [4 + 20 + 7]
     wrapped = peft.get_peft_model(model("llama", "h2o"), peft.PrefixTuningConfig(**tuned)).eval()
     with pytest.raises(Unsupported, match="prefix tuning"):
         enable(wrapped, **SMALL)
-    if CACHE == "past_key_values":  # with later names PEFT up to 0.21.2 drops its own prefix
-        cache = H2OCache(wrapped.get_base_model().config, **SMALL)
-        with pytest.raises(AttributeError, match="prefix tuning"):
-            greedy(wrapped, inputs, 8, **with_cache(cache))
+    if borrowed.repeats_virtual_tokens(wrapped):
+        return  # such a PEFT leaves the prefix out, with a warning, beside any cache
+    cache = H2OCache(wrapped.get_base_model().config, **SMALL)
+    with pytest.raises(AttributeError, match="prefix tuning"):
+        greedy(wrapped, inputs, 8, **with_cache(cache))
+
+
+def by_hand(wrapped, ids, config, tokens):
+    """Greedy decoding whose first pass alone goes through the wrapper."""
+    cache = H2OCache(wrapped.get_base_model().config, config)
+    with torch.no_grad():
+        new = [wrapped(input_ids=ids, **with_cache(cache)).logits[0, -1].argmax()]
+        for _ in range(tokens - 1):
+            last = wrapped.get_base_model()(new[-1].reshape(1, 1), **with_cache(cache))
+            new.append(last.logits[0, -1].argmax())
+    return [int(token) for token in new]
+
+
+def tuned_prompt(kind):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return peft.get_peft_model(model("llama", "h2o"), config).eval()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_with_prompts_that_were_tuned(kind, rows):
+    """Their embeddings stand before a prompt once, also where it is read in chunks."""
+    wrapped = tuned_prompt(kind)
+    texts, config = prompts(20, 33, 9), H2OConfig(heavy=0.2, recent=0.2)
+    results = h2o.generate_all(
+        wrapped, [x[0].tolist() for x in texts], config, rows=rows, max_new_tokens=8
+    )
+    for text, result in zip(texts, results, strict=True):
+        assert result.ids == by_hand(wrapped, text, config, 8)
+        assert result.report["seen"] == 4 + text.shape[1] + 7
+    full, ids = H2OConfig.full(), texts[1][0].tolist()
+    settings = GenerationConfig(prefill_chunk_size=8, max_new_tokens=8, do_sample=False)
+    (chunked,) = h2o.generate_all(wrapped, [ids], full, rows=1, generation_config=settings)
+    assert chunked.ids == by_hand(wrapped, texts[1], full, 8)
+    prefix = H2OCache(wrapped.get_base_model().config, full)
+    with torch.no_grad():
+        wrapped(input_ids=texts[1][:, :16], **with_cache(prefix))
+    (after,) = h2o.generate_all(wrapped, [ids], full, rows=1, prefix=prefix, max_new_tokens=8)
+    assert after.ids == chunked.ids
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tuned_prompt_where_each_pass_would_repeat_it():
+    wrapped = tuned_prompt("PromptTuningConfig")
+    with pytest.raises(Unsupported, match="prompt tuning"):
+        h2o.read(wrapped, prompts(20)[0], SMALL_CONFIG, scored_by="echo")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_that_tokens_switch_on():
+    """PEFT would look for them in each decode step."""
+    peft = pytest.importorskip("peft")
+    (ids,) = prompts(20)
+    adapter = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False,
+        alora_invocation_tokens=ids[0, 10:12].tolist(),
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(model("llama", "h2o"), adapter).eval()
+    with pytest.raises(Unsupported, match="aLoRA"):
+        next(h2o.generate_all(wrapped, [ids[0].tolist()], SMALL_CONFIG, rows=1, max_new_tokens=4))
+    with pytest.raises(Unsupported, match="aLoRA"):
+        h2o.read(wrapped, ids, SMALL_CONFIG, scored_by="echo")
 
 
 def test_a_model_with_fewer_layers_than_its_config():

@@ -22,6 +22,7 @@ multiplied by 0.
 Shape letters as in `h2o.ops`, and M queries of a key/value head, C keys that compete.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -37,4 +38,19 @@ def operation(name: str) -> Callable[..., Any]:
     Raises: ModuleNotFoundError without torch.
     """
     function: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{name}"), name)
-    return by_number(function, *(("scores",) if name == "attend" else ()))
+    return _without_autocast(by_number(function, *(("scores",) if name == "attend" else ())))
+
+
+def _without_autocast(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The same operation, whose products keep their float32 under the caller's autocast."""
+    import torch
+
+    @functools.wraps(operation)
+    def run(*operands: Any) -> Any:
+        device = operands[0].device.type
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return operation(*operands)
+        with torch.autocast(device, enabled=False):
+            return operation(*operands)
+
+    return run

@@ -1,10 +1,12 @@
-"""Which model something was measured with: its shape, and two ways of knowing its weights again.
+"""Which model something was measured with: its shape, and ways of knowing its weights again.
 
 A path says where a model lay, not which one. `of_model` is exact: a fingerprint of names, shapes
 and a sample of each tensor's bytes, which costs milliseconds and changes with any training,
 adapter, merge, dtype or quantisation; results are looked up by it. (One number changed by hand
 among millions may escape.) `sample` holds in any dtype: a few numbers, which `difference` compares
-to within a tolerance; profiles and saved caches carry them. `of_files` is for what is not loaded.
+to within a tolerance; profiles carry them. `record` is both, of each weight and of what else the
+config says; saved caches carry it. `of_files` is for what is not loaded. Weights of adapters count
+where they are at work (`h2o.model_identity.weights`).
 
 Imports neither torch nor transformers until a fingerprint is taken.
 """
@@ -18,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from h2o.model_identity.weights import Weight, is_cut, is_of_adapter, plain_tensors, weights_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -30,6 +34,8 @@ __all__ = [
     "latent_row",
     "of_files",
     "of_model",
+    "record",
+    "record_difference",
     "sample",
     "value_width",
 ]
@@ -39,9 +45,9 @@ SHAPE = (
     "hidden_size", "intermediate_size", "vocab_size",
 )  # fmt: skip
 
-TOLERANCE = 0.01
+TOLERANCE = 0.005
 """Relative distance of two samples of weights that are still called the same: above what
-float16 and bfloat16 round, below what training changes."""
+float16, bfloat16 and four digits round (0.3%), below what training changes."""
 
 SAMPLE = 4096
 """Elements of a tensor, or bytes at a place of a file, that a fingerprint takes."""
@@ -126,13 +132,16 @@ def _text_config(config: Any) -> Any:
 
 
 def sample(model: Any, tensors: int = 24, numbers: int = 6) -> dict[str, list[float]]:
-    """A few numbers of a few parameters of a model, for `Profile.weights`."""
-    parameters = sorted(_parameters(model).items())
+    """A few numbers of a few parameters of a model, and of its adapters at work, for
+    `Profile.weights`."""
+    every = list(weights_of(model))
+    own = [x for x in every if not is_of_adapter(x.name)]
+    adapters = [x for x in every if is_of_adapter(x.name)]
     numbers_of = {}
-    for name, parameter in parameters[:: max(1, -(-len(parameters) // tensors))]:
-        values = _values(parameter, numbers)
+    for weight in (*_spread(own, tensors), *_spread(adapters, tensors)):
+        values = _values(weight, numbers)
         if values is not None:
-            numbers_of[name] = [float(f"{value:.4g}") for value in values]
+            numbers_of[weight.name] = _rounded(values)
     return numbers_of
 
 
@@ -148,7 +157,7 @@ def difference(
             return f"{name} is {wanted} there and {here[name]} here"
     if config is model or not weights:
         return None
-    return _weights_apart(_parameters(model), weights)
+    return _weights_apart({x.name: x for x in weights_of(model)}, weights)
 
 
 def attention_difference(
@@ -156,49 +165,147 @@ def attention_difference(
 ) -> str | None:
     """As `difference`, by the attention module of one layer alone: of what `sample` has described
     the parameters that lie in it."""
-    inside = _parameters(attention)
-    here, of_layer = {}, f".{layer}."
-    for name in weights:
+    inside = {x.name: x for x in weights_of(attention)}
+    parts = {name.partition(".")[0] for name in inside}
+    here, wanted, of_layer = {}, {}, f".{layer}."
+    for name, numbers in weights.items():
         path = name.partition(of_layer)[2].partition(".")[2]  # behind the module's own name
         if path in inside:
             here[name] = inside[path]
-    return _weights_apart(here, weights)
+        if path in inside or (is_of_adapter(path) and path.partition(".")[0] in parts):
+            wanted[name] = numbers
+    if not any(map(is_of_adapter, weights)):
+        here |= {name: x for name, x in inside.items() if is_of_adapter(name)}
+    return _weights_apart(here, wanted)
 
 
 def _weights_apart(
-    parameters: Mapping[str, Any], weights: Mapping[str, Sequence[float]]
+    here: Mapping[str, Weight], weights: Mapping[str, Sequence[float]]
 ) -> str | None:
     for name, wanted in weights.items():
-        values = _values(parameters[name], len(wanted)) if name in parameters else None
-        if values is None:  # quantised, offloaded, cut or renamed by an adapter: no comparison
+        if is_of_adapter(name) and name not in here:
+            return f"its adapter's {name} is not at work here"
+        values = _values(here[name], len(wanted)) if name in here else None
+        if values is None:  # quantised or cut: no comparison
             continue
-        apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
-        if not apart <= TOLERANCE:
-            return f"its shape is the same, but the weights of {name} differ by {apart:.0%}"
+        if apart := _apart(values, wanted):
+            return f"its shape is the same, but the weights of {name} differ by {apart:.1%}"
+    added = next(filter(is_of_adapter, here), None)
+    if added is not None and not any(map(is_of_adapter, weights)):
+        return f"an adapter is at work here that was not there: {added}"
     return None
 
 
-def _parameters(model: Any) -> dict[str, Any]:
-    """Parameters by name, without those of which this process has a part only and cannot tell."""
-    from h2o import borrowed
-
-    model = borrowed.compiled_model(model)
-    cut: set[int] = set()
-    for module in model.modules():
-        if borrowed.device_mesh(module) is not None:
-            cut.update(map(id, module.parameters()))
-    return {name: x for name, x in model.named_parameters() if id(x) not in cut}
+def _apart(values: Sequence[float], wanted: Sequence[float]) -> float:
+    """Relative distance of two samples; 0 for the same weights."""
+    apart = math.dist(values, wanted) / (math.hypot(*wanted) or 1.0)
+    return 0.0 if apart <= TOLERANCE else apart
 
 
-def _values(parameter: Any, numbers: int) -> list[float] | None:
-    """Evenly spread numbers of a parameter; None of one that is quantised, cut or not in memory."""
-    if not parameter.dtype.is_floating_point or parameter.is_meta or parameter.numel() < numbers:
+def _spread(weights: list[Weight], count: int) -> list[Weight]:
+    """So many of them, evenly spread."""
+    return weights[:: max(1, -(-len(weights) // count))]
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.4g}") for value in values]
+
+
+def _values(weight: Weight, numbers: int) -> list[float] | None:
+    """Evenly spread numbers of a weight; None of one that is quantised, cut or not in memory."""
+    tensor = weight.tensor
+    if is_cut(weight) or not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         return None
-    if hasattr(parameter, "__tensor_flatten__"):
+    if tensor.is_meta or tensor.numel() < numbers or hasattr(tensor, "__tensor_flatten__"):
         return None
-    flat = parameter.detach().reshape(-1)
+    flat = tensor.reshape(-1)
     step = flat.numel() // numbers
-    return flat[step // 2 :: step][:numbers].float().cpu().tolist()
+    values: list[float] = (weight.scale * flat[step // 2 :: step][:numbers].float()).cpu().tolist()
+    return values
+
+
+# ---- a record of each weight, for files of keys and values -----------------------------------
+
+NUMBERS = 6
+"""Of each weight in a record."""
+
+_PASSING = (
+    "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype", "id2label",
+    "initializer_range", "label2id", "model_type", "problem_type", "quantization_config",
+    "return_dict", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
+"""What configs say beside how keys and values are computed."""
+
+
+def record(model: Any) -> dict[str, Any]:
+    """Every weight of a model, and its config, for `record_difference`, as JSON takes them."""
+    weights = {}
+    for weight in weights_of(model):
+        numbers = _values(weight, NUMBERS)
+        weights[weight.name] = [*_digest(weight), numbers and _rounded(numbers)]
+    return {"weights": weights, "config": _settings(model.config)}
+
+
+def record_difference(model: Any, there: Mapping[str, Any]) -> str | None:
+    """What tells a model from the one that `record` has described; None if nothing does.
+
+    Weights in the same dtype are the same in all digits, others to within a tolerance. Of a config,
+    what it says is looked at. A setting that only one version of transformers has is passed over.
+    """
+    config = getattr(model, "config", model)
+    if reason := _settings_apart(there["config"], _settings(config)):
+        return reason
+    if config is model:
+        return None
+    here = record(model)["weights"]
+    for name in sorted({*here, *there["weights"]}):
+        if name not in here or name not in there["weights"]:
+            where = "is here and was not there" if name in here else "was there and is not here"
+            what = "an adapter's weight" if is_of_adapter(name) else "a weight"
+            return f"{what} {where}: {name}"
+        (dtype, digest, values), (wanted_dtype, wanted_digest, wanted) = (
+            here[name], there["weights"][name],
+        )  # fmt: skip
+        if dtype == wanted_dtype and digest != wanted_digest:
+            return f"its shape is the same, but the weights of {name} differ"
+        if values and wanted and dtype != wanted_dtype and (apart := _apart(values, wanted)):
+            return f"its shape is the same, but the weights of {name} differ by {apart:.1%}"
+    return None
+
+
+def _digest(weight: Weight) -> tuple[str, str]:
+    """What a weight is stored as, and a digest of its factor and its numbers; none of one that is
+    cut over processes, of which others may have the same or another part."""
+    if is_cut(weight):
+        return "cut", ""
+    digest = hashlib.sha256(f"{weight.scale}".encode())
+    for name, tensor in plain_tensors("", weight.tensor, whole=False):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(_bytes(tensor))
+    stored = "" if weight.tensor.dtype.is_floating_point else type(weight.tensor).__name__
+    if hasattr(weight.tensor, "__tensor_flatten__"):
+        stored = type(weight.tensor).__name__
+    return f"{stored} {weight.tensor.dtype}".strip(), digest.hexdigest()[:16]
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """What a config says of how keys and values are computed, as JSON has it."""
+    every = json.loads(json.dumps(_text_config(config).to_dict(), default=str))
+    return {
+        name: value
+        for name, value in every.items()
+        if name not in _PASSING and not name.startswith(("_", "output_"))
+        and not name.endswith("_token_id")
+    }  # fmt: skip
+
+
+def _settings_apart(there: Any, here: Any, name: str = "config") -> str | None:
+    """The first setting, by name, that both have and that differs."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        both = (x for x in there if x in here)
+        apart = (_settings_apart(there[x], here[x], f"{name}.{x}") for x in both)
+        return next(filter(None, apart), None)
+    return None if there == here else f"{name} is {there} there and {here} here"
 
 
 # ---- the exact fingerprint -------------------------------------------------------------------
@@ -214,11 +321,10 @@ def of_model(model: Any, tokenizer: Any = None) -> str:
     for name in ("_name_or_path", "transformers_version", "dtype"):
         config.pop(name, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, adapter in sorted(getattr(model, "peft_config", {}).items()):
-        digest.update(f"{name} {sorted(vars(adapter).items(), key=str)}".encode())
-    for name, tensor in _tensors(model):
-        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(_bytes(tensor))
+    for weight in weights_of(model):
+        for name, tensor in plain_tensors(weight.name, weight.tensor, whole=True):
+            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} {weight.scale}".encode())
+            digest.update(_bytes(tensor))
     if tokenizer is not None:
         digest.update(_of_tokenizer(tokenizer).encode())
     return digest.hexdigest()[:16]
@@ -239,40 +345,6 @@ def of_files(texts: Iterable[str]) -> str:
                 content.seek(start)
                 digest.update(content.read(SAMPLE))
     return digest.hexdigest()[:16] if files else ""
-
-
-def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by name, those inside of quantised tensors instead of these."""
-    every = dict([*model.named_parameters(), *model.named_buffers()])
-    for name in sorted(every):
-        yield from _plain(name, _loaded(model, name, every[name].detach()))
-
-
-def _loaded(model: Any, name: str, value: Tensor) -> Tensor:
-    """The tensor, or what accelerate puts in its place for the time of a forward pass."""
-    import torch
-
-    from h2o import borrowed
-
-    module, _, parameter = name.rpartition(".")
-    for one in borrowed.accelerate_hooks(model.get_submodule(module)):
-        weights = getattr(one, "weights_map", None)
-        if value.is_meta and weights is not None:
-            return torch.as_tensor(weights[parameter], device="cpu")
-    return value
-
-
-def _plain(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    import torch
-
-    if hasattr(value, "full_tensor"):  # a part of it in each of several processes
-        yield name, value.full_tensor()
-    elif hasattr(value, "__tensor_flatten__"):  # torchao's and quanto's subclasses
-        inner, _ = value.__tensor_flatten__()
-        for part in sorted(inner):
-            yield from _plain(f"{name}.{part}", getattr(value, part))
-    elif isinstance(value, torch.Tensor):
-        yield name, value
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -1,0 +1,141 @@
+"""Conversations that change torch's mode between turns: autocast, dtype, inference_mode."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import h2o
+from h2o import H2OCache, H2OConfig, backends, generate_all
+from h2o.borrowed import with_cache
+from tests.hf.modes import POLICIES, policy
+from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, greedy, model, prompts, shared, slow_if
+
+CONFIGS = POLICIES | {
+    "robust bytes": H2OConfig.robust(0.3, of="bytes"),
+    "echo": H2OConfig(heavy=6, recent=4, rank_by="echo"),
+    "echo int8": H2OConfig(heavy=6, recent=4, rank_by="echo", kv_dtype="int8"),
+    "rolled": H2OConfig(heavy=6, recent=4, positions="rolled"),
+    "rolled int8": H2OConfig(heavy=6, recent=4, positions="rolled", kv_dtype="int8"),
+    "by rank": H2OConfig(heavy=6, recent=4, shares="scores"),
+}
+OTHERS = [x for x in ("gemma3n_text", "deepseek_v3", "mimo_v2_flash", "jetmoe", "gemma2")
+          if x in FAMILIES | LATENT]  # fmt: skip
+CASES = [("llama", name) for name in CONFIGS] + [
+    (name, chosen) for name in OTHERS for chosen in ("h2o", "int8")
+]
+
+
+def config_of(chosen, ours):
+    return policy(chosen, ours) if chosen in POLICIES else CONFIGS[chosen]
+
+
+def turns(ours, cache, first, second=contextlib.nullcontext):
+    """The tokens of two turns, each in a context of its own."""
+    prompt, question = prompts(40, 5)
+    with first():
+        answer = greedy(ours, {"input_ids": prompt}, 3, **with_cache(cache))
+    if answer.shape[1] == 3:
+        answer = torch.cat([prompt, answer], 1)
+    with second():
+        text = torch.cat([answer.clone(), question], 1)
+        return greedy(ours, {"input_ids": text}, 3, **with_cache(cache)).tolist()
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["begins", "ends"])
+@pytest.mark.parametrize(("name", "chosen"), CASES)
+def test_autocast_ends_or_begins(name, chosen, begins):
+    ours = shared(name)
+    modes = (contextlib.nullcontext, autocast) if begins else (autocast, contextlib.nullcontext)
+    for backend in (contextlib.nullcontext, backends.by_torch):
+        with backend():
+            assert turns(ours, H2OCache(ours.config, config_of(chosen, ours)), *modes)
+
+
+@pytest.mark.parametrize("chosen", ["h2o", "robust bytes", "echo int8"])
+def test_a_model_that_is_cast_between_turns(chosen):
+    ours = model("llama")
+    cache = H2OCache(ours.config, CONFIGS[chosen])
+    prompt, question = prompts(40, 5)
+    text = torch.cat([prompt, greedy(ours, {"input_ids": prompt}, 3, **with_cache(cache))], 1)
+    ours.to(torch.bfloat16)
+    assert greedy(
+        ours, {"input_ids": torch.cat([text, question], 1)}, 3, **with_cache(cache)
+    ).numel()
+
+
+@pytest.mark.parametrize("by", ["core", "torch"])
+@pytest.mark.parametrize(("name", "chosen"), CASES)
+def test_inference_mode_ends(name, chosen, by):
+    ours = shared(name)
+    config = config_of(chosen, ours)
+    with backends.by_torch() if by == "torch" else contextlib.nullcontext():
+        wanted = turns(ours, H2OCache(ours.config, config), contextlib.nullcontext)
+        for second in (contextlib.nullcontext, torch.inference_mode):
+            cache = H2OCache(ours.config, config)
+            assert turns(ours, cache, torch.inference_mode, second) == wanted
+            for layer in cache.layers:
+                held = [x for x in getattr(layer, "slots", None) or () if x is not None]
+                assert not any(x.is_inference() for x in held)
+
+
+@pytest.mark.parametrize("by", ["core", "torch"])
+def test_all_that_is_done_to_a_cache_of_inference_mode(by, tmp_path):
+    """Made, filled, saved and loaded under inference_mode, and used outside of it."""
+    ours = shared("llama")
+    prompt, question = prompts(40, 5)
+    with backends.by_torch() if by == "torch" else contextlib.nullcontext():
+        for more in ({"compileable": True}, {"trace": True}, {}):
+            with torch.inference_mode():
+                cache = H2OCache(ours.config, heavy=6, recent=6, **more)
+                ours(prompt, **with_cache(cache))
+                cache.save(tmp_path / "cache.safetensors", ours)
+                loaded = H2OCache.load(tmp_path / "cache.safetensors", ours)
+                fork = cache.fork(2)
+            texts = torch.cat([prompt, question], 1)
+            for each, rows in ((loaded, 1), (fork, 2), (cache, 1)):
+                greedy(ours, {"input_ids": texts.repeat(rows, 1)}, 3, **with_cache(each))
+            if not more:
+                with torch.inference_mode():
+                    prefix = H2OCache.load(tmp_path / "cache.safetensors", ours)
+                rows = [texts[0].tolist()] * 2
+                results = generate_all(
+                    ours, rows, prefix.config, rows=2, prefix=prefix, max_new_tokens=3
+                )
+                assert [len(x.ids) for x in results] == [3, 3]
+            cache.reset()
+            greedy(ours, {"input_ids": prompt}, 3, **with_cache(cache))
+
+
+@pytest.mark.parametrize(
+    "name", [slow_if(x not in ("falcon_h1", "qwen3_5"), x) for x in WITH_STATES]
+)
+def test_states_of_inference_mode(name):
+    """transformers' own cache cannot go on with them."""
+    ours = shared(name)
+    prompt, question = prompts(20, 4)
+    answers = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        cache = H2OCache(ours.config, heavy=6, recent=6)
+        with mode():
+            ours(prompt, **with_cache(cache))
+        with torch.no_grad():
+            answers.append(ours(question, **with_cache(cache)).logits)
+    assert torch.equal(*answers)
+
+
+def test_a_document_read_under_inference_mode():
+    ours = shared("llama")
+    prompt, question = prompts(40, 5)
+    request = torch.tensor([5, 6])
+    with backends.by_torch(), torch.inference_mode():
+        cache = h2o.read(ours, prompt, heavy=6, recent=6, repeat=request)
+    with backends.by_torch():
+        text = torch.cat([prompt, question], 1)
+        assert greedy(ours, {"input_ids": text}, 3, **with_cache(cache)).numel()

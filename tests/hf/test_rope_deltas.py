@@ -1,0 +1,120 @@
+"""Models that keep a number beside the cache, how far positions are from the number of tokens: the
+cache carries it, so that another text's does not count."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import h2o
+from h2o import H2OCache, H2OConfig
+from h2o.borrowed import with_cache
+from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, with_image
+
+pytestmark = pytest.mark.timeout(120)
+
+NAMES = [name for name, x in FAMILIES.items() if "image_grid_thw" in x.image]
+
+
+def picture(name, seed=0):
+    return with_image(name, batch(prompts(40, seed=seed)))
+
+
+def asked(ours, read, cache):
+    """The answer to more text after what `read` is a cache of."""
+    more = prompts(6, seed=9)[0] % 90 + 2
+    ids = torch.cat([read, more], 1)
+    return greedy(ours, {"input_ids": ids}, 8, **with_cache(cache)).tolist()
+
+
+def answered(name):
+    """A model and a cache that have read a picture, all that was read, and how it goes on."""
+    ours = model(name)
+    cache = H2OCache(ours.config, H2OConfig.full())
+    inputs = picture(name)
+    new = greedy(ours, inputs, 4, **with_cache(cache))
+    read = torch.cat([inputs["input_ids"], new], 1)
+    assert int(ours.model.rope_deltas) != 0
+    expected = asked(ours, read, cache.fork())
+    forgot = copy.deepcopy(ours)
+    forgot.model.rope_deltas = torch.zeros(1, 1, dtype=torch.long)
+    unknown = cache.fork()
+    unknown.pass_state.rope_deltas.is_known = False
+    assert asked(forgot, read, unknown) != expected, "the number must matter"
+    return ours, cache, read, expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_has_it(name, tmp_path):
+    ours, cache, read, expected = answered(name)
+    cache.save(tmp_path / "cache.safetensors")
+    fresh = model(name)
+    assert fresh.model.rope_deltas is None
+    assert asked(fresh, read, H2OCache.load(tmp_path / "cache.safetensors", fresh)) == expected
+    assert asked(ours, read, cache) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_in_turn(name):
+    """A fork goes on after another text was read, with a picture, without, or by another cache."""
+    ours, cache, read, expected = answered(name)
+    texts = prompts(30, seed=3)[0] % 90 + 2
+    other = H2OCache(ours.config, H2OConfig.full())
+    greedy(ours, {"input_ids": texts}, 4, **with_cache(other))
+    assert asked(ours, read, cache.fork()) == expected
+    greedy(ours, {"input_ids": texts}, 4, **with_cache(DynamicCache(config=ours.config)))
+    assert asked(ours, read, cache.fork()) == expected
+    with torch.no_grad():
+        ours(texts, **with_cache(H2OCache(ours.config, H2OConfig.full())))
+    two = cache.fork(2)
+    more = torch.cat([read, prompts(6, seed=9)[0] % 90 + 2], 1).repeat(2, 1)
+    assert greedy(ours, {"input_ids": more}, 8, **with_cache(two)).tolist() == expected * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_after_a_picture_is_numbered_from_0(name):
+    """In direct passes the model itself would go on with the picture's number."""
+    ours, *_ = answered(name)
+    texts, fresh = prompts(30, seed=3)[0] % 90 + 2, model(name)
+    logits = []
+    for one in (ours, fresh):
+        cache = H2OCache(one.config, H2OConfig.full())
+        with torch.no_grad():
+            one(texts[:, :20], **with_cache(cache))
+            logits.append(one(texts[:, 20:], **with_cache(cache)).logits)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_that_another_one_has_filled(name):
+    ours, *_ = answered(name)
+    inputs, full = picture(name), DynamicCache(config=ours.config)
+    new = greedy(ours, inputs, 4, **with_cache(full))
+    read = torch.cat([inputs["input_ids"], new], 1)
+    cache = H2OCache.from_dynamic_cache(full, ours.config, H2OConfig.full())
+    more = torch.cat([read, prompts(6, seed=9)[0] % 90 + 2], 1)
+    greedy(ours, {"input_ids": more}, 1, **with_cache(cache))
+    model_number = int(ours.model.rope_deltas)
+    assert cache.pass_state.rope_deltas.offset == model_number != 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_prefix_with_a_picture(name, rows):
+    ours, cache, read, expected = answered(name)
+    more = prompts(6, seed=9)[0] % 90 + 2
+    text = torch.cat([read, more], 1)[0].tolist()
+    how = {"rows": rows, "prefix": cache, "max_new_tokens": 8}
+    results = h2o.generate_all(ours, [text] * 3, H2OConfig.full(), **how)
+    assert [(x.error, x.ids) for x in results] == [(None, expected[0])] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_picture_again(name):
+    ours, cache, *_ = answered(name)
+    with pytest.raises(ValueError, match="input_ids must be everything seen so far"):
+        greedy(ours, picture(name), 4, **with_cache(cache))
+    assert cache.get_seq_length() == 43
