@@ -155,15 +155,10 @@ class H2OConfig(Presets):
         self._check_total()
 
     @classmethod
-    def recommended(cls, budget: Amount, model: Any) -> H2OConfig:
-        """What `budget=` stands for: `calibrated` where the profile that comes with h2o is the
-        model's, else `robust`; a float is a share of the bytes, an int a number of tokens.
-
-        Args:
-            model: a model of transformers, or its config.
-        """
-        name = "robust" if Profile.shipped(model) is None else "calibrated"
-        return cls.preset(name, budget, "bytes" if isinstance(budget, float) else "keys")
+    def recommended(cls, budget: Amount) -> H2OConfig:
+        """What `budget=` stands for: `echo`. A float is a share of the bytes, an int a number of
+        tokens."""
+        return cls.preset("echo", budget, "bytes" if isinstance(budget, float) else "keys")
 
     @property
     def policy(self) -> Policy:
@@ -206,7 +201,7 @@ class H2OConfig(Presets):
         Raises: ValueError for a profile of another model, or none that is shipped.
         """
         if self.budget is not None:
-            return self._with_preset(model).for_model(model)
+            return self._with_preset().for_model(model)
         shares, slot, kv_dtype = self.shares, self.slot, self.kv_dtype
         config = getattr(model, "config", model)
         if isinstance(shares, str) and shares == "shipped":
@@ -228,12 +223,12 @@ class H2OConfig(Presets):
                 slot = (*slot, BEFORE * group_size(config) * query)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
-    def _with_preset(self, model: Any) -> H2OConfig:
-        """The preset that `budget` means for a model, with the other fields that were given."""
+    def _with_preset(self) -> H2OConfig:
+        """The preset that `budget` means, with the other fields that were given."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         values = {name: getattr(self, name) for name in defaults}
         given = {name: x for name, x in values.items() if x != defaults[name] and name != "budget"}
-        return dataclasses.replace(self.recommended(self.budget, model), **given)
+        return dataclasses.replace(self.recommended(self.budget), **given)
 
     def for_keys(self, D: int, element: int, rows: float = 2) -> H2OConfig:
         """This config where keys of D elements come with so many bytes each, and a token has so

@@ -36,6 +36,7 @@ from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_types import layers_of
 from h2o.hf.pass_state import PassState, columns_left, refuse_broken
+from h2o.hf.prompt_echo import served_as
 from h2o.hf.readable_cache import ReadableCache
 from h2o.hf.rope_deltas import RopeDeltas
 from h2o.hf.shared_keys import reusing
@@ -106,7 +107,7 @@ class H2OCache(ReadableCache):
         h2o_config = one_config(h2o_config, parameters)
         model, config = config, config_of(config)
         full_layers = transformers_layers(config)
-        h2o_config = h2o_config.for_model(model)
+        h2o_config, self.not_dealt = served_as(config, h2o_config.for_model(model))
         last = max((later[-1] for later in reusing(config).values()), default=0)
         pass_state = PassState(prompt_length, full_layers, last)
         layers = layers_of(

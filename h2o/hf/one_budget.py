@@ -105,7 +105,10 @@ class OneBudget:
             Unsupported: this process has a part of the heads only.
         """
         if layer.part != tensor_parallel.WHOLE:
-            raise Unsupported('shares="scores" does not serve a model cut over several processes')
+            raise Unsupported(
+                f'shares="{layer.config.shares}" does not support a model that is cut over several '
+                'processes: use H2OConfig.robust(budget, of="bytes")'
+            )
         new = _Waiting(layer, prompt)
         if self.within_layer:
             _share([new], new.spare)

@@ -15,6 +15,7 @@ Shape letters: B batch rows, G key/value heads, Q columns of the prompt.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -25,14 +26,45 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import NewTokens
 from h2o.hf.echo_scores import EchoScores, as_stored, echo_rotary
+from h2o.hf.layer_kinds import full_layers
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import positions_in
+from h2o.model_identity import describe
 from h2o.policy import Policy
 
-__all__ = ["PART", "PromptEcho", "rotary_for"]
+__all__ = ["PART", "PromptEcho", "not_dealt", "rotary_for", "served_as"]
 
 PART = 0.75
 """Of the attention; chosen on texts and facts of their own (docs/results.md)."""
+
+
+FEWEST_HEADS = 16
+"""Key/value heads with full attention from which places are dealt over all of them: with fewer
+there is little to deal, and what echo gives to one head another one lacks (docs/results.md)."""
+
+
+def not_dealt(config: Any) -> str:
+    """Why the places of a model's prompts are not dealt by echo; "" where they are."""
+    text = config.get_text_config(decoder=True)
+    heads = len(full_layers(text)) * describe(config).get("num_key_value_heads", 1)
+    if heads < FEWEST_HEADS:
+        return f"it has {heads} key/value heads with full attention, and {FEWEST_HEADS} are needed"
+    try:
+        echo_rotary(config)
+    except Unsupported as error:
+        return str(error).partition(": ")[2] or str(error)
+    return ""
+
+
+def served_as(config: Any, h2o_config: H2OConfig) -> tuple[H2OConfig, str]:
+    """The config that a model gets in place of one with `shares="echo"`, and why not that one.
+
+    The fallback is `H2OConfig.robust`, with heads that are all alike.
+    """
+    reason = not_dealt(config) if h2o_config.shares == "echo" else ""
+    if not reason:
+        return h2o_config, ""
+    return dataclasses.replace(h2o_config, rank_by="mean", shares=None), reason
 
 
 def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:

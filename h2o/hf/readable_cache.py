@@ -137,7 +137,7 @@ class ReadableCache(Cache):
             if has_states(layer):
                 report = replace(report, bytes_states=states.bytes_of(layer))
             reports.append(report)
-        return Report(reports, broken=self._is_broken())
+        return Report(reports, broken=self._is_broken(), not_dealt=self.not_dealt)
 
     def is_prompt_only(self) -> bool:
         """Whether all that was seen came in one forward pass."""

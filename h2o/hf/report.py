@@ -95,6 +95,9 @@ class Report:
     broken: bool = False
     """Whether the last forward pass has not come to its end, so that layers may differ in what they
     have seen."""
+    not_dealt: str = ""
+    """Why the model's prompts are cut as by `H2OConfig.robust`, where `H2OConfig.echo` was asked
+    for."""
 
     @property
     def total(self) -> LayerReport:
@@ -154,10 +157,12 @@ class Report:
                 "Taken over whole: the next forward pass scores every token and cuts to the budget."
             )
         short = ""
+        if self.not_dealt:
+            short = f"Cut as by H2OConfig.robust, not echo: {self.not_dealt}. "
         if total.floored:
-            short = "The prompt is short: heads keep min_tokens keys, more than their fraction. "
+            short += "The prompt is short: heads keep min_tokens keys, more than their fraction. "
         elif total.raised:
-            short = "A fraction of a prompt so short was less than one token: one was kept. "
+            short += "A fraction of a prompt so short was less than one token: one was kept. "
         if not any(total.evicted):
             return short + "The budget was never reached: every token is held, as in a full cache."
         share = total.bytes_held / total.bytes_full

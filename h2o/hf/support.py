@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o import borrowed
 from h2o.errors import Unsupported
-from h2o.hf import latent_attention, model_rotary, shared_keys
+from h2o.hf import latent_attention, model_rotary, prompt_echo, shared_keys
 from h2o.hf.images import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.layer_kinds import has_states, kind_of, layers_of, type_refusal
 from h2o.hf.other_heads import width_of
@@ -63,6 +63,8 @@ class Support:
     """Why not with positions="rolled"; empty if supported with that too, or not at all."""
     not_images: str = ""
     """Why not with images, for a model that reads them, and what to do; empty otherwise."""
+    not_echo: str = ""
+    """Why `H2OConfig.echo` is `H2OConfig.robust` for this model; empty where it is not."""
 
     def __bool__(self) -> bool:
         return self.supported
@@ -78,9 +80,10 @@ class Support:
         )
         rolled = f'; positions="rolled": not, {self.not_rolled}' if self.not_rolled else ""
         images = f"; images: not, {self.not_images}" if self.not_images else ""
+        echo = f"; echo: as robust, {self.not_echo}" if self.not_echo else ""
         idle = "" if full else ", so that nothing is evicted"
         served = f"{full} of {len(self.layers)} layers by h2o{rest}{idle}"
-        return f"{self.model_type}: supported, {served}{rolled}{images}"
+        return f"{self.model_type}: supported, {served}{rolled}{images}{echo}"
 
 
 _REST = {
@@ -118,7 +121,8 @@ def supports(model: Any) -> Support:
     not_rolled = model_rotary.refusal(config, windows="sliding" in kinds) or ""
     reads_images = config.get_text_config(decoder=True) is not config
     not_images = BOTH_WAYS if reads_images and looks_both_ways_at_images(config) else ""
-    return Support(model_type, True, "", kinds, not_rolled, not_images)
+    not_echo = prompt_echo.not_dealt(config) if "h2o" in kinds else ""
+    return Support(model_type, True, "", kinds, not_rolled, not_images, not_echo)
 
 
 def _model_classes(config: Any) -> list[Any]:

@@ -42,7 +42,7 @@ def config_of(entry: Any, model: Any = None) -> H2OConfig:
     places = places_of(entry)
     config = _config(entry)
     if model is not None:
-        config = config.for_model(model)
+        config = _of_pages(config.for_model(model), model, places)
     refused = {
         'positions="rolled"': (config.positions == "rolled", "keys come rotated"),
         'rank_by="echo"': (
@@ -76,6 +76,15 @@ def _config(entry: Mapping[str, Any]) -> H2OConfig:
     if unknown := sorted({*fields} - {*known}):
         raise TypeError(f"unknown parameter {unknown[0]!r}; there are {', '.join(known)}")
     return dataclasses.replace(config, **fields)
+
+
+def _of_pages(config: H2OConfig, model: Any, places: int) -> H2OConfig:
+    """The config for pages that are equal for all layers: places cannot be dealt over these, so
+    heads share as the model's shipped profile says, or alike, and echo ranks within a head."""
+    if config.shares != "echo":
+        return config
+    rank_by = "mean-echo" if places else "mean"
+    return dataclasses.replace(config, shares=Profile.shipped(model), rank_by=rank_by)
 
 
 def places_of(entry: Mapping[str, Any]) -> int:

@@ -9,6 +9,7 @@ from transformers import CompileConfig, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, generate_all
 from h2o.borrowed import with_cache
+from h2o.hf import prompt_echo
 from h2o.reference_echo import shared_echo
 from tests.hf import test_one_budget as one_budget
 from tests.hf.test_prompt_echo import read
@@ -18,6 +19,12 @@ from tests.hf.tiny import batch, greedy, model, needs_compiler, prompts, shared
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "rank_by": "mean-echo", "shares": "echo"}
 SMALL |= {"value_weighted": True}
+
+
+@pytest.fixture(autouse=True)
+def _few_heads_are_enough(monkeypatch):
+    """Of these tiny models."""
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
 
 
 def wanted(ours, document):

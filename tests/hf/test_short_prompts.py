@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 import h2o
-from h2o import H2OCache, H2OConfig, Profile, models
+from h2o import H2OCache, H2OConfig, models
 from h2o.borrowed import with_cache
 from h2o.config import PRESETS
 from h2o.evaluate.setting import parse
@@ -212,14 +212,20 @@ def test_one_number_everywhere(budget):
     assert read.config.heavy == cache.config.heavy
 
 
-def test_the_profile_of_another_model_is_not_recommended():
-    """A fine-tuned model has the shape of the one that it was, and other weights."""
-    (profile,) = (x for x in [Profile.shipped(models.config_of(models.DEFAULT_MODEL))] if x)
+def test_what_one_number_stands_for():
+    """Echo, and robust for a model that has too few heads to deal places over."""
+    assert H2OConfig.recommended(0.1) == H2OConfig.echo(0.1, of="bytes")
+    assert H2OConfig.recommended(64) == H2OConfig.echo(64)
     config = models.config_of(models.DEFAULT_MODEL)
-    assert H2OConfig.recommended(0.1, config) == H2OConfig.calibrated(0.1, of="bytes")
-    assert H2OConfig(budget=64).for_model(config).shares == profile
-    tiny = model("llama")
-    assert H2OConfig.recommended(0.1, tiny) == H2OConfig.robust(0.1, of="bytes")
+    assert H2OCache(config, budget=0.1).config.shares == "echo"
+    cache = H2OCache(shared("llama"), budget=0.1)
+    assert cache.config == H2OConfig.robust(0.1, of="bytes").for_model(shared("llama"))
+    words = "4 key/value heads with full attention"
+    assert words in cache.not_dealt
+    assert words in h2o.supports(shared("llama")).not_echo
+    with torch.no_grad():
+        shared("llama")(prompts(200)[0], **with_cache(cache))
+    assert f"Cut as by H2OConfig.robust, not echo: it has {words}" in cache.report().note
 
 
 # ---- A model where a config is wanted ------------------------------------------------------------
