@@ -182,6 +182,15 @@ VEC vf quantised_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
     return vf_zero();
 }
 
+/* n <= VL elements of such a row, without the row's scale. */
+VEC vf quantised_numbers(const char *row, h2o_dtype type, int64_t d, int n, int64_t D) {
+#define LOAD(name, ...)                                                                            \
+    if (type == H2O_##name) return load_##name(row, d, n, D);
+    H2O_QUANTISED_ROWS(LOAD)
+#undef LOAD
+    return vf_zero();
+}
+
 /* ---- Reading several vectors ------------------------------------------- */
 
 VEC void load_each(const char *row, h2o_dtype type, int64_t d, int vectors, int n, int64_t D,
