@@ -3,6 +3,10 @@
 #ifndef H2O_RUN_H
 #define H2O_RUN_H
 
+#if defined(__MINGW32__) && defined(__x86_64__) && !defined(__clang__)
+#error "MinGW's gcc does not align vectors on the stack (GCC bug 54412): use clang for MinGW"
+#endif
+
 #include "operations.h"
 #include "system.h"
 
@@ -66,6 +70,7 @@ const char *h2o_cpu_features(void);      /* "avx2 fma f16c avx512f ..." */
 const char *const *h2o_cpu_levels(void); /* names this machine can run, NULL-ended */
 
 /* parallel.c: the borrowed thread pool. */
+int h2o_check_threads(h2o_error *error); /* H2O_EVALUE where H2O_THREADS is no such number */
 int h2o_threads(void);               /* how many workers to offer now */
 const char *h2o_thread_source(void); /* "torch", "gomp" or "own" */
 void h2o_parallel(int workers, h2o_worker_fn function, void *context);

@@ -27,6 +27,10 @@ extern double h2o_balance_clock; /* multiply-adds that the running worker has co
 #define COUNT_WORK(n) ((void)sizeof(n))
 #endif
 
+/* What several workers write begins a line of its own, or each write takes the neighbours away from
+ * the workers that wait at them. */
+enum { CACHE_LINE = 64 };
+
 /* Where part i of n of a range begins. */
 static inline int64_t share_of(int64_t count, int64_t i, int64_t n) { return count * i / n; }
 
@@ -36,7 +40,7 @@ typedef struct {
     void (*task)(void *context, int64_t index, int worker);
     void *context;
     int64_t count;
-    _Atomic int64_t next;
+    _Alignas(CACHE_LINE) _Atomic int64_t next; /* the others are read only */
 } task_list;
 
 static void run_worker(int worker, int workers, void *context) {
@@ -66,7 +70,8 @@ static inline void run_tasks(const h2o_exec *exec, int workers, int64_t count,
 
 /* A barrier: counts the tasks that have arrived, and releases those that wait. */
 typedef struct {
-    _Atomic int64_t arrived, open;
+    _Alignas(CACHE_LINE) _Atomic int64_t arrived;
+    _Atomic int64_t open;
 #ifdef H2O_BALANCE
     double arrival, opening; /* the latest of each */
 #endif
