@@ -16,6 +16,7 @@
 #ifndef H2O_TASKS_H
 #define H2O_TASKS_H
 
+#include "../expect.h"
 #include "../run.h"
 
 #include <stdatomic.h>
@@ -57,6 +58,7 @@ static void run_worker(int worker, int workers, void *context) {
  * returns when all are done. Low numbers start first: give them the long ones. */
 static inline void run_tasks(const h2o_exec *exec, int workers, int64_t count,
                              void (*task)(void *, int64_t, int), void *context) {
+    EXPECT(workers >= 1);
     task_list list = {.task = task, .context = context, .count = count};
     workers = workers < count ? workers : (int)count;
     if (workers > 1) {
@@ -82,7 +84,9 @@ static inline void gate_init(gate *g) { *g = (gate){0}; }
 /* Counts an arrival; true for the n-th, which is the last and resets the count. What the others
  * wrote before they arrived is visible to it. */
 static inline bool gate_arrive(gate *g, int64_t n) {
-    const bool last = atomic_fetch_add(&g->arrived, 1) + 1 == n;
+    const int64_t arrived = atomic_fetch_add(&g->arrived, 1) + 1;
+    const bool last = arrived == n;
+    EXPECT(arrived <= n);
     if (last) {
         atomic_store_explicit(&g->arrived, 0, memory_order_relaxed);
     }
