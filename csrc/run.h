@@ -3,10 +3,6 @@
 #ifndef H2O_RUN_H
 #define H2O_RUN_H
 
-#if defined(__MINGW32__) && defined(__x86_64__) && !defined(__clang__)
-#error "MinGW's gcc does not align vectors on the stack (GCC bug 54412): use clang for MinGW"
-#endif
-
 #include "operations.h"
 #include "system.h"
 

@@ -5,6 +5,10 @@
 #ifndef H2O_SYSTEM_H
 #define H2O_SYSTEM_H
 
+#if defined(__MINGW32__) && defined(__x86_64__) && !defined(__clang__)
+#error "MinGW's gcc does not align vectors on the stack (GCC bug 54412): use clang for MinGW"
+#endif
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
