@@ -280,19 +280,20 @@ $(CUDA)/lib: $(PACKAGED) $(CUDA_CORE)
 CUDA_TESTS := tests/core/test_golden.py tests/core/test_ops.py tests/core/test_stores.py tests/core/test_shared.py \
 	tests/core/test_numbered_rows.py tests/torch/test_merge.py tests/torch/test_rolled.py \
 	tests/torch/test_heads.py tests/torch/test_precision.py tests/torch/test_numbered_rows.py \
-	tests/torch/test_paged_rows.py
+	tests/torch/test_paged_rows.py tests/torch/test_heavy_tails.py
 # To emulate them takes a hundred times as long as the CPU does. What no kernel for GPUs knows of is
 # left out here, not in `make test-gpu`: heads that have a lane of the CPU's each, most policies where
 # a shape is what is tested, and steps of many heads by two ways, each of which test_table judges.
 FEW_POLICIES := h2o or decayed-max or everything
 CUDA_EMULATED := not large_store and not oracle and not (simulation_is_the_cache and core1) \
 	and not 16-576 and not (long_text and each) and not (as_with_values and not ($(FEW_POLICIES))) \
-	and not (step_is_attend and (many or 32))
+	and not (step_is_attend and (many or 32)) and not (test_heavy_tails and (128 or shapes))
 # `make test` runs fewer of these: of each table it leaves out a dtype, and all policies but a few.
 CUDA_BRIEFLY := $(CUDA_EMULATED) and not (test_table and float32) \
 	and not (simulation_table and float16) and not (as_with_values and not everything) \
 	and not (a_simulated_text and (float32 and None or float16 and int8)) \
-	and not ((_table or rows) and (policy or test_paged_rows) and not ($(FEW_POLICIES)))
+	and not ((_table or rows) and (policy or test_paged_rows) and not ($(FEW_POLICIES))) \
+	and not (test_heavy_tails and not (everything or sink))
 EMULATED_TESTS = ../../../$(BIN)/python -m pytest -q -c ../../../pyproject.toml --rootdir . \
 	-m "not slow" $(CUDA_TESTS) -k "$(CUDA_EMULATED)"
 # And once as for compute capability 7.5: products of half the depth, copies that wait; and with little

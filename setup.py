@@ -77,6 +77,13 @@ def takes(compiler, flag):
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
+def is_mingw_gcc(compiler):
+    """Whether a compiler, a list of words, is gcc for Windows; clang for it defines both macros."""
+    command = [*compiler, "-dM", "-E", "-x", "c", os.devnull]
+    macros = subprocess.run(command, capture_output=True, text=True).stdout
+    return "__MINGW32__" in macros and "__clang__" not in macros
+
+
 def together(compile_in_turn):
     """Compiles as many files at a time as there are processors."""
 
@@ -129,6 +136,11 @@ class BuildCore(build_ext):
             refuse(
                 f"h2o-kv is built with a C compiler, and {compiler!r} is not here: install one "
                 "(Debian and Ubuntu: apt install gcc python3-dev), or name it in CC"
+            )
+        if is_mingw_gcc(self.compiler.compiler_so):
+            refuse(
+                "MinGW's gcc does not align vectors on the stack (GCC bug 54412), so that h2o-kv "
+                "would crash: name clang for MinGW in CC"
             )
         if takes(self.compiler.compiler_so, NO_CLONES):
             extension.extra_compile_args.append(NO_CLONES)

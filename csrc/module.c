@@ -313,7 +313,9 @@ static int execute_module(PyObject *module) {
     h2o_error error;
     module_state *const state = PyModule_GetState(module);
     if (h2o_exchange_init(&state->exchange) < 0 || intern_names(state) < 0) return -1;
-    if (h2o_init(&error) != H2O_OK) return raise_error(&error);
+    if (h2o_init(&error) != H2O_OK || h2o_check_threads(&error) != H2O_OK) {
+        return raise_error(&error);
+    }
     return add_operations(module);
 }
 

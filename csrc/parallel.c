@@ -8,9 +8,13 @@
  *          (torch/csrc/stable/c/shim.h), found in the libtorch_cpu that the
  *          process has already loaded; torch.set_num_threads is honoured;
  *   gomp   on the pool of a libgomp that is already loaded, through
- *          GOMP_parallel, which is what `#pragma omp parallel` compiles to;
+ *          GOMP_parallel, which is what `#pragma omp parallel` compiles to. It is
+ *          given no number of threads: libgomp ends and starts threads whenever that
+ *          changes, and the program that it belongs to has one of its own;
  *   own    on a few threads of our own that sleep on a condition variable.
  *          H2O_THREADS says how many, by default one per processor.
+ *
+ * No more workers than a container's quota of processors are offered.
  *
  * Nothing is linked: the libraries are looked up by name, again after each
  * load of a library until torch has been found, since torch may be imported
@@ -163,7 +167,9 @@ static void run_on_own(job *work) {
     start_threads(work->workers - 1);
     own_pool.work = work;
     own_pool.run++;
-    pthread_cond_broadcast(&own_pool.wake);
+    for (int i = 1; i < work->workers && i <= own_pool.threads; i++) {
+        pthread_cond_signal(&own_pool.wake); /* the caller is a worker too */
+    }
     pthread_mutex_unlock(&own_pool.lock);
     take_part(work);
     pthread_mutex_lock(&own_pool.lock);
@@ -175,15 +181,35 @@ static void run_on_own(job *work) {
     pthread_mutex_unlock(&own_pool.lock);
 }
 
+/* What H2O_THREADS says: 0 where it is not set, negative where it is no number of threads. */
+static int wanted_threads(void) {
+    const char *const text = getenv("H2O_THREADS");
+    if (!text || !*text) {
+        return 0;
+    }
+    char *end;
+    const long threads = strtol(text, &end, 10);
+    if (*end || threads < 1) {
+        return -1;
+    }
+    return threads < MAX_THREADS ? (int)threads : MAX_THREADS;
+}
+
 static int own_threads(void) {
     static atomic_int known; /* the environment is read once */
     if (known == 0) {
-        const char *const wanted = getenv("H2O_THREADS");
-        long threads = wanted ? strtol(wanted, NULL, 10) : 0;
-        if (threads < 1) {
-            threads = h2o_processors();
-        }
-        known = threads < 1 ? 1 : threads < MAX_THREADS ? (int)threads : MAX_THREADS;
+        const int wanted = wanted_threads(), processors = h2o_processors();
+        known = wanted > 0 ? wanted : processors < MAX_THREADS ? processors : MAX_THREADS;
+    }
+    return known;
+}
+
+/* A container's quota in threads, asked for once. */
+static int quota_threads(void) {
+    static atomic_int known;
+    if (known == 0) {
+        const int quota = h2o_quota("");
+        known = quota < MAX_THREADS ? quota : MAX_THREADS;
     }
     return known;
 }
@@ -221,6 +247,16 @@ __attribute__((constructor)) static void survive_fork(void) {
 
 const char *h2o_thread_source(void) { return pool_names[choose()]; }
 
+int h2o_check_threads(h2o_error *error) {
+    if (wanted_threads() >= 0) {
+        return H2O_OK;
+    }
+    return h2o_fail(error, H2O_EVALUE,
+                    "H2O_THREADS=%.40s: not a number of threads; set it to a whole number from 1 "
+                    "on, or unset it for one thread per processor",
+                    getenv("H2O_THREADS"));
+}
+
 int h2o_threads(void) {
     const pool from = choose();
     int threads = from == GOMP ? borrowed.omp_get_max_threads() : 0;
@@ -229,9 +265,9 @@ int h2o_threads(void) {
         threads = (int)torch_threads; /* in a forked child too */
     }
     if (threads < 1) {
-        threads = own_threads();
+        return own_threads();
     }
-    return threads < MAX_THREADS ? threads : MAX_THREADS;
+    return threads < quota_threads() ? threads : quota_threads();
 }
 
 void h2o_parallel(int workers, h2o_worker_fn function, void *context) {
@@ -242,7 +278,7 @@ void h2o_parallel(int workers, h2o_worker_fn function, void *context) {
             borrowed.torch_parallel_for(0, workers, 1, take_part_in_range, &work);
             break;
         case GOMP:
-            borrowed.gomp_parallel(take_part, &work, (unsigned)workers, 0);
+            borrowed.gomp_parallel(take_part, &work, 0, 0);
             break;
         default:
             run_on_own(&work);

@@ -66,6 +66,7 @@ const char *h2o_cpu_features(void);      /* "avx2 fma f16c avx512f ..." */
 const char *const *h2o_cpu_levels(void); /* names this machine can run, NULL-ended */
 
 /* parallel.c: the borrowed thread pool. */
+int h2o_check_threads(h2o_error *error); /* H2O_EVALUE where H2O_THREADS is no such number */
 int h2o_threads(void);               /* how many workers to offer now */
 const char *h2o_thread_source(void); /* "torch", "gomp" or "own" */
 void h2o_parallel(int workers, h2o_worker_fn function, void *context);

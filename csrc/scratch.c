@@ -5,14 +5,21 @@
  * every 4 KiB of it; instead, released blocks wait in one list, the latest
  * first, and a request takes the smallest that is large enough. The list never
  * holds more than KEEP_BYTES in KEEP_BLOCKS blocks: what was unused for longest
- * goes back to the system, so one very long prompt leaves nothing behind.
+ * goes back to the system, so one very long prompt leaves nothing behind. Blocks
+ * from MAP_FROM on are mappings of their own: malloc would keep what is freed.
  */
 #include "guard.h"
 #include "run.h"
 
 #include <pthread.h>
 
-enum { ALIGNMENT = 64, KEEP_BLOCKS = 16, HUGE_PAGE = 2 << 20, HUGE_FROM = 2 * HUGE_PAGE };
+enum {
+    ALIGNMENT = 64,
+    KEEP_BLOCKS = 16,
+    MAP_FROM = 1 << 20,
+    HUGE_PAGE = 2 << 20,
+    HUGE_FROM = 2 * HUGE_PAGE
+};
 
 static const size_t KEEP_BYTES = (size_t)64 << 20;
 
@@ -68,6 +75,9 @@ static block *trim(void) {
     return rest;
 }
 
+/* AddressSanitizer finds leaks and late uses of what comes from malloc only. */
+static bool is_mapped(size_t total) { return GUARD_BYTES == 0 && total >= MAP_FROM; }
+
 static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 /* Large ones in huge pages, where the system lets programs ask for them: there are more small ones
@@ -75,7 +85,8 @@ static size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static block *allocate(size_t bytes) {
     const size_t alignment = bytes < HUGE_FROM ? ALIGNMENT : HUGE_PAGE;
     const size_t total = round_up(ALIGNMENT + bytes, alignment);
-    block *const allocated = h2o_allocate(alignment, total);
+    block *const allocated =
+        is_mapped(total) ? h2o_map(alignment, total) : h2o_allocate(alignment, total);
     if (!allocated) {
         return NULL;
     }
@@ -84,6 +95,15 @@ static block *allocate(size_t bytes) {
     }
     allocated->bytes = total - ALIGNMENT;
     return allocated;
+}
+
+static void give_back(block *unused) {
+    const size_t total = ALIGNMENT + unused->bytes;
+    if (is_mapped(total)) {
+        h2o_unmap(unused, total);
+    } else {
+        h2o_free(unused);
+    }
 }
 
 void *h2o_scratch_acquire(size_t bytes) {
@@ -110,7 +130,7 @@ void h2o_scratch_release(void *memory) {
     }
     block *const workspace = (block *)(void *)((char *)memory - ALIGNMENT);
     if (workspace->bytes > KEEP_BYTES) {
-        h2o_free(workspace);
+        give_back(workspace);
         return;
     }
     lock_list();
@@ -120,7 +140,7 @@ void h2o_scratch_release(void *memory) {
     unlock_list();
     while (rest) {
         block *const next = rest->next;
-        h2o_free(rest);
+        give_back(rest);
         rest = next;
     }
 }

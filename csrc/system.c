@@ -2,7 +2,10 @@
 #define _GNU_SOURCE /* dl_iterate_phdr, madvise, sched_getaffinity, syscall */
 #include "system.h"
 
+#include <limits.h>
+#include <math.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -73,7 +76,8 @@ int h2o_processors(void) {
     if (sysctlbyname("hw.perflevel0.logicalcpu", &count, &size, NULL, 0) != 0) count = 0;
 #endif
     if (count < 1) count = (int)sysconf(_SC_NPROCESSORS_ONLN);
-    return count > 0 ? count : 1;
+    const int quota = h2o_quota("");
+    return count < 1 ? 1 : count < quota ? count : quota;
 }
 
 void h2o_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)(void)) {
@@ -81,6 +85,82 @@ void h2o_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)
 }
 
 #endif
+
+/* ---- A container's quota ------------------------------------------------- */
+
+#if defined(__linux__)
+
+enum { PATH = 4096 };
+
+/* The two numbers of files in a folder; 0 for those that are not there. */
+static bool read_two(const char *folder, const char *first, const char *second, double x[2]) {
+    int found = 0;
+    for (int i = 0; i < (second ? 2 : 1); i++) {
+        char path[PATH];
+        const int length = snprintf(path, sizeof path, "%s/%s", folder, i == 0 ? first : second);
+        FILE *const file = length < PATH ? fopen(path, "re") : NULL;
+        if (!file) return false;
+        found += fscanf(file, "%lf %lf", &x[i], &x[1]) == (second ? 1 : 2) ? 1 : 0;
+        fclose(file);
+    }
+    return found == (second ? 2 : 1) && x[0] > 0.0 && x[1] > 0.0;
+}
+
+/* Processors that a group and those around it grant: the least of all. */
+static double least_quota(const char *mount, const char *group, bool version_2) {
+    char folder[PATH];
+    double least = INFINITY;
+    if (snprintf(folder, sizeof folder, "%s%s", mount, group) >= PATH) return least;
+    for (;;) {
+        double x[2]; /* time, and the period for which it is granted */
+        const bool known = version_2
+                               ? read_two(folder, "cpu.max", NULL, x)
+                               : read_two(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us", x);
+        if (known) least = fmin(least, x[0] / x[1]);
+        char *const slash = strrchr(folder, '/');
+        if (slash < folder + strlen(mount)) return least;
+        *slash = '\0';
+    }
+}
+
+/* A line of /proc/self/cgroup: number:controllers:path, of version 2 without controllers. */
+static double quota_of_line(const char *root, char *line) {
+    char mount[PATH];
+    char *const controllers = strchr(line, ':');
+    char *const group = controllers ? strchr(controllers + 1, ':') : NULL;
+    if (!group) return INFINITY;
+    *group = '\0';
+    group[1 + strcspn(group + 1, "\n")] = '\0';
+    const bool version_2 = controllers[1] == '\0';
+    const bool cpu = strcmp(controllers, ":cpu") == 0 || strncmp(controllers, ":cpu,", 5) == 0 ||
+                     strcmp(controllers, ":cpuacct,cpu") == 0;
+    if (!version_2 && !cpu) return INFINITY;
+    if (snprintf(mount, sizeof mount, "%s/sys/fs/cgroup%s", root, version_2 ? "" : "/cpu") >= PATH) {
+        return INFINITY;
+    }
+    return least_quota(mount, group + 1, version_2);
+}
+
+int h2o_quota(const char *root) {
+    char line[PATH];
+    double least = INFINITY;
+    if (snprintf(line, sizeof line, "%s/proc/self/cgroup", root) >= PATH) return INT_MAX;
+    FILE *const file = fopen(line, "re");
+    while (file && fgets(line, sizeof line, file)) least = fmin(least, quota_of_line(root, line));
+    if (file) fclose(file);
+    return least < INT_MAX ? (int)ceil(least) : INT_MAX;
+}
+
+#else
+
+int h2o_quota(const char *root) {
+    (void)root;
+    return INT_MAX;
+}
+
+#endif
+
+/* ---- Tiles --------------------------------------------------------------- */
 
 /* Linux saves the tiles of a process that has asked for it: 8 KiB for each thread. */
 bool h2o_may_use_tiles(void) {
@@ -215,11 +295,33 @@ void *h2o_allocate(size_t alignment, size_t bytes) { return _aligned_malloc(byte
 
 void h2o_free(void *memory) { _aligned_free(memory); }
 
+void *h2o_map(size_t alignment, size_t bytes) { return h2o_allocate(alignment, bytes); }
+
+void h2o_unmap(void *memory, size_t bytes) {
+    (void)bytes;
+    h2o_free(memory);
+}
+
 #else
 
 void *h2o_allocate(size_t alignment, size_t bytes) { return aligned_alloc(alignment, bytes); }
 
 void h2o_free(void *memory) { free(memory); }
+
+/* A mapping begins with a page. Of one that is larger by the alignment both ends go back. */
+void *h2o_map(size_t alignment, size_t bytes) {
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), more = alignment > page ? alignment : 0;
+    const size_t total = bytes + more;
+    char *const mapped =
+        mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return NULL;
+    const size_t before = more ? -(uintptr_t)mapped & (more - 1) : 0;
+    if (before > 0) munmap(mapped, before);
+    if (more > before) munmap(mapped + before + bytes, more - before);
+    return mapped + before;
+}
+
+void h2o_unmap(void *memory, size_t bytes) { munmap(memory, bytes); }
 
 #endif
 

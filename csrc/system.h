@@ -5,6 +5,10 @@
 #ifndef H2O_SYSTEM_H
 #define H2O_SYSTEM_H
 
+#if defined(__MINGW32__) && defined(__x86_64__) && !defined(__clang__)
+#error "MinGW's gcc does not align vectors on the stack (GCC bug 54412): use clang for MinGW"
+#endif
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -20,6 +24,10 @@ bool h2o_start_thread(void *(*function)(void *));
 
 /* Processors that this process may use, on Apple's those made for speed; at least 1. */
 int h2o_processors(void);
+
+/* Processors whose time a container (Linux's control groups, version 1 or 2) grants this process,
+ * rounded up; INT_MAX without a quota. root: what stands before /proc and /sys, "" but in tests. */
+int h2o_quota(const char *root);
 
 /* What is called around each fork, where the system has that: before it in the parent, after it in
  * the parent and in the child. */
@@ -58,6 +66,10 @@ bool h2o_find_symbol(void *library, const char *symbol, void *function);
 /* Memory at a multiple of alignment, which divides bytes; NULL where there is none. */
 void *h2o_allocate(size_t alignment, size_t bytes);
 void h2o_free(void *memory);
+
+/* The same from the system itself, which has it back at once; of so many bytes. */
+void *h2o_map(size_t alignment, size_t bytes);
+void h2o_unmap(void *memory, size_t bytes);
 
 /* Asks for huge pages behind such memory, where programs may. */
 void h2o_prefer_huge_pages(void *memory, size_t bytes);

@@ -209,6 +209,20 @@ def test_support_of_what_load_takes(tmp_path):
     )
 
 
+def build_refused(folder, **environment):
+    """What a build that is refused prints."""
+    pytest.importorskip("setuptools", "77")
+    root = Path(__file__).parents[1]
+    arguments = ["setup.py", "-q", "build_ext", "--force", "--build-lib", str(folder)]
+    done = subprocess.run(
+        [sys.executable, *arguments, "--build-temp", str(folder)], cwd=root, text=True,
+        capture_output=True, check=False, env={**os.environ, **environment}, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
 @pytest.mark.parametrize(
     ("environment", "name"),
     [
@@ -217,16 +231,15 @@ def test_support_of_what_load_takes(tmp_path):
     ],
 )
 def test_a_missing_compiler_is_named(tmp_path, environment, name):
-    pytest.importorskip("setuptools", "77")
-    root = Path(__file__).parents[1]
-    arguments = ["setup.py", "-q", "build_ext", "--force", "--build-lib", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, *arguments, "--build-temp", str(tmp_path)], cwd=root, text=True,
-        capture_output=True, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert f"{name!r} is not here: install one" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert f"{name!r} is not here: install one" in build_refused(tmp_path, **environment)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the compiler is a shell script")
+def test_gcc_of_mingw_is_refused(tmp_path):
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\necho '#define __MINGW32__ 1'\n")
+    compiler.chmod(0o755)
+    assert "MinGW's gcc does not align vectors" in build_refused(tmp_path, CC=str(compiler))
 
 
 @needs_wheel

@@ -60,6 +60,7 @@ static inline int64_t q4_scale(int64_t d, int64_t D) { return D / 2 + d / GROUP 
 
 static inline void write_Q4(char *row, row_ref from, int64_t D) {
     enum { VECTORS = GROUP / VL, HALF = VECTORS / 2 };
+    EXPECT(D % GROUP == 0);
     for (int64_t d = 0; d < D; d += GROUP) {
         vf x[VECTORS], negative, high, unfinite = vf_zero();
         UNROLL
@@ -133,11 +134,10 @@ VEC vf load_Q8(const char *row, int64_t d, int n, int64_t D) {
     return vf_load_i8(bytes);
 }
 
-/* D is a multiple of VL, and so n is VL. */
 VEC vf load_Q4(const char *row, int64_t d, int n, int64_t D) {
+    EXPECT(n == VL && d % VL == 0 && d + n <= D);
     const char *const scale = row + q4_scale(d, D);
     const char *const elements = row + q4_elements(d) + d % (GROUP / 2);
-    (void)n;
     const vf q = vf_load_u4(elements, d % GROUP >= GROUP / 2);
     return vf_fma(q, vf_set1_f16(scale), vf_set1_f16(scale + 2));
 }
@@ -182,6 +182,15 @@ VEC vf quantised_floats(const char *row, h2o_dtype type, int64_t d, int64_t D) {
     return vf_zero();
 }
 
+/* n <= VL elements of such a row, without the row's scale. */
+VEC vf quantised_numbers(const char *row, h2o_dtype type, int64_t d, int n, int64_t D) {
+#define LOAD(name, ...)                                                                            \
+    if (type == H2O_##name) return load_##name(row, d, n, D);
+    H2O_QUANTISED_ROWS(LOAD)
+#undef LOAD
+    return vf_zero();
+}
+
 /* ---- Reading several vectors ------------------------------------------- */
 
 VEC void load_each(const char *row, h2o_dtype type, int64_t d, int vectors, int n, int64_t D,
@@ -216,12 +225,12 @@ VEC void load_q4_group(const char *row, int64_t d, int64_t D, vf x[GROUP / VL]) 
     }
 }
 
-/* Where the vectors are whole groups, d is a multiple of one. */
 VEC void load_columns_Q4(const char *row, int64_t d, int vectors, int n, int64_t D, vf *x) {
     if (vectors * VL % GROUP != 0) {
         load_each(row, H2O_Q4, d, vectors, n, D, x);
         return;
     }
+    EXPECT(d % GROUP == 0 && d + vectors * VL <= D);
     UNROLL
     for (int j = 0; j < vectors; j += GROUP / VL) {
         load_q4_group(row, d + j * VL, D, x + j);

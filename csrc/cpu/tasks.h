@@ -16,6 +16,7 @@
 #ifndef H2O_TASKS_H
 #define H2O_TASKS_H
 
+#include "../expect.h"
 #include "../run.h"
 
 #include <stdatomic.h>
@@ -27,6 +28,10 @@ extern double h2o_balance_clock; /* multiply-adds that the running worker has co
 #define COUNT_WORK(n) ((void)sizeof(n))
 #endif
 
+/* What several workers write begins a line of its own, or each write takes the neighbours away from
+ * the workers that wait at them. */
+enum { CACHE_LINE = 64 };
+
 /* Where part i of n of a range begins. */
 static inline int64_t share_of(int64_t count, int64_t i, int64_t n) { return count * i / n; }
 
@@ -36,7 +41,7 @@ typedef struct {
     void (*task)(void *context, int64_t index, int worker);
     void *context;
     int64_t count;
-    _Atomic int64_t next;
+    _Alignas(CACHE_LINE) _Atomic int64_t next; /* the others are read only */
 } task_list;
 
 static void run_worker(int worker, int workers, void *context) {
@@ -53,6 +58,7 @@ static void run_worker(int worker, int workers, void *context) {
  * returns when all are done. Low numbers start first: give them the long ones. */
 static inline void run_tasks(const h2o_exec *exec, int workers, int64_t count,
                              void (*task)(void *, int64_t, int), void *context) {
+    EXPECT(workers >= 1);
     task_list list = {.task = task, .context = context, .count = count};
     workers = workers < count ? workers : (int)count;
     if (workers > 1) {
@@ -66,7 +72,8 @@ static inline void run_tasks(const h2o_exec *exec, int workers, int64_t count,
 
 /* A barrier: counts the tasks that have arrived, and releases those that wait. */
 typedef struct {
-    _Atomic int64_t arrived, open;
+    _Alignas(CACHE_LINE) _Atomic int64_t arrived;
+    _Atomic int64_t open;
 #ifdef H2O_BALANCE
     double arrival, opening; /* the latest of each */
 #endif
@@ -77,7 +84,9 @@ static inline void gate_init(gate *g) { *g = (gate){0}; }
 /* Counts an arrival; true for the n-th, which is the last and resets the count. What the others
  * wrote before they arrived is visible to it. */
 static inline bool gate_arrive(gate *g, int64_t n) {
-    const bool last = atomic_fetch_add(&g->arrived, 1) + 1 == n;
+    const int64_t arrived = atomic_fetch_add(&g->arrived, 1) + 1;
+    const bool last = arrived == n;
+    EXPECT(arrived <= n);
     if (last) {
         atomic_store_explicit(&g->arrived, 0, memory_order_relaxed);
     }

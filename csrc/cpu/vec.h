@@ -46,6 +46,7 @@
 #ifndef H2O_VEC_H
 #define H2O_VEC_H
 
+#include "../expect.h"
 #include "../half.h"
 
 #define VEC static inline __attribute__((always_inline))

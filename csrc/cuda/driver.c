@@ -80,14 +80,21 @@ typedef struct cuda_loaded {
     CUfunction functions[CUDA_KERNELS]; /* as cuda_kernel_names; NULL: not for this device */
 } cuda_loaded;
 
-/* Writers hold the lock; readers take none, so that a process forked meanwhile gets the driver's
- * error instead of waiting for ever. */
+/* Writers hold the lock; readers take none. A fork waits for a writer, which may be loading kernels:
+ * the child would wait for that thread, which it does not have, for ever. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool ready;
 static void *image;
 static _Atomic(cuda_loaded *) all_loaded;
 static _Atomic(CUcontext) primary[MOST_DEVICES];
 static atomic_int capabilities[MOST_DEVICES], shared_memory[MOST_DEVICES]; /* 0: not asked yet */
+
+static void hold_lock(void) { pthread_mutex_lock(&lock); }
+static void drop_lock(void) { pthread_mutex_unlock(&lock); }
+
+__attribute__((constructor)) static void survive_fork(void) {
+    h2o_at_fork(hold_lock, drop_lock, drop_lock);
+}
 
 /* ---- Errors -------------------------------------------------------------- */
 

@@ -31,7 +31,7 @@ template <int TILES> DEVICE void masked_to_zero(float c[TILES][4]) {
     }
 }
 
-/* Step 3: O += P V. */
+/* Step 3: O += P V, in units of weight_unit<TYPE>(GROWTH). */
 template <int DEPTH, h2o_dtype TYPE>
 DEVICE void accumulate_matrix_values(const matrix_buffer<DEPTH> *buffer,
                                      const float c[matrix_buffer<DEPTH>::COLUMNS / 8][4],
@@ -42,7 +42,7 @@ DEVICE void accumulate_matrix_values(const matrix_buffer<DEPTH> *buffer,
         UNROLL
         for (int i = 0; i < 4; i++) {
             const float *const pair = &c[k / 8 + i / 2][i % 2 * 2];
-            a[i] = pack<TYPE>(pair[0], pair[1]);
+            a[i] = pack_weights<TYPE>(pair[0], pair[1], GROWTH);
         }
         UNROLL
         for (int d = 0; d < DEPTH; d += 16) {
@@ -80,7 +80,8 @@ DEVICE void accumulate_nonfinite(matrix_buffer<DEPTH> *buffer,
                 UNROLL
                 for (int i = 0; i < 2; i++) {
                     float *const x = &softmax->output[n / 2][2 * i + n % 2];
-                    *x = weight[i] < 0.0f ? *x : fmaf(weight[i], value, *x);
+                    const float scaled = weight[i] * weight_unit<TYPE>(GROWTH);
+                    *x = weight[i] < 0.0f ? *x : fmaf(scaled, value, *x);
                 }
             }
         }
@@ -197,7 +198,7 @@ DEVICE void write_matrix_outputs(const attend_item *item, int64_t h, int64_t que
         const int64_t token = query + warp_row() + lane_row() + 8 * i;
         float row_max = softmax->row_max[i], row_sum = quad_sum(softmax->row_sum[i]);
         add_matrix_sink(sink_of(&p->sink_logits, h), unit, &row_max, &row_sum);
-        const float inverse = 1.0f / row_sum;
+        const float inverse = 1.0f / (row_sum * weight_unit<TYPE>(GROWTH));
         if (token >= item->tokens) continue;
         element_ref out = row_of(&p->out, item->b, item->columns[token], h);
         out.type = TYPE; /* which it is, and the compiler then knows */

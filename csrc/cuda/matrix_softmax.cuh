@@ -1,7 +1,7 @@
 /* matrix_softmax.cuh - step 2 of matrix_forward.cuh: the running softmax of a tile of logits.
  *
  * m, and with it O, stays as it is until a logit is above it by more than GROWTH, as few tiles but
- * the first have one: P is then up to 2^GROWTH, which 16 bits hold (as in FlashAttention-4). */
+ * the first have one: P is then up to 2^GROWTH, which 16 bits hold (as in FlashAttention-4, where GROWTH is 8). */
 #ifndef H2O_CUDA_MATRIX_SOFTMAX_CUH
 #define H2O_CUDA_MATRIX_SOFTMAX_CUH
 
@@ -23,7 +23,7 @@ DEVICE bool is_past(const key_tile *at, int columns) {
 
 /* Exponents of 2: GROWTH, and from how large an m on it is subtracted before the unit comes in, as
  * its product with that would be too coarse. */
-#define GROWTH 8.0f
+#define GROWTH 4
 #define FAR 16777216.0f
 
 /* A lane's part of the running softmax of two queries, 8 rows apart: m, its share of the row sum l,
@@ -43,11 +43,11 @@ DEVICE float excess(float row_max, float unit) {
 template <int DEPTH>
 DEVICE void raise_row_max(int i, float largest, float unit, matrix_softmax<DEPTH> *softmax) {
     const float before = softmax->row_max[i];
-    const bool grown = (largest - before) * unit > GROWTH;
+    const bool grown = (largest - before) * unit > (float)GROWTH;
     TAKEN(matrix_forward_not_raised, !grown);
     if (warp_all(!grown)) return;
     const float row_max = quad_max(largest);
-    const bool raised = (row_max - before) * unit > GROWTH; /* whatever other rows do */
+    const bool raised = (row_max - before) * unit > (float)GROWTH; /* whatever other rows do */
     const float exponent = fmaf(before - row_max, unit, excess(row_max, unit));
     const float rescale = raised ? fast_exp2(exponent - excess(before, unit)) : 1.0f;
     softmax->row_max[i] = raised ? row_max : before;

@@ -165,6 +165,17 @@ template <h2o_dtype TYPE> DEVICE uint32_t pack(float low, float high) {
     return pack_f16(low, high);
 }
 
+/* What weights of at most 2^most are multiplied by before they are rounded, and sums of their
+ * products with values divided by in the end. float16 has all of its digits from 2^-14 on only, and
+ * none below 2^-24: keys beside a sink have weights below that. */
+template <h2o_dtype TYPE> DEVICE float weight_unit(int most) {
+    return TYPE == H2O_F16 ? (float)(1 << (15 - most)) : 1.0f;
+}
+
+template <h2o_dtype TYPE> DEVICE uint32_t pack_weights(float low, float high, int most) {
+    return pack<TYPE>(low * weight_unit<TYPE>(most), high * weight_unit<TYPE>(most));
+}
+
 /* ---- Elements of a tile -------------------------------------------------- */
 
 /* Whether this thread's share of a tile's elements is finite. Where an exponent is all ones, one

@@ -11,7 +11,7 @@
  *      by mixing the words of two rows; P lies in the registers as step 1 has left it.
  *
  * At the end the warps' O, m and l are combined in order. As in a prompt, products are exact and
- * sums those of floats, but for P, which is rounded to 16 bits. plan.c says which steps these are:
+ * sums those of floats, but for P, which is rounded to 16 bits (pack_weights). plan.c says which steps these are:
  * those over aligned rows of floats, or quantised ones, without biases: no keys are merged. */
 #ifndef H2O_CUDA_STEP_MATRIX_CUH
 #define H2O_CUDA_STEP_MATRIX_CUH
@@ -117,7 +117,7 @@ DEVICE void step_tile(const step_item *item, int first, int end, const vec16 que
     write_logits<DEPTH>(item, end - first, x, state);
     update_softmax<DEPTH>(x, state);
     values.weigh(x);
-    const uint32_t b[2] = {pack<TYPE>(x[0], x[1]), pack<TYPE>(x[2], x[3])};
+    const uint32_t b[2] = {pack_weights<TYPE>(x[0], x[1], 0), pack_weights<TYPE>(x[2], x[3], 0)};
     UNROLL
     for (int i = 0; i < DEPTH / 16; i++) {
         uint32_t a[4];
@@ -134,14 +134,14 @@ template <int DEPTH> struct warp_outputs {
     float row_max[STEP_COLUMNS], row_sum[STEP_COLUMNS];
 };
 
-template <int DEPTH, typename VALUES>
+template <int DEPTH, h2o_dtype TYPE, typename VALUES>
 DEVICE void leave_outputs(const step_state<DEPTH> *state, warp_outputs<DEPTH> *left) {
-    const float row_sum = quad_sum(state->row_sum);
+    const float row_sum = quad_sum(state->row_sum), unit = 1.0f / weight_unit<TYPE>(0);
     UNROLL
     for (int i = 0; i < DEPTH / 16; i++) {
         const float *const x = state->output[i];
-        const vec16 four = {
-            {float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])}};
+        const vec16 four = {{float_bits(x[0] * unit), float_bits(x[1] * unit),
+                             float_bits(x[2] * unit), float_bits(x[3] * unit)}};
         store16(&left->pairs[lane_column() / 2][2 * VALUES::output_of(i)], four);
     }
     if (lane_column() == 0) {
@@ -243,7 +243,7 @@ DEVICE void part_by_tiles(const step_item *item, int part, warp_outputs<DEPTH> *
         NO_UNROLL
         for (int first = own; first < end; first += STEP_WARPS * STEP_ROWS)
             step_tile<DEPTH, TYPE, KEYS, VALUES>(item, first, end, query, &state);
-        leave_outputs<DEPTH, VALUES>(&state, &left[warp]);
+        leave_outputs<DEPTH, TYPE, VALUES>(&state, &left[warp]);
         sync_block();
         combine_warps<DEPTH>(item, r, part, left);
     }

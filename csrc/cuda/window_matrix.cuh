@@ -138,7 +138,8 @@ DEVICE void values_matrix(const text_window *w, int64_t first_row, int64_t d, in
     for (int i = 0; i < WINDOW_DEPTH / 8 * 4; i++) {
         const int64_t row = first_row + warp_row() + lane_row() + i % 4 / 2 * 8;
         float *const to = products + row * w->pitch + d + i / 4 * 8 + lane_column() + i % 2;
-        if (row < window_rows_of(w)) *to = sums.output[i / 4][i % 4];
+        const float x = sums.output[i / 4][i % 4] * (1.0f / weight_unit<TYPE>(GROWTH));
+        if (row < window_rows_of(w)) *to = x;
     }
 }
 

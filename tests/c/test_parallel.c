@@ -9,12 +9,14 @@
 #if !defined(_WIN32)
 #include <dlfcn.h>
 #include <sched.h>
+#include <sys/resource.h>
 #endif
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <time.h>
 
-enum { MOST_LANES = 300, CALLERS = 4 };
+enum { MOST_LANES = 300, CALLERS = 4, ROUNDS = 500 };
 
 typedef struct {
     atomic_int runs[MOST_LANES];
@@ -85,9 +87,58 @@ static void a_forked_child_has_threads_of_its_own(void) {
 #if defined(_WIN32)
 
 static void a_loaded_libgomp_is_borrowed(void) {}
+static void few_workers_wake_few_threads(void) {}
 static void without_a_wish_each_processor_has_a_thread(void) { CHECK(h2o_processors() >= 1); }
 
 #else
+
+static long switches(void) {
+    struct rusage used;
+    CHECK(getrusage(RUSAGE_SELF, &used) == 0);
+    return used.ru_nvcsw;
+}
+
+/* Counted in threads that go to sleep again, for which each round leaves them time. */
+static void few_workers_wake_few_threads(void) {
+    const struct timespec moment = {0, 1000000};
+    run_lanes(64, false); /* the pool now has 63 threads */
+    nanosleep(&moment, NULL);
+    const long before = switches();
+    for (int repeat = 0; repeat < 100; repeat++) {
+        run_lanes(2, false);
+        nanosleep(&moment, NULL);
+    }
+    CHECK(switches() - before < 100 * 16);
+}
+
+static atomic_int threads_met;
+
+static void meet_thread(void) {
+    static _Thread_local bool met;
+    if (!met) atomic_fetch_add(&threads_met, 1);
+    met = true;
+}
+
+static void meet_worker(int worker, int workers, void *context) {
+    (void)worker, (void)workers, (void)context;
+    meet_thread();
+}
+
+static void meet_in_team(void *unused) {
+    (void)unused;
+    meet_thread();
+}
+
+/* A program with a number of threads of its own between calls with fewer. */
+static void libgomp_keeps_its_threads(void *library) {
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+    CHECK(h2o_find_symbol(library, "GOMP_parallel", &parallel));
+    for (int repeat = 0; repeat < ROUNDS; repeat++) {
+        parallel(meet_in_team, NULL, 8, 0);
+        h2o_parallel(2, meet_worker, NULL);
+    }
+    CHECK(threads_met <= 8);
+}
 
 /* A library that is loaded later is found, and its number of threads counts. */
 static void a_loaded_libgomp_is_borrowed(void) {
@@ -101,8 +152,10 @@ static void a_loaded_libgomp_is_borrowed(void) {
     void (*set_threads)(int);
     CHECK(symbol != NULL);
     memcpy(&set_threads, &symbol, sizeof symbol);
+    set_threads(8);
+    libgomp_keeps_its_threads(library);
     set_threads(3);
-    CHECK(h2o_threads() == 3);
+    CHECK(h2o_threads() == (h2o_quota("") < 3 ? h2o_quota("") : 3));
     every_lane_runs_once();
     nested_calls_run_too();
     threads_may_call_at_once();
@@ -116,14 +169,29 @@ static void without_a_wish_each_processor_has_a_thread(void) {
     const pid_t child = fork();
     if (child == 0) {
         unsetenv("H2O_THREADS");
-        _exit(h2o_threads() == CPU_COUNT(&processors) ? 0 : 1);
+        const int count = CPU_COUNT(&processors), quota = h2o_quota("");
+        _exit(h2o_threads() == (count < quota ? count : quota) ? 0 : 1);
     }
     CHECK(wait_for(child) == 0);
 }
 
 #endif
 
+/* As h2o_threads reads it later, H2O_THREADS is a number of threads or nothing. */
+static void a_wish_that_is_no_number_is_an_error(void) {
+    const char *const wrong[] = {"many", "2x", "0", "-1", " "}, *const right[] = {"", "1", "64"};
+    h2o_error error;
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        CHECK(setenv("H2O_THREADS", wrong[i], 1) == 0);
+        CHECK(h2o_check_threads(&error) == H2O_EVALUE && strstr(error.text, wrong[i]) != NULL);
+    }
+    for (size_t i = 0; i < sizeof right / sizeof *right; i++) {
+        CHECK(setenv("H2O_THREADS", right[i], 1) == 0 && h2o_check_threads(&error) == H2O_OK);
+    }
+}
+
 int main(void) {
+    a_wish_that_is_no_number_is_an_error();
     without_a_wish_each_processor_has_a_thread();
     CHECK(setenv("H2O_THREADS", "5", 1) == 0);
     CHECK(strcmp(h2o_thread_source(), "own") == 0);
@@ -131,6 +199,7 @@ int main(void) {
     every_lane_runs_once();
     nested_calls_run_too();
     threads_may_call_at_once();
+    few_workers_wake_few_threads();
     if (can_fork_threads()) a_forked_child_has_threads_of_its_own();
     if (!THREAD_SANITIZER) a_loaded_libgomp_is_borrowed(); /* it is not instrumented */
     return 0;

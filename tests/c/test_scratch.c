@@ -47,6 +47,48 @@ static void many_blocks_come_and_go(void) {
     }
 }
 
+#if defined(__linux__)
+
+static size_t resident_bytes(void) {
+    size_t pages = 0;
+    FILE *const file = fopen("/proc/self/statm", "r");
+    CHECK(file != NULL && fscanf(file, "%*s %zu", &pages) == 1);
+    fclose(file);
+    return pages << 12;
+}
+
+enum { HOLDERS = 8 };
+
+static pthread_barrier_t all_hold;
+
+static void *hold_blocks(void *unused) {
+    for (size_t mega = 4; mega < 32; mega++) {
+        void *const block = h2o_scratch_acquire(mega << 20);
+        memset(block, 1, mega << 20);
+        pthread_barrier_wait(&all_hold);
+        h2o_scratch_release(block);
+        pthread_barrier_wait(&all_hold);
+    }
+    return unused;
+}
+
+/* Of blocks that threads have had at the same time no more stays than what is kept. malloc, which
+ * has a heap for each thread, would keep most of them. */
+static void released_blocks_go_back_to_the_system(void) {
+    pthread_t threads[HOLDERS];
+    const size_t before = resident_bytes();
+    CHECK(pthread_barrier_init(&all_hold, NULL, HOLDERS) == 0);
+    for (int i = 0; i < HOLDERS; i++) {
+        CHECK(pthread_create(&threads[i], NULL, hold_blocks, NULL) == 0);
+    }
+    for (int i = 0; i < HOLDERS; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+    CHECK(resident_bytes() < before + ((size_t)72 << 20));
+}
+
+#else
+static void released_blocks_go_back_to_the_system(void) {}
+#endif
+
 static void *use_blocks(void *seed) {
     test_random random = {.state = (uintptr_t)seed};
     for (int repeat = 0; repeat < 500; repeat++) {
@@ -84,6 +126,7 @@ int main(void) {
     blocks_are_aligned_and_whole();
     a_released_block_is_used_again();
     many_blocks_come_and_go();
+    if (!is_slow()) released_blocks_go_back_to_the_system(); /* sanitizers have pages of their own */
     threads_and_children_may_use_it_at_once();
     return 0;
 }

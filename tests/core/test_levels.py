@@ -16,11 +16,14 @@ ROOT = Path(__file__).parents[2]
 LEVELS = ops.info()["levels"]
 
 
+TABLES = [
+    *("core/test_ops.py", "core/test_golden.py"),
+    *("torch/test_dtypes.py", "torch/test_step_bytes.py", "torch/test_heavy_tails.py"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "table",
-    ["core/test_ops.py", "core/test_golden.py", "torch/test_dtypes.py", "torch/test_step_bytes.py"],
-)
+@pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_table_at_level(level, table):
     if table.startswith("torch") and importlib.util.find_spec("torch") is None:

@@ -168,3 +168,13 @@ def test_a_child_computes_as_its_parent(threads):
     answers = answers_of("fork", H2O_THREADS=threads)
     assert len(answers) == 3
     assert len(set(answers)) == 1
+
+
+@pytest.mark.parametrize("threads", ["many", "0", "-2", "3 threads"])
+def test_a_number_of_threads_that_is_none_is_an_error(threads):
+    run = subprocess.run(
+        [sys.executable, "-c", "import h2o.ops"], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "H2O_THREADS": threads},
+    )  # fmt: skip
+    assert run.returncode != 0
+    assert f"ValueError: H2O_THREADS={threads}: not a number of threads" in run.stderr

@@ -174,7 +174,7 @@ def test_prompt_lengths_of_rows_that_generate_repeats(how, chunk):
     ids = torch.cat(prompts(20, 20))
     ids[0, :8] = 0
     mask = (ids != 0).long()
-    cache = H2OCache(ours.config, heavy=0.2, recent=0.2, prompt_length=[12, 20])
+    cache = H2OCache(ours.config, heavy=0.2, recent=0.2, min_tokens=0, prompt_length=[12, 20])
     more = HOW[how] | ({} if chunk is None else {"prefill_chunk_size": chunk})
     ours.generate(
         ids, attention_mask=mask, max_new_tokens=3, **{"do_sample": False, **more},
@@ -189,7 +189,7 @@ def test_prompt_lengths_of_rows_that_generate_repeats(how, chunk):
 def test_prompt_lengths_follow_the_rows():
     ours = shared("llama")
     ids = torch.cat(prompts(20, 20, 20))
-    cache = H2OCache(ours.config, heavy=0.5, recent=0.0, prompt_length=[4, 8, 20])
+    cache = H2OCache(ours.config, heavy=0.5, recent=0.0, min_tokens=0, prompt_length=[4, 8, 20])
     cache.batch_select_indices([0, 2])
     cache.batch_repeat_interleave(2)
     with torch.no_grad():

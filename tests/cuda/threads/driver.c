@@ -1,8 +1,10 @@
 /* driver.c - a libcuda.so.1 for test_driver.c: devices and kernels that do nothing, and counters of
  * calls. It takes no lock, which would order threads that h2o leaves unordered. */
+#define _POSIX_C_SOURCE 200809L /* nanosleep */
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 enum { DEVICES = 4, DEEPEST = 4, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201 };
 
@@ -67,6 +69,7 @@ int cuThreadExchangeStreamCaptureMode(int *mode) { return (void)mode, 0; }
 int cuModuleLoadData(context **module, const void *image) {
     const int device = now()->device;
     const int before = atomic_fetch_add_explicit(&loads[device], 1, memory_order_relaxed);
+    nanosleep(&(struct timespec){0, 50000000}, NULL); /* a real one takes longer */
     *module = now();
     return image == NULL || (device == DEVICES - 1 && before == 0) ? OUT_OF_MEMORY : 0;
 }

@@ -6,8 +6,8 @@
 #include <time.h>
 #include <stdatomic.h>
 
+#include "children.h"
 #include "cuda/driver.h"
-#include "test.h"
 
 enum { DEVICES = 4, THREADS = 8, LATE = 4, TURNS = 200 };
 
@@ -58,8 +58,36 @@ static void *work_late(void *argument) {
     return NULL;
 }
 
+static void *load_first(void *unused) {
+    h2o_error error = {0};
+    CHECK(cuda_take_image("any", 4, &error) == H2O_OK);
+    launch_once(0);
+    return unused;
+}
+
+/* The child has to take the lock that a loading thread of the parent holds. */
+static void a_fork_during_a_load_does_not_hang(const atomic_int *loads) {
+    h2o_error error = {0};
+    pthread_t thread;
+    if (!can_fork_threads()) return;
+    CHECK(pthread_create(&thread, NULL, load_first, NULL) == 0);
+    while (atomic_load(&loads[0]) == 0) continue;
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(10); /* a child that hangs fails */
+        _exit(cuda_take_image("any", 4, &error) == H2O_OK ? 0 : 1);
+    }
+    CHECK(wait_for(child) == 0);
+    pthread_join(thread, NULL);
+}
+
 int main(void) {
     pthread_t threads[THREADS + LATE];
+    void *const driver = dlopen("libcuda.so.1", RTLD_NOW);
+    CHECK(driver != NULL);
+    const atomic_int *const loads = dlsym(driver, "loads");
+    a_fork_during_a_load_does_not_hang(loads);
+    const int before = *(const atomic_int *)dlsym(driver, "launches");
     pthread_barrier_init(&start, NULL, THREADS);
     for (int i = 0; i < THREADS + LATE; i++) {
         void *(*const start_here)(void *) = i < THREADS ? work : work_late;
@@ -67,13 +95,11 @@ int main(void) {
     }
     for (int i = 0; i < THREADS + LATE; i++) pthread_join(threads[i], NULL);
 
-    void *const driver = dlopen("libcuda.so.1", RTLD_NOW);
-    CHECK(driver != NULL);
-    const atomic_int *const loads = dlsym(driver, "loads");
     const atomic_int *const launches = dlsym(driver, "launches");
     for (int device = 0; device < DEVICES; device++) {
         CHECK(loads[device] == 1 + (device == DEVICES - 1)); /* each device's kernels once */
-        CHECK(launches[device] == (THREADS + LATE) * TURNS / DEVICES);
+        const int first = device == 0 ? before : 0;
+        CHECK(launches[device] == first + (THREADS + LATE) * TURNS / DEVICES);
     }
     CHECK(*(const atomic_int *)dlsym(driver, "strangers") == 0);
     CHECK(*(const atomic_int *)dlsym(driver, "unloads") == 0);

@@ -1,0 +1,71 @@
+/* test_quota.c - what files of control groups say of processors, in folders made for it. */
+#define _GNU_SOURCE
+#include "system.h"
+
+#include "test.h"
+
+#if defined(__linux__)
+#include <limits.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static char root[] = "/tmp/h2o-quota-XXXXXX";
+
+/* Writes a file below the root, with the folders that it is in. */
+static void write_file(const char *name, const char *text) {
+    char path[512];
+    const int length = snprintf(path, sizeof path, "%s/%s", root, name);
+    for (int i = (int)strlen(root) + 1; i < length; i++) {
+        if (path[i] != '/') continue;
+        path[i] = '\0';
+        mkdir(path, 0700);
+        path[i] = '/';
+    }
+    FILE *const file = fopen(path, "w");
+    CHECK(file != NULL && fputs(text, file) >= 0 && fclose(file) == 0);
+}
+
+static void version_2(void) {
+    CHECK(h2o_quota(root) == INT_MAX); /* no such files */
+    write_file("proc/self/cgroup", "0::/pod/app\n");
+    CHECK(h2o_quota(root) == INT_MAX);
+    write_file("sys/fs/cgroup/pod/app/cpu.max", "max 100000\n");
+    CHECK(h2o_quota(root) == INT_MAX);
+    write_file("sys/fs/cgroup/pod/app/cpu.max", "350000 100000\n");
+    CHECK(h2o_quota(root) == 4);
+    write_file("sys/fs/cgroup/pod/cpu.max", "200000 100000\n"); /* of a group around it */
+    CHECK(h2o_quota(root) == 2);
+    write_file("sys/fs/cgroup/cpu.max", "50000 100000\n"); /* a container's own root */
+    CHECK(h2o_quota(root) == 1);
+    write_file("sys/fs/cgroup/cpu.max", "max 100000\n");
+    write_file("sys/fs/cgroup/pod/cpu.max", "none\n");
+    CHECK(h2o_quota(root) == 4);
+}
+
+static void version_1(void) {
+    write_file("proc/self/cgroup", "5:memory:/pod\n4:cpu,cpuacct:/elsewhere/pod\n0::/\n");
+    CHECK(h2o_quota(root) == INT_MAX);
+    write_file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n");
+    write_file("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
+    CHECK(h2o_quota(root) == INT_MAX);
+    write_file("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "200000\n"); /* where the container begins */
+    CHECK(h2o_quota(root) == 2);
+    write_file("proc/self/cgroup", "no line of this kind\n4:cpu");
+    CHECK(h2o_quota(root) == INT_MAX);
+}
+
+int main(void) {
+    CHECK(mkdtemp(root) != NULL);
+    version_2();
+    version_1();
+    char command[64];
+    snprintf(command, sizeof command, "rm -r %s", root);
+    CHECK(system(command) == 0);
+    return 0;
+}
+
+#else
+
+int main(void) { return 0; }
+
+#endif

@@ -1,0 +1,33 @@
+"""Reduced precision on inputs with heavy tails: at most twice the error of the float path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.torch import heavy_tails
+
+CASES = [
+    (operation, kv_dtype)
+    for operation in heavy_tails.OPERATIONS
+    for kv_dtype in ([None] if operation == "prompt" else [None, "int8", "int8-int4"])
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("D", "R"), [(64, 1), (128, 4)])
+@pytest.mark.parametrize(("operation", "kv_dtype"), CASES)
+@pytest.mark.parametrize("kind", heavy_tails.KINDS)
+def test_at_most_twice_the_error_of_floats(kind, operation, kv_dtype, D, R, dtype):
+    text = heavy_tails.make(kind, dtype, R, 150, D)
+    for errors in heavy_tails.OPERATIONS[operation](text, kv_dtype):
+        assert errors.path <= 2 * errors.floats, errors
+
+
+@pytest.mark.parametrize(("D", "R", "n"), [(192, 3, 700), (512, 5, 300), (64, 33, 400)])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4"])
+@pytest.mark.parametrize("kind", ["query channels", "everything"])
+def test_steps_of_other_shapes(kind, kv_dtype, D, R, n):
+    text = heavy_tails.make(kind, torch.bfloat16, R, n, D)
+    for errors in heavy_tails.step(text, kv_dtype):
+        assert errors.path <= 2 * errors.floats, errors
