@@ -17,6 +17,7 @@ from h2o import ops
 from h2o.budgets import amount_of
 from h2o.config import H2OConfig, one_config
 from h2o.head_budgets import levelled
+from h2o.profile import Profile
 from h2o.vllm.page_store import page_bytes
 
 __all__ = ["PageBudget", "config_of", "places_of", "with_budget"]

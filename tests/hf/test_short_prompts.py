@@ -16,7 +16,7 @@ from h2o import H2OCache, H2OConfig, models
 from h2o.borrowed import with_cache
 from h2o.config import PRESETS
 from h2o.evaluate.setting import parse
-from tests.hf.tiny import batch, greedy, model, prompts
+from tests.hf.tiny import batch, greedy, model, prompts, shared
 
 LEAST = 24
 UNEVEN = [[0.2, 1.8], [1.5, 0.5]]
@@ -199,7 +199,7 @@ def test_one_number_everywhere(budget):
         assert greedy(ours, inputs, 9).tolist() == wanted.tolist()
     patch = h2o.enable(ours, **settings)
     assert greedy(ours, inputs, 9).tolist() == wanted.tolist()
-    assert patch.config == cache.config
+    assert patch.cache.config == cache.config
     h2o.disable(ours)
     (one,) = h2o.generate_all(ours, [ids[0].tolist()], rows=1, max_new_tokens=9, **settings,
         generation_config=GenerationConfig(eos_token_id=None, pad_token_id=0))  # fmt: skip

@@ -468,9 +468,13 @@ def test_entries_are_configs():
 def test_one_number_and_the_floor_of_fractions():
     transformers = pytest.importorskip("transformers")
     llama = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    assert config_of({"budget": 64}, llama) == H2OConfig.robust(64)
+    by_echo = {"rank_by": "mean-echo"}  # within a head: pages are equal for all layers
+    assert config_of({"budget": 64}, llama) == dataclasses.replace(H2OConfig.robust(64), **by_echo)
     in_bytes = config_of({"budget": 0.2}, llama)
-    assert in_bytes == H2OConfig.robust(0.2, of="bytes").for_model(llama)
+    assert in_bytes == dataclasses.replace(
+        H2OConfig.robust(0.2, of="bytes").for_model(llama), **by_echo
+    )
+    assert config_of({"budget": 64, "cut": "chunk"}, llama) == H2OConfig.robust(64)
     keys = torch.empty(1, 2, 1, 16)
     for config in (in_bytes, config_of({"heavy": 0.1, "recent": 0.1, "sinks": 4}, llama)):
         budget = PageBudget(config, LAYERS, 1000)
