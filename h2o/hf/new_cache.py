@@ -29,7 +29,7 @@ def new_cache(
         cache = DynamicCache(config=model.config)
     else:
         how = {"prompt_length": prompt_tokens, "compileable": compileable}
-        cache = H2OCache(model, config, **how)
+        cache = H2OCache(model.config, config.for_model(model), **how)
     model.set_attn_implementation("sdpa" if config is None else "h2o")
     return cache
 

@@ -433,12 +433,12 @@ def test_a_fraction_of_a_short_prompt_is_one_token():
 
 def test_a_failed_prompt_leaves_the_cache_empty():
     text = drifting(10, B=2, N=10)
-    cache = new_cache(heavy=0.05, recent=0.05, min_tokens=0, prompt_length=[10])
-    with pytest.raises(ValueError, match="prompt_length has 1 entries for a batch of 2 rows"):
+    cache = new_cache(heavy=0.05, recent=0.05, min_tokens=0, prompt_length=[10] * 3)
+    with pytest.raises(ValueError, match="prompt_length has 3 entries for a batch of 2 rows"):
         forward(cache, text)
     assert cache.get_seq_length() == 0
     assert cache.layers[0].slots is None
-    forward(cache, drifting(10, B=1, N=10))
+    forward(cache, drifting(10, B=3, N=10))
 
 
 def test_budgets_per_layer():

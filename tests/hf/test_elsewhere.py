@@ -112,6 +112,13 @@ def test_slots_that_grow(shares, kv_dtype):
         assert cache.layers[0].slots.keys.shape != first
 
 
+@pytest.fixture(autouse=True)
+def _texts_are_not_compared(monkeypatch):
+    """Prompts and turns of several tokens wait once, to compare masks and positions with what was
+    seen. Here are no numbers to compare."""
+    monkeypatch.setattr(h2o.hf.cache, "check_text", lambda *_: None)
+
+
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma3"])
 def test_padding(name):
     """With numbers of tokens no row's length need be known."""

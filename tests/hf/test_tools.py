@@ -18,10 +18,10 @@ SMALL = {"heavy": 6, "recent": 6}
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_prefix_is_read_once_and_asked_often(duplicate):
-    """The prompt-caching pattern of transformers, with the default fractions."""
+    """The prompt-caching pattern of transformers, with fractions, which are those of the prefix."""
     ours = model("llama")
     prefix, *questions = prompts(40, 5, 9)
-    cache = H2OCache(ours.config)
+    cache = H2OCache(ours.config, heavy=0.1, recent=0.1, min_tokens=0)
     numbers = H2OCache(ours.config, heavy=4, recent=4)
     with torch.no_grad():
         ours(prefix, **with_cache(cache))
@@ -32,9 +32,6 @@ def test_a_prefix_is_read_once_and_asked_often(duplicate):
         got = greedy(ours, inputs, **with_cache(one)).tolist()
         assert got == greedy(ours, inputs, **with_cache(two)).tolist()
         assert one.report().layers[0].budget == [8]
-    with pytest.raises(ValueError, match=r"prompt_length=45\).*prompt_length=40") as error:
-        greedy(ours, {"input_ids": torch.cat([prefix, questions[0]], 1)}, **with_cache(cache))
-    assert "cache.fork()" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
