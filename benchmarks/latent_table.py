@@ -78,7 +78,7 @@ def _row(model: Any, name: str, dtype: str, n: int, rounds: int) -> Row:
     def step(attention: str, past: Any) -> Tensor:
         if model.config._attn_implementation != attention:
             model.set_attn_implementation(attention)
-        position = torch.tensor([[n]])  # the same for both, however many steps were taken
+        position = torch.tensor([[int(past.get_seq_length())]])
         answer: Tensor = model.base_model(
             token, cache=past, position_ids=position
         ).last_hidden_state

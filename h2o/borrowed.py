@@ -241,6 +241,18 @@ def model_class(auto: Any, config: Any) -> Any:
     return classes[0] if isinstance(classes, tuple) else classes
 
 
+def constructor_of(module_class: Any) -> Callable[..., None]:
+    """`__init__` of a class of modules, not what transformers' decorator `use_kernelized_func` puts
+    around it up to 5.15, whose parameters say nothing."""
+    function = module_class.__init__
+    while inspect.isfunction(function):
+        inner = inspect.getclosurevars(function).nonlocals.get("orig_init")
+        if inner is None:
+            break
+        function = inner
+    return function
+
+
 HYBRIDS = hasattr(cache_utils.Cache, "get_conv_state")
 """Whether models announce to their cache that they begin with a layer's states; since 5.21. Before
 that a forward pass that is interrupted between such layers would go unnoticed, so models with

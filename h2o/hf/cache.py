@@ -372,7 +372,7 @@ class H2OCache(ReadableCache):
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keeps these rows, in this order, in every layer: numbers [n], or [B] bool."""
-        rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices)
+        rows = indices if isinstance(indices, Tensor) else torch.as_tensor(indices, device="cpu")
         rows = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows.long()
         self.pass_state.select(rows)
         self._each_layer("batch_select_indices", rows, lambda x: x[rows.to(x.device)])

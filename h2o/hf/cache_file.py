@@ -144,7 +144,7 @@ def put_rope_deltas(deltas: RopeDeltas, content: dict[str, Any]) -> None:
     """Gives a loaded cache the number that its model kept beside it; unknown in an early file."""
     deltas.is_known = "rope_deltas" in content
     if (number := content.get("rope_deltas")) is not None:
-        deltas.number = torch.tensor(number, device="cpu")
+        deltas.number = torch.tensor(number, dtype=torch.long, device="cpu")
 
 
 def _with_part(state: State, cache: Any, model: Any) -> State:

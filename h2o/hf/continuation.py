@@ -62,7 +62,7 @@ def _check_continuation(
         elif text.mask is None and pass_state.skips_pads:
             _check_no_pads(lengths, seen)
     elif text.mask is None:  # no row has pads
-        lengths = torch.tensor([seen], device="cpu")
+        lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
     if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
         least = lengths + pass_state.rope_deltas.least
         _check_positions(text, least, seen, new, zero_is_free=_is_rolled(layers))

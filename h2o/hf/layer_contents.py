@@ -211,7 +211,7 @@ class LayerContents(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows, in this order."""
         if not isinstance(indices, Tensor):
-            indices = torch.as_tensor(indices)
+            indices = torch.as_tensor(indices, device="cpu")
         self._each(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -14,11 +14,12 @@ K tokens of the longest row. A column is an index in the padded batch.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from h2o import borrowed
 from h2o.config import H2OConfig, one_config
@@ -142,11 +143,11 @@ def read(
         largest = [echo.scores(layer) for layer in reader.layers]
     else:
         reader = _Reader(model, ids, mask, 2, progress)
-        reader.columns_repeated(request.shape[1])  # which may refuse
+        at_once = reader.tokens_repeated(request.shape[1])  # which may refuse
         reader.check_angles(request)
         attention = reader.document(config.policy)
         others = _other_layers(reader.cache)
-        largest = reader.repetition(request, others)
+        largest = reader.repetition(request, at_once, others)
     recent = None if scored_by == "echo" else RECENT
     cache = pruned(reader.cache, model.config, config, attention, largest, by_attention, recent)
     _put_other_layers(cache, others)
@@ -209,40 +210,47 @@ class _Reader:
             raise Unsupported("h2o.read does not serve a model that is cut over several processes")
         return self._scores()
 
-    def repetition(self, request: Tensor, others: dict[int, Any]) -> list[Tensor]:
-        """Repeats it; the largest attention [B, G, K] that each key got, of each layer."""
+    def repetition(
+        self, request: Tensor, at_once: list[int], others: dict[int, Any]
+    ) -> list[Tensor]:
+        """Repeats it; the largest attention [B, G, K] that each key got, of each layer. `at_once`:
+        tokens of each row in one forward pass, whatever other rows there are."""
         for layer in self.layers:
             layer.policy = Policy(rank_by="max")
             layer.slots.scores.zero_()
             layer.holds_new = False
-        request = request.expand(len(self.ids), -1)
+        rows = [row[real] for row, real in zip(self.ids, self.mask, strict=True)]
+        passes = max(math.ceil(len(x) / n) for x, n in zip(rows, at_once, strict=True))
         N = self.ids.shape[1]
-        columns = self.columns_repeated(request.shape[1])
-        for begin in range(0, N, columns):
-            piece = slice(max(0, begin - OVERLAP), begin + columns)
-            ids = torch.cat([request, self.ids[:, piece]], 1)
-            mask = torch.cat([torch.ones_like(request).bool(), self.mask[:, piece]], 1)
-            self._pass(ids, mask, self.mask)
+        for number in range(passes):
+            pieces = []
+            for row, n in zip(rows, at_once, strict=True):
+                piece = row[max(0, number * n - OVERLAP) : (number + 1) * n]
+                is_over = number * n >= len(row)
+                pieces.append(row[:0] if is_over else torch.cat([request[0], piece]))
+            self._pass(*_padded(pieces), self.mask)
             _put_other_layers(self.cache, others)
-            self.progress(N + min(N, begin + columns), self.columns)
+            self.progress(N + min(N, (number + 1) * max(at_once)), self.columns)
         return self._scores()
 
-    def columns_repeated(self, request: int) -> int:
-        """Columns that are repeated at once: each time the positions behind the document are used
-        anew, and a model has only so many."""
+    def tokens_repeated(self, request: int) -> list[int]:
+        """Tokens of each row that are repeated at once: each time the positions behind the document
+        are used anew, and a model has only so many."""
+        return [self._tokens_repeated(n, request) for n in self.mask.sum(1).tolist()]
+
+    def _tokens_repeated(self, tokens: int, request: int) -> int:
         positions = _positions(self.model.config)
-        tokens = int(self.mask.sum(1).max())
         if positions is None or tokens + request + min(CHUNK + OVERLAP, tokens) <= positions:
             return CHUNK
-        columns = positions - tokens - request - OVERLAP
-        if columns < 1:
+        at_once = positions - tokens - request - OVERLAP
+        if at_once < 1:
             raise ValueError(
                 f"input_ids: a document of {tokens} tokens is repeated behind itself, and the "
                 f"model has {positions} positions: give at most "
                 f'{positions - request - OVERLAP - 1} tokens, or scored_by="echo" (models of '
                 "rotary positions), which repeats nothing"
             )
-        return columns
+        return at_once
 
     def _pass(self, ids: Tensor, mask: Tensor, before: Tensor) -> None:
         """A forward pass over columns [B, Q] after those of the mask `before`."""
@@ -261,6 +269,14 @@ class _Reader:
 
     def _scores(self) -> list[Tensor]:
         return [slot_layout.held(x.slots, x.capacity.sizes, scores=0.0)[0] for x in self.layers]
+
+
+def _padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Token ids and mask [B, Q] of rows of different lengths, padded on the left."""
+    longest = max(map(len, rows))
+    ids = torch.stack([nn.functional.pad(x, (longest - len(x), 0)) for x in rows])
+    real = [torch.ones_like(x, dtype=torch.bool) for x in rows]
+    return ids, torch.stack([nn.functional.pad(x, (longest - len(x), 0)) for x in real])
 
 
 def _other_layers(cache: H2OCache) -> dict[int, Any]:

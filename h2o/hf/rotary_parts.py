@@ -61,7 +61,7 @@ def parts_of(text: Any) -> Parts:
             for x in made
             if "ALL_ATTENTION_FUNCTIONS" in _names(x.forward)
             and accepts(x.forward, "position_embeddings")
-            and accepts(x.__init__, "layer_idx")
+            and accepts(borrowed.constructor_of(x), "layer_idx")
         ],
     )
     space = vars(sys.modules[attention.__module__])
@@ -104,7 +104,7 @@ def _made_by(model: Any) -> list[Any]:
     found: list[Any] = [model]
     for maker in found:  # which grows
         space = vars(sys.modules[maker.__module__])
-        for name in _names(maker.__init__):
+        for name in _names(borrowed.constructor_of(maker)):
             if inspect.isclass(x := space.get(name)) and issubclass(x, nn.Module):
                 if x not in found:
                     found.append(x)

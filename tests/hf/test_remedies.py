@@ -21,7 +21,7 @@ import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, patched, simulated, supports
 from h2o.borrowed import with_cache
 from h2o.hf.slot_layout import by_head
-from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, greedy, model, prompts, shared
+from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, batch, greedy, model, prompts, shared
 
 SMALL = {"heavy": 6, "recent": 6}
 ALL = {"heavy": 500, "recent": 500}
@@ -401,3 +401,20 @@ def test_hybrids_with_narrower_values(name):
         assert "unlike their values" in supports(config).reason
         with pytest.raises(Unsupported, match="unlike their values"):
             H2OCache(config, **SMALL)
+
+
+def test_a_long_document_is_repeated_as_it_is_alone():
+    """In pieces of its own, whatever room longer ones leave behind themselves."""
+    ours = model("llama")
+    ours.config.max_position_embeddings = 150
+    documents = prompts(100, 40, 64)
+    inputs = batch(documents)
+    how = {"heavy": 12, "recent": 4, "repeat": torch.tensor([5, 9])}
+    together = h2o.read(ours, **inputs, **how)
+    for row, document in enumerate(documents):
+        alone = h2o.read(ours, document, **how)
+        for ours_, theirs in zip(together.layers, alone.layers, strict=True):
+            got, want = ours_.kept(), theirs.kept()
+            n = want.positions.shape[2]
+            assert torch.equal(got.positions[row, :, :n], want.positions[0])
+            torch.testing.assert_close(got.scores[row, :, :n], want.scores[0], rtol=1e-4, atol=1e-5)
