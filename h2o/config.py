@@ -184,7 +184,9 @@ class H2OConfig(Presets):
     @property
     def after_reading(self) -> H2OConfig:
         """What the cache of `h2o.read` goes on with."""
-        return dataclasses.replace(self, rank_by="max", decay=1.0, value_weighted=False)
+        shares = None if self.shares_by_rank else self.shares  # dealt by its own ranks
+        later = {"rank_by": "max", "decay": 1.0, "value_weighted": False, "shares": shares}
+        return dataclasses.replace(self, **later)
 
     @property
     def floor(self) -> int:

@@ -415,27 +415,25 @@ def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):
     assert both["runs"][0]["text"] == one["runs"][0]["text"]
 
 
-@pytest.mark.parametrize(("option", "scored_by"), [("--reread", "repeat"), ("--echo", "echo")])
-def test_a_document_is_read_first(tiny, tmp_path, capsys, option, scored_by):
+def test_a_document_is_read_first(tiny, tmp_path, capsys):
     """It comes before the prompt, and the cache is that of h2o.read."""
     (tmp_path / "document").write_text(PROMPT, "utf-8")
     options = ["--model", tiny, "--max-new-tokens", "9", "--heavy", "20", "--recent", "20"]
     asked = [*options, "--prompt", "Now?", "--prompt-file", str(tmp_path / "document")]
-    run = generated(capsys, *asked, option)["runs"][0]
+    run = generated(capsys, *asked, "--reread")["runs"][0]
 
     model, tokenizer = load(tiny)
     model.set_attn_implementation("h2o")
     ids = tokenizer(f"{PROMPT}\n\nNow?", return_tensors="pt").input_ids
     document = ids[:, : len(PROMPT)]
-    how = {"heavy": 20, "recent": 20, "tokenizer": tokenizer, "scored_by": scored_by}
-    cache = read(model, document, **how)
+    cache = read(model, document, heavy=20, recent=20, tokenizer=tokenizer)
     out = model.generate(ids, **with_cache(cache), max_new_tokens=9, do_sample=False)
     assert run["text"] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     assert run["kv_bytes_held"] == cache.report().total.bytes_held
     assert run["text"] != generated(capsys, *asked)["runs"][0]["text"]
     with pytest.raises(SystemExit):
-        cli.main(["generate", *options, "--prompt", "Now?", option])
-    assert "want a --prompt-file and a --prompt" in capsys.readouterr().err
+        cli.main(["generate", *options, "--prompt", "Now?", "--reread"])
+    assert "wants a --prompt-file and a --prompt" in capsys.readouterr().err
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(tiny, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from h2o.budgets import Of, parse_amount
 from h2o.config import PRESETS, VARIANTS, H2OConfig
@@ -60,14 +60,8 @@ follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true
 Only real caches can have positions=rolled and shares=scores or layer.
 A setting keeps what it says: min_tokens is 0 where it is not given."""
 
-SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat"}
-"""Variants that `h2o.read` makes, and what it is told."""
-
-READ = {
-    "reread": ("robust", "reread"),
-    "calibrated-reread": ("calibrated", "reread"),
-}
-"""Kinds that `h2o.read` makes, with the preset that it is given and the variant."""
+READ = {"reread": "robust", "calibrated-reread": "calibrated"}
+"""Kinds that `h2o.read` makes, with the preset that it is given."""
 
 KINDS = (
     "full",
@@ -91,7 +85,7 @@ class Setting:
     kind: str
     """What stands before the colon: settings of one kind and different budgets make a curve."""
     variant: str
-    """"full", "h2o", "reread", "echo", or one of `h2o.config.VARIANTS`."""
+    """"full", "h2o", "reread", or one of `h2o.config.VARIANTS`."""
     config: H2OConfig
     """H2OConfig.full() for "full"."""
 
@@ -101,24 +95,24 @@ class Setting:
         return self.variant in ("full", "h2o")
 
     @property
-    def scored_by(self) -> Literal["repeat", "echo"] | None:
-        """What `h2o.read` is told; None: the setting is none of `h2o.read`."""
-        return SCORED_BY.get(self.variant)
+    def reads_twice(self) -> bool:
+        """Whether `h2o.read` makes its cache."""
+        return self.variant == "reread"
 
     @property
     def has_cache(self) -> bool:
         """Whether a real cache can do it, while it reads or after `h2o.read`."""
-        return self.dropping or self.scored_by is not None
+        return self.dropping or self.reads_twice
 
     @property
     def holding(self) -> H2OConfig:
         """What the cache that answers has."""
-        return self.config.after_reading if self.scored_by else self.config
+        return self.config.after_reading if self.reads_twice else self.config
 
     @property
     def why_not_dropping(self) -> str:
         """What an error says of it."""
-        why = "h2o.read, for needles and tasks" if self.scored_by else "a mask, no cache"
+        why = "h2o.read, for needles and tasks" if self.reads_twice else "a mask, no cache"
         return f"{self.name}: {why}"
 
     @property
@@ -212,7 +206,7 @@ def parse(text: str) -> Setting:
         amounts = [parse_amount(part) for part in numbers.split("+")] if colon else []
         config, variant = _build(kind, amounts)
         if options:
-            if variant not in ("h2o", *SCORED_BY):
+            if variant not in ("h2o", "reread"):
                 raise ValueError(f"{kind} has no options")
             config = dataclasses.replace(config, **dict(map(_option, options)))
     except (TypeError, ValueError) as error:
@@ -289,8 +283,7 @@ def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
         case _, [budget] if name in PRESETS:
             return H2OConfig.preset(name, budget, of), "h2o"
         case _, [budget] if name in READ:
-            preset, variant = READ[name]
-            return H2OConfig.preset(preset, budget, of), variant
+            return H2OConfig.preset(READ[name], budget, of), "reread"
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:

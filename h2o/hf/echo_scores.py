@@ -47,9 +47,7 @@ def echo_rotary(config: Any) -> Rotary:
     try:
         return rotary_of(config, 'rank_by="echo"')
     except Unsupported as error:
-        raise Unsupported(
-            f'{error}; use rank_by="max", or h2o.read(scored_by="repeat") for a document'
-        ) from None
+        raise Unsupported(f'{error}; use rank_by="max", or h2o.read for a document') from None
 
 
 class Pass(NamedTuple):

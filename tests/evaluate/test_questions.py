@@ -81,9 +81,8 @@ def alone(lm, setting, context, new):
     """A cache that has read the document, what follows it and `new` tokens [1, n], by hand."""
     ids = torch.tensor([lm.tok_encode(context)])
     n = ids.shape[1] - question_tokens(ids[0].tolist(), lm.tokenizer)
-    if setting.scored_by:
-        how = {"scored_by": setting.scored_by, "tokenizer": lm.tokenizer}
-        cache = read(lm.model, ids[:, :n], setting.config, **how)
+    if setting.reads_twice:
+        cache = read(lm.model, ids[:, :n], setting.config, tokenizer=lm.tokenizer)
     else:
         cache = H2OCache(lm.model.config, setting.config, prompt_length=n)
         with torch.no_grad():
@@ -228,7 +227,7 @@ def test_rows_of_ruler_are_cut_before_their_questions(lm):
     [
         ("mask-local:0.1+0.1", "read", "use protocol=simulate"),
         ("reread:0.1", "drop", "use protocol=read"),
-        ("echo:0.1", "simulate", "use protocol=read"),
+        ("reread:0.1", "simulate", "use protocol=read"),
     ],
 )
 def test_what_does_not_go_together(lm, name, protocol, words):

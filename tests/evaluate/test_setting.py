@@ -44,8 +44,8 @@ def exact(config: H2OConfig) -> H2OConfig:
         ("robust:64", "robust", "h2o", H2OConfig.robust(64)),
         ("reread:0.3", "reread", "reread", H2OConfig.robust(0.3)),
         ("calibrated-reread:64", "calibrated-reread", "reread", H2OConfig.calibrated(64)),
-        ("echo:64", "echo", "echo", H2OConfig.robust(64)),
-        ("echo-bytes:0.1", "echo-bytes", "echo", H2OConfig.robust(0.1, of="bytes")),
+        ("echo:64", "echo", "h2o", H2OConfig.echo(64)),
+        ("echo-bytes:0.1", "echo-bytes", "h2o", H2OConfig.echo(0.1, of="bytes")),
         (
             "mask-local:0.1+0.1",
             "mask-local",
@@ -91,12 +91,12 @@ def test_parse(text, kind, variant, config):
 
 
 def test_what_h2o_read_makes_is_for_needles():
-    for text, scored_by in (("reread:0.1", "repeat"), ("echo:0.1", "echo"), ("robust:0.1", None)):
-        assert parse(text).scored_by == scored_by
-    assert parse("calibrated-reread:0.1").scored_by == "repeat"
-    assert parse("echo:0.1/sinks=2").config.sinks == 2
-    assert parse("echo:0.1").why_not_dropping == "echo:0.1: h2o.read, for needles and tasks"
-    assert parse("echo:0.1").holding.rank_by == "max"
+    for text, reads_twice in (("reread:0.1", True), ("echo:0.1", False), ("robust:0.1", False)):
+        assert parse(text).reads_twice == reads_twice
+    assert parse("calibrated-reread:0.1").reads_twice
+    assert parse("reread:0.1/sinks=2").config.sinks == 2
+    assert parse("reread:0.1").why_not_dropping == "reread:0.1: h2o.read, for needles and tasks"
+    assert parse("reread:0.1").holding.rank_by == "max"
 
 
 def test_what_sees_the_future_is_marked():

@@ -146,14 +146,12 @@ def test_simulated(rank_by):
     alike(answers)
 
 
-@pytest.mark.parametrize("scored_by", ["repeat", "echo"])
-def test_read(scored_by):
+def test_read():
     ours, document = shared("llama"), prompts(40)[0]
     question = torch.tensor([[5, 9, 2]])
 
     def answers():
-        request = None if scored_by == "echo" else [5, 9]
-        cache = h2o.read(ours, document, heavy=12, recent=8, scored_by=scored_by, repeat=request)
+        cache = h2o.read(ours, document, heavy=12, recent=8, repeat=[5, 9])
         with torch.no_grad():
             return [*held(cache), ours(question, **with_cache(cache)).logits]
 

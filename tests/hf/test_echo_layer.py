@@ -119,16 +119,6 @@ def test_long_passes_are_asked_some_rows_at_a_time(monkeypatch):
     judged(drive.new_cache(**SMALL), 7, [12, 1, 30, 1, 30])
 
 
-def test_prompts_are_scored_as_reading_does():
-    ours, (document,) = shared("llama"), prompts(50)
-    read = h2o.read(ours, document, H2OConfig.full(), scored_by="echo")
-    cache = H2OCache(ours.config, heavy=500, recent=0, rank_by="echo")
-    with torch.no_grad():
-        ours(document, **with_cache(cache))
-    for layer in range(2):
-        torch.testing.assert_close(cache.kept(layer).scores, read.kept(layer).scores)
-
-
 def test_chunks_are_single_tokens_as_long_as_nothing_is_evicted():
     ours, (ids,) = shared("llama"), prompts(60)
     scores = []
@@ -299,7 +289,7 @@ def test_a_budget_in_bytes_counts_them_too(dtype):
     ["opt", "gpt2", *["deepseek_v3"] * bool(LATENT), *["granitemoehybrid", "zamba2"] * HYBRIDS],
 )
 def test_models_that_it_does_not_serve(name):
-    words = r'rank_by="echo" cannot serve .*use rank_by="max", or h2o.read\(scored_by="repeat"\)'
+    words = r'rank_by="echo" cannot serve .*use rank_by="max", or h2o.read for a document'
     with pytest.raises(Unsupported, match=words):
         H2OCache(shared(name).config, **SMALL)
     with pytest.raises(Unsupported, match=words), h2o.simulated(shared(name), **SMALL):

@@ -186,10 +186,10 @@ def test_forks_files_and_crops(tmp_path):
     assert torch.equal(answers[0], answers[2])
 
 
-def test_a_second_reading_has_its_own_echo():
+def test_a_second_reading_goes_by_the_mean():
     ours, (document,) = shared("llama"), prompts(60)
-    caches = [
-        h2o.read(ours, document, H2OConfig(**SMALL | {"rank_by": name}), scored_by="echo")
-        for name in ("mean", "mean-echo")
+    kept = [
+        positions(h2o.read(ours, document, H2OConfig(**SMALL | more), repeat=[5, 9]))
+        for more in ({"rank_by": "mean"}, {}, {"shares": "echo"})
     ]
-    assert positions(caches[0]) == positions(caches[1])
+    assert kept[0] == kept[1] == kept[2]
