@@ -25,9 +25,9 @@ from h2o.budgets import (
 )
 from h2o.config_fields import ConfigFields, Positions
 from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
-from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, key_bytes, per_token
-from h2o.model_identity import describe, group_size, key_size, latent_row
-from h2o.policy import BEFORE, OPERATIONS_RANK_BY, Policy, Ranking, check_echo, checked
+from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, per_token
+from h2o.model_identity import describe, key_size, latent_row
+from h2o.policy import OPERATIONS_RANK_BY, Policy, Ranking, checked
 from h2o.presets import PRESETS, Presets
 from h2o.profile import Profile
 
@@ -70,9 +70,9 @@ class H2OConfig(Presets):
     Language Models with Attention Sinks", ICLR 2024)."""
     rank_by: Ranking = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage. "max": the largest attention of any one query and head. "echo": what the
-    text's own queries look for when they are asked again (rotary positions only). "mean-echo": the
-    mean, most of a prompt's given out anew as echo says; elsewhere the mean."""
+    age is no advantage. "max": the largest attention of any one query and head. "mean-echo": the
+    mean, most of a prompt's given out anew to the keys that the prompt's own queries find when they
+    are asked again; the mean where positions are not rotary."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""
@@ -100,7 +100,7 @@ class H2OConfig(Presets):
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
     that a slot needs counted, sinks included; as many keys are kept as fit."""
-    slot: tuple[int, ...] | None = None
+    slot: tuple[int, int] | None = None
     """Bytes of a token in a full cache and in a slot; `for_model` finds it where it is needed."""
     min_tokens: int = 128
     """Where `heavy` or `recent` is a fraction, no head keeps fewer keys than this, sinks included
@@ -128,8 +128,6 @@ class H2OConfig(Presets):
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         for name, value in checked(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
-        if self.by_echo:
-            check_echo(policy, self.positions)
         if self.kv_dtype not in (None, "auto", *QUANTISED):
             names = '", "'.join(("auto", *QUANTISED[:-1]))
             raise ValueError(
@@ -170,11 +168,6 @@ class H2OConfig(Presets):
         """What the operations of `h2o.ops` are given."""
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         return policy._replace(rank_by=OPERATIONS_RANK_BY.get(self.rank_by, policy.rank_by))
-
-    @property
-    def by_echo(self) -> bool:
-        """Whether layers make the scores, rather than attention."""
-        return self.rank_by == "echo"
 
     @property
     def shares_by_rank(self) -> bool:
@@ -225,9 +218,6 @@ class H2OConfig(Presets):
         if self.of == "bytes":
             merges = self.merge is not None
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
-            if self.by_echo:  # the queries that a layer remembers
-                query = key_bytes(*key_size(config)[:2], kv_dtype)
-                slot = (*slot, BEFORE * group_size(config) * query)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def _with_preset(self, model: Any) -> H2OConfig:

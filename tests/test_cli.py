@@ -349,7 +349,7 @@ def test_a_config_is_what_the_options_say():
         ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("rank_by", "mean", "mean"),
         ("decay", "0.5", 0.5), ("merge", "0.8", 0.8), ("positions", "rolled", "rolled"),
         ("kv_dtype", "int8", "int8"), ("shares", "shipped", "shipped"),
-        ("rank_by", "echo", "echo"), ("shares", "scores", "scores"),
+        ("rank_by", "mean-echo", "mean-echo"), ("shares", "scores", "scores"),
     ):  # fmt: skip
         options = parser.parse_args([cache_options.spelled(name), text])
         assert cache_options.config_from(options) == H2OConfig(**{name: value})
@@ -377,17 +377,12 @@ def test_a_preset_is_what_the_options_say(tmp_path):
         assert one == setting.parse(one.name)
         assert one.config == dataclasses.replace(in_bytes, sinks=2, min_tokens=0)
         words = f"--preset {name} --budget 0.1 --of bytes --positions rolled"
-        if in_bytes.by_echo:
-            with pytest.raises(ValueError, match="does not go with positions"):
-                said(words)
-        else:
-            assert said(words) == dataclasses.replace(in_bytes, positions="rolled")
+        assert said(words) == dataclasses.replace(in_bytes, positions="rolled")
     for name in sorted((ROOT.parent / "data").glob("*.profile.json")):
         profile = Profile.load(name)
         calibrated = said(f"--preset calibrated --profile {name}")
         assert calibrated == H2OConfig.calibrated(0.2, profile)
-    shared = dataclasses.replace(H2OConfig.robust(0.2), rank_by="echo", shares="scores")
-    assert said("--preset robust --rank-by echo --profile scores") == shared
+    assert said("--preset robust --rank-by mean-echo --profile echo") == H2OConfig.echo(0.2)
     authors = H2OConfig.authors(0.1, of="bytes")
     assert said("--heavy 0.05 --recent 0.05 --of bytes --min-tokens 0") == authors
     assert said("--budget 0.1") == H2OConfig(budget=0.1)

@@ -45,8 +45,6 @@ echo:BUDGET             H2OConfig.echo(BUDGET)
 echo-bytes:BUDGET       H2OConfig.echo(BUDGET, of="bytes")
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
-retrieval:BUDGET        H2OConfig.retrieval(BUDGET)
-retrieval-bytes:BUDGET  H2OConfig.retrieval(BUDGET, of="bytes")
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (needles and tasks)
 reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (needles and tasks)
 calibrated-reread:BUDGET       calibrated after two readings (needles and tasks)

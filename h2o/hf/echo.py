@@ -13,20 +13,18 @@ dimension, F rotary angles.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from h2o import backends, ops
-from h2o.errors import Unsupported
 from h2o.hf import slot_layout
-from h2o.hf.model_rotary import Rotary, turned
-from h2o.model_identity import latent_row
+from h2o.hf.model_rotary import turned
 from h2o.policy import BEFORE
 
-__all__ = ["largest", "rotary_of"]
+__all__ = ["largest"]
 
 ENTRIES = 1 << 21
 """Attention entries that exist at one time, where torch makes them."""
@@ -34,13 +32,6 @@ ROWS = 1024
 """Queries of each head that the kernels are asked at a time."""
 TILE = 32
 """Queries whose nearest keys come from one product of matrices."""
-
-
-def rotary_of(config: Any, asked: str) -> Rotary:
-    """As `Rotary`, for echo; of latents it knows no queries to ask again."""
-    if latent_row(config):
-        raise Unsupported(f"{asked} cannot serve {config.model_type}: its keys are latents")
-    return Rotary(config, asked=asked)
 
 
 def largest(

@@ -220,7 +220,7 @@ class H2OLayer(LayerContents):
         )  # fmt: skip
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
-            out, scores = self._attend_and_score(tokens, unscored)
+            out, scores = self._attention(tokens, unscored)
             echo = None
             if self.prompt_scores is not None and unscored is None:
                 scores, echo = self.prompt_scores(tokens, scores)
@@ -263,13 +263,7 @@ class H2OLayer(LayerContents):
     def _attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attends over the slots and the new tokens, and keeps what the budget has room for of
         both."""
-        return evicting(lambda: self._attend_and_score(tokens, slots), tokens, slots, self.policy)
-
-    def _attend_and_score(
-        self, tokens: NewTokens, slots: ops.Slots | None
-    ) -> tuple[Tensor, Tensor]:
-        """Output [B, Q, H, D] and scores [B, G, Q] of the new keys."""
-        return self._attention(tokens, slots)
+        return evicting(lambda: self._attention(tokens, slots), tokens, slots, self.policy)
 
     def hold(
         self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
@@ -329,6 +323,7 @@ class H2OLayer(LayerContents):
         return step
 
     def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        """Output [B, Q, H, D] and scores [B, G, Q] of the new keys."""
         return attention(tokens, slots, self.policy)
 
     # ---- Going back ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,22 @@ class SharedPlaces:
         """`configs`: of the layers that are simulated."""
         self._configs, self._rotary = configs, rotary
         self._here = threading.local()
+
+    @classmethod
+    def of(
+        cls,
+        budgets: Sequence[H2OConfig | None],
+        prompt_length: int | Sequence[int],
+        rotary: Rotary | None,
+    ) -> SharedPlaces | None:
+        """Of the layers' configs; None where budgets do not depend on all layers. A prompt of one
+        token, or of sinks alone, has no places to deal."""
+        configs = {i: x for i, x in enumerate(budgets) if x is not None}
+        shares = [x for x in configs.values() if x.shares == "echo"]
+        longest = max(prompt_length) if isinstance(prompt_length, Sequence) else prompt_length
+        if rotary is None or not shares or longest <= max(1, shares[0].sinks):
+            return None
+        return cls(configs, rotary)
 
     @property
     def is_reading(self) -> bool:

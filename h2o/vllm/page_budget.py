@@ -45,10 +45,6 @@ def config_of(entry: Any, model: Any = None) -> H2OConfig:
         config = config.for_model(model)
     refused = {
         'positions="rolled"': (config.positions == "rolled", "keys come rotated"),
-        'rank_by="echo"': (
-            config.by_echo,
-            'each step would attend twice; rank_by="mean-echo" has the echo of prompts',
-        ),
         f"shares={config.shares!r:.40}": (
             config.shares_by_rank,
             "a layer's page cannot grow by what the others' keys rank; shares=\"shipped\", or a "

@@ -69,7 +69,7 @@ RULER = {
 """Rows of RULER's tasks, cut short: document and question."""
 ANSWERS = [" blue, as I said", " May"]
 PAIRS = [(context, answer) for context in CONTEXTS for answer in ANSWERS]
-SETTINGS = ["h2o:4+4", "retrieval:0.3", "robust:0.4", "sink:2+5", "echo:0.2", "reread:0.2"]
+SETTINGS = ["h2o:4+4", "robust:0.4", "sink:2+5", "echo:0.2", "reread:0.2"]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_a_token_is_no_document(tokenizer, lm):
 def test_a_budget_that_never_bites_is_the_protocol_drop(lm):
     lm.use(parse("full"), "drop")
     want = numbers(lm, PAIRS)
-    for name in ("full", "h2o:500+0", "retrieval:500"):
+    for name in ("full", "h2o:500+0", "echo:500"):
         lm.use(parse(name), "read")
         got = numbers(lm, PAIRS)
         close(got[0], want[0])
@@ -243,13 +243,13 @@ def test_tasks_of_ruler(folder, tmp_path):
         [
             sys.executable, "-m", "h2o", "eval", "--tasks", "niah_single_1", "--model", folder,
             "--metadata", '{"max_seq_lengths": [8192]}', "--limit", "2", "--protocol", "read",
-            "--compare", "full,retrieval-bytes:0.5", "-o", tmp_path,
+            "--compare", "full,echo-bytes:0.5", "-o", tmp_path,
         ],
         check=True,
         timeout=600,
     )  # fmt: skip
     cells = json.loads((tmp_path / "compare.json").read_text())["cells"]
-    for cell, setting in zip(cells, ("full", "retrieval-bytes:0.5"), strict=True):
+    for cell, setting in zip(cells, ("full", "echo-bytes:0.5"), strict=True):
         assert (cell["facts"]["setting"], cell["facts"]["protocol"]) == (setting, "read")
         assert list(cell["result"]["metrics"]["niah_single_1"]) == ["8192"]
         assert cell["result"]["requests"] == 2

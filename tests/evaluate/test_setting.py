@@ -130,7 +130,8 @@ def test_what_sees_the_future_is_marked():
         "h2o:0.2/rank_by=best",
         "h2o:0.2/decay=2",
         "h2o:0.2/shares=shipped",
-        "h2o:0.2/rank_by=echo/merge=0.8",
+        "h2o:0.2/rank_by=echo",
+        "retrieval:0.2",
         "h2o:0.2/value_weighted=perhaps",
     ],
 )
@@ -151,11 +152,11 @@ def test_every_field_of_a_config_can_be_written():
     assert from_config(config).name == written
     assert from_options(heavy=4, recent=5, decay=0.5, merge=0.8, kv_dtype="int8").name == written
     assert parse("h2o:4+5/positions=rolled").config.positions == "rolled"
-    written = "h2o:4+5/rank_by=echo/shares=scores"
-    config = exact(H2OConfig(heavy=4, recent=5, rank_by="echo", shares="scores"))
+    written = "h2o:4+5/rank_by=mean-echo/shares=echo"
+    config = exact(H2OConfig(heavy=4, recent=5, rank_by="mean-echo", shares="echo"))
     assert parse(written).config == config
     assert from_config(config).name == from_options(
-        heavy=4, recent=5, rank_by="echo", shares="scores"
+        heavy=4, recent=5, rank_by="mean-echo", shares="echo"
     ).name == written  # fmt: skip
 
 

@@ -26,7 +26,6 @@ RANKINGS = {
     "mean, weighted": {"rank_by": "mean", "value_weighted": True},
     "decayed mean": {"rank_by": "mean", "decay": 0.9},
     "max": {"rank_by": "max"},
-    "echo": {"rank_by": "echo"},
 }
 
 
@@ -80,13 +79,13 @@ def test_what_is_kept(name, ranking, scope):
 @pytest.mark.parametrize("scope", ["scores", "layer"])
 def test_rows_of_a_batch_choose_alone(scope):
     ours, documents = shared("llama"), prompts(60, 25, 44)
-    settings = {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "rank_by": "echo", "shares": scope}
+    settings = {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "rank_by": "max", "shares": scope}
     together, _ = read(ours, documents, **settings)
     for row, document in enumerate(documents):
         assert positions(together, row) == positions(read(ours, document, **settings)[0])
 
 
-@pytest.mark.parametrize("ranking", ["sum", "echo"])
+@pytest.mark.parametrize("ranking", ["sum", "max"])
 def test_budgets_stay_what_they_have_become(ranking):
     ours, (document, more) = model("llama"), prompts(60, 30)
     cache, _ = read(ours, document, **SMALL, **RANKINGS[ranking], shares="scores")
@@ -121,11 +120,11 @@ def test_the_prompt_is_attended_to_as_a_whole(name):
     assert sum(heads) == sum(SMALL.values()) * len(heads)
 
 
-@pytest.mark.parametrize("scope", ["scores", "layer"])
+@pytest.mark.parametrize("scope", ["scores"])
 def test_no_head_keeps_fewer_than_the_floor(scope):
     """Each head's own best keys come first, and the others go to the highest ranks of all."""
     ours, (document,) = shared("qwen3"), prompts(70)
-    config = {"heavy": 0.3, "recent": 0.05, "min_tokens": 22, "shares": scope, "rank_by": "echo"}
+    config = {"heavy": 0.3, "recent": 0.05, "min_tokens": 22, "shares": scope, "rank_by": "max"}
     cache, _ = read(ours, document, **config)
     free, _ = read(ours, document, **config | {"min_tokens": 0})
     held, least = positions(cache), positions(free)
@@ -139,7 +138,7 @@ def test_no_head_keeps_fewer_than_the_floor(scope):
 
 def test_no_head_is_left_without_a_key():
     ours, (document,) = shared("qwen3"), prompts(70)
-    cache, _ = read(ours, document, heavy=2, recent=0, rank_by="echo", shares="scores")
+    cache, _ = read(ours, document, heavy=2, recent=0, rank_by="max", shares="scores")
     heads = [len(head) for layer in positions(cache) for head in layer]
     assert min(heads) >= 1
     assert sum(heads) == 2 * len(heads)
@@ -159,7 +158,7 @@ def test_every_way_to_generate(mode):
     ours, made = model("llama"), []
 
     def make():
-        made.append(H2OCache(ours.config, **SMALL, rank_by="echo", shares="scores"))
+        made.append(H2OCache(ours.config, **SMALL, rank_by="max", shares="scores"))
         return made[-1]
 
     MODES[mode](ours, batch(prompts(23, 17)), make)
@@ -176,7 +175,7 @@ def test_every_way_to_generate(mode):
         {"compileable": True},
         {"trace": True},
         {
-            "rank_by": "echo",
+            "rank_by": "max",
             "kv_dtype": "int8",
             "of": "bytes",
             "heavy": 0.3,
@@ -218,12 +217,12 @@ def test_a_pass_that_broke_off_is_forgotten():
 
 def test_tokens_of_a_prompt_are_taken_back():
     ours, (document,) = model("llama"), prompts(60)
-    cache = H2OCache(ours.config, **SMALL, rank_by="echo", shares="scores")
+    cache = H2OCache(ours.config, **SMALL, rank_by="max", shares="scores")
     cache.activate_past_recording()
     with torch.no_grad():
         ours(document, **with_cache(cache))
         cache.crop(50 if h2o.hf.pass_state.CROPS_TO_LENGTH else -10)
-    alone, _ = read(ours, document[:, :50], **SMALL, rank_by="echo", shares="scores")
+    alone, _ = read(ours, document[:, :50], **SMALL, rank_by="max", shares="scores")
     assert positions(cache) == positions(alone)
 
 
@@ -241,7 +240,7 @@ def test_a_dynamic_cache_goes_on():
 
 def test_answers_to_many_prompts():
     ours, ids = model("llama"), [x[0] for x in prompts(30, 22, 41)]
-    config = H2OConfig(**SMALL, rank_by="echo", shares="scores")
+    config = H2OConfig(**SMALL, rank_by="max", shares="scores")
     for prompt, got in zip(
         ids, h2o.generate_all(ours, ids, config, max_new_tokens=6, rows=2), strict=True
     ):
@@ -295,10 +294,8 @@ DROPPING = {
     "weighted": {"value_weighted": True},
     "mean, weighted": {"rank_by": "mean", "value_weighted": True},
     "max, heads that keep but one key": {"rank_by": "max", "heavy": 2, "recent": 0, "sinks": 0},
-    "echo": {"rank_by": "echo"},
-    "echo, int8": {"rank_by": "echo", "kv_dtype": "int8"},
-    "echo, a part of the bytes": {
-        "rank_by": "echo",
+    "int8": {"kv_dtype": "int8"},
+    "a part of the bytes": {
         "heavy": 0.3,
         "recent": 0.1,
         "min_tokens": 0,
@@ -337,13 +334,13 @@ def test_models_whose_keys_are_held_in_another_way(name):
     ids=["ties", "zeros", "NaN", "infinity"],
 )
 def test_scores_that_are_hard_to_order(change, monkeypatch):
-    attend = H2OLayer._attend_and_score
+    attend = H2OLayer._attention
 
     def attend_and_change(self, tokens, slots):
         out, scores = attend(self, tokens, slots)
         return out, change(scores)
 
-    monkeypatch.setattr(H2OLayer, "_attend_and_score", attend_and_change)
+    monkeypatch.setattr(H2OLayer, "_attention", attend_and_change)
     as_if_all_were_held(deep(), prompts(60, 44), **SMALL, rank_by="max")
 
 
@@ -363,7 +360,7 @@ def test_what_is_held_while_a_prompt_is_read():
     with pytest.MonkeyPatch.context() as patch:
         take = OneBudget.take
         patch.setattr(OneBudget, "take", watching)
-        read(deep(), document, **SMALL, rank_by="echo", shares="scores")
+        read(deep(), document, **SMALL, rank_by="max", shares="scores")
     read_by_then = [2 * 90 * layer for layer in range(1, 6)]
     assert heads[:-1] == [min(n, held) for n, held in zip(read_by_then, heads[:-1], strict=True)]
     assert heads[-1] == 0

@@ -29,7 +29,7 @@ FLOORED = {
     "layer": {"heavy": 0.3, "recent": 0.06, "shares": "layer"},
     "local": {"heavy": 0, "recent": 0.1},
     "heavy only": {"heavy": 0.1, "recent": 0},
-    "echo": {"heavy": 0.15, "recent": 0.05, "rank_by": "echo", "sinks": 1},
+    "echo": {"heavy": 0.3, "recent": 0.06, "rank_by": "mean-echo", "shares": "echo"},
     "compileable": {"heavy": 0.1, "recent": 0.1},
 }
 
