@@ -24,7 +24,7 @@ from h2o.budgets import (
     tokens_of,
 )
 from h2o.config_fields import ConfigFields, Positions
-from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
+from h2o.head_budgets import NAMED, LayerShares, check_shares, table
 from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, per_token
 from h2o.model_identity import describe, key_size, latent_row
 from h2o.policy import OPERATIONS_RANK_BY, Policy, Ranking, checked
@@ -92,10 +92,10 @@ class H2OConfig(Presets):
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
-    h2o for this model. "scores": the heavy hitters of a prompt are the highest ranks of all layers
-    and heads together. Until all have read it an eighth more than that is held, and a layer; with
-    `merge`, a mean that decays or layers of unlike heads all of it. "layer": of each layer. None:
-    all the same."""
+    h2o for this model. "echo", with `rank_by="mean-echo"`: the places for heavy hitters of a prompt
+    go to the keys of the highest echo in all layers and heads. Until all have read it an eighth
+    more than that is held, and a layer; with `merge`, a mean that decays or layers of unlike heads
+    all of it. None: all the same."""
     of: Of = "keys"
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
@@ -138,10 +138,10 @@ class H2OConfig(Presets):
         if self.of == "bytes" and not all(isinstance(x, float) for x in (self.heavy, self.recent)):
             wanted = 'of="bytes" takes fractions, one heavy and one recent for all layers and heads'
             raise ValueError(f"{wanted}, not heavy={self.heavy!r} and recent={self.recent!r}")
-        named = isinstance(self.shares, str) and self.shares in ("shipped", *BY_RANK)
+        named = isinstance(self.shares, str) and self.shares in NAMED
         if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
-        if self.shares == "echo" and self.rank_by != "mean-echo":
+        if self.shares_by_echo and self.rank_by != "mean-echo":
             raise ValueError(f'shares="echo" goes with rank_by="mean-echo", not {self.rank_by!r}')
         self._check_shared()
         if self.positions not in ("original", "rolled"):
@@ -170,14 +170,14 @@ class H2OConfig(Presets):
         return policy._replace(rank_by=OPERATIONS_RANK_BY.get(self.rank_by, policy.rank_by))
 
     @property
-    def shares_by_rank(self) -> bool:
-        """Whether the ranks of a prompt's keys say how its heads share the budget."""
-        return isinstance(self.shares, str) and self.shares in BY_RANK
+    def shares_by_echo(self) -> bool:
+        """Whether the echo of a prompt's keys says how its heads share the budget."""
+        return isinstance(self.shares, str) and self.shares == "echo"
 
     @property
     def after_reading(self) -> H2OConfig:
         """What the cache of `h2o.read` goes on with."""
-        shares = None if self.shares_by_rank else self.shares  # dealt by its own ranks
+        shares = None if self.shares_by_echo else self.shares  # dealt by repetition
         later = {"rank_by": "max", "decay": 1.0, "value_weighted": False, "shares": shares}
         return dataclasses.replace(self, **later)
 
@@ -247,7 +247,7 @@ class H2OConfig(Presets):
             of_layer(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )
         shares = None
-        if self.shares_by_rank:
+        if self.shares_by_echo:
             shares = self.shares
         elif self.shares is not None:
             check_shares(self.shares, layers)

@@ -349,7 +349,7 @@ def test_a_config_is_what_the_options_say():
         ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("rank_by", "mean", "mean"),
         ("decay", "0.5", 0.5), ("merge", "0.8", 0.8), ("positions", "rolled", "rolled"),
         ("kv_dtype", "int8", "int8"), ("shares", "shipped", "shipped"),
-        ("rank_by", "mean-echo", "mean-echo"), ("shares", "scores", "scores"),
+        ("rank_by", "mean-echo", "mean-echo"),
     ):  # fmt: skip
         options = parser.parse_args([cache_options.spelled(name), text])
         assert cache_options.config_from(options) == H2OConfig(**{name: value})
@@ -392,7 +392,7 @@ def test_a_preset_is_what_the_options_say(tmp_path):
     for wrong in (
         "--budget 0.1 --recent 4", "--budget 0.1 --of keys", "--preset robust --heavy 0.1",
         "--preset authors --profile shipped",
-        "--preset calibrated --profile scores",
+        "--preset calibrated --profile echo",
         "--preset robust --budget 64 --of bytes", "--preset robust --budget 2.0",
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"^[^\n]+$"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from h2o.budgets import Of, parse_amount
 from h2o.config import PRESETS, VARIANTS, H2OConfig
-from h2o.head_budgets import BY_RANK
+from h2o.head_budgets import NAMED
 from h2o.policy import FIELDS
 from h2o.profile import Profile
 from h2o.result_cells import fingerprint
@@ -55,7 +55,7 @@ mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
 follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
-Only real caches can have positions=rolled and shares=scores or layer.
+Only real caches can have positions=rolled. shares is echo, with rank_by=mean-echo.
 A setting keeps what it says: min_tokens is 0 where it is not given."""
 
 READ = {"reread": "robust", "calibrated-reread": "calibrated"}
@@ -219,7 +219,7 @@ def shares_of(text: str) -> str | Profile:
 
     Raises: OSError and ValueError for a profile that cannot be read.
     """
-    return text if text in ("shipped", *BY_RANK) else Profile.load(text)
+    return text if text in NAMED else Profile.load(text)
 
 
 def from_options(variant: str = "h2o", **policy: Any) -> Setting:
@@ -233,7 +233,7 @@ def from_options(variant: str = "h2o", **policy: Any) -> Setting:
     if variant not in ("h2o", *VARIANTS):
         raise ValueError(f"variant is full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
     config = H2OConfig(**{"min_tokens": 0} | policy)
-    named = [x for x in OPTIONS if x in policy and (x != "shares" or config.shares_by_rank)]
+    named = [x for x in OPTIONS if x in policy and (x != "shares" or config.shares_by_echo)]
     options = "".join(f"/{name}={policy[name]}" for name in named)
     kind = variant if variant == "h2o" else f"mask-{variant}"
     if config.budget is not None:
@@ -248,7 +248,7 @@ def from_config(config: H2OConfig) -> Setting:
     if not isinstance(config, H2OConfig):
         raise TypeError(f"expected an H2OConfig, not {config!r}")
     plain, fields = dataclasses.asdict(H2OConfig(min_tokens=0)), dataclasses.asdict(config)
-    if not config.shares_by_rank:
+    if not config.shares_by_echo:
         fields["shares"] = None
     if not config.needs_prompt_length:  # min_tokens has no meaning
         fields["min_tokens"] = 0
@@ -309,8 +309,8 @@ def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name not in OPTIONS:
         raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
-    if name == "shares" and value not in BY_RANK:
-        raise ValueError(f"shares is {' or '.join(BY_RANK)} here, not {value!r}")
+    if name == "shares" and value != "echo":
+        raise ValueError(f"shares is echo here, not {value!r}")
     if name not in (*FIELDS, "min_tokens"):
         return name, value
     try:

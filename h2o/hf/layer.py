@@ -68,7 +68,7 @@ class H2OLayer(LayerContents):
         self.traced = trace
         self.record_past = False  # transformers' name for it
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
-        self.one_budget: OneBudget | None = None  # of layers that share by rank
+        self.one_budget: OneBudget | None = None  # of layers that share by echo
         self.prompt_scores: PromptScores | None = None
         self.reset()
 
@@ -221,11 +221,9 @@ class H2OLayer(LayerContents):
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
             out, scores = self._attention(tokens, unscored)
-            echo = None
+            claims = None
             if self.prompt_scores is not None and unscored is None:
-                scores, echo = self.prompt_scores(tokens, scores)
-            by_echo = self.config.shares == "echo"
-            claims = echo if by_echo else None
+                scores, claims = self.prompt_scores(tokens, scores)
             prompt = Prompt(
                 tokens.key, tokens.value, tokens.mask, scores, claims, counts, Q, tokens.mask,
                 budget.by_row, budget.raised, budget.floored,
@@ -234,7 +232,7 @@ class H2OLayer(LayerContents):
                 keys, values, mask = slot_layout.together(unscored, *prompt[:3])
                 scores = torch.cat([unscored.scores, scores], dim=2)
                 prompt = prompt._replace(keys=keys, values=values, mask=mask, scores=scores)
-            if self.one_budget is None or (by_echo and claims is None):
+            if self.one_budget is None or claims is None:
                 self.store(prompt, budget.by_row)
             else:
                 self.one_budget.take(self, prompt)

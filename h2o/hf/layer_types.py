@@ -91,19 +91,19 @@ def layers_of(
             layer_class = with_states(layer_class, layer.number_of_states)
         placed[index] = layer_class(*arguments, trace=trace)
     h2o_layers = [x for x in placed if isinstance(x, H2OLayer)]
-    if h2o_config.shares_by_rank:
-        _share_by_rank(h2o_layers, h2o_config, config)
+    if h2o_config.shares_by_echo:
+        _share_by_echo(h2o_layers, config)
     if (rotary := rotary_for(config, h2o_config)) is not None:
         for x in h2o_layers:
             x.prompt_scores = PromptEcho(rotary, x.layer_idx, x.policy).scores
     return placed
 
 
-def _share_by_rank(layers: list[H2OLayer], h2o_config: H2OConfig, config: Any) -> None:
+def _share_by_echo(layers: list[H2OLayer], config: Any) -> None:
     """Gives layers the one budget that they share."""
     alike = _alike(config, [layer.layer_idx for layer in layers])
     configs = {layer.layer_idx: layer.config for layer in layers}
-    one_budget = OneBudget(configs, within_layer=h2o_config.shares == "layer", alike=alike)
+    one_budget = OneBudget(configs, alike=alike)
     for layer in layers:
         layer.one_budget = one_budget
 

@@ -47,7 +47,7 @@ class SharedPlaces:
         """Of the layers' configs; None where budgets do not depend on all layers. A prompt of one
         token, or of sinks alone, has no places to deal."""
         configs = {i: x for i, x in enumerate(budgets) if x is not None}
-        shares = [x for x in configs.values() if x.shares == "echo"]
+        shares = [x for x in configs.values() if x.shares_by_echo]
         longest = max(prompt_length) if isinstance(prompt_length, Sequence) else prompt_length
         if rotary is None or not shares or longest <= max(1, shares[0].sinks):
             return None
@@ -66,7 +66,7 @@ class SharedPlaces:
             if self.is_reading:
                 return
             self._here.budgets = {}
-            self._here.one_budget = OneBudget(self._configs, within_layer=False, alike=False)
+            self._here.one_budget = OneBudget(self._configs, alike=False)
             try:
                 with torch.no_grad():
                     model(*args, **kwargs)

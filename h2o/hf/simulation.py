@@ -297,11 +297,6 @@ def check(
             "a simulation cannot roll positions: in one forward pass every key has one. Use "
             'positions="original", or the real cache (h2o.patched, --protocol drop)'
         )
-    if config.shares_by_rank and config.shares != "echo":
-        raise ValueError(
-            f'shares="{config.shares}" cannot be simulated: how heads share depends on all ranks '
-            "of a prompt, of layers behind too. Use the real cache (h2o.patched, --protocol drop)"
-        )
     plain = (config.policy, config.shares, config.kv_dtype) == (Policy(), None, None)
     if variant != "h2o" and not plain:
         raise ValueError(

@@ -46,8 +46,8 @@ def config_of(entry: Any, model: Any = None) -> H2OConfig:
     refused = {
         'positions="rolled"': (config.positions == "rolled", "keys come rotated"),
         f"shares={config.shares!r:.40}": (
-            config.shares_by_rank,
-            "a layer's page cannot grow by what the others' keys rank; shares=\"shipped\", or a "
+            config.shares_by_echo,
+            'a layer\'s page cannot grow by the echo of other layers; shares="shipped", or a '
             "profile of h2o calibrate, is served",
         ),
         'rank_by="mean-echo" with prompts that are cut after each piece': (

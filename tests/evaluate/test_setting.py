@@ -198,7 +198,8 @@ def test_a_profile_is_named_by_its_path(tmp_path):
     setting = from_options(heavy=0.1, recent=0.1, shares=str(tmp_path / "profile.json"))
     assert setting.config.shares == profile
     assert setting.name == "h2o:0.1+0.1"
-    assert from_options(shares="scores").name == "h2o:0.1+0.1/shares=scores"
+    echo = from_options(rank_by="mean-echo", shares="echo")
+    assert echo.name == "h2o:0.1+0.1/rank_by=mean-echo/shares=echo"
     with pytest.raises(FileNotFoundError):
         from_options(shares="nowhere.json")
 

@@ -33,8 +33,6 @@ CACHES = {
     "compileable": {},
     "echo": {"rank_by": "mean-echo", "shares": "echo"},
     "mean-echo": {"rank_by": "mean-echo"},
-    "scores": {"shares": "scores"},
-    "layer": {"shares": "layer"},
 }
 OTHERS = ["deepseek_v3"] * bool(LATENT) + ["lfm2", "qwen3_next"] * HYBRIDS
 OTHERS += ["gemma4_text"] * SHARES_KEYS

@@ -450,8 +450,7 @@ def test_refused(how, error, words):
     "config",
     [
         CONFIGS["fractions"],
-        H2OConfig(heavy=6, recent=6, shares="scores"),
-        H2OConfig(heavy=6, recent=6, shares="layer"),
+        CONFIGS["echo"],
     ],
 )
 def test_bytes_want_budgets_that_do_not_depend_on_the_prompt(config):

@@ -25,8 +25,6 @@ FLOORED = {
     "bytes": {"heavy": 0.05, "recent": 0.02, "of": "bytes", "kv_dtype": "int8"},
     "lists": {"heavy": [[0.1, 0.5], 0.01], "recent": [0.1, [0.1, 2]]},
     "shares": {"heavy": 0.3, "recent": 0.1, "shares": UNEVEN},
-    "scores": {"heavy": 0.3, "recent": 0.06, "shares": "scores"},
-    "layer": {"heavy": 0.3, "recent": 0.06, "shares": "layer"},
     "local": {"heavy": 0, "recent": 0.1},
     "heavy only": {"heavy": 0.1, "recent": 0},
     "echo": {"heavy": 0.3, "recent": 0.06, "rank_by": "mean-echo", "shares": "echo"},
@@ -80,7 +78,7 @@ def test_the_floor_in_numbers():
         H2OConfig(min_tokens=0.5)
 
 
-@pytest.mark.parametrize("kind", ["keys", "lists", "shares", "scores"])
+@pytest.mark.parametrize("kind", ["keys", "lists", "shares", "echo"])
 def test_rows_are_as_alone(kind):
     """In one batch with rows that are shorter and longer than the floor, by all ways of asking."""
     ours, rows = model("llama"), prompts(90, 30, 5)
