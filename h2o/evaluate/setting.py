@@ -47,8 +47,6 @@ calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one 
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (needles and tasks)
 reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (needles and tasks)
-calibrated-reread:BUDGET       calibrated after two readings (needles and tasks)
-calibrated-reread-bytes:BUDGET calibrated-bytes after two readings (needles and tasks)
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
@@ -58,16 +56,13 @@ follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true
 Only real caches can have positions=rolled. shares is echo, with rank_by=mean-echo.
 A setting keeps what it says: min_tokens is 0 where it is not given."""
 
-READ = {"reread": "robust", "calibrated-reread": "calibrated"}
-"""Kinds that `h2o.read` makes, with the preset that it is given."""
-
 KINDS = (
     "full",
     "budget",
     "h2o",
     "local",
     "sink",
-    *(f"{name}{of}" for name in (*PRESETS, *READ) for of in ("", "-bytes")),
+    *(f"{name}{of}" for name in (*PRESETS, "reread") for of in ("", "-bytes")),
     *(f"mask-{x}" for x in VARIANTS),
 )
 LISTED = ", ".join(kind for kind in KINDS if not kind.endswith("-bytes"))
@@ -280,8 +275,8 @@ def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig(budget=budget), "h2o"
         case _, [budget] if name in PRESETS:
             return H2OConfig.preset(name, budget, of), "h2o"
-        case _, [budget] if name in READ:
-            return H2OConfig.preset(READ[name], budget, of), "reread"
+        case _, [budget] if name == "reread":
+            return H2OConfig.robust(budget, of), "reread"
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:

@@ -43,7 +43,7 @@ def exact(config: H2OConfig) -> H2OConfig:
         ("robust:0.3", "robust", "h2o", H2OConfig.robust(0.3)),
         ("robust:64", "robust", "h2o", H2OConfig.robust(64)),
         ("reread:0.3", "reread", "reread", H2OConfig.robust(0.3)),
-        ("calibrated-reread:64", "calibrated-reread", "reread", H2OConfig.calibrated(64)),
+        ("reread-bytes:0.1", "reread-bytes", "reread", H2OConfig.robust(0.1, of="bytes")),
         ("echo:64", "echo", "h2o", H2OConfig.echo(64)),
         ("echo-bytes:0.1", "echo-bytes", "h2o", H2OConfig.echo(0.1, of="bytes")),
         (
@@ -93,7 +93,6 @@ def test_parse(text, kind, variant, config):
 def test_what_h2o_read_makes_is_for_needles():
     for text, reads_twice in (("reread:0.1", True), ("echo:0.1", False), ("robust:0.1", False)):
         assert parse(text).reads_twice == reads_twice
-    assert parse("calibrated-reread:0.1").reads_twice
     assert parse("reread:0.1/sinks=2").config.sinks == 2
     assert parse("reread:0.1").why_not_dropping == "reread:0.1: h2o.read, for needles and tasks"
     assert parse("reread:0.1").holding.rank_by == "max"
@@ -132,6 +131,7 @@ def test_what_sees_the_future_is_marked():
         "h2o:0.2/shares=shipped",
         "h2o:0.2/rank_by=echo",
         "retrieval:0.2",
+        "calibrated-reread:0.2",
         "h2o:0.2/value_weighted=perhaps",
     ],
 )
@@ -178,7 +178,7 @@ def test_budgets():
 
 def test_a_profile_of_ones_own():
     (profile,) = _all_shipped()
-    settings = parse_all("full,calibrated-bytes,h2o,calibrated-reread-bytes,reread-bytes", "0.1")
+    settings = parse_all("full,calibrated-bytes,h2o,calibrated,reread-bytes", "0.1")
     settings = with_profile(settings, profile)
     assert [s.config.shares is profile for s in settings] == [False, True, False, True, False]
     described = settings[1].describe()
