@@ -49,13 +49,13 @@ def forward(
     Returns:
         Output [B, Q, H, D], scores [B, G, Q] float32 of the keys, 0 at a pad.
     """
-    G, Q = keys.shape[1:3]
+    G = keys.shape[1]
     out, received = reference.attend(
         query, keys, values, mask=mask, softcap=softcap, sink_logits=sink_logits, policy=policy
     )
     scores = torch.zeros_like(received)
     for b in range(len(query)):
-        real = torch.ones(Q, dtype=torch.bool) if mask is None else mask[b].bool()
+        real = slice(None) if mask is None else mask[b].bool()
         of_row = query[b][:, real].unflatten(0, (G, -1))
         sinks = [None] * G if sink_logits is None else sink_logits.view(G, -1, 1)
         for g in range(G):
@@ -106,7 +106,7 @@ def shared_echo(
     claims = torch.cat([echo[:, free] for _, echo, _ in layers])
     winners = claims.flatten().topk(heavy * len(claims)).indices // claims.shape[1]
     budgets = iter(winners.bincount(minlength=len(claims)).tolist())
-    queries = torch.arange(n, 0, -1)  # that have seen each key
+    queries = torch.arange(n, 0, -1, device=claims.device)  # that have seen each key
     kept = []
     for received, echo, norms in layers:
         ranks = given_out_anew(received, echo, Policy(sinks)) / queries * norms

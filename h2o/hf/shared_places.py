@@ -85,7 +85,7 @@ class SharedPlaces:
         real = text.key.new_ones(text.key.shape[0], text.key.shape[2], dtype=torch.bool)
         if text.mask is not None:
             real = text.mask.bool()
-        lengths = torch.tensor(prompts, device=real.device)[:, None]
+        lengths = torch.tensor(prompts, dtype=torch.long, device=real.device)[:, None]
         mask = real & (real.cumsum(1) <= lengths)
         tokens = text._replace(mask=mask)
         reader = PromptEcho(self._rotary, layer, config.policy)
