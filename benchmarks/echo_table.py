@@ -1,4 +1,4 @@
-"""P24: what ranking by echo adds to a prompt."""
+"""P24: what echo adds to a prompt."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .timing import Contender, Row, race
 ROBUST = parse("robust-bytes:0.1").config
 CONFIGS = {
     "robust": ROBUST,
-    "robust, echo": replace(ROBUST, rank_by="echo", value_weighted=False),
-    "retrieval": parse("retrieval-bytes:0.1").config,
+    "mean-echo": replace(ROBUST, rank_by="mean-echo"),
+    "echo": parse("echo-bytes:0.1").config,
 }
 """The first is what the others are held against."""
 

@@ -24,10 +24,10 @@ from h2o.budgets import (
     tokens_of,
 )
 from h2o.config_fields import ConfigFields, Positions
-from h2o.head_budgets import BY_RANK, LayerShares, check_shares, table
-from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, key_bytes, per_token
-from h2o.model_identity import describe, group_size, key_size, latent_row
-from h2o.policy import BEFORE, OPERATIONS_RANK_BY, Policy, Ranking, check_echo, checked
+from h2o.head_budgets import NAMED, LayerShares, check_shares, table
+from h2o.kv_dtype import QUANTISED, KvDtype, fewest_bits, fitting, in_elements, per_token
+from h2o.model_identity import describe, key_size, latent_row
+from h2o.policy import OPERATIONS_RANK_BY, Policy, Ranking, checked
 from h2o.presets import PRESETS, Presets
 from h2o.profile import Profile
 
@@ -70,9 +70,9 @@ class H2OConfig(Presets):
     Language Models with Attention Sinks", ICLR 2024)."""
     rank_by: Ranking = "sum"
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
-    age is no advantage. "max": the largest attention of any one query and head. "echo": what the
-    text's own queries look for when they are asked again (rotary positions only). "mean-echo": the
-    mean, most of a prompt's given out anew as echo says; elsewhere the mean."""
+    age is no advantage. "max": the largest attention of any one query and head. "mean-echo": the
+    mean, most of a prompt's given out anew to the keys that the prompt's own queries find when they
+    are asked again; the mean where positions are not rotary."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""
@@ -92,15 +92,15 @@ class H2OConfig(Presets):
     """How the key/value heads of the model share the budget: numbers [layers, heads], of which only
     the ratios count, or an `h2o.Profile` (`h2o calibrate`). The mean over all heads stays what
     `heavy` and `recent` say; a head has at least 8 tokens. "shipped": the profile that comes with
-    h2o for this model. "scores": the heavy hitters of a prompt are the highest ranks of all layers
-    and heads together. Until all have read it an eighth more than that is held, and a layer; with
-    `merge`, a mean that decays or layers of unlike heads all of it. "layer": of each layer. None:
-    all the same."""
+    h2o for this model. "echo", with `rank_by="mean-echo"`: the places for heavy hitters of a prompt
+    go to the keys of the highest echo in all layers and heads. Until all have read it an eighth
+    more than that is held, and a layer; with `merge`, a mean that decays or layers of unlike heads
+    all of it. None: all the same."""
     of: Of = "keys"
     """What the fractions are of. "keys": the prompt's tokens. "bytes": heavy + recent is the part
     that may be taken of what the prompt would take in a full cache in the model's dtype, everything
     that a slot needs counted, sinks included; as many keys are kept as fit."""
-    slot: tuple[int, ...] | None = None
+    slot: tuple[int, int] | None = None
     """Bytes of a token in a full cache and in a slot; `for_model` finds it where it is needed."""
     min_tokens: int = 128
     """Where `heavy` or `recent` is a fraction, no head keeps fewer keys than this, sinks included
@@ -128,8 +128,6 @@ class H2OConfig(Presets):
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         for name, value in checked(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
-        if self.by_echo:
-            check_echo(policy, self.positions)
         if self.kv_dtype not in (None, "auto", *QUANTISED):
             names = '", "'.join(("auto", *QUANTISED[:-1]))
             raise ValueError(
@@ -140,10 +138,10 @@ class H2OConfig(Presets):
         if self.of == "bytes" and not all(isinstance(x, float) for x in (self.heavy, self.recent)):
             wanted = 'of="bytes" takes fractions, one heavy and one recent for all layers and heads'
             raise ValueError(f"{wanted}, not heavy={self.heavy!r} and recent={self.recent!r}")
-        named = isinstance(self.shares, str) and self.shares in ("shipped", *BY_RANK)
+        named = isinstance(self.shares, str) and self.shares in NAMED
         if not named and self.shares is not None and not isinstance(self.shares, LayerShares):
             put(self, "shares", table(self.shares))
-        if self.shares == "echo" and self.rank_by != "mean-echo":
+        if self.shares_by_echo and self.rank_by != "mean-echo":
             raise ValueError(f'shares="echo" goes with rank_by="mean-echo", not {self.rank_by!r}')
         self._check_shared()
         if self.positions not in ("original", "rolled"):
@@ -167,21 +165,16 @@ class H2OConfig(Presets):
         return policy._replace(rank_by=OPERATIONS_RANK_BY.get(self.rank_by, policy.rank_by))
 
     @property
-    def by_echo(self) -> bool:
-        """Whether layers make the scores, rather than attention."""
-        return self.rank_by == "echo"
-
-    @property
-    def shares_by_rank(self) -> bool:
-        """Whether the ranks of a prompt's keys say how its heads share the budget."""
-        return isinstance(self.shares, str) and self.shares in BY_RANK
+    def shares_by_echo(self) -> bool:
+        """Whether the echo of a prompt's keys says how its heads share the budget."""
+        return isinstance(self.shares, str) and self.shares == "echo"
 
     @property
     def after_reading(self) -> H2OConfig:
         """What the cache of `h2o.read` goes on with."""
-        shares = None if self.shares == "echo" else self.shares  # which is of one reading
-        changed = {"rank_by": "max", "decay": 1.0, "value_weighted": False, "shares": shares}
-        return dataclasses.replace(self, **changed)
+        shares = None if self.shares_by_echo else self.shares  # dealt by repetition
+        later = {"rank_by": "max", "decay": 1.0, "value_weighted": False, "shares": shares}
+        return dataclasses.replace(self, **later)
 
     @property
     def floor(self) -> int:
@@ -220,9 +213,6 @@ class H2OConfig(Presets):
         if self.of == "bytes":
             merges = self.merge is not None
             slot = per_token(*key_size(config), kv_dtype, self.value_weighted, merges)
-            if self.by_echo:  # the queries that a layer remembers
-                query = key_bytes(*key_size(config)[:2], kv_dtype)
-                slot = (*slot, BEFORE * group_size(config) * query)
         return dataclasses.replace(self, shares=shares, slot=slot, kv_dtype=kv_dtype)
 
     def _with_preset(self) -> H2OConfig:
@@ -252,7 +242,7 @@ class H2OConfig(Presets):
             of_layer(name, getattr(self, name), layer, layers) for name in ("heavy", "recent")
         )
         shares = None
-        if self.shares_by_rank:
+        if self.shares_by_echo:
             shares = self.shares
         elif self.shares is not None:
             check_shares(self.shares, layers)

@@ -11,15 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from h2o import backends
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported, UserError
 from h2o.progress import Progress
-
-if TYPE_CHECKING:
-    from h2o.hf.reading import ScoredBy
 
 __all__ = ["Run", "Streamer", "generate", "leading_agreement", "versions"]
 
@@ -60,8 +57,7 @@ def generate(
     *,
     max_new_tokens: int,
     progress: Progress,
-    document: int = 0,
-    scored_by: ScoredBy | None = None,
+    document: int | None = None,
     compile: bool = False,
     stream: Callable[[str], None] | None = None,
 ) -> tuple[Run, list[int]]:
@@ -71,7 +67,8 @@ def generate(
         mode: the name that the run gets, and the progress line shows.
         config: of the cache, None for transformers' own.
         ids: int64 [1, n], the prompt.
-        scored_by: make an H2OCache by `h2o.read`, of the first `document` tokens; None: do not.
+        document: how many tokens of the prompt `h2o.read` reads first, which makes the H2OCache;
+            None: it does not.
         compile: compile the decode step of an H2OCache, before the clock starts.
         stream: is called with the text piece by piece as it grows; without it the progress line
             shows the text's end.
@@ -89,8 +86,8 @@ def generate(
     begin = time.perf_counter()
     cache = _new_cache(model, config, ids.shape[1], compiled)
     reading = 0.0
-    if scored_by is not None and config is not None:
-        cache = _read(model, tokenizer, ids[:, :document], config, scored_by, mode, progress)
+    if document is not None and config is not None:
+        cache = _read(model, tokenizer, ids[:, :document], config, mode, progress)
         reading = time.perf_counter() - begin
     how: dict[str, Any] = {"do_sample": False}
     if compiled:
@@ -142,15 +139,14 @@ def _new_cache(model: Any, config: H2OConfig | None, tokens: int, compiled: bool
 
 
 def _read(
-    model: Any, tokenizer: Any, ids: Any, config: H2OConfig, scored_by: ScoredBy, mode: str,
-    progress: Progress,
-) -> Any:  # fmt: skip
+    model: Any, tokenizer: Any, ids: Any, config: H2OConfig, mode: str, progress: Progress
+) -> Any:
     from h2o.hf.reading import read
 
     def say(done: int, columns: int) -> None:
         progress.update(f"{mode}: reading, {done} of {columns} tokens")
 
-    return read(model, ids, config, tokenizer=tokenizer, scored_by=scored_by, progress=say)
+    return read(model, ids, config, tokenizer=tokenizer, progress=say)
 
 
 def compiling() -> dict[str, Any]:

@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 from h2o.budgets import recent_part
 
 __all__ = [
-    "BY_RANK",
     "LEAST",
+    "NAMED",
     "HasShares",
     "LayerShares",
     "Table",
@@ -28,8 +28,8 @@ __all__ = [
     "table",
 ]
 
-BY_RANK = ("echo", "scores", "layer")
-"""`shares` by which a prompt's places go to the highest ranks (`h2o.hf.one_budget`)."""
+NAMED = ("shipped", "echo")
+"""`shares` by name: a profile that comes with h2o, and by a prompt's echo (`h2o.hf.one_budget`)."""
 
 LEAST = 8
 """Tokens that a head keeps at least, sinks included, where the budget allows it; `min_tokens` of
@@ -66,7 +66,7 @@ def table(shares: Any) -> Table | HasShares:
     if isinstance(rows, str) or not isinstance(rows, Sequence) or not all(map(_is_row, rows)):
         raise TypeError(
             "shares must be numbers [layers, key/value heads] (lists or an array), an "
-            'h2o.Profile (h2o.Profile.load(path)), "shipped", "echo", "scores" or "layer", not '
+            'h2o.Profile (h2o.Profile.load(path)), "shipped" or "echo", not '
             f"{shares!r:.60}"
         )
     numbers = tuple(tuple(float(x) for x in row) for row in rows)

@@ -6,7 +6,6 @@ Plain numbers, no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "fewest_bits",
     "fitting",
     "in_elements",
-    "key_bytes",
     "per_token",
     "stored_bytes",
 ]
@@ -51,29 +49,20 @@ def stored_bytes(kv_dtype: str | None, D: int) -> tuple[int, int] | None:
     return D + 2, D // 2 + D // 8
 
 
-def key_bytes(D: int, element: int, kv_dtype: str | None) -> int:
-    """Bytes of a key of D elements that have so many bytes each, or of a query stored like it."""
-    stored = stored_bytes(kv_dtype, D)
-    return D * element if stored is None else stored[0]
-
-
 def fewest_bits(D: int | None) -> str:
     """The `kv_dtype` that stores least of what goes with a head dimension."""
     return "int8-int4" if isinstance(D, int) and D % 32 == 0 else "int8"
 
 
-def fitting(budget: int, slot: Sequence[int], sinks: int) -> int:
+def fitting(budget: int, slot: tuple[int, int], sinks: int) -> int:
     """Keys beside the sinks that fit, with a free slot, into so many bytes of a head; at least 1.
-
-    `slot`: as `per_token`, and bytes of what the head holds beside its slots, if there is more.
-    """
-    _, each, *more = slot
-    return max(1, (budget - FIXED - sum(more)) // each - 1 - sinks)
+    `slot`: as `per_token`."""
+    return max(1, (budget - FIXED) // slot[1] - 1 - sinks)
 
 
 def per_token(
     D: int, element: int, rows: float, kv_dtype: str | None, value_weighted: bool, merges: bool
-) -> tuple[int, ...]:
+) -> tuple[int, int]:
     """Bytes of a token for one key/value head: in a full cache, whose elements have `element`
     bytes each, and in a slot with score, position, norm and bias. `rows`: 2, key and value, or 1
     that is both; between them where a value is less than a key, which is stored as one.
@@ -85,12 +74,11 @@ def per_token(
 
 
 def in_elements(
-    slot: Sequence[int], full: int, rows: float, kv_dtype: str | None
-) -> tuple[int, ...]:
+    slot: tuple[int, int], full: int, rows: float, kv_dtype: str | None
+) -> tuple[int, int]:
     """The same slot where a token takes `full` bytes in a full cache, since its elements are of
     another size."""
-    before, each, *more = slot
+    before, each = slot
     if kv_dtype is None:
         each += round((full - before) * math.ceil(rows) / rows)
-        more = [round(x * full / before) for x in more]
-    return full, each, *more
+    return full, each

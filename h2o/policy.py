@@ -24,20 +24,18 @@ __all__ = [
     "PolicyFields",
     "RankBy",
     "Ranking",
-    "check_echo",
     "checked",
     "one_policy",
 ]
 
 RankBy = Literal["sum", "mean", "max"]
 """What the operations rank by: how attention makes the score of a key."""
-Ranking = Literal["sum", "mean", "max", "echo", "mean-echo"]
-"""What a cache can rank by: of "echo" its layers make the scores, and give them to `evict`; of
-"mean-echo" those of a prompt, in part."""
-OPERATIONS_RANK_BY: dict[str, RankBy] = {"echo": "max", "mean-echo": "mean"}
+Ranking = Literal["sum", "mean", "max", "mean-echo"]
+"""What a cache can rank by: of "mean-echo" its layers make the scores of a prompt, in part."""
+OPERATIONS_RANK_BY: dict[str, RankBy] = {"mean-echo": "mean"}
 """What the operations are told, where that is not the same."""
 BEFORE = 4
-"""How many tokens before a key "echo" looks at, beside its own."""
+"""How many tokens before a key echo looks at, beside its own."""
 
 
 class Policy(NamedTuple):
@@ -148,20 +146,6 @@ def checked(policy: Policy, choices: Sequence[str] = get_args(RankBy)) -> Policy
     if merge is not None:
         merge = _cosine(merge)
     return Policy(sinks, rank_by, float(decay), value_weighted, merge)
-
-
-def check_echo(policy: Policy, positions: str) -> None:
-    """ValueError for what does not go with scores that are made once, when their keys come."""
-    reasons = {
-        "decay: a score is made when its key comes, and does not fade": policy.decay != 1,
-        "merge: a merged key gets other attention than its parts": policy.merge is not None,
-        'positions="rolled": queries are asked again at positions of the text': (
-            positions != "original"
-        ),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f'rank_by="echo" does not go with {reason}')
 
 
 def _cosine(value: Any) -> float:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "Presets"]
 
-PRESETS = ("authors", "robust", "echo", "calibrated", "retrieval")
+PRESETS = ("authors", "robust", "echo", "calibrated")
 """Configs by name, which take a budget of keys or of bytes; see `H2OConfig.preset`."""
 
 
@@ -91,16 +91,6 @@ class Presets:
         all layers and heads go to the highest echo (`shares="echo"`). Steps are those of `robust`.
         """
         return dataclasses.replace(cls.robust(budget, of), rank_by="mean-echo", shares="echo")
-
-    @classmethod
-    def retrieval(cls, budget: Amount, of: Of = "keys") -> Self:
-        """For documents that are read before the questions come: keeps facts that nothing has
-        asked for yet (docs/results.md, "Needles").
-
-        `robust`, ranked by echo, with one budget for all heads of the model. Rotary models only.
-        """
-        ranked = {"rank_by": "echo", "value_weighted": False, "shares": "scores"}
-        return dataclasses.replace(cls.robust(budget, of), **ranked)
 
     @classmethod
     def full(cls) -> Self:

@@ -1,31 +1,26 @@
-"""What `rank_by="echo"` and `shares="echo"` are, in plain torch: the truth for `h2o.hf.echo_scores`
-and `h2o.hf.one_budget`.
+"""What `rank_by="mean-echo"` and `shares="echo"` are, in plain torch: the truth for
+`h2o.hf.prompt_echo` and `h2o.hf.one_budget`.
 
-Key by key and in double precision, with every query of a text at hand. Rows, heads and what is
-held are as in `h2o.reference`, which attends and evicts.
+Key by key and in double precision. Rows, heads and what is held are as in `h2o.reference`, which
+attends and evicts.
 
-Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q new tokens, D head
-dimension, n tokens of a row's prompt, t of its text so far, m keys that a query sees.
+Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, Q columns of a prompt, D
+head dimension, n tokens of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o import reference
 from h2o.policy import BEFORE, Policy
-from h2o.quantisation import dequantised, stored_like
 from h2o.sink_logits import softmax
 from h2o.slots import Slots
 
-__all__ = ["LATER", "forward", "shared_echo"]
-
-LATER = 256
-"""How many positions later the queries of what follows a prompt are asked."""
+__all__ = ["echo_of", "forward", "given_out_anew", "shared_echo"]
 
 Turn = Callable[[Tensor, int], Tensor]
 """Rotates queries [..., D], which have their own positions, on by so many."""
@@ -36,87 +31,64 @@ def forward(
     keys: Tensor,
     values: Tensor,
     slots: Slots,
-    queries: list[Tensor],
     turn: Turn,
     policy: Policy,
     *,
     mask: Tensor | None = None,
-    scale: float | None = None,
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One pass over Q new tokens, the first ones being the prompt: attention, scores, eviction.
+    """The pass over a prompt: attention, scores, eviction. Later passes are `h2o.reference`'s.
 
     Args:
         query: [B, H, Q, D]; keys, values: [B, G, Q, D].
-        slots: updated in place.
-        queries: of each row [H, t, D], those of all tokens so far; empty before the prompt. The new
-            ones are added.
-        policy: of which sinks and value_weighted count.
-        mask, scale, softcap, sink_logits: as in `h2o.ops.attend`.
+        slots: empty, updated in place.
+        policy: `H2OConfig.policy`.
+        mask, softcap, sink_logits: as in `h2o.ops.attend`.
 
     Returns:
-        Output [B, Q, H, D], scores [B, G, Q] float32 of the new keys, 0 at a pad.
+        Output [B, Q, H, D], scores [B, G, Q] float32 of the keys, 0 at a pad.
     """
-    B, H, Q, D = query.shape
     G = keys.shape[1]
-    is_prompt, is_step = not queries, bool(queries) and Q == 1
-    seen = [keys, values]
-    if is_step:  # a single token reads itself as it is stored
-        stores = zip(seen, (slots.keys, slots.values), strict=True)
-        seen = [dequantised(stored_like(x, s), D).to(x.dtype) for x, s in stores]
-    unscored = slots._replace(scores=torch.zeros_like(slots.scores))
-    out, _ = reference.attend(
-        query, seen[0], seen[1], None if is_prompt else unscored,
-        mask=mask, scale=scale, softcap=softcap, sink_logits=sink_logits,
-    )  # fmt: skip
-    if is_prompt:
-        queries.extend(query.new_zeros(H, 0, D) for _ in range(B))
-
-    def weight(asked: Tensor, g: int, visible: Tensor, j: int) -> float:
-        """The largest attention that queries [R, D] of group g, of keys [m, D], give to key j."""
-        logits = asked.double() @ visible.double().T * (D**-0.5 if scale is None else scale)
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        R = H // G
-        sinks = None if sink_logits is None else sink_logits[g * R : (g + 1) * R, None].double()
-        return float(softmax(logits, sinks)[:, j].max())
-
-    scores = torch.zeros(B, G, Q, dtype=torch.float32, device=query.device)
-    for b in range(B):
-        real = torch.arange(Q, device=query.device) if mask is None else mask[b].nonzero()[:, 0]
-        n, t = len(real), queries[b].shape[1]
-        queries[b] = torch.cat([queries[b], query[b][:, real]], dim=1)
+    out, received = reference.attend(
+        query, keys, values, mask=mask, softcap=softcap, sink_logits=sink_logits, policy=policy
+    )
+    scores = torch.zeros_like(received)
+    for b in range(len(query)):
+        real = slice(None) if mask is None else mask[b].bool()
+        of_row = query[b][:, real].unflatten(0, (G, -1))
+        sinks = [None] * G if sink_logits is None else sink_logits.view(G, -1, 1)
         for g in range(G):
-            new, asked = keys[b, g, real], queries[b].unflatten(0, (G, H // G))[g]  # [R, t + n, D]
-            held = None if is_prompt else _held_keys(slots, b, g, D)
-
-            def later(i: int, t: int = t, asked: Tensor = asked) -> Tensor:
-                """Query i, read back where it came in an earlier pass and is stored in bytes."""
-                turned = turn(asked[:, i], LATER)
-                if i >= t or slots.keys.dtype != torch.uint8:
-                    return turned
-                return dequantised(stored_like(turned, slots.keys), D)
-
-            for j, column in enumerate(real.tolist()):
-                near = range(max(0, t + j - BEFORE), t + j + 1)
-                if held is None:
-                    weights = [weight(turn(asked[:, i], n), g, new, j) for i in near]
-                else:
-                    visible = torch.cat([held, new[: j + 1].to(held.dtype)])
-                    weights = [weight(later(i), g, visible, -1) for i in near]
-                scores[b, g, column] = max(weights)
-    by_largest = policy._replace(rank_by="max", decay=1.0, merge=None)
-    reference.evict(keys, values, scores, slots, mask=mask, policy=by_largest)
+            echo = echo_of(of_row[g], keys[b, g, real], turn, softcap, sinks[g])
+            scores[b, g, real] = given_out_anew(received[b, g, real], echo, policy).float()
+    reference.evict(keys, values, scores, slots, mask=mask, policy=policy)
     return out, scores
 
 
-def _held_keys(slots: Any, b: int, g: int, D: int) -> Tensor:
-    """[m, D], as they are read from the slots of a row and head."""
-    where: Any = (b, g)
-    if slots.starts is not None:
-        where = (b, slice(int(slots.starts[g]), int(slots.starts[g + 1])))
-    return dequantised(slots.keys[where][slots.positions[where] >= 0], D)
+def echo_of(
+    query: Tensor, keys: Tensor, turn: Turn, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """[n]: the largest attention that keys [n, D] get from queries [R, n, D] of their own and the
+    `BEFORE` tokens before, each asked n positions later. `sinks`: [R, 1]."""
+    n, D = keys.shape
+    logits = turn(query, n).double() @ keys.double().T * D**-0.5
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    weights = softmax(logits, None if sinks is None else sinks[:, None].double())
+    near = [weights[:, max(0, j - BEFORE) : j + 1, j].max() for j in range(n)]
+    return torch.stack(near) if near else weights.new_zeros(0)
+
+
+def given_out_anew(received: Tensor, echo: Tensor, policy: Policy) -> Tensor:
+    """Scores [..., n] of a prompt: three quarters of the attention that keys behind the sinks have
+    received go to these keys anew, so that each one's mean of them is in proportion to its echo."""
+    n, sinks = received.shape[-1], policy.sinks
+    queries = [sum(policy.decay**i for i in range(n - j)) for j in range(n)]  # that saw each key
+    weights = (echo * echo.new_tensor(queries))[..., sinks:]
+    pool = received[..., sinks:].sum(-1, keepdim=True)
+    anew = received.to(echo.dtype, copy=True)
+    anew[..., sinks:] = pool * weights / weights.sum(-1, keepdim=True)
+    return received / 4 + anew * 3 / 4
 
 
 def shared_echo(
@@ -134,13 +106,10 @@ def shared_echo(
     claims = torch.cat([echo[:, free] for _, echo, _ in layers])
     winners = claims.flatten().topk(heavy * len(claims)).indices // claims.shape[1]
     budgets = iter(winners.bincount(minlength=len(claims)).tolist())
-    queries = torch.arange(n, 0, -1)  # that have seen each key
+    queries = torch.arange(n, 0, -1, device=claims.device)  # that have seen each key
     kept = []
     for received, echo, norms in layers:
-        weights = queries * echo
-        pool = received[:, sinks:].sum(1, keepdim=True)
-        anew = pool * weights / weights[:, sinks:].sum(1, keepdim=True)
-        ranks = (received / 4 + anew * 3 / 4) / queries * norms
+        ranks = given_out_anew(received, echo, Policy(sinks)) / queries * norms
         best = [(sinks + head[free].topk(next(budgets)).indices).tolist() for head in ranks]
         kept.append([[*range(sinks), *sorted(head), *range(n - recent, n)] for head in best])
     return kept

@@ -349,7 +349,7 @@ def test_a_config_is_what_the_options_say():
         ("heavy", "7", 7), ("recent", "0.3", 0.3), ("sinks", "4", 4), ("rank_by", "mean", "mean"),
         ("decay", "0.5", 0.5), ("merge", "0.8", 0.8), ("positions", "rolled", "rolled"),
         ("kv_dtype", "int8", "int8"), ("shares", "shipped", "shipped"),
-        ("rank_by", "echo", "echo"), ("shares", "scores", "scores"),
+        ("rank_by", "mean-echo", "mean-echo"),
     ):  # fmt: skip
         options = parser.parse_args([cache_options.spelled(name), text])
         assert cache_options.config_from(options) == H2OConfig(**{name: value})
@@ -377,17 +377,12 @@ def test_a_preset_is_what_the_options_say(tmp_path):
         assert one == setting.parse(one.name)
         assert one.config == dataclasses.replace(in_bytes, sinks=2, min_tokens=0)
         words = f"--preset {name} --budget 0.1 --of bytes --positions rolled"
-        if in_bytes.by_echo:
-            with pytest.raises(ValueError, match="does not go with positions"):
-                said(words)
-        else:
-            assert said(words) == dataclasses.replace(in_bytes, positions="rolled")
+        assert said(words) == dataclasses.replace(in_bytes, positions="rolled")
     for name in sorted((ROOT.parent / "data").glob("*.profile.json")):
         profile = Profile.load(name)
         calibrated = said(f"--preset calibrated --profile {name}")
         assert calibrated == H2OConfig.calibrated(0.2, profile)
-    shared = dataclasses.replace(H2OConfig.robust(0.2), rank_by="echo", shares="scores")
-    assert said("--preset robust --rank-by echo --profile scores") == shared
+    assert said("--preset robust --rank-by mean-echo --profile echo") == H2OConfig.echo(0.2)
     authors = H2OConfig.authors(0.1, of="bytes")
     assert said("--heavy 0.05 --recent 0.05 --of bytes --min-tokens 0") == authors
     assert said("--budget 0.1") == H2OConfig(budget=0.1)
@@ -397,7 +392,7 @@ def test_a_preset_is_what_the_options_say(tmp_path):
     for wrong in (
         "--budget 0.1 --recent 4", "--budget 0.1 --of keys", "--preset robust --heavy 0.1",
         "--preset authors --profile shipped",
-        "--preset calibrated --profile scores",
+        "--preset calibrated --profile echo",
         "--preset robust --budget 64 --of bytes", "--preset robust --budget 2.0",
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"^[^\n]+$"):
@@ -415,27 +410,25 @@ def test_document_and_prompt_are_one_text(tiny, tmp_path, capsys):
     assert both["runs"][0]["text"] == one["runs"][0]["text"]
 
 
-@pytest.mark.parametrize(("option", "scored_by"), [("--reread", "repeat"), ("--echo", "echo")])
-def test_a_document_is_read_first(tiny, tmp_path, capsys, option, scored_by):
+def test_a_document_is_read_first(tiny, tmp_path, capsys):
     """It comes before the prompt, and the cache is that of h2o.read."""
     (tmp_path / "document").write_text(PROMPT, "utf-8")
     options = ["--model", tiny, "--max-new-tokens", "9", "--heavy", "20", "--recent", "20"]
     asked = [*options, "--prompt", "Now?", "--prompt-file", str(tmp_path / "document")]
-    run = generated(capsys, *asked, option)["runs"][0]
+    run = generated(capsys, *asked, "--reread")["runs"][0]
 
     model, tokenizer = load(tiny)
     model.set_attn_implementation("h2o")
     ids = tokenizer(f"{PROMPT}\n\nNow?", return_tensors="pt").input_ids
     document = ids[:, : len(PROMPT)]
-    how = {"heavy": 20, "recent": 20, "tokenizer": tokenizer, "scored_by": scored_by}
-    cache = read(model, document, **how)
+    cache = read(model, document, heavy=20, recent=20, tokenizer=tokenizer)
     out = model.generate(ids, **with_cache(cache), max_new_tokens=9, do_sample=False)
     assert run["text"] == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     assert run["kv_bytes_held"] == cache.report().total.bytes_held
     assert run["text"] != generated(capsys, *asked)["runs"][0]["text"]
     with pytest.raises(SystemExit):
-        cli.main(["generate", *options, "--prompt", "Now?", option])
-    assert "want a --prompt-file and a --prompt" in capsys.readouterr().err
+        cli.main(["generate", *options, "--prompt", "Now?", "--reread"])
+    assert "wants a --prompt-file and a --prompt" in capsys.readouterr().err
 
 
 def test_text_goes_to_stdout_and_the_rest_to_stderr(tiny, capsys):

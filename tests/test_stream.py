@@ -196,7 +196,6 @@ def test_command_says_what_is_wrong(tiny, tmp_path, capsys):  # noqa: F811
         ("--chat", "--compare", "mask-local:4+4"): "a mask, no cache",
         ("--heavy", "0.1"): "numbers of tokens",
         ("--merge", "0.8"): 'positions="original"',
-        ("--preset", "retrieval"): "does not go with positions",
         ("--preset", "calibrated", "--profile", "nowhere.json"): "No such file",
     }.items():
         with pytest.raises(SystemExit, match="2"):

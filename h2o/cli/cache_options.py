@@ -14,7 +14,6 @@ from typing import Any
 from h2o.budgets import Amount, parse_amount
 from h2o.config import PRESETS, H2OConfig
 from h2o.evaluate.setting import Setting, from_config, parse_all, shares_of, with_profile
-from h2o.head_budgets import BY_RANK
 from h2o.kv_dtype import QUANTISED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
@@ -59,8 +58,8 @@ OPTIONS: dict[str, Field] = {
     "shares": Field(
         str, None, "FILE",
         "share the budget among heads as `h2o calibrate` found it; shipped: the profile that "
-        "comes with h2o for the model; scores: as the prompt's highest ranks lie among all layers "
-        "and heads; layer: among the heads of each layer",
+        "comes with h2o for the model; echo: as a prompt's echo says, "
+        "with --rank-by mean-echo",
     ),
     "min_tokens": Field(
         int, None, "N",
@@ -177,7 +176,7 @@ def config_from(options: argparse.Namespace) -> H2OConfig:
             raise ValueError("--of goes with --preset, or with --heavy and --recent")
         return H2OConfig(budget=options.budget, **fields)
     shares = fields.pop("shares", None)
-    if shares in BY_RANK:
+    if shares == "echo":
         if options.preset == "calibrated":
             raise ValueError(f"--preset calibrated shares by a profile, not by --profile {shares}")
         fields["shares"], shares = shares, None
@@ -197,7 +196,7 @@ def described(options: argparse.Namespace) -> Setting | None:
     if options.preset is None:
         return from_config(config) if fields or has_budget(options) else None
     kind = f"{options.preset}-bytes" if fields.pop("of", "keys") == "bytes" else options.preset
-    if fields.get("shares") not in BY_RANK:
+    if fields.get("shares") != "echo":
         fields.pop("shares", None)
     name = "/".join([f"{kind}:{budget_of(options)}", *(f"{x}={y}" for x, y in fields.items())])
     return Setting(name, kind, "h2o", config)

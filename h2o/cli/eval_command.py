@@ -210,7 +210,7 @@ def texts(args: argparse.Namespace, settings: list[Setting]) -> str:
         )
     what = "needles" if args.needle else "summaries"
     refuse(args, what, "protocol", "prompt_length", "ratio_of", protocol="drop")
-    need_caches([x for x in settings if not args.needle or not x.scored_by], f"{what} need one")
+    need_caches([x for x in settings if not args.needle or not x.reads_twice], f"{what} need one")
     if args.needle:
         from h2o.evaluate import needle
 

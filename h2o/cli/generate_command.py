@@ -41,12 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", metavar="TEXT", help="the prompt; the text of --prompt-file follows it")
     add("--prompt-file", metavar="FILE", help="a text file, - for standard input; without either "
         "option a shipped article of 2100 tokens with a question about it")  # fmt: skip
-    for option, scored_by, how in (
-        ("--reread", "repeat", "read --prompt-file twice before anything of it is evicted"),
-        ("--echo", "echo", "read it once, and rank by what its own queries find in it"),
-    ):
-        add(option, dest="scored_by", action="store_const", const=scored_by, help=f"{how} "
-            "(h2o.read); --prompt, a question about it, comes after it")  # fmt: skip
+    add("--reread", action="store_true", help="read --prompt-file twice before anything of it is "
+        "evicted (h2o.read); --prompt, a question about it, comes after it")  # fmt: skip
     add("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     add_cache_options(parser.add_argument_group("what the cache keeps"))
     add = parser.add_argument_group("how").add_argument
@@ -80,12 +76,11 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.prompt_file is not None:
         options.document = texts.read(parser, "--prompt-file", options.prompt_file)
     texts.checked(parser, "--prompt", options.prompt)
-    if options.scored_by and (options.prompt is None) != (options.document is None):
-        parser.error("--reread and --echo want a --prompt-file and a --prompt, or neither")
-    if options.scored_by and options.compile:
-        parser.error("argument --compile: not allowed with --reread and --echo")
-    if options.scored_by and options.prompts is not None:
-        parser.error("argument --prompts: not allowed with --reread and --echo")
+    if options.reread and (options.prompt is None) != (options.document is None):
+        parser.error("--reread wants a --prompt-file and a --prompt, or neither")
+    for option in ("compile", "prompts"):
+        if options.reread and getattr(options, option):
+            parser.error(f"argument --{option}: not allowed with --reread")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -113,11 +108,11 @@ def generate(options: argparse.Namespace) -> Result:
 
     shipped, progress = is_shipped(options), Progress(quiet=options.json)
     parts = [texts.article(), QUESTION] if shipped else [options.prompt, options.document]
-    if options.scored_by and not shipped:
+    if options.reread and not shipped:
         parts.reverse()
     parts = [part.strip() for part in parts if part and part.strip()]
     text = "\n\n".join(parts)
-    if len(parts) < (2 if options.scored_by else 1):
+    if len(parts) < (2 if options.reread else 1):
         raise UserError("the prompt is empty")
     fit = check_fit([from_config(options.config), *options.settings])
     how = {"dtype": options.dtype, "device": options.device}
@@ -134,8 +129,8 @@ def generate(options: argparse.Namespace) -> Result:
             f"{limit} positions of the model: shorten the prompt or lower --max-new-tokens"
         )
     progress.say(f"reading a prompt of {tokens} tokens")
-    document = 0
-    if options.scored_by:
+    document = None
+    if options.reread:
         start = models.encode(tokenizer, parts[0], chat)
         document = generation.leading_agreement(start[0].tolist(), ids[0].tolist())
     generation.warm_up(model, ids)
@@ -155,7 +150,6 @@ def generate(options: argparse.Namespace) -> Result:
             max_new_tokens=options.max_new_tokens,
             progress=progress,
             document=document,
-            scored_by=options.scored_by,
             compile=options.compile,
             stream=None if options.json or options.compare else write,
         )  # fmt: skip

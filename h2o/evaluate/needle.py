@@ -283,9 +283,8 @@ def answered(
     start = time.perf_counter()
     found, unread = [], document[:, :0]
     with torch.no_grad():
-        if setting.scored_by:
-            how = {"scored_by": setting.scored_by, "tokenizer": tokenizer}
-            cache = read(model, document, setting.config, **how)
+        if setting.reads_twice:
+            cache = read(model, document, setting.config, tokenizer=tokenizer)
         else:
             model.base_model(document, use_cache=True, **with_cache(cache))  # no logits needed
         cut = cache

@@ -61,7 +61,7 @@ def check(setting: Setting, protocol: str, prompt_length: int, ratio_of: str | N
     """What fractions refer to; ValueError for what does not go together."""
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol is simulate, drop or read, not {protocol!r}")
-    if setting.scored_by and protocol != "read":
+    if setting.reads_twice and protocol != "read":
         raise ValueError(f"{setting.why_not_dropping}; use protocol=read")
     if protocol != "simulate":
         if not setting.has_cache:
@@ -129,9 +129,9 @@ def documents(
     forward: Forward, model: Any, setting: Setting, ids: Tensor, mask: Tensor, tokenizer: Any
 ) -> H2OCache:
     """A cache that has read left-padded documents [B, n], and been cut to its budget."""
-    if setting.scored_by:
-        how = {"scored_by": setting.scored_by, "tokenizer": tokenizer}
-        return read(model, ids, setting.config, attention_mask=mask.to(model.device), **how)
+    if setting.reads_twice:
+        mask = mask.to(model.device)
+        return read(model, ids, setting.config, attention_mask=mask, tokenizer=tokenizer)
     config = setting.config.for_model(model)
     cache = H2OCache(model.config, config, prompt_length=mask.sum(1).tolist())
     forward(1, ids, mask, position_ids=positions(mask), use_cache=True, **with_cache(cache))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from h2o.budgets import Of, parse_amount
 from h2o.config import PRESETS, VARIANTS, H2OConfig
-from h2o.head_budgets import BY_RANK
+from h2o.head_budgets import NAMED
 from h2o.policy import FIELDS
 from h2o.profile import Profile
 from h2o.result_cells import fingerprint
@@ -45,29 +45,16 @@ echo:BUDGET             H2OConfig.echo(BUDGET)
 echo-bytes:BUDGET       H2OConfig.echo(BUDGET, of="bytes")
 calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one that comes with h2o
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
-retrieval:BUDGET        H2OConfig.retrieval(BUDGET)
-retrieval-bytes:BUDGET  H2OConfig.retrieval(BUDGET, of="bytes")
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (needles and tasks)
 reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (needles and tasks)
-calibrated-reread:BUDGET       calibrated after two readings (needles and tasks)
-calibrated-reread-bytes:BUDGET calibrated-bytes after two readings (needles and tasks)
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
 A number with a point is a fraction of the text, one without is a number of tokens. Options
 follow after slashes, as in h2o:0.1+0.1/sinks=4/rank_by=mean/value_weighted=true; there are
 {", ".join(OPTIONS)}.
-Only real caches can have positions=rolled and shares=scores or layer.
+Only real caches can have positions=rolled. shares is echo, with rank_by=mean-echo.
 A setting keeps what it says: min_tokens is 0 where it is not given."""
-
-SCORED_BY: dict[str, Literal["repeat", "echo"]] = {"reread": "repeat"}
-"""Variants that `h2o.read` makes, and what it is told."""
-
-READ = {
-    "reread": ("robust", "reread"),
-    "calibrated-reread": ("calibrated", "reread"),
-}
-"""Kinds that `h2o.read` makes, with the preset that it is given and the variant."""
 
 KINDS = (
     "full",
@@ -75,7 +62,7 @@ KINDS = (
     "h2o",
     "local",
     "sink",
-    *(f"{name}{of}" for name in (*PRESETS, *READ) for of in ("", "-bytes")),
+    *(f"{name}{of}" for name in (*PRESETS, "reread") for of in ("", "-bytes")),
     *(f"mask-{x}" for x in VARIANTS),
 )
 LISTED = ", ".join(kind for kind in KINDS if not kind.endswith("-bytes"))
@@ -91,7 +78,7 @@ class Setting:
     kind: str
     """What stands before the colon: settings of one kind and different budgets make a curve."""
     variant: str
-    """"full", "h2o", "reread", "echo", or one of `h2o.config.VARIANTS`."""
+    """"full", "h2o", "reread", or one of `h2o.config.VARIANTS`."""
     config: H2OConfig
     """H2OConfig.full() for "full"."""
 
@@ -101,24 +88,24 @@ class Setting:
         return self.variant in ("full", "h2o")
 
     @property
-    def scored_by(self) -> Literal["repeat", "echo"] | None:
-        """What `h2o.read` is told; None: the setting is none of `h2o.read`."""
-        return SCORED_BY.get(self.variant)
+    def reads_twice(self) -> bool:
+        """Whether `h2o.read` makes its cache."""
+        return self.variant == "reread"
 
     @property
     def has_cache(self) -> bool:
         """Whether a real cache can do it, while it reads or after `h2o.read`."""
-        return self.dropping or self.scored_by is not None
+        return self.dropping or self.reads_twice
 
     @property
     def holding(self) -> H2OConfig:
         """What the cache that answers has."""
-        return self.config.after_reading if self.scored_by else self.config
+        return self.config.after_reading if self.reads_twice else self.config
 
     @property
     def why_not_dropping(self) -> str:
         """What an error says of it."""
-        why = "h2o.read, for needles and tasks" if self.scored_by else "a mask, no cache"
+        why = "h2o.read, for needles and tasks" if self.reads_twice else "a mask, no cache"
         return f"{self.name}: {why}"
 
     @property
@@ -212,7 +199,7 @@ def parse(text: str) -> Setting:
         amounts = [parse_amount(part) for part in numbers.split("+")] if colon else []
         config, variant = _build(kind, amounts)
         if options:
-            if variant not in ("h2o", *SCORED_BY):
+            if variant not in ("h2o", "reread"):
                 raise ValueError(f"{kind} has no options")
             config = dataclasses.replace(config, **dict(map(_option, options)))
     except (TypeError, ValueError) as error:
@@ -227,7 +214,7 @@ def shares_of(text: str) -> str | Profile:
 
     Raises: OSError and ValueError for a profile that cannot be read.
     """
-    return text if text in ("shipped", *BY_RANK) else Profile.load(text)
+    return text if text in NAMED else Profile.load(text)
 
 
 def from_options(variant: str = "h2o", **policy: Any) -> Setting:
@@ -241,7 +228,7 @@ def from_options(variant: str = "h2o", **policy: Any) -> Setting:
     if variant not in ("h2o", *VARIANTS):
         raise ValueError(f"variant is full, h2o, {', '.join(VARIANTS)}, not {variant!r}")
     config = H2OConfig(**{"min_tokens": 0} | policy)
-    named = [x for x in OPTIONS if x in policy and (x != "shares" or config.shares_by_rank)]
+    named = [x for x in OPTIONS if x in policy and (x != "shares" or config.shares_by_echo)]
     options = "".join(f"/{name}={policy[name]}" for name in named)
     kind = variant if variant == "h2o" else f"mask-{variant}"
     if config.budget is not None:
@@ -256,7 +243,7 @@ def from_config(config: H2OConfig) -> Setting:
     if not isinstance(config, H2OConfig):
         raise TypeError(f"expected an H2OConfig, not {config!r}")
     plain, fields = dataclasses.asdict(H2OConfig(min_tokens=0)), dataclasses.asdict(config)
-    if not config.shares_by_rank:
+    if not config.shares_by_echo:
         fields["shares"] = None
     if not config.needs_prompt_length:  # min_tokens has no meaning
         fields["min_tokens"] = 0
@@ -288,9 +275,8 @@ def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig(budget=budget), "h2o"
         case _, [budget] if name in PRESETS:
             return H2OConfig.preset(name, budget, of), "h2o"
-        case _, [budget] if name in READ:
-            preset, variant = READ[name]
-            return H2OConfig.preset(preset, budget, of), variant
+        case _, [budget] if name == "reread":
+            return H2OConfig.robust(budget, of), "reread"
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:
@@ -318,8 +304,8 @@ def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if name not in OPTIONS:
         raise ValueError(f"no option {name!r}: {', '.join(OPTIONS)}")
-    if name == "shares" and value not in BY_RANK:
-        raise ValueError(f"shares is {' or '.join(BY_RANK)} here, not {value!r}")
+    if name == "shares" and value != "echo":
+        raise ValueError(f"shares is echo here, not {value!r}")
     if name not in (*FIELDS, "min_tokens"):
         return name, value
     try:

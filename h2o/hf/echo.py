@@ -1,37 +1,30 @@
-"""Echo: what a second reading of a document would look for, from its first.
+"""Echo: what a second reading of a text would look for, from its first.
 
 A model that meets a token again looks for what followed it before: it finds a key with the query of
 a token shortly before that key (Olsson et al., "In-context Learning and Induction Heads", 2022,
-arXiv:2209.11895). So the document's own queries are asked once more as if they stood behind it,
+arXiv:2209.11895). So the text's own queries are asked once more as if they stood behind it,
 each by as many positions later as its row is long, over all keys of the row without a causal mask.
 A key's score is the largest attention that it gets from the queries of its own token and of the
 `BEFORE` tokens before it. With rotary positions such a query is the first one, rotated on.
 
-Shape letters: B batch rows, H query heads, G key/value heads, R = H / G, N columns of the padded
-batch, n tokens of a row, m of them, K of the longest row, D head dimension, F rotary angles.
+Shape letters: H query heads, G key/value heads, R = H / G, n tokens of a row, m of them, D head
+dimension, F rotary angles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from h2o import backends, ops
-from h2o.errors import Unsupported
 from h2o.hf import slot_layout
-from h2o.hf.attention_call import NewTokens
-from h2o.hf.layer import H2OLayer
-from h2o.hf.model_rotary import Rotary, turned
-from h2o.hf.patch_lock import unwrapped
-from h2o.model_identity import latent_row
+from h2o.hf.model_rotary import turned
 from h2o.policy import BEFORE
 
-__all__ = ["Echo", "largest", "rotary_of"]
+__all__ = ["largest"]
 
 ENTRIES = 1 << 21
 """Attention entries that exist at one time, where torch makes them."""
@@ -39,87 +32,6 @@ ROWS = 1024
 """Queries of each head that the kernels are asked at a time."""
 TILE = 32
 """Queries whose nearest keys come from one product of matrices."""
-
-
-def rotary_of(config: Any, asked: str) -> Rotary:
-    """As `Rotary`, for echo; of latents it knows no queries to ask again."""
-    if latent_row(config):
-        raise Unsupported(f"{asked} cannot serve {config.model_type}: its keys are latents")
-    return Rotary(config, asked=asked)
-
-
-class Echo:
-    """The queries of a document, those of each layer held until all keys are there.
-
-    They take R times the memory of the keys.
-    """
-
-    def __init__(self, model: Any, mask: Tensor) -> None:
-        """`mask`: [B, N] bool, False at a pad.
-
-        Raises:
-            Unsupported: positions of this model are not rotary, or not known to be plain rotations.
-        """
-        self.config, self.mask = unwrapped(model).config, mask
-        self.lengths: list[int] = mask.sum(1).tolist()
-        try:
-            self.rotary = rotary_of(self.config, 'scored_by="echo"')
-            self._refuse_longer(max(self.lengths))
-        except Unsupported as error:
-            raise Unsupported(f'{error}; scored_by="repeat" can serve it') from None
-        self.angles = [self.rotary.shift(n) if self.rotary.turning else None for n in self.lengths]
-        self.queries: dict[int, list[Tensor]] = {}
-        self.logits: dict[int, dict[str, Any]] = {}
-
-    def _refuse_longer(self, n: int) -> None:
-        if self.rotary.by_length and n >= self.rotary.unchanged:
-            raise Unsupported(
-                f'scored_by="echo": beyond {self.rotary.unchanged} tokens the angles of this model '
-                "depend on the length of the text"
-            )
-
-    @contextmanager
-    def recording(self, layers: list[H2OLayer]) -> Iterator[None]:
-        """Within the block the queries that these layers get are recorded.
-
-        The layers are of one reader's own cache, so that any number of threads may read with one
-        model; `h2o.hf.attention_hook` would change the model.
-        """
-
-        def recorder(layer: H2OLayer, forward: Callable[[NewTokens], Tensor]) -> Any:
-            def record(tokens: NewTokens) -> Tensor:
-                self.queries.setdefault(layer.layer_idx, []).append(tokens.query)
-                names = ("scale", "softcap", "sink_logits")
-                self.logits[layer.layer_idx] = {x: getattr(tokens, x) for x in names}
-                return forward(tokens)
-
-            return record
-
-        for layer in layers:
-            vars(layer)["forward"] = recorder(layer, layer.forward)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                del vars(layer)["forward"]
-
-    def scores(self, layer: H2OLayer) -> Tensor:
-        """[B, G, K] float32 of a layer that holds all keys; its queries are gone afterwards."""
-        positions, keys = slot_layout.held(
-            layer.slots, layer.capacity.sizes, positions=-1.0, keys=0.0
-        )
-        query = torch.cat(self.queries.pop(layer.layer_idx), dim=2)
-        turns = self.rotary.turns(layer.layer_idx)
-        mask = self.mask.to(query.device)
-        scores = torch.zeros(positions.shape, dtype=torch.float32, device=query.device)
-        for b, (n, angles) in enumerate(zip(self.lengths, self.angles, strict=True)):
-            scores[b, :, :n] = largest(
-                self.rotary.halves(query[b][:, mask[b]]),
-                self.rotary.halves(keys[b, :, :n]),
-                angles.to(query.device) if turns and angles is not None else None,
-                **self.logits[layer.layer_idx],
-            )
-        return scores
 
 
 def largest(

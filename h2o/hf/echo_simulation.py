@@ -1,8 +1,7 @@
 """`h2o.hf.simulation` where echo makes scores: what a layer's cache does with a text.
 
-With `rank_by="echo"` a score depends on the keys that are held when its key comes, with "mean-echo"
-those of a prompt are not what attention gives. So the prompts are read at once and all later tokens
-one after the other, by the operations that a layer goes by.
+With `rank_by="mean-echo"` the scores of a prompt are not what attention gives. So the prompts are
+read at once and all later tokens one after the other, by the operations that a layer goes by.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the text.
 """
@@ -18,49 +17,25 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.hf import slot_layout
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.echo_scores import EchoScores
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.prompt_echo import PromptEcho
 from h2o.hf.trace import by_column, not_held
 from h2o.policy import Policy
 
-__all__ = ["Echoing", "reader_of", "simulate"]
+__all__ = ["reader_of", "simulate"]
 
 
-class Echoing:
-    """Reads as an `EchoLayer` does."""
-
-    def __init__(self, echo: EchoScores) -> None:
-        self.echo = echo
-
-    def prompt(self, tokens: NewTokens) -> tuple[Tensor, Tensor]:
-        """As `PromptEcho.prompt`."""
-        out, scores, self.asked = self.echo.prompt(tokens)
-        return out, scores
-
-    def step(self, token: NewTokens, slots: ops.Slots) -> tuple[Tensor, Tensor]:
-        """As `PromptEcho.step`; the scores of the slots stay."""
-        out, scores, self.asked = self.echo.step(token, self.asked, slots)
-        return out, scores
-
-
-def reader_of(
-    rotary: Rotary, layer: int, config: H2OConfig, prompt: int
-) -> Echoing | PromptEcho | None:
+def reader_of(rotary: Rotary, layer: int, config: H2OConfig, prompt: int) -> PromptEcho | None:
     """What `simulate` takes, of a layer of a model. `prompt`: tokens of the longest prompt. None
     where they are all sinks or a single one, whose scores echo does not change."""
-    if config.by_echo:
-        return Echoing(EchoScores(rotary, layer, config.kv_dtype))
-    if prompt <= max(1, config.sinks):
-        return None
-    return PromptEcho(rotary, layer, config.policy)
+    return PromptEcho(rotary, layer, config.policy) if prompt > max(1, config.sinks) else None
 
 
 def simulate(
     text: NewTokens,
     prompts: Sequence[int],
     by_row: list[list[tuple[int, int]]],
-    reader: Echoing | PromptEcho,
+    reader: PromptEcho,
     policy: Policy,
     kv_dtype: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:

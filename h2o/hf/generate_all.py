@@ -106,9 +106,9 @@ def generate_all(
             raise ValueError(f"{name} is {value!r}: wanted a whole number of at least 1")
     if isinstance(prompts, str | Mapping):
         raise ValueError(f"prompts is a single {type(prompts).__name__}: give a list of prompts")
-    if bytes is not None and (config.needs_prompt_length or config.shares_by_rank):
+    if bytes is not None and (config.needs_prompt_length or config.shares_by_echo):
         raise ValueError(
-            "a row's bytes depend on its prompt where budgets are fractions or shared by rank: "
+            "a row's bytes depend on its prompt where budgets are fractions or shared by echo: "
             "give heavy and recent as numbers of tokens, without such shares, or the number of rows"
         )
     RowBatch(model, config, 1, compileable)  # refuses what cannot be served

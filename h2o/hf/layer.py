@@ -69,7 +69,7 @@ class H2OLayer(LayerContents):
         self.traced = trace
         self.record_past = False  # transformers' name for it
         self.part = tensor_parallel.WHOLE  # which part of the model's heads this process has
-        self.one_budget: OneBudget | None = None  # of layers that share by rank
+        self.one_budget: OneBudget | None = None  # of layers that share by echo
         self.prompt_scores: PromptScores | None = None
         self.reset()
 
@@ -219,12 +219,10 @@ class H2OLayer(LayerContents):
         )  # fmt: skip
         scores_before = None if unscored is None else unscored.scores.clone()
         try:
-            out, scores = self._attend_and_score(tokens, unscored)
-            echo = None
+            out, scores = self._attention(tokens, unscored)
+            claims = None
             if self.prompt_scores is not None and unscored is None:
-                scores, echo = self.prompt_scores(tokens, scores)
-            by_echo = self.config.shares == "echo"
-            claims = echo if by_echo else None
+                scores, claims = self.prompt_scores(tokens, scores)
             prompt = Prompt(
                 tokens.key, tokens.value, tokens.mask, scores, claims, counts, Q, tokens.mask,
                 budget.by_row, budget.raised, budget.floored,
@@ -233,7 +231,7 @@ class H2OLayer(LayerContents):
                 keys, values, mask = slot_layout.together(unscored, *prompt[:3])
                 scores = torch.cat([unscored.scores, scores], dim=2)
                 prompt = prompt._replace(keys=keys, values=values, mask=mask, scores=scores)
-            if self.one_budget is None or (by_echo and claims is None):
+            if self.one_budget is None or claims is None:
                 self.store(prompt, budget.by_row)
             else:
                 self.one_budget.take(self, prompt)
@@ -262,13 +260,7 @@ class H2OLayer(LayerContents):
     def _attend_and_evict(self, tokens: NewTokens, slots: ops.Slots) -> Tensor:
         """Attends over the slots and the new tokens, and keeps what the budget has room for of
         both."""
-        return evicting(lambda: self._attend_and_score(tokens, slots), tokens, slots, self.policy)
-
-    def _attend_and_score(
-        self, tokens: NewTokens, slots: ops.Slots | None
-    ) -> tuple[Tensor, Tensor]:
-        """Output [B, Q, H, D] and scores [B, G, Q] of the new keys."""
-        return self._attention(tokens, slots)
+        return evicting(lambda: self._attention(tokens, slots), tokens, slots, self.policy)
 
     def hold(
         self, keys: Tensor, values: Tensor | None, mask: Tensor, scores: Tensor,
@@ -328,6 +320,7 @@ class H2OLayer(LayerContents):
         return step
 
     def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
+        """Output [B, Q, H, D] and scores [B, G, Q] of the new keys."""
         return attention(tokens, slots, self.policy)
 
     # ---- Going back ---------------------------------------------------------------------------

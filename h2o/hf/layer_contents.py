@@ -42,8 +42,6 @@ class LayerContents(CacheLayerMixin):
     supports_early_init = False
     shared = False
     """Whether the keys are the values too, so that the slots have no values."""
-    asked: Tensor | None = None
-    """[B, H, n, D or bytes], queries of each row's last tokens; of an `EchoLayer`"""
 
     config: H2OConfig
     layer_idx: int
@@ -224,8 +222,6 @@ class LayerContents(CacheLayerMixin):
             changed = {name: None if x is None else change(x) for name, x in rows.items()}
             self._hold(self.slots._replace(**changed), self.capacity)
             self.last = None  # of other rows
-            if self.asked is not None:
-                self.asked = change(self.asked)
             if self.trace is not None:
                 self.trace.each(change)
 

@@ -25,9 +25,6 @@ _NUMBERS = (
 )  # fmt: skip
 """Of an `H2OLayer`, beside its slots, their capacity and the trace."""
 
-_ASKED = "asked"
-"""The queries that an `EchoLayer` remembers."""
-
 _SLOTS, _STATES = "slots.", "states."  # what names of tensors begin with
 
 _TRACE = {"trace.real": "real", "trace.left": "evicted_after"}
@@ -70,8 +67,6 @@ def keys_of(layer: Any) -> State:
     if layer.trace is not None:
         trace = {name: getattr(layer.trace, field) for name, field in _TRACE.items()}
         tensors |= _named("", trace)
-    if layer.asked is not None:
-        tensors[_ASKED] = layer.asked
     numbers = {name: getattr(layer, name) for name in _NUMBERS}
     return State(tensors, numbers | {"widest": layer.capacity.widest})
 
@@ -112,8 +107,6 @@ def restore_keys(layer: Any, state: State) -> None:
     for name in _NUMBERS:
         setattr(layer, name, numbers[name])
     layer.row_size, layer.part = tuple(layer.row_size), tuple(layer.part)
-    if _ASKED in state.tensors:
-        layer.asked = state.tensors[_ASKED]
     if layer.trace is not None:
         for name in _TRACE.keys() & state.tensors.keys():
             setattr(layer.trace, _TRACE[name], state.tensors[name])

@@ -18,9 +18,6 @@ from h2o.errors import Unsupported
 from h2o.hf import model_rotary
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
-from h2o.hf.echo_forms import EchoOtherHeadsLayer, EchoSharedKeysLayer
-from h2o.hf.echo_layer import EchoLayer
-from h2o.hf.echo_scores import EchoScores, echo_rotary
 from h2o.hf.latent_layer import LatentLayer
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states, kind_of
@@ -75,22 +72,13 @@ def layers_of(
         if reason := model_rotary.refusal(config, windows="sliding" in kinds):
             raise Unsupported(f'positions="rolled" cannot serve {config.model_type}: {reason}')
         rotary = Rotary(config)
-    if h2o_config.by_echo:
-        rotary = echo_rotary(config)
     placed = list(layers)
     for index, layer in enumerate(layers):
         if kind_of(layer) != "h2o":
             continue
         arguments = [h2o_config.for_layer(index, len(layers)), index, pass_state]
         layer_class: Any = CompileableLayer if compileable else H2OLayer
-        more: dict[str, Any] = {"trace": trace}
-        if h2o_config.by_echo and rotary is not None:
-            layer_class, more["echo"] = EchoLayer, EchoScores(rotary, index, h2o_config.kv_dtype)
-            if width is not None:
-                layer_class = functools.partial(EchoOtherHeadsLayer, width=width)
-            elif index in shared:
-                layer_class = functools.partial(EchoSharedKeysLayer, reused_by=shared[index])
-        elif rotary is not None and rotary.turns(index):
+        if rotary is not None and rotary.turns(index):
             layer_class = CacheRelativeLayer
             arguments.append(rotary)
         elif latent:
@@ -101,21 +89,21 @@ def layers_of(
             layer_class = functools.partial(SharedKeysLayer, reused_by=shared[index])
         if has_states(layer):
             layer_class = with_states(layer_class, layer.number_of_states)
-        placed[index] = layer_class(*arguments, **more)
+        placed[index] = layer_class(*arguments, trace=trace)
     h2o_layers = [x for x in placed if isinstance(x, H2OLayer)]
-    if h2o_config.shares_by_rank:
-        _share_by_rank(h2o_layers, h2o_config, config)
+    if h2o_config.shares_by_echo:
+        _share_by_echo(h2o_layers, config)
     if (rotary := rotary_for(config, h2o_config)) is not None:
         for x in h2o_layers:
             x.prompt_scores = PromptEcho(rotary, x.layer_idx, x.policy).scores
     return placed
 
 
-def _share_by_rank(layers: list[H2OLayer], h2o_config: H2OConfig, config: Any) -> None:
+def _share_by_echo(layers: list[H2OLayer], config: Any) -> None:
     """Gives layers the one budget that they share."""
     alike = _alike(config, [layer.layer_idx for layer in layers])
     configs = {layer.layer_idx: layer.config for layer in layers}
-    one_budget = OneBudget(configs, within_layer=h2o_config.shares == "layer", alike=alike)
+    one_budget = OneBudget(configs, alike=alike)
     for layer in layers:
         layer.one_budget = one_budget
 
@@ -163,7 +151,6 @@ def _refuse_compiling(kinds: set[str], h2o_config: H2OConfig, trace: bool) -> No
         "layers with a sliding window, which grow as they go": "sliding" in kinds,
         "layers for images, whose keys are transformers' own": "cross" in kinds,
         'positions="rolled", whose angles are looked up anew': h2o_config.positions != "original",
-        'rank_by="echo", whose steps are several operations': h2o_config.by_echo,
         "trace=True, whose record grows": trace,
     }
     for reason, holds in reasons.items():

@@ -16,7 +16,6 @@ from h2o.borrowed import StatesAndKeysLayer, StatesLayer
 from h2o.hf import states
 from h2o.hf.cache_relative import CacheRelativeLayer
 from h2o.hf.compiled import CompileableLayer
-from h2o.hf.echo_layer import EchoLayer
 from h2o.hf.layer import H2OLayer
 
 __all__ = ["with_states"]
@@ -66,14 +65,10 @@ class _CacheRelativeLayer(_States, CacheRelativeLayer, StatesAndKeysLayer): ...
 class _CompileableLayer(_States, CompileableLayer, StatesAndKeysLayer): ...
 
 
-class _EchoLayer(_States, EchoLayer, StatesAndKeysLayer): ...
-
-
 _CLASSES = {
     H2OLayer: _H2OLayer,
     CacheRelativeLayer: _CacheRelativeLayer,
     CompileableLayer: _CompileableLayer,
-    EchoLayer: _EchoLayer,
 }
 
 

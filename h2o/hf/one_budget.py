@@ -1,18 +1,20 @@
-"""One budget for all heads: a prompt's slots go to the highest ranks, of whichever head.
+"""One budget for all heads: a prompt's slots go to the keys of the highest echo, of whichever head.
 
-With `shares="scores"` of all layers and heads of a row together, with "layer" of the heads of each
-layer (compare Feng et al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its
-sinks and recent keys. What all have room for beyond that goes to the highest ranks, and how many
-each has got is its budget from then on. A prompt that comes in chunks is its first one here: with
-that the choice is made, and later chunks find the budgets as they have become.
+With `shares="echo"` the places of all layers and heads of a row are dealt together (compare Feng et
+al., "Ada-KV", 2024, and Kim et al., "KVzip", 2025). Each head keeps its sinks and recent keys. What
+all have room for beyond that goes to the keys of the highest echo (`h2o.hf.prompt_echo`), the keys'
+claims. How many places a head has got is its budget from then on, and the highest ranks of the head
+fill them. A prompt that comes in chunks is its first one here: with that the choice is made, and
+later chunks find the budgets as they have become.
 
-The choice needs the ranks of all layers, but not all of their keys. A row has N places; of what is
-read, call its N-th highest rank the bar. Below it N keys are better than a key, and later layers
-can only add more, so that it will never be chosen: its key and value are forgotten at once, and its
-score stays, since what is evicted counts. The bar never falls. So while a prompt is read there
-are held, of the layers read before, at most N keys of each row and what ties with the last, and
-an eighth more (`ROOM`), besides what each head keeps anyway. Where keys merge, a mean decays or
-layers differ in heads or sizes all of the prompt is held.
+The choice needs the claims of all layers, but not all of their keys. A row has N places; of what is
+read, call its N-th highest claim the bar. It never falls, since later layers can only add claims. A
+head wins at most as many places as it has claims above the bar. Of the keys beyond its own it needs
+so many of the highest rank; the others' keys and values are forgotten at once, and their scores
+stay, since what is evicted counts. So while a prompt is read there are held, of the layers read
+before, at most N keys of each row and what ties with the last, and an eighth more (`ROOM`), besides
+what each head keeps anyway. Where keys merge, a mean decays or layers differ in heads or sizes all
+of the prompt is held.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
 M keys of all rows and heads of a layer that are held.
@@ -57,7 +59,7 @@ class Prompt(NamedTuple):
     scores: Tensor
     """[B, G, K] float32"""
     claims: Tensor | None
-    """[B, G, K] float32, by which the places of all heads are dealt; None: by the keys' ranks"""
+    """[B, G, K] float32, by which the places of all heads are dealt; None: each head has its own"""
     counts: list[int]
     """Tokens of each row"""
     columns: int
@@ -79,18 +81,18 @@ moves what they hold."""
 class OneBudget:
     """Shared by the layers of a cache: takes their prompts, and gives them back with budgets."""
 
-    def __init__(self, configs: dict[int, H2OConfig], *, within_layer: bool, alike: bool) -> None:
+    def __init__(self, configs: dict[int, H2OConfig], *, alike: bool) -> None:
         """`configs`: of the layers that share, which are `alike` if they have as many heads of the
         same size, so that the first one tells how many places all will have."""
-        self.configs, self.within_layer, self.alike = configs, within_layer, alike
+        self.configs, self.alike = configs, alike
         self.first, self.last = min(configs, default=-1), max(configs, default=-1)
         self.forget()
 
     def forget(self) -> None:
         """Of a pass that broke off."""
         self.waiting: dict[int, _Waiting] = {}
-        self.places: list[int] = []  # that all layers of each row have for their highest ranks
-        self.best: list[Tensor] = []  # of each row, so many of the ranks read, or all
+        self.places: list[int] = []  # that all layers of each row have for their highest claims
+        self.best: list[Tensor] = []  # of each row, so many of the claims read, or all
         self.left = 0  # keys, after the bar was applied to all layers
 
     @property
@@ -99,20 +101,17 @@ class OneBudget:
         return sum(x.keys_held for x in self.waiting.values())
 
     def take(self, layer: Any, prompt: Prompt) -> None:
-        """The prompt of an `H2OLayer`. With the last one all are stored.
+        """The prompt of an `H2OLayer`, with claims. With the last one all are stored.
 
         Raises:
             Unsupported: this process has a part of the heads only.
         """
         if layer.part != tensor_parallel.WHOLE:
             raise Unsupported(
-                f'shares="{layer.config.shares}" does not support a model that is cut over several '
-                'processes: use H2OConfig.robust(budget, of="bytes")'
+                'shares="echo" does not support a model that is cut over several processes: use '
+                'H2OConfig.robust(budget, of="bytes")'
             )
         new = _Waiting(layer, prompt)
-        if self.within_layer:
-            _share([new], new.spare)
-            return
         if layer.layer_idx == self.first:
             self.forget()
             if self.alike:
@@ -140,11 +139,11 @@ class OneBudget:
             self.places = [x + y for x, y in zip(self.places, left, strict=True)]
 
     def _drop(self, new: _Waiting) -> None:
-        """Raises the bar by the ranks of a layer, and drops what lies below it."""
-        ranks = new.claims.masked_fill(new.spared, -math.inf).flatten(1)
+        """Raises the bar by the claims of a layer, and drops what cannot be kept."""
+        claims = new.claims.masked_fill(new.spared, -math.inf).flatten(1)
         bar = []
         for b, places in enumerate(self.places):
-            best = torch.cat([self.best[b], ranks[b].to(self.best[b].device)])
+            best = torch.cat([self.best[b], claims[b].to(self.best[b].device)])
             if len(best) > places:
                 best = best.topk(places, sorted=False).values
             self.best[b] = best
@@ -182,7 +181,8 @@ class _Waiting:
         self.floor, self.spare = parted(each_head(prompt.by_row, G), sinks, least)
         positions, tokens = positions_in(prompt.mask, prompt.scores)
         self.ranks = _ranks(prompt, positions, tokens, layer.policy)
-        self.claims = self.ranks if prompt.claims is None else prompt.claims
+        assert prompt.claims is not None
+        self.claims = prompt.claims
         self.spared = _spared(positions, tokens, sinks, self.floor)
         self.lowest = self._spare_own()  # [B, G, 1], rank of the last key that is a head's own
         self.held: Tensor | None = None  # [B, G, K], whose rows `prompt` has, [M, D]; None: all
@@ -252,7 +252,7 @@ otherwise than is done here."""
 
 
 def _share(waiting: list[_Waiting], places: list[int]) -> None:
-    """Stores the prompts of layers, of which each row has so many places for the highest ranks.
+    """Stores the prompts of layers, of which each row has so many places for the highest claims.
 
     The list is empty afterwards: what is stored is not held twice.
     """
@@ -282,14 +282,15 @@ def positions_in(mask: Tensor | None, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ranks(prompt: Prompt, positions: Tensor, tokens: Tensor, policy: Policy) -> Tensor:
-    """[B, G, K]: the score, or what the policy makes of it."""
+    """[B, G, K]: the score, or what the policy makes of it. NaN is the lowest: such a key
+    is evicted first."""
     ranks = prompt.scores
     if policy.rank_by == "mean":
         ranks = ranks / policy.queries_of(positions, tokens)
     if policy.value_weighted:
         values = prompt.keys if prompt.values is None else prompt.values
         ranks = ranks * values.float().norm(dim=-1)
-    return ranks
+    return ranks.masked_fill(ranks.isnan(), -math.inf)
 
 
 def _spared(positions: Tensor, tokens: Tensor, sinks: int, budgets: Budgets) -> Tensor:
@@ -330,17 +331,17 @@ def parted(
     return first, left
 
 
-def won(places: list[int], kept: list[Tensor], ranks: list[Tensor]) -> list[list[list[int]]]:
+def won(places: list[int], kept: list[Tensor], claims: list[Tensor]) -> list[list[list[int]]]:
     """How many more keys each layer keeps of each row and head, where a row has so many places.
 
-    `kept`, `ranks`: [B, G, K] of each layer, what is kept or no key, and ranks from 0 on.
+    `kept`, `claims`: [B, G, K] of each layer, what is kept or no key, and claims from 0 on.
     """
     counted = []
     heads, device = [x.shape[1] for x in kept], kept[0].device  # layers may lie on several
     for b, count in enumerate(places):
         unkept = [
             x[b].masked_fill(kept_of[b], -1.0).to(device)
-            for x, kept_of in zip(ranks, kept, strict=True)
+            for x, kept_of in zip(claims, kept, strict=True)
         ]
         waiting = torch.cat(unkept)
         candidates = int((waiting >= 0).sum())

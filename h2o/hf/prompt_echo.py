@@ -1,7 +1,7 @@
 """`rank_by="mean-echo"`: attention of a prompt is given out anew, to the keys that echo finds.
 
 The mean attention of a key tells what the next words will need, and nothing of what a later
-question will ask for; echo (`h2o.hf.echo_scores`) tells of that, and less of the next words. So in
+question will ask for; echo (`h2o.hf.echo`) tells of that, and less of the next words. So in
 the first forward pass of a cache the attention that the keys of a head have received, but for the
 sinks, is added up, and `PART` of it given out anew: each key's mean attention from that is
 proportional to its echo. The sum stays, and so do the units. What follows is added to these scores
@@ -10,7 +10,11 @@ as to any others: keys that were found compete with new tokens by the mean, and 
 Where queries cannot be rotated on the scores stay as they are: without rotary positions, with
 cache-relative ones, in keys that were taken over from a DynamicCache.
 
-Shape letters: B batch rows, G key/value heads, Q columns of the prompt.
+Each query of a prompt of n tokens is asked again n positions later: it is the first one, rotated;
+where a layer has no rotary positions it is the first one itself.
+
+Shape letters: B batch rows, H query heads, G key/value heads, Q columns of the prompt, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -25,12 +29,13 @@ from h2o import ops
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.echo_scores import EchoScores, as_stored, echo_rotary
+from h2o.hf.echo import largest
 from h2o.hf.layer_kinds import full_layers
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import positions_in
-from h2o.model_identity import describe
+from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
+from h2o.quantisation import dequantised, stored_like
 
 __all__ = ["PART", "PromptEcho", "not_dealt", "rotary_for", "served_as"]
 
@@ -49,8 +54,10 @@ def not_dealt(config: Any) -> str:
     heads = len(full_layers(text)) * describe(config).get("num_key_value_heads", 1)
     if heads < FEWEST_HEADS:
         return f"it has {heads} key/value heads with full attention, and {FEWEST_HEADS} are needed"
+    if latent_row(config):
+        return "its keys are latents, each one for all heads"
     try:
-        echo_rotary(config)
+        Rotary(config, asked='shares="echo"')
     except Unsupported as error:
         return str(error).partition(": ")[2] or str(error)
     return ""
@@ -70,10 +77,10 @@ def served_as(config: Any, h2o_config: H2OConfig) -> tuple[H2OConfig, str]:
 def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
     """Of a model with this config; None where prompts keep the scores that attention gives."""
     asked = h2o_config.rank_by == "mean-echo" and h2o_config.positions == "original"
-    if not asked:
+    if not asked or latent_row(config):  # a latent has no query that finds it alone
         return None
     try:
-        return echo_rotary(config)
+        return Rotary(config, asked='rank_by="mean-echo"')
     except Unsupported:
         return None
 
@@ -83,7 +90,7 @@ class PromptEcho:
 
     def __init__(self, rotary: Rotary, layer: int, policy: Policy) -> None:
         """`rotary`: the model's. `policy`: `H2OConfig.policy`, whose `rank_by` is "mean"."""
-        self.echo, self.policy = EchoScores(rotary, layer, None), policy
+        self.rotary, self.is_rotated, self.policy = rotary, rotary.turns(layer), policy
 
     def scores(self, tokens: NewTokens, received: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and echo of the tokens of a first pass, each [B, G, Q] float32, from the attention
@@ -91,12 +98,36 @@ class PromptEcho:
         positions, count = positions_in(tokens.mask, received)
         is_sink = positions < self.policy.sinks  # or a pad
         queries = self.policy.queries_of(positions, count)
-        echo = self.echo.of_prompt(tokens)
+        echo = self.echo(tokens)
         weights = (echo * queries).masked_fill(is_sink, 0.0)
         pool = received.masked_fill(is_sink, 0.0).sum(-1, keepdim=True)
         total = weights.sum(-1, keepdim=True)
         anew = torch.where((total > 0) & ~is_sink, weights / total * pool, received)
         return received + PART * (anew - received), echo
+
+    def echo(self, tokens: NewTokens) -> Tensor:
+        """[B, G, Q] float32 of the tokens of a first pass; 0 at a pad."""
+        B, G, Q, _ = tokens.key.shape
+        echo = torch.zeros(B, G, Q, dtype=torch.float32, device=tokens.key.device)
+        longest = self._longest(tokens)
+        for b in range(B):
+            real = slice(None) if tokens.mask is None else tokens.mask[b].bool()
+            query, key = tokens.query[b][:, real], tokens.key[b][:, real]
+            n = query.shape[1]
+            angles = None
+            if self.is_rotated and n:
+                angles = self.rotary.shift(n, longest).to(query.device)
+            echo[b, :, real] = largest(
+                self.rotary.halves(query), self.rotary.halves(key), angles,
+                scale=tokens.scale, softcap=tokens.softcap, sink_logits=tokens.sink_logits,
+            )  # fmt: skip
+        return echo
+
+    def _longest(self, tokens: NewTokens) -> int:
+        """Tokens of the longest row, where angles depend on them; else 0."""
+        if not (self.is_rotated and self.rotary.by_length):
+            return 0
+        return tokens.key.shape[2] if tokens.mask is None else int(tokens.mask.sum(1).max())
 
     def received(self, tokens: NewTokens) -> Tensor:
         """[B, G, Q] float32, the attention that the tokens of a first pass receive."""
@@ -116,3 +147,16 @@ class PromptEcho:
             *tokens[:3], slots, mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
             sink_logits=tokens.sink_logits, policy=self.policy,
         )  # fmt: skip
+
+
+def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
+    """New tokens as they are read from the slots."""
+    if slots.keys.dtype != torch.uint8 or tokens.value is None:
+        return tokens
+
+    def read_back(x: Tensor, store: Any) -> Tensor:
+        return dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype)
+
+    return tokens._replace(
+        key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)
+    )

@@ -39,11 +39,10 @@ def pruned(
     attention: list[Tensor],
     largest: list[Tensor],
     by_attention: float,
-    recent: int | None = RECENT,
 ) -> H2OCache:
     """What the budget keeps of `full_cache`, which is empty afterwards.
 
-    Of each head's budget sinks and the newest `recent` keys come first; `by_attention` of the rest
+    Of each head's budget sinks and the newest `RECENT` keys come first; `by_attention` of the rest
     goes to the highest ranks by the config's own policy. What all heads of all layers have left
     goes to the largest of `largest`. Later each head keeps its newest `LATER_RECENT`.
 
@@ -53,8 +52,6 @@ def pruned(
         attention, largest: [B, G, K] float32 of each of its H2O layers: scores by that policy, and
             the largest attention of any one query, which is the score from then on.
         by_attention: in [0, 1].
-        recent: at most so many of the recent keys that the config has; None: all of these, and as
-            many later.
     """
     cache = H2OCache(model_config, config.after_reading)
     layers = [
@@ -66,7 +63,7 @@ def pruned(
     for (source, layer), scores in zip(layers, attention, strict=True):
         held = _Held.of(source)
         budgets = _budgets_of(layer, source, held.mask)
-        first_budget, left = parted(budgets, config.sinks, config.floor, by_attention, recent)
+        first_budget, left = parted(budgets, config.sinks, config.floor, by_attention, RECENT)
         wanted.append(budgets)
         first.append(first_budget)
         kept.append(_kept(held, scores, config.policy, first_budget))
@@ -85,8 +82,7 @@ def pruned(
         # What is kept by attention ranks above all others, whose scores are at most 1.
         layer.hold(*_Held.of(source), scores + 2.0 * chosen, budget, source)
         layer.slots.scores.sub_(2.0 * (layer.slots.scores >= 2.0))
-        if recent is not None:
-            _set_budgets(layer.slots, _later(budget, budgets))
+        _set_budgets(layer.slots, _later(budget, budgets))
         source.empty()
     return cache
 

@@ -3,9 +3,8 @@
 What a later question will ask for often gets no attention while the document is read, and a ranking
 by attention evicts it. So the model repeats the document with all keys still there: what it looks
 up to write each token again is what an answer would look up (Kim et al., "KVzip", NeurIPS 2025,
-arXiv:2505.23416); or its own queries are asked once more, which takes no second forward pass
-(`h2o.hf.echo`). Then the cache is pruned once (`h2o.hf.pruning`), the slots of all layers and heads
-going to the largest of these weights.
+arXiv:2505.23416). Then the cache is pruned once (`h2o.hf.pruning`), the slots of all layers and
+heads going to the largest of these weights.
 
 Shape letters: B batch rows, G key/value heads, N columns of the document, Q of one forward pass,
 K tokens of the longest row. A column is an index in the padded batch.
@@ -16,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +26,10 @@ from h2o.errors import Unsupported
 from h2o.hf import slot_layout, states, tensor_parallel
 from h2o.hf.angles import AnglesByLength
 from h2o.hf.cache import H2OCache
-from h2o.hf.echo import Echo
 from h2o.hf.layer import H2OLayer
 from h2o.hf.layer_kinds import has_states
 from h2o.hf.patch_lock import input_device
-from h2o.hf.pruning import RECENT, pruned
+from h2o.hf.pruning import pruned
 from h2o.hf.tuned_prompts import check_no_tuned_prompt
 from h2o.policy import Policy
 
@@ -40,10 +38,7 @@ if TYPE_CHECKING:
 
     from h2o.config_fields import ConfigFields
 
-__all__ = ["CHUNK", "REPEAT", "ScoredBy", "read"]
-
-ScoredBy = Literal["repeat", "echo"]
-"""What tells which keys a later question may need."""
+__all__ = ["CHUNK", "REPEAT", "read"]
 
 REPEAT = "\n\nRepeat the previous context exactly.\n"
 """What asks for the repetition; the paper's words."""
@@ -61,9 +56,8 @@ def read(
     *,
     tokenizer: Any = None,
     attention_mask: Tensor | None = None,
-    scored_by: ScoredBy = "repeat",
     repeat: str | Tensor = REPEAT,
-    by_attention: float | None = None,
+    by_attention: float = 0.5,
     progress: Callable[[int, int], Any] | None = None,
     **parameters: Unpack[ConfigFields],
 ) -> H2OCache:
@@ -84,12 +78,6 @@ def read(
     8 from then on, when the cache ranks by the largest attention. Until the cut every key of the
     document is held in the model's dtype, and the time is that of a prompt more than twice as long.
 
-    With `scored_by="echo"` nothing is repeated, and no tokenizer is needed. The queries of the
-    document itself are asked again as if they stood behind it, and a key's attention is that from
-    its own token and the four before it (`h2o.hf.echo`). This takes about the time that attention
-    takes in a prompt, and until the cut every query is held too. The config's recent keys are all
-    kept. Models of rotary positions only.
-
     Args:
         model: a causal language model of transformers with attn_implementation="h2o".
         input_ids: [B, N] of the document, as the later prompts begin: with a chat template, if
@@ -97,12 +85,10 @@ def read(
         h2o_config, parameters: as for `H2OCache`; fractions are of the document.
         tokenizer: for `repeat`, where that is a text.
         attention_mask: [B, N], 0 at a pad.
-        scored_by: what says which keys later questions may need: "repeat" or "echo".
         repeat: what asks for the repetition: a text, or token ids [n].
-        by_attention: part of the budget, in [0, 1], for the config's own policy; None: 0.5 with
-            "repeat", 0 with "echo". Less of it finds more and loses more of the next words: at 4%
-            of the bytes 0.5, 0.25 and 0 found .58, .65 and .69 of 26 facts, and lost .32, .35 and
-            .46 nats a token after other texts.
+        by_attention: part of the budget, in [0, 1], for the config's own policy. Less of it finds
+            more and loses more of the next words: at 4% of the bytes 0.5, 0.25 and 0 found .58, .65
+            and .69 of 26 facts, and lost .32, .35 and .46 nats a token after other texts.
         progress: called with the columns read so far and the columns to read.
 
     Returns:
@@ -110,22 +96,17 @@ def read(
 
     Raises:
         Unsupported: cache-relative positions; prompt tuning; a model that is cut over several
-            processes, or that "echo" does not serve.
+            processes.
         ValueError: no tokenizer for a text; a mask of another shape; `by_attention` out of range;
-            another `scored_by`; a document that leaves none of the model's positions for its
-            repetition.
+            a document that leaves none of the model's positions for its repetition.
     """
-    if scored_by not in get_args(ScoredBy):
-        raise ValueError(f"scored_by is {', '.join(get_args(ScoredBy))}, not {scored_by!r}")
-    if by_attention is None:
-        by_attention = 0.5 if scored_by == "repeat" else 0.0
     if not 0 <= by_attention <= 1:
         raise ValueError(f"by_attention is {by_attention}, wanted a part of the budget in [0, 1]")
     check_no_tuned_prompt(model, "h2o.read")
     config = one_config(h2o_config, parameters).for_model(model)
     if config.positions != "original":
         raise Unsupported('positions="rolled" does not go with h2o.read: its keys are not rotated')
-    request = None if scored_by == "echo" else _request(repeat, tokenizer).to(input_device(model))
+    request = _request(repeat, tokenizer).to(input_device(model))
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if mask.shape != input_ids.shape or input_ids.ndim != 2:
         raise ValueError(
@@ -133,23 +114,13 @@ def read(
             "[B, N]"
         )
     ids, mask = input_ids.to(input_device(model)), mask.bool().to(input_device(model))
-    if request is None:
-        reader = _Reader(model, ids, mask, 1, progress)
-        reader.check_angles(request)
-        echo = Echo(model, mask)
-        with echo.recording(reader.layers):
-            attention = reader.document(config.policy)
-        others = _other_layers(reader.cache)
-        largest = [echo.scores(layer) for layer in reader.layers]
-    else:
-        reader = _Reader(model, ids, mask, 2, progress)
-        at_once = reader.tokens_repeated(request.shape[1])  # which may refuse
-        reader.check_angles(request)
-        attention = reader.document(config.policy)
-        others = _other_layers(reader.cache)
-        largest = reader.repetition(request, at_once, others)
-    recent = None if scored_by == "echo" else RECENT
-    cache = pruned(reader.cache, model.config, config, attention, largest, by_attention, recent)
+    reader = _Reader(model, ids, mask, progress)
+    at_once = reader.tokens_repeated(request.shape[1])  # which may refuse
+    reader.check_angles(request)
+    attention = reader.document(config.policy)
+    others = _other_layers(reader.cache)
+    largest = reader.repetition(request, at_once, others)
+    cache = pruned(reader.cache, model.config, config, attention, largest, by_attention)
     _put_other_layers(cache, others)
     return cache
 
@@ -175,21 +146,19 @@ class _Reader:
     """A document in a cache that holds all of it."""
 
     def __init__(
-        self, model: Any, ids: Tensor, mask: Tensor, passes: int,
-        progress: Callable[[int, int], Any] | None,
+        self, model: Any, ids: Tensor, mask: Tensor, progress: Callable[[int, int], Any] | None
     ) -> None:  # fmt: skip
         self.model, self.ids, self.mask = model, ids, mask
-        self.columns = passes * ids.shape[1]
+        self.columns = 2 * ids.shape[1]
         self.cache = H2OCache(model.config, H2OConfig.full())
         self.layers = [x for x in self.cache.layers if isinstance(x, H2OLayer)]
         self.progress = progress or (lambda done, total: None)
 
-    def check_angles(self, request: Tensor | None) -> None:
+    def check_angles(self, request: Tensor) -> None:
         """Raises Unsupported where the passes would not all have the same rotary angles."""
         N, angles = self.ids.shape[1], AnglesByLength(self.model)
         ends = [min(N, begin + CHUNK) for begin in range(0, N, CHUNK)]
-        if request is not None:
-            ends += [N + request.shape[1] + min(N, CHUNK + OVERLAP)]
+        ends.append(N + request.shape[1] + min(N, CHUNK + OVERLAP))
         if len({angles.regime(end) for end in ends}) > 1:
             raise Unsupported(
                 f"the rotary angles of this model change within the {ends[-1]} tokens of this "
@@ -247,8 +216,8 @@ class _Reader:
             raise ValueError(
                 f"input_ids: a document of {tokens} tokens is repeated behind itself, and the "
                 f"model has {positions} positions: give at most "
-                f'{positions - request - OVERLAP - 1} tokens, or scored_by="echo" (models of '
-                "rotary positions), which repeats nothing"
+                f"{positions - request - OVERLAP - 1} tokens, or read it once into an H2OCache "
+                "with H2OConfig.echo"
             )
         return at_once
 

@@ -157,13 +157,10 @@ class SharedKeysLayer(H2OLayer):
         return super()._step(tokens, slots, out, **rotary)
 
     def _attention(self, tokens: NewTokens, slots: ops.Slots | None) -> tuple[Tensor, Tensor]:
-        self._note(tokens, slots, rows=self.holds_new and not self.unscored)
-        return super()._attention(tokens, slots)
-
-    def _note(self, tokens: NewTokens, slots: ops.Slots | None, *, rows: bool) -> None:
-        """What later layers attend to; `rows`: whether keys will be overwritten."""
-        before = None if slots is None else _copy(slots, rows=rows)
+        overwrites = self.holds_new and not self.unscored
+        before = None if slots is None else _copy(slots, rows=overwrites)
         self._attended = _Attended(tokens, before, in_step=False)
+        return super()._attention(tokens, slots)
 
 
 def _copy(slots: ops.Slots, *, rows: bool) -> ops.Slots:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,22 @@ class SharedPlaces:
         self._configs, self._rotary = configs, rotary
         self._here = threading.local()
 
+    @classmethod
+    def of(
+        cls,
+        budgets: Sequence[H2OConfig | None],
+        prompt_length: int | Sequence[int],
+        rotary: Rotary | None,
+    ) -> SharedPlaces | None:
+        """Of the layers' configs; None where budgets do not depend on all layers. A prompt of one
+        token, or of sinks alone, has no places to deal."""
+        configs = {i: x for i, x in enumerate(budgets) if x is not None}
+        shares = [x for x in configs.values() if x.shares_by_echo]
+        longest = max(prompt_length) if isinstance(prompt_length, Sequence) else prompt_length
+        if rotary is None or not shares or longest <= max(1, shares[0].sinks):
+            return None
+        return cls(configs, rotary)
+
     @property
     def is_reading(self) -> bool:
         """Whether this thread's forward pass gathers claims, and evicts nothing."""
@@ -50,7 +66,7 @@ class SharedPlaces:
             if self.is_reading:
                 return
             self._here.budgets = {}
-            self._here.one_budget = OneBudget(self._configs, within_layer=False, alike=False)
+            self._here.one_budget = OneBudget(self._configs, alike=False)
             try:
                 with torch.no_grad():
                     model(*args, **kwargs)
@@ -69,7 +85,7 @@ class SharedPlaces:
         real = text.key.new_ones(text.key.shape[0], text.key.shape[2], dtype=torch.bool)
         if text.mask is not None:
             real = text.mask.bool()
-        lengths = torch.tensor(prompts, device=real.device)[:, None]
+        lengths = torch.tensor(prompts, dtype=torch.long, device=real.device)[:, None]
         mask = real & (real.cumsum(1) <= lengths)
         tokens = text._replace(mask=mask)
         reader = PromptEcho(self._rotary, layer, config.policy)

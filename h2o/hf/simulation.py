@@ -28,7 +28,6 @@ from h2o.head_budgets import levelled
 from h2o.hf import echo_simulation, tensor_parallel
 from h2o.hf.attention_call import NewTokens, Undifferentiable
 from h2o.hf.attention_hook import Call, attending
-from h2o.hf.echo_scores import echo_rotary
 from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.model_rotary import Rotary
@@ -108,7 +107,7 @@ def simulated(
     if shared and (variant != "h2o" or config.merge is not None):
         what = f"variant {variant!r}" if variant != "h2o" else "merge"
         raise Unsupported(f"{what}: not simulated where layers attend to the keys of others")
-    rotary = echo_rotary(model.config) if config.by_echo else rotary_for(model.config, config)
+    rotary = rotary_for(model.config, config)
     simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass, shared, rotary)
     tracing = latents_traced(unwrapped(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
@@ -134,7 +133,7 @@ class Simulation:
         shared: dict[int, tuple[int, ...]],
         rotary: Rotary | None,
     ) -> None:
-        """`rotary`: of a config that ranks by echo, or prompts by it."""
+        """`rotary`: of a config that ranks prompts by echo."""
         self._budgets, self._variant = budgets, variant
         self._prompt_length, self._ratio_of = prompt_length, ratio_of
         self._evicted_at: dict[int, Tensor] | None = {} if trace else None
@@ -142,23 +141,13 @@ class Simulation:
         self._mass: dict[int, Tensor] | None = {} if mass else None
         self._reuses = {layer: of for of, layers in shared.items() for layer in layers}
         self._rotary = rotary
-        self._places: SharedPlaces | None = None
-        if rotary is not None and self._shares_places(prompt_length):
-            configs = {i: x for i, x in enumerate(budgets) if x is not None}
-            self._places = SharedPlaces(configs, rotary)
+        self._places = SharedPlaces.of(budgets, prompt_length, rotary)
         self._here = threading.local()  # of layers whose keys others attend to, their VisibleKeys
-
-    def _shares_places(self, prompt_length: int | Sequence[int]) -> bool:
-        """Whether budgets depend on all layers: of a prompt of one token they do not."""
-        config = next(filter(None, self._budgets), None)
-        longest = max(prompt_length) if isinstance(prompt_length, Sequence) else prompt_length
-        return config is not None and config.shares == "echo" and longest > max(1, config.sinks)
 
     def dealing(self, model: Any) -> AbstractContextManager[None]:
         """The block within which passes are preceded by one that deals the places of prompts."""
-        return (
-            nullcontext() if self._places is None else self._places.dealt_before(unwrapped(model))
-        )
+        places = self._places
+        return nullcontext() if places is None else places.dealt_before(unwrapped(model))
 
     def layers(self) -> list[int]:
         """The layers that are simulated: those with full attention."""
@@ -308,11 +297,6 @@ def check(
         raise ValueError(
             "a simulation cannot roll positions: in one forward pass every key has one. Use "
             'positions="original", or the real cache (h2o.patched, --protocol drop)'
-        )
-    if config.shares_by_rank and config.shares != "echo":
-        raise ValueError(
-            f'shares="{config.shares}" cannot be simulated: how heads share depends on all ranks '
-            "of a prompt, of layers behind too. Use the real cache (h2o.patched, --protocol drop)"
         )
     plain = (config.policy, config.shares, config.kv_dtype) == (Policy(), None, None)
     if variant != "h2o" and not plain:

@@ -29,7 +29,6 @@ __all__ = [
     "attention_difference",
     "describe",
     "difference",
-    "group_size",
     "key_size",
     "latent_row",
     "of_files",
@@ -87,13 +86,6 @@ def key_size(config: Any) -> tuple[int, int, float]:
     if width := value_width(config):
         rows = 1 + width / D
     return D, 2 if dtype.endswith(("float16", "half")) else 4, rows
-
-
-def group_size(config: Any) -> int:
-    """Query heads that share a key/value head."""
-    shape = describe(config)
-    heads = shape.get("num_attention_heads") or 1
-    return int(heads // (shape.get("num_key_value_heads") or heads))
 
 
 def latent_row(config: Any) -> int | None:

@@ -46,13 +46,9 @@ def config_of(entry: Any, model: Any = None) -> H2OConfig:
         config = _of_pages(config.for_model(model), model, places)
     refused = {
         'positions="rolled"': (config.positions == "rolled", "keys come rotated"),
-        'rank_by="echo"': (
-            config.by_echo,
-            'each step would attend twice; rank_by="mean-echo" has the echo of prompts',
-        ),
         f"shares={config.shares!r:.40}": (
-            config.shares_by_rank,
-            "a layer's page cannot grow by what the others' keys rank; shares=\"shipped\", or a "
+            config.shares_by_echo,
+            'a layer\'s page cannot grow by the echo of other layers; shares="shipped", or a '
             "profile of h2o calibrate, is served",
         ),
         'rank_by="mean-echo" with prompts that are cut after each piece': (

@@ -69,7 +69,7 @@ RULER = {
 """Rows of RULER's tasks, cut short: document and question."""
 ANSWERS = [" blue, as I said", " May"]
 PAIRS = [(context, answer) for context in CONTEXTS for answer in ANSWERS]
-SETTINGS = ["h2o:4+4", "retrieval:0.3", "robust:0.4", "sink:2+5", "echo:0.2", "reread:0.2"]
+SETTINGS = ["h2o:4+4", "robust:0.4", "sink:2+5", "echo:0.2", "reread:0.2"]
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,8 @@ def alone(lm, setting, context, new):
     """A cache that has read the document, what follows it and `new` tokens [1, n], by hand."""
     ids = torch.tensor([lm.tok_encode(context)])
     n = ids.shape[1] - question_tokens(ids[0].tolist(), lm.tokenizer)
-    if setting.scored_by:
-        how = {"scored_by": setting.scored_by, "tokenizer": lm.tokenizer}
-        cache = read(lm.model, ids[:, :n], setting.config, **how)
+    if setting.reads_twice:
+        cache = read(lm.model, ids[:, :n], setting.config, tokenizer=lm.tokenizer)
     else:
         cache = H2OCache(lm.model.config, setting.config, prompt_length=n)
         with torch.no_grad():
@@ -123,7 +122,7 @@ def test_a_token_is_no_document(tokenizer, lm):
 def test_a_budget_that_never_bites_is_the_protocol_drop(lm):
     lm.use(parse("full"), "drop")
     want = numbers(lm, PAIRS)
-    for name in ("full", "h2o:500+0", "retrieval:500"):
+    for name in ("full", "h2o:500+0", "echo:500"):
         lm.use(parse(name), "read")
         got = numbers(lm, PAIRS)
         close(got[0], want[0])
@@ -228,7 +227,7 @@ def test_rows_of_ruler_are_cut_before_their_questions(lm):
     [
         ("mask-local:0.1+0.1", "read", "use protocol=simulate"),
         ("reread:0.1", "drop", "use protocol=read"),
-        ("echo:0.1", "simulate", "use protocol=read"),
+        ("reread:0.1", "simulate", "use protocol=read"),
     ],
 )
 def test_what_does_not_go_together(lm, name, protocol, words):
@@ -244,13 +243,13 @@ def test_tasks_of_ruler(folder, tmp_path):
         [
             sys.executable, "-m", "h2o", "eval", "--tasks", "niah_single_1", "--model", folder,
             "--metadata", '{"max_seq_lengths": [8192]}', "--limit", "2", "--protocol", "read",
-            "--compare", "full,retrieval-bytes:0.5", "-o", tmp_path,
+            "--compare", "full,echo-bytes:0.5", "-o", tmp_path,
         ],
         check=True,
         timeout=600,
     )  # fmt: skip
     cells = json.loads((tmp_path / "compare.json").read_text())["cells"]
-    for cell, setting in zip(cells, ("full", "retrieval-bytes:0.5"), strict=True):
+    for cell, setting in zip(cells, ("full", "echo-bytes:0.5"), strict=True):
         assert (cell["facts"]["setting"], cell["facts"]["protocol"]) == (setting, "read")
         assert list(cell["result"]["metrics"]["niah_single_1"]) == ["8192"]
         assert cell["result"]["requests"] == 2

@@ -43,9 +43,9 @@ def exact(config: H2OConfig) -> H2OConfig:
         ("robust:0.3", "robust", "h2o", H2OConfig.robust(0.3)),
         ("robust:64", "robust", "h2o", H2OConfig.robust(64)),
         ("reread:0.3", "reread", "reread", H2OConfig.robust(0.3)),
-        ("calibrated-reread:64", "calibrated-reread", "reread", H2OConfig.calibrated(64)),
-        ("echo:64", "echo", "echo", H2OConfig.robust(64)),
-        ("echo-bytes:0.1", "echo-bytes", "echo", H2OConfig.robust(0.1, of="bytes")),
+        ("reread-bytes:0.1", "reread-bytes", "reread", H2OConfig.robust(0.1, of="bytes")),
+        ("echo:64", "echo", "h2o", H2OConfig.echo(64)),
+        ("echo-bytes:0.1", "echo-bytes", "h2o", H2OConfig.echo(0.1, of="bytes")),
         (
             "mask-local:0.1+0.1",
             "mask-local",
@@ -91,12 +91,11 @@ def test_parse(text, kind, variant, config):
 
 
 def test_what_h2o_read_makes_is_for_needles():
-    for text, scored_by in (("reread:0.1", "repeat"), ("echo:0.1", "echo"), ("robust:0.1", None)):
-        assert parse(text).scored_by == scored_by
-    assert parse("calibrated-reread:0.1").scored_by == "repeat"
-    assert parse("echo:0.1/sinks=2").config.sinks == 2
-    assert parse("echo:0.1").why_not_dropping == "echo:0.1: h2o.read, for needles and tasks"
-    assert parse("echo:0.1").holding.rank_by == "max"
+    for text, reads_twice in (("reread:0.1", True), ("echo:0.1", False), ("robust:0.1", False)):
+        assert parse(text).reads_twice == reads_twice
+    assert parse("reread:0.1/sinks=2").config.sinks == 2
+    assert parse("reread:0.1").why_not_dropping == "reread:0.1: h2o.read, for needles and tasks"
+    assert parse("reread:0.1").holding.rank_by == "max"
 
 
 def test_what_sees_the_future_is_marked():
@@ -130,7 +129,9 @@ def test_what_sees_the_future_is_marked():
         "h2o:0.2/rank_by=best",
         "h2o:0.2/decay=2",
         "h2o:0.2/shares=shipped",
-        "h2o:0.2/rank_by=echo/merge=0.8",
+        "h2o:0.2/rank_by=echo",
+        "retrieval:0.2",
+        "calibrated-reread:0.2",
         "h2o:0.2/value_weighted=perhaps",
     ],
 )
@@ -151,11 +152,11 @@ def test_every_field_of_a_config_can_be_written():
     assert from_config(config).name == written
     assert from_options(heavy=4, recent=5, decay=0.5, merge=0.8, kv_dtype="int8").name == written
     assert parse("h2o:4+5/positions=rolled").config.positions == "rolled"
-    written = "h2o:4+5/rank_by=echo/shares=scores"
-    config = exact(H2OConfig(heavy=4, recent=5, rank_by="echo", shares="scores"))
+    written = "h2o:4+5/rank_by=mean-echo/shares=echo"
+    config = exact(H2OConfig(heavy=4, recent=5, rank_by="mean-echo", shares="echo"))
     assert parse(written).config == config
     assert from_config(config).name == from_options(
-        heavy=4, recent=5, rank_by="echo", shares="scores"
+        heavy=4, recent=5, rank_by="mean-echo", shares="echo"
     ).name == written  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def test_budgets():
 
 def test_a_profile_of_ones_own():
     (profile,) = _all_shipped()
-    settings = parse_all("full,calibrated-bytes,h2o,calibrated-reread-bytes,reread-bytes", "0.1")
+    settings = parse_all("full,calibrated-bytes,h2o,calibrated,reread-bytes", "0.1")
     settings = with_profile(settings, profile)
     assert [s.config.shares is profile for s in settings] == [False, True, False, True, False]
     described = settings[1].describe()
@@ -197,7 +198,8 @@ def test_a_profile_is_named_by_its_path(tmp_path):
     setting = from_options(heavy=0.1, recent=0.1, shares=str(tmp_path / "profile.json"))
     assert setting.config.shares == profile
     assert setting.name == "h2o:0.1+0.1"
-    assert from_options(shares="scores").name == "h2o:0.1+0.1/shares=scores"
+    echo = from_options(rank_by="mean-echo", shares="echo")
+    assert echo.name == "h2o:0.1+0.1/rank_by=mean-echo/shares=echo"
     with pytest.raises(FileNotFoundError):
         from_options(shares="nowhere.json")
 

@@ -92,7 +92,7 @@ def test_is_frozen_and_pickles():
         (
             {"rank_by": "maks"},
             ValueError,
-            'rank_by must be "sum", "mean", "max", "echo" or "mean-echo", not',
+            'rank_by must be "sum", "mean", "max" or "mean-echo", not',
         ),
         ({"decay": 1.1}, ValueError, "decay must be in"),
         ({"decay": float("nan")}, ValueError, "decay must be in"),
@@ -151,18 +151,10 @@ def test_presets_by_name():
         assert H2OConfig.preset(name, 0.2) == make(0.2)
         assert H2OConfig.preset(name, 0.2, of="bytes") == make(0.2, of="bytes")
         assert make(0.2, of="bytes").of == "bytes"
-    with pytest.raises(ValueError, match="authors, robust, calibrated, retrieval"):
+    with pytest.raises(ValueError, match="authors, robust, echo, calibrated, not"):
         H2OConfig.preset("full", 0.2)
     with pytest.raises(ValueError, match="goes with the preset calibrated"):
         H2OConfig.preset("robust", 0.2, profile=Profile.load(PROFILE))
-
-
-def test_retrieval_is_robust_by_echo_with_one_budget():
-    for budget, of in ((0.2, "keys"), (0.1, "bytes"), (64, "keys")):
-        robust, retrieval = H2OConfig.robust(budget, of), H2OConfig.retrieval(budget, of)
-        assert (retrieval.rank_by, retrieval.shares) == ("echo", "scores")
-        ranked = {"rank_by": "mean", "value_weighted": True, "shares": None}
-        assert dataclasses.replace(retrieval, **ranked) == robust
 
 
 def test_calibrated_is_robust_with_a_profile_and_echo_in_prompts():

@@ -31,10 +31,8 @@ CACHES = {
     "fractions": {},
     "rolled": {"positions": "rolled"},
     "compileable": {},
-    "echo": {"rank_by": "echo", "shares": "scores"},
+    "echo": {"rank_by": "mean-echo", "shares": "echo"},
     "mean-echo": {"rank_by": "mean-echo"},
-    "scores": {"shares": "scores"},
-    "layer": {"shares": "layer"},
 }
 OTHERS = ["deepseek_v3"] * bool(LATENT) + ["lfm2", "qwen3_next"] * HYBRIDS
 OTHERS += ["gemma4_text"] * SHARES_KEYS
@@ -133,7 +131,7 @@ def test_patched_simulated_and_copies(tmp_path):
     alike(answers)
 
 
-@pytest.mark.parametrize("rank_by", ["sum", "echo", "mean-echo"])
+@pytest.mark.parametrize("rank_by", ["sum", "mean-echo"])
 def test_simulated(rank_by):
     ours = shared("llama")
     more = {"rank_by": rank_by, "value_weighted": rank_by == "sum", "prompt_length": 12}
@@ -146,14 +144,12 @@ def test_simulated(rank_by):
     alike(answers)
 
 
-@pytest.mark.parametrize("scored_by", ["repeat", "echo"])
-def test_read(scored_by):
+def test_read():
     ours, document = shared("llama"), prompts(40)[0]
     question = torch.tensor([[5, 9, 2]])
 
     def answers():
-        request = None if scored_by == "echo" else [5, 9]
-        cache = h2o.read(ours, document, heavy=12, recent=8, scored_by=scored_by, repeat=request)
+        cache = h2o.read(ours, document, heavy=12, recent=8, repeat=[5, 9])
         with torch.no_grad():
             return [*held(cache), ours(question, **with_cache(cache)).logits]
 

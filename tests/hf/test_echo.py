@@ -1,39 +1,33 @@
-"""h2o.read(scored_by="echo"): judged by the queries and keys of transformers' own attention, each
-query at the position where echo asks it."""
+"""What a prompt's own queries find in it, judged by the queries and keys of transformers' own
+attention, each query at the position where echo asks it."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
-import h2o
-from h2o import H2OConfig, Unsupported, backends
+from h2o import H2OCache, backends
 from h2o.borrowed import with_cache
-from h2o.hf import echo, other_heads, reading
+from h2o.hf import echo, other_heads
 from h2o.hf.layer import H2OLayer
-from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.model_rotary import Rotary
-from tests.hf.test_reading import BUDGET, choice, positions, weights_of
+from h2o.hf.prompt_echo import PromptEcho
 from tests.hf.test_rolled import SCALED, scaled
 from tests.hf.tiny import (
     DEVICE,
     FAMILIES,
-    LATENT,
     ROTARY,
     TWINS,
-    WITHOUT_ROTARY,
     Family,
     batch,
-    greedy,
-    model,
     prompts,
     shared,
     slow_if,
@@ -88,7 +82,7 @@ def attention_of(theirs, document, shift):
 
 
 def expected(theirs, document, layers):
-    """Scores [G, n] float64 of each of these layers."""
+    """Echo [G, n] float64 of each of these layers."""
     n = document.shape[1]
     here, behind = (attention_of(theirs, document, shift) for shift in (0, n))
     scores = []
@@ -110,52 +104,41 @@ def expected(theirs, document, layers):
     return scores
 
 
-def scores_of(cache, row=0):
-    """[G, n] of each H2O layer of a cache that holds all of a document."""
-    scores = []
-    for layer in cache.layers:
-        if isinstance(layer, H2OLayer):
-            kept = layer.kept()
-            real = kept.positions[row, 0] >= 0
-            assert (kept.positions[row][:, real] == torch.arange(real.sum(), device=DEVICE)).all()
-            scores.append(kept.scores[row][:, real])
-    return scores
+def echo_of(ours, ids, mask=None):
+    """[B, G, N] of each layer with an H2O cache that reads this prompt, by layer."""
+    found, scores = [], PromptEcho.scores
+
+    def record(echo, tokens, received):
+        made = scores(echo, tokens, received)
+        found.append(made[1])
+        return made
+
+    with mock.patch.object(PromptEcho, "scores", record), torch.no_grad():
+        cache = H2OCache(ours.config, heavy=500, recent=0, rank_by="mean-echo")
+        ours(ids, attention_mask=mask, **with_cache(cache))
+    layers = [i for i, layer in enumerate(cache.layers) if isinstance(layer, H2OLayer)]
+    return dict(zip(layers, found, strict=True))
 
 
-def full_layers(cache):
-    return [i for i, layer in enumerate(cache.layers) if isinstance(layer, H2OLayer)]
-
-
-def agree(cache, theirs, document, row=0):
-    for got, wanted in zip(
-        scores_of(cache, row), expected(theirs, document, full_layers(cache)), strict=True
-    ):
-        torch.testing.assert_close(got.double(), wanted, rtol=2e-3, atol=1e-5)
+def agree(echo, theirs, document, row=0, real=slice(None)):
+    wanted = expected(theirs, document, [*echo])
+    for got, want in zip(echo.values(), wanted, strict=True):
+        torch.testing.assert_close(got[row][:, real].double(), want, rtol=2e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [slow_if(name in TWINS, name) for name in EVERY])
-def test_scores(name):
+def test_echo_of_a_prompt(name):
     ours, (document,) = made(name), prompts(50)
-    cache = h2o.read(ours, document, H2OConfig.full(), scored_by="echo")
-    agree(cache, ours, document)
+    agree(echo_of(ours, document), ours, document)
     assert ours.config._attn_implementation == "h2o"
 
 
-def test_scores_of_long_documents(monkeypatch):
-    """Read in pieces, and asked some rows at a time."""
-    monkeypatch.setattr(reading, "CHUNK", 32)
+def test_echo_of_long_prompts(monkeypatch):
+    """Asked some rows at a time."""
     ours, (document,) = shared("llama"), prompts(70)
     monkeypatch.setattr(echo, "ENTRIES", 3 * 70 * ours.config.num_attention_heads)
     monkeypatch.setattr(echo, "ROWS", 40)
-    progress, passes = [], []
-    hook = ours.model.register_forward_pre_hook(lambda *_: passes.append(1))
-    cache = h2o.read(
-        ours, document, H2OConfig.full(), scored_by="echo", progress=lambda *x: progress.append(x)
-    )
-    hook.remove()
-    agree(cache, ours, document)
-    assert progress == [(32, 70), (64, 70), (70, 70)]
-    assert len(passes) == 3
+    agree(echo_of(ours, document), ours, document)
 
 
 @pytest.mark.parametrize("by_torch", [False, True])
@@ -213,75 +196,21 @@ def test_a_first_key_of_next_to_no_attention():
 
 @pytest.mark.parametrize("name", ["llama", "phi", "gemma2"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_a_batch_are_documents_of_their_own(name, side, monkeypatch):
+def test_rows_of_a_batch_are_prompts_of_their_own(name, side):
     """Each is asked from behind its own end, and no pad counts."""
-    monkeypatch.setattr(reading, "CHUNK", 32)
     ours, documents = shared(name), prompts(70, 41, 58)
     padded = batch(documents, side)
-    ids, mask = padded["input_ids"], padded["attention_mask"]
-    cache = h2o.read(ours, ids, H2OConfig.full(), attention_mask=mask, scored_by="echo")
+    mask = padded["attention_mask"]
+    found = echo_of(ours, padded["input_ids"], mask)
     for row, document in enumerate(documents):
-        agree(cache, ours, document, row)
-
-
-@pytest.mark.parametrize("by_attention", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "smollm3"])
-def test_what_is_kept(name, by_attention):
-    """All of the config's recent keys, and what the scores choose of all layers and heads."""
-    ours, (document,) = shared(name), prompts(70)
-    cache = h2o.read(ours, document, BUDGET, scored_by="echo", by_attention=by_attention)
-    first = weights_of(name, document).sum((2, 3))
-    scores = torch.stack(expected(ours, document, full_layers(cache))).float()
-    assert positions(cache) == choice(first, scores, BUDGET, by_attention, BUDGET.recent)
-    assert cache.layers[0].policy.rank_by == "max"
-    for layer, scored in zip(cache.layers, scores, strict=True):
-        for g, (at, got) in enumerate(zip(*(x[0] for x in layer.kept()), strict=True)):
-            real = at >= 0
-            torch.testing.assert_close(got[real], scored[g, at[real]], rtol=2e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma3", "gpt_oss", *["qwen3_next", "falcon_h1"] * HYBRIDS]
-)
-def test_with_room_for_all_it_answers_as_the_full_cache(name):
-    ours, (document,) = model(name), prompts(70)
-    question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
-    cache = h2o.read(ours, document, H2OConfig.full(), scored_by="echo")
-    theirs = DynamicCache(config=ours.config)
-    wanted = greedy(model(name, "eager"), question, **with_cache(theirs))
-    assert torch.equal(greedy(ours, question, **with_cache(cache)), wanted)
-
-
-def test_threads_read_with_one_model():
-    """Each hears its own queries only, also where the model is patched."""
-    ours, documents = model("llama", "sdpa"), prompts(70, 50, 60, 40)
-
-    def kept(document):
-        return positions(h2o.read(ours, document, BUDGET, scored_by="echo"))
-
-    with h2o.patched(ours, BUDGET), ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(kept, documents * 3)) == list(map(kept, documents)) * 3
-
-
-@pytest.mark.parametrize(
-    "name",
-    [*["deepseek_v3"] * bool(LATENT), *[name for name in WITHOUT_ROTARY if name in FAMILIES]],
-)
-def test_models_that_it_does_not_serve(name):
-    with pytest.raises(Unsupported, match=r'scored_by="echo" cannot serve .*scored_by="repeat"'):
-        h2o.read(shared(name), prompts(20)[0], BUDGET, scored_by="echo")
+        agree(found, ours, document, row, mask[row].bool())
 
 
 @pytest.mark.parametrize("n", [60, 140])
-def test_scores_where_angles_depend_on_the_length(n):
+def test_echo_where_angles_depend_on_the_length(n):
     """Before and behind the length at which they change: those of a text so long."""
     ours, (document,) = made("llama, longrope"), prompts(n)
-    cache = h2o.H2OCache(ours.config, heavy=n, recent=0, rank_by="echo")
-    with torch.no_grad():
-        ours(document, **with_cache(cache))
-        agree(cache, ours, document)
-        for _ in range(2):  # the queries of one set of angles are rotated on by the same
-            ours(document[:, :1], **with_cache(cache))
+    agree(echo_of(ours, document), ours, document)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -293,15 +222,3 @@ def test_angles_of_a_text_of_a_length(kind, length):
     size = rotary.module.attention_scaling
     torch.testing.assert_close(angles[0] * size, cos[0, 0, :4], rtol=0, atol=1e-5)
     torch.testing.assert_close(angles[1] * size, sin[0, 0, :4], rtol=0, atol=1e-5)
-
-
-def test_angles_that_change_with_the_length():
-    ours = made("llama, longrope")
-    h2o.read(ours, prompts(127)[0], BUDGET, scored_by="echo")
-    with pytest.raises(Unsupported, match=r'beyond 128 tokens .*scored_by="repeat"'):
-        h2o.read(ours, prompts(128)[0], BUDGET, scored_by="echo")
-
-
-def test_another_name():
-    with pytest.raises(ValueError, match="scored_by is repeat, echo, not 'reread'"):
-        h2o.read(shared("llama"), prompts(20)[0], BUDGET, scored_by="reread")

@@ -34,7 +34,7 @@ CONFIGS = {
     "value norms": H2OConfig(heavy=6, recent=6, value_weighted=True),
     "uneven heads": H2OConfig(heavy=6, recent=6, shares=[[1.4, 0.6], [0.5, 1.5]]),
     "everything": H2OConfig.full(),
-    "echo": H2OConfig(heavy=6, recent=6, rank_by="echo", kv_dtype="int8"),
+    "echo": H2OConfig(heavy=6, recent=6, rank_by="mean-echo", shares="echo", kv_dtype="int8"),
 }
 
 
@@ -455,8 +455,7 @@ def test_refused(how, error, words):
     "config",
     [
         CONFIGS["fractions"],
-        H2OConfig(heavy=6, recent=6, shares="scores"),
-        H2OConfig(heavy=6, recent=6, shares="layer"),
+        CONFIGS["echo"],
     ],
 )
 def test_bytes_want_budgets_that_do_not_depend_on_the_prompt(config):

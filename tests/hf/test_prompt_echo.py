@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig
+from h2o import H2OCache, H2OConfig, reference, reference_echo
 from h2o.borrowed import with_cache
 from h2o.hf.layer_kinds import HYBRIDS
-from h2o.hf.prompt_echo import PART
+from h2o.policy import Policy
+from h2o.reference_echo import given_out_anew
+from h2o.slots import new_slots
+from tests import inputs
 from tests.cases import checkered
-from tests.hf import tiny
+from tests.hf import drive, tiny
 from tests.hf.modes import MODES
+from tests.hf.test_echo import echo_of
 from tests.hf.test_families import KEPT_ALIKE
 from tests.hf.test_hybrids import prove_stepwise
 from tests.hf.test_reading import positions
@@ -26,28 +31,21 @@ ROOMY = {"heavy": 500, "recent": 0}
 
 def read(ours, documents, **parameters):
     """A cache that has read documents, padded on the left."""
-    inputs = batch(documents)
-    mask = inputs["attention_mask"]
+    padded = batch(documents)
+    mask = padded["attention_mask"]
     cache = H2OCache(ours.config, **parameters)
     with torch.no_grad():
         ours(
-            **inputs, position_ids=(mask.cumsum(1) - 1).clamp(min=0), **with_cache(cache),
+            **padded, position_ids=(mask.cumsum(1) - 1).clamp(min=0), **with_cache(cache),
         )  # fmt: skip
     return cache
 
 
 def wanted(ours, document, layer, sinks, decay=1.0):
-    """The scores of a document's keys, [G, n], from those of attention alone and of echo alone."""
-    n = document.shape[1]
-    received, echo = (
-        read(ours, [document], **ROOMY, rank_by=name, decay=part).kept(layer).scores[0].double()
-        for name, part in (("mean", decay), ("echo", 1.0))
-    )
-    queries = torch.tensor([sum(decay**i for i in range(n - j)) for j in range(n)])
-    means = echo[:, sinks:]  # the mean attention that is given out is in proportion to these
-    each = received[:, sinks:].sum(1, keepdim=True) / (means * queries[sinks:]).sum(1, keepdim=True)
-    anew = torch.cat([received[:, :sinks], means * each * queries[sinks:]], 1)
-    return (1 - PART) * received + PART * anew
+    """The scores of a document's keys, [G, n], from those of attention alone and their echo."""
+    alone = read(ours, [document], **ROOMY, rank_by="mean", decay=decay)
+    received, echo = alone.kept(layer).scores[0], echo_of(ours, document)[layer][0]
+    return given_out_anew(received, echo, Policy(sinks=sinks, decay=decay))
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.9])
@@ -78,13 +76,102 @@ def test_the_attention_stays_what_it_was():
 
 
 def test_other_keys_are_kept():
-    """Than by either alone."""
+    """Than by the mean."""
     ours, (document,) = shared("llama"), prompts(60)
-    kept = [
+    mean, echo = (
         positions(read(ours, [document], **SMALL | {"rank_by": name}))
-        for name in ("mean", "echo", "mean-echo")
-    ]
-    assert kept[2] not in kept[:2]
+        for name in ("mean", "mean-echo")
+    )
+    assert mean != echo
+
+
+# ---- One layer is the definition ---------------------------------------------------------------
+
+CALLS = [20, 1, 1, 1, 7, 1, 1, 3, *[1] * 20]
+
+
+def turn(x, distance):
+    """Llama's rotation, of 8 elements."""
+    angles = distance * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    a, b = x[..., :4].double(), x[..., 4:].double()
+    cos, sin = angles.double().cos(), angles.double().sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def judged(cache, seed, mask=None, heads=None, **kwargs):
+    """Feeds a drifting text to a cache of one layer and to the oracle; they keep the same keys.
+    Returns how often a key was evicted that is not the one to leave the recent window."""
+    N = sum(CALLS)
+    drifting = inputs.drifting(seed, 1 if mask is None else len(mask), 4, 2, N, 8)
+    config = cache.layers[0].config
+    budgets = heads or [(config.heavy, config.recent)] * 2
+    tensors = [torch.from_numpy(x.copy()) for x in drifting]
+    slots = new_slots(
+        tensors[1], [N + 1] * 2 if heads else N + 1,
+        kv_dtype=config.kv_dtype, value_weighted=config.value_weighted,
+    )  # fmt: skip
+    slots.budget.copy_(torch.tensor(budgets if heads else budgets[0]))
+    stop, changes = 0, 0
+    for columns in CALLS:
+        start, stop = stop, stop + columns
+        new = [x[:, :, start:stop] for x in tensors]
+        before = reference.kept(slots)[0]
+        how = {"mask": None if mask is None else torch.from_numpy(mask[:, start:stop])}
+        how |= {"softcap": kwargs.get("softcap") or 0.0, "sink_logits": kwargs.get("s_aux")}
+        got = drive.forward(cache, drifting.cut(start, stop), mask, **kwargs)
+        if start == 0:
+            want, _ = reference_echo.forward(*new, slots, turn, config.policy, **how)
+        elif columns == 1:
+            want = reference.step(*new, slots, policy=config.policy, **how)
+        else:
+            want, scores = reference.attend(*new, slots, policy=config.policy, **how)
+            reference.evict(*new[1:], scores, slots, mask=how["mask"], policy=config.policy)
+        close = {"rtol": 1e-4, "atol": 1e-4 if config.kv_dtype is None else 1e-2}
+        torch.testing.assert_close(got, want, **close)
+        for ours, theirs in zip(cache.kept(0), reference.kept(slots), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-5)
+        if columns == 1:
+            gone = set(before.flatten().tolist()) - set(reference.kept(slots)[0].flatten().tolist())
+            changes += bool(gone - {stop - 1 - budgets[0][1]})
+    return changes
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"value_weighted": True},
+        {"recent": 0},
+        {"decay": 0.9},
+        {"kv_dtype": "int8"},
+        {"heavy": 60},
+        {"sinks": 0, "heavy": 1, "recent": 1},
+    ],
+    ids=str,
+)
+def test_a_layer_is_the_definition(more):
+    config = SMALL | more
+    changes = judged(drive.new_cache(**config), 1)
+    assert changes >= 3 or config["heavy"] in (1, 60)
+
+
+@pytest.mark.parametrize("make", [inputs.left, inputs.right, lambda n, Q: inputs.holes(3, n, Q)])
+def test_pads_do_not_count(make):
+    """Rows of 20, 3 and no tokens before the first pass ends; later ones are all real."""
+    mask = make([20, 3, 0], CALLS[0])
+    mask = np.concatenate([mask, np.ones((3, sum(CALLS[1:])), bool)], axis=1)
+    assert judged(drive.new_cache(**SMALL), 2, mask) >= 3
+
+
+def test_softcap_and_learned_sinks():
+    sinks = torch.from_numpy(inputs.sink_logits(1, 4))
+    judged(drive.new_cache(**SMALL), 4, s_aux=sinks)
+    judged(drive.new_cache(**SMALL), 5, softcap=2.0)
+
+
+def test_heads_with_budgets_of_their_own():
+    cache = drive.new_cache(**SMALL | {"heavy": [[3, 9]], "recent": [[2, 5]]})
+    judged(cache, 6, heads=[(3, 2), (9, 5)])
 
 
 # ---- Simulation is the cache -------------------------------------------------------------------
@@ -115,6 +202,27 @@ def test_simulation_equals_the_cache(chosen, prompt_length):
 def test_every_model_type(family):
     ours, (ids,) = model(family), prompts(36)
     prove_stepwise(ours, ids, **SMALL)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_simulated_rows_of_a_batch_are_alone(side):
+    ours = tiny.model("llama", "sdpa")
+    rows, lengths = [text(seed, n) for seed, n in enumerate([50, 23, 64])], [20, 9, 30]
+    padded = tiny.batch(rows, side)
+    padded["position_ids"] = (padded["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        with h2o.simulated(ours, prompt_length=lengths, trace=True, **SMALL) as together:
+            batched = ours(**padded, use_cache=False).logits
+        for b, row in enumerate(rows):
+            with h2o.simulated(ours, prompt_length=lengths[b], trace=True, **SMALL) as alone:
+                logits = ours(row, use_cache=False).logits[0]
+            real = padded["attention_mask"][b].bool()
+            torch.testing.assert_close(batched[b, real], logits, atol=2e-4, rtol=0)
+            first, n = int(real.nonzero()[0]), row.shape[1]
+            left = together.evicted_at(1)[b]
+            assert (left[:, ~real] == 0).all()
+            left = torch.where(left[:, real] == len(real), n, left[:, real] - first)
+            assert torch.equal(left, alone.evicted_at(1)[0].long())
 
 
 def test_a_first_token_is_no_prompt():
@@ -186,10 +294,10 @@ def test_forks_files_and_crops(tmp_path):
     assert torch.equal(answers[0], answers[2])
 
 
-def test_a_second_reading_has_its_own_echo():
+def test_a_second_reading_goes_by_the_mean():
     ours, (document,) = shared("llama"), prompts(60)
-    caches = [
-        h2o.read(ours, document, H2OConfig(**SMALL | {"rank_by": name}), scored_by="echo")
-        for name in ("mean", "mean-echo")
+    kept = [
+        positions(h2o.read(ours, document, H2OConfig(**SMALL | more), repeat=[5, 9]))
+        for more in ({"rank_by": "mean"}, {}, {"shares": "echo"})
     ]
-    assert positions(caches[0]) == positions(caches[1])
+    assert kept[0] == kept[1] == kept[2]

@@ -82,11 +82,10 @@ def test_what_is_kept(name, by_attention):
             torch.testing.assert_close(got[real], scores[g, at[real]], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("scored_by", ["repeat", "echo"])
-def test_no_head_is_left_without_a_key(scored_by):
+def test_no_head_is_left_without_a_key():
     """Where neither sinks nor recent keys nor the config's policy have a part of the budget."""
     (document,) = prompts(70)
-    how = {"repeat": REQUEST, "by_attention": 0.0, "scored_by": scored_by}
+    how = {"repeat": REQUEST, "by_attention": 0.0}
     cache = h2o.read(shared("qwen3"), document, H2OConfig(heavy=2, recent=0), **how)
     heads = [len(head) for layer in positions(cache) for head in layer]
     assert min(heads) >= 1

@@ -234,12 +234,10 @@ def test_documents_longer_than_half_of_the_positions(name):
     assert max(used) < 64
     assert cache.report().layers[0].seen == [45]
     with pytest.raises(
-        ValueError, match=r"has 64 positions: give at\s+most 53 tokens, or scored_by"
+        ValueError, match=r"has 64 positions: give at\s+most 53 tokens, or read it once"
     ):
         h2o.read(ours, prompts(54)[0], **SMALL, repeat=request)
     h2o.read(ours, prompts(53)[0], **SMALL, repeat=request)
-    if name == "llama":
-        h2o.read(ours, prompts(54)[0], **SMALL, scored_by="echo")
 
 
 # ---- After a pass that failed ----------------------------------------------------------------
@@ -331,7 +329,7 @@ def test_is_initialized(name):
         H2OConfig(heavy=6, recent=6),
         H2OConfig(heavy=6, recent=6, kv_dtype="int8"),
         H2OConfig(heavy=6, recent=6, shares=[[0.5, 1.5], [1.0, 1.0]]),
-        H2OConfig(heavy=6, recent=6, shares="scores"),
+        H2OConfig(heavy=6, recent=6, rank_by="mean-echo", shares="echo"),
     ],
     ids=["plain", "int8", "shares", "by rank"],
 )

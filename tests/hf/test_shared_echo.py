@@ -9,33 +9,28 @@ from transformers import CompileConfig, DynamicCache
 import h2o
 from h2o import H2OCache, H2OConfig, generate_all
 from h2o.borrowed import with_cache
-from h2o.hf import prompt_echo
+from h2o.hf.layer_kinds import HYBRIDS
 from h2o.reference_echo import shared_echo
-from tests.hf import test_one_budget as one_budget
+from tests.hf.modes import MODES
+from tests.hf.test_echo import echo_of
 from tests.hf.test_prompt_echo import read
 from tests.hf.test_reading import positions
 from tests.hf.test_simulation import prove, text
-from tests.hf.tiny import batch, greedy, model, needs_compiler, prompts, shared
+from tests.hf.tiny import LATENT, batch, greedy, model, needs_compiler, prompts, shared
 
 SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "rank_by": "mean-echo", "shares": "echo"}
 SMALL |= {"value_weighted": True}
-
-
-@pytest.fixture(autouse=True)
-def _few_heads_are_enough(monkeypatch):
-    """Of these tiny models."""
-    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 1)
 
 
 def wanted(ours, document):
     """What the oracle keeps, by the attention, the echo and the values of caches without a
     budget."""
     roomy = {"heavy": 500, "recent": 0}
-    means, echoes = (read(ours, [document], **roomy, rank_by=x) for x in ("mean", "echo"))
+    means, echoes = read(ours, [document], **roomy, rank_by="mean"), echo_of(ours, document)
     layers = [
         (
             means.kept(i).scores[0].double(),
-            echoes.kept(i).scores[0].double(),
+            echoes[i][0].double(),
             means.layers[i].held()[1][0].double().norm(dim=-1),
         )
         for i in range(len(means.layers))
@@ -53,34 +48,17 @@ def test_what_is_kept(name):
     assert positions(read(ours, [document], **plain)) != expected
 
 
-def test_a_row_is_what_it_is_alone():
+@pytest.mark.parametrize("more", [{}, {"heavy": 0.2, "recent": 0.1, "min_tokens": 0}], ids=str)
+def test_a_row_is_what_it_is_alone(more):
     ours, documents = shared("llama"), prompts(60, 25, 44)
-    together = read(ours, documents, **SMALL)
+    together = read(ours, documents, **SMALL | more)
     for row, document in enumerate(documents):
-        alone = positions(read(ours, [document], **SMALL))
+        alone = positions(read(ours, [document], **SMALL | more))
         assert positions(together, row) == alone
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8", "int8-int4"])
-@pytest.mark.parametrize("lengths", [(200,), (200, 60, 130)])
-def test_keys_that_no_budget_can_keep_are_dropped_while_a_prompt_is_read(lengths, kv_dtype):
-    """What is kept is the same, and less is held meanwhile."""
-    deep = one_budget.deep()
-    if kv_dtype == "int8-int4":
-        deep = one_budget.deep(head_dim=32)
-    caches, most = [], []
-    for drops in (True, False):
-        with one_budget.watched(deep, drops) as held:
-            caches.append(read(deep, prompts(*lengths), **SMALL, kv_dtype=kv_dtype))
-        most.append(max(held))
-    assert [positions(caches[0], i) for i in range(len(lengths))] == [
-        positions(caches[1], i) for i in range(len(lengths))
-    ]
-    assert most[0] < most[1] / 2
-
-
 def test_steps_are_those_of_robust():
-    """Nothing is asked again after the prompt, and budgets stay what they have become."""
+    """And budgets stay what they have become."""
     ours, (document, more) = model("llama"), prompts(60, 30)
     cache = read(ours, [document], **SMALL)
     before = [layer.budget_by_head for layer in cache.report().layers]
@@ -89,7 +67,6 @@ def test_steps_are_those_of_robust():
         for token in more.split(1, dim=1):
             ours(token, **with_cache(cache))
     assert [layer.kept_by_head for layer in cache.report().layers] == before
-    assert all(layer.asked is None for layer in cache.layers)
 
 
 def test_forks_files_and_chunks(tmp_path):
@@ -148,13 +125,145 @@ def test_keys_without_echo_share_nothing():
     assert {n for layer in report.layers for n in layer.kept_by_head[0]} == {12}
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gemma3", *["deepseek_v3"] * bool(LATENT), *["falcon_h1", "qwen3_next"] * HYBRIDS],
+)
+def test_the_prompt_is_attended_to_as_a_whole(name):
+    """And with room for all the answers are the full cache's."""
+    ours, (document,) = model(name), prompts(60)
+    inputs = {"input_ids": document}
+    theirs = DynamicCache(config=ours.config)
+    full = greedy(model(name, "sdpa"), inputs, **with_cache(theirs))
+    roomy = H2OCache(ours.config, **SMALL | {"heavy": 500})
+    assert torch.equal(greedy(ours, inputs, **with_cache(roomy)), full)
+    caches = [H2OCache(ours.config, **SMALL | more) for more in ({}, {"heavy": 500})]
+    with torch.no_grad():
+        cut, dense = (ours(document, **with_cache(cache)).logits for cache in caches)
+    torch.testing.assert_close(cut, dense, rtol=0, atol=1e-5)
+    assert mean_kept(caches[0]) == 12
+
+
+def mean_kept(cache):
+    """Keys that the heads of a cache's first row keep."""
+    layers = [layer for layer in cache.report().layers if layer.kind == "h2o"]
+    heads = [n for layer in layers for n in layer.kept_by_head[0]]
+    return sum(heads) / len(heads)
+
+
+def test_no_head_keeps_fewer_than_the_floor():
+    """Each head's own best keys come first, and the others go to the highest echo."""
+    ours, (document,) = shared("qwen3"), prompts(70)
+    config = SMALL | {"heavy": 0.3, "recent": 0.05, "min_tokens": 25}
+    cache = read(ours, [document], **config)
+    free = read(ours, [document], **config | {"min_tokens": 0})
+    held, least = ([len(head) for layer in positions(x) for head in layer] for x in (cache, free))
+    assert min(held) == 25
+    assert min(least) < 25
+    assert sum(held) == sum(least)
+    assert any(layer.floored for layer in cache.report().layers)
+    assert not any(layer.floored for layer in free.report().layers)
+
+
+def test_no_head_is_left_without_a_key():
+    ours, (document,) = shared("qwen3"), prompts(70)
+    cache = read(ours, [document], **SMALL | {"heavy": 2, "recent": 0, "sinks": 0})
+    heads = [len(head) for layer in positions(cache) for head in layer]
+    assert min(heads) >= 1
+    assert sum(heads) == 2 * len(heads)
+
+
+def test_room_that_a_short_prompt_leaves_is_for_what_follows():
+    ours, (document, more) = model("llama"), prompts(10, 60)
+    cache = read(ours, [document], **SMALL)
+    with torch.no_grad():
+        ours(more, **with_cache(cache))
+    assert {n for layer in cache.report().layers for n in layer.kept_by_head[0]} == {12}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_way_to_generate(mode):
+    ours, made = model("llama"), []
+
+    def make():
+        made.append(H2OCache(ours.config, **SMALL))
+        return made[-1]
+
+    MODES[mode](ours, batch(prompts(23, 17)), make)
+    heads = [n for x in made[-1].report().layers for row in x.kept_by_head for n in row]
+    assert sum(heads) == 12 * len(heads)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kv_dtype": "int8"},
+        {"merge": 0.5},
+        {"positions": "rolled"},
+        {"compileable": True},
+        {"trace": True},
+        {"kv_dtype": "int8", "of": "bytes", "heavy": 0.3, "recent": 0.1, "min_tokens": 0},
+    ],
+    ids=str,
+)
+def test_settings_that_go_with_it(more, tmp_path):
+    """Forks and files go on as the cache does."""
+    ours, (document,) = model("llama"), prompts(60)
+    cache = read(ours, [document], **SMALL | more)
+    question = {"input_ids": torch.cat([document, *prompts(5, seed=3)], 1)}
+    cache.save(tmp_path / "cache", ours)
+    copies = [cache.fork(), H2OCache.load(tmp_path / "cache", ours)]
+    answers = [greedy(ours, question, **with_cache(copy)) for copy in copies]
+    assert torch.equal(*answers)
+    if more.get("of") != "bytes":  # fractions are of a prompt, and so a copy's only
+        assert torch.equal(greedy(ours, question, **with_cache(cache)), answers[0])
+    if "trace" in more:
+        assert cache.evicted_at(1).min() == 60
+
+
+def test_a_pass_that_broke_off_is_forgotten():
+    ours, (document,) = model("llama"), prompts(60)
+    cache = H2OCache(ours.config, **SMALL)
+    inner = ours.model.layers[1].self_attn
+    hook = inner.register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        ours(document, **with_cache(cache))
+    hook.remove()
+    cache.reset()
+    assert not cache.layers[0].one_budget.waiting
+    with torch.no_grad():
+        ours(document, **with_cache(cache))
+    assert positions(cache) == positions(read(ours, [document], **SMALL))
+
+
+def test_tokens_of_a_prompt_are_taken_back():
+    ours, (document,) = model("llama"), prompts(60)
+    cache = H2OCache(ours.config, **SMALL)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        ours(document, **with_cache(cache))
+        cache.crop(50 if h2o.hf.pass_state.CROPS_TO_LENGTH else -10)
+    assert positions(cache) == positions(read(ours, [document[:, :50]], **SMALL))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"shares": "best"}, '"shipped" or "echo", not'),
+        (SMALL | {"heavy": [[3, 4], [5, 6]]}, "shares divide"),
+        ({"shares": "echo"}, 'shares="echo" goes with rank_by="mean-echo"'),
+    ],
+)
+def test_refusals(parameters, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        H2OConfig(**parameters)
+
+
 def test_the_preset():
     config = H2OConfig.echo(0.2, of="bytes")
     robust = H2OConfig.robust(0.2, of="bytes")
     assert (config.rank_by, config.shares) == ("mean-echo", "echo")
     assert (config.heavy, config.recent, config.sinks) == (robust.heavy, robust.recent, 4)
-    with pytest.raises(ValueError, match='shares="echo" goes with rank_by="mean-echo"'):
-        H2OConfig(heavy=6, recent=6, shares="echo")
 
 
 # ---- Simulation is the cache -------------------------------------------------------------------

@@ -16,6 +16,7 @@ from h2o import H2OCache, H2OConfig, models
 from h2o.borrowed import with_cache
 from h2o.config import PRESETS
 from h2o.evaluate.setting import parse
+from h2o.hf import prompt_echo
 from tests.hf.tiny import batch, greedy, model, prompts, shared
 
 LEAST = 24
@@ -25,11 +26,9 @@ FLOORED = {
     "bytes": {"heavy": 0.05, "recent": 0.02, "of": "bytes", "kv_dtype": "int8"},
     "lists": {"heavy": [[0.1, 0.5], 0.01], "recent": [0.1, [0.1, 2]]},
     "shares": {"heavy": 0.3, "recent": 0.1, "shares": UNEVEN},
-    "scores": {"heavy": 0.3, "recent": 0.06, "shares": "scores"},
-    "layer": {"heavy": 0.3, "recent": 0.06, "shares": "layer"},
     "local": {"heavy": 0, "recent": 0.1},
     "heavy only": {"heavy": 0.1, "recent": 0},
-    "echo": {"heavy": 0.15, "recent": 0.05, "rank_by": "echo", "sinks": 1},
+    "echo": {"heavy": 0.3, "recent": 0.06, "rank_by": "mean-echo", "shares": "echo"},
     "compileable": {"heavy": 0.1, "recent": 0.1},
 }
 
@@ -80,7 +79,7 @@ def test_the_floor_in_numbers():
         H2OConfig(min_tokens=0.5)
 
 
-@pytest.mark.parametrize("kind", ["keys", "lists", "shares", "scores"])
+@pytest.mark.parametrize("kind", ["keys", "lists", "shares", "echo"])
 def test_rows_are_as_alone(kind):
     """In one batch with rows that are shorter and longer than the floor, by all ways of asking."""
     ours, rows = model("llama"), prompts(90, 30, 5)
@@ -212,10 +211,11 @@ def test_one_number_everywhere(budget):
     assert read.config.heavy == cache.config.heavy
 
 
-def test_what_one_number_stands_for():
+def test_what_one_number_stands_for(monkeypatch):
     """Echo, and robust for a model that has too few heads to deal places over."""
     assert H2OConfig.recommended(0.1) == H2OConfig.echo(0.1, of="bytes")
     assert H2OConfig.recommended(64) == H2OConfig.echo(64)
+    monkeypatch.setattr(prompt_echo, "FEWEST_HEADS", 16)
     config = models.config_of(models.DEFAULT_MODEL)
     assert H2OCache(config, budget=0.1).config.shares == "echo"
     cache = H2OCache(shared("llama"), budget=0.1)

@@ -436,7 +436,6 @@ def test_a_page_is_as_large_as_its_fields():
         ({"heavy": 64, "window": 3}, "unknown parameter 'window'"),
         ({"heavy": 0, "recent": 0}, "keeps nothing"),
         ({"heavy": 64, "positions": "rolled"}, "rolled.* is not served.* in vLLM: keys come"),
-        ({"heavy": 64, "rank_by": "echo"}, "echo.* is not served.* in vLLM: .*mean-echo"),
         (
             {"heavy": 64, "rank_by": "mean-echo", "cut": "chunk"},
             "mean-echo.* its end; give rank_by",
@@ -446,7 +445,7 @@ def test_a_page_is_as_large_as_its_fields():
         ({"heavy": 64, "cut": "often"}, 'cut is "prompt" or "chunk", not "often"'),
         ({"heavy": 64, "whole_prompts": 0}, "whole_prompts is 0, wanted a number from 1 on"),
         ({"heavy": 64, "whole_prompts": "2"}, 'whole_prompts is "2"'),
-        ({"heavy": 64, "shares": "layer"}, "layer.* is not served.* in vLLM: a layer's page"),
+        ({"preset": "echo", "budget": 64}, "echo.* is not served.* in vLLM: a layer's page"),
         ({"preset": "best", "budget": 64}, "preset must be one of"),
     ],
 )
