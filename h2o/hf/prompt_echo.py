@@ -68,7 +68,10 @@ def served_as(config: Any, h2o_config: H2OConfig) -> tuple[H2OConfig, str]:
 
     The fallback is `H2OConfig.robust`, with heads that are all alike.
     """
-    reason = not_dealt(config) if h2o_config.shares == "echo" else ""
+    reason = ""
+    if h2o_config.shares_by_echo:
+        rolled = h2o_config.positions == "rolled"
+        reason = "its positions are rolled" if rolled else not_dealt(config)
     if not reason:
         return h2o_config, ""
     return dataclasses.replace(h2o_config, rank_by="mean", shares=None), reason
