@@ -173,8 +173,9 @@ class H2OConfig(Presets):
     def after_reading(self) -> H2OConfig:
         """What the cache of `h2o.read` goes on with."""
         shares = None if self.shares_by_echo else self.shares  # dealt by repetition
-        later = {"rank_by": "max", "decay": 1.0, "value_weighted": False, "shares": shares}
-        return dataclasses.replace(self, **later)
+        return dataclasses.replace(
+            self, rank_by="max", decay=1.0, value_weighted=False, shares=shares
+        )
 
     @property
     def floor(self) -> int:

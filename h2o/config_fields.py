@@ -33,7 +33,7 @@ class ConfigFields(PolicyFields, total=False):
     kv_dtype: KvDtype | None
     shares: Any
     of: Of
-    slot: tuple[int, ...] | None
+    slot: tuple[int, int] | None
     min_tokens: int
     positions: Positions
 

@@ -171,10 +171,12 @@ def row_bytes(model: Model, setting: Setting, prompt: int, tokens: int) -> int:
     config = setting.holding.for_model(model.config)
     # Bytes as a budget in bytes counts them.
     in_bytes = replace(config, heavy=0.5, recent=0.5, shares=None, of="bytes")
-    full, slot = in_bytes.for_model(model.config).slot
+    slot = in_bytes.for_model(model.config).slot
+    assert slot is not None
+    full, held = slot
     head = tokens * full
     if setting.variant != "full":
-        head = FIXED + (config.held(tokens, prompt) + 1) * slot
+        head = FIXED + (config.held(tokens, prompt) + 1) * held
     sliding = min(tokens, model.window) * full
     return model.heads * (
         model.layers.count("h2o") * head + model.layers.count("sliding") * sliding
