@@ -61,7 +61,7 @@ def _check_continuation(
             _check_mask(text.mask.bool(), lengths, seen)
         elif text.mask is None and pass_state.skips_pads:
             _check_no_pads(lengths, seen)
-    elif text.mask is None:  # no row has pads
+    elif text.mask is None or bool(text.mask.all()):  # no row has pads
         lengths = torch.tensor([seen], dtype=torch.long, device="cpu")
     if lengths is not None and text.positions is not None and text.positions.shape[1] == new:
         least = lengths + pass_state.rope_deltas.least

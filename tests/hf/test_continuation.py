@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 import h2o
 from h2o import H2OCache, patched
-from h2o.borrowed import with_cache
+from h2o.borrowed import HYBRIDS, with_cache
 from tests.hf.tiny import FAMILIES, LATENT, batch, greedy, prompts, shared
 
 pytestmark = pytest.mark.timeout(120)
@@ -84,7 +84,7 @@ def test_direct_passes_at_earlier_positions():
     assert cache.get_seq_length() == 35
 
 
-@pytest.mark.parametrize("name", ["bamba", "llama"])
+@pytest.mark.parametrize("name", ["llama", *["bamba"] * HYBRIDS])
 def test_chunks_are_numbered_as_generate_numbers_them(name):
     """Bamba itself would count each forward pass from 0."""
     ours, (ids,) = shared(name), prompts(40)
