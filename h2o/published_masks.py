@@ -20,7 +20,7 @@ from torch import Tensor
 from h2o.attention_blocks import logit_blocks, visible
 from h2o.former_names import accepts_former
 
-__all__ = ["attend", "simulation_mask"]
+__all__ = ["attend", "attend_rows", "simulation_mask"]
 
 
 @accepts_former(prompt_len="prompt_length")
@@ -305,3 +305,36 @@ def _flexgen(
                 drop(i - recent - joins, count)
 
     return choose
+
+
+def attend_rows(
+    variant: str,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    real: list[Tensor],
+    prompts: list[int],
+    budgets: list[tuple[int, int]],
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` of each row of a padded batch, with a batch axis in front.
+
+    Args:
+        real: of each row the columns that are no padding.
+        prompts, budgets: prompt length and (heavy, recent) of each row.
+
+    Returns:
+        (out, evicted_at): [B, N, H, D], 0 at padding; [B, H, N] int32 in padded columns.
+    """
+    B, H, N, D = query.shape
+    out = query.new_zeros(B, N, H, D)
+    evicted_at = torch.zeros(B, H, N, dtype=torch.int32, device=query.device)
+    for b, columns in enumerate(real):
+        out[b, columns], left = attend(
+            variant, query[b, :, columns], keys[b, :, columns], values[b, :, columns], *budgets[b],
+            prompt_length=prompts[b], scale=scale,
+        )  # fmt: skip
+        # The row that is the first not to see a key stands right after the last that does.
+        after = torch.cat([columns[:1], columns[:-1] + 1, columns.new_tensor([N])])
+        evicted_at[b, :, columns] = after[left.long()].int()
+    return out, evicted_at

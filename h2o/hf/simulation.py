@@ -228,7 +228,10 @@ class Simulation:
             raise Unsupported(f"variant {self._variant!r} has no learned sinks")
         else:
             pairs = [heads[0] for heads in budgets]
-            out, evicted_at = _variant(self._variant, q, k, v, mask, prompts, pairs, call.scale)
+            rows = _columns(mask, B, N, q.device)
+            out, evicted_at = published_masks.attend_rows(
+                self._variant, q, k, v, rows, prompts, pairs, call.scale
+            )
         if self._evicted_at is not None:
             self._evicted_at[call.layer] = evicted_at
         if self._mass is not None:
@@ -351,31 +354,6 @@ def _asked_for(values: dict[int, Tensor] | None, argument: str, layer: int) -> T
             + (f"there is {sorted(values)}" if values else "call the model within the block first")
         )
     return values[layer]
-
-
-def _variant(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    prompts: list[int],
-    budgets: list[tuple[int, int]],
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """`h2o.published_masks.attend` row by row, without the pads: [B, N, H, D] and [B, H, N]."""
-    B, H, N, D = query.shape
-    out = query.new_zeros(B, N, H, D)
-    evicted_at = torch.zeros(B, H, N, dtype=torch.int32, device=query.device)
-    for b, columns in enumerate(_columns(mask, B, N, query.device)):
-        out[b, columns], left = published_masks.attend(
-            name, query[b, :, columns], key[b, :, columns], value[b, :, columns], *budgets[b],
-            prompt_length=prompts[b], scale=scale,
-        )  # fmt: skip
-        # The row that is the first not to see a key stands right after the last that does.
-        after = torch.cat([columns[:1], columns[:-1] + 1, columns.new_tensor([N])])
-        evicted_at[b, :, columns] = after[left.long()].int()
-    return out, evicted_at
 
 
 def _retained(

@@ -32,7 +32,7 @@ def plain(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "config"),
     [
-        ({"budget": 0.3, "min_tokens": 0}, exact(H2OConfig.robust(0.3, of="bytes"))),
+        ({"budget": 0.3, "min_tokens": 0}, exact(H2OConfig.echo(0.3, of="bytes"))),
         ({"heavy": 4, "recent": 4, "sinks": 2}, H2OConfig(heavy=4, recent=4, sinks=2)),
         (
             {"h2o_config": H2OConfig(heavy=0.2, recent=0.1, min_tokens=0)},

@@ -15,8 +15,8 @@ from tests.hf.tiny import FAMILIES, LATENT, WITH_STATES, greedy, model, prompts,
 
 CONFIGS = POLICIES | {
     "robust bytes": H2OConfig.robust(0.3, of="bytes"),
-    "echo": H2OConfig(heavy=6, recent=4, rank_by="echo"),
-    "echo int8": H2OConfig(heavy=6, recent=4, rank_by="echo", kv_dtype="int8"),
+    "echo": H2OConfig(heavy=6, recent=4, rank_by="mean-echo"),
+    "echo int8": H2OConfig(heavy=6, recent=4, rank_by="mean-echo", kv_dtype="int8"),
     "rolled": H2OConfig(heavy=6, recent=4, positions="rolled"),
     "rolled int8": H2OConfig(heavy=6, recent=4, positions="rolled", kv_dtype="int8"),
     "by rank": H2OConfig(heavy=6, recent=4, rank_by="mean-echo", shares="echo"),

@@ -162,11 +162,11 @@ def test_chunks_of_which_the_length_is_not_known(chunk):
 
 def test_one_number_is_a_share_of_the_bytes_or_a_number_of_tokens():
     config = model("llama").config
-    assert H2OCache(config, budget=0.2).config == H2OConfig.robust(0.2, "bytes").for_model(config)
-    assert H2OCache(config, budget=40).config == H2OConfig.robust(40)
+    assert H2OCache(config, budget=0.2).config == H2OConfig.echo(0.2, "bytes").for_model(config)
+    assert H2OCache(config, budget=40).config == H2OConfig.echo(40)
     own = H2OCache(config, budget=40, sinks=2, positions="rolled").config
     assert own == dataclasses.replace(H2OConfig.robust(40), sinks=2, positions="rolled")
-    assert H2OCache(config, H2OConfig(budget=40)).config == H2OConfig.robust(40)
+    assert H2OCache(config, H2OConfig(budget=40)).config == H2OConfig.echo(40)
     for wrong in ({"heavy": 3}, {"recent": 0.2}):
         with pytest.raises(ValueError, match="either budget, or heavy and recent"):
             H2OConfig(budget=0.2, **wrong)
