@@ -136,7 +136,8 @@ def test_info_for_readers(capsys):
 
 def test_info_about_a_model(tiny, tmp_path, capsys):
     assert cli.main(["info", "--model", tiny]) == 0
-    assert capsys.readouterr().out == "llama: supported, 2 of 2 layers by h2o\n"
+    said = "llama: supported, 2 of 2 layers by h2o; echo: as robust, it has 4 key/value heads"
+    assert capsys.readouterr().out.startswith(said)
     (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
     assert cli.main(["info", "--model", str(tmp_path), "--json"]) == 1
     support = json.loads(capsys.readouterr().out)
