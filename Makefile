@@ -206,7 +206,7 @@ $(OUT)/libcuda.so.1: tests/cuda/threads/driver.c
 
 $(OUT)/test_driver: tests/cuda/threads/test_driver.c tests/c/test.h \
 		$(addprefix $(OUT)/,cuda/driver.o cuda/plan.o error.o system.o)
-	$(CC) $(C_FLAGS) -Itests/c $(filter-out %.h,$^) -o $@ -ldl
+	$(CC) $(C_FLAGS) -Itests/c $(filter-out %.h,$^) -o $@ -lm -ldl
 
 test-driver: $(OUT)/test_driver $(OUT)/libcuda.so.1
 	LD_LIBRARY_PATH=$(OUT) $<
