@@ -107,12 +107,13 @@ class H2OCache(ReadableCache):
         h2o_config = one_config(h2o_config, parameters)
         model, config = config, config_of(config)
         full_layers = transformers_layers(config)
-        h2o_config, self.not_dealt = served_as(config, h2o_config.for_model(model))
+        h2o_config, echo, self.not_dealt = served_as(config, h2o_config.for_model(model))
         last = max((later[-1] for later in reusing(config).values()), default=0)
         pass_state = PassState(prompt_length, full_layers, last)
         layers = layers_of(
-            config, full_layers, h2o_config, pass_state, trace=trace, compileable=compileable
-        )
+            config, full_layers, h2o_config, pass_state,
+            echo=echo, trace=trace, compileable=compileable,
+        )  # fmt: skip
         pass_state.rereads_after = rereads_after(config)
         pass_state.rope_deltas = RopeDeltas.of(config)
         Cache.__init__(self, layers=layers)  # a class of a model's own may take no arguments

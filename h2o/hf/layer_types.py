@@ -26,7 +26,7 @@ from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import OneBudget
 from h2o.hf.other_heads import OtherHeadsLayer, width_of
 from h2o.hf.pass_state import PassState
-from h2o.hf.prompt_echo import PromptEcho, rotary_for
+from h2o.hf.prompt_echo import PromptEcho
 from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_keys_layer import SharedKeysLayer
 from h2o.kv_dtype import stored_bytes
@@ -41,6 +41,7 @@ def layers_of(
     h2o_config: H2OConfig,
     pass_state: PassState,
     *,
+    echo: Rotary | None,
     trace: bool,
     compileable: bool,
 ) -> list[CacheLayerMixin]:
@@ -50,6 +51,7 @@ def layers_of(
         config: the model's.
         layers: transformers' own for it; those without full attention stay.
         h2o_config: for this model (`H2OConfig.for_model`).
+        echo: the model's rotary embedding, where prompts are ranked by echo.
 
     Raises:
         Unsupported: a setting that does not go with `compileable`, or a model whose positions
@@ -93,9 +95,9 @@ def layers_of(
     h2o_layers = [x for x in placed if isinstance(x, H2OLayer)]
     if h2o_config.shares_by_echo:
         _share_by_echo(h2o_layers, config)
-    if (rotary := rotary_for(config, h2o_config)) is not None:
+    if echo is not None:
         for x in h2o_layers:
-            x.prompt_scores = PromptEcho(rotary, x.layer_idx, x.policy).scores
+            x.prompt_scores = PromptEcho(echo, x.layer_idx, x.policy).scores
     return placed
 
 

@@ -32,7 +32,7 @@ from h2o.hf.latent_attention import latents_traced, over_latents
 from h2o.hf.layer_kinds import kind_of
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.patch_lock import unwrapped
-from h2o.hf.prompt_echo import rotary_for, served_as
+from h2o.hf.prompt_echo import served_as
 from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_places import SharedPlaces
 from h2o.hf.support import transformers_layers
@@ -96,7 +96,7 @@ def simulated(
             whole text.
     """
     config = one_config(h2o_config, parameters).for_model(unwrapped(model))
-    config, _ = served_as(model.config, config)
+    config, rotary, _ = served_as(model.config, config)
     check(config, variant, prompt_length, ratio_of)
     layers = transformers_layers(model.config)
     budgets = [
@@ -107,7 +107,6 @@ def simulated(
     if shared and (variant != "h2o" or config.merge is not None):
         what = f"variant {variant!r}" if variant != "h2o" else "merge"
         raise Unsupported(f"{what}: not simulated where layers attend to the keys of others")
-    rotary = rotary_for(model.config, config)
     simulation = Simulation(budgets, variant, prompt_length, ratio_of, trace, mass, shared, rotary)
     tracing = latents_traced(unwrapped(model))
     attended = [*simulation.layers(), *itertools.chain(*shared.values())]
