@@ -31,7 +31,7 @@ from h2o.borrowed import with_cache
 from h2o.errors import UserError
 from h2o.evaluate import kept_bytes
 from h2o.evaluate.facts import KINDS, Fact
-from h2o.evaluate.fitting import check_fit
+from h2o.evaluate.fitting import load
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
@@ -187,14 +187,7 @@ def compare(
             raise UserError(f"{setting.why_not_dropping}; it cannot answer")
     text = read_text(file)
     cells = Cells(output / "needle.json", "h2o eval --needle", launched())
-    model, tokenizer = models.load(
-        model_name,
-        dtype=dtype,
-        device=device,
-        attn_implementation=None,
-        say=models.say,
-        check=check_fit(settings),
-    )
+    model, tokenizer = load(model_name, settings, dtype=dtype, device=device)
     rows = trials(text, tokenizer, lengths, limit or 4, kinds, turns, decoys)
     encoded = [encode(tokenizer, model.config, row) for row in rows]
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)

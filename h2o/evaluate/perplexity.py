@@ -22,7 +22,7 @@ from h2o import models
 from h2o.borrowed import attention_name, with_cache
 from h2o.errors import UserError
 from h2o.evaluate import kept_bytes
-from h2o.evaluate.fitting import check_fit
+from h2o.evaluate.fitting import load
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting, footnote
 from h2o.filesystem import read_text
@@ -68,9 +68,8 @@ def compare(
         if protocol == "drop" and not setting.dropping:
             raise UserError(f"{setting.why_not_dropping}; use --protocol simulate")
     cells = Cells(output / "perplexity.json", "h2o eval --perplexity", launched())
-    fit = check_fit(settings, full_cache=protocol == "drop")
-    model, tokenizer = models.load(
-        model_name, dtype=dtype, device=device, attn_implementation=None, say=models.say, check=fit
+    model, tokenizer = load(
+        model_name, settings, dtype=dtype, device=device, full_cache=protocol == "drop"
     )
     windows, total = read_windows(file, tokenizer, model.config, window, limit)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)

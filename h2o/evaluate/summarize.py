@@ -25,7 +25,7 @@ from h2o import models
 from h2o.errors import UserError
 from h2o.evaluate import kept_bytes
 from h2o.evaluate.answers import answers
-from h2o.evaluate.fitting import check_fit
+from h2o.evaluate.fitting import load
 from h2o.evaluate.presentation import plot_curves, table, written
 from h2o.evaluate.setting import Setting
 from h2o.filesystem import read_text
@@ -133,14 +133,7 @@ def compare(
         raise UserError(f"{error}: run {install_command('eval')}") from error
     rows = read_rows(file, limit)
     cells = Cells(output / "summaries.json", "h2o eval --summarize", launched())
-    model, tokenizer = models.load(
-        model_name,
-        dtype=dtype,
-        device=device,
-        attn_implementation=None,
-        say=models.say,
-        check=check_fit(settings),
-    )
+    model, tokenizer = load(model_name, settings, dtype=dtype, device=device)
     prompts = [models.encode(tokenizer, row.prompt, chat) for row in rows]
     check_lengths(rows, prompts, model.config, max_new_tokens)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)

@@ -118,11 +118,9 @@ class RowBatch:
 
     def _forward(self, forward: Any, ids: list[int], rows: list[int], mask: Any = None) -> Tensor:
         """Logits [len(rows), vocabulary]."""
-        device, places = (
-            input_device(self.model),
-            [[self.tokens[row] + self.offsets[row]] for row in rows],
-        )
-        places = torch.tensor(places, dtype=torch.long, device=device)
+        device = input_device(self.model)
+        next_positions = [[self.tokens[row] + self.offsets[row]] for row in rows]
+        places = torch.tensor(next_positions, dtype=torch.long, device=device)
         output = forward(
             input_ids=torch.tensor([[i] for i in ids], dtype=torch.long, device=device),
             attention_mask=mask,
