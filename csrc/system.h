@@ -67,7 +67,7 @@ bool h2o_find_symbol(void *library, const char *symbol, void *function);
 void *h2o_allocate(size_t alignment, size_t bytes);
 void h2o_free(void *memory);
 
-/* The same from the system itself, which has it back at once; of so many bytes. */
+/* Memory of so many bytes from the system itself, which has it back at once. */
 void *h2o_map(size_t alignment, size_t bytes);
 void h2o_unmap(void *memory, size_t bytes);
 

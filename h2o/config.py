@@ -331,7 +331,7 @@ class H2OConfig(Presets):
 
     @property
     def _fractions(self) -> tuple[float, float]:
-        """Of one layer's config `heavy` and `recent` where they are fractions, else 0."""
+        """`heavy` and `recent` of one layer's config where they are fractions, else 0."""
         heavy, recent = (x if isinstance(x, float) else 0.0 for x in self._amounts)
         return heavy, recent
 

@@ -195,7 +195,8 @@ def _line(number: int, content: Any) -> Line:
 
 
 def _digest(options: argparse.Namespace) -> str:
-    """Of what answers depend on beside their prompt: another model may lie at the same path."""
+    """Digest of what answers depend on beside their prompt. Another model may lie at the same
+    path."""
     lying = of_files([options.model]) if options.model else ""
     facts = [asdict(options.config), options.model, lying, options.dtype, options.max_new_tokens]
     return _sha256([*facts, options.chat])

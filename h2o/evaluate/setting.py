@@ -263,7 +263,7 @@ def _build(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
 
 
 def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
-    """As of H2OConfig's defaults."""
+    """Config and variant of a kind, with the `min_tokens` of H2OConfig."""
     name = kind.removesuffix("-bytes")
     of: Of = "bytes" if kind.endswith("-bytes") else "keys"
     match kind, amounts:

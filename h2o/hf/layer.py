@@ -44,7 +44,7 @@ from h2o.policy import Policy
 __all__ = ["H2OLayer"]
 
 PromptScores = Callable[[NewTokens, Tensor], tuple[Tensor, Tensor]]
-"""Of a prompt's tokens and the attention [B, G, Q] that they received: their scores, and echo."""
+"""Scores and echo of a prompt, from its tokens and the attention [B, G, Q] that they received."""
 
 
 class H2OLayer(LayerContents):

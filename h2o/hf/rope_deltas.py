@@ -85,7 +85,7 @@ class RopeDeltas:
 
     @property
     def least(self) -> int:
-        """The same for rows of several texts: what their positions are at least beyond it."""
+        """Least number that positions of rows of several texts are beyond their tokens."""
         if self._may_be and not self.is_known:
             return -(2**30)  # anything
         return 0 if self.number is None else min(0, int(self.number.min()))

@@ -44,8 +44,8 @@ class SharedPlaces:
         prompt_length: int | Sequence[int],
         rotary: Rotary | None,
     ) -> SharedPlaces | None:
-        """Of the layers' configs; None where budgets do not depend on all layers. A prompt of one
-        token, or of sinks alone, has no places to deal."""
+        """Makes one from the layers' configs; None where budgets do not depend on all layers. A
+        prompt of one token, or of sinks alone, has no places to deal."""
         configs = {i: x for i, x in enumerate(budgets) if x is not None}
         shares = [x for x in configs.values() if x.shares_by_echo]
         longest = max(prompt_length) if isinstance(prompt_length, Sequence) else prompt_length

@@ -35,7 +35,7 @@ def check_passes(model: Any, what: str) -> None:
 
 
 def check_no_tuned_prompt(model: Any, what: str) -> None:
-    """As `check_passes`, where the first forward pass is no different from later ones either."""
+    """Checks what `check_passes` does, where all forward passes over a prompt must be alike."""
     check_passes(model, what)
     if virtual_tokens(model):
         raise Unsupported(

@@ -219,7 +219,7 @@ def _values(weight: Weight, numbers: int) -> list[float] | None:
 # ---- a record of each weight, for files of keys and values -----------------------------------
 
 NUMBERS = 6
-"""Of each weight in a record."""
+"""Numbers that a record has of each weight."""
 
 _PASSING = (
     "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype", "id2label",

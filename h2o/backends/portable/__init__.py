@@ -42,7 +42,7 @@ def operation(name: str) -> Callable[..., Any]:
 
 
 def _without_autocast(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The same operation, whose products keep their float32 under the caller's autocast."""
+    """An operation whose products keep their float32 under the caller's autocast."""
     import torch
 
     @functools.wraps(operation)
