@@ -28,14 +28,13 @@ from torch import Tensor
 from h2o import ops
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
-from h2o.hf.attention_call import NewTokens
+from h2o.hf.attention_call import NewTokens, as_stored
 from h2o.hf.echo import largest
 from h2o.hf.layer_kinds import full_layers
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import positions_in
 from h2o.model_identity import describe, latent_row
 from h2o.policy import Policy
-from h2o.quantisation import dequantised, stored_like
 
 __all__ = ["PART", "PromptEcho", "Served", "not_dealt", "rotary_for", "served_as"]
 
@@ -165,16 +164,3 @@ class PromptEcho:
             *tokens[:3], slots, mask=tokens.mask, scale=tokens.scale, softcap=tokens.softcap,
             sink_logits=tokens.sink_logits, policy=self.policy,
         )  # fmt: skip
-
-
-def as_stored(tokens: NewTokens, slots: ops.Slots) -> NewTokens:
-    """New tokens as they are read from the slots."""
-    if slots.keys.dtype != torch.uint8 or tokens.value is None:
-        return tokens
-
-    def read_back(x: Tensor, store: Any) -> Tensor:
-        return dequantised(stored_like(x, store), x.shape[-1]).to(x.dtype)
-
-    return tokens._replace(
-        key=read_back(tokens.key, slots.keys), value=read_back(tokens.value, slots.values)
-    )
