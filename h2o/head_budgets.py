@@ -146,9 +146,7 @@ def levelled(
     return [row * entries if len(row) == 1 else row for row in rows]
 
 
-def with_room(
-    heads: list[tuple[int, int]], pinned: int, sinks: int
-) -> list[tuple[int, int]]:
+def with_room(heads: list[tuple[int, int]], pinned: int, sinks: int) -> list[tuple[int, int]]:
     """(heavy, recent) of a row's heads, each with room for so many pinned keys beyond the sinks.
     Heads that have more give what the others lack, so that the sum stays.
 

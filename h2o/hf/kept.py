@@ -100,7 +100,11 @@ class Kept(NamedTuple):
         held = self._held(row, head)
         texts = self._texts(tokenizer, input_ids, row, attention_mask, max(held, default=-1))
         scores = [sum(held[j].values()) if j in held else 0.0 for j in range(len(texts))]
-        return shaded(texts, _drawn(torch.tensor(scores, device="cpu")).tolist(), [j in held for j in range(len(texts))])
+        return shaded(
+            texts,
+            _drawn(torch.tensor(scores, device="cpu")).tolist(),
+            [j in held for j in range(len(texts))],
+        )
 
     def plot(self, ax: Any = None, *, row: int = 0) -> Any:
         """A heat map on matplotlib axes (new ones by default): a line for each head, a column for

@@ -41,7 +41,6 @@ from h2o.hf.layer_state import restore, state_of
 from h2o.hf.one_budget import Budgets, OneBudget, Prompt, positions_in
 from h2o.hf.pass_state import WITHOUT_CACHE, PassState, columns_left
 from h2o.hf.slot_layout import Capacity
-from h2o.policy import Policy
 
 __all__ = ["H2OLayer"]
 

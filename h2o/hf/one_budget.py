@@ -330,7 +330,9 @@ def parted(
         recents = [r if most_recent is None else min(r, most_recent) for _, r in row]
         rest = [h + r - recent for (h, r), recent in zip(row, recents, strict=True)]
         heavies = [
-            min(n, max(int(n * of_head), max(least, 1) - sinks - recent, pins))  # none without a key
+            min(
+                n, max(int(n * of_head), max(least, 1) - sinks - recent, pins)
+            )  # none without a key
             for n, recent in zip(rest, recents, strict=True)
         ]
         first.append(list(zip(heavies, recents, strict=True)))

@@ -31,8 +31,8 @@ Row = list[tuple[int, int]]
 """Spans (start, stop) of one row, ascending and apart"""
 
 _WANTED = (
-    'pinned must be spans [(start, stop), ...] in tokens, a list of such spans for each row, "prompt", '
-    "or a bool mask [rows, columns]"
+    "pinned must be spans [(start, stop), ...] in tokens, a list of such spans for each row, "
+    '"prompt", or a bool mask [rows, columns]'
 )
 
 

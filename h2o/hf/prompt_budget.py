@@ -17,7 +17,7 @@ from h2o.head_budgets import levelled, with_room
 from h2o.hf.pass_state import PassState
 from h2o.hf.pins import Pins
 
-__all__ = ["PromptBudget", "begin_pins", "budget_of", "counted", "refuse_chunks"]
+__all__ = ["PromptBudget", "begin_pins", "budget_of", "counted", "of_rows", "refuse_chunks"]
 
 
 RowSize = tuple[int, int, float]
@@ -46,7 +46,7 @@ def counted(
     to wait for the device.
     """
     unknown = pass_state.prompt_length is None
-    needed = config.needs_prompt_length and unknown or pass_state.pins
+    needed = (config.needs_prompt_length and unknown) or pass_state.pins
     if mask is None or not (needed or mask.is_cpu):
         return [Q] * B
     tokens: list[int] = mask.sum(1).tolist()
@@ -70,7 +70,7 @@ def begin_pins(
     lengths = _lengths(pass_state.prompt_length, counts)
     pass_state.pins.begin(lengths, mask, columns)
     for config in pass_state.configs:
-        _of_rows(config.for_keys(*row_size), lengths, pass_state.pins)
+        of_rows(config.for_keys(*row_size), lengths, pass_state.pins)
 
 
 def budget_of(
@@ -96,15 +96,18 @@ def budget_of(
     """
     lengths = _lengths(pass_state.prompt_length, counts)
     config = config.for_keys(*row_size)
-    by_row = levelled(_of_rows(config, lengths, pass_state.pins), heads, part)
+    by_row = levelled(of_rows(config, lengths, pass_state.pins), heads, part)
     widest = [config.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
     lengths = list(filter(None, lengths))
     raised, floored = any(map(config.is_raised, lengths)), any(map(config.is_floored, lengths))
     return PromptBudget(by_row, widest, raised, floored)
 
 
-def _of_rows(config: H2OConfig, lengths: list[int], pins: Pins) -> list[list[tuple[int, int]]]:
-    """(heavy, recent) of each row and each head, or one for all heads."""
+def of_rows(config: H2OConfig, lengths: list[int], pins: Pins) -> list[list[tuple[int, int]]]:
+    """(heavy, recent) of each row and each head, or one for all heads; of prompts of these lengths.
+
+    Raises: ValueError for pins that have no room.
+    """
     counts = pins.counts(len(lengths), config.sinks)
     return [
         with_room(config.head_tokens(length, pinned), pinned, config.sinks)

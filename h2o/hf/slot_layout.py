@@ -138,7 +138,9 @@ def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
     return {
         "seen": slots.lengths.tolist(),
         "kept_by_head": (by_head(slots, sizes, "positions", -1) >= 0).sum(-1).tolist(),
-        "pinned_by_head": (is_pinned & (by_head(slots, sizes, "positions", -1) >= 0)).sum(-1).tolist(),
+        "pinned_by_head": (is_pinned & (by_head(slots, sizes, "positions", -1) >= 0))
+        .sum(-1)
+        .tolist(),
         "budget_by_head": (budget.sum(-1) + sinks).tolist(),
         "bytes_held": sum(stored[:2]),
         "bytes_bookkeeping": sum(stored[2:]),
