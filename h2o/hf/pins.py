@@ -87,6 +87,13 @@ class Pins:
         """Whether all of the prompt is pinned, so that it must be known where it ends."""
         return self.given == "prompt"
 
+    @property
+    def last(self) -> int:
+        """Where the last span that was given ends; 0 where that depends on the prompt."""
+        if isinstance(self.given, str):
+            return 0
+        return max((span[1] for row in self.given for span in row), default=0)
+
     def begin(self, lengths: list[int], mask: Tensor | None, columns: int) -> None:
         """Set the positions of each row, once a prompt is known.
 
@@ -113,10 +120,9 @@ class Pins:
         times = B // len(self.given)  # of beams, or one for all
         rows = [row for row in self.given for _ in range(times)]
         if self.are_columns:
-            last = max((span[1] for row in rows for span in row), default=0)
-            if last > columns:
+            if self.last > columns:
                 raise ValueError(
-                    f"pinned is a mask with {last} columns, and the first forward pass has "
+                    f"pinned is a mask with {self.last} columns, and the first forward pass has "
                     f"{columns}: where a prompt comes in chunks give spans (start, stop) of tokens"
                 )
             rows = _as_positions(rows, mask)

@@ -54,12 +54,16 @@ def counted(
 
 
 def begin_pins(
-    pass_state: PassState, counts: list[int], mask: Tensor | None, columns: int, row_size: RowSize
+    pass_state: PassState,
+    counts: list[int],
+    mask: Tensor | None,
+    columns: int,
+    row_size: RowSize | None = None,
 ) -> None:
     """Tell the pins of a cache its prompt, before anything of that is stored.
 
     Args:
-        counts, row_size: as of `budget_of`.
+        counts, row_size: as of `budget_of`; None: as the model's config says.
         mask, columns: as of `h2o.hf.pins.Pins.begin`.
 
     Raises:
@@ -70,7 +74,8 @@ def begin_pins(
     lengths = _lengths(pass_state.prompt_length, counts)
     pass_state.pins.begin(lengths, mask, columns)
     for config in pass_state.configs:
-        of_rows(config.for_keys(*row_size), lengths, pass_state.pins)
+        config = config if row_size is None else config.for_keys(*row_size)
+        of_rows(config, lengths, pass_state.pins)
 
 
 def budget_of(
