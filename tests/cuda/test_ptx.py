@@ -13,7 +13,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-
 ROOT = Path(__file__).parents[2]
 LIBRARY = "build/ptx/libmachine.so"
 
