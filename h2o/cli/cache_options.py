@@ -26,6 +26,7 @@ __all__ = [
     "add_dtype",
     "add_model",
     "add_option",
+    "add_pin",
     "asked",
     "config_from",
     "described",
@@ -107,6 +108,29 @@ def add_device(add: Callable[..., Any]) -> None:
     """--device."""
     add("--device", default="cpu", metavar="NAME",
         help="where the model runs: cpu, cuda, cuda:1, mps, ... (%(default)s)")  # fmt: skip
+
+
+def add_pin(add: Callable[..., Any]) -> None:
+    """--pin and --system, which chats begin with."""
+    add("--system", metavar="TEXT", help="what a chat's system message says (with --chat)")
+    add("--pin", type=parse_pins, metavar="WHAT", help="keys that are never evicted and count in "
+        "the budget: system, a chat's system turn; prompt, all of it; or spans of its tokens, "
+        "such as 0:40,100:120")  # fmt: skip
+
+
+def parse_pins(text: str) -> str | list[tuple[int, int]]:
+    """0:40,100:120 is [(0, 40), (100, 120)]."""
+    if text in ("system", "prompt"):
+        return text
+    try:
+        spans = [tuple(map(int, part.split(":"))) for part in text.split(",")]
+        if all(len(span) == 2 and 0 <= span[0] < span[1] for span in spans):
+            return spans  # type: ignore[return-value]
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither system nor prompt nor spans of tokens, such as 0:40,100:120"
+    )
 
 
 def add_compare(add: Callable[..., Any], default: str | None = None, more: str = "") -> None:

@@ -16,13 +16,21 @@ __all__ = ["system_span"]
 SYSTEM_ROLES = ("system", "developer")
 
 
-def system_span(tokenizer: Any, messages: Sequence[Any], ids: Sequence[int]) -> tuple[int, int]:
+def system_span(
+    tokenizer: Any, messages: Sequence[Any], ids: Sequence[int] | None = None
+) -> tuple[int, int]:
     """(0, stop): the tokens of a chat's prompt from its first one to the end of its system turn.
+
+    ```python
+    pins = [h2o.system_span(tokenizer, messages)]
+    cache = h2o.H2OCache(model, budget=0.2, pinned=pins)
+    ```
 
     Args:
         tokenizer: with a chat template.
         messages: the chat, as `apply_chat_template` takes it; its first message is the system's.
-        ids: the prompt that the template has made of `messages`, with a generation prompt.
+        ids: the prompt that the template has made of `messages`; by default the one that it makes
+            with a generation prompt.
 
     Raises:
         ValueError: a chat without a system message, or a template without a system turn at the
@@ -33,10 +41,16 @@ def system_span(tokenizer: Any, messages: Sequence[Any], ids: Sequence[int]) -> 
             'pinned="system": the chat has no system message. Begin it with '
             '{"role": "system", "content": ...}, or leave out pinned'
         )
-    text = _rendered(tokenizer, messages, add_generation_prompt=True)
+    try:
+        text = _rendered(tokenizer, messages, add_generation_prompt=True)
+    except Exception as error:  # Jinja's, or whatever a template calls
+        raise ValueError(
+            f'pinned="system": the chat template refuses this chat: {error}'
+        ) from error
     turn = _system_turn(tokenizer, messages[0], text)
-    stop = _tokens_of(tokenizer, text, len(turn), list(ids))
-    return 0, stop
+    if ids is None:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return 0, _tokens_of(tokenizer, text, len(turn), list(ids))
 
 
 def _system_turn(tokenizer: Any, message: Any, text: str) -> str:
@@ -68,7 +82,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Any], **how: Any) -> str:
 
 
 def _rendered_or_none(tokenizer: Any, messages: Sequence[Any]) -> str | None:
-    """None where the template raises: its errors are Jinja's, or whatever it calls."""
+    """None where the template raises."""
     try:
         return _rendered(tokenizer, messages)
     except Exception:

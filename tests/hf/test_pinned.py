@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache
+from transformers import DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig
 from h2o.borrowed import with_cache
 from h2o.hf.layer import H2OLayer
 from tests.hf.modes import MODES
+from tests.hf.test_compiled import compiling
 from tests.hf.test_one_budget import as_if_all_were_held, deep
 from tests.hf.test_simulation import prove, text
 from tests.hf.tiny import (
@@ -253,11 +254,19 @@ def test_compiled_steps():
     ours, (document,) = model("llama"), prompts(40)
     cache = H2OCache(ours, **SMALL, **PINS, compileable=True)
     eager = H2OCache(ours, **SMALL, **PINS)
-    compiled = {"compile_config": CompileConfig(backend="eager"), "disable_compile": False}
-    out = greedy(ours, {"input_ids": document}, tokens=12, **with_cache(cache), **compiled)
+    out = greedy(ours, {"input_ids": document}, tokens=12, **with_cache(cache), **compiling())
     assert torch.equal(out, greedy(ours, {"input_ids": document}, 12, **with_cache(eager)))
     assert survives(cache)
     assert survives(eager)
+
+
+@needs_compiler
+def test_compiled_steps_that_would_have_to_pin():
+    """They raise, or are not compiled."""
+    ours, (document,) = model("llama"), prompts(20)
+    cache = H2OCache(ours, **SMALL, pinned=[(18, 25)], compileable=True)
+    with pytest.raises(Exception, match="cannot pin the tokens that they read"):
+        greedy(ours, {"input_ids": document}, tokens=12, **with_cache(cache), **compiling())
 
 
 def test_dropping_early_changes_nothing():
