@@ -42,6 +42,7 @@ from h2o.hf.readable_cache import ReadableCache
 from h2o.hf.rope_deltas import RopeDeltas
 from h2o.hf.shared_keys import reusing
 from h2o.hf.support import config_of, rereads_after, transformers_layers
+from h2o.hf.tuned_prompts import check_pins
 from h2o.model_identity import describe
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class H2OCache(ReadableCache):
     ) -> None:
         packages.warn_without_core()
         h2o_config = one_config(h2o_config, parameters)
+        check_pins(config, pinned)
         model, config = config, config_of(config)
         full_layers = transformers_layers(config)
         h2o_config, echo, self.not_dealt = served_as(config, h2o_config.for_model(model))

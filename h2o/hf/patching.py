@@ -15,6 +15,7 @@ from h2o.config import H2OConfig, one_config
 from h2o.hf.cache import H2OCache
 from h2o.hf.patch_lock import PatchLock, unwrapped
 from h2o.hf.patch_stack import PatchStack
+from h2o.hf.tuned_prompts import check_pins
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -193,6 +194,7 @@ def patched(
 
 def _applied(model: Any, config: H2OConfig, **how: Any) -> Patch:
     base = _base(model)
+    check_pins(model, how["pinned"])
     patch = Patch(base, config.for_model(base), **how)
     patch.apply()
     return patch

@@ -32,7 +32,7 @@ from h2o.hf.pins import Pins
 from h2o.hf.positions import positions_after
 from h2o.hf.prompt_reader import PromptReader
 from h2o.hf.system_turn import system_span
-from h2o.hf.tuned_prompts import check_no_tuned_prompt, continuing, virtual_tokens
+from h2o.hf.tuned_prompts import check_pins, continuing, virtual_tokens
 
 __all__ = ["Prompt", "Request", "Result", "Running", "Settings", "decoding_arguments"]
 
@@ -104,7 +104,7 @@ class Settings:
             raise ValueError(
                 "pinned after a prefix, which is read already: give pinned to the prefix' H2OCache"
             )
-        check_no_tuned_prompt(self.model, "pinned")
+        check_pins(self.model, pinned)
         if isinstance(pinned, str) and pinned == "system":
             if not _is_chat(request.prompt):
                 raise ValueError('pinned="system" needs a chat, as a list of messages')

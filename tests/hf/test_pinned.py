@@ -10,13 +10,14 @@ import torch
 from transformers import DynamicCache
 
 import h2o
-from h2o import H2OCache, H2OConfig
+from h2o import H2OCache, H2OConfig, Unsupported
 from h2o.borrowed import with_cache
 from h2o.hf.layer import H2OLayer
 from tests.hf.modes import MODES
 from tests.hf.test_compiled import compiling
 from tests.hf.test_one_budget import as_if_all_were_held, deep
 from tests.hf.test_simulation import prove, text
+from tests.hf.test_wrapped import tuned_prompt
 from tests.hf.tiny import (
     FAMILIES,
     HYBRID,
@@ -380,3 +381,36 @@ def test_reports_and_pictures():
     assert "nan" not in kept._repr_html_()
     bare = read(ours, [document], H2OCache(ours, **SMALL)).report()
     assert "pinned" not in str(bare)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_prompt_tuning():
+    """Its embeddings are tokens of the row: the error says what spans are then."""
+    wrapped = tuned_prompt("PromptTuningConfig")
+    for refuse in (
+        lambda: H2OCache(wrapped, **SMALL, **PINS),
+        lambda: h2o.enable(wrapped, **SMALL, **PINS),
+        lambda: list(h2o.generate_all(wrapped, prompts(20), rows=1, **SMALL, **PINS)),
+    ):
+        with pytest.raises(Unsupported, match=r"\(start \+ 4, stop \+ 4\)"):
+            refuse()
+
+
+def test_patches_with_other_pins():
+    """Nested, each has its own; threads of one model must have the same."""
+    ours, inputs = model("llama", "sdpa"), batch(prompts(40))
+    with h2o.patched(ours, **SMALL, **PINS) as outer:
+        ours.generate(**inputs, max_new_tokens=8)
+        assert survives(outer.cache)
+        with h2o.patched(ours, **SMALL, pinned=[(20, 27)]) as inner:
+            ours.generate(**inputs, max_new_tokens=8)
+            assert survives(inner.cache, span=(20, 27))
+            assert not survives(inner.cache)
+        ours.generate(**inputs, max_new_tokens=8)
+        assert survives(outer.cache)
+        assert outer.lock.settings != inner.lock.settings
+    enabled = h2o.enable(ours, **SMALL, pinned=[(20, 27)])
+    ours.generate(**inputs, max_new_tokens=8)
+    assert survives(enabled.cache, span=(20, 27))
+    h2o.disable(ours)
