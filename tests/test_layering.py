@@ -403,7 +403,7 @@ SERVING = {
     "attention_blocks", "backends", "borrowed", "budgets", "config", "config_fields", "draw",
     "errors", "filesystem", "head_budgets", "hf", "kv_dtype", "model_identity",
     "models", "ops", "packages", "policy", "presets", "profile", "published_masks",
-    "quantisation", "rotary_embedding", "sink_logits", "slots", "tensors", "vllm",
+    "quantisation", "rotary_embedding", "sink_logits", "slots", "spans", "tensors", "vllm",
 }  # fmt: skip
 """The rooms that it takes to serve a model, or to simulate that in one forward pass; the others
 measure one, or are commands."""

@@ -17,6 +17,7 @@ from h2o.evaluate.setting import Setting, from_config, parse_all, shares_of, wit
 from h2o.kv_dtype import QUANTISED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
+from h2o.spans import Row, parsed
 
 __all__ = [
     "OPTIONS",
@@ -118,19 +119,12 @@ def add_pin(add: Callable[..., Any]) -> None:
         "such as 0:40,100:120")  # fmt: skip
 
 
-def parse_pins(text: str) -> str | list[tuple[int, int]]:
-    """0:40,100:120 is [(0, 40), (100, 120)]."""
-    if text in ("system", "prompt"):
-        return text
+def parse_pins(text: str) -> str | Row:
+    """As `h2o.spans.parsed`, for an option."""
     try:
-        spans = [tuple(map(int, part.split(":"))) for part in text.split(",")]
-        if all(len(span) == 2 and 0 <= span[0] < span[1] for span in spans):
-            return spans  # type: ignore[return-value]
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is neither system nor prompt nor spans of tokens, such as 0:40,100:120"
-    )
+        return parsed(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_compare(add: Callable[..., Any], default: str | None = None, more: str = "") -> None:

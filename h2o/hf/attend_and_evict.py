@@ -12,8 +12,8 @@ from torch import Tensor
 
 from h2o import ops
 from h2o.hf.attention_call import NewTokens
-from h2o.hf.pins import PINNED
 from h2o.policy import Policy
+from h2o.spans import PINNED
 
 __all__ = ["attention", "evicting"]
 

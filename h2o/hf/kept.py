@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o.hf.pins import PINNED
+from h2o.spans import PINNED
 
 __all__ = ["Kept", "KeptToken"]
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf import prompt_budget, tensor_parallel
-from h2o.hf.pins import PINNED
 from h2o.policy import Policy
+from h2o.spans import PINNED
 
 __all__ = [
     "Budgets",

@@ -11,24 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["PINNED", "Pins"]
+from h2o.spans import PINNED, Row, count, merged, runs
 
-PINNED = math.inf
-"""The score of a pinned key"""
+__all__ = ["Pins"]
 
 LEAST_DECAY = 1e-30
 """Below it, in float32, infinity times the decay may not be infinity."""
-
-Row = list[tuple[int, int]]
-"""Spans (start, stop) of one row, ascending and apart"""
 
 _WANTED = (
     "pinned must be spans [(start, stop), ...] in tokens, a list of such spans for each row, "
@@ -71,11 +66,11 @@ class Pins:
         if not _is_list(values):
             raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
         if values and all(_is_list(row) and row and _all_bools(row) for row in values):
-            return cls([_runs(i for i, x in enumerate(row) if x) for row in values], True)
+            return cls([runs(i for i, x in enumerate(row) if x) for row in values], True)
         if all(map(_is_span, values)):
-            return cls([_row(values)] if values else [])
+            return cls([merged(values)] if values else [])
         if all(_is_list(row) and all(map(_is_span, row)) for row in values):
-            return cls([_row(row) for row in values])
+            return cls([merged(row) for row in values])
         raise TypeError(f"{_WANTED}, not {pinned!r:.80}")
 
     def __bool__(self) -> bool:
@@ -132,7 +127,7 @@ class Pins:
         """Pinned keys of each of so many rows beyond the sinks."""
         if not self or self.rows is None:
             return [0] * rows
-        return [sum(max(0, stop - max(start, sinks)) for start, stop in row) for row in self.rows]
+        return [count(row, sinks) for row in self.rows]
 
     def wait(self, lengths: Tensor) -> bool:
         """Whether pinned tokens are still to come in rows that have seen so many, [B]."""
@@ -150,7 +145,7 @@ class Pins:
         before = torch.searchsorted(table, positions.contiguous(), right=True)
         return scores.masked_fill(before % 2 == 1, PINNED)
 
-    def each_row(self, change: Callable[[list[Row]], list[Row]]) -> None:
+    def eachmerged(self, change: Callable[[list[Row]], list[Row]]) -> None:
         """Batch rows were selected or repeated."""
         if self.rows is not None:
             self.rows = change(self.rows)
@@ -170,9 +165,9 @@ class Pins:
         """What `as_dict` has made, before JSON or after it."""
         given, rows = fields["given"], fields["rows"]
         return cls(
-            given if isinstance(given, str) else [_row(row) for row in given],
+            given if isinstance(given, str) else [merged(row) for row in given],
             fields["are_columns"],
-            None if rows is None else [_row(row) for row in rows],
+            None if rows is None else [merged(row) for row in rows],
         )
 
 
@@ -192,33 +187,12 @@ def _is_span(x: Any) -> bool:
     )
 
 
-def _row(spans: Iterable[Sequence[int]]) -> Row:
-    """Spans in order, with those that touch made one."""
-    row: Row = []
-    for start, stop in sorted((int(start), int(stop)) for start, stop in spans):
-        if start < 0 or stop <= start:
-            raise ValueError(
-                f"pinned has the span ({start}, {stop}): wanted 0 <= start < stop, in tokens of a "
-                "row from its first one on, pads not counted"
-            )
-        if row and start <= row[-1][1]:
-            row[-1] = row[-1][0], max(stop, row[-1][1])
-        else:
-            row.append((start, stop))
-    return row
-
-
-def _runs(numbers: Iterable[int]) -> Row:
-    """Spans of ascending numbers."""
-    return _row((i, i + 1) for i in numbers)
-
-
 def _as_positions(rows: list[Row], mask: Tensor | None) -> list[Row]:
     """Spans of columns as spans of positions; pads among them are left out."""
     if mask is None:
         return rows
     order = (mask.long().cumsum(1) - 1).masked_fill(~mask.bool(), -1).tolist()
     return [
-        _runs(i for start, stop in row for i in columns[start:stop] if i >= 0)
+        runs(i for start, stop in row for i in columns[start:stop] if i >= 0)
         for row, columns in zip(rows, order, strict=True)
     ]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from h2o import ops
-from h2o.hf.pins import PINNED
 from h2o.slots import PER_ROW, PER_SLOT, empty_value
+from h2o.spans import PINNED
 
 __all__ = [
     "Capacity",
