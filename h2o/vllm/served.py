@@ -168,7 +168,7 @@ class Requests(LogitsProcessor):
             self.budget.check_room(self.keys, asked)
             pinned = asked
         except (TypeError, ValueError) as error:
-            logger.warning("h2o: NOTHING OF A REQUEST IS PINNED, though it asks for it: %s", error)
+            logger.warning("h2o: a request is served without the pins that it asks for: %s", error)
         return Request(len(prompt), config, pinned)
 
     def apply(self, logits: Tensor) -> Tensor:

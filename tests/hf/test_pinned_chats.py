@@ -125,6 +125,17 @@ def test_the_system_turn_of_requests(tokenizer, monkeypatch):
         assert all(set(range(stop)) <= head for head in ends[index])
 
 
+def test_pins_of_a_prefix(monkeypatch):
+    """Requests after it keep them."""
+    ours, ends, (text,) = shared("llama"), rows_at_their_ends(monkeypatch), prompts(40)
+    prefix = H2OCache(ours, **SMALL, pinned=[SPAN])
+    with torch.no_grad():
+        ours(text[:, :16], **with_cache(prefix))
+    how = {"rows": 2, "max_new_tokens": 20, "prefix": prefix}
+    assert len([*h2o.generate_all(ours, [text[0].tolist()] * 3, prefix.config, **how)]) == 3
+    assert all(set(range(*SPAN)) <= head for heads in ends.values() for head in heads)
+
+
 @needs_compiler
 def test_compiled_rows(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
