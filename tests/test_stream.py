@@ -195,7 +195,6 @@ def test_command_says_what_is_wrong(tiny, tmp_path, capsys):  # noqa: F811
         ("--chat", "--compare", "h2o:0.2"): "numbers of tokens",
         ("--chat", "--compare", "mask-local:4+4"): "a mask, no cache",
         ("--heavy", "0.1"): "numbers of tokens",
-        ("--merge", "0.8"): 'positions="original"',
         ("--preset", "calibrated", "--profile", "nowhere.json"): "No such file",
     }.items():
         with pytest.raises(SystemExit, match="2"):

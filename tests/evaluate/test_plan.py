@@ -28,7 +28,7 @@ def _configs_are_read_once():
         yield
 
 
-SETTINGS = ["h2o:8+8", "robust:0.3", "robust-bytes:0.3", "h2o:8+4/merge=0.8", "echo-bytes:0.4"]
+SETTINGS = ["h2o:8+8", "robust:0.3", "robust-bytes:0.3", "h2o:8+4/value_weighted", "echo-bytes:0.4"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ STORES = {
         {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "of": "bytes", "kv_dtype": "int8"},
     ),
     "norms": ("llama", {"value_weighted": True, "decay": 0.9}),
-    "max": ("llama", {"rank_by": "max", "merge": 0.4}),
+    "max": ("llama", {"rank_by": "max"}),
     "rolled": ("llama", {"positions": "rolled", "sinks": 2}),
     "rolled, own budgets": ("llama", {"positions": "rolled", "shares": uneven}),
     "trace": ("llama", {"trace": True, "shares": uneven}),
@@ -251,7 +251,7 @@ EDITS = {
     "a shape": lambda text, tensors: (
         tensors.update({"0.slots.keys": tensors["0.slots.keys"][..., :4].contiguous()}), text)[1],
     "a name": lambda text, tensors: (
-        tensors.update({"1.slots.bias": tensors.pop("1.slots.scores")}), text)[1],
+        tensors.update({"1.slots.weights": tensors.pop("1.slots.scores")}), text)[1],
     "a budget": lambda text, tensors: text.replace('"recent": 6', '"recent": 7'),
     "a number": lambda text, tensors: text.replace('"seen": 40', '"seen": 41'),
 }  # fmt: skip
