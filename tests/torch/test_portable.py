@@ -245,7 +245,8 @@ def test_values_that_are_not_finite_show_where_they_are_seen():
     assert torch.equal(*(x.isfinite() for x in outs))
 
 
-@pytest.mark.parametrize(("kv_dtype", "size"), itertools.product([None, "int8"], [None, 8]))
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("size", [None, 8])
 def test_simulated_infinities_are_the_oracles(kv_dtype, size, monkeypatch):
     """With their signs, for as long as they are held; two of them of different signs are NaN."""
     if size is not None:
