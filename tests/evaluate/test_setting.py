@@ -146,7 +146,7 @@ def test_every_field_of_a_config_can_be_written():
     before, by_kind = {"budget", "heavy", "recent"}, {"slot"}
     assert {*OPTIONS} == {*fields} - before - by_kind
     assert OPTIONS[: len(Policy._fields)] == Policy._fields
-    written = "h2o:4+5/decay=0.5/value_weighted/kv_dtype=int8"
+    written = "h2o:4+5/decay=0.5/value_weighted=True/kv_dtype=int8"
     config = H2OConfig(
         heavy=4, recent=5, decay=0.5, value_weighted=True, kv_dtype="int8", min_tokens=0
     )
