@@ -313,7 +313,7 @@ static void call_operation(bench *w) {
                                .softcap = softcap,
                                .policy = policy};
         p.has_slots = choose(in, 2);
-        if (p.has_slots) p.slots = choose_slots(w, false, choose(in, 4) == 3);
+        if (p.has_slots) p.slots = choose_slots(w, false);
         p.sink_logits = choose_sinks(w);
         if (p.has_slots) p.slots.rows = choose_rows(w);
         call_with(H2O_ATTEND, &p, call);
