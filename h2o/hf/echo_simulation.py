@@ -60,8 +60,7 @@ def simulate(
     widest = [policy.sinks + max(map(sum, rows)) for rows in zip(*by_row, strict=True)]
     sizes = slot_layout.capacities(widest, N)
     slots = slot_layout.with_capacities(
-        text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
-        merge=policy.merge is not None,
+        text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=kv_dtype
     )  # fmt: skip
     slots.budget.copy_(slots.budget.new_tensor(by_row).squeeze(1))
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
@@ -80,7 +79,6 @@ def simulate(
         """When rows [B] have seen so many columns."""
         evicted = not_held(slots, sizes, N) & (evicted_after < 0)
         evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
-        note_held()  # what was merged has added to a score
 
     out, scores = reader.prompt(text._replace(mask=early))
     note(order.masked_fill(~early, N)[:, None], scores)
