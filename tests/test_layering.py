@@ -323,7 +323,6 @@ def test_nothing_that_serves_leans_on_the_oracle():
     """It is written to be read, and is what others are judged by."""
     assert importers("h2o.reference") == {"h2o/reference_echo.py"}
     assert not importers("h2o.reference_echo")
-    assert importers("h2o.reference_merging") == {"h2o/reference.py"}
 
 
 def test_the_torch_backend_waits_for_no_device():

@@ -197,9 +197,7 @@ def caches(config: H2OConfig, model: Any, prompt_tokens: int) -> dict[str, H2OCo
     """
     fitted = config.for_model(model)
     heavy, recent = fitted.tokens(prompt_tokens)
-    local = replace(
-        fitted, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None, merge=None
-    )
+    local = replace(fitted, heavy=0, recent=heavy + recent, of="keys", shares=None, kv_dtype=None)
     profile = config.shares if isinstance(config.shares, Profile) else Profile.shipped(model)
     if profile is None:
         name, preset = "robust", H2OConfig.robust(TENTH, of="bytes")

@@ -71,7 +71,7 @@ class H2OCache(ReadableCache):
         config: a model, or its config (`model.config`), by which a fine-tuned model cannot be told
             from the one that it was.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `budget`, or `heavy`,
-            `recent`, `sinks`, `min_tokens`, `rank_by`, `decay`, `value_weighted`, `merge`,
+            `recent`, `sinks`, `min_tokens`, `rank_by`, `decay`, `value_weighted`,
             `positions`, `shares`, `kv_dtype`, `of`.
         prompt_length: tokens of the prompt, pads not counted, an int or one per row. Only
             needed where fractions meet a prompt that is fed in chunks

@@ -271,6 +271,11 @@ def _amounts(budget: Any) -> Any:
 def _config(fields: dict[str, Any]) -> H2OConfig:
     """The `H2OConfig` that `_settings` gave the fields of."""
     fields = dict(fields)
+    if fields.pop("merge", None) is not None:  # a field of early versions, None by default
+        raise ValueError(
+            "was written with merge, which h2o no longer has. Read the text again with a budget "
+            "(H2OConfig.echo) and save it anew"
+        )
     if isinstance(fields["shares"], dict):
         fields["shares"] = Profile.from_dict(fields["shares"])
     if fields["slot"] is not None:

@@ -66,7 +66,7 @@ def simulate(
     sizes = slot_layout.capacities(widest, N)
     slots = slot_layout.with_capacities(
         text.key, sizes, value_weighted=policy.value_weighted, kv_dtype=kv_dtype,
-        merge=policy.merge is not None, shared=text.value is None,
+        shared=text.value is None,
     )  # fmt: skip
     slots.budget.copy_(slots.budget.new_tensor(by_row).squeeze(1))
     evicted_after = torch.full((B, G, N), -1, dtype=torch.int32, device=device)
@@ -85,7 +85,6 @@ def simulate(
         """When rows [B] have seen so many columns."""
         evicted = not_held(slots, sizes, N) & (evicted_after < 0)
         evicted_after.copy_(torch.where(evicted, seen[:, None, None].int(), evicted_after))
-        note_held()  # what was merged has added to a score
 
     out, scores = reader.prompt(text._replace(mask=early))
     scores = pins.score(scores, positions)

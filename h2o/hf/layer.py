@@ -311,7 +311,6 @@ class H2OLayer(LayerContents):
             sizes,
             value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype,
-            merge=self.config.merge is not None,
             shared=self.shared,
         )
         budget = torch.tensor(by_row, dtype=torch.int32, device="cpu")

@@ -13,8 +13,8 @@ head wins at most as many places as it has claims above the bar. Of the keys bey
 so many of the highest rank; the others' keys and values are forgotten at once, and their scores
 stay, since what is evicted counts. So while a prompt is read there are held, of the layers read
 before, at most N keys of each row and what ties with the last, and an eighth more (`ROOM`), besides
-what each head keeps anyway. Where keys merge, a mean decays or layers differ in heads or sizes all
-of the prompt is held.
+what each head keeps anyway. Where a mean decays, or layers differ in heads or sizes, all of the
+prompt is held.
 
 Shape letters: B batch rows, G key/value heads of a layer, K tokens of the prompt, D head dimension,
 M keys of all rows and heads of a layer that are held.
@@ -205,10 +205,9 @@ class _Waiting:
 
     @property
     def is_ranked_alone(self) -> bool:
-        """Whether a key's rank is all that decides on it: none is merged into another one, and what
-        stores them makes the same ranks, but for `_ROUNDED`."""
+        """Whether what stores the keys makes the same ranks, but for `_ROUNDED`."""
         policy = self.layer.policy
-        return policy.merge is None and (policy.rank_by != "mean" or policy.decay == 1)
+        return policy.rank_by != "mean" or policy.decay == 1
 
     @property
     def keys_held(self) -> int:

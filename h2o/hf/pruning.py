@@ -150,7 +150,7 @@ def _kept(held: _Held, scores: Tensor, policy: Policy, budgets: Budgets) -> Tens
         keys, sizes, value_weighted=policy.value_weighted, shared=values is None
     )
     _set_budgets(slots, budgets)
-    ops.evict(keys, values, scores, slots, mask=mask, policy=policy._replace(merge=None))
+    ops.evict(keys, values, scores, slots, mask=mask, policy=policy)
     positions = slot_layout.by_head(slots, sizes, "positions", -1).long()
     kept = scores.new_zeros(*scores.shape[:2], 1 + scores.shape[2], dtype=torch.bool)
     return kept.scatter_(2, positions + 1, True)[..., 1:] | ~mask[:, None]

@@ -174,7 +174,7 @@ class _Reader:
     def document(self, policy: Policy) -> list[Tensor]:
         """Reads it; scores [B, G, K] of each layer by this policy."""
         for layer in self.layers:
-            layer.policy = policy._replace(value_weighted=False, merge=None)
+            layer.policy = policy._replace(value_weighted=False)
         N = self.ids.shape[1]
         for begin in range(0, N, CHUNK):
             piece = slice(begin, begin + CHUNK)

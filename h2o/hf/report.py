@@ -37,14 +37,12 @@ class LayerReport:
     """Bytes of scores, positions and counters."""
     bytes_states: int = 0
     """Bytes of convolution and recurrent states, which a full cache would hold as well."""
-    merged: int = 0
-    """Evicted keys that were merged into kept ones, summed over rows and heads."""
     mass_evicted: float = 0.0
     """Attention that evicted keys had received by then, summed over rows and heads."""
     mass_kept: float = 0.0
     """Attention that the kept keys have received, but for pinned ones, of which it is not known.
-    With decay 1, and where none are pinned or merged, both together are the number of queries times
-    query heads. With rank_by="max" both are sums of the largest that each key has received."""
+    With decay 1, and where none are pinned, both together are the number of queries times query
+    heads. With rank_by="max" both are sums of the largest that each key has received."""
 
     raised: bool = False
     """Whether, in some row, a fraction of its prompt was less than one token, and was made one."""
@@ -133,7 +131,6 @@ class Report:
             bytes_full=all_layers("bytes_full"),
             bytes_bookkeeping=all_layers("bytes_bookkeeping"),
             bytes_states=all_layers("bytes_states"),
-            merged=all_layers("merged"),
             mass_evicted=all_layers("mass_evicted"),
             mass_kept=all_layers("mass_kept"),
             raised=any(layer.raised for layer in h2o_layers),
@@ -182,8 +179,7 @@ class Report:
             f"{short}{total.kept[0] / total.seen[0]:.1%} of the tokens are held, in {share:.1%} "
             f"of the bytes of a full cache; the evicted ones had received "
             f"{total.share_evicted:.1%} of the attention"
-            + (" that pinned ones did not get" if any(total.pinned) else "")
-            + (f", without the {total.merged} that live on in others." if total.merged else ".")
+            + (" that pinned ones did not get." if any(total.pinned) else ".")
         )
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 Log-likelihoods and perplexities need the output at every token. A real cache gives them token
 by token; `simulated` gives the same from a single forward pass, because an evicted key never
 returns: every row attends to the keys that the cache would have held at that row
-(`h2o.ops.simulate`), and with `merge` to the merged keys. No memory is saved; it is for measuring.
+(`h2o.ops.simulate`). No memory is saved; it is for measuring.
 
 Shape letters: B batch rows, H query heads, G key/value heads, N columns of the padded batch.
 """
@@ -75,7 +75,7 @@ def simulated(
     Args:
         model: any that an `H2OCache` can serve; layers without full attention stay as they are.
         h2o_config: an `H2OConfig`, or instead of it its fields as keywords: `heavy`, `recent`,
-            `sinks`, `rank_by`, `decay`, `value_weighted`, `merge`, `kv_dtype`, `shares`,
+            `sinks`, `rank_by`, `decay`, `value_weighted`, `kv_dtype`, `shares`,
             `min_tokens`, or one `budget`.
         variant: "h2o", or "local", "global", "flexgen" for the authors' other masks, which take
             only `heavy` and `recent`, without `min_tokens` (`h2o.simulation_mask` describes them).
@@ -108,9 +108,10 @@ def simulated(
         for i, layer in enumerate(layers)
     ]
     shared = reusing(model.config)
-    if shared and (variant != "h2o" or config.merge is not None):
-        what = f"variant {variant!r}" if variant != "h2o" else "merge"
-        raise Unsupported(f"{what}: not simulated where layers attend to the keys of others")
+    if shared and variant != "h2o":
+        raise Unsupported(
+            f"variant {variant!r}: not simulated where layers attend to the keys of others"
+        )
     simulation = Simulation(
         budgets, variant, prompt_length, ratio_of, trace, mass, shared, rotary, pins
     )
@@ -182,8 +183,7 @@ class Simulation:
 
         The mean over the row's tokens of the softmax over all tokens before, summed over those
         that were seen; see `h2o.attention_blocks.retained_mass`. With `per_token` [B, H, N]: what
-        each token retains, NaN for a pad. A key that was merged counts as evicted, though a part
-        of it lives on: with `merge` this says too little.
+        each token retains, NaN for a pad.
         """
         mass = _asked_for(self._mass, "mass", layer_idx)
         return mass if per_token else mass.nanmean(-1)
@@ -324,7 +324,7 @@ def check(
     if variant != "h2o" and (pins or not plain):
         raise ValueError(
             f"variant {variant!r} takes heavy and recent only, no sinks, rank_by, decay, "
-            "value_weighted, merge, shares, kv_dtype or pinned"
+            "value_weighted, shares, kv_dtype or pinned"
         )
     prompts = prompt_length if isinstance(prompt_length, Sequence) else [prompt_length]
     if not all(isinstance(prompt, int) and prompt >= 1 for prompt in prompts):

@@ -144,7 +144,6 @@ def figures(slots: ops.Slots, sizes: list[int], sinks: int) -> dict[str, Any]:
         "budget_by_head": (budget.sum(-1) + sinks).tolist(),
         "bytes_held": sum(stored[:2]),
         "bytes_bookkeeping": sum(stored[2:]),
-        "merged": 0 if slots.bias is None else round(slots.bias[filled].expm1().sum().item()),
         "mass_evicted": slots.lost.sum().item(),
         "mass_kept": scores[scores < PINNED].cpu().double().sum().item(),
     }

@@ -230,7 +230,6 @@ class PageBudget:
             sizes[0] if len(sizes) == 1 else sizes,
             value_weighted=self.config.value_weighted,
             kv_dtype=self.config.kv_dtype,
-            merge=self.config.merge is not None,
         )
 
     def whole(self, keys: torch.Tensor) -> ops.Slots:

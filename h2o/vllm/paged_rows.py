@@ -247,7 +247,7 @@ class PagedLayer:
             empty_row(self.whole, place)
         held = self.whole._replace(rows=_number(place, key))
         scores = self._attend(tokens, held, out)
-        ops.evict(key, value, scores, held, policy=self.policy._replace(merge=None))
+        ops.evict(key, value, scores, held, policy=self.policy)
         if self.queries is not None:
             self.queries[place, :, piece.length - query.shape[2] : piece.length] = query[0]
         if piece.ends:

@@ -41,7 +41,6 @@ CONFIGS = {
         value_weighted=True,
         kv_dtype="int8-int4",
     ),
-    "merged": H2OConfig(heavy=9, recent=7, sinks=2, merge=0.3),
     "of heads": H2OConfig(heavy=[[4, 12]] * LAYERS, recent=[[9, 3]] * LAYERS, kv_dtype="int8"),
     "of layers": H2OConfig(heavy=[30, 6, 2], recent=[3, 8, 1]),
     "all keys": H2OConfig.full(),
@@ -337,7 +336,7 @@ def test_without_room_each_piece_is_an_end():
         assert torch.equal(torch.cat(each.answer[:3]), torch.cat(answers))
 
 
-@pytest.mark.parametrize("name", ["tokens", "everything", "merged"])
+@pytest.mark.parametrize("name", ["tokens", "everything"])
 def test_a_request_that_is_read_again_with_its_answer(name):
     """As vLLM does with one that it had put off: more tokens come than the prompt has."""
     layer, begun, each = paged(CONFIGS[name]), Begun(1), talk(7, 40, 80)

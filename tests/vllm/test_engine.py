@@ -118,7 +118,6 @@ POLICIES = {
     "robust": {"preset": "robust", "budget": 20},
     "fractions": {"heavy": 0.2, "recent": 0.1, "min_tokens": 0, "sinks": 2},
     "bytes": {"preset": "robust", "budget": 0.2, "of": "bytes"},
-    "merged": {"heavy": 10, "recent": 6, "merge": 0.3},
     "faded": {"heavy": 10, "recent": 6, "decay": 0.9, "rank_by": "max"},
     "of heads": {"heavy": [[4, 12], [9, 3]], "recent": 4, "kv_dtype": "int8"},
     "shares": {"heavy": 12, "recent": 12, "shares": [[1, 2], [3, 1]]},
