@@ -4,8 +4,9 @@
  * one key/value head at a time:
  *
  *   budget   k = sinks + heavy + recent keys are kept;
- *   spared   the positions below sinks, and the recent highest ones;
- *   score    the attention that a key has received: the sum over queries, or the largest;
+ *   spared   the positions below sinks, the recent highest ones, and pinned keys;
+ *   score    the attention that a key has received: the sum over queries, or the largest, always
+ *            finite or NaN. Infinity is what a caller gives a key to pin it;
  *   rank     of the others the highest ranked are kept: the score, on request per
  *            query that has seen the key and weighted by the norm of its value;
  *   ties     the lower position is kept; NaN ranks below every number;
@@ -192,15 +193,19 @@ H2O_INLINE h2o_merged h2o_policy_merge(const h2o_ranking *ranking, h2o_member ke
     return merged;
 }
 
+/* Attention never makes such a score: it is at most 1 for each query, and sums of floats that small
+ * stay below 2^25. */
+H2O_INLINE bool h2o_policy_is_pinned(float score) { return score == INFINITY; }
+
 H2O_INLINE bool h2o_policy_is_evictable(const h2o_ranking *ranking, int32_t position) {
     return (uint32_t)position - (uint32_t)ranking->first < ranking->span;
 }
 
-/* The key of a rank, the highest one for a spared position. */
+/* The key of a rank, the highest one for a key that is spared. */
 H2O_INLINE uint32_t h2o_policy_slot_key(const h2o_ranking *ranking, h2o_rank_kind kind,
                                         bool weighted, float score, int32_t position, float norm) {
     const float rank = h2o_policy_rank(ranking, kind, weighted, score, position, norm);
-    const bool spared = !h2o_policy_is_evictable(ranking, position);
+    const bool spared = !h2o_policy_is_evictable(ranking, position) | h2o_policy_is_pinned(score);
     return h2o_policy_key(rank) | (0u - spared);
 }
 

@@ -49,8 +49,8 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.hf.request import Result as Result
     from h2o.hf.simulation import simulated as simulated
     from h2o.hf.support import supports as supports
+    from h2o.hf.system_turn import system_span as system_span
     from h2o.models import load as load
-    from h2o.models import load_default as load_default
     from h2o.published_masks import simulation_mask as simulation_mask
 
 __version__: str = backends.VERSION
@@ -66,13 +66,13 @@ _LAZY = {
     "enable": "h2o.hf.patching",
     "generate_all": "h2o.hf.generate_all",
     "load": "h2o.models",
-    "load_default": "h2o.models",
     "packed_weights": "h2o.hf.packed_weights",
     "patched": "h2o.hf.patching",
     "read": "h2o.hf.reading",
     "simulated": "h2o.hf.simulation",
     "simulation_mask": "h2o.published_masks",
     "supports": "h2o.hf.support",
+    "system_span": "h2o.hf.system_turn",
 }
 
 __all__ = ["H2OConfig", "Profile", "Unsupported", "__version__", "ops", *_LAZY]

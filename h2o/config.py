@@ -250,16 +250,16 @@ class H2OConfig(Presets):
             shares = LayerShares(self.shares, layer)
         return dataclasses.replace(self, heavy=heavy, recent=recent, shares=shares)
 
-    def head_tokens(self, n: int) -> list[tuple[int, int]]:
+    def head_tokens(self, n: int, pinned: int = 0) -> list[tuple[int, int]]:
         """(heavy, recent) of each key/value head of one layer's config; a single one if all have
-        the same. `n` as of `tokens`."""
+        the same. `n` as of `tokens`; `pinned` as of `LayerShares.apportioned`."""
         if not isinstance(self.shares, LayerShares):
             return [head.tokens(n) for head in self._heads]
         heavy, recent = self.tokens(n)
         if self.sinks + heavy + recent >= UNLIMITED:
             return [(heavy, recent)]
         fraction = (self.sinks + heavy + recent) / n if self.needs_prompt_length and n else None
-        return self.shares.apportioned(heavy, recent, self.sinks, fraction, self.floor)
+        return self.shares.apportioned(heavy, recent, self.sinks, fraction, self.floor, pinned)
 
     def tokens(self, n: int) -> tuple[int, int]:
         """(heavy, recent) in tokens, for a row whose prompt has n tokens, pads not counted.

@@ -20,7 +20,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
-from h2o import former_names, packages
+from h2o import packages
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, cache_folder, drafts, locked
 from h2o.model_identity import of_files
@@ -115,14 +115,14 @@ def torch_device(name: str) -> Any:
     return device
 
 
-def load_default(dtype: str = "float32", attn_implementation: str = "h2o") -> tuple[Any, Any]:
-    """The former name of `h2o.load(dtype=..., attn_implementation="h2o")`, deprecated."""
-    former_names.warn("load_default", "load")
-    return load(dtype=dtype, attn_implementation=attn_implementation)
+def messages(text: str, system: str | None = None) -> list[dict[str, str]]:
+    """A chat with a text as the user's first turn, after what the system says."""
+    user = {"role": "user", "content": text}
+    return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
-def encode(tokenizer: Any, text: str, chat: bool) -> Any:
-    """Token ids [1, n] of a text, or of a chat with this as its first turn.
+def encode(tokenizer: Any, text: str, chat: bool, system: str | None = None) -> Any:
+    """Token ids [1, n] of a text, or of the chat that `messages` makes of it.
 
     Raises: UserError for a chat without a template.
     """
@@ -130,9 +130,8 @@ def encode(tokenizer: Any, text: str, chat: bool) -> Any:
         return tokenizer(text, return_tensors="pt")["input_ids"]
     if tokenizer.chat_template is None:
         raise UserError("--chat: this model's tokenizer has no chat template")
-    message = {"role": "user", "content": text}
     return tokenizer.apply_chat_template(
-        [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages(text, system), add_generation_prompt=True, return_tensors="pt", return_dict=True
     )["input_ids"]
 
 

@@ -172,7 +172,8 @@ def evict(
 
     Args:
         keys, values: [B, G, Q, D] new tokens, as given to `attend`.
-        scores: [B, G, Q] float32, as returned by `attend`.
+        scores: [B, G, Q] float32, as returned by `attend`. Infinity, which `attend` never returns,
+            pins a key: it is never evicted, and takes the place of one of the `heavy`.
         slots: updated in place: the survivors with scores and positions,
             `lengths`, `lost` (of what is dropped), `free`. S must be at least min(k, stored + new).
         mask: [B, Q] bool or uint8, 0 is a pad.

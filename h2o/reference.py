@@ -14,7 +14,8 @@ accumulated scores and a part of the budget reserved for recent tokens:
 3. Evict. Beyond the budget of k = sinks + heavy + recent keys, the first `sinks`
    positions are kept, the `recent` highest positions, and of the others the `heavy`
    highest scores. The rest is evicted: dropped for good, or with `merge` merged into
-   similar keys (`h2o.reference_merging`).
+   similar keys (`h2o.reference_merging`). A key is pinned by the score infinity, which attention
+   never gives: it takes the place of one of the `heavy`.
 
 With rolled positions, for texts without end (Xiao et al., "Efficient Streaming Language Models with
 Attention Sinks", ICLR 2024, section 3.2), keys are stored before their rotary embedding, and each
@@ -171,7 +172,8 @@ def evict(
             if value_weighted:
                 rank = rank * candidates.norms
             positions = candidates.positions.tolist()
-            at_kept, at_evicted = _choose(positions, rank.tolist(), sinks, heavy, recent)
+            is_pinned = (candidates.scores == torch.inf).tolist()
+            at_kept, at_evicted = _choose(positions, rank.tolist(), is_pinned, sinks, heavy, recent)
             kept = _at(candidates, at_kept)
             for i in at_evicted:
                 evicted = _at(candidates, i)
@@ -218,19 +220,21 @@ def _read_back(x: Tensor | None, store: Tensor | None) -> Tensor | None:
 
 
 def _choose(
-    position: list[int], rank: list[float], sinks: int, heavy: int, recent: int
-) -> tuple[list[int], list[int]]:
+    position: list[int], rank: list[float], is_pinned: list[bool], sinks: int, heavy: int,
+    recent: int,
+) -> tuple[list[int], list[int]]:  # fmt: skip
     """Indices of the kept and of the evicted keys, both ascending; keys in ascending position."""
-    count = len(position)
-    if count <= sinks + heavy + recent:
-        return list(range(count)), []
-    candidates = [i for i in range(count - recent) if position[i] >= sinks]
+    count, k = len(position), sinks + heavy + recent
+    if count <= k:
+        return [*range(count)], []
+    candidates = [i for i in range(count - recent) if position[i] >= sinks and not is_pinned[i]]
+    places = k - (count - len(candidates))  # that sinks, recent and pinned keys leave
 
     def worst_last(i: int) -> tuple[bool, float, int]:
         nan = rank[i] != rank[i]
         return nan, 0.0 if nan else -rank[i], position[i]
 
-    evicted = sorted(sorted(candidates, key=worst_last)[heavy:])
+    evicted = sorted(sorted(candidates, key=worst_last)[places:])
     return [i for i in range(count) if i not in evicted], evicted
 
 

@@ -17,6 +17,7 @@ from h2o.evaluate.setting import Setting, from_config, parse_all, shares_of, wit
 from h2o.kv_dtype import QUANTISED
 from h2o.policy import FIELDS, Field
 from h2o.profile import Profile
+from h2o.spans import Row, parsed
 
 __all__ = [
     "OPTIONS",
@@ -26,6 +27,7 @@ __all__ = [
     "add_dtype",
     "add_model",
     "add_option",
+    "add_pin",
     "asked",
     "config_from",
     "described",
@@ -109,13 +111,26 @@ def add_device(add: Callable[..., Any]) -> None:
         help="where the model runs: cpu, cuda, cuda:1, mps, ... (%(default)s)")  # fmt: skip
 
 
-def add_compare(
-    add: Callable[..., Any], default: str | None = None, more: str = "", *former: str
-) -> None:
-    """--compare, a list of settings for `settings_from`. `more` is added to its help; `former`:
-    what it was called before."""
+def add_pin(add: Callable[..., Any]) -> None:
+    """--pin and --system, which chats begin with."""
+    add("--system", metavar="TEXT", help="what a chat's system message says (with --chat)")
+    add("--pin", type=parse_pins, metavar="WHAT", help="keys that are never evicted and count in "
+        "the budget: system, a chat's system turn; prompt, all of it; or spans of its tokens, "
+        "such as 0:40,100:120")  # fmt: skip
+
+
+def parse_pins(text: str) -> str | Row:
+    """As `h2o.spans.parsed`, for an option."""
+    try:
+        return parsed(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_compare(add: Callable[..., Any], default: str | None = None, more: str = "") -> None:
+    """Add --compare, a list of settings for `settings_from`. `more` is added to its help."""
     shown = "" if default is None else f" ({default})"
-    add("--compare", *former, metavar="SETTINGS", help="caches, with commas between, as "
+    add("--compare", metavar="SETTINGS", help="caches, with commas between, as "
         f"h2o eval --help lists them{more}{shown}")  # fmt: skip
 
 

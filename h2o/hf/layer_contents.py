@@ -101,6 +101,8 @@ class LayerContents(CacheLayerMixin):
     def _count(self, Q: int, mask: Tensor | None) -> None:
         """Q more columns have been seen."""
         self.seen += Q
+        if self.waits_for_pins:
+            self.waits_for_pins = self.pass_state.pins.wait(self.slots.lengths)
         if self.trace is not None:
             self.trace.record(self.slots, self.capacity.sizes, Q, mask)
 
@@ -198,6 +200,7 @@ class LayerContents(CacheLayerMixin):
         self.holds_new = True  # else a pass gives what is held scores, and nothing is stored
         self.raised = False  # whether a budget below one token was rounded up to one
         self.floored = False  # whether a head has `min_tokens` keys, more than its fraction
+        self.waits_for_pins = False  # whether tokens that are pinned are still to come
         self.trace = Trace() if self.traced else None
         self.last: Any = None  # where passes are recorded: a LastPass, see H2OLayer.crop
         self.pass_state.waiting = None
@@ -257,7 +260,7 @@ class LayerContents(CacheLayerMixin):
         return keys, values
 
     @property
-    def rows_per_token(self) -> float:
+    def rows_per_token(self) -> int:
         """Of each key/value head: a key and a value, or one that is both."""
         return 1 if self.shared else 2
 
@@ -268,9 +271,10 @@ class LayerContents(CacheLayerMixin):
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            bytes_full=round(
-                self.rows_per_token * self.seen * self.slots.free.numel() * math.prod(self.row_size)
-            ),
+            bytes_full=self.rows_per_token
+            * self.seen
+            * self.slots.free.numel()
+            * math.prod(self.row_size),
             raised=self.raised,
             floored=self.floored,
             unscored=self.unscored,

@@ -129,6 +129,18 @@ static void ranks_follow_their_formulas(void) {
     CHECK(h2o_scores_largest(&max) && !h2o_scores_largest(&mean) && !h2o_scores_largest(&sum));
 }
 
+static void infinity_spares_a_key(void) {
+    const h2o_policy policy = {.rank_by = H2O_RANK_MEAN, .decay = 0.5f, .value_weighted = true};
+    const h2o_ranking ranking = h2o_policy_ranking(&policy, 1, 1, 12);
+    for (int i = 0; i < 2; i++) { /* whose norm may be 0 */
+        CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, infinity, 5, (float)i) ==
+              UINT32_MAX);
+        CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, FLT_MAX, 5, (float)i) < UINT32_MAX);
+        CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, -infinity, 5, 1) < UINT32_MAX);
+        CHECK(h2o_policy_slot_key(&ranking, ranking.kind, true, not_a_number, 5, 1) == 0);
+    }
+}
+
 static void the_larger_is_nan_where_either_is(void) {
     CHECK(h2o_larger(1.0f, 2.0f) == 2.0f && h2o_larger(2.0f, 1.0f) == 2.0f);
     CHECK(isnan(h2o_larger(not_a_number, 1.0f)) && isnan(h2o_larger(1.0f, not_a_number)));
@@ -284,6 +296,7 @@ int main(void) {
     keys_order_floats();
     ranks_follow_their_formulas();
     the_larger_is_nan_where_either_is();
+    infinity_spares_a_key();
     select_equals_a_sort(&random);
     victim_equals_a_sort(&random);
     ties_leave_the_lower_position();

@@ -45,6 +45,21 @@ def test_tokens_are_those_of_an_h2o_cache(name, tmp_path):
             assert served(llm, requests) == wanted
 
 
+@pytest.mark.parametrize("chunk", [256, 16])
+def test_pins_of_requests(chunk, llama, caplog_vllm):
+    """Also of prompts that are read in chunks. Pins that do not fit are a line of the log."""
+    folder, model = llama
+    config, requests = H2OConfig(heavy=20, recent=8), prompts((100, 40, 17, 60))
+    wanted = alone(model, requests, config, pinned=[(3, 9)])
+    assert wanted != alone(model, requests, config)
+    with engine(folder, {"heavy": 20, "recent": 8}, max_num_batched_tokens=chunk) as llm:
+        assert served(llm, requests, extra_args={"h2o_pinned": "3:9"}) == wanted
+        assert "NOTHING OF A REQUEST IS PINNED" not in caplog_vllm.text
+        unpinned = served(llm, requests, extra_args={"h2o_pinned": "0:40"})
+        assert unpinned == alone(model, requests, config)
+        assert "NOTHING OF A REQUEST IS PINNED" in caplog_vllm.text
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 @pytest.mark.parametrize("entry", [SMALL, {"heavy": 60, "recent": 40, "kv_dtype": "int8"}])
 def test_full_attention_beside_sliding_windows(name, entry, tmp_path):
