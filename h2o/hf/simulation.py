@@ -25,7 +25,7 @@ from h2o.config import VARIANTS, H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.former_names import accepts_former
 from h2o.head_budgets import levelled
-from h2o.hf import echo_simulation, tensor_parallel
+from h2o.hf import echo_simulation, random_layer, tensor_parallel
 from h2o.hf.attention_call import NewTokens, Undifferentiable
 from h2o.hf.attention_hook import Call, attending
 from h2o.hf.latent_attention import latents_traced, over_latents
@@ -206,7 +206,8 @@ class Simulation:
         prompts, budgets = self._resolve(config, lengths)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._variant == "h2o":
-            by_row = levelled(budgets, k.shape[1], tensor_parallel.part(call.module))
+            part = tensor_parallel.part(call.module)
+            by_row = levelled(budgets, k.shape[1], part)
             text = NewTokens(
                 q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
             )
@@ -215,7 +216,9 @@ class Simulation:
                     self._places.take(call.layer, text, prompts, by_row)
                     return call.full()
                 by_row = self._places.budgets(call.layer)
-            out, evicted_at, scores = self._through_cache(text, prompts, by_row, config, call.layer)
+            out, evicted_at, scores = self._through_cache(
+                text, prompts, by_row, config, call.layer, part
+            )
             if self._scores is not None:
                 self._scores[call.layer] = scores
             if call.layer in self._reuses.values():
@@ -239,9 +242,13 @@ class Simulation:
 
     def _through_cache(
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
-        config: H2OConfig, layer: int,
+        config: H2OConfig, layer: int, part: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
+        if config.rank_by == "random":
+            return random_layer.simulate(
+                text, prompts, by_row, config.sinks, config.kv_dtype, layer, part
+            )
         if self._rotary is not None:
             longest = max(prompts, default=0)
             reader = echo_simulation.reader_of(self._rotary, layer, config, longest)
