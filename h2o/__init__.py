@@ -50,7 +50,6 @@ if TYPE_CHECKING:  # what _LAZY gives, for type checkers and editors
     from h2o.hf.simulation import simulated as simulated
     from h2o.hf.support import supports as supports
     from h2o.models import load as load
-    from h2o.models import load_default as load_default
     from h2o.published_masks import simulation_mask as simulation_mask
 
 __version__: str = backends.VERSION
@@ -66,7 +65,6 @@ _LAZY = {
     "enable": "h2o.hf.patching",
     "generate_all": "h2o.hf.generate_all",
     "load": "h2o.models",
-    "load_default": "h2o.models",
     "packed_weights": "h2o.hf.packed_weights",
     "patched": "h2o.hf.patching",
     "read": "h2o.hf.reading",

@@ -20,7 +20,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
-from h2o import former_names, packages
+from h2o import packages
 from h2o.errors import UserError
 from h2o.filesystem import atomic_write, cache_folder, drafts, locked
 from h2o.model_identity import of_files
@@ -113,12 +113,6 @@ def torch_device(name: str) -> Any:
         reason = textwrap.shorten(str(error) or type(error).__name__, 100, placeholder=" ...")
         raise UserError(f"--device {name}: torch finds no such device here ({reason})") from error
     return device
-
-
-def load_default(dtype: str = "float32", attn_implementation: str = "h2o") -> tuple[Any, Any]:
-    """The former name of `h2o.load(dtype=..., attn_implementation="h2o")`, deprecated."""
-    former_names.warn("load_default", "load")
-    return load(dtype=dtype, attn_implementation=attn_implementation)
 
 
 def encode(tokenizer: Any, text: str, chat: bool) -> Any:

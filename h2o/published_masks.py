@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from h2o.attention_blocks import logit_blocks, visible
-from h2o.former_names import accepts_former
 
 __all__ = ["attend", "attend_rows", "simulation_mask"]
 
 
-@accepts_former(prompt_len="prompt_length")
 def simulation_mask(
     logits: Tensor,
     heavy: int | float,

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -332,7 +331,6 @@ def test_commands_have_the_same_options(command, capsys):
     of a cache where all caches are calibrated."""
     options = options_of(command, capsys)
     assert {"--model", "--dtype", "--device"} <= options
-    assert not options & {"--caches", "--windows", "--prompt-len"}  # former names are not shown
     fields = {field.name for field in dataclasses.fields(H2OConfig)} - {"slot", "budget"}
     assert fields == set(cache_options.OPTIONS)
     assert set(FIELDS) <= fields
@@ -563,10 +561,10 @@ def test_interruption_is_quiet(tiny):
 
 @pytest.mark.parametrize("amid", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_reader_that_goes_away(tiny, amid):
-    """As under `h2o completion bash | true`, or amid a text, as under `h2o generate | head -c 1`,
+    """As under `h2o info | true`, or amid a text, as under `h2o generate | head -c 1`,
     whose other end with Ctrl-C comes by the same way."""
     text = ["generate", "--model", tiny, "--prompt", PROMPT, "--max-new-tokens", "1700"]
-    arguments = text if amid else ["completion", "bash"]
+    arguments = text if amid else ["info"]
     reads, writes = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-m", "h2o", *arguments], stdout=writes, stderr=subprocess.PIPE
@@ -645,7 +643,7 @@ def shell(line, **kwargs):
     ("line", "code", "words"),
     [
         ("h2o info >&-", 1, "standard output is closed"),
-        ("h2o completion bash >/dev/full", 1, "No space left"),
+        ("h2o info >/dev/full", 1, "No space left"),
         ("h2o info 2>&-", 0, ""),
         ("h2o generate --prompt-file - <&-", 2, "standard input is closed"),
         ("h2o generate --prompt $'\\xff\\xfe'", 2, "argument --prompt: not a text in UTF-8"),
@@ -734,31 +732,6 @@ def test_other_transformers_are_named_before_a_model_is_loaded(tmp_path):
     done = beside(tmp_path, "generate")
     assert done.returncode == 1
     assert "transformers >= 5.4 and < 6, but transformers is 4.57.6" in done.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_shell_completes(tmp_path, capsys, shell):
-    """Commands, options, choices; files where nothing of the command's is begun."""
-    bash = shutil.which("bash") or pytest.skip("no bash")
-    assert cli.main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    lines = (
-        ("h2o", "gen"), ("h2o", "generate", "--rank"), ("h2o", "generate", "--rank-by", ""),
-        ("h2o", "eval", "--prompt-"), ("h2o", "eval", "--kv-dtype", "int8-"),
-        ("h2o", "completion", ""), ("h2o", "generate", "--prompt-file", ""),
-    )  # fmt: skip
-    script = script[script.index("\n_h2o") :]  # what stands before is zsh's
-    for words in lines:
-        quoted = " ".join(f"'{word}'" for word in words)
-        script += f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _h2o; "
-        script += 'echo "${COMPREPLY[*]}"\n'
-    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, check=True,
-                          timeout=DEADLINE)  # fmt: skip
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "generate", "--rank-by", " ".join(FIELDS["rank_by"].choices), "--prompt-length",
-        "int8-int4", "bash zsh", "",
-    ]  # fmt: skip
 
 
 def test_version(capsys):

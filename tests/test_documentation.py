@@ -160,7 +160,7 @@ COMMANDS = commands()
 def test_commands_are_found():
     assert len(COMMANDS) > 20
     assert {command.split()[0] for command in COMMANDS} >= {
-        "generate", "info", "eval", "analyze", "calibrate", "stream", "bench",
+        "generate", "info", "eval", "analyze", "calibrate", "bench",
     }  # fmt: skip
 
 

@@ -192,8 +192,8 @@ def test_a_broken_converted_model_names_its_folder(tmp_path, monkeypatch):
     assert f"{target} are broken, delete that folder" in str(error.value)
 
 
-def test_the_attention_of_a_loaded_model(tmp_path, monkeypatch):
-    """The one that an H2OCache needs, or what is named; `load_default` is `load`'s former name."""
+def test_the_attention_of_a_loaded_model(tmp_path):
+    """The one that an H2OCache needs, or what is named."""
     target = tmp_path / "cache" / "tiny"
     models.convert(write_gguf(tmp_path / "tiny.gguf"), target)
     model, _ = h2o.load(str(target))
@@ -201,11 +201,6 @@ def test_the_attention_of_a_loaded_model(tmp_path, monkeypatch):
     h2o.H2OCache(model, budget=0.2)  # without a warning
     plain, _ = h2o.load(str(target), attn_implementation=None)
     assert plain.config._attn_implementation == "sdpa"
-    monkeypatch.setattr(models, "embedded_folder", lambda say: target)
-    with pytest.warns(DeprecationWarning, match="load_default is now called load") as warned:
-        former, _ = h2o.load_default("bfloat16")
-    assert warned[0].filename == __file__
-    assert (former.dtype, former.config._attn_implementation) == (torch.bfloat16, "h2o")
 
 
 def test_support_of_what_load_takes(tmp_path):

@@ -56,7 +56,6 @@ def folders(tiny, tmp_path_factory):  # noqa: F811
 GENERATE = "generate --max-new-tokens 2 --prompt TEXT"
 EVAL = "eval --perplexity FILE --output-path OUT --window 60 --limit 1"
 NEEDLE = "eval --needle FILE --output-path OUT --lengths 50 --limit 1"
-STREAM = "stream --text FILE --output OUT/stream.json --tokens 60"
 BENCH = "bench --prompts 20 --tokens 2 --rounds 1 --output OUT/bench.json"
 
 
@@ -78,8 +77,6 @@ BENCH = "bench --prompts 20 --tokens 2 --rounds 1 --output OUT/bench.json"
         (f"{EVAL} --compare full,h2o:8+8 --dtype float64", "llama", "not in float64"),
         (f"{EVAL} --compare full,h2o:8+8 --device nope", "llama", "--device nope"),
         (f"{NEEDLE} --compare full,h2o:8+8/positions=rolled", "gpt2", "no rotary"),
-        (STREAM, "gpt2", "no rotary position embedding"),
-        (f"{STREAM} --positions original", "bloom", OF_OTHERS),
         (f"{BENCH} --compare h2o:8+8", "falcon", OF_OTHERS),
         ("analyze --text FILE --output OUT/page.html", "gpt_neo", OF_OTHERS),
         ("calibrate --text FILE --output OUT/profile.json", "gpt_neo", "gpt_neo"),
@@ -139,7 +136,6 @@ def test_a_profile_of_other_weights_is_refused(folders, tmp_path, capsys):
         (f"{EVAL} --num_fewshot 2", "go with --tasks"),
         (f"{GENERATE} --profile no/such/file", "no/such/file"),
         (f"{GENERATE} --decay 2", "decay"),
-        (f"{STREAM} --dtype float31", "--dtype"),
     ],
 )
 def test_wrong_settings_exit_alike(command, words, capsys):
@@ -170,12 +166,3 @@ def test_a_model_is_tried_as_its_config_is(folders):
     check(model)
     with pytest.raises(UserError, match=r"h2o:8\+8: .*float64"):
         check(model.double())
-
-
-def test_a_closed_standard_input():
-    for command in ("stream --text -", "stream --chat"):
-        done = shell(f"h2o {command} <&-")
-        assert done.returncode == 2
-        assert done.stderr.splitlines() == [
-            "h2o stream: error: standard input is closed (see h2o stream --help)"
-        ]

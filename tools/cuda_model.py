@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from h2o.evaluate.devices import DEVICES as SHEETS
-
 
 class Device(NamedTuple):
     """Of NVIDIA's data sheets and architecture papers, but for `latency` and `l2`."""
@@ -44,12 +42,12 @@ class Device(NamedTuple):
 
 
 DEVICES = {
-    "T4": Device(75, 40, 1.59, 512, 64, 64, 1024, 16, SHEETS["T4"].bandwidth, None, 400),
-    "A100": Device(80, 108, 1.41, 1024, 64, 164, 2048, 32, SHEETS["A100"].bandwidth, 5120, 466),
-    "L4": Device(89, 58, 2.04, 512, 128, 100, 1536, 24, SHEETS["L4"].bandwidth, None, 542),
-    "4090": Device(89, 128, 2.52, 256, 128, 100, 1536, 24, SHEETS["4090"].bandwidth, None, 542),
-    "H100": Device(90, 132, 1.83, 2048, 128, 228, 2048, 32, SHEETS["H100"].bandwidth, 5120, 479),
-    "H200": Device(90, 132, 1.83, 2048, 128, 228, 2048, 32, SHEETS["H200"].bandwidth, 5120, 479),
+    "T4": Device(75, 40, 1.59, 512, 64, 64, 1024, 16, 320, None, 400),
+    "A100": Device(80, 108, 1.41, 1024, 64, 164, 2048, 32, 2039, 5120, 466),
+    "L4": Device(89, 58, 2.04, 512, 128, 100, 1536, 24, 300, None, 542),
+    "4090": Device(89, 128, 2.52, 256, 128, 100, 1536, 24, 1008, None, 542),
+    "H100": Device(90, 132, 1.83, 2048, 128, 228, 2048, 32, 3350, 5120, 479),
+    "H200": Device(90, 132, 1.83, 2048, 128, 228, 2048, 32, 4800, 5120, 479),
 }
 """`tensor` is the data sheet's rate of dense float16 with float32 sums, divided by multiprocessors
 and clock. `l2` of A100 is of NVIDIA's paper on that architecture, and taken for Hopper too.

@@ -10,7 +10,6 @@ from h2o.analysis.collect import Attention, attend, full_layers, sparsity, watch
 from h2o.analysis.measured_text import THRESHOLD, Measured
 from h2o.analysis.result import Analysis
 from h2o.config import H2OConfig, one_config
-from h2o.former_names import accepts_former
 from h2o.hf import tensor_parallel
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["analyze"]
 
 
-@accepts_former(prompt_len="prompt_length")
 def analyze(
     model: Any,
     input_ids: Tensor | None = None,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from h2o import former_names
 from h2o.analysis import measures, removal
 from h2o.analysis.collect import Attention, attend, forward, sparsity, watch
 from h2o.config import H2OConfig, one_config
@@ -95,12 +94,6 @@ class MeasuredText:
         """By config and layer: what was asked of `cached` so far"""
         self.removals: dict[tuple[str, float, int, int], float] = {}
         """Perplexity by (kind, share, tokens, seed): what was asked of `removal` so far"""
-
-    @property
-    def prompt_len(self) -> int:
-        """The former name of `prompt_length`, deprecated."""
-        former_names.warn("prompt_len", "prompt_length")
-        return self.prompt_length
 
     def __len__(self) -> int:
         """n"""

@@ -38,10 +38,7 @@ COMMANDS = (
     Command("eval", "h2o.cli.eval_command", "what eviction costs in accuracy"),
     Command("analyze", "h2o.cli.analyze_command", "see heavy hitters: a page of one text"),
     Command("calibrate", "h2o.cli.calibrate_command", "which heads need more of a cache"),
-    Command("stream", "h2o.cli.stream_command", "text without end, a chat without end"),
     Command("bench", "h2o.cli.bench_command", "time a model, full cache and h2o"),
-    Command("plan", "h2o.cli.plan_command", "how many requests fit on a device, and how fast"),
-    Command("completion", "h2o.cli.completion_command", "a script for bash or zsh", False),
 )
 
 

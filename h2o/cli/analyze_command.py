@@ -48,7 +48,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, metavar="N", help="only the first so many of the text; default: as "
         "many as the model has positions")  # fmt: skip
     add_cache_options(p, CACHE_FIELDS)
-    add("--prompt-length", "--prompt-len", type=int, default=1, metavar="N",
+    add("--prompt-length", type=int, default=1, metavar="N",
         help="tokens before the first eviction (%(default)s)")  # fmt: skip
     add_compare(add, COMPARE, ", whose retained attention is drawn too; none for no others")
     add("--removal-tokens", type=int, default=1024, metavar="N", help="take keys away from the "

@@ -109,13 +109,10 @@ def add_device(add: Callable[..., Any]) -> None:
         help="where the model runs: cpu, cuda, cuda:1, mps, ... (%(default)s)")  # fmt: skip
 
 
-def add_compare(
-    add: Callable[..., Any], default: str | None = None, more: str = "", *former: str
-) -> None:
-    """--compare, a list of settings for `settings_from`. `more` is added to its help; `former`:
-    what it was called before."""
+def add_compare(add: Callable[..., Any], default: str | None = None, more: str = "") -> None:
+    """Add --compare, a list of settings for `settings_from`. `more` is added to its help."""
     shown = "" if default is None else f" ({default})"
-    add("--compare", *former, metavar="SETTINGS", help="caches, with commas between, as "
+    add("--compare", metavar="SETTINGS", help="caches, with commas between, as "
         f"h2o eval --help lists them{more}{shown}")  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_device(add)
     add("--window", type=int, default=1024, metavar="N",
         help="texts are read in windows of so many tokens (%(default)s)")  # fmt: skip
-    add("--limit", "--windows", type=int, metavar="N",
+    add("--limit", type=int, metavar="N",
         help="only so many windows, spread over the texts")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of what is drawn (%(default)s)")
 

@@ -93,7 +93,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                      "real cache")  # fmt: skip
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
     add_cache_options(one, min_tokens=0)
-    one.add_argument("--prompt-length", "--prompt-len", type=int, metavar="N",
+    one.add_argument("--prompt-length", type=int, metavar="N",
                      help="tokens before the first eviction (simulation, perplexity); perplexity "
                      "and nats lost are then of the tokens after it that the cut can change, not "
                      "of the prompt")  # fmt: skip

@@ -1,4 +1,5 @@
-"""The command line `h2o info`: what serves here, for bug reports, and whether that is right."""
+"""The command line `h2o info`: what runs here, for bug reports; how h2o supports a model, and how
+many requests fit in memory."""
 
 from __future__ import annotations
 
@@ -12,20 +13,56 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from h2o.cli.cache_options import add_cache_options, add_compare, add_dtype, settings_from
+from h2o.cli.prompts_file import parse_bytes
+
+COMPARE = "full,budget:0.2,budget:0.1"
+
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="NAME", help="say whether and how h2o serves this model")
-    parser.add_argument(
-        "--check", action="store_true", help="run the kernels of every CUDA device against torch"
-    )
-    parser.add_argument("--json", action="store_true", help="for machines")
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="say whether and how h2o supports this model")
+    add("--check", action="store_true", help="run the kernels of every CUDA device against torch")
+    add("--json", action="store_true", help="for machines")
+    group = parser.add_argument_group("requests that fit, with --model")
+    group.add_argument("--memory", type=parse_bytes, metavar="B", help="for the caches of all "
+                       "requests, such as 40GB")  # fmt: skip
+    group.add_argument("--prompt", type=int, default=2048, metavar="N",
+                       help="tokens of a prompt (%(default)s)")  # fmt: skip
+    group.add_argument("--new", type=int, default=256, metavar="N", help="new tokens (%(default)s)")
+    add_dtype(group.add_argument)
+    add_compare(group.add_argument, COMPARE)
+    add_cache_options(parser.add_argument_group("or one cache"), min_tokens=0)
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Adds to the options the `settings` whose requests are counted."""
+    if options.memory is None:
+        return
+    if options.model is None:
+        parser.error("argument --memory: goes with --model")
+    for name in ("prompt", "new"):
+        if getattr(options, name) < 1:
+            parser.error(f"argument --{name}: must be at least 1, not {getattr(options, name)}")
+    try:
+        options.settings = settings_from(options, COMPARE)
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    for one in options.settings:
+        if not one.has_cache:
+            parser.error(f"argument --compare {one.why_not_dropping}")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The exit code: 0 where the answer is a good one. Raises: UserError (`h2o.errors`)."""
     if options.model:
+        from h2o.models import quiet_libraries
+
+        quiet_libraries()
+        if options.memory is not None:
+            return print_requests(options)
         return print_support(options.model, options.json)
     if options.check:
         return print_check(options.json)
@@ -63,6 +100,32 @@ def print_support(name: str, as_json: bool) -> int:
     support = supports(models.config_of(name))
     print(json.dumps(asdict(support), indent=2) if as_json else support)
     return 0 if support else 1
+
+
+def print_requests(options: argparse.Namespace) -> int:
+    """How many requests of a model fit in memory, by setting. The exit code is 0."""
+    from h2o import models
+    from h2o.evaluate.fitting import check_fit
+    from h2o.evaluate.presentation import table
+    from h2o.evaluate.request_bytes import request_bytes
+
+    config = models.config_of(options.model)
+    if options.dtype != "auto":
+        import torch
+
+        config.get_text_config(decoder=True).dtype = getattr(torch, options.dtype)
+    check_fit(options.settings)(config)
+    end = options.prompt + options.new
+    sizes = {x.name: request_bytes(config, x, options.prompt, end) for x in options.settings}
+    fitting = {name: options.memory // size for name, size in sizes.items()}
+    if options.json:
+        rows = [{"setting": x, "bytes": sizes[x], "requests": fitting[x]} for x in sizes]
+        print(json.dumps(rows, indent=2))
+        return 0
+    print(f"{options.model}: prompts of {options.prompt} tokens and {options.new} new ones\n")
+    rows = [(x, f"{sizes[x] / 1e6:.2f} MB", fitting[x]) for x in sizes]
+    print(table(("setting", "a request", "requests"), rows))
+    return 0
 
 
 def print_check(as_json: bool) -> int:

@@ -34,7 +34,6 @@ from h2o.evaluate.journal import Journal, Request
 from h2o.evaluate.protocols import PROTOCOLS, Tally, check, one_token_note
 from h2o.evaluate.questions import question_tokens
 from h2o.evaluate.setting import Setting, from_config, from_options
-from h2o.former_names import accepts_former
 from h2o.hf.angles import AnglesByLength
 from h2o.hf.attention import switch
 from h2o.hf.cache import H2OCache
@@ -72,7 +71,6 @@ class H2OLM(HFLM):
             so in "drop" and "read", where it is the context, or its document).
     """
 
-    @accepts_former(prompt_len="prompt_length")
     def __init__(
         self,
         pretrained: Any = "",
@@ -117,7 +115,6 @@ class H2OLM(HFLM):
         self._attention_before = borrowed.attention_name(self.model.config)
         self.use(setting, protocol, prompt_length=prompt_length, ratio_of=ratio_of)
 
-    @accepts_former(prompt_len="prompt_length")
     def use(
         self,
         setting: Setting,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from h2o import borrowed
-from h2o.hf import attention, other_heads
+from h2o.hf import attention
 from h2o.hf.attention_call import as_autocast, as_operand
 from h2o.hf.patch_lock import PatchLock, unwrapped
 from h2o.hf.shared_keys import pads_of
@@ -95,15 +95,10 @@ def attending(
         ):
             raise error
         mask = None if attention_mask is None else attention_mask.bool()
-        tensors = other_heads.uniform(module, *as_autocast(query, key, value))
+        tensors = as_autocast(query, key, value)
         cached = hasattr(key, "h2o_layer")
         logits = scaling, softcap or 0.0, as_operand(kwargs.get("s_aux"))
-
-        def uniform_full() -> Tensor:
-            return other_heads.answers(module, full(), key)
-
-        out = visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, uniform_full))
-        return other_heads.restored(module, out, key, value.shape[-1]), None
+        return visit(Call(module, layer, *tensors, mask, *logits, dropout, cached, full)), None
 
     model = unwrapped(model)  # PEFT and torch.compile leave attention to what they wrap
     shared = _SharedModules(type(model.config.get_text_config(decoder=True)))

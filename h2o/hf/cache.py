@@ -25,7 +25,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from h2o import packages
-from h2o.borrowed import HYBRIDS
 from h2o.config import H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.hf import cache_file, crop, states
@@ -84,14 +83,6 @@ class H2OCache(ReadableCache):
     Raises:
         Unsupported: (a ValueError) a model that h2o cannot serve, naming the reason.
     """
-
-    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> H2OCache:
-        config = getattr(config, "config", config)
-        if getattr(config, "model_type", None) == "minimax" and HYBRIDS:
-            from h2o.hf.minimax import class_for
-
-            cls = class_for(cls)
-        return super().__new__(cls)
 
     def __init__(
         self,

@@ -257,7 +257,7 @@ class LayerContents(CacheLayerMixin):
         return keys, values
 
     @property
-    def rows_per_token(self) -> float:
+    def rows_per_token(self) -> int:
         """Of each key/value head: a key and a value, or one that is both."""
         return 1 if self.shared else 2
 
@@ -268,9 +268,10 @@ class LayerContents(CacheLayerMixin):
         return LayerReport(
             layer=self.layer_idx,
             kind="h2o",
-            bytes_full=round(
-                self.rows_per_token * self.seen * self.slots.free.numel() * math.prod(self.row_size)
-            ),
+            bytes_full=self.rows_per_token
+            * self.seen
+            * self.slots.free.numel()
+            * math.prod(self.row_size),
             raised=self.raised,
             floored=self.floored,
             unscored=self.unscored,

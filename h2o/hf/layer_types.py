@@ -24,7 +24,6 @@ from h2o.hf.layer_kinds import has_states, kind_of
 from h2o.hf.layer_with_states import with_states
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import OneBudget
-from h2o.hf.other_heads import OtherHeadsLayer, width_of
 from h2o.hf.pass_state import PassState
 from h2o.hf.prompt_echo import PromptEcho
 from h2o.hf.random_layer import RandomLayer
@@ -64,9 +63,6 @@ def layers_of(
     latent = latent_row(config) and config.get_text_config(decoder=True).kv_lora_rank
     if latent:
         _refuse_latents(h2o_config, compileable)
-    width = width_of(config)
-    if width is not None:
-        _refuse_other_heads(h2o_config, compileable)
     shared = reusing(config)
     if shared and compileable:
         raise Unsupported("compileable=True does not go with layers that attend to others' keys")
@@ -86,8 +82,6 @@ def layers_of(
             arguments.append(rotary)
         elif latent:
             layer_class = functools.partial(LatentLayer, latent=latent)
-        elif width is not None:
-            layer_class = functools.partial(OtherHeadsLayer, width=width)
         elif index in shared:
             layer_class = functools.partial(SharedKeysLayer, reused_by=shared[index])
         if h2o_config.rank_by == "random":
@@ -146,16 +140,6 @@ def _refuse_latents(h2o_config: H2OConfig, compileable: bool) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise Unsupported(f"multi-head latent attention does not go with {reason}")
-
-
-def _refuse_other_heads(h2o_config: H2OConfig, compileable: bool) -> None:
-    """Raises `Unsupported` for what does not go with `h2o.hf.other_heads`."""
-    for reason, holds in {
-        'positions="rolled"': h2o_config.positions != "original",
-        "compileable=True": compileable,
-    }.items():
-        if holds:
-            raise Unsupported(f"keys unlike values, or repeated, do not go with {reason}")
 
 
 def _refuse_compiling(kinds: set[str], h2o_config: H2OConfig, trace: bool) -> None:

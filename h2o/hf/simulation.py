@@ -23,7 +23,6 @@ from h2o import ops, published_masks
 from h2o.attention_blocks import retained_mass
 from h2o.config import VARIANTS, H2OConfig, one_config
 from h2o.errors import Unsupported
-from h2o.former_names import accepts_former
 from h2o.head_budgets import levelled
 from h2o.hf import echo_simulation, random_layer, tensor_parallel
 from h2o.hf.attention_call import NewTokens, Undifferentiable
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["Simulation", "check", "simulated"]
 
 
-@accepts_former(prompt_len="prompt_length")
 @contextmanager
 def simulated(
     model: Any,

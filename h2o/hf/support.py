@@ -19,7 +19,6 @@ from h2o.errors import Unsupported
 from h2o.hf import latent_attention, model_rotary, prompt_echo, shared_keys
 from h2o.hf.images import BOTH_WAYS, looks_both_ways_at_images
 from h2o.hf.layer_kinds import has_states, kind_of, layers_of, type_refusal
-from h2o.hf.other_heads import width_of
 from h2o.hf.shared_keys import reusing
 from h2o.model_identity import latent_row
 
@@ -42,6 +41,8 @@ _UNSERVED_TYPES = {
     "inkling2_loop_text": _LOOPS,
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
+    "jetmoe": "it repeats all heads of its keys between cache and attention",
+    "minimax": "it accepts no cache but one of a class of its own",
     "paligemma": "its attention looks both ways within the prompt (a prefix language model)",
     "xlstm": "it has a state instead of keys",
 }
@@ -231,8 +232,8 @@ def refusal(config: Any) -> str | None:
     if _attribute(text, "kv_lora_rank") is not None:
         if reason := _latent_refusal(config):
             return reason
-    elif _has_wider_values(text):
-        return "its values are larger than its keys"
+    elif _has_other_values(text):
+        return "its values have another size than its keys"
     if getattr(text, "num_kv_shared_layers", None):
         if reason := shared_keys.refusal(text):
             return reason
@@ -248,8 +249,6 @@ def _states_refusal(config: Any, layers: list[CacheLayerMixin]) -> str | None:
         return None
     if latent_row(config) is not None:
         return "it has states beside latents in one layer"
-    if width_of(config) is not None:
-        return "it has states beside keys that are unlike their values in one layer"
     return "it has states beside keys that later layers reuse" if reusing(config) else None
 
 
@@ -262,10 +261,10 @@ def _latent_refusal(config: Any) -> str | None:
     return latent_attention.refusal(config.get_text_config(decoder=True))
 
 
-def _has_wider_values(text: Any) -> bool:
-    """Whether they are; of layers that differ in it that is not known."""
-    value, key = _attribute(text, "v_head_dim"), _attribute(text, "head_dim")
-    return value is not None and not (isinstance(value, int) and value <= (key or 0))
+def _has_other_values(text: Any) -> bool:
+    """Whether the size of values is not that of keys, or differs among layers."""
+    value = _attribute(text, "v_head_dim")
+    return value is not None and value != _attribute(text, "head_dim")
 
 
 def _attribute(config: Any, name: str) -> Any:

@@ -36,7 +36,6 @@ __all__ = [
     "record",
     "record_difference",
     "sample",
-    "value_width",
 ]
 
 SHAPE = (
@@ -71,9 +70,9 @@ def describe(config: Any) -> dict[str, Any]:
     return shape
 
 
-def key_size(config: Any) -> tuple[int, int, float]:
+def key_size(config: Any) -> tuple[int, int, int]:
     """(elements of a key, bytes of each in the model's dtype, rows that a full cache has for each
-    token and head: 2, key and value, less where values are smaller, or 1, a latent that is both).
+    token and head: 2, key and value, or 1, a latent that is both).
 
     Raises: ValueError for a config that does not tell its head dimension.
     """
@@ -82,10 +81,7 @@ def key_size(config: Any) -> tuple[int, int, float]:
     if not isinstance(D, int):
         raise ValueError('of="bytes" needs a model whose config tells its head dimension')
     dtype = str(getattr(_text_config(config), "dtype", None) or getattr(config, "dtype", None))
-    rows: float = 1 if latent else 2
-    if width := value_width(config):
-        rows = 1 + width / D
-    return D, 2 if dtype.endswith(("float16", "half")) else 4, rows
+    return D, 2 if dtype.endswith(("float16", "half")) else 4, 1 if latent else 2
 
 
 def latent_row(config: Any) -> int | None:
@@ -97,14 +93,6 @@ def latent_row(config: Any) -> int | None:
     except RuntimeError:  # transformers: layers differ in it
         return None
     return latent + text.qk_rope_head_dim if isinstance(latent, int) else None
-
-
-def value_width(config: Any) -> int | None:
-    """Elements of a value where these are fewer than those of a key; None: they are as many."""
-    text = _text_config(config)
-    key, value = (_of_full_attention(text, name) for name in ("head_dim", "v_head_dim"))
-    is_less = isinstance(value, int) and isinstance(key, int) and value < key
-    return value if is_less and latent_row(config) is None else None
 
 
 def _of_full_attention(text: Any, name: str) -> Any:

@@ -13,8 +13,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from h2o.evaluate.devices import DEVICES
-
 ROOT = Path(__file__).parents[2]
 LIBRARY = "build/ptx/libmachine.so"
 
@@ -330,12 +328,6 @@ def test_a_kernel_that_no_case_launches_is_found(tmp_path):
     program.write_text("kernel one 8 3\ni ret branch 1 0 0 0 0 -1\nkernel two 8 3\n")
     counts = tool("cuda_counts")
     assert counts.uncounted([{"kernel": "one"}], program) == ["no case launches two"]
-
-
-def test_plans_know_what_was_counted():
-    """A new table of counts wants new lines there: `python tools/kernel_times.py`."""
-    drawn = tool("kernel_times").drawn()
-    assert drawn == {name: device.kernels for name, device in DEVICES.items()}
 
 
 def test_counts_before_are_those_of_the_same_work(tmp_path, monkeypatch):

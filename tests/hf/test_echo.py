@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from h2o import H2OCache, backends
 from h2o.borrowed import with_cache
-from h2o.hf import echo, other_heads
+from h2o.hf import echo
 from h2o.hf.layer import H2OLayer
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.prompt_echo import PromptEcho
@@ -67,8 +67,7 @@ def attention_of(theirs, document, shift):
 
     def function(module, query, key, value, mask, **kwargs):
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        uniform = other_heads.uniform(module, query, key, value)
-        inputs_of[module.layer_idx] = module, uniform[0][0], uniform[1][0], kwargs
+        inputs_of[module.layer_idx] = module, query[0], key[0], kwargs
         return eager(module, query, key, value, mask, **kwargs)
 
     AttentionInterface.register("test_echo", function)

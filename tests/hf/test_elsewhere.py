@@ -32,7 +32,7 @@ if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         "before torch 2.10 a tensor without memory cannot be shown", allow_module_level=True
     )
 
-OWN_KERNELS = {"gpt_oss", "jetmoe", "mimo_v2_flash", "mixtral", "qwen3_moe", *WITH_STATES}
+OWN_KERNELS = {"gpt_oss", "mixtral", "qwen3_moe", *WITH_STATES}
 """Families whose experts or convolutions run in kernels that want the device to be there, or whose
 keys carry their layer as no fake tensor can."""
 

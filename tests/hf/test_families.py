@@ -35,7 +35,7 @@ def modes_of(name: str) -> list[str]:
 
 
 PADDED = [name for name in PURE + HYBRID + WITH_STATES if modes_of(name)]
-"""Families whose own padded rows are what they are alone; MiniMax, which has no modes, is none."""
+"""Families whose own padded rows are what they are alone."""
 
 OF_ATTENTION = ("greedy", "chunked prompt", "inputs_embeds", "model(...) by hand")
 """Modes that come to a model's own code in different ways. The others choose among tokens and rows
@@ -47,8 +47,6 @@ GENERATED_ALIKE = (
     "gemma2",
     "gemma3n_text",
     "gemma4_text",
-    "jetmoe",
-    "mimo_v2_flash",
     "llama, int8 weights",
     "qwen3, int4 weights",
 )
@@ -62,7 +60,6 @@ KEPT_ALIKE = {
     "llama, int8 weights": "llama",
     "qwen3, int4 weights": "llama",
     "phi3": "llama",
-    "jetmoe": "opt",
 }
 """Families whose layers are of the same kinds as another's, so that they ask a cache the same."""
 WHOLE = ("llama", "opt", "gemma3")
@@ -110,7 +107,7 @@ POLICY_CASES = [
 ]
 
 
-EAGER = ("gemma2", "gpt_oss", "mimo_v2_flash")
+EAGER = ("gemma2", "gpt_oss")
 """Families that ask for soft-capped logits or learned sinks, which sdpa lacks."""
 
 

@@ -1,4 +1,4 @@
-"""Models with states, some parts of them on the disk; read as a stream; asked by lm-eval."""
+"""Models with states, some parts of them on the disk; read part by part; asked by lm-eval."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from h2o import H2OCache, model_identity, patched, simulated
 from h2o.borrowed import with_cache
 from h2o.evaluate.setting import parse
 from h2o.hf.layer_kinds import HYBRIDS
-from h2o.stream import token_stream
-from h2o.stream.reader import Reader, read
 from tests.evaluate.conftest import tokenizer  # noqa: F401
 from tests.hf.tiny import FAMILIES, batch, greedy, model, prompts, slow_if
 
@@ -71,38 +69,21 @@ def test_parts_on_the_disk(name, tmp_path):
 
 
 @every
-def test_a_stream_is_read_by_original_positions(name):
-    """The states are those of the whole text, and the cache stays as small as it was."""
-    ours = model(name)
-    (row,) = prompts(120)
-    reader = Reader(ours, parse("h2o:6+6"), "original")
-    full = Reader(ours, parse("full"))
-    for _ in read(token_stream.chunks(row[0].tolist(), 4), [reader, full], every=40):
-        pass
-    assert [point.tokens for point in reader.points] == [40, 80, 120]
-    assert len({point.kv_bytes for point in reader.points}) == 1
-    cache = H2OCache(ours.config, **SMALL)
-    with torch.no_grad():  # Bamba itself would count each part from 0
-        for i, part in enumerate(row.split(4, dim=1)):
-            ids = torch.arange(4 * i, 4 * i + 4)[None]
-            logits = ours(part, **with_cache(cache), position_ids=ids).logits
-    torch.testing.assert_close(reader._logits[0], logits[0, -1])
-    assert full.points[-1].kv_bytes > reader.points[-1].kv_bytes
-
-
-@every
-def test_a_stream_with_rolled_positions(name):
+def test_a_text_is_read_in_parts_at_rolled_positions(name):
+    """Rolled positions take the model's own off again: it may count each part from 0."""
     ours, (row,) = model(name), prompts(120)
-    reader = Reader(ours, parse("h2o:6+6"))
-    for _ in read(token_stream.chunks(row[0].tolist(), 4), [reader], every=40):
-        pass
-    cache = H2OCache(ours.config, **SMALL, positions="rolled")
-    with torch.no_grad():  # at the positions of the text, which are taken off again
+    logits, sizes = [], set()
+    for counts in (True, False):
+        cache = H2OCache(ours.config, **SMALL, positions="rolled")
         for i, part in enumerate(row.split(4, dim=1)):
-            ids = torch.arange(4 * i, 4 * i + 4)[None]
-            logits = ours(part, **with_cache(cache), position_ids=ids).logits
-    torch.testing.assert_close(reader._logits[0], logits[0, -1], rtol=0, atol=1e-3)
-    assert reader.points[-1].highest_position == 15
+            ids = torch.arange(4 * i, 4 * i + 4)[None] if counts else torch.zeros_like(part)
+            with torch.no_grad():
+                out = ours(part, **with_cache(cache), position_ids=ids)
+            if i >= 10:
+                sizes.add(cache.report().total.bytes_held)
+        logits.append(out.logits[0, -1])
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
+    assert len(sizes) == 1
 
 
 # ---- Evaluation --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import h2o
 from h2o import H2OCache, H2OConfig, Unsupported, attention_blocks, ops, supports
@@ -63,12 +63,11 @@ def test_they_are_served(name):
     assert support.layers == ("sliding", "h2o") * 2
 
 
-def test_values_larger_than_keys_are_refused():
-    config = made("mimo_v2_flash").config
-    config.v_head_dim = 4
-    assert supports(config)  # as those of MiMo V2 Flash are: test_other_heads.py
-    config.v_head_dim = 16
-    assert supports(config).reason == "its values are larger than its keys"
+def test_values_of_another_size_are_refused():
+    config = AutoConfig.for_model("llama", head_dim=8)
+    for size in (4, 16):
+        config.v_head_dim = size
+        assert supports(config).reason == "its values have another size than its keys"
 
 
 @every_family

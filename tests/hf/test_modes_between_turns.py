@@ -21,7 +21,7 @@ CONFIGS = POLICIES | {
     "rolled int8": H2OConfig(heavy=6, recent=4, positions="rolled", kv_dtype="int8"),
     "by rank": H2OConfig(heavy=6, recent=4, rank_by="mean-echo", shares="echo"),
 }
-OTHERS = [x for x in ("gemma3n_text", "deepseek_v3", "mimo_v2_flash", "jetmoe", "gemma2")
+OTHERS = [x for x in ("gemma3n_text", "deepseek_v3", "gemma2")
           if x in FAMILIES | LATENT]  # fmt: skip
 CASES = [("llama", name) for name in CONFIGS] + [
     (name, chosen) for name in OTHERS for chosen in ("h2o", "int8")

@@ -582,24 +582,6 @@ def test_arguments_that_do_not_fit(chosen, error, words):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_the_former_name_of_prompt_length():
-    model, ids = tiny.model("llama", "sdpa"), text()
-    logits = []
-    for name in ("prompt_length", "prompt_len"):
-        how = {name: 20}
-        if name == "prompt_len":
-            with pytest.warns(DeprecationWarning, match="is now called prompt_length") as warned:
-                block = h2o.simulated(model, heavy=3, recent=3, **how)
-            assert warned[0].filename == __file__
-        else:
-            block = h2o.simulated(model, heavy=3, recent=3, **how)
-        with block, torch.no_grad():
-            logits.append(model(ids, use_cache=False).logits)
-    assert torch.equal(*logits)
-    with pytest.raises(TypeError, match="prompt_len is the former name of prompt_length"):
-        h2o.simulated(model, heavy=3, recent=3, prompt_length=2, prompt_len=2)
-
-
 def test_calls_that_are_no_whole_text():
     model, ids = tiny.model("llama", "sdpa"), text()
     with h2o.simulated(model, heavy=3, recent=3):

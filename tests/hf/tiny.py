@@ -23,7 +23,6 @@ from h2o.hf.latent_attention import expands_after_cache
 from h2o.hf.layer_kinds import HYBRIDS
 from h2o.hf.pass_state import CROPS_TO_LENGTH  # true of the older versions of transformers
 from h2o.hf.shared_keys import SHARES_KEYS
-from tests.hf.modes import MODES
 from tests.torch.calls import TABLE
 
 needs_compiler = pytest.mark.skipif(
@@ -330,12 +329,6 @@ FAMILIES = {
                 lacks=_EMBEDS,
             ),
             Family("zaya"),
-            Family(
-                "minimax",
-                _LINEAR | _MOE | {"block_size": 8},
-                layers=_TWICE,
-                lacks=tuple(MODES),  # its own padded rows are not what they are alone
-            ),
         ]
         * HYBRIDS,
         *[
@@ -364,15 +357,6 @@ FAMILIES = {
             ),
         ]
         * SHARES_KEYS,
-        Family("jetmoe", _MOE),  # which repeats its keys between cache and attention
-        *[
-            Family(  # whose values are smaller than its keys
-                "mimo_v2_flash",
-                {**_SLIDING, **_MOE, **_FULL_FIRST, "v_head_dim": 4, "n_routed_experts": 4},
-                layers=("h2o", "sliding") * 2,
-            )
-        ]
-        * ("mimo_v2_flash" in transformers.CONFIG_MAPPING),
         Family("mistral-window", _SLIDING, model_type="mistral", layers=("sliding", "sliding")),
     ]
 }

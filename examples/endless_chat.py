@@ -1,0 +1,106 @@
+"""Talk with a model on one cache of a fixed size, turn after turn.
+
+    python examples/endless_chat.py --keys 512
+
+Each line of standard input is a turn. The cache keeps attention sinks, heavy hitters and recent
+keys of the whole conversation, and cache-relative positions keep every position below the budget:
+the conversation may be longer than the model's context. Ctrl-D ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import h2o
+
+
+class Chat:
+    """A conversation: `reply` yields the pieces of an answer.
+
+    Raises: ValueError where the tokenizer has no chat template, or one that rewrites earlier turns.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, config: h2o.H2OConfig) -> None:
+        if tokenizer.chat_template is None:
+            raise ValueError("this model's tokenizer has no chat template")
+        self.model, self.tokenizer = model, tokenizer
+        self.cache = h2o.H2OCache(model, config)
+        ends = model.generation_config.eos_token_id
+        self.ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+
+    def reply(self, said: str, max_new_tokens: int = 200) -> Iterator[str]:
+        """The model's greedy answer to the next turn."""
+        ids = self.tokenizer(self.turn(said), add_special_tokens=False)["input_ids"]
+        answer: list[int] = []
+        shown = ""
+        while len(answer) < max_new_tokens:
+            token = self._next(ids)
+            ids = [token]
+            if token in self.ends:
+                break
+            answer.append(token)
+            text = self.tokenizer.decode(answer, skip_special_tokens=True)
+            if not text.endswith("\ufffd"):  # half a character
+                yield text[len(shown) :]
+                shown = text
+        else:
+            ids = [*ids, self.tokenizer.eos_token_id]  # as if the answer had ended here
+        self._next(ids)
+
+    def turn(self, said: str) -> str:
+        """The next turn in the words of the template: all of it at first, later what is new."""
+        user = {"role": "user", "content": said}
+        if not self.cache.get_seq_length():
+            return self._render([user], add_generation_prompt=True)
+        # The cache no longer has the text of earlier turns. Any two will do.
+        before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        head = self._render(before).rstrip("\n")
+        rendered = self._render([*before, user], add_generation_prompt=True)
+        if not rendered.startswith(head):
+            raise ValueError("the chat template rewrites earlier turns")
+        return rendered[len(head) :]
+
+    def _render(self, turns: list[dict[str, str]], **options: bool) -> str:
+        return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
+
+    @torch.no_grad()
+    def _next(self, ids: list[int]) -> int:
+        """The most likely token after these, which the cache then holds."""
+        text = torch.tensor([ids], device=self.model.device)
+        # The cache counts positions itself: they are the ranks of the keys that it holds.
+        out = self.model(text, cache=self.cache, position_ids=torch.zeros_like(text))
+        return int(out.logits[0, -1].argmax())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="default: SmolLM2-135M-Instruct")
+    parser.add_argument("--keys", type=int, default=512, help="budget of each head (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=200, help="of an answer")
+    options = parser.parse_args()
+    model, tokenizer = h2o.load(options.model)
+    half = options.keys // 2
+    config = h2o.H2OConfig(
+        heavy=options.keys - half - 4, recent=half, sinks=4, rank_by="mean", positions="rolled",
+        min_tokens=0,
+    )  # fmt: skip
+    chat = Chat(model, tokenizer, config)
+    print("> ", end="", flush=True)
+    for line in sys.stdin:
+        for piece in chat.reply(line.strip(), options.max_new_tokens):
+            print(piece, end="", flush=True)
+        print("\n> ", end="", flush=True)
+    held = chat.cache.report().total
+    print(
+        f"\n{chat.cache.get_seq_length()} tokens, KV cache {held.bytes_held / 1e6:.1f} MB; a full "
+        f"cache would hold {held.bytes_full / 1e6:.1f} MB"
+    )
+
+
+if __name__ == "__main__":
+    main()

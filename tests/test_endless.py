@@ -1,0 +1,83 @@
+"""The examples of texts and chats without end, on a tiny model and (slowly) on a real one."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from h2o import H2OConfig, load  # noqa: E402
+from tests.evaluate.conftest import tokenizer  # noqa: E402, F401
+from tests.hf.tiny import model  # noqa: E402
+from tests.test_cli import tiny  # noqa: E402, F401
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def example(name: str, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return __import__(name)
+
+
+def test_a_text_is_read_to_its_end(tiny, tmp_path):  # noqa: F811
+    """Every stretch has a line, and the caches stay small beyond the model's positions."""
+    text = tmp_path / "text.txt"
+    text.write_text("Some words of a text that goes on and on.\n" * 60)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "endless_text.py", text, "--model", tiny, "--keys", "16",
+         "--every", "500", "--chunk", "20"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    header, *lines = done.stdout.splitlines()
+    assert header.split() == ["tokens", "heavy", "hitters", "sinks", "window"]
+    assert [int(line.split()[0]) for line in lines[:-3]] == [500, 1000, 1500, 2000, 2500, 2520]
+    assert [line.split(":")[0] for line in lines[-3:]] == ["heavy hitters", "sinks", "window"]
+
+
+def test_perplexity_is_that_of_each_stretch(monkeypatch):
+    """The losses of one cache that reads the tokens in the same chunks."""
+    endless = example("endless_text", monkeypatch)
+    ours = model("llama")
+    config = H2OConfig(heavy=6, recent=6, positions="rolled")
+    ids = torch.randint(2, 90, (80,), generator=torch.Generator().manual_seed(1)).tolist()
+    one, other = endless.Reader(ours, config), endless.Reader(ours, config)
+    for begin in range(0, 80, 5):
+        one.feed(ids[begin : begin + 5])
+        other.feed(ids[begin : begin + 5])
+        if begin == 35:
+            one.close_stretch()
+    one.close_stretch()
+    whole = other.close_stretch()
+    first, second = one.stretches
+    assert math.log(whole) == pytest.approx((39 * first + 40 * second) / 79)
+
+
+def test_a_chat_needs_a_template(monkeypatch, tokenizer):  # noqa: F811
+    """The second turn is what the template adds, and the answer's end goes into the cache."""
+    endless = example("endless_chat", monkeypatch)
+    config = H2OConfig(heavy=6, recent=6, positions="rolled")
+    with pytest.raises(ValueError, match="no chat template"):
+        endless.Chat(model("llama"), tokenizer, config)
+
+
+@pytest.mark.slow
+def test_a_chat_goes_on_beyond_its_budget(monkeypatch):
+    endless = example("endless_chat", monkeypatch)
+    ours, tokens = load()
+    talk = endless.Chat(
+        ours, tokens, H2OConfig(heavy=24, recent=40, sinks=4, positions="rolled", min_tokens=0)
+    )
+    first = "".join(talk.reply("What is the capital of France?", 30))
+    assert "Paris" in first
+    assert talk.turn("And?") == "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    for said in ("Tell me about rivers.", "And about mountains?", "Thanks."):
+        assert "".join(talk.reply(said, 30)).strip()
+    assert talk.cache.get_seq_length() > 100
+    assert talk.cache.report().total.kept[0] / len(talk.cache.layers) == 68
