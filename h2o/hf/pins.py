@@ -145,7 +145,7 @@ class Pins:
         before = torch.searchsorted(table, positions.contiguous(), right=True)
         return scores.masked_fill(before % 2 == 1, PINNED)
 
-    def eachmerged(self, change: Callable[[list[Row]], list[Row]]) -> None:
+    def each_row(self, change: Callable[[list[Row]], list[Row]]) -> None:
         """Batch rows were selected or repeated."""
         if self.rows is not None:
             self.rows = change(self.rows)

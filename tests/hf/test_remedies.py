@@ -385,9 +385,7 @@ def test_a_cache_of_sliding_windows_alone(tmp_path):
         assert settings.kv_dtype == "int8"
 
 
-@pytest.mark.parametrize(
-    "name", those_here("llama", "gemma2", "falcon_h1", "deepseek_v3")
-)
+@pytest.mark.parametrize("name", those_here("llama", "gemma2", "falcon_h1", "deepseek_v3"))
 def test_pickled(name):
     if name not in FAMILIES | LATENT:
         pytest.skip("not in this version of transformers")
