@@ -206,7 +206,7 @@ def test_one_number_everywhere(budget):
     with torch.no_grad(), h2o.simulated(ours, **settings, **how):
         logits = ours(torch.cat([ids, wanted[:, :-1]], 1), use_cache=False).logits
     assert logits[0, 59:].argmax(-1).tolist() == wanted[0].tolist()
-    read = h2o.read(ours, ids, **settings, repeat=torch.tensor([[5, 6]]))
+    read = h2o.compress_document(ours, ids, **settings, readings=2, repeat=torch.tensor([[5, 6]]))
     assert read.config.heavy == cache.config.heavy
 
 
