@@ -40,6 +40,8 @@ KINDS = ("needed once", "needed often")
 TOKENS, RATE, SAVED = 2000, 1e-3, 25
 """Of training: tokens of a batch, learning rate, updates from one saved state to the next"""
 WIDTH, HEADS, HEAD = 256, 8, 32
+CLEAR = 0.1
+"""Difference of two shares that is called one: two standard errors or more of 256 answers each"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +194,6 @@ def configs(keys: int, prompt: int) -> dict[str, h2o.H2OConfig]:
         "authors": h2o.H2OConfig.authors(keys),
         "robust": robust,
         "echo": h2o.H2OConfig.echo(keys),
-        "recent": h2o.H2OConfig.local(keys),
         "random": dataclasses.replace(robust, rank_by="random", value_weighted=False),
     }
     return {name: dataclasses.replace(x, heavy=x.heavy + prompt) for name, x in made.items()}
@@ -231,8 +232,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of a text")
     parser.add_argument("--updates", type=int, default=2000, help="of the weights, at most")
     parser.add_argument("--loss", type=float, default=0.005, help="that ends the training")
-    parser.add_argument("--texts", type=int, default=32, help="to answer")
-    parser.add_argument("--budgets", default="0.05,0.1,0.2,0.4,0.8", help="parts of an answer")
+    parser.add_argument("--texts", type=int, default=64, help="to answer")
+    parser.add_argument("--budgets", default="0.1,0.2,0.4,0.6,0.8", help="parts of an answer")
     options = parser.parse_args()
     model = new_model()
     print(f"{sum(x.numel() for x in model.parameters()):,} parameters")
@@ -246,12 +247,31 @@ def main() -> None:
     for share in map(float, options.budgets.split(",")):
         keys = round(share * tokens)
         rows += [(name, keys, config) for name, config in configs(keys, n).items()]
+    results: dict[tuple[str, int], list[float]] = {}
     for name, keys, config in rows:
-        shares = right(model, ids, n, config)
-        cells = "  ".join(
-            f"{share:{len(kind)}.2f}" for share, kind in zip(shares, KINDS, strict=True)
+        shares = results[name, keys] = right(model, ids, n, config)
+        cells = zip(shares, KINDS, strict=True)
+        shown = "  ".join(f"{share:{len(kind)}.2f}" for share, kind in cells)
+        print(f"{name:8s} {keys:5d}  {shown}", flush=True)
+    print("\n".join(against_random(results)))
+
+
+def against_random(results: dict[tuple[str, int], list[float]]) -> list[str]:
+    """What the table shows: a line for each kind with the policies that differ clearly."""
+    lines = []
+    for kind, title in enumerate(KINDS):
+        gains = {
+            f"{name} at {keys}": shares[kind] - results["random", keys][kind]
+            for (name, keys), shares in results.items()
+            if name not in ("full", "random")
+        }
+        better = [which for which, gain in gains.items() if gain >= CLEAR]
+        worse = [which for which, gain in gains.items() if gain <= -CLEAR]
+        lines.append(
+            f"{title}: better than random by {CLEAR} or more: {', '.join(better) or 'none'}; "
+            f"worse: {', '.join(worse) or 'none'}"
         )
-        print(f"{name:8s} {keys:5d}  {cells}", flush=True)
+    return lines
 
 
 if __name__ == "__main__":
