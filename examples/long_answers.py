@@ -40,8 +40,8 @@ KINDS = ("needed once", "needed often")
 TOKENS, RATE, SAVED = 2000, 1e-3, 25
 """Of training: tokens of a batch, learning rate, updates from one saved state to the next"""
 WIDTH, HEADS, HEAD = 256, 8, 32
-CLEAR = 0.1
-"""Difference of two shares that is called one: two standard errors or more of 256 answers each"""
+CLEAR = 0.12
+"""Difference of two shares that is called one: two standard errors or more of 128 answers each"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +160,9 @@ def train(model: LlamaForCausalLM, path: Path, longest: int, updates: int, least
         optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]
     start = time.perf_counter()
-    while state["stage"] < len(stages) and state["update"] < updates:
-        is_last = state["stage"] == len(stages) - 1
+    is_last = state["stage"] == len(stages) - 1
+    is_done = is_last and state["loss"] < least
+    while not is_done and state["update"] < updates:
         optimizer.param_groups[0]["lr"] = RATE / 4 if is_last else RATE
         size = Size(stages[state["stage"]])
         tokens = 2 * size.holders + 8 * (size.steps + size.questions)
@@ -174,10 +175,12 @@ def train(model: LlamaForCausalLM, path: Path, longest: int, updates: int, least
         optimizer.step()
         state["update"] += 1
         state["loss"] = 0.9 * state["loss"] + 0.1 * loss.item()
-        if state["loss"] < (least if is_last else 0.06):
+        if is_last:
+            is_done = state["loss"] < least
+        elif state["loss"] < 0.06:
             state |= {"stage": state["stage"] + 1, "loss": 1.0}
-        ends = state["stage"] == len(stages) or state["update"] == updates
-        if ends or state["update"] % SAVED == 0:
+            is_last = state["stage"] == len(stages) - 1
+        if is_done or state["update"] == updates or state["update"] % SAVED == 0:
             seconds = time.perf_counter() - start
             print(
                 f"{seconds:5.0f} s, update {state['update']}, {size.steps} steps, "
@@ -231,8 +234,8 @@ def main() -> None:
     parser.add_argument("path", type=Path, help="the trained model; training goes on with it")
     parser.add_argument("--steps", type=int, default=100, help="of a text")
     parser.add_argument("--updates", type=int, default=2000, help="of the weights, at most")
-    parser.add_argument("--loss", type=float, default=0.005, help="that ends the training")
-    parser.add_argument("--texts", type=int, default=64, help="to answer")
+    parser.add_argument("--loss", type=float, default=0.002, help="that ends the training")
+    parser.add_argument("--texts", type=int, default=32, help="to answer")
     parser.add_argument("--budgets", default="0.1,0.2,0.4,0.6,0.8", help="parts of an answer")
     options = parser.parse_args()
     model = new_model()

@@ -74,6 +74,6 @@ def test_what_the_table_shows(script):
         ("random", 3): [0.5, 0.45],
     }
     assert script.against_random(results) == [
-        "needed once: better than random by 0.1 or more: none; worse: robust at 3",
-        "needed often: better than random by 0.1 or more: robust at 3; worse: none",
+        "needed once: better than random by 0.12 or more: none; worse: robust at 3",
+        "needed often: better than random by 0.12 or more: robust at 3; worse: none",
     ]
