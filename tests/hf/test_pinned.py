@@ -152,6 +152,7 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
         {"shares": [[0.2, 3.0], [1.0, 0.3]]},
         {"positions": "rolled"},
         {"rank_by": "max", "decay": 0.9},
+        {"decay": 1e-6},
         {"kv_dtype": "int8"},
         {"recent": 0, "heavy": 20},
     ],
