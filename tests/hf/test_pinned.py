@@ -86,6 +86,7 @@ def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
         cache = read(ours, [document], H2OCache(ours, config, **pins))
         kept.append(sum(map(len, held(cache))))
         assert survives(cache, span=LATE) == bool(pins)
+        assert not pins or survives(cache, span=(LONG - 8, LONG)), "recent keys stay"
         whole = torch.cat([document, document[:, :9]], 1)
         greedy(ours, {"input_ids": whole}, tokens=11, **with_cache(cache))
         assert survives(cache, span=LATE) == bool(pins)
@@ -167,6 +168,7 @@ def test_policies(more):
         for piece in document.split(8, dim=1):
             ours(piece, **with_cache(cache))
         assert survives(cache)
+        assert survives(cache, span=(38, 40)) or cache.config.recent == 0
         for _ in range(3):
             ours(question, **with_cache(cache))
             for token in question.split(1, dim=1):
