@@ -23,6 +23,7 @@ from tests.hf.tiny import (
     HYBRID,
     LATENT,
     PURE,
+    TWINS,
     WITH_STATES,
     batch,
     greedy,
@@ -30,6 +31,7 @@ from tests.hf.tiny import (
     needs_compiler,
     prompts,
     shared,
+    slow_if,
     with_image,
 )
 
@@ -97,7 +99,11 @@ def test_forty_tokens_at_four_percent(preset, kv_dtype, long_reader):
 
 
 @pytest.mark.parametrize(
-    "name", [*PURE, *HYBRID, *WITH_STATES, *(x for x in LATENT if x in ("deepseek_v3", "youtu"))]
+    "name",
+    [
+        *[slow_if(name in TWINS, name) for name in PURE + HYBRID + WITH_STATES],
+        *[name for name in LATENT if name in ("deepseek_v3", "youtu")],
+    ],
 )
 def test_families(name):
     """A padded batch, decoded; the rows' spans differ."""
