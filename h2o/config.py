@@ -72,7 +72,8 @@ class H2OConfig(Presets):
     """"sum": accumulated attention. "mean": the same per query that has seen the key, so that
     age is no advantage. "max": the largest attention of any one query and head. "mean-echo": the
     mean, most of a prompt's given out anew to the keys that the prompt's own queries find when they
-    are asked again; the mean where positions are not rotary."""
+    are asked again; the mean where positions are not rotary. "random": a hash of layer, head and
+    position, a baseline for evaluation."""
     decay: float = 1.0
     """In [0, 1]: what remains of a score after one more token. 1 is H2O; 0 ranks by the last
     query alone."""
@@ -123,6 +124,8 @@ class H2OConfig(Presets):
         policy = Policy(*(getattr(self, name) for name in Policy._fields))
         for name, value in checked(policy, get_args(Ranking))._asdict().items():
             put(self, name, value)
+        if self.rank_by == "random" and policy != Policy(self.sinks, "random"):
+            raise ValueError(f'rank_by="random" takes sinks and no other policy, not {policy}')
         if self.kv_dtype not in (None, "auto", *QUANTISED):
             names = '", "'.join(("auto", *QUANTISED[:-1]))
             raise ValueError(

@@ -30,9 +30,9 @@ __all__ = [
 
 RankBy = Literal["sum", "mean", "max"]
 """What the operations rank by: how attention makes the score of a key."""
-Ranking = Literal["sum", "mean", "max", "mean-echo"]
-"""What a cache can rank by: of "mean-echo" its layers make the scores of a prompt, in part."""
-OPERATIONS_RANK_BY: dict[str, RankBy] = {"mean-echo": "mean"}
+Ranking = Literal["sum", "mean", "max", "mean-echo", "random"]
+"""What a cache can rank by: its layers make scores of a prompt ("mean-echo") or all ("random")."""
+OPERATIONS_RANK_BY: dict[str, RankBy] = {"mean-echo": "mean", "random": "sum"}
 """What the operations are told, where that is not the same."""
 BEFORE = 4
 """How many tokens before a key echo looks at, beside its own."""
@@ -103,8 +103,8 @@ FIELDS: dict[str, Field] = {
     "rank_by": Field(
         str, get_args(Ranking), None,
         "accumulated attention, the same per query that has seen the key, the largest that one "
-        "query gave, what the text's own queries look for when they come again, or the mean with "
-        "most of that in the prompt (%(default)s)",
+        "query gave, the mean with most of a prompt's attention given out by echo, or chance, a "
+        "baseline for evaluation (%(default)s)",
     ),
     "decay": Field(
         float, None, "D", "what remains of a score after one more token, 0 to 1 (%(default)s)"

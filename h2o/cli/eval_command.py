@@ -94,7 +94,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     one.add_argument("--variant", help="h2o (default), full, local, global, flexgen")
     add_cache_options(one, min_tokens=0)
     one.add_argument("--prompt-length", type=int, metavar="N",
-                     help="simulation: tokens before the first eviction")  # fmt: skip
+                     help="tokens before the first eviction (simulation, perplexity); perplexity "
+                     "and nats lost are then of the tokens after it that the cut can change, not "
+                     "of the prompt")  # fmt: skip
     one.add_argument("--ratio-of", choices=["text", "prompt"], help="what fractions refer to")
 
     many = p.add_argument_group("several settings in one table")

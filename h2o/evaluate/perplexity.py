@@ -1,8 +1,10 @@
 """`h2o eval --perplexity`: how well a model predicts a long text with an evicting cache.
 
 The text is cut into windows that know nothing of each other. In each, the model predicts every
-token but the first, evicting from the first token on. Two ways lead to the same
-numbers: the simulation, one forward a window, and the real cache, token by token.
+token but the first, evicting from the first token on. After a prompt, which is read whole and then
+cut, only the tokens count whose prediction the cut can change: those after the first one that
+follows the prompt. Two ways lead to the same numbers: the simulation, one forward a window, and the
+real cache, token by token.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def compare(
         protocol: "simulate", or "drop" for the real cache.
         window: tokens of a window; the last one may be shorter.
         limit: use only the first so many windows.
-        prompt_length: tokens of each window before the first eviction.
+        prompt_length: tokens of each window before the first eviction; see `scored`.
         as_json: return the results as the file has them, those of this call.
 
     Returns:
@@ -71,7 +73,7 @@ def compare(
     model, tokenizer = load(
         model_name, settings, dtype=dtype, device=device, full_cache=protocol == "drop"
     )
-    windows, total = read_windows(file, tokenizer, model.config, window, limit)
+    windows, total = read_windows(file, tokenizer, model.config, window, limit, prompt_length)
     origin = provenance(model, tokenizer, model_name or models.DEFAULT_MODEL)
     work = []
     for number, ids in enumerate(windows):
@@ -83,6 +85,8 @@ def compare(
             "ratio_of": "text",
             "prompt_len": prompt_length,
         }
+        if prompt_length > 1:  # before, results counted the prompt's tokens too
+            facts["scored"] = "after the cut"
         ways = [
             partial(measured, model, ids, setting, protocol, prompt_length) for setting in settings
         ]
@@ -107,6 +111,7 @@ def compare(
         [
             f"{origin['model']}, {file.name} in {len(windows)} windows of {window} tokens{note}",
             f"protocol {protocol}, first eviction after {prompt_length}, fractions of the window",
+            f"scored: {counted(results[settings[0]], prompt_length)}",
             "",
             as_table(results, protocol, sizes),
             "",
@@ -131,6 +136,7 @@ def measured(
     loss, attention = measure(
         model, torch.tensor([ids], dtype=torch.long, device=model.device), setting, prompt_length
     )
+    loss = scored(loss, prompt_length)
     return {
         "loss": loss.double().sum().item(),
         "predicted": loss.numel(),
@@ -139,6 +145,24 @@ def measured(
         "seconds": time.perf_counter() - start,
         MASS[protocol]: attention,
     }
+
+
+def scored(loss: Tensor, prompt_length: int) -> Tensor:
+    """The losses that count, of those of tokens 1 to n - 1. The prompt's last token predicts the
+    next one before anything is evicted, so after a prompt those are left out that eviction cannot
+    change. Without one (`prompt_length` 1) all count, as in a full cache's perplexity."""
+    return loss[prompt_length:] if prompt_length > 1 else loss
+
+
+def counted(windows: list[dict[str, Any]], prompt_length: int) -> str:
+    """Which tokens count, for the head of a table."""
+    tokens = sum(window["predicted"] for window in windows)
+    if prompt_length == 1:
+        return f"all {tokens} predicted tokens"
+    return (
+        f"the {tokens} tokens that a cut after {prompt_length} can change; the prompt, and the "
+        "token that it predicts itself, are left out"
+    )
 
 
 def by_simulation(
@@ -166,7 +190,8 @@ def by_cache(
         *read(model, cache, ids[:, prompt_length:], 1),
     ]
     evicting = [layer for layer in cache.report().layers if layer.kind == "h2o"]
-    held = {layer.layer: 1 - layer.share_evicted for layer in evicting}
+    shares = {layer.layer: 1 - layer.share_evicted for layer in evicting}
+    held = {layer: x for layer, x in shares.items() if not math.isnan(x)}  # rank_by="random"
     return _loss(torch.cat(logits, dim=1), ids), held
 
 
@@ -191,9 +216,9 @@ def _loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def read_windows(
-    file: Path, tokenizer: Any, config: Any, window: int, limit: int | None
+    file: Path, tokenizer: Any, config: Any, window: int, limit: int | None, prompt_length: int = 1
 ) -> tuple[list[list[int]], int]:
-    """(windows of token ids, how many the whole text has)."""
+    """(windows of token ids that have tokens to score, how many of these the whole text has)."""
     text = read_text(file)
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < 2:
@@ -202,7 +227,13 @@ def read_windows(
     if window < 2 or (longest and window > longest):
         raise UserError(f"--window {window}: from 2 to the model's {longest} positions")
     windows = [ids[start : start + window] for start in range(0, len(ids), window)]
-    if len(windows[-1]) < 2:  # a last token alone has nothing to be predicted from
+    fewest = 2 if prompt_length == 1 else prompt_length + 2
+    if len(windows[0]) < fewest:
+        raise UserError(
+            f"--prompt-length {prompt_length}: a window of {len(windows[0])} tokens has none whose "
+            f"prediction the cut can change. Use at most --prompt-length {len(windows[0]) - 2}"
+        )
+    if len(windows[-1]) < fewest:
         windows.pop()
     return windows[:limit], len(windows)
 
@@ -224,8 +255,8 @@ def summary(windows: list[dict[str, Any]]) -> tuple[float, float, float, dict[st
 
 
 def lost(windows: list[dict[str, Any]], full: list[dict[str, Any]]) -> tuple[float, float]:
-    """(nats a token lost to the full cache, their standard error over windows, which are the same
-    ones in both)."""
+    """(nats lost to the full cache for each token that counts, their standard error over windows,
+    which are the same ones in both)."""
     each = [
         (here["loss"] - there["loss"]) / here["predicted"]
         for here, there in zip(windows, full, strict=True)

@@ -47,6 +47,8 @@ calibrated:BUDGET       H2OConfig.calibrated(BUDGET), with --profile or the one 
 calibrated-bytes:BUDGET H2OConfig.calibrated(BUDGET, of="bytes")
 reread:BUDGET           H2OConfig.robust(BUDGET) after two readings, h2o.read (needles and tasks)
 reread-bytes:BUDGET     H2OConfig.robust(BUDGET, of="bytes") after two (needles and tasks)
+random:BUDGET           sinks and recent keys of robust, the others drawn at random: a baseline
+random-bytes:BUDGET     the same with of="bytes"
 mask-local:HEAVY+RECENT   the authors' lm-eval masks for OPT and GPT-NeoX (simulation only)
 mask-global:HEAVY+RECENT  the authors' later masks for LLaMA; they see the future (simulation only)
 mask-flexgen:HEAVY+RECENT the authors' FlexGen code (simulation only)
@@ -62,7 +64,7 @@ KINDS = (
     "h2o",
     "local",
     "sink",
-    *(f"{name}{of}" for name in (*PRESETS, "reread") for of in ("", "-bytes")),
+    *(f"{name}{of}" for name in (*PRESETS, "reread", "random") for of in ("", "-bytes")),
     *(f"mask-{x}" for x in VARIANTS),
 )
 LISTED = ", ".join(kind for kind in KINDS if not kind.endswith("-bytes"))
@@ -277,6 +279,9 @@ def _built(kind: str, amounts: list[int | float]) -> tuple[H2OConfig, str]:
             return H2OConfig.preset(name, budget, of), "h2o"
         case _, [budget] if name == "reread":
             return H2OConfig.robust(budget, of), "reread"
+        case _, [budget] if name == "random":
+            robust = H2OConfig.robust(budget, of)
+            return dataclasses.replace(robust, rank_by="random", value_weighted=False), "h2o"
         case "local", [recent]:
             return H2OConfig.local(recent), "h2o"
         case "sink", [int() as sinks, recent]:

@@ -26,6 +26,7 @@ from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import OneBudget
 from h2o.hf.pass_state import PassState
 from h2o.hf.prompt_echo import PromptEcho
+from h2o.hf.random_layer import RandomLayer
 from h2o.hf.shared_keys import reusing
 from h2o.hf.shared_keys_layer import SharedKeysLayer
 from h2o.kv_dtype import stored_bytes
@@ -83,6 +84,10 @@ def layers_of(
             layer_class = functools.partial(LatentLayer, latent=latent)
         elif index in shared:
             layer_class = functools.partial(SharedKeysLayer, reused_by=shared[index])
+        if h2o_config.rank_by == "random":
+            if layer_class is not H2OLayer:
+                raise Unsupported(f'rank_by="random" does not go with {_named(layer_class)}')
+            layer_class = RandomLayer
         if has_states(layer):
             layer_class = with_states(layer_class, layer.number_of_states)
         placed[index] = layer_class(*arguments, trace=trace)
@@ -93,6 +98,12 @@ def layers_of(
         for x in h2o_layers:
             x.prompt_scores = PromptEcho(echo, x.layer_idx, x.policy).scores
     return placed
+
+
+def _named(layer_class: Any) -> str:
+    """The name of a class of layers, which may be a partial one."""
+    name: str = getattr(layer_class, "func", layer_class).__name__
+    return name
 
 
 def _share_by_echo(layers: list[H2OLayer], config: Any) -> None:

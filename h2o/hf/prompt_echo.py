@@ -30,10 +30,9 @@ from h2o.config import H2OConfig
 from h2o.errors import Unsupported
 from h2o.hf.attention_call import NewTokens, as_stored
 from h2o.hf.echo import largest
-from h2o.hf.layer_kinds import full_layers
 from h2o.hf.model_rotary import Rotary
 from h2o.hf.one_budget import positions_in
-from h2o.model_identity import describe, latent_row
+from h2o.model_identity import latent_row
 from h2o.policy import Policy
 
 __all__ = [
@@ -48,12 +47,6 @@ __all__ = [
 
 PART = 0.75
 """Of the attention; chosen on texts and facts of their own (docs/results.md)."""
-
-
-FEWEST_HEADS = 16
-"""Key/value heads with full attention from which places are dealt over all of them. Gemma 3 270M,
-which has three, loses more by echo than by `robust`; SmolLM2, which has 90, loses less. Where the
-bound lies in between was not measured."""
 
 
 class Served(NamedTuple):
@@ -75,7 +68,7 @@ def served_as(config: Any, h2o_config: H2OConfig) -> Served:
     elif h2o_config.rank_by == "mean-echo":
         rotary = _rotary(config)
     reason = rotary if isinstance(rotary, str) else ""
-    if h2o_config.shares_by_echo and (reason := reason or _few_heads(config)):
+    if h2o_config.shares_by_echo and reason:
         as_robust = dataclasses.replace(h2o_config, rank_by="mean", shares=None)
         return Served(as_robust, None, reason)
     return Served(h2o_config, None if isinstance(rotary, str) else rotary, "")
@@ -84,20 +77,12 @@ def served_as(config: Any, h2o_config: H2OConfig) -> Served:
 def not_dealt(config: Any) -> str:
     """Why the places of a model's prompts are not dealt by echo; "" where they are."""
     rotary = _rotary(config)
-    return rotary if isinstance(rotary, str) else _few_heads(config)
+    return rotary if isinstance(rotary, str) else ""
 
 
 def rotary_for(config: Any, h2o_config: H2OConfig) -> Rotary | None:
     """The rotary embedding of a model whose prompts are ranked by echo; None for any other."""
     return served_as(config, h2o_config).rotary
-
-
-def _few_heads(config: Any) -> str:
-    text = config.get_text_config(decoder=True)
-    heads = len(full_layers(text)) * describe(config).get("num_key_value_heads", 1)
-    if heads >= FEWEST_HEADS:
-        return ""
-    return f"it has {heads} key/value heads with full attention, and {FEWEST_HEADS} are needed"
 
 
 def _rotary(config: Any) -> Rotary | str:

@@ -24,7 +24,7 @@ from h2o import ops, published_masks
 from h2o.config import VARIANTS, H2OConfig, one_config
 from h2o.errors import Unsupported
 from h2o.head_budgets import levelled
-from h2o.hf import echo_simulation, prompt_budget, tensor_parallel
+from h2o.hf import echo_simulation, prompt_budget, random_layer, tensor_parallel
 from h2o.hf.attention_call import NewTokens, Undifferentiable
 from h2o.hf.attention_hook import Call, attending
 from h2o.hf.latent_attention import latents_traced, over_latents
@@ -214,7 +214,8 @@ class Simulation:
         prompts, budgets = self._resolve(config, lengths, pins, mask)
         q, k, v = query.detach(), key.detach(), value.detach()
         if self._variant == "h2o":
-            by_row = levelled(budgets, k.shape[1], tensor_parallel.part(call.module))
+            part = tensor_parallel.part(call.module)
+            by_row = levelled(budgets, k.shape[1], part)
             text = NewTokens(
                 q, k, None if shared else v, mask, call.scale, call.softcap, call.sink_logits
             )
@@ -224,7 +225,7 @@ class Simulation:
                     return call.full()
                 by_row = self._places.budgets(call.layer)
             out, evicted_at, scores = self._through_cache(
-                text, prompts, by_row, config, call.layer, pins
+                text, prompts, by_row, config, call.layer, part, pins
             )
             if self._scores is not None:
                 self._scores[call.layer] = scores
@@ -249,9 +250,13 @@ class Simulation:
 
     def _through_cache(
         self, text: NewTokens, prompts: list[int], by_row: list[list[tuple[int, int]]],
-        config: H2OConfig, layer: int, pins: Pins,
+        config: H2OConfig, layer: int, part: tuple[int, int], pins: Pins,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """`h2o.ops.simulate` of the tokens of a whole text."""
+        if config.rank_by == "random":
+            return random_layer.simulate(
+                text, prompts, by_row, config.sinks, config.kv_dtype, layer, part, pins
+            )
         reader: PromptAttention | None = None
         if self._rotary is not None:
             longest = max(prompts, default=0)

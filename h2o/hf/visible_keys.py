@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o.hf.attention_call import NewTokens
 from h2o.hf.attention_hook import Call
 from h2o.kv_dtype import stored_bytes
 from h2o.quantisation import dequantised, quantised
+from h2o.sink_logits import softmax
 
 __all__ = ["VisibleKeys"]
 
@@ -34,7 +36,7 @@ class VisibleKeys(NamedTuple):
     """Tokens of each row that see keys as the model made them, not as the cache stores them"""
     kv_dtype: str | None
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: Call | NewTokens) -> Tensor:
         """A layer's attention to them, [B, P, H, D]."""
         P, N = call.query.shape[2], call.key.shape[2]
         key, value = call.key.detach().float(), call.value.detach().float()
@@ -54,7 +56,7 @@ class VisibleKeys(NamedTuple):
         return torch.cat(parts, dim=1).to(call.query.dtype)
 
     def _rows(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, columns: Tensor
+        self, call: Call | NewTokens, query: Tensor, key: Tensor, value: Tensor, columns: Tensor
     ) -> Tensor:
         """Of the queries of some columns."""
         B, H, n, D = query.shape
@@ -67,10 +69,12 @@ class VisibleKeys(NamedTuple):
         seen = seen & (columns[:, None] < self.evicted_at[:, :, None])  # [B, G, n, N]
         # The lowest number, not -inf: a pad sees nothing, and must not become NaN.
         logits = logits.masked_fill(~seen[:, :, None], torch.finfo(logits.dtype).min)
-        out = logits.softmax(-1) @ value[:, :, None]
+        sinks = call.sink_logits
+        sinks = None if sinks is None else sinks.detach().view(G, H // G, 1, 1)
+        out = softmax(logits, sinks) @ value[:, :, None]
         return out.reshape(B, H, n, D).transpose(1, 2)
 
-    def _in_prompt(self, call: Call, N: int) -> Tensor:
+    def _in_prompt(self, call: Call | NewTokens, N: int) -> Tensor:
         """[B, N], whether a column's token is in its row's prompt."""
         device = call.key.device
         prompts = torch.tensor(self.prompts, dtype=torch.long, device=device).clamp(min=1)[:, None]

@@ -59,6 +59,7 @@ def config_of(entry: Any, model: Any = None) -> H2OConfig:
             config.rank_by == "mean-echo" and places == 0,
             'a prompt\'s echo is known at its end; give rank_by="mean"',
         ),
+        'rank_by="random"': (config.rank_by == "random", "it is a baseline of h2o eval"),
     }
     for what, (present, reason) in refused.items():
         if present:

@@ -159,6 +159,14 @@ def test_found_is_what_greedy_decoding_writes(tokenizer, setting):
     assert not found(other, answers[1])[0]
 
 
+def test_random_keys_are_a_setting(folder, tmp_path, capsys):
+    arguments = ["--compare", "full,random:0.5,random-bytes", "--budgets", 0.5]
+    assert run(folder, tmp_path, *arguments, "--lengths", 60, "--limit", 1) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
+    assert float(rows["random:0.5"][1].rstrip("%")) < 60
+    assert float(rows["random-bytes:0.5"][2].rstrip("%")) <= 50
+
+
 def test_compare(folder, tmp_path, capsys, monkeypatch):
     settings = ["full", "h2o:500+0", "robust-bytes:0.2", "reread:500", "reread-bytes:0.2"]
     settings += ["echo:500", "echo-bytes:0.2"]

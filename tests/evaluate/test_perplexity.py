@@ -59,6 +59,50 @@ def test_both_ways_agree(tokenizer, model_type, prompt_length):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_random_keys_lose_the_same_both_ways(tokenizer):
+    """Of attention paid to keys that are gone the cache knows nothing, and reports nothing."""
+    model = conftest.build()
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :90]
+    for setting in map(parse, ["random:0.2", "random-bytes:0.2"]):
+        one, mass = perplexity.by_simulation(model, ids, setting, 20)
+        other, held = perplexity.by_cache(model, ids, setting, 20)
+        torch.testing.assert_close(one, other, atol=5e-3, rtol=0)
+        assert list(mass) == [0, 1]
+        assert held == {}
+
+
+@pytest.mark.parametrize("protocol", ["simulate", "drop"])
+def test_after_a_prompt_what_the_cut_can_change_counts(
+    folder, text, tmp_path, capsys, tokenizer, protocol
+):
+    """Of a window of 80 tokens with a prompt of 50: 51 to 79, predicted by tokens 50 to 78."""
+    options = ["--window", 80, "--limit", 2, "--prompt-length", 50, "--protocol", protocol]
+    assert run(folder, text, tmp_path, "--compare", "full,h2o:4+4", *options) == 0
+    out = capsys.readouterr().out
+    assert "scored: the 58 tokens that a cut after 50 can change; the prompt," in out
+    assert [cell["result"]["predicted"] for cell in cells(tmp_path)] == [29] * 4
+    model, ids = conftest.build(), tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :80]
+    losses = [perplexity.by_simulation(model, ids, parse(x), 50)[0] for x in ("full", "h2o:4+4")]
+    torch.testing.assert_close(losses[0][:50], losses[1][:50], atol=1e-5, rtol=0)
+    for loss in losses:
+        assert torch.equal(perplexity.scored(loss, 50), loss[50:])
+        assert torch.equal(perplexity.scored(loss, 1), loss)
+    first = [c for c in cells(tmp_path) if c["facts"]["window"] == 0]
+    lost = first[1]["result"]["loss"] - first[0]["result"]["loss"]
+    assert lost == pytest.approx((losses[1] - losses[0]).sum().item(), abs=1e-2)
+    assert {c["facts"]["scored"] for c in cells(tmp_path)} == {"after the cut"}
+
+
+def test_a_last_window_without_tokens_to_score_is_left_out(folder, text, tmp_path, tokenizer):
+    window = 300
+    rest = len(tokenizer(TEXT)["input_ids"]) - window
+    options = ["--window", window, "--compare", "full", "--prompt-length"]
+    for prompt, windows in ((rest - 2, 2), (rest - 1, 1)):
+        (tmp_path / "out" / "perplexity.json").unlink(missing_ok=True)
+        assert run(folder, text, tmp_path, *options, prompt) == 0
+        assert len(cells(tmp_path)) == windows
+
+
 def test_inputs_go_where_the_model_is(monkeypatch):
     devices = []
 
@@ -190,6 +234,12 @@ def test_a_profile_of_one_setting_or_of_those_that_are_calibrated(folder, text, 
         (["--window", "9999"], 1, "the model's 320 positions"),
         (["--limit", "0"], 2, "--limit 0"),
         (["--prompt-length", "0"], 2, "--prompt-length 0: a number of tokens, at least 1"),
+        (
+            ["--window", "50", "--prompt-length", "49"],
+            1,
+            "a window of 50 tokens has none whose prediction the cut can change. Use at most "
+            "--prompt-length 48",
+        ),
         (["--limit", "0.5"], 2, "--limit 0.5"),
         (["--ratio-of", "prompt"], 2, "no such choice but text"),
         (["--heavy", "0", "--recent", "0", "--window", "50"], 2, "budget of 0"),

@@ -47,6 +47,20 @@ def exact(config: H2OConfig) -> H2OConfig:
         ("echo:64", "echo", "h2o", H2OConfig.echo(64)),
         ("echo-bytes:0.1", "echo-bytes", "h2o", H2OConfig.echo(0.1, of="bytes")),
         (
+            "random:64",
+            "random",
+            "h2o",
+            H2OConfig(heavy=45, recent=15, sinks=4, rank_by="random"),
+        ),
+        (
+            "random-bytes:0.1",
+            "random-bytes",
+            "h2o",
+            dataclasses.replace(
+                H2OConfig.robust(0.1, of="bytes"), rank_by="random", value_weighted=False
+            ),
+        ),
+        (
             "mask-local:0.1+0.1",
             "mask-local",
             "local",

@@ -90,7 +90,7 @@ def test_is_frozen_and_pickles():
         (
             {"rank_by": "maks"},
             ValueError,
-            'rank_by must be "sum", "mean", "max" or "mean-echo", not',
+            'rank_by must be "sum", "mean", "max", "mean-echo" or "random", not',
         ),
         ({"decay": 1.1}, ValueError, "decay must be in"),
         ({"decay": float("nan")}, ValueError, "decay must be in"),

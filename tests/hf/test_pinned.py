@@ -162,6 +162,7 @@ def test_spans_beyond_the_first_chunk(chunk, pins, more):
         {"decay": 1e-6},
         {"kv_dtype": "int8"},
         {"recent": 0, "heavy": 20},
+        {"rank_by": "random", "value_weighted": False},
     ],
     ids=str,
 )
@@ -297,6 +298,7 @@ def test_dropping_early_changes_nothing():
         {},
         {"shares": [[0.4, 2.5], [1.0, 0.9]], "decay": 0.9, "kv_dtype": "int8"},
         {"rank_by": "mean-echo", "shares": "echo"},
+        {"rank_by": "random", "value_weighted": False},
     ],
     ids=str,
 )

@@ -505,6 +505,7 @@ def test_a_page_is_as_large_as_its_fields():
             "mean-echo.* its end; give rank_by",
         ),
         ({"preset": "calibrated", "budget": 64, "cut": "chunk"}, "mean-echo.* is not served"),
+        ({"heavy": 64, "rank_by": "random"}, "random.* is not served by h2o in vLLM: it is a base"),
         ({"preset": "robust", "budget": 64, "window": 3}, "unknown parameter 'window'"),
         ({"heavy": 64, "cut": "often"}, 'cut is "prompt" or "chunk", not "often"'),
         ({"heavy": 64, "whole_prompts": 0}, "whole_prompts is 0, wanted a number from 1 on"),

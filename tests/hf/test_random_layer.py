@@ -1,0 +1,136 @@
+"""rank_by="random": keys are kept by chance, the same ones in every way to read a text."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+import h2o
+from h2o import H2OCache, H2OConfig
+from h2o.borrowed import with_cache
+from h2o.errors import Unsupported
+from h2o.hf.random_layer import drawn
+from tests.hf import tiny
+from tests.hf.test_simulation import PROMPT, fitted, prove, text
+
+SMALL = {"heavy": 6, "recent": 4, "sinks": 2, "rank_by": "random"}
+POLICIES = {
+    "sinks": SMALL,
+    "no recent keys": {"heavy": 9, "recent": 0, "rank_by": "random"},
+    "int8": SMALL | {"kv_dtype": "int8"},
+    "by head": SMALL | {"heavy": [2, 9, 3, 7], "recent": lambda layer, layers: [3, 5, 2, 4]},
+    "shares": SMALL | {"heavy": 9, "shares": [[0.4, 2.5, 1.0, 0.9]] * 4},
+}
+
+
+def held(model, ids, chunks, **chosen):
+    """Positions by layer of what a cache holds that has read ids in chunks, and the cache."""
+    model.set_attn_implementation("h2o")
+    cache = H2OCache(model.config, **chosen)
+    with torch.no_grad():
+        for chunk in ids.split(chunks, dim=1):
+            model(chunk, **with_cache(cache))
+    return [cache.kept(layer).positions for layer in range(len(cache.layers))], cache
+
+
+@pytest.mark.parametrize("prompt_length", [1, PROMPT, 40])
+@pytest.mark.parametrize("chosen", POLICIES)
+def test_simulation_equals_the_cache(chosen, prompt_length):
+    model = tiny.model("llama", "sdpa")
+    atol = 2e-2 if chosen == "int8" else 2e-4
+    assert prove(model, text(), prompt_length, atol, **fitted(POLICIES[chosen], model)) > 3
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_logits_that_are_capped_and_learned_sinks(family):
+    prove(tiny.model(family, "h2o"), text(2), PROMPT, **SMALL)
+
+
+@pytest.mark.parametrize("chunks", [1, 7, 50])
+def test_chunks_change_nothing(chunks):
+    """Once the budget is full, what is held depends on the text's length alone."""
+    model, ids = tiny.model("llama", "sdpa"), text()
+    whole, _ = held(model, ids, ids.shape[1], **SMALL)
+    parts, _ = held(model, text(seed=1), chunks, **SMALL)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_batch_are_alone(side):
+    model = tiny.model("llama", "sdpa")
+    rows = [text(seed, tokens) for seed, tokens in enumerate([50, 23, 64])]
+    inputs = tiny.batch(rows, side)
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        with h2o.simulated(model, **SMALL):
+            simulated = model(**inputs, use_cache=False).logits
+        model.set_attn_implementation("h2o")
+        cache = H2OCache(model.config, **SMALL)
+        model(**inputs, **with_cache(cache))
+        for b, row in enumerate(rows):
+            alone, _ = held(model, row, row.shape[1], **SMALL)
+            for layer, positions in enumerate(alone):
+                assert torch.equal(cache.kept(layer).positions[b], positions[0])
+            with h2o.simulated(model, **SMALL):
+                logits = model(row, use_cache=False).logits[0]
+            real = inputs["attention_mask"][b].bool()
+            torch.testing.assert_close(simulated[b, real], logits, atol=2e-4, rtol=0)
+
+
+def test_the_choice_is_uniform():
+    """Over 4,000 draws of 30 keys of 300, tenths of the text, heads and layers have equal shares:
+    within 5 standard deviations of the binomial, and chi-square within 5 of its own."""
+    keys, kept, heads, layers = 300, 30, 100, 40
+    ranks = torch.stack(
+        [drawn(torch.arange(keys), torch.arange(heads)[:, None], layer) for layer in range(layers)]
+    )
+    assert ((ranks >= 0) & (ranks < 1)).all()
+    chosen = ranks.topk(kept).indices
+    counts = torch.bincount(chosen.flatten(), minlength=keys).double()
+    mean, part = layers * heads * kept / keys, kept / keys
+    deviation = (layers * heads * part * (1 - part)) ** 0.5
+    assert (counts - mean).abs().max() < 5 * deviation
+    chi_square = ((counts - mean) ** 2).sum() / (mean * (1 - part))
+    assert abs(chi_square - (keys - 1)) < 5 * (2 * (keys - 1)) ** 0.5
+    sets = {tuple(sorted(x)) for layer in chosen.tolist() for x in layer}
+    assert len(sets) == layers * heads, "two heads never keep the same keys"
+    pairs = Counter((a + 1 == b) for a, b in zip(*_neighbours(chosen), strict=True))
+    wanted = len(sets) * (kept - 1) * part  # a key's follower is kept as often as any
+    assert abs(pairs[True] - wanted) < 8 * wanted**0.5
+
+
+def _neighbours(chosen):
+    ordered = chosen.sort(-1).values
+    return ordered[..., :-1].flatten().tolist(), ordered[..., 1:].flatten().tolist()
+
+
+def test_heads_and_layers_of_a_cache_differ():
+    held_by, _ = held(tiny.model("llama", "sdpa"), text(), 96, **SMALL)
+    sets = [tuple(head) for layer in held_by for head in layer[0].tolist()]
+    assert len(set(sets)) == len(sets)
+
+
+def test_attention_is_not_reported():
+    """The sums of a cache that counts no attention are no numbers, rather than wrong ones."""
+    _, cache = held(tiny.model("llama", "sdpa"), text(), 96, **SMALL)
+    assert all(math.isnan(layer.share_evicted) for layer in cache.report().layers)
+    assert "nan%" in str(cache.report())
+
+
+@pytest.mark.parametrize(
+    "more", [{"decay": 0.9}, {"value_weighted": True}, {"rank_by": "random", "merge": 0.8}]
+)
+def test_other_policies_are_refused(more):
+    with pytest.raises(ValueError, match='rank_by="random" takes sinks and no other policy'):
+        H2OConfig(**SMALL | more)
+
+
+def test_other_layers_are_refused():
+    with pytest.raises(Unsupported, match="does not go with CompileableLayer"):
+        H2OCache(tiny.model("llama").config, **SMALL, compileable=True)
+    with pytest.raises(Unsupported, match="does not go with LatentLayer"):
+        H2OCache(tiny.model("deepseek_v2").config, **SMALL)
